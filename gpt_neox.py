@@ -1,0 +1,527 @@
+"""GPT-NeoX (Pythia), written out: config, rotary, KV cache, one forward, loading safetensors.
+
+One forward serves prefill, a decode step, a draft level and a tree: the caller says at which
+position each row stands, to which cache slot it is written, and which slots it may attend. The
+cache's whole state is one number, so taking back a rejected tree means moving that number.
+
+Architecture: Black et al. 2022 (GPT-NeoX-20B); Biderman et al. 2023 (Pythia).
+Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary.
+
+    model = GPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
+    cache = model.new_cache(capacity=256)
+    logits = model.prefill(prompt_ids, cache)  # [V]
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
+ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu's approximate=
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be found, read or used; the message is one line for the user."""
+
+
+class HubUnreachable(CheckpointError):
+    """A hub name, but no network and nothing in the hub client's cache."""
+
+
+class OutOfMemory(Exception):
+    """Something that would not fit in memory; the message says what was needed and what is free."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What config.json says, in both of its styles (published Pythia and newer saves)."""
+
+    vocab_size: int  # V, rows of the embedding; may be padded beyond the tokenizer
+    hidden_size: int
+    n_layers: int  # L
+    n_heads: int  # H
+    intermediate_size: int
+    max_positions: int  # the trained range; longer works, worse
+    rotary_fraction: float  # share of each head that is rotated
+    rotary_base: float
+    activation: str = "gelu"
+    norm_eps: float = 1e-5
+    is_parallel: bool = True  # x + attention(x) + mlp(x), else one after the other
+    is_tied: bool = False  # the output projection is the embedding
+    has_attention_bias: bool = True
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.n_heads:
+            raise CheckpointError(
+                f"hidden_size {self.hidden_size} is not a multiple of {self.n_heads} heads"
+            )
+        if not 0 < self.rotary_fraction <= 1:
+            raise CheckpointError(f"rotary fraction {self.rotary_fraction} is outside (0, 1]")
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise CheckpointError(f"hidden_act {self.activation!r} is not one of {known}")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.n_heads
+
+    @property
+    def rotary_dims(self) -> int:
+        return int(self.head_size * self.rotary_fraction)
+
+    @classmethod
+    def from_json(cls, raw: dict) -> "Config":
+        """Read a parsed config.json. Raises CheckpointError naming what is missing or foreign."""
+        if raw.get("model_type") != "gpt_neox":
+            raise CheckpointError(f"model_type is {raw.get('model_type')!r}, not 'gpt_neox'")
+        rope = raw.get("rope_parameters") or {}
+        scaling = raw.get("rope_scaling") or {}
+        kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind != "default":
+            raise CheckpointError(f"rope type {kind!r} is not supported, only 'default'")
+        eos = raw.get("eos_token_id")
+        try:
+            return cls(
+                vocab_size=int(raw["vocab_size"]),
+                hidden_size=int(raw["hidden_size"]),
+                n_layers=int(raw["num_hidden_layers"]),
+                n_heads=int(raw["num_attention_heads"]),
+                intermediate_size=int(raw["intermediate_size"]),
+                max_positions=int(raw["max_position_embeddings"]),
+                rotary_fraction=float(
+                    (rope or raw)["partial_rotary_factor" if rope else "rotary_pct"]
+                ),
+                rotary_base=float((rope or raw)["rope_theta" if rope else "rotary_emb_base"]),
+                activation=str(raw.get("hidden_act", cls.activation)),
+                norm_eps=float(raw.get("layer_norm_eps", cls.norm_eps)),
+                is_parallel=bool(raw.get("use_parallel_residual", cls.is_parallel)),
+                is_tied=bool(raw.get("tie_word_embeddings", cls.is_tied)),
+                has_attention_bias=bool(raw.get("attention_bias", cls.has_attention_bias)),
+                eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+            )
+        except KeyError as error:
+            raise CheckpointError(f"config.json lacks {error}") from error
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"config.json has a bad value: {error}") from error
+
+
+class KVCache:
+    """Preallocated keys and values; the state is one number, `length`.
+
+    Slots [0, length) hold committed tokens, slots above are scratch that the next forward may
+    overwrite. Starts as zeros, because a masked slot still enters attention as 0 x value.
+    """
+
+    def __init__(self, config: Config, capacity: int, device: torch.device, dtype: torch.dtype):
+        self.capacity = capacity
+        self.length = 0
+        self.kv = torch.zeros(  # [2, L, H, capacity, D], keys and values together
+            (2, config.n_layers, config.n_heads, capacity, config.head_size),
+            device=device,
+            dtype=dtype,
+        )
+
+    @property
+    def keys(self) -> Tensor:
+        return self.kv[0]  # [L, H, capacity, D]
+
+    @property
+    def values(self) -> Tensor:
+        return self.kv[1]  # [L, H, capacity, D]
+
+    def require(self, need: int) -> None:
+        """Raise OutOfMemory if `need` slots would not fit."""
+        if need > self.capacity:
+            raise OutOfMemory(f"the cache holds {self.capacity} tokens, {need} are needed")
+
+    def advance(self, n: int) -> None:
+        """Keep the next n scratch rows where they are: a causal block that was run in place."""
+        self.require(self.length + n)
+        self.length += n
+
+    def rewind(self, length: int) -> None:
+        """Forget everything from slot `length` on. What lies below stays as it is."""
+        assert 0 <= length <= self.length, f"cannot rewind from {self.length} to {length}"
+        self.length = length
+
+    def commit(self, rows: Tensor) -> None:
+        """Move scratch rows to the front of the scratch region and keep them.
+
+        rows: [m] int64, relative to `length`, strictly rising; row i goes to slot length + i.
+        """
+        m = rows.shape[0]
+        self.require(self.length + m)
+        kept = self.kv.index_select(3, rows + self.length)  # a copy first: the moves overlap
+        self.kv[:, :, :, self.length : self.length + m] = kept
+        self.length += m
+
+
+class Affine(NamedTuple):
+    """A linear layer, weight [in, out] (as it multiplies), or a LayerNorm; bias [out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The tensors of one transformer layer."""
+
+    attention_norm: Affine
+    qkv: Affine  # [hidden, H * 3 * D], outputs grouped per head as [H, 3, D]
+    attention_out: Affine
+    mlp_norm: Affine
+    mlp_in: Affine
+    mlp_out: Affine
+
+
+LAYER_NAMES = {  # field of Layer -> name in the checkpoint
+    "attention_norm": "input_layernorm",
+    "qkv": "attention.query_key_value",
+    "attention_out": "attention.dense",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp_in": "mlp.dense_h_to_4h",
+    "mlp_out": "mlp.dense_4h_to_h",
+}
+EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
+FINAL_NORM = "gpt_neox.final_layer_norm"
+HUB_FILES = ["config.json", "tokenizer.json", "*.safetensors", "model.safetensors.index.json"]
+LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
+
+
+class GPTNeoX:
+    """A causal language model over an explicit cache; batch 1, no batch axis."""
+
+    def __init__(self, config: Config, tensors: dict[str, Tensor]):
+        """tensors: checkpoint name -> tensor; `expected_shapes(config)` has names and shapes.
+
+        Matrices are taken out of `tensors` one by one, so that laying them out anew never needs
+        a second copy of the model.
+        """
+        self.config = config
+        self.gelu = ACTIVATIONS[config.activation]
+        self.embed_in = tensors.pop(EMBED_IN)  # [V, hidden]
+        self.device, self.dtype = self.embed_in.device, self.embed_in.dtype
+        self.embed_out = lay_out(tensors.pop(EMBED_OUT, self.embed_in))  # [hidden, V]
+        self.final_norm = Affine(tensors[f"{FINAL_NORM}.weight"], tensors[f"{FINAL_NORM}.bias"])
+
+        def affine(name: str) -> Affine:
+            weight = lay_out(tensors.pop(f"{name}.weight"))
+            return Affine(weight, tensors.get(f"{name}.bias", weight.new_zeros(weight.shape[-1])))
+
+        self.layers = [
+            Layer(**{f: affine(f"gpt_neox.layers.{i}.{n}") for f, n in LAYER_NAMES.items()})
+            for i in range(config.n_layers)
+        ]
+        self.rotary = self._rotary_table(config.max_positions)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> "GPTNeoX":
+        """Load a folder, or a hub repository `NAME` or `NAME@REVISION`.
+
+        Raises CheckpointError (nothing there, not GPT-NeoX, a tensor missing, extra or misshapen,
+        a truncated file) and OutOfMemory.
+        """
+        folder = find_checkpoint(name_or_path)
+        config = read_config(folder)
+        device = torch.device(device)
+        shapes = expected_shapes(config)
+        need = sum(torch.Size(s).numel() for s in shapes.values()) * dtype.itemsize
+        require_memory(need, device, f"the weights of {name_or_path}")
+        return cls(config, _load_tensors(folder, shapes, device, dtype))
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
+        c = self.config
+        need = 2 * c.n_layers * c.hidden_size * capacity * self.dtype.itemsize
+        require_memory(need, self.device, f"a cache of {capacity} tokens")
+        if capacity > self.rotary.shape[0]:
+            self.rotary = self._rotary_table(capacity)
+        return KVCache(c, capacity, self.device, self.dtype)
+
+    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
+        """Append tokens to the cache in chunks and return the last one's logits, float32 [V]."""
+        for ids in torch.tensor(tokens, device=self.device).split(PREFILL_CHUNK):
+            positions = torch.arange(cache.length, cache.length + len(ids), device=self.device)
+            logits = self.forward(ids, positions, cache, logits_rows=positions[-1:] - cache.length)
+            cache.advance(len(ids))
+        return logits[0]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        mask: Tensor | None = None,
+        start: int | None = None,
+        logits_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run n rows against the cache, write their keys and values, return logits.
+
+        tokens, positions: [n] int64. mask: [n, S] bool, True = may attend, start + n <= S <=
+        capacity; None means causal with S = start + n. The rows are written to slots
+        [start, start + n); start defaults to cache.length, which does not move. logits_rows: [m]
+        int64, the rows whose logits are wanted, None for all. Returns float32 [m or n, V].
+        """
+        start = cache.length if start is None else start
+        n = tokens.shape[0]
+        cache.require(start + n)
+        bias = self._attention_bias(n, start, mask)  # [n, S] or None
+        n_slots = start + n if mask is None else mask.shape[1]  # S
+        cos, sin = self.rotary[positions].unbind(1)  # [n, 1, 1, R] each
+        # Views for all layers at once: on a CPU a view per layer costs as much as a small product.
+        written = cache.kv[:, :, :, start : start + n].unbind(1)  # L of [2, H, n, D]
+        keys = cache.keys[:, None, :, :n_slots].unbind()  # L of [1, H, S, D]
+        values = cache.values[:, None, :, :n_slots].unbind()
+        x = F.embedding(tokens, self.embed_in)  # [n, hidden]
+        for layer, new_kv, k, v in zip(self.layers, written, keys, values, strict=True):
+            q = self._project(self._norm(x, layer.attention_norm), layer.qkv, cos, sin, new_kv)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [1, H, n, D]
+            attended = attended.transpose(1, 2).reshape(n, -1)  # [n, hidden]
+            after_attention = add_linear(x, attended, layer.attention_out)
+            mlp_input = x if self.config.is_parallel else after_attention
+            wide = linear(self._norm(mlp_input, layer.mlp_norm), layer.mlp_in)
+            x = add_linear(after_attention, F.gelu(wide, approximate=self.gelu), layer.mlp_out)
+        if logits_rows is not None:
+            x = x[logits_rows]
+        return (self._norm(x, self.final_norm) @ self.embed_out).float()  # [n, V]
+
+    def _project(self, x: Tensor, qkv: Affine, cos: Tensor, sin: Tensor, new_kv: Tensor) -> Tensor:
+        """Queries [1, H, n, D]; the rotated keys and the values go to new_kv [2, H, n, D]."""
+        rows = linear(x, qkv).view(-1, self.config.n_heads, 3, self.config.head_size)
+        rotate_(rows[:, :, :2, : self.config.rotary_dims], cos, sin)
+        rows = rows.permute(2, 1, 0, 3)  # [3, H, n, D]
+        # Non-finite keys and values become 0: a row that overflowed still has non-finite logits
+        # through its residual, but must not leak through the mask into rows that may not see it.
+        torch.nan_to_num(rows[1:], nan=0.0, posinf=0.0, neginf=0.0, out=new_kv)
+        return rows[:1]
+
+    def _norm(self, x: Tensor, norm: Affine) -> Tensor:
+        return torch.layer_norm(x, x.shape[-1:], *norm, self.config.norm_eps)
+
+    def _attention_bias(self, n: int, start: int, mask: Tensor | None) -> Tensor | None:
+        """The mask as 0 / -inf in the model's dtype, built once per pass; None if all see all."""
+        if mask is None:
+            if n == 1:
+                return None
+            mask = torch.ones(n, start + n, dtype=torch.bool, device=self.device).tril_(start)
+        bias = torch.full(mask.shape, float("-inf"), device=self.device, dtype=self.dtype)
+        return bias.masked_fill_(mask, 0.0)  # [n, S]
+
+    def _rotary_table(self, n_positions: int) -> Tensor:
+        """cos and sin by position, in the model's dtype: [n_positions, 2, 1, 1, R]."""
+        half = torch.arange(0, self.config.rotary_dims, 2, device=self.device).float()
+        frequencies = self.config.rotary_base ** -(half / self.config.rotary_dims)  # [R / 2]
+        angles = torch.arange(n_positions, device=self.device).float()[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1)
+        return table[:, :, None, None, :].to(self.dtype)
+
+
+def linear(x: Tensor, layer: Affine) -> Tensor:
+    """x [n, in] -> [n, out]."""
+    return torch.addmm(layer.bias, x, layer.weight)
+
+
+def add_linear(residual: Tensor, x: Tensor, layer: Affine) -> Tensor:
+    """residual [n, out] + linear(x [n, in]), the sum made inside the product."""
+    return torch.addmm(residual + layer.bias, x, layer.weight)
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotary embedding in place, half-rotation layout; sin carries the sign of its half.
+
+    x: [n, H, 2, R] queries and keys; cos, sin: [n, 1, 1, R].
+    """
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    x.mul_(cos).addcmul_(swapped, sin)
+
+
+def lay_out(weight: Tensor) -> Tensor:
+    """A checkpoint's matrix [out, in] as [in, out]; a vector as it is.
+
+    On CPU the copy is real: the library multiplies a few rows by a matrix stored [in, out] several
+    times faster than by its transpose. CUDA reads both equally well, so there it is a view.
+    """
+    if weight.ndim == 1:
+        return weight
+    return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
+
+
+def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every tensor the checkpoint must hold, by its published name."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    sizes = {  # field of Layer -> (out, in), or (hidden,) for a LayerNorm
+        "attention_norm": (hidden,),
+        "qkv": (3 * hidden, hidden),
+        "attention_out": (hidden, hidden),
+        "mlp_norm": (hidden,),
+        "mlp_in": (wide, hidden),
+        "mlp_out": (hidden, wide),
+    }
+    shapes = {EMBED_IN: (config.vocab_size, hidden)}
+    shapes |= {f"{FINAL_NORM}.{part}": (hidden,) for part in ("weight", "bias")}
+    for index in range(config.n_layers):
+        for field, name in LAYER_NAMES.items():
+            prefix = f"gpt_neox.layers.{index}.{name}"
+            shapes[f"{prefix}.weight"] = sizes[field]
+            if config.has_attention_bias or field not in ("qkv", "attention_out"):
+                shapes[f"{prefix}.bias"] = sizes[field][:1]
+    if not config.is_tied:
+        shapes[EMBED_OUT] = (config.vocab_size, hidden)
+    return shapes
+
+
+def find_checkpoint(
+    name_or_path: str | Path, announce: Callable[[str], None] = lambda line: None
+) -> Path:
+    """The folder of a checkpoint: itself, or a download of hub repository NAME or NAME@REVISION.
+
+    `announce` is told the size before a download. Without a network the hub client's own cache
+    may still have the files. Raises CheckpointError, HubUnreachable among them.
+    """
+    path, text = Path(name_or_path), str(name_or_path)
+    if path.is_dir():
+        return path
+    if path.exists() or text.startswith((".", "/", "~")):
+        raise CheckpointError(f"{text!r} is not a folder")
+    # Imported here: only hub names need the client, and it costs every start 0.3 s.
+    from huggingface_hub import HfApi, errors, snapshot_download
+
+    name, _, revision = text.partition("@")
+    where = {"repo_id": name, "revision": revision or None}
+    try:
+        info = HfApi().model_info(**where, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        _require_safetensors(sizes, text)
+        weights = sum(size for file, size in sizes.items() if file.endswith(".safetensors"))
+        announce(f"fetching {text} ({weights / 1e6:,.0f} MB, less what the hub cache already has)")
+        return Path(snapshot_download(**where, allow_patterns=HUB_FILES))
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise CheckpointError(f"{text!r} is neither a folder nor a model on the hub") from error
+    except errors.HfHubHTTPError as error:
+        raise CheckpointError(f"the hub refused {text!r}: {_first_line(error)}") from error
+    except (errors.HTTPError, OSError) as error:  # no network
+        try:
+            return Path(snapshot_download(**where, local_files_only=True))
+        except OSError:
+            reason = f"{text!r} is not a folder, and the hub cannot be reached"
+            raise HubUnreachable(f"{reason} ({_first_line(error)})") from error
+
+
+def read_config(folder: Path) -> Config:
+    """The Config of a checkpoint folder. Raises CheckpointError."""
+    try:
+        return Config.from_json(read_json(folder / "config.json"))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def require_memory(need: int, device: torch.device, what: str) -> None:
+    """Raise OutOfMemory if `need` bytes are not free on the device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = _free_host_memory()
+    if need > free:
+        raise OutOfMemory(
+            f"{what} would take {need / 1e9:,.1f} GB on {device}, {free / 1e9:,.1f} GB are free"
+        )
+
+
+def _free_host_memory() -> int:
+    """Bytes that can be had without swapping, as Linux estimates it; elsewhere all there are."""
+    try:
+        available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        return int(available[1]) * 1024
+    except (OSError, TypeError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _load_tensors(
+    folder: Path, shapes: dict[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Read, place and convert one tensor at a time, so that no second copy of all ever exists."""
+    tensors = {}
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, "pt", device=str(device)) as shard:
+                for name in _wanted(shard, shapes, file):
+                    tensors[name] = shard.get_tensor(name).to(dtype)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {_first_line(error)}") from error
+    for name in shapes:
+        if name not in tensors:
+            raise CheckpointError(f"{folder} lacks the tensor {name}")
+    return tensors
+
+
+def _wanted(shard: safe_open, shapes: dict[str, tuple[int, ...]], file: Path) -> Iterator[str]:
+    """The names to load from a shard; raises CheckpointError on a foreign name or shape."""
+    for name in shard.keys():
+        is_tied_copy = name == EMBED_OUT and name not in shapes
+        if is_tied_copy or LEGACY_BUFFERS.search(name):
+            continue
+        if name not in shapes:
+            raise CheckpointError(f"{file} has a tensor that GPT-NeoX does not: {name}")
+        shape = tuple(shard.get_slice(name).get_shape())
+        if shape != shapes[name]:
+            raise CheckpointError(f"{file}: {name} is {shape}, config.json asks for {shapes[name]}")
+        yield name
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the shards that model.safetensors.index.json lists."""
+    index = folder / "model.safetensors.index.json"
+    _require_safetensors([f.name for f in folder.iterdir()], folder)
+    if (single := folder / "model.safetensors").exists():
+        return [single]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    files = [folder / str(name) for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.exists():
+            raise CheckpointError(f"{index} lists {file.name}, which is not there")
+    return files
+
+
+def _require_safetensors(files: Iterable[str], where: str | Path) -> None:
+    """Raise CheckpointError unless the file names hold a safetensors checkpoint."""
+    if not {"model.safetensors", "model.safetensors.index.json"} & set(files):
+        has_bin = any(name.endswith(".bin") for name in files)
+        found = "only .bin weights; convert them to safetensors" if has_bin else "no safetensors"
+        raise CheckpointError(f"{where} holds {found}")
+
+
+def read_json(file: Path) -> dict:
+    """A file that must hold one JSON object. Raises CheckpointError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is not there") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not JSON: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,39 @@
+"""Tiny random GPT-NeoX models for the tests; everything is seeded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt_neox import Config, GPTNeoX, expected_shapes
+
+TINY = Path(__file__).parent.parent / "models" / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+def random_config(**changes: object) -> Config:
+    """A model of two layers and two heads of 16; `changes` override fields of Config."""
+    sizes = dict(vocab_size=96, hidden_size=32, n_layers=2, n_heads=2, intermediate_size=64)
+    rest = dict(max_positions=128, rotary_fraction=0.5, rotary_base=10000.0)
+    return Config(**(sizes | rest | changes))
+
+
+def random_tensors(config: Config, seed: int) -> dict[str, torch.Tensor]:
+    """Weights large enough for attention to matter and for greedy text to vary."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        noise = torch.randn(shape, generator=generator)
+        is_norm = "norm" in name and name.endswith("weight")
+        scale = 0.1 if is_norm else 1.0 if "embed" in name else shape[-1] ** -0.5 * 1.5
+        tensors[name] = noise * scale + is_norm
+    return tensors
+
+
+def random_model(seed: int, **changes: object) -> GPTNeoX:
+    config = random_config(**changes)
+    return GPTNeoX(config, random_tensors(config, seed))
