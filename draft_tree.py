@@ -1,0 +1,303 @@
+"""The draft tree: flat tensors, grown level by level, and the rules that shape it.
+
+The root is the pending token: the target's own last prediction, committed but not yet run, so no
+iteration can waste its tree on a wrong root. Everything below the root is the draft's guess. Rows
+are breadth-first, so a parent always precedes its children. The example of the README:
+
+    row  token  parent  depth  p(path)          the
+     0   the      -1      0     1.00           /   \\
+     1   cat       0      1     0.60         cat   dog
+     2   dog       0      1     0.30        /   \\     \\
+     3   sat       1      2     0.30      sat   ran   ran
+     4   ran       1      2     0.18
+     5   ran       2      2     0.24
+
+    tree = grow(Fixed(D=2, B=2, tau=0.15).rule(), root, draft, max_depth=8)
+
+Shapes: N tree rows, W rows of one level, k candidates per row, V vocabulary.
+Paper: DynaTree v2, section 3.3 and Algorithm 1; its symbols name the settings.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+MAX_ROWS = 128  # the widest verify pass any setting may ask for
+
+# draft(tokens [W], parents [W] | None) -> logits [W, V]: run one level of nodes. parents index the
+# rows of the previous call; None is the root.
+Draft = Callable[[Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A token tree in breadth-first order; row 0 is the root."""
+
+    tokens: Tensor  # [N] int64; siblings carry distinct tokens
+    parents: Tensor  # [N] int64; parents[i] < i, the root has -1
+    depths: Tensor  # [N] int64, edges from the root
+    logprobs: Tensor  # [N] float32, log p(u): the draft's log-probability of the path, root 0
+    ancestors: Tensor  # [N, N] bool; row i marks the path from the root to i, both included
+    draft_slots: Tensor  # [N] int64, slot in the draft's cache from the root's on; -1 = never run
+    depth: int  # the deepest level
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a rule sees: the rows the draft has just run, and their best k candidates."""
+
+    depth: int  # of the rows; their children are one deeper
+    logprobs: Tensor  # [W, k] log-probability of each candidate given its path, best first
+    path_logprobs: Tensor  # [W, k] log p(child): the path's and the candidate's together
+
+
+class Rule(Protocol):
+    """Which children to add and which of them to expand; one object per generation."""
+
+    max_branches: int  # k, candidates looked at per row
+    max_depth: int  # no node lies deeper
+    max_rows: int  # N_max, verify rows of one tree, root included
+
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        """Masks [W, k] bool: candidates to add, and those the draft may run if added."""
+
+    def adapt(self, n_accepted: int, depth: int) -> None:
+        """Learn from one verified tree: drafted tokens accepted, deepest level drafted (> 0)."""
+
+
+def grow(rule: Rule, root: Tensor, draft: Draft, max_depth: int) -> Tree:
+    """Grow one tree, one draft call per level; no per-node Python.
+
+    root: [1] int64, the pending token. max_depth: the caller's own limit, beside the rule's. When
+    the rule's row budget cuts a level short, the first candidates in breadth-first order stay.
+    A candidate of probability 0, or of a row with non-finite logits, is never added.
+    """
+    k, n_rows = rule.max_branches, 1
+    parts = [(root, root.new_full((1,), -1), root.new_zeros(1, dtype=torch.float32))]
+    run_rows = []  # tree rows in the order the draft ran them, which is the order of its slots
+    rows, tokens, logprobs, parents = root.new_zeros(1), root, parts[0][2], None
+    for depth in range(min(max_depth, rule.max_depth)):
+        if n_rows >= rule.max_rows or not len(rows):
+            break
+        draft_logprobs = torch.log_softmax(draft(tokens, parents), dim=-1)  # [W, V]
+        candidates = draft_logprobs.topk(k)  # values, indices: [W, k]
+        run_rows.append(rows)
+        level = Level(depth, candidates.values, logprobs[:, None] + candidates.values)
+        add, expand = rule.expand(level)
+        added = (add & (candidates.values > -torch.inf)).flatten().nonzero()[:, 0]
+        added = added[: rule.max_rows - n_rows]  # [n], parent by parent: breadth-first
+        new_tokens = candidates.indices.flatten()[added]
+        new_logprobs = level.path_logprobs.flatten()[added]
+        new_parents = added // k  # rows of this level
+        parts.append((new_tokens, rows[new_parents], new_logprobs))
+        growing = expand.flatten()[added].nonzero()[:, 0]
+        rows = growing + n_rows
+        tokens, logprobs, parents = new_tokens[growing], new_logprobs[growing], new_parents[growing]
+        n_rows += len(added)
+    return _assemble(parts, run_rows)
+
+
+def _assemble(parts: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[Tensor]) -> Tree:
+    """Levels of (tokens, parents, logprobs) and the rows that were run, as one Tree."""
+    if not len(parts[-1][0]):
+        parts = parts[:-1]  # a last level that added nothing
+    tokens, parents, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
+    sizes = [len(part[0]) for part in parts]
+    ancestors = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
+    first = 1
+    for size in sizes[1:]:  # a node's ancestors are its parent's and itself
+        ancestors[first : first + size] |= ancestors[parents[first : first + size]]
+        first += size
+    depths = ancestors.sum(1) - 1
+    draft_slots = torch.full_like(tokens, -1)
+    if run_rows:
+        ran = torch.cat(run_rows)
+        draft_slots[ran] = torch.arange(len(ran), device=tokens.device)
+    return Tree(tokens, parents, depths, logprobs, ancestors, draft_slots, len(sizes) - 1)
+
+
+def setting(default: float, low: float, high: float, meaning: str) -> float:
+    """A dataclass field for one setting, with its range (both ends allowed) and its meaning."""
+    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
+
+
+def check_settings(settings: object, *ordered: str) -> None:
+    """Raise ValueError for a setting outside its range, or for ordered names that do not rise.
+
+    `ordered` holds pairs such as "tau_l < tau_h" or "B_min <= B_mid".
+    """
+    for f in fields(settings):
+        value, low, high = getattr(settings, f.name), f.metadata["low"], f.metadata["high"]
+        if not low <= value <= high:
+            raise ValueError(f"{f.name}={value} is outside {low} to {high}")
+    for pair in ordered:
+        left, sign, right = pair.split()
+        a, b = getattr(settings, left), getattr(settings, right)
+        if a > b or (a == b and sign == "<"):
+            raise ValueError(f"{left}={a} and {right}={b} break {pair}")
+
+
+def log_threshold(probability: float) -> float:
+    """log of a threshold on a probability; -inf for 0, which lets everything pass."""
+    return math.log(probability) if probability > 0 else -math.inf
+
+
+@dataclass(frozen=True)
+class Chain:
+    """linear: a chain of K tokens, a tree with one branch (Leviathan et al. 2023)."""
+
+    K: int = setting(5, 0, MAX_ROWS - 1, "tokens drafted per iteration")
+
+    max_branches = 1
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def max_depth(self) -> int:
+        return self.K
+
+    @property
+    def max_rows(self) -> int:
+        return self.K + 1
+
+    def rule(self) -> Rule:
+        return self
+
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        every = torch.ones_like(level.logprobs, dtype=torch.bool)
+        return every, every
+
+    def adapt(self, n_accepted: int, depth: int) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """ar: the target alone; every tree is only its root."""
+
+    def rule(self) -> Rule:
+        return Chain(K=0)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """fixed: the static tree, B children for every node down to depth D (section 4.3)."""
+
+    D: int = setting(5, 1, MAX_ROWS - 1, "depth of the tree")
+    B: int = setting(2, 1, 32, "children per node")
+    tau: float = setting(0.05, 0.0, 1.0, "a child with p(path) below tau is not added")
+    N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def max_branches(self) -> int:
+        return self.B
+
+    @property
+    def max_depth(self) -> int:
+        return self.D
+
+    @property
+    def max_rows(self) -> int:
+        return self.N_max
+
+    def rule(self) -> Rule:
+        return self
+
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        add = level.path_logprobs >= log_threshold(self.tau)
+        return add, add
+
+    def adapt(self, n_accepted: int, depth: int) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True)
+class DynaTree:
+    """dynatree: breadth by confidence, depth by path probability, thresholds by history (3.3)."""
+
+    B_min: int = setting(1, 1, 32, "children of a confident node, c(u) >= tau_h")
+    B_mid: int = setting(2, 1, 32, "children of a node in between")
+    B_max: int = setting(3, 1, 32, "children of an unsure node, c(u) < tau_l")
+    tau_h: float = setting(0.9, 0.0, 1.0, "confidence from which B_min is enough")
+    tau_l: float = setting(0.4, 0.0, 1.0, "confidence below which B_max is needed")
+    D0: int = setting(5, 1, MAX_ROWS - 1, "base depth; deeper only where p(u) >= rho_deep")
+    D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth")
+    rho_stop: float = setting(0.1, 0.0, 1.0, "a node with p(u) below it is never expanded")
+    rho_deep: float = setting(0.5, 0.0, 1.0, "p(u) needed to expand from depth D0 on")
+    tau: float = setting(0.05, 0.0, 1.0, "a child with p(path) below tau is not added")
+    N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included (paper: 256)")
+    W: int = setting(10, 1, 1000, "iterations in the history window")
+    breadth: bool = setting(True, False, True, "adapt breadth; off: B_mid everywhere")
+    depth: bool = setting(True, False, True, "adapt depth; off: every node down to D0")
+    prune: bool = setting(True, False, True, "prune below tau; off: tau has no effect")
+    history: bool = setting(True, False, True, "move D0, tau_h and rho_deep by acceptance")
+
+    def __post_init__(self) -> None:
+        order = ("B_min <= B_mid", "B_mid <= B_max", "tau_l < tau_h", "D0 <= D_max")
+        check_settings(self, *order, "rho_stop < rho_deep")
+
+    def rule(self) -> Rule:
+        return DynaTreeRule(self)
+
+
+class DynaTreeRule:
+    """One generation of DynaTree: its settings as history has moved them so far."""
+
+    def __init__(self, start: DynaTree):
+        self.start = self.now = start
+        self.window: deque[float] = deque(maxlen=start.W)
+        self.max_branches = start.B_max if start.breadth else start.B_mid
+        self.max_depth, self.max_rows = start.D_max, start.N_max
+
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        s, child_depth = self.now, level.depth + 1
+        add = level.path_logprobs >= log_threshold(s.tau if s.prune else 0.0)
+        if s.breadth:
+            confidence = level.logprobs[:, :1]  # log c(u): the best candidate
+            unsure = torch.where(confidence < log_threshold(s.tau_l), s.B_max, s.B_mid)
+            branches = torch.where(confidence >= log_threshold(s.tau_h), s.B_min, unsure)
+            add &= torch.arange(self.max_branches, device=add.device) < branches
+        if not s.depth:
+            return add, torch.full_like(add, child_depth < s.D0)
+        threshold = s.rho_stop if child_depth < s.D0 else max(s.rho_stop, s.rho_deep)
+        return add, level.path_logprobs >= log_threshold(threshold)
+
+    def adapt(self, n_accepted: int, depth: int) -> None:
+        """Historical adjustment: the window's mean acceptance moves D0, tau_h and rho_deep."""
+        self.window.append(n_accepted / depth)
+        if not self.start.history or len(self.window) < self.start.W:
+            return
+        mean = sum(self.window) / len(self.window)
+        if mean > 0.8:  # more aggressive
+            self._move(1, -0.05, -0.05)
+        elif mean < 0.6:  # more careful
+            self._move(-1, 0.05, 0.05)
+
+    def _move(self, d0: int, tau_h: float, rho_deep: float) -> None:
+        s, start = self.now, self.start
+        self.now = replace(
+            s,
+            D0=step(s.D0, d0, start.D0, 2, start.D_max - 1),
+            tau_h=step(s.tau_h, tau_h, start.tau_h, 0.5, 0.95, above=s.tau_l),
+            rho_deep=step(s.rho_deep, rho_deep, start.rho_deep, 0.3, 0.8, above=s.rho_stop),
+        )
+
+
+def step(
+    value: float, by: float, start: float, low: float, high: float, above: float = -math.inf
+) -> float:
+    """value + by within [low, high] and over `above`; a bound never lies beyond the start."""
+    moved = min(max(value + by, min(low, start)), max(high, start))
+    return moved if moved > above else value
