@@ -1,0 +1,525 @@
+"""DynaTree decoding: the loop, the method table, the command line.
+
+Each iteration drafts a tree of guesses below the last committed token, lets the target read the
+whole tree in one pass, and keeps the path on which the target agrees, plus the target's own next
+token. The text is exactly what the target alone would write. Paper: DynaTree v2, Algorithm 1.
+
+    python dynatree.py --prompt "The ship sailed at dawn" --max-new-tokens 64
+
+    for step in generate(target, draft, prompt_ids, DynaTree().rule(), max_new_tokens=64):
+        print(step.tokens)
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Tree, grow
+from gpt_neox import DTYPES, CheckpointError, GPTNeoX, HubUnreachable, KVCache, OutOfMemory
+from inputs import (
+    Pair,
+    UsageError,
+    choose_device,
+    choose_dtype,
+    default_models,
+    encode,
+    load_pair,
+    parse_settings,
+    read_prompt,
+    set_threads,
+)
+from terminal import TextStream, describe, draw_tree
+from verify import accept_greedy, tree_mask, tree_positions
+
+Settings = Alone | Chain | Fixed | DynaTree
+METHODS: dict[str, type[Settings]] = {
+    "ar": Alone,
+    "linear": Chain,
+    "fixed": Fixed,
+    "dynatree": DynaTree,
+}
+TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
+WITHOUT_NETWORK = (
+    "python dynatree.py --target models/tiny/target --draft models/tiny/draft --prompt ..."
+)
+
+
+class NonFiniteLogits(Exception):
+    """The target produced infinite or undefined logits, so it has no next token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one commit adds to the text; the first step is prefill's token and has no tree."""
+
+    tokens: list[int]  # new ids, after the EOS and limit cut
+    tree: Tree | None = None
+    path: Sequence[int] = (0,)  # accepted rows of the tree, root first; as many as were committed
+    bonus: int = -1  # the target's token after the path, even if the cut removed it
+    draft_ms: float = 0.0  # draft model forwards
+    verify_ms: float = 0.0  # target model forwards, prefill among them
+    other_ms: float = 0.0  # everything else
+
+
+class Stopwatch:
+    """Milliseconds by part. A lap ends when the device has finished the work handed to it."""
+
+    def __init__(self, device: torch.device):
+        self.finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.restart()
+
+    def restart(self) -> None:
+        self.ms = {"draft_ms": 0.0, "verify_ms": 0.0, "other_ms": 0.0}
+        self.last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Add the time since the last lap to a part."""
+        self.finish()
+        now = time.perf_counter()
+        self.ms[part] += (now - self.last) * 1e3
+        self.last = now
+
+
+class Drafter:
+    """The draft model over its own cache: slots [0, length) committed, then root, then nodes.
+
+    The root stands at slot `length`, above it every node in the order it was run. Committed
+    tokens the draft has not run yet are caught up in place, in one causal block with the root.
+    """
+
+    def __init__(
+        self, model: GPTNeoX, capacity: int, n_ids: int, committed: list[int], watch: Stopwatch
+    ):
+        """n_ids: the target's vocabulary size. committed: the loop's list, the root its last."""
+        self.model, self.committed, self.watch = model, committed, watch
+        self.cache = model.new_cache(capacity)
+        self.n_proposable = min(n_ids, model.config.vocab_size)
+        self.depth = 0  # of the level that ran last
+        self.mask = torch.empty(0)  # [W, slots] bool, what that level's rows may attend
+
+    def run(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+        """One level for draft_tree.grow: logits [W, ids that both models know]."""
+        self.watch.lap("other_ms")
+        logits = self._catch_up() if parents is None else self._run_level(tokens, parents)
+        self.watch.lap("draft_ms")
+        return logits[:, : self.n_proposable]
+
+    def _catch_up(self) -> Tensor:
+        n_ids, cache = self.model.config.vocab_size, self.cache
+        # An id that the draft cannot embed is read as 0: a worse guess, never a wrong text.
+        lacking = [i if i < n_ids else 0 for i in self.committed[cache.length :]]
+        logits = self.model.prefill(lacking, cache)
+        cache.rewind(cache.length - 1)  # the root stays scratch until it is verified
+        self.depth = 0
+        self.mask = torch.ones(1, cache.length + 1, dtype=torch.bool, device=logits.device)
+        return logits[None]
+
+    def _run_level(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        start = self.mask.shape[1]
+        itself = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
+        self.mask = torch.cat(
+            [self.mask[parents], itself], dim=1
+        )  # what its parent saw, and itself
+        self.depth += 1
+        positions = torch.full_like(tokens, self.cache.length + self.depth)
+        return self.model.forward(tokens, positions, self.cache, self.mask, start)
+
+    def commit(self, tree: Tree, path: Tensor) -> None:
+        """Keep the accepted nodes that were run; the rest of the path is caught up later."""
+        slots = tree.draft_slots[path]
+        self.cache.commit(slots[slots >= 0])
+
+
+@torch.inference_mode()
+def generate(
+    target: GPTNeoX,
+    draft: GPTNeoX | None,
+    prompt: list[int],
+    rule: Rule,
+    max_new_tokens: int,
+    *,
+    eos_ids: Sequence[int] = (),
+    commit: str = "keep",
+) -> Iterator[Step]:
+    """Decode greedily, one Step per commit; together they are the target's own greedy ids.
+
+    draft may be None for a rule of depth 0 (ar). eos_ids end the text where they appear. commit:
+    "keep" moves the accepted rows in the cache, "rebuild" rolls back and runs them again as the
+    paper does (section 3.5): one more target pass, the same cache. A rule serves one generation.
+    Raises NonFiniteLogits, OutOfMemory; ValueError for an empty prompt or a limit below 1.
+    """
+    if not prompt or max_new_tokens < 1 or commit not in COMMITS:
+        raise ValueError("needs a prompt, a limit of at least 1, and commit keep or rebuild")
+    watch = Stopwatch(target.device)
+    committed, end = list(prompt), len(prompt) + max_new_tokens
+    cache = target.new_cache(end + rule.max_rows)
+    drafter = None
+    if rule.max_depth > 0:
+        drafter = Drafter(draft, end + rule.max_rows, target.config.vocab_size, committed, watch)
+    watch.lap("other_ms")
+    predictions = predict(target.prefill(prompt, cache)[None])
+    watch.lap("verify_ms")
+    step = Step(cut(known(predictions), eos_ids, max_new_tokens), **watch.ms)
+    while True:
+        committed += step.tokens
+        yield step
+        if len(committed) == end or committed[-1] in eos_ids:
+            return
+        watch.restart()
+        # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
+        root = torch.tensor(committed[-1:], device=target.device)
+        tree = grow(rule, root, drafter and drafter.run, max_depth=end - len(committed) - 1)
+        # 2 mask and positions
+        mask = tree_mask(tree, cache.length) if tree.depth else None
+        positions = tree_positions(tree, cache.length)
+        # 3 one target pass over the whole tree
+        watch.lap("other_ms")
+        logits = target.forward(tree.tokens, positions, cache, mask)  # [N, V]
+        watch.lap("verify_ms")
+        # 4 accept: the path on which the target agrees, then the bonus token
+        predictions = predict(logits)
+        path = accept_greedy(tree, predictions)
+        new_tokens = known(predictions[path])
+        # 5 commit
+        COMMITS[commit](target, cache, tree, path)
+        if drafter:
+            drafter.commit(tree, path)
+        # 6 adapt
+        if tree.depth:
+            rule.adapt(len(path) - 1, tree.depth)
+        tokens = cut(new_tokens, eos_ids, end - len(committed))
+        watch.lap("other_ms")
+        step = Step(tokens, tree, path.tolist(), new_tokens[-1], **watch.ms)
+
+
+def predict(logits: Tensor) -> Tensor:
+    """The greedy next id of each row [n] int64; -1, which no token equals, where not finite."""
+    best, ids = logits.max(dim=-1)
+    return ids.masked_fill(~best.isfinite(), -1)
+
+
+def known(predictions: Tensor) -> list[int]:
+    """Predictions that are about to be committed, on the host. Raises NonFiniteLogits."""
+    ids = predictions.tolist()
+    if -1 in ids:
+        raise NonFiniteLogits(
+            "the target's logits are not finite: the weights are broken, or overflow in this "
+            "dtype (small Pythia models do in float16); try --dtype bfloat16"
+        )
+    return ids
+
+
+def cut(tokens: list[int], eos_ids: Sequence[int], room: int) -> list[int]:
+    """Newly committed ids up to the limit and up to the first EOS, which is kept."""
+    ends = [i + 1 for i, token in enumerate(tokens) if token in eos_ids]
+    return tokens[: min([room, *ends])]
+
+
+def keep_rows(target: GPTNeoX, cache: KVCache, tree: Tree, path: Tensor) -> None:
+    """Commit by moving the accepted rows to the front of the cache's scratch."""
+    cache.commit(path)
+
+
+def rebuild(target: GPTNeoX, cache: KVCache, tree: Tree, path: Tensor) -> None:
+    """Commit as the paper does: drop the tree, run the accepted tokens again (section 3.5)."""
+    target.prefill(tree.tokens[path].tolist(), cache)
+
+
+COMMITS = {"keep": keep_rows, "rebuild": rebuild}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One generation in numbers; times in milliseconds, rates in tokens per second."""
+
+    new_tokens: int
+    throughput: float  # (new tokens - 1) / time from the first token to the last
+    end_to_end: float  # new tokens / time from prompt in to last token out
+    ttft_ms: float  # prompt in to first token out
+    tpot_ms: float  # decode time per later token
+    iterations: int  # verify passes
+    tokens_per_iter: float  # accepted + bonus, before the EOS or limit cut
+    path_length: float  # accepted drafted tokens per iteration
+    draft_nodes: float  # drafted tokens sent to the target per iteration
+    acceptance: float  # accepted / drafted tokens, 0 if none were drafted
+    draft_ms: float  # per iteration, as the next two
+    verify_ms: float
+    other_ms: float
+    repetition: float  # 1 - distinct 4-grams / 4-grams of the generated ids
+
+
+def token_ids(steps: Iterable[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+def measure(steps: Sequence[Step]) -> Metrics:
+    """The metrics of one generation from its steps, in the one definition used everywhere."""
+    ids = token_ids(steps)
+    first, *later = steps
+
+    def total(part: str) -> float:
+        return sum(getattr(step, part) for step in later)
+
+    def per_iteration(amount: float) -> float:
+        return amount / len(later) if later else 0.0
+
+    ttft = first.draft_ms + first.verify_ms + first.other_ms
+    decode = total("draft_ms") + total("verify_ms") + total("other_ms")
+    accepted = sum(len(step.path) - 1 for step in later)
+    drafted = sum(len(step.tree) - 1 for step in later)
+    grams = list(zip(*(ids[i:] for i in range(4)), strict=False))
+    return Metrics(
+        new_tokens=len(ids),
+        throughput=(len(ids) - 1) / decode * 1e3 if later else 0.0,
+        end_to_end=len(ids) / (ttft + decode) * 1e3,
+        ttft_ms=ttft,
+        tpot_ms=decode / (len(ids) - 1) if later else 0.0,
+        iterations=len(later),
+        tokens_per_iter=per_iteration(accepted + len(later)),
+        path_length=per_iteration(accepted),
+        draft_nodes=per_iteration(drafted),
+        acceptance=accepted / drafted if drafted else 0.0,
+        draft_ms=per_iteration(total("draft_ms")),
+        verify_ms=per_iteration(total("verify_ms")),
+        other_ms=per_iteration(total("other_ms")),
+        repetition=1 - len(set(grams)) / len(grams) if grams else 0.0,
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line and an exception, not a usage text and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists everything)")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        description="Write text with a GPT-NeoX target, sped up by a draft model's token trees.",
+        epilog=describe(METHODS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--prompt", metavar="TEXT", help="the text to continue")
+    add("--prompt-file", metavar="F", help="a UTF-8 file to continue; - is standard input")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="limit (default 128)")
+    add("--method", default="dynatree", metavar="M", help=f"{', '.join(METHODS)} (dynatree)")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
+    add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
+    add("--target", metavar="MODEL", help="folder, or hub NAME or NAME@REVISION")
+    add("--draft", metavar="MODEL", help="the same, of a smaller model with this tokenizer")
+    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
+    add("--dtype", help=f"{', '.join(DTYPES)} (float16 on cuda, float32 on cpu)")
+    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
+    add("--ignore-eos", action="store_true", help="go on past end-of-text")
+    add("--compare", action="store_true", help="also run ar: speedup, and are the ids equal?")
+    add("--show-tree", action="store_true", help="draw every iteration's tree on stderr")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+    return parser
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue, whatever the method."""
+
+    pair: Pair
+    prompt: list[int]
+    max_new_tokens: int
+    eos_ids: tuple[int, ...]
+    commit: str
+
+    def decode(self, settings: Settings) -> Iterator[Step]:
+        options = {"eos_ids": self.eos_ids, "commit": self.commit}
+        pair, rule = self.pair, settings.rule()
+        return generate(pair.target, pair.draft, self.prompt, rule, self.max_new_tokens, **options)
+
+    def printable(self, ids: Iterable[int]) -> list[int]:
+        """EOS is counted, not printed."""
+        return [i for i in ids if i not in self.eos_ids]
+
+
+def stream(
+    request: Request, settings: Settings, args: argparse.Namespace
+) -> tuple[list[Step], bool]:
+    """Run one generation, printing as it goes: its steps, and whether Ctrl-C cut it short."""
+    steps: list[Step] = []
+    tokenizer, has_color, is_interrupted = request.pair.tokenizer, sys.stderr.isatty(), False
+    text = TextStream(tokenizer)
+    is_streaming = not args.json and not args.show_tree  # trees and text would interleave
+    try:
+        for step in request.decode(settings):
+            steps.append(step)
+            if is_streaming:
+                print(text.push(request.printable(step.tokens)), end="", flush=True)
+            if args.show_tree and step.tree:
+                say(f"iteration {len(steps) - 1}: {summarise_step(step)}")
+                say(draw_tree(step.tree, step.path, step.bonus, tokenizer, has_color))
+    except KeyboardInterrupt:
+        is_interrupted = True
+    if is_streaming:
+        print(text.finish(), flush=True)
+    elif not args.json:
+        print(tokenizer.decode(request.printable(token_ids(steps))))
+    return steps, is_interrupted
+
+
+def summarise_step(step: Step) -> str:
+    accepted, drafted = len(step.path) - 1, len(step.tree) - 1
+    ms = step.draft_ms + step.verify_ms + step.other_ms
+    return f"{accepted} accepted of {drafted} drafted, depth {step.tree.depth}, {ms:.1f} ms"
+
+
+def summarise(metrics: Metrics) -> str:
+    """The line that ends every run."""
+    first = f"first token after {metrics.ttft_ms:.0f} ms"
+    if not metrics.iterations:
+        return f"1 token, {first}"
+    rates = f"{metrics.throughput:.1f} tokens/s, {metrics.tokens_per_iter:.2f} tokens/iter"
+    return f"{metrics.new_tokens} tokens, {rates}, {first}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method's run against ar's on the same prompt."""
+
+    ar_throughput: float
+    speedup: float
+    exact: bool
+    first_difference: int | None = None  # index into token_ids
+    top2_gap: float | None = None  # the target's there, in float32
+
+    def line(self) -> str:
+        start = f"ar: {self.ar_throughput:.1f} tokens/s, so {self.speedup:.2f}x; the ids "
+        if self.exact:
+            return f"{start}are equal"
+        kind = "a tie" if self.top2_gap < TIE else "not a tie"
+        where = f"differ from token {self.first_difference} on"
+        return f"{start}{where} (top-2 gap {self.top2_gap:.1e} in float32: {kind})"
+
+
+def compare(request: Request, steps: Sequence[Step]) -> Comparison:
+    """Run ar and hold the given steps against it (metrics `speedup` and `exact`)."""
+    reference = list(request.decode(Alone()))
+    ours, theirs = token_ids(steps), token_ids(reference)
+    ar = measure(reference).throughput
+    speedup = measure(steps).throughput / ar if ar else 1.0
+    if ours == theirs:
+        return Comparison(ar, speedup, exact=True)
+    pairs = zip(ours, theirs, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    gap = top2_gap(request.pair, request.prompt + theirs[:at])
+    return Comparison(ar, speedup, False, at, gap)
+
+
+def top2_gap(pair: Pair, ids: list[int]) -> float:
+    """How far the target's best next token leads the second, in float32 whatever its dtype."""
+    target = pair.target
+    if target.dtype != torch.float32:
+        target = GPTNeoX.from_pretrained(pair.target_folder, target.device, torch.float32)
+    best, second = target.prefill(ids, target.new_cache(len(ids))).topk(2).values.tolist()
+    return best - second
+
+
+def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
+    """Check everything that was asked for and load the models; also the settings to report."""
+    if args.method not in METHODS:
+        raise UsageError(f"unknown method {args.method!r}; there are {', '.join(METHODS)}")
+    if args.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
+    settings = parse_settings(METHODS[args.method], args.set)
+    text = read_prompt(args.prompt, args.prompt_file)
+    set_threads(args.threads)
+    device = choose_device(args.device)
+    dtype = choose_dtype(args.dtype, device)
+    is_drafting = settings.rule().max_depth > 0
+    if is_drafting and args.target and not args.draft:
+        raise UsageError(f"--target also needs --draft for --method {args.method}")
+    target, draft = default_models(device)
+    names = {"target": args.target or target, "draft": args.draft or draft if is_drafting else None}
+    dtype_name = str(dtype).removeprefix("torch.")
+    models = ", ".join(f"{role} {name}" for role, name in names.items() if name)
+    say(f"{models}; {device}, {dtype_name}")
+    pair = load_pair(names["target"], names["draft"], device, dtype, say)
+    config = pair.target.config
+    prompt = encode(text, pair.tokenizer, config.vocab_size)
+    if len(prompt) + args.max_new_tokens > config.max_positions:
+        say(
+            f"warning: {len(prompt)} prompt and {args.max_new_tokens} new tokens exceed the "
+            f"{config.max_positions} positions the target was trained for"
+        )
+    eos_ids = () if args.ignore_eos else config.eos_ids
+    reported = {"method": args.method, **asdict(settings), **names, "commit": args.commit}
+    reported |= {"device": str(device), "dtype": dtype_name, "threads": torch.get_num_threads()}
+    reported |= {"max_new_tokens": args.max_new_tokens, "prompt_tokens": len(prompt)}
+    reported |= {"eos_ids": eos_ids}
+    request = Request(pair, prompt, args.max_new_tokens, eos_ids, args.commit)
+    return request, settings, reported
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command line, once parsed. Returns the exit status."""
+    request, settings, reported = prepare(args)
+    if args.compare:  # warm up, so that whichever runs first does not pay for it
+        for warm_up in (settings, Alone()):
+            list(replace(request, max_new_tokens=8).decode(warm_up))
+    steps, is_interrupted = stream(request, settings, args)
+    if not steps:
+        return 130
+    metrics, comparison = measure(steps), None
+    say(summarise(metrics))
+    if args.compare and not is_interrupted:
+        comparison = compare(request, steps)
+        say(comparison.line())
+    if args.json:
+        ids = token_ids(steps)
+        text = request.pair.tokenizer.decode(request.printable(ids))
+        report = {"token_ids": ids, "text": text, "metrics": asdict(metrics)}
+        report |= {"settings": reported, "versions": versions(), "interrupted": is_interrupted}
+        if comparison:
+            report["compare"] = asdict(comparison)
+        print(json.dumps(report))
+    if is_interrupted:
+        return 130
+    is_wrong = comparison and not comparison.exact and comparison.top2_gap >= TIE
+    return 1 if is_wrong and request.pair.target.dtype == torch.float32 else 0
+
+
+def versions() -> dict[str, str]:
+    """What a reported figure depends on."""
+    libraries = {name: version(name) for name in ("torch", "tokenizers", "safetensors")}
+    return {"python": platform.python_version(), "machine": platform.platform(), **libraries}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; a mistake is one line on stderr and status 2."""
+    try:
+        return run(build_parser().parse_args(arguments))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        sys.stdout = None
+        return 1
+    except HubUnreachable as error:
+        say(f"error: {error}; without a network: {WITHOUT_NETWORK}")
+    except (UsageError, CheckpointError, OutOfMemory, NonFiniteLogits) as error:
+        say(f"error: {' '.join(str(error).split())}")
+    except torch.OutOfMemoryError as error:
+        say(f"error: out of memory on the device: {str(error).splitlines()[0]}")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""What the user asked for, checked: settings, prompt, device, models, tokenizer.
+
+Every mistake raises an exception whose message is one line that says what is wrong and what to do;
+the command lines print it and exit with status 2.
+
+    pair = load_pair("models/tiny/target", "models/tiny/draft", torch.device("cpu"), torch.float32)
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from tokenizers import Tokenizer
+
+from gpt_neox import DTYPES, CheckpointError, GPTNeoX, find_checkpoint, read_json
+
+TINY = Path(__file__).parent / "models" / "tiny"
+PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
+SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+Settings = TypeVar("Settings")
+
+
+class UsageError(Exception):
+    """A request that cannot be carried out; the message is one line for the user."""
+
+
+def parse_settings(kind: type[Settings], assignments: Sequence[str]) -> Settings:
+    """A settings dataclass with NAME=VALUE changes. Raises UsageError naming what is wrong."""
+    types = {f.name: type(f.default) for f in fields(kind)}
+    values = {}
+    for assignment in assignments:
+        name, _, text = (part.strip() for part in assignment.partition("="))
+        if name not in types:
+            known = ", ".join(types) or "nothing"
+            raise UsageError(f"--set {assignment}: this method has no {name!r}; it has {known}")
+        try:
+            values[name] = SWITCH[text.lower()] if types[name] is bool else types[name](text)
+        except (ValueError, KeyError) as error:
+            expected = (
+                "on or off" if types[name] is bool else f"a value of type {types[name].__name__}"
+            )
+            raise UsageError(f"--set {assignment}: {name} takes {expected}") from error
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise UsageError(f"--set: {error}") from error
+
+
+def read_prompt(text: str | None, file: str | None) -> str:
+    """The prompt given as text, or as a file (- is standard input).
+
+    Raises UsageError: none or both given, empty, unreadable, not UTF-8.
+    """
+    if (text is None) == (file is None):
+        raise UsageError("give either --prompt or --prompt-file")
+    try:
+        if text is not None:
+            raw = os.fsencode(text)
+        else:
+            raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        prompt = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt is not UTF-8: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    return prompt
+
+
+def choose_device(name: str | None) -> torch.device:
+    """cpu or cuda, the latter where it exists if none is asked for. Raises UsageError."""
+    n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, _, index = (name or ("cuda" if n_cuda else "cpu")).partition(":")
+    if kind not in ("cpu", "cuda") or (":" in (name or "") and not index.isdigit()):
+        raise UsageError(f"unknown device {name!r}; there are cpu, cuda and cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not n_cuda:
+        raise UsageError(f"--device {name}: torch sees no CUDA device; use --device cpu")
+    if int(index or 0) >= n_cuda:
+        raise UsageError(f"--device {name}: there are {n_cuda} CUDA devices, cuda:0 the first")
+    return torch.device("cuda", int(index or 0))
+
+
+def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """Pythia's published float16 on CUDA, float32 on CPU, unless named. Raises UsageError."""
+    name = name or ("float16" if device.type == "cuda" else "float32")
+    if name not in DTYPES:
+        raise UsageError(f"unknown dtype {name!r}; there are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def set_threads(n: int | None) -> None:
+    """Use n CPU threads; torch's own choice, one per core, if None. Raises UsageError."""
+    if n is None:
+        return
+    most = os.cpu_count() or 1
+    if not 1 <= n <= most:
+        raise UsageError(f"--threads {n}: 1 to {most} on this machine")
+    torch.set_num_threads(n)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, the tokenizer, and a draft unless the method needs none."""
+
+    target: GPTNeoX
+    draft: GPTNeoX | None
+    tokenizer: Tokenizer
+    target_folder: Path
+
+
+def default_models(device: torch.device) -> tuple[str, str]:
+    """Target and draft: Pythia on CUDA, the embedded pair elsewhere."""
+    if device.type == "cuda":
+        return PYTHIA
+    return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
+
+
+def load_pair(
+    target: str,
+    draft: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    announce: Callable[[str], None] = lambda line: None,
+) -> Pair:
+    """Find, check and load the models; `announce` is told before a download.
+
+    Raises CheckpointError (the two tokenizers must be the same) and OutOfMemory.
+    """
+    target_folder = find_checkpoint(target, announce)
+    tokenizer = load_tokenizer(target_folder)
+    draft_model = None
+    if draft is not None:
+        draft_folder = find_checkpoint(draft, announce)
+        require_same_tokenizer(target_folder, draft_folder)
+        draft_model = GPTNeoX.from_pretrained(draft_folder, device, dtype)
+    target_model = GPTNeoX.from_pretrained(target_folder, device, dtype)
+    return Pair(target_model, draft_model, tokenizer, target_folder)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer.json. Raises CheckpointError."""
+    content = json.dumps(read_json(folder / "tokenizer.json"))
+    try:
+        return Tokenizer.from_str(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{folder}/tokenizer.json is not a tokenizer: {error}") from error
+
+
+def require_same_tokenizer(target: Path, draft: Path) -> None:
+    """Raise CheckpointError unless both folders split text into the same ids."""
+    parts = []
+    for raw in (read_json(folder / "tokenizer.json") for folder in (target, draft)):
+        model = raw.get("model") or {}
+        merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or []]
+        added = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
+        parts.append(
+            {
+                "vocabulary": {**(model.get("vocab") or {}), **added},
+                "merges": merges,  # written as "a b" or as ["a", "b"]
+                "normaliser": raw.get("normalizer"),
+                "pre-tokeniser": raw.get("pre_tokenizer"),
+            }
+        )
+    for name, part in parts[0].items():
+        if part != parts[1][name]:
+            raise CheckpointError(f"the tokenizers of {target} and {draft} differ: {name}")
+
+
+def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """The prompt's ids, no special token added. Raises UsageError if the model cannot read them."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise UsageError("the prompt is empty: the tokenizer makes no token of it")
+    if max(ids) >= vocab_size:
+        raise UsageError(f"the prompt has id {max(ids)}, but the target knows {vocab_size} ids")
+    return ids
