@@ -1,0 +1,294 @@
+"""The loop: commit lengths, both caches, EOS and limit, non-finite logits, metrics."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import random_config, random_model, random_tensors
+from torch import Tensor
+
+from draft_tree import Alone, Chain, DynaTree, Fixed, Tree
+from dynatree import Metrics, NonFiniteLogits, Step, cut, generate, measure, token_ids
+from gpt_neox import GPTNeoX, KVCache
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Stub(GPTNeoX):
+    """A model that knows nothing but positions: after position i comes token `follows(i)`."""
+
+    def __init__(self, follows: Callable[[int], int], vocab_size: int = 50):
+        self.config = random_config(vocab_size=vocab_size, n_layers=1)
+        self.follows, self.device, self.dtype = follows, torch.device("cpu"), torch.float32
+        self.rotary = torch.zeros(self.config.max_positions)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        mask: Tensor | None = None,
+        start: int | None = None,
+        logits_rows: Tensor | None = None,
+    ) -> Tensor:
+        rows = positions if logits_rows is None else positions[logits_rows]
+        logits = torch.zeros(len(rows), self.config.vocab_size)
+        next_tokens = torch.tensor([self.follows(i) for i in rows.tolist()])
+        return logits.scatter_(1, next_tokens[:, None], 20.0)
+
+
+def commit_lengths(draft: Stub, rule: Chain | Fixed, limit: int) -> list[int]:
+    steps = list(generate(Stub(lambda i: i % 40), draft, PROMPT, rule, limit))
+    assert token_ids(steps) == [(len(PROMPT) + i - 1) % 40 for i in range(limit)]
+    return [len(step.tokens) for step in steps[1:]]
+
+
+def test_always_accepted_commits_depth_plus_one() -> None:
+    """A draft that is always right: K accepted and the bonus, cut only by the limit."""
+    draft = Stub(lambda i: i % 40)
+    assert commit_lengths(draft, Chain(K=4), 1 + 5 * 3) == [5, 5, 5]
+    assert commit_lengths(draft, Fixed(D=3, B=2, tau=0.0), 1 + 4 * 3 + 2) == [4, 4, 4, 2]
+
+
+def test_never_accepted_commits_the_bonus_alone() -> None:
+    draft = Stub(lambda i: (i + 1) % 40)
+    assert commit_lengths(draft, Chain(K=4), 8) == [1] * 7
+
+
+def test_sometimes_accepted_stops_at_the_first_wrong_guess() -> None:
+    """Wrong after positions 9, 19, ...: an iteration ends with the token the draft got wrong."""
+    draft = Stub(lambda i: i % 40 if i % 10 < 9 else 41)
+    # The first token comes from position 4, so the root stands at 5 and guesses come from 5 on.
+    # From 5: right after 5, 6, 7 (K = 3), bonus; root at 9: wrong at once; 10, 11, 12, bonus; ...
+    assert commit_lengths(draft, Chain(K=3), 1 + 15) == [4, 1, 4, 4, 2]
+
+
+def test_a_budget_of_one_row_is_ar() -> None:
+    """Every budget counts verify rows, root included."""
+    draft = Stub(lambda i: i % 40)
+    steps = list(generate(Stub(lambda i: i % 40), draft, PROMPT, Fixed(N_max=1).rule(), 6))
+    assert [len(step.tree) for step in steps[1:]] == [1] * 5
+
+
+def record_caches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GPTNeoX, KVCache]]:
+    made: list[tuple[GPTNeoX, KVCache]] = []
+    real = GPTNeoX.new_cache
+
+    def new_cache(model: GPTNeoX, capacity: int) -> KVCache:
+        made.append((model, real(model, capacity)))
+        return made[-1][1]
+
+    monkeypatch.setattr(GPTNeoX, "new_cache", new_cache)
+    return made
+
+
+def noisy_pair(seed: int = 5) -> tuple[GPTNeoX, GPTNeoX]:
+    """A draft near enough to be accepted often, and rejected often."""
+    config, tensors = random_config(), random_tensors(random_config(), seed)
+    noise = random_tensors(config, seed + 1)
+    near = {name: t + 0.06 * noise[name] for name, t in tensors.items()}
+    return GPTNeoX(config, tensors), GPTNeoX(config, near)
+
+
+@pytest.mark.parametrize("commit", ["keep", "rebuild"])
+@pytest.mark.parametrize("settings", [Chain(K=4), Fixed(D=4, B=3, tau=0.0), DynaTree(tau=0.001)])
+def test_both_caches_equal_a_fresh_prefill_after_every_commit(
+    monkeypatch: pytest.MonkeyPatch, settings: Chain | Fixed | DynaTree, commit: str
+) -> None:
+    """Slots [0, length) hold exactly the committed tokens: all but the root in the target's cache,
+    never more than that in the draft's (mask, positions, rows kept and catch-up are all in it)."""
+    target, draft = noisy_pair()
+    caches = record_caches(monkeypatch)
+    ids, moved = list(PROMPT), 0
+    for step in generate(target, draft, PROMPT, settings.rule(), 30, commit=commit):
+        ids += step.tokens
+        moved += list(step.path) != list(range(len(step.path)))
+        (_, target_cache), (_, draft_cache) = caches[:2]
+        assert (
+            step.tree is None or len(ids) > len(PROMPT) + 29 or target_cache.length == len(ids) - 1
+        )
+        assert draft_cache.length <= target_cache.length
+        for model, cache in caches[:2]:
+            fresh = model.new_cache(64)
+            model.prefill(ids[: cache.length], fresh) if cache.length else None
+            assert torch.allclose(
+                cache.kv[..., : cache.length, :], fresh.kv[..., : cache.length, :], atol=1e-4
+            )
+    assert isinstance(settings, Chain) or moved
+
+
+def test_keep_and_rebuild_leave_the_same_steps_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = noisy_pair()
+    caches, runs = record_caches(monkeypatch), []
+    for commit in ("keep", "rebuild"):
+        steps = generate(target, draft, PROMPT, Fixed(D=4, B=3, tau=0.0).rule(), 30, commit=commit)
+        runs.append([(step.tokens, list(step.path)) for step in steps])
+    assert runs[0] == runs[1]
+    keep, rebuilt = caches[0][1], caches[2][1]
+    assert keep.length == rebuilt.length
+    assert torch.allclose(
+        keep.kv[..., : keep.length, :], rebuilt.kv[..., : keep.length, :], atol=1e-4
+    )
+
+
+def test_a_draft_that_is_the_target_is_always_accepted_in_full() -> None:
+    """A wrong position, mask or slot in any draft level would cost acceptance here."""
+    target = random_model(7)
+    steps = list(generate(target, target, PROMPT, Chain(K=6).rule(), 1 + 7 * 5))
+    assert [len(step.path) - 1 for step in steps[1:]] == [6] * 5
+
+
+def test_a_sibling_does_not_change_what_the_draft_thinks() -> None:
+    """The paper's code lets siblings share one mutable cache; here a node's children depend on
+    its own path alone, so a wide tree contains the chain the draft would write by itself."""
+    model = random_model(7)
+    (_, step) = generate(model, model, PROMPT, Fixed(D=4, B=3, tau=0.0, N_max=128).rule(), 6)
+    assert len(step.path) - 1 == 4
+
+
+def test_history_starts_fresh_and_results_do_not_depend_on_order() -> None:
+    target, draft = noisy_pair()
+    settings = DynaTree(W=2, tau=0.001, rho_stop=0.002)
+
+    def trees() -> list[Tree]:
+        return [
+            s.tree.tokens.tolist() for s in generate(target, draft, PROMPT, rule(), 40) if s.tree
+        ]
+
+    rule = settings.rule
+    assert trees() == trees()
+    used = settings.rule()
+    list(generate(target, draft, PROMPT, used, 40))
+    assert used.now != settings, "this pair was meant to move the thresholds"
+    assert settings.rule().now == settings
+
+
+@pytest.mark.parametrize(
+    ("tokens", "eos_ids", "room", "expected"),
+    [
+        ([1, 2, 3], [], 5, [1, 2, 3]),
+        ([1, 2, 3], [], 2, [1, 2]),
+        ([1, 2, 3], [2], 5, [1, 2]),
+        ([1, 2, 2, 3], [2, 1], 5, [1]),
+        ([1, 2, 3], [3], 2, [1, 2]),
+        ([9], [9], 1, [9]),
+    ],
+)
+def test_cut(tokens: list[int], eos_ids: list[int], room: int, expected: list[int]) -> None:
+    """Never a token past EOS, never more than asked; EOS itself stays."""
+    assert cut(tokens, eos_ids, room) == expected
+
+
+def test_eos_as_the_first_token_ends_the_text() -> None:
+    target = Stub(lambda i: i % 40)
+    (step,) = generate(target, target, PROMPT, Chain(K=4), 9, eos_ids=[4])
+    assert step.tokens == [4] and step.tree is None
+
+
+def test_a_limit_of_one_runs_no_iteration() -> None:
+    target = Stub(lambda i: i % 40)
+    assert token_ids(generate(target, None, PROMPT, Alone().rule(), 1)) == [4]
+
+
+@pytest.mark.parametrize(("prompt", "limit", "commit"), [([], 5, "keep"), ([1], 0, "keep")])
+def test_bad_calls(prompt: list[int], limit: int, commit: str) -> None:
+    with pytest.raises(ValueError):
+        next(generate(random_model(0), None, prompt, Alone().rule(), limit, commit=commit))
+
+
+def broken_at(model_seed: int, token: int) -> GPTNeoX:
+    tensors = random_tensors(random_config(), model_seed)
+    tensors["gpt_neox.embed_in.weight"][token] = float("nan")
+    return GPTNeoX(random_config(), tensors)
+
+
+def test_a_non_finite_target_is_an_error_and_keeps_what_came_before() -> None:
+    """The token whose embedding overflows ends generation with an error, not with token 0."""
+    target = random_model(7)
+    text = token_ids(generate(target, None, PROMPT, Alone().rule(), 20))
+    fatal = next(token for token in text[3:] if token not in text[:3] + PROMPT)
+    steps = generate(broken_at(7, fatal), target, PROMPT, Chain(K=2).rule(), 20)
+    got: list[int] = []
+    with pytest.raises(NonFiniteLogits, match="bfloat16"):
+        for step in steps:
+            got += step.tokens
+    assert got == text[: len(got)] and fatal not in got[:-1]
+
+
+def test_a_rejected_non_finite_node_does_not_poison_its_siblings() -> None:
+    """A drafted token that overflows in the target is a wrong guess, not the end of the text."""
+    target = random_model(7)
+    text = token_ids(generate(target, None, PROMPT, Alone().rule(), 20))
+    fatal = next(i for i in range(96) if i not in text + PROMPT)
+    tensors = random_tensors(random_config(), 7)
+    eager = tensors["embed_out.weight"].clone()
+    eager[fatal] = 0.9 * eager[text[1]]  # the draft proposes the fatal token beside a right one
+    draft = GPTNeoX(random_config(), tensors | {"embed_out.weight": eager})
+    steps = list(generate(broken_at(7, fatal), draft, PROMPT, Fixed(B=3, tau=0.0).rule(), 20))
+    assert token_ids(steps) == text
+    assert any(fatal in step.tree.tokens.tolist() for step in steps[1:])
+
+
+def test_a_non_finite_draft_costs_acceptance_not_the_text() -> None:
+    target = random_model(7)
+    text = token_ids(generate(target, None, PROMPT, Alone().rule(), 20))
+    for settings in (Chain(K=3), Fixed(tau=0.0), DynaTree()):
+        steps = list(generate(target, broken_at(7, text[4]), PROMPT, settings.rule(), 20))
+        assert token_ids(steps) == text
+
+
+def tree_of(n: int) -> Tree:
+    rows = torch.arange(n)
+    chain = torch.ones(n, n, dtype=torch.bool).tril()
+    return Tree(rows, rows - 1, rows, torch.zeros(n), chain, rows, n - 1)
+
+
+def test_metrics_of_a_trace_worked_out_by_hand() -> None:
+    """Prefill's token, then 3 of 4 drafted accepted, then 0 of 1, then 2 of 4 but cut to one."""
+    steps = [
+        Step([7], verify_ms=20.0),
+        Step([1, 2, 3, 4], tree_of(5), (0, 1, 2, 3), 4, 2.0, 5.0, 1.0),
+        Step([1], tree_of(2), (0,), 1, 1.0, 4.0, 1.0),
+        Step([2], tree_of(5), (0, 1, 2), 9, 3.0, 6.0, 1.0),
+    ]
+    expected = Metrics(
+        new_tokens=7,
+        throughput=6 / 0.024,
+        end_to_end=7 / 0.044,
+        ttft_ms=20.0,
+        tpot_ms=4.0,
+        iterations=3,
+        tokens_per_iter=(4 + 1 + 3) / 3,
+        path_length=5 / 3,
+        draft_nodes=9 / 3,
+        acceptance=5 / 9,
+        draft_ms=2.0,
+        verify_ms=5.0,
+        other_ms=1.0,
+        repetition=0.0,
+    )
+    assert vars(measure(steps)) == pytest.approx(vars(expected))
+
+
+def test_repetition_counts_four_grams() -> None:
+    """abcdabcd has five 4-grams, four of them distinct."""
+    steps = [Step([i], tree_of(1), verify_ms=1.0) for i in (1, 2, 3, 4, 1, 2, 3, 4)]
+    assert measure(steps).repetition == pytest.approx(1 / 5)
+
+
+def test_a_single_token_has_no_rates() -> None:
+    metrics = measure([Step([7], verify_ms=20.0)])
+    assert (metrics.throughput, metrics.iterations, metrics.tokens_per_iter) == (0.0, 0, 0.0)
+    assert metrics.end_to_end == pytest.approx(50.0)
+
+
+def test_the_loop_leaves_no_shared_state() -> None:
+    """Two generations may be interleaved step by step."""
+    target, draft = noisy_pair()
+    alone = token_ids(generate(target, draft, PROMPT, Fixed().rule(), 20))
+    runs = [generate(target, draft, PROMPT, Fixed().rule(), 20) for _ in range(2)]
+    mixed: list[list[int]] = [[], []]
+    for steps in zip(*runs, strict=True):
+        for ids, step in zip(mixed, steps, strict=True):
+            ids += step.tokens
+    assert mixed == [alone, alone]
