@@ -81,47 +81,47 @@ def grow(rule: Rule, root: Tensor, draft: Draft, max_depth: int) -> Tree:
     A candidate of probability 0, or of a row with non-finite logits, is never added.
     """
     k, n_rows = rule.max_branches, 1
-    parts = [(root, root.new_full((1,), -1), root.new_zeros(1, dtype=torch.float32))]
+    tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
+    rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
+    levels = [(root, rows - 1, logprobs)]
     run_rows = []  # tree rows in the order the draft ran them, which is the order of its slots
-    rows, tokens, logprobs, parents = root.new_zeros(1), root, parts[0][2], None
     for depth in range(min(max_depth, rule.max_depth)):
         if n_rows >= rule.max_rows or not len(rows):
             break
-        draft_logprobs = torch.log_softmax(draft(tokens, parents), dim=-1)  # [W, V]
-        candidates = draft_logprobs.topk(k)  # values, indices: [W, k]
+        candidates = torch.log_softmax(draft(tokens, parents), dim=-1).topk(k)  # [W, k] each
         run_rows.append(rows)
-        level = Level(depth, candidates.values, logprobs[:, None] + candidates.values)
+        level = Level(depth, candidates.values, logprobs.unsqueeze(1) + candidates.values)
         add, expand = rule.expand(level)
-        added = (add & (candidates.values > -torch.inf)).flatten().nonzero()[:, 0]
-        added = added[: rule.max_rows - n_rows]  # [n], parent by parent: breadth-first
-        new_tokens = candidates.indices.flatten()[added]
-        new_logprobs = level.path_logprobs.flatten()[added]
-        new_parents = added // k  # rows of this level
-        parts.append((new_tokens, rows[new_parents], new_logprobs))
-        growing = expand.flatten()[added].nonzero()[:, 0]
+        added = (add & (candidates.values > -torch.inf)).view(-1).nonzero().squeeze(1)
+        added = added[: rule.max_rows - n_rows]  # [n], parent by parent: breadth-first order
+        if not len(added):
+            break
+        tokens, logprobs = candidates.indices.take(added), level.path_logprobs.take(added)
+        parents = added // k  # rows of the level just run
+        levels.append((tokens, rows[parents], logprobs))
+        growing = expand.take(added).nonzero().squeeze(1)
         rows = growing + n_rows
-        tokens, logprobs, parents = new_tokens[growing], new_logprobs[growing], new_parents[growing]
         n_rows += len(added)
-    return _assemble(parts, run_rows)
+        if len(growing) < len(added):
+            tokens, logprobs, parents = tokens[growing], logprobs[growing], parents[growing]
+    return _assemble(levels, run_rows)
 
 
-def _assemble(parts: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[Tensor]) -> Tree:
-    """Levels of (tokens, parents, logprobs) and the rows that were run, as one Tree."""
-    if not len(parts[-1][0]):
-        parts = parts[:-1]  # a last level that added nothing
-    tokens, parents, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
-    sizes = [len(part[0]) for part in parts]
+def _assemble(levels: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[Tensor]) -> Tree:
+    """Levels of (tokens, parents, logprobs), and the rows that were run, as one Tree."""
+    tokens, parents, logprobs = map(torch.cat, zip(*levels, strict=True))
+    sizes = [len(level[0]) for level in levels]
     ancestors = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
     first = 1
     for size in sizes[1:]:  # a node's ancestors are its parent's and itself
         ancestors[first : first + size] |= ancestors[parents[first : first + size]]
         first += size
-    depths = ancestors.sum(1) - 1
     draft_slots = torch.full_like(tokens, -1)
     if run_rows:
         ran = torch.cat(run_rows)
         draft_slots[ran] = torch.arange(len(ran), device=tokens.device)
-    return Tree(tokens, parents, depths, logprobs, ancestors, draft_slots, len(sizes) - 1)
+    depth = len(sizes) - 1
+    return Tree(tokens, parents, ancestors.sum(1) - 1, logprobs, ancestors, draft_slots, depth)
 
 
 def setting(default: float, low: float, high: float, meaning: str) -> float:
@@ -130,11 +130,14 @@ def setting(default: float, low: float, high: float, meaning: str) -> float:
 
 
 def check_settings(settings: object, *ordered: str) -> None:
-    """Raise ValueError for a setting outside its range, or for ordered names that do not rise.
+    """Raise ValueError for a setting of the wrong type or range, or ordered names that do not rise.
 
     `ordered` holds pairs such as "tau_l < tau_h" or "B_min <= B_mid".
     """
     for f in fields(settings):
+        kind = type(f.default)
+        if kind is not float and type(getattr(settings, f.name)) is not kind:
+            raise ValueError(f"{f.name}={getattr(settings, f.name)} is not of type {kind.__name__}")
         value, low, high = getattr(settings, f.name), f.metadata["low"], f.metadata["high"]
         if not low <= value <= high:
             raise ValueError(f"{f.name}={value} is outside {low} to {high}")
@@ -265,10 +268,11 @@ class DynaTreeRule:
         s, child_depth = self.now, level.depth + 1
         add = level.path_logprobs >= log_threshold(s.tau if s.prune else 0.0)
         if s.breadth:
+            # B(u) by rank: the first B_min always, up to B_mid below tau_h, up to B_max below tau_l
+            limits = [math.inf] * s.B_min + [log_threshold(s.tau_h)] * (s.B_mid - s.B_min)
+            limits += [log_threshold(s.tau_l)] * (s.B_max - s.B_mid)
             confidence = level.logprobs[:, :1]  # log c(u): the best candidate
-            unsure = torch.where(confidence < log_threshold(s.tau_l), s.B_max, s.B_mid)
-            branches = torch.where(confidence >= log_threshold(s.tau_h), s.B_min, unsure)
-            add &= torch.arange(self.max_branches, device=add.device) < branches
+            add &= confidence < torch.tensor(limits, device=add.device)  # [W, 1] < [k]
         if not s.depth:
             return add, torch.full_like(add, child_depth < s.D0)
         threshold = s.rho_stop if child_depth < s.D0 else max(s.rho_stop, s.rho_deep)
@@ -279,7 +283,7 @@ class DynaTreeRule:
         self.window.append(n_accepted / depth)
         if not self.start.history or len(self.window) < self.start.W:
             return
-        mean = sum(self.window) / len(self.window)
+        mean = round(sum(self.window) / len(self.window), 9)  # ten times 3 / 5 is not 6 in floats
         if mean > 0.8:  # more aggressive
             self._move(1, -0.05, -0.05)
         elif mean < 0.6:  # more careful

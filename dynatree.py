@@ -12,6 +12,7 @@ token. The text is exactly what the target alone would write. Paper: DynaTree v2
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Tree, grow
-from gpt_neox import DTYPES, CheckpointError, GPTNeoX, HubUnreachable, KVCache, OutOfMemory
+from gpt_neox import DTYPES, CheckpointError, GPTNeoX, HubUnreachable, OutOfMemory
 from inputs import (
     Pair,
     UsageError,
@@ -47,6 +48,7 @@ METHODS: dict[str, type[Settings]] = {
     "fixed": Fixed,
     "dynatree": DynaTree,
 }
+COMMITS = ("keep", "rebuild")
 TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
 WITHOUT_NETWORK = (
     "python dynatree.py --target models/tiny/target --draft models/tiny/draft --prompt ..."
@@ -65,8 +67,8 @@ class Step:
     tree: Tree | None = None
     path: Sequence[int] = (0,)  # accepted rows of the tree, root first; as many as were committed
     bonus: int = -1  # the target's token after the path, even if the cut removed it
-    draft_ms: float = 0.0  # draft model forwards
-    verify_ms: float = 0.0  # target model forwards, prefill among them
+    draft_ms: float = 0.0  # forwards of the draft
+    verify_ms: float = 0.0  # forwards of the target: prefill, verification, rebuild
     other_ms: float = 0.0  # everything else
 
 
@@ -126,17 +128,15 @@ class Drafter:
     def _run_level(self, tokens: Tensor, parents: Tensor) -> Tensor:
         start = self.mask.shape[1]
         itself = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
-        self.mask = torch.cat(
-            [self.mask[parents], itself], dim=1
-        )  # what its parent saw, and itself
+        self.mask = torch.cat([self.mask[parents], itself], dim=1)  # as the parent, and itself
         self.depth += 1
         positions = torch.full_like(tokens, self.cache.length + self.depth)
         return self.model.forward(tokens, positions, self.cache, self.mask, start)
 
-    def commit(self, tree: Tree, path: Tensor) -> None:
+    def commit(self, tree: Tree, rows: list[int]) -> None:
         """Keep the accepted nodes that were run; the rest of the path is caught up later."""
-        slots = tree.draft_slots[path]
-        self.cache.commit(slots[slots >= 0])
+        slots = tree.draft_slots[rows].tolist()
+        self.cache.commit([slot for slot in slots if slot >= 0])
 
 
 @torch.inference_mode()
@@ -166,9 +166,9 @@ def generate(
     if rule.max_depth > 0:
         drafter = Drafter(draft, end + rule.max_rows, target.config.vocab_size, committed, watch)
     watch.lap("other_ms")
-    predictions = predict(target.prefill(prompt, cache)[None])
+    logits = target.prefill(prompt, cache)  # [V]
     watch.lap("verify_ms")
-    step = Step(cut(known(predictions), eos_ids, max_new_tokens), **watch.ms)
+    step = Step(cut(next_ids(*logits[None].max(dim=-1)), eos_ids, max_new_tokens), **watch.ms)
     while True:
         committed += step.tokens
         yield step
@@ -186,55 +186,44 @@ def generate(
         logits = target.forward(tree.tokens, positions, cache, mask)  # [N, V]
         watch.lap("verify_ms")
         # 4 accept: the path on which the target agrees, then the bonus token
-        predictions = predict(logits)
+        best, predictions = logits.max(dim=-1)  # [N] each
         path = accept_greedy(tree, predictions)
-        new_tokens = known(predictions[path])
+        new_tokens = next_ids(best[path], predictions[path])
         # 5 commit
-        COMMITS[commit](target, cache, tree, path)
+        rows = path.tolist()
+        if commit == "keep":
+            cache.commit(rows)
+        else:  # as the paper does: drop the tree, run the accepted tokens again
+            watch.lap("other_ms")
+            target.prefill(tree.tokens[path].tolist(), cache)
+            watch.lap("verify_ms")
         if drafter:
-            drafter.commit(tree, path)
+            drafter.commit(tree, rows)
         # 6 adapt
         if tree.depth:
-            rule.adapt(len(path) - 1, tree.depth)
+            rule.adapt(len(rows) - 1, tree.depth)
         tokens = cut(new_tokens, eos_ids, end - len(committed))
         watch.lap("other_ms")
-        step = Step(tokens, tree, path.tolist(), new_tokens[-1], **watch.ms)
+        step = Step(tokens, tree, rows, new_tokens[-1], **watch.ms)
 
 
-def predict(logits: Tensor) -> Tensor:
-    """The greedy next id of each row [n] int64; -1, which no token equals, where not finite."""
-    best, ids = logits.max(dim=-1)
-    return ids.masked_fill(~best.isfinite(), -1)
+def next_ids(best: Tensor, predictions: Tensor) -> list[int]:
+    """Predictions that are about to be committed; best: [n], their logits.
 
-
-def known(predictions: Tensor) -> list[int]:
-    """Predictions that are about to be committed, on the host. Raises NonFiniteLogits."""
-    ids = predictions.tolist()
-    if -1 in ids:
+    Raises NonFiniteLogits: a row that holds inf or nan has it as its maximum.
+    """
+    if not all(map(math.isfinite, best.tolist())):
         raise NonFiniteLogits(
-            "the target's logits are not finite: the weights are broken, or overflow in this "
+            "the target's logits are not finite: its weights are broken, or overflow in this "
             "dtype (small Pythia models do in float16); try --dtype bfloat16"
         )
-    return ids
+    return predictions.tolist()
 
 
 def cut(tokens: list[int], eos_ids: Sequence[int], room: int) -> list[int]:
     """Newly committed ids up to the limit and up to the first EOS, which is kept."""
     ends = [i + 1 for i, token in enumerate(tokens) if token in eos_ids]
     return tokens[: min([room, *ends])]
-
-
-def keep_rows(target: GPTNeoX, cache: KVCache, tree: Tree, path: Tensor) -> None:
-    """Commit by moving the accepted rows to the front of the cache's scratch."""
-    cache.commit(path)
-
-
-def rebuild(target: GPTNeoX, cache: KVCache, tree: Tree, path: Tensor) -> None:
-    """Commit as the paper does: drop the tree, run the accepted tokens again (section 3.5)."""
-    target.prefill(tree.tokens[path].tolist(), cache)
-
-
-COMMITS = {"keep": keep_rows, "rebuild": rebuild}
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims
 """
 
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,12 +64,18 @@ class Config:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "n_layers", "n_heads", "intermediate_size")
+        for name in (*sizes, "max_positions"):
+            if getattr(self, name) < 1:
+                raise CheckpointError(f"{name} is {getattr(self, name)}")
         if self.hidden_size % self.n_heads:
             raise CheckpointError(
                 f"hidden_size {self.hidden_size} is not a multiple of {self.n_heads} heads"
             )
         if not 0 < self.rotary_fraction <= 1:
             raise CheckpointError(f"rotary fraction {self.rotary_fraction} is outside (0, 1]")
+        if self.rotary_dims < 2 or self.rotary_dims % 2:
+            raise CheckpointError(f"{self.rotary_dims} rotary dims cannot be rotated in pairs")
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise CheckpointError(f"hidden_act {self.activation!r} is not one of {known}")
@@ -85,13 +93,17 @@ class Config:
         """Read a parsed config.json. Raises CheckpointError naming what is missing or foreign."""
         if raw.get("model_type") != "gpt_neox":
             raise CheckpointError(f"model_type is {raw.get('model_type')!r}, not 'gpt_neox'")
-        rope = raw.get("rope_parameters") or {}
-        scaling = raw.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind != "default":
-            raise CheckpointError(f"rope type {kind!r} is not supported, only 'default'")
+        rope = raw.get("rope_parameters")
+        if raw.get("rope_scaling") or (rope and rope.get("rope_type", "default") != "default"):
+            scaling = raw.get("rope_scaling") or rope["rope_type"]
+            raise CheckpointError(f"rope scaling {scaling!r} is not supported")
         eos = raw.get("eos_token_id")
+        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         try:
+            if rope:  # newer saves
+                fraction, base = rope["partial_rotary_factor"], rope["rope_theta"]
+            else:
+                fraction, base = raw["rotary_pct"], raw["rotary_emb_base"]
             return cls(
                 vocab_size=int(raw["vocab_size"]),
                 hidden_size=int(raw["hidden_size"]),
@@ -99,20 +111,18 @@ class Config:
                 n_heads=int(raw["num_attention_heads"]),
                 intermediate_size=int(raw["intermediate_size"]),
                 max_positions=int(raw["max_position_embeddings"]),
-                rotary_fraction=float(
-                    (rope or raw)["partial_rotary_factor" if rope else "rotary_pct"]
-                ),
-                rotary_base=float((rope or raw)["rope_theta" if rope else "rotary_emb_base"]),
+                rotary_fraction=float(fraction),
+                rotary_base=float(base),
                 activation=str(raw.get("hidden_act", cls.activation)),
                 norm_eps=float(raw.get("layer_norm_eps", cls.norm_eps)),
                 is_parallel=bool(raw.get("use_parallel_residual", cls.is_parallel)),
                 is_tied=bool(raw.get("tie_word_embeddings", cls.is_tied)),
                 has_attention_bias=bool(raw.get("attention_bias", cls.has_attention_bias)),
-                eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+                eos_ids=tuple(int(i) for i in eos_ids),
             )
         except KeyError as error:
             raise CheckpointError(f"config.json lacks {error}") from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"config.json has a bad value: {error}") from error
 
 
@@ -155,15 +165,16 @@ class KVCache:
         assert 0 <= length <= self.length, f"cannot rewind from {self.length} to {length}"
         self.length = length
 
-    def commit(self, rows: Tensor) -> None:
+    def commit(self, rows: Sequence[int]) -> None:
         """Move scratch rows to the front of the scratch region and keep them.
 
-        rows: [m] int64, relative to `length`, strictly rising; row i goes to slot length + i.
+        rows: relative to `length`, strictly rising; the i-th goes to slot length + i.
         """
-        m = rows.shape[0]
-        self.require(self.length + m)
-        kept = self.kv.index_select(3, rows + self.length)  # a copy first: the moves overlap
-        self.kv[:, :, :, self.length : self.length + m] = kept
+        first, m = self.length, len(rows)
+        self.require(first + m)
+        if list(rows) != list(range(m)):  # a first child's first child ... is in place already
+            source = torch.tensor(rows, device=self.kv.device) + first
+            self.kv[:, :, :, first : first + m] = self.kv[:, :, :, source]  # copied before written
         self.length += m
 
 
@@ -196,7 +207,7 @@ LAYER_NAMES = {  # field of Layer -> name in the checkpoint
 }
 EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 FINAL_NORM = "gpt_neox.final_layer_norm"
-HUB_FILES = ["config.json", "tokenizer.json", "*.safetensors", "model.safetensors.index.json"]
+SMALL_FILES = ("config.json", "tokenizer.json", "model.safetensors.index.json")
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 
 
@@ -214,6 +225,8 @@ class GPTNeoX:
         self.embed_in = tensors.pop(EMBED_IN)  # [V, hidden]
         self.device, self.dtype = self.embed_in.device, self.embed_in.dtype
         self.embed_out = lay_out(tensors.pop(EMBED_OUT, self.embed_in))  # [hidden, V]
+        # What the cache holds for a float16 key or value that overflowed, its largest number
+        self.overflow = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
         self.final_norm = Affine(tensors[f"{FINAL_NORM}.weight"], tensors[f"{FINAL_NORM}.bias"])
 
         def affine(name: str) -> Affine:
@@ -242,7 +255,7 @@ class GPTNeoX:
         config = read_config(folder)
         device = torch.device(device)
         shapes = expected_shapes(config)
-        need = sum(torch.Size(s).numel() for s in shapes.values()) * dtype.itemsize
+        need = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
         require_memory(need, device, f"the weights of {name_or_path}")
         return cls(config, _load_tensors(folder, shapes, device, dtype))
 
@@ -256,12 +269,17 @@ class GPTNeoX:
         return KVCache(c, capacity, self.device, self.dtype)
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
-        """Append tokens to the cache in chunks and return the last one's logits, float32 [V]."""
+        """Append tokens to the cache in chunks and return the last one's logits, float32 [V].
+
+        They are nan if any token of the text overflowed, since all later ones read it.
+        """
+        is_finite = torch.tensor(True, device=self.device)
         for ids in torch.tensor(tokens, device=self.device).split(PREFILL_CHUNK):
             positions = torch.arange(cache.length, cache.length + len(ids), device=self.device)
-            logits = self.forward(ids, positions, cache, logits_rows=positions[-1:] - cache.length)
+            x = self._run_layers(ids, positions, cache, None, cache.length)  # [n, hidden]
+            is_finite &= x.isfinite().all()
             cache.advance(len(ids))
-        return logits[0]
+        return self._logits(x[-1:])[0].masked_fill(~is_finite, torch.nan)
 
     def forward(
         self,
@@ -280,26 +298,37 @@ class GPTNeoX:
         int64, the rows whose logits are wanted, None for all. Returns float32 [m or n, V].
         """
         start = cache.length if start is None else start
+        x = self._run_layers(tokens, positions, cache, mask, start)
+        return self._logits(x if logits_rows is None else x[logits_rows])
+
+    def _run_layers(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
+    ) -> Tensor:
+        """forward() up to the final norm: [n, hidden]; not finite where a row overflowed."""
         n = tokens.shape[0]
         cache.require(start + n)
         bias = self._attention_bias(n, start, mask)  # [n, S] or None
         n_slots = start + n if mask is None else mask.shape[1]  # S
         cos, sin = self.rotary[positions].unbind(1)  # [n, 1, 1, R] each
         # Views for all layers at once: on a CPU a view per layer costs as much as a small product.
-        written = cache.kv[:, :, :, start : start + n].unbind(1)  # L of [2, H, n, D]
+        new_kv = cache.kv[:, :, :, start : start + n]  # [2, L, H, n, D]
         keys = cache.keys[:, None, :, :n_slots].unbind()  # L of [1, H, S, D]
         values = cache.values[:, None, :, :n_slots].unbind()
         x = F.embedding(tokens, self.embed_in)  # [n, hidden]
-        for layer, new_kv, k, v in zip(self.layers, written, keys, values, strict=True):
-            q = self._project(self._norm(x, layer.attention_norm), layer.qkv, cos, sin, new_kv)
+        for layer, written, k, v in zip(self.layers, new_kv.unbind(1), keys, values, strict=True):
+            q = self._project(self._norm(x, layer.attention_norm), layer.qkv, cos, sin, written)
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [1, H, n, D]
             attended = attended.transpose(1, 2).reshape(n, -1)  # [n, hidden]
             after_attention = add_linear(x, attended, layer.attention_out)
             mlp_input = x if self.config.is_parallel else after_attention
             wide = linear(self._norm(mlp_input, layer.mlp_norm), layer.mlp_in)
             x = add_linear(after_attention, F.gelu(wide, approximate=self.gelu), layer.mlp_out)
-        if logits_rows is not None:
-            x = x[logits_rows]
+        if self.overflow:
+            has_overflowed = new_kv.abs().amax(dim=(0, 1, 2, 4)) == self.overflow  # [n]
+            x = x.masked_fill(has_overflowed[:, None], torch.nan)
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
         return (self._norm(x, self.final_norm) @ self.embed_out).float()  # [n, V]
 
     def _project(self, x: Tensor, qkv: Affine, cos: Tensor, sin: Tensor, new_kv: Tensor) -> Tensor:
@@ -307,9 +336,11 @@ class GPTNeoX:
         rows = linear(x, qkv).view(-1, self.config.n_heads, 3, self.config.head_size)
         rotate_(rows[:, :, :2, : self.config.rotary_dims], cos, sin)
         rows = rows.permute(2, 1, 0, 3)  # [3, H, n, D]
-        # Non-finite keys and values become 0: a row that overflowed still has non-finite logits
-        # through its residual, but must not leak through the mask into rows that may not see it.
-        torch.nan_to_num(rows[1:], nan=0.0, posinf=0.0, neginf=0.0, out=new_kv)
+        # Nothing non-finite may enter the cache: it would leak through the mask (0 x nan is nan)
+        # into rows that may not see it. The row itself still gets non-finite logits: float16 can
+        # overflow here alone, so there a mark is left; elsewhere only a broken residual gets here.
+        mark = self.overflow
+        torch.nan_to_num(rows[1:], nan=mark, posinf=mark, neginf=-mark, out=new_kv)
         return rows[:1]
 
     def _norm(self, x: Tensor, norm: Affine) -> Tensor:
@@ -397,11 +428,11 @@ def find_checkpoint(
     may still have the files. Raises CheckpointError, HubUnreachable among them.
     """
     path, text = Path(name_or_path), str(name_or_path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return path
-    if path.exists() or text.startswith((".", "/", "~")):
+    if os.path.exists(path) or text.startswith((".", "/", "~")):
         raise CheckpointError(f"{text!r} is not a folder")
-    # Imported here: only hub names need the client, and it costs every start 0.3 s.
+    # Imported here: only hub names need the client, and importing it takes half a second.
     from huggingface_hub import HfApi, errors, snapshot_download
 
     name, _, revision = text.partition("@")
@@ -410,18 +441,20 @@ def find_checkpoint(
         info = HfApi().model_info(**where, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         _require_safetensors(sizes, text)
-        weights = sum(size for file, size in sizes.items() if file.endswith(".safetensors"))
-        announce(f"fetching {text} ({weights / 1e6:,.0f} MB, less what the hub cache already has)")
-        return Path(snapshot_download(**where, allow_patterns=HUB_FILES))
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise CheckpointError(f"{text!r} is neither a folder nor a model on the hub") from error
-    except errors.HfHubHTTPError as error:
-        raise CheckpointError(f"the hub refused {text!r}: {_first_line(error)}") from error
-    except (errors.HTTPError, OSError) as error:  # no network
+        weights = "model.safetensors" if "model.safetensors" in sizes else "model-*.safetensors"
+        megabytes = sum(size for file, size in sizes.items() if fnmatch(file, weights)) / 1e6
+        announce(f"fetching {text} ({megabytes:,.0f} MB, less what the hub cache already has)")
+        return Path(snapshot_download(**where, allow_patterns=[weights, *SMALL_FILES]))
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{text!r} is neither a folder nor a hub name") from error
+    except errors.HfHubHTTPError as error:  # unknown, gated, throttled, ...
+        reason = f"{text!r} is not a folder, and the hub refused it"
+        raise CheckpointError(f"{reason}: {_first_line(error)}") from error
+    except (errors.HTTPError, OSError) as error:  # no network, or no room to store it
         try:
             return Path(snapshot_download(**where, local_files_only=True))
         except OSError:
-            reason = f"{text!r} is not a folder, and the hub cannot be reached"
+            reason = f"{text!r} is not a folder, and cannot be fetched from the hub"
             raise HubUnreachable(f"{reason} ({_first_line(error)})") from error
 
 
@@ -464,6 +497,8 @@ def _load_tensors(
             with safe_open(file, "pt", device=str(device)) as shard:
                 for name in _wanted(shard, shapes, file):
                     tensors[name] = shard.get_tensor(name).to(dtype)
+                    if not tensors[name].isfinite().all():
+                        raise CheckpointError(f"{file}: {name} is not finite in {dtype}")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {_first_line(error)}") from error
     for name in shapes:
@@ -495,7 +530,7 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
-    files = [folder / str(name) for name in sorted(set(weight_map.values()))]
+    files = [folder / name for name in sorted(set(map(str, weight_map.values())))]
     for file in files:
         if not file.exists():
             raise CheckpointError(f"{index} lists {file.name}, which is not there")

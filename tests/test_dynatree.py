@@ -7,6 +7,7 @@ import torch
 from conftest import random_config, random_model, random_tensors
 from torch import Tensor
 
+import gpt_neox
 from draft_tree import Alone, Chain, DynaTree, Fixed, Tree
 from dynatree import Metrics, NonFiniteLogits, Step, cut, generate, measure, token_ids
 from gpt_neox import GPTNeoX, KVCache
@@ -22,19 +23,13 @@ class Stub(GPTNeoX):
         self.follows, self.device, self.dtype = follows, torch.device("cpu"), torch.float32
         self.rotary = torch.zeros(self.config.max_positions)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        mask: Tensor | None = None,
-        start: int | None = None,
-        logits_rows: Tensor | None = None,
+    def _run_layers(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
-        rows = positions if logits_rows is None else positions[logits_rows]
-        logits = torch.zeros(len(rows), self.config.vocab_size)
-        next_tokens = torch.tensor([self.follows(i) for i in rows.tolist()])
-        return logits.scatter_(1, next_tokens[:, None], 20.0)
+        return torch.tensor([[float(self.follows(i))] for i in positions.tolist()])
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return torch.zeros(len(x), self.config.vocab_size).scatter_(1, x.long(), 20.0)
 
 
 def commit_lengths(draft: Stub, rule: Chain | Fixed, limit: int) -> list[int]:
@@ -213,6 +208,14 @@ def test_a_non_finite_target_is_an_error_and_keeps_what_came_before() -> None:
         for step in steps:
             got += step.tokens
     assert got == text[: len(got)] and fatal not in got[:-1]
+
+
+def test_an_overflow_in_the_prompt_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last token's logits are computed in prefill, but it has read all the others."""
+    monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", 2)
+    for prompt in ([9, 1, 2, 3, 4], [1, 2, 3, 9, 4], [1, 2, 3, 4, 9]):
+        with pytest.raises(NonFiniteLogits):
+            next(generate(broken_at(7, 9), None, prompt, Alone().rule(), 5))
 
 
 def test_a_rejected_non_finite_node_does_not_poison_its_siblings() -> None:

@@ -1,0 +1,283 @@
+"""Reading checkpoints: config, weights on disk, the hub, and errors that name the cause."""
+
+import json
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from conftest import assert_close, random_config, random_model, random_tensors, run
+from huggingface_hub import errors
+from pytest import MonkeyPatch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import gpt_neox
+from gpt_neox import EMBED_IN, EMBED_OUT, CheckpointError, Config, GPTNeoX, OutOfMemory
+
+PREFIX = list(range(40, 50))
+Write = Callable[[Path, dict[str, Tensor]], None]
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"model_type": "gpt_neox", "intermediate_size": 64, "max_position_embeddings": 128}
+ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 10000}
+PUBLISHED = SIZES | {"rotary_pct": 0.5, "rotary_emb_base": 10000, "torch_dtype": "float16"}
+NEWER = SIZES | {"rope_parameters": ROPE, "dtype": "float16"}
+
+
+@pytest.mark.parametrize("raw", [PUBLISHED, NEWER, PUBLISHED | {"rope_scaling": None}])
+def test_both_styles_of_config(raw: dict[str, object]) -> None:
+    """random_config leaves every optional field alone, so this pins the defaults as well."""
+    assert Config.from_json(raw) == random_config()
+    optional = {"hidden_act": "gelu_fast", "layer_norm_eps": 1e-3, "use_parallel_residual": False}
+    optional |= {"tie_word_embeddings": True, "attention_bias": False}
+    changes = dict(activation="gelu_fast", norm_eps=1e-3, is_parallel=False)
+    expected = random_config(is_tied=True, has_attention_bias=False, **changes)
+    assert Config.from_json(raw | optional) == expected
+
+
+@pytest.mark.parametrize("eos, ids", [(0, (0,)), ([2, 5], (2, 5)), (None, ())])
+def test_eos_styles(eos: int | list[int] | None, ids: tuple[int, ...]) -> None:
+    """An id of 0, Pythia's own, is an EOS, not an absent one."""
+    assert Config.from_json(PUBLISHED | {"eos_token_id": eos}).eos_ids == ids
+
+
+@pytest.mark.parametrize("field", sorted(PUBLISHED.keys() - {"torch_dtype"}) + sorted(ROPE)[:-1])
+def test_missing_field_is_named(field: str) -> None:
+    raw = {k: v for k, v in PUBLISHED.items() if k != field}
+    if field in ROPE:
+        raw["rope_parameters"] = {k: v for k, v in ROPE.items() if k != field}
+    with pytest.raises(CheckpointError, match=field):
+        Config.from_json(raw)
+
+
+FOREIGN = [
+    ("llama", {"model_type": "llama"}),
+    ("yarn", {"rope_parameters": ROPE | {"rope_type": "yarn"}}),
+    ("linear", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("relu", {"hidden_act": "relu"}),
+    (r"0\.0", {"rotary_pct": 0.0}),
+    (r"1\.5", {"rotary_pct": 1.5}),
+    ("32.* 5 heads", {"num_attention_heads": 5}),
+    ("n_heads is 0", {"num_attention_heads": 0}),
+    ("3 rotary dims", {"rotary_pct": 0.2}),
+    ("'last'", {"eos_token_id": ["last"]}),
+    ("many", {"vocab_size": "many"}),
+    ("NoneType", {"hidden_size": None}),
+]
+
+
+@pytest.mark.parametrize("cause, changes", FOREIGN)
+def test_foreign_value_is_named(cause: str, changes: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match=cause):
+        Config.from_json(PUBLISHED | changes)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", "", "\x00"], ids=repr)
+def test_broken_config_file_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json is not"):
+        gpt_neox.read_config(tmp_path)
+
+
+QKV = "gpt_neox.layers.1.attention.query_key_value"
+INDEX = "model.safetensors.index.json"
+
+
+def write_single(folder: Path, tensors: dict[str, Tensor], **changes: object) -> None:
+    (folder / "config.json").write_text(json.dumps(PUBLISHED | changes))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Three shards, every layer spread over all of them."""
+    (folder / "config.json").write_text(json.dumps(PUBLISHED))
+    weight_map = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(weight_map.values()):
+        save_file({n: t for n, t in tensors.items() if weight_map[n] == shard}, folder / shard)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def write_legacy(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """With the buffers that old saves carry beside the weights."""
+    buffers = {"bias": torch.ones(1, 1, 8, 8), "masked_bias": torch.tensor(-1e9)}
+    buffers["rotary_emb.inv_freq"] = torch.ones(4)
+    old = {f"gpt_neox.layers.0.attention.{name}": buffers[name] for name in buffers}
+    write_single(folder, tensors | old)
+
+
+def write_halves(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """As published weights are."""
+    write_single(folder, {name: t.half() for name, t in tensors.items()})
+
+
+@pytest.mark.parametrize("write", [write_single, write_shards, write_legacy, write_halves])
+def test_every_layout_on_disk_is_the_same_model(write: Write, tmp_path: Path) -> None:
+    tensors = {n: t.half().float() for n, t in random_tensors(random_config(), 10).items()}
+    write(tmp_path, tensors)
+    model = GPTNeoX.from_pretrained(tmp_path, dtype=torch.float32)
+    assert model.dtype == model.new_cache(1).kv.dtype == torch.float32
+    assert torch.equal(run(model, PREFIX), run(GPTNeoX(random_config(), tensors), PREFIX))
+
+
+@pytest.mark.parametrize("stray", [{}, {EMBED_OUT: torch.zeros(96, 32)}], ids=["absent", "stray"])
+def test_tied_embeddings(stray: dict[str, Tensor], tmp_path: Path) -> None:
+    """Tied means the embedding is used, also where a save still carries an output matrix."""
+    tensors = random_tensors(random_config(is_tied=True), 12)
+    write_single(tmp_path, tensors | stray, tie_word_embeddings=True)
+    untied = GPTNeoX(random_config(), tensors | {EMBED_OUT: tensors[EMBED_IN]})
+    assert_close(run(GPTNeoX.from_pretrained(tmp_path), PREFIX), run(untied, PREFIX))
+
+
+def test_no_attention_bias_is_a_zero_bias(tmp_path: Path) -> None:
+    """Only qkv and the attention's output lose their bias; the MLP keeps its own."""
+    tensors = random_tensors(random_config(), 13)
+    zeros = {n: t * 0 for n, t in tensors.items() if "attention." in n and n.endswith("bias")}
+    kept = {n: t for n, t in tensors.items() if n not in zeros}
+    assert len(zeros) == 4
+    write_single(tmp_path, kept, attention_bias=False)
+    expected = run(GPTNeoX(random_config(), tensors | zeros), PREFIX)
+    assert_close(run(GPTNeoX.from_pretrained(tmp_path), PREFIX), expected)
+
+
+@pytest.mark.parametrize("name", [f"{QKV}.weight", f"{QKV}.bias", EMBED_OUT])
+@pytest.mark.parametrize("write", [write_single, write_shards])
+def test_missing_misshapen_and_extra_tensors_are_named(
+    name: str, write: Write, tmp_path: Path
+) -> None:
+    """A transpose has the right number of elements; a deeper model holds all of a shallower one."""
+    tensors = random_tensors(random_config(), 14)
+    wrong = tensors[name].t().contiguous() if tensors[name].ndim == 2 else tensors[name][:-1]
+    extra = "gpt_neox.layers.2.mlp.dense_h_to_4h.bias"
+    for cause, on_disk in {
+        f"lacks .*{name}": {n: t for n, t in tensors.items() if n != name},
+        f"{name} is .*config": tensors | {name: wrong},
+        extra: tensors | {extra: torch.zeros(64)},
+    }.items():
+        write(tmp_path, on_disk)
+        with pytest.raises(CheckpointError, match=cause):
+            GPTNeoX.from_pretrained(tmp_path)
+
+
+DAMAGE = {  # file to overwrite, with what or up to which byte -> cause; None removes it
+    "tail": ("model.safetensors", -7, "model.safetensors cannot be read"),
+    "header": ("model.safetensors", 100, "model.safetensors cannot be read"),
+    "empty": ("model.safetensors", 0, "model.safetensors cannot be read"),
+    "weights": ("model.safetensors", None, "no safetensors"),
+    "config": ("config.json", None, "config.json is not there"),
+    "shard": ("model-1.safetensors", None, "lists model-1.safetensors"),
+    "index": (INDEX, 40, "is not JSON"),
+    "no_map": (INDEX, '{"metadata": {}}', "no weight_map"),
+    "list": (INDEX, "[]", "not a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name, damage, cause", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_folder_is_one_clear_line(
+    name: str, damage: str | int | None, cause: str, tmp_path: Path
+) -> None:
+    write = write_shards if name in (INDEX, "model-1.safetensors") else write_single
+    write(tmp_path, random_tensors(random_config(), 15))
+    file = tmp_path / name
+    content = damage.encode() if isinstance(damage, str) else file.read_bytes()[:damage]
+    file.unlink() if damage is None else file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=cause) as caught:
+        GPTNeoX.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_folder_with_only_bin_weights_says_so(tmp_path: Path) -> None:
+    write_single(tmp_path, {})
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="only .bin weights"):
+        GPTNeoX.from_pretrained(tmp_path)
+
+
+def fake_hub(
+    monkeypatch: MonkeyPatch, info: Exception | dict[str, int], download: Exception | str = ""
+) -> list[dict[str, object]]:
+    """A hub that knows these files and sizes, or raises; the list receives each call's keywords."""
+    calls: list[dict[str, object]] = []
+
+    def answer(result: object, arguments: dict[str, object]) -> object:
+        calls.append(arguments)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    if isinstance(info, dict):
+        files = [SimpleNamespace(rfilename=name, size=size) for name, size in info.items()]
+        info = SimpleNamespace(siblings=files)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, **k: answer(info, k))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda **k: answer(download, k))
+    return calls
+
+
+@pytest.mark.parametrize("path", ["./nope", "/nope/x", "~/nope", "conftest.py"])
+def test_path_that_is_no_folder_is_never_a_hub_name(path: str, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    fake_hub(monkeypatch, {"model.safetensors": 1}, "/cache/folder")
+    with pytest.raises(CheckpointError, match=f"{path}.* is not a folder"):
+        GPTNeoX.from_pretrained(path)
+
+
+SHARDS = {"model-1-of-2.safetensors": 20_500_000, "model-2-of-2.safetensors": 20_500_000}
+DOWNLOADS = [
+    ("org/name", None, {"model.safetensors": 41_000_000}, {"model-1-of-1.safetensors": 41_000_000}),
+    ("org/name@step1", "step1", SHARDS | {INDEX: 900}, {"pytorch_model.bin": 99_000_000}),
+]
+
+
+@pytest.mark.parametrize("name, revision, used, twin", DOWNLOADS)
+def test_hub_download_is_announced_and_takes_no_twin(
+    name: str,
+    revision: str | None,
+    used: dict[str, int],
+    twin: dict[str, int],
+    monkeypatch: MonkeyPatch,
+) -> None:
+    """Old repositories hold the same weights twice or more; only what is loaded is fetched."""
+    calls, lines = fake_hub(monkeypatch, used | twin | {"config.json": 600}, "/cache/folder"), []
+    assert gpt_neox.find_checkpoint(name, lines.append) == Path("/cache/folder")
+    assert [(call["repo_id"], call["revision"]) for call in calls] == [("org/name", revision)] * 2
+    patterns = calls[1]["allow_patterns"]
+    fetched = {file for file in used | twin if any(fnmatch(file, p) for p in patterns)}
+    assert fetched == used.keys()
+    assert len(lines) == 1 and name in lines[0] and "41 MB" in lines[0]
+
+
+def test_hub_without_network_but_cached(monkeypatch: MonkeyPatch) -> None:
+    calls = fake_hub(monkeypatch, OSError("no route"), "/cache/folder")
+    assert gpt_neox.find_checkpoint("org/name@main", pytest.fail) == Path("/cache/folder")
+    assert calls[-1] == {"repo_id": "org/name", "revision": "main", "local_files_only": True}
+
+
+ANSWER = SimpleNamespace(headers={}, request=None)
+REFUSALS = [
+    (OSError("no route"), "fetched from the hub .no route"),
+    (errors.RepositoryNotFoundError("401", response=ANSWER), "the hub refused it: 401"),
+    (errors.HfHubHTTPError("429 too many", response=ANSWER), "429 too many"),
+    ({"pytorch_model.bin": 1}, "only .bin weights"),
+]
+
+
+@pytest.mark.parametrize("info, cause", REFUSALS, ids=str)
+def test_hub_refusals_are_told_apart(
+    info: Exception | dict[str, int], cause: str, monkeypatch: MonkeyPatch
+) -> None:
+    """HubUnreachable alone may offer the embedded pair; a misspelt name must not look like it."""
+    fake_hub(monkeypatch, info, FileNotFoundError("not in the cache"))
+    with pytest.raises(CheckpointError, match=f"org/name.*{cause}") as caught:
+        gpt_neox.find_checkpoint("org/name", pytest.fail)
+    assert isinstance(caught.value, gpt_neox.HubUnreachable) == ("fetched" in cause)
+
+
+def test_absurd_sizes_are_refused_before_allocation(tmp_path: Path) -> None:
+    """2 x 2 layers x 32 wide x 4 bytes x 1e12 tokens is 512,000 GB."""
+    with pytest.raises(OutOfMemory, match="1000000000000 tokens .* 512,000.0 GB"):
+        random_model(0).new_cache(10**12)
+    write_single(tmp_path, {}, vocab_size=10**12)
+    with pytest.raises(OutOfMemory, match="weights of .* 256,000.0 GB"):
+        GPTNeoX.from_pretrained(tmp_path)

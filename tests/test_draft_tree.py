@@ -1,0 +1,377 @@
+"""Claim: grow, level by level, draws the tree of the paper's Algorithm 1, node for node.
+
+The oracle is DRAFTTREE (Appendix D) taken literally: a queue, one node at a time, plain Python.
+Two amendments: the root is the pending token (p = 1, d = 0), and a child with p < tau is never
+added and never counted. The draft of both is one function of a node's path.
+
+    python -m pytest tests/test_draft_tree.py
+"""
+
+import math
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_tree import Alone, Chain, DynaTree, DynaTreeRule, Fixed, Rule, Tree, grow
+
+VOCAB = 32
+ROOT = torch.tensor([7])
+
+Path = tuple[int, ...]  # tokens from the root on
+Settings = Chain | Fixed | DynaTree
+
+
+class FakeDraft:
+    """Logits of the path alone, peaked below some paths and flat below others.
+
+    As the draft of grow it follows the parents it is given, so a wrong parent gives other logits.
+    """
+
+    def __init__(self, seed: int, changed: dict[Path, Tensor] | None = None):
+        self.seed, self.changed = seed, changed or {}
+        self.level: list[Path] = []
+        self.ran: list[Path] = []
+        self.n_calls = 0
+
+    def logits(self, path: Path) -> Tensor:
+        generator = torch.Generator().manual_seed(crc32(repr((self.seed, path)).encode()))
+        heat = 12 * torch.rand(1, generator=generator)
+        return self.changed.get(path, heat * torch.randn(VOCAB, generator=generator))
+
+    def __call__(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+        above = [()] if parents is None else [self.level[i] for i in parents.tolist()]
+        self.level = [(*path, i) for path, i in zip(above, tokens.tolist(), strict=True)]
+        self.ran += self.level
+        self.n_calls += 1
+        return torch.stack([self.logits(path) for path in self.level])  # [W, V]
+
+
+@dataclass(frozen=True)
+class Node:
+    path: Path
+    parent: int
+    logprob: Tensor  # float32 as in grow, so that no threshold flips by rounding
+
+    @property
+    def depth(self) -> int:
+        return len(self.path) - 1
+
+    @property
+    def p(self) -> float:
+        return math.exp(self.logprob)
+
+
+def is_expandable(s: DynaTree, u: Node) -> bool:
+    """Lines 17 to 25."""
+    if not s.depth:
+        return u.depth < s.D0
+    if u.depth >= s.D_max or u.p < s.rho_stop:
+        return False
+    return u.depth < s.D0 or u.p >= s.rho_deep
+
+
+def branches(s: DynaTree, confidence: float) -> str:
+    """Line 27."""
+    if not s.breadth:
+        return "B_mid"
+    return "B_min" if confidence >= s.tau_h else "B_max" if confidence < s.tau_l else "B_mid"
+
+
+def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]) -> list[Node]:
+    """Lines 11 to 30; `seen` counts what makes a case worth comparing."""
+    tree, frontier = [Node((ROOT.item(),), -1, torch.tensor(0.0))], deque([0])
+    while frontier and len(tree) < s.N_max:
+        parent = frontier.popleft()
+        u = tree[parent]
+        if u.depth >= max_depth or not is_expandable(s, u):
+            continue
+        logprobs = torch.log_softmax(draft.logits(u.path), dim=-1)
+        name, n_before = branches(s, math.exp(logprobs.max())), len(tree)
+        for token in logprobs.argsort(descending=True)[: getattr(s, name)].tolist():
+            child = Node((*u.path, token), parent, u.logprob + logprobs[token])
+            if s.prune and child.p < s.tau:
+                continue
+            if len(tree) == s.N_max:
+                seen["cut between siblings"] += tree[-1].parent == parent
+                break
+            frontier.append(len(tree))
+            tree.append(child)
+        seen[name] += s.breadth and len(tree) - n_before == getattr(s, name)
+    seen["only the root"] += len(tree) == 1 and s.N_max > 1 and max_depth > 0
+    seen["deeper than D0"] += s.depth and tree[-1].depth > s.D0
+    seen["as deep as the caller allows"] += 0 < tree[-1].depth == max_depth < s.D_max
+    return tree
+
+
+def paths(tree: Tree) -> list[Path]:
+    found: list[Path] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+def assert_same(tree: Tree, nodes: list[Node]) -> None:
+    got = list(zip(paths(tree), tree.parents.tolist(), tree.depths.tolist(), strict=True))
+    assert got == [(node.path, node.parent, node.depth) for node in nodes]
+    torch.testing.assert_close(tree.logprobs, torch.stack([node.logprob for node in nodes]))
+
+
+def random_settings(rng: random.Random) -> DynaTree:
+    b_min, b_mid, b_max = sorted(rng.choices([1, 2, 3, 4, 5, VOCAB], [6, 6, 6, 6, 6, 1], k=3))
+    tau_l, tau_h = sorted([rng.random(), rng.random()])
+    rho_stop, rho_deep = sorted([rng.random() ** 4, rng.random() ** 2])
+    return DynaTree(
+        **dict(B_min=b_min, B_mid=b_mid, B_max=b_max, tau_l=tau_l, tau_h=tau_h),
+        **dict(D0=rng.randint(1, 5), D_max=rng.choice([5, 6, 8, 127])),
+        **dict(rho_stop=rho_stop, rho_deep=rho_deep),
+        tau=rng.choice([0.0, 1e-4, rng.random() ** 3]),
+        N_max=rng.choice([rng.randint(1, 16), rng.randint(17, 64), 128]),
+        **{name: rng.random() < 0.8 for name in ("breadth", "depth", "prune")},
+    )
+
+
+def random_case(seed: int) -> tuple[DynaTree, FakeDraft, int]:
+    """Settings, a draft, and the caller's depth limit."""
+    rng = random.Random(seed)
+    return random_settings(rng), FakeDraft(seed), rng.choice([0, 1, 2, 3, 4, 127, 127, 127])
+
+
+def test_grow_draws_the_tree_of_algorithm_1() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        settings, draft, max_depth = random_case(seed)
+        nodes = draft_tree(settings, draft, max_depth, seen)
+        assert_same(grow(settings.rule(), ROOT, draft, max_depth), nodes)
+    assert len(seen) == 7 and min(seen.values()) >= 10, f"the cases have become too tame: {seen}"
+
+
+def test_fixed_and_chain_are_algorithm_1_without_its_adaptive_parts() -> None:
+    """B children for every node down to depth D, and the draft's own greedy text."""
+    seen: Counter[str] = Counter()
+    for seed in range(150):
+        s, draft, max_depth = random_case(seed)
+        static = replace(s, breadth=False, depth=False, prune=True)
+        fixed = Fixed(D=s.D0, B=s.B_mid, tau=s.tau, N_max=s.N_max)
+        nodes = draft_tree(static, draft, max_depth, seen)
+        assert_same(grow(fixed.rule(), ROOT, draft, max_depth), nodes)
+        single = replace(static, B_min=1, B_mid=1, prune=False, N_max=128)
+        nodes = draft_tree(single, draft, max_depth, Counter())
+        assert_same(grow(Chain(K=s.D0).rule(), ROOT, draft, max_depth), nodes)
+    assert seen["cut between siblings"] >= 10, seen
+
+
+def even_draft(tokens: Tensor, parents: Tensor | None) -> Tensor:
+    """Two tokens of probability 0.5 and nothing else, exact in float32."""
+    logits = torch.full((len(tokens), VOCAB), -math.inf)
+    logits[:, :2] = 0.0
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_rows"),
+    [
+        (Fixed(D=3, B=2, tau=0.25), 1 + 2 + 4),
+        (DynaTree(tau=0.25), 1 + 2 + 4),
+        (DynaTree(B_min=1, tau_h=0.5, D0=2), 1 + 1 + 1),
+        (DynaTree(B_mid=1, B_max=2, tau_l=0.5, D0=2), 1 + 1 + 1),
+        (DynaTree(tau=0.0, rho_stop=0.25), 1 + 2 + 4 + 8),
+        (DynaTree(tau=0.0, D0=1, rho_deep=0.25), 1 + 2 + 4 + 8),
+        (DynaTree(B_mid=4, B_max=4, D0=2, prune=False), 1 + 2 + 4),
+        (Fixed(D=2, B=4, tau=0.0), 1 + 2 + 4),
+    ],
+)
+def test_at_its_threshold_a_candidate_passes_but_never_at_0(
+    settings: Settings, n_rows: int
+) -> None:
+    """The paper's bounds are p >= tau, rho_stop, rho_deep; c >= tau_h, and c >= tau_l is B_mid."""
+    assert len(grow(settings.rule(), ROOT, even_draft, 127)) == n_rows
+
+
+def assert_well_formed(tree: Tree) -> None:
+    rows = paths(tree)
+    assert len(set(rows)) == len(rows)  # siblings carry distinct tokens
+    assert tree.parents[0] == -1 and (tree.parents < torch.arange(len(tree))).all()
+    assert (tree.parents.diff() >= 0).all() and (tree.depths.diff() >= 0).all()  # breadth-first
+    assert tree.depth == tree.depths.max() == max(map(len, rows)) - 1
+    starts = [[u == v[: len(u)] for u in rows] for v in rows]
+    assert tree.ancestors.tolist() == starts
+
+
+def assert_slots_follow_the_runs(tree: Tree, ran: list[Path]) -> None:
+    """Slots count the runs; a node that ran has a parent that ran, so un-run nodes end a path."""
+    rows = paths(tree)
+    assert set(ran) <= set(rows) and len(set(ran)) == len(ran) and ran[:1] in ([], rows[:1])
+    assert tree.draft_slots.tolist() == [ran.index(u) if u in ran else -1 for u in rows]
+    assert all(path[:-1] in ran for path in ran[1:])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_tree_is_well_formed(seed: int) -> None:
+    settings, draft, max_depth = random_case(seed)
+    tree = grow(settings.rule(), ROOT, draft, max_depth)
+    assert_well_formed(tree)
+    assert_slots_follow_the_runs(tree, draft.ran)
+    assert len(tree) <= settings.N_max and draft.n_calls <= min(max_depth, settings.D_max)
+
+
+@pytest.mark.parametrize(
+    ("rule", "max_depth"),
+    [(Alone().rule(), 9), (Chain(K=0), 9), (Chain(), 0), (DynaTree().rule(), 0)]
+    + [(Fixed(N_max=1), 9), (DynaTree(N_max=1).rule(), 9)],
+)
+def test_no_room_means_no_draft_call(rule: Rule, max_depth: int) -> None:
+    draft = FakeDraft(0)
+    tree = grow(rule, ROOT, draft, max_depth)
+    assert_well_formed(tree)
+    assert draft.n_calls == 0
+    assert (len(tree), tree.depth, tree.draft_slots.tolist()) == (1, 0, [-1])
+
+
+def test_the_example_of_the_docstring() -> None:
+    """The six rows that draft_tree.py, verify.py and the README explain themselves by."""
+    the, cat, dog, sat, ran, away = range(6)
+    table = torch.zeros(6, 6)  # [V, V] probability of the column after the row
+    table[the, [cat, dog, away]] = torch.tensor([0.6, 0.3, 0.1])
+    table[cat, [sat, ran, away]] = torch.tensor([0.5, 0.3, 0.2])
+    table[dog, [ran, sat]] = torch.tensor([0.8, 0.2])
+    rule = Fixed(D=2, B=2, tau=0.15).rule()
+    tree = grow(rule, torch.tensor([the]), lambda tokens, _: table[tokens].log(), max_depth=8)
+    assert tree.tokens.tolist() == [the, cat, dog, sat, ran, ran]
+    assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2]
+    assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2]
+    assert tree.logprobs.exp().tolist() == pytest.approx([1.0, 0.6, 0.3, 0.3, 0.18, 0.24])
+
+
+WIDE = DynaTree(N_max=128, tau=0.0, rho_stop=0.0, rho_deep=0.01, D0=3, D_max=5)
+EVERY = slice(None)
+
+
+@pytest.mark.parametrize("settings", [Chain(K=4), Fixed(D=3, B=3, tau=0.0), WIDE])
+@pytest.mark.parametrize(("ids", "value"), [(3, math.nan), (3, math.inf), (EVERY, -math.inf)])
+@pytest.mark.parametrize("row", [0, 1])
+def test_broken_logits_end_only_their_own_branch(
+    settings: Settings, ids: int | slice, value: float, row: int
+) -> None:
+    """topk ranks NaN above every number, so a broken row looks like a very confident one."""
+    whole = paths(grow(settings.rule(), ROOT, FakeDraft(1), 127))
+    broken = FakeDraft(1).logits(whole[row])
+    broken[ids] = value
+    tree = grow(settings.rule(), ROOT, FakeDraft(1, {whole[row]: broken}), 127)
+    below = [path for path in whole if path[: row + 1] == whole[row] and len(path) > row + 1]
+    assert below and paths(tree) == [path for path in whole if path not in below]
+    assert_well_formed(tree)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [(Chain, {"K": value}) for value in (-1, 128, math.nan)]
+    + [(Fixed, {name: 0}) for name in ("D", "B", "N_max")]
+    + [(Fixed, {"D": 128}), (Fixed, {"B": 33}), (Fixed, {"tau": -0.1}), (Fixed, {"tau": 1.5})]
+    + [(DynaTree, {name: 0}) for name in ("B_min", "B_mid", "B_max", "D0", "D_max", "N_max", "W")]
+    + [(DynaTree, {name: 129}) for name in ("B_max", "D_max", "N_max")]
+    + [(DynaTree, {name: 1.5}) for name in ("tau", "tau_l", "tau_h", "rho_stop", "rho_deep")]
+    + [(DynaTree, {name: math.nan}) for name in ("tau", "tau_h", "rho_deep", "N_max")]
+    + [(DynaTree, {"W": 1001}), (DynaTree, {"breadth": 2}), (DynaTree, {"history": -1})]
+    + [(DynaTree, {"tau_l": tau_l, "tau_h": 0.6}) for tau_l in (0.6, 0.7)]
+    + [(DynaTree, {"rho_stop": rho_stop, "rho_deep": 0.2}) for rho_stop in (0.2, 0.3)]
+    + [(DynaTree, {"B_min": 3, "B_mid": 2}), (DynaTree, {"B_mid": 5, "B_max": 4})]
+    + [(DynaTree, {"D0": 7, "D_max": 6})],
+)
+def test_a_bad_setting_is_named(kind: type[Settings], values: dict[str, float]) -> None:
+    with pytest.raises(ValueError) as error:
+        kind(**values)
+    assert all(f"{name}={value}" in str(error.value) for name, value in values.items())
+
+
+def moved(rule: DynaTreeRule) -> dict[str, float]:
+    """The thresholds that history moves, as they stand."""
+    return {name: getattr(rule.now, name) for name in ("D0", "tau_h", "rho_deep")}
+
+
+HIGH, LOW = (5, 5), (0, 5)  # (accepted, depth): a mean above 0.8 and one below 0.6
+
+# Start, then after a high mean, after a low one. The last two of each start beyond a bound, where
+# they stay, or move only the way that was asked for.
+MOVES = {
+    "D0": [(5, 6, 4), (7, 7, 6), (2, 3, 2), (1, 2, 1), (8, 8, 7)],
+    "tau_h": [(0.9, 0.85, 0.95), (0.93, 0.88, 0.95), (0.52, 0.5, 0.57)]
+    + [(0.97, 0.92, 0.97), (0.45, 0.45, 0.5)],
+    "rho_deep": [(0.5, 0.45, 0.55), (0.78, 0.73, 0.8), (0.32, 0.3, 0.37)]
+    + [(0.9, 0.85, 0.9), (0.2, 0.2, 0.25)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "after_high", "after_low"),
+    [(name, *row) for name, rows in MOVES.items() for row in rows],
+)
+def test_history_moves_within_its_bounds(
+    name: str, start: float, after_high: float, after_low: float
+) -> None:
+    for step, expected in ((HIGH, after_high), (LOW, after_low)):
+        rule = DynaTree(**{name: start}, W=1).rule()
+        rule.adapt(*step)
+        assert moved(rule)[name] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("n_accepted", "depth"), [(7, 10), (3, 5), (4, 5)])
+@pytest.mark.parametrize("W", [1, 3, 10, 17])
+def test_a_mean_from_0_6_to_0_8_moves_nothing(W: int, n_accepted: int, depth: int) -> None:
+    """Ten times 3 of 5 accepted summed to 5.999999999999999, and so read as below 0.6."""
+    rule = DynaTree(W=W).rule()
+    for _ in range(W + 2):
+        rule.adapt(n_accepted, depth)
+    assert rule.now == DynaTree(W=W)
+
+
+@pytest.mark.parametrize("W", [1, 4, 10])
+def test_history_looks_at_exactly_the_last_w_iterations(W: int) -> None:
+    rng, D0, history = random.Random(W), 60, []  # accepted of 8
+    rule = DynaTree(D0=D0, D_max=127, W=W).rule()
+    for i in range(120):
+        # Long good and bad stretches, or the mean would hardly leave the middle.
+        history.append(rng.choice([0, 1, 6] if i // 30 % 2 else [6, 7, 8]))
+        rule.adapt(history[-1], 8)
+        if len(history) >= W:
+            mean = sum(history[-W:]) / (8 * W)
+            D0 += (mean > 0.8) - (mean < 0.6)
+        assert moved(rule)["D0"] == D0, f"iteration {i}"
+    assert len(set(history)) == 5
+
+
+@pytest.mark.parametrize(("tau_l", "rho_stop"), [(0.62, 0.41), (0.5, 0.3)])
+def test_history_keeps_the_thresholds_in_order(tau_l: float, rho_stop: float) -> None:
+    """Also where the bounds of tau_h and rho_deep, 0.5 and 0.3, would make two of them equal."""
+    rule = DynaTree(tau_l=tau_l, tau_h=0.7, rho_stop=rho_stop, rho_deep=0.5, W=1).rule()
+    for _ in range(10):
+        rule.adapt(*HIGH)
+        assert tau_l < rule.now.tau_h <= 0.7 and rho_stop < rule.now.rho_deep <= 0.5
+
+
+def test_history_off_never_moves_and_every_generation_starts_afresh() -> None:
+    still, settings = DynaTree(W=1, history=False).rule(), DynaTree(W=1)
+    rule = settings.rule()
+    for _ in range(5):
+        still.adapt(*HIGH)
+        rule.adapt(*HIGH)
+    assert still.now == DynaTree(W=1, history=False)
+    assert moved(rule) != moved(settings.rule()) and settings.rule().now == settings
+
+
+def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
+    n_changed: Counter[int] = Counter()
+    for seed in range(100):
+        settings, draft, _ = random_case(seed)
+        rule = replace(settings, W=1).rule()
+        before = grow(rule, ROOT, draft, 127)
+        for _ in range(4):
+            rule.adapt(*(HIGH if seed % 2 else LOW))
+        after = grow(rule, ROOT, draft, 127)
+        assert_same(after, draft_tree(replace(settings, **moved(rule)), draft, 127, Counter()))
+        n_changed[seed % 2] += paths(before) != paths(after)
+    assert min(n_changed[0], n_changed[1]) >= 10, n_changed

@@ -1,0 +1,292 @@
+"""The model's claims: right numbers, a cache that never lies, and errors that name the cause.
+
+The golden files were computed by an independent implementation. All else compares the model with
+itself, run in a way that leaves no room for the bug in question: whole text, fresh cache.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assert_close, random_config, random_model, random_tensors, run
+from pytest import MonkeyPatch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import gpt_neox
+from gpt_neox import EMBED_IN, GPTNeoX, KVCache, OutOfMemory
+
+Golden = tuple[GPTNeoX, dict[str, Tensor]]
+Tree = tuple[list[int], list[int]]  # tokens and breadth-first parents, the root's is -1
+Overflow = Callable[[GPTNeoX, KVCache], object]
+Write = Callable[[Path, dict[str, Tensor]], None]
+
+GOLDEN = sorted(p for p in (Path(__file__).parent / "golden").iterdir() if p.is_dir())
+SEQUENTIAL = {"is_parallel": False}
+FULL_ROTARY = {"activation": "gelu_new", "rotary_fraction": 1.0, "rotary_base": 500.0, "n_heads": 4}
+PREFIX = list(range(40, 50))
+# Siblings at every level, and a path, 0 2 5 6, whose rows are neither a slice nor evenly spaced.
+TREE = [7, 30, 31, 32, 33, 34, 35], [-1, 0, 0, 1, 1, 2, 5]
+
+
+def prefilled(model: GPTNeoX, tokens: list[int], capacity: int) -> KVCache:
+    cache = model.new_cache(capacity)
+    model.prefill(tokens, cache)
+    return cache
+
+
+def tree_paths(tree: Tree) -> list[list[int]]:
+    """For each node the rows from the root to it."""
+    paths: list[list[int]] = []
+    for row, parent in enumerate(tree[1]):
+        paths.append((paths[parent] if parent >= 0 else []) + [row])
+    return paths
+
+
+def run_tree(model: GPTNeoX, cache: KVCache, tree: Tree, positions: Tensor | None = None) -> Tensor:
+    """One pass over a tree: each node sees the prefix and its ancestors and stands at its depth."""
+    paths = tree_paths(tree)
+    mask = torch.ones(len(paths), cache.length + len(paths), dtype=torch.bool)
+    mask[:, cache.length :] = False
+    for row, path in enumerate(paths):
+        mask[row, torch.tensor(path) + cache.length] = True
+    if positions is None:
+        positions = torch.tensor([cache.length + len(path) - 1 for path in paths])
+    return model.forward(torch.tensor(tree[0]), positions, cache, mask)
+
+
+def random_tree(seed: int) -> Tree:
+    """4 to 14 nodes, the root with at least two children."""
+    rng = random.Random(seed)
+    parents = [-1, 0, 0]
+    for row in range(3, rng.randint(4, 14)):
+        parents.append(rng.randint(parents[-1], min(parents[-1] + 2, row - 1)))
+    return rng.sample(range(96), len(parents)), parents
+
+
+def path_text(tree: Tree, path: list[int]) -> list[int]:
+    """What a node's path spells, after the prefix."""
+    return PREFIX + [tree[0][row] for row in path]
+
+
+@pytest.fixture(scope="module", params=GOLDEN, ids=lambda folder: folder.name)
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return GPTNeoX.from_pretrained(request.param), load_file(request.param / "golden.safetensors")
+
+
+def test_golden_logits(golden: Golden) -> None:
+    """Rotary layout, the per-head order of qkv, GELU and residual kind are all as published."""
+    model, data = golden
+    assert_close(run(model, data["input_ids"].tolist()), data["logits"])
+
+
+def test_golden_tree(golden: Golden) -> None:
+    """One pass over the whole tree gives each node the logits of its own path."""
+    model, data = golden
+    cache = prefilled(model, data["input_ids"].tolist(), 60)
+    tree = data["tree_tokens"].tolist(), data["tree_parents"].tolist()
+    assert_close(run_tree(model, cache, tree), data["tree_logits"])
+
+
+def test_golden_greedy_text(golden: Golden) -> None:
+    """48 cached steps drift nowhere: the text is the independent implementation's."""
+    model, data = golden
+    cache = model.new_cache(88)
+    ids = [int(model.prefill(data["input_ids"].tolist(), cache).argmax())]
+    while len(ids) < 48:
+        at = torch.tensor([cache.length])
+        ids.append(int(model.forward(torch.tensor(ids[-1:]), at, cache).argmax()))
+        cache.advance(1)
+    assert ids == data["greedy_ids"].tolist()
+
+
+@pytest.mark.parametrize("changes", [{}, SEQUENTIAL, FULL_ROTARY], ids=str)
+@pytest.mark.parametrize("chunk", [1, 3, 7, 20])
+def test_cached_equals_whole(
+    chunk: int, changes: dict[str, object], monkeypatch: MonkeyPatch
+) -> None:
+    """Where a text was cut into passes is invisible in its logits and in the cache it leaves."""
+    model, tokens = random_model(1, **changes), random.Random(0).sample(range(96), 20)
+    whole, cache = prefilled(model, tokens, 24), model.new_cache(24)
+    expected = run(model, tokens)
+    monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", chunk)
+    assert_close(model.prefill(tokens, cache), expected[-1])
+    assert cache.length == 20
+    assert_close(cache.kv, whole.kv)
+    cache.rewind(0)
+    assert_close(torch.stack([model.prefill([token], cache) for token in tokens]), expected)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n_unused", [0, 6])
+def test_explicit_causal_mask_equals_none(n: int, n_unused: int) -> None:
+    """S may reach beyond the written slots; leftovers of rejected rows there must not be seen."""
+    model, tokens, positions = random_model(2), torch.arange(n), torch.arange(10, 10 + n)
+    cache = prefilled(model, PREFIX, 20)
+    expected = model.forward(tokens, positions, cache)
+    model.forward(torch.arange(50, 60), torch.arange(10, 20), cache)
+    mask = torch.ones(n, 10 + n + n_unused, dtype=torch.bool).tril(10)
+    assert_close(model.forward(tokens, positions, cache, mask), expected)
+    assert cache.length == 10
+
+
+@pytest.mark.parametrize("rows", [[3], [0, 2], [4, 1, 1]])
+def test_logits_rows_are_rows_of_all_logits(rows: list[int]) -> None:
+    model, tokens, cache = random_model(3), torch.arange(5), random_model(3).new_cache(5)
+    some = model.forward(tokens, tokens, cache, logits_rows=torch.tensor(rows))
+    assert_close(some, model.forward(tokens, tokens, cache)[rows])
+
+
+def test_start_writes_there_and_nowhere_else() -> None:
+    """The draft's levels stand above one another in scratch, so slot and position differ."""
+    model, tokens, positions = random_model(4), torch.arange(3), torch.arange(10, 13)
+    cache = prefilled(model, PREFIX, 20)
+    before = cache.kv.clone()
+    mask = torch.ones(3, 17, dtype=torch.bool).tril(14)
+    mask[:, 10:14] = False
+    there = model.forward(tokens, positions, cache, mask, start=14)
+    same = (cache.kv == before).flatten(0, 2).all(dim=2)  # [2LH, capacity]
+    assert torch.equal(same.any(dim=0), same.all(dim=0)), "every layer, head and half alike"
+    assert (~same[0]).nonzero()[:, 0].tolist() == [14, 15, 16] and cache.length == 10
+    assert_close(there, model.forward(tokens, positions, cache))
+
+
+@pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_tree_node_equals_its_own_path(seed: int, changes: dict[str, object]) -> None:
+    """What makes a tree lossless: no sibling shows in a node's logits."""
+    model, tree = random_model(seed, **changes), random_tree(seed)
+    tree_logits = run_tree(model, prefilled(model, PREFIX, 40), tree)
+    for row, path in enumerate(tree_paths(tree)):
+        assert_close(tree_logits[row], run(model, path_text(tree, path))[-1])
+
+
+@pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
+def test_positions_are_depths_not_rows(changes: dict[str, object]) -> None:
+    """The bug of the paper's own code: it passed no position ids.
+
+    The model then numbered the tree's rows breadth-first, so every node after the first sibling was
+    verified at a position it never has in the text, and the accepted text was not the target's own.
+    """
+    model = random_model(5, **changes)
+    cache = prefilled(model, PREFIX, 20)
+    by_depth = run_tree(model, cache, TREE)
+    by_row = run_tree(model, cache, TREE, positions=torch.arange(10, 17))
+    error = (by_row - by_depth).abs().amax(dim=1)  # [N]
+    assert error[:2].max() < 1e-4, "rows 0 and 1 stand at their depth either way"
+    assert error[2:].min() > 0.05
+
+
+@pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 1, 4], [0, 2, 5, 6]], ids=str)
+@pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
+def test_commit_equals_fresh_prefill(path: list[int], changes: dict[str, object]) -> None:
+    """The kept rows are the text's own, so an accepted path never has to be run again.
+
+    Paths of first children are in place already. On 0 2 5 6 slot 12 is source and destination, so
+    every row has to be read before any is written.
+    """
+    model = random_model(6, **changes)
+    cache = prefilled(model, PREFIX, 20)
+    run_tree(model, cache, TREE)
+    cache.commit(path)
+    fresh = prefilled(model, path_text(TREE, path), 20)
+    assert cache.length == fresh.length == 10 + len(path)
+    assert_close(cache.keys[:, :, : cache.length], fresh.keys[:, :, : cache.length])
+    assert_close(cache.values[:, :, : cache.length], fresh.values[:, :, : cache.length])
+
+
+def test_rewind_then_continue_equals_never_having_gone() -> None:
+    model = random_model(7)
+    cache = prefilled(model, PREFIX + [1, 2, 3, 4, 5], 20)
+    cache.rewind(10)
+    assert_close(model.prefill([6, 7], cache), run(model, PREFIX + [6, 7])[-1])
+    assert_close(cache.kv[:, :, :, :12], prefilled(model, PREFIX + [6, 7], 12).kv)
+
+
+OVERFLOWS = {
+    "advance": lambda model, cache: cache.advance(3),
+    "commit": lambda model, cache: cache.commit([0, 2, 3]),
+    "forward": lambda model, cache: model.forward(torch.arange(3), torch.arange(3), cache),
+    "start": lambda model, cache: model.forward(*torch.arange(4).view(2, 2), cache, start=11),
+    "prefill": lambda model, cache: model.prefill([1, 2, 3], cache),
+}
+
+
+@pytest.mark.parametrize("overflow", OVERFLOWS.values(), ids=OVERFLOWS)
+def test_overflow_is_an_error_before_it_happens(overflow: Overflow) -> None:
+    model = random_model(8)
+    cache = prefilled(model, PREFIX, 12)
+    before = cache.kv.clone()
+    with pytest.raises(OutOfMemory, match=r"\b12\b.*\b13\b"):
+        overflow(model, cache)
+    assert cache.length == 10 and torch.equal(cache.kv, before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad_row, path", [(1, [0, 2, 5]), (2, [0, 1, 4]), (6, [0, 2, 5])])
+def test_non_finite_row_stays_alone(value: float, bad_row: int, path: list[int]) -> None:
+    """A masked slot still enters attention as 0 x value, and 0 x NaN is NaN.
+
+    So one overflowed draft token would turn the whole pass into NaN, and every later pass whose
+    masked slots reach the ones it left behind.
+    """
+    tensors = random_tensors(random_config(), 9)
+    tensors[EMBED_IN][90] = value
+    model = GPTNeoX(random_config(), tensors)
+    cache, clean = prefilled(model, PREFIX, 20), prefilled(model, PREFIX, 20)
+    tokens = [90 if row == bad_row else token for row, token in enumerate(TREE[0])]
+    logits = run_tree(model, cache, (tokens, TREE[1]))
+    blind = [row for row, seen in enumerate(tree_paths(TREE)) if bad_row not in seen]
+    assert not logits[bad_row].isfinite().any()
+    assert_close(logits[blind], run_tree(model, clean, TREE)[blind])
+    cache.commit(path)
+    mask = torch.ones(1, 20, dtype=torch.bool).tril(cache.length)
+    after = model.forward(torch.tensor([3]), torch.tensor([cache.length]), cache, mask)
+    assert_close(after[0], run(model, path_text(TREE, path) + [3])[-1])
+
+
+SETTINGS = [SEQUENTIAL, {"norm_eps": 0.5}, {"rotary_base": 100.0}, {"rotary_fraction": 0.25}]
+
+
+@pytest.mark.parametrize("changes", SETTINGS + [{"activation": "gelu_fast"}], ids=str)
+def test_no_setting_is_ignored(changes: dict[str, object]) -> None:
+    """All golden files share one norm_eps, and none has gelu_new, another name of gelu_fast."""
+    logits = run(random_model(16, **changes), PREFIX)
+    assert (logits - run(random_model(16), PREFIX)).abs().max() > 1e-3
+    if "activation" in changes:
+        assert torch.equal(logits, run(random_model(16, activation="gelu_new"), PREFIX))
+
+
+def test_positions_past_the_trained_range() -> None:
+    """The rotary table grows with the largest cache; the numbers are those of a longer model."""
+    short, long = random_model(17, max_positions=8), random_model(17, max_positions=64)
+    cache = short.new_cache(30)
+    short.new_cache(4)  # a smaller cache must not shrink the table
+    assert_close(short.prefill(list(range(30)), cache), run(long, list(range(30)))[-1])
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_half_precision_is_close(dtype: torch.dtype, tolerance: float, scale: float) -> None:
+    """At scale 1000 a LayerNorm with float16 statistics would overflow: 1000 squared is inf."""
+    tensors = random_tensors(random_config(), 18)
+    tensors[EMBED_IN] *= scale
+    model = GPTNeoX(random_config(), {name: t.to(dtype) for name, t in tensors.items()})
+    logits, expected = run(model, PREFIX), run(GPTNeoX(random_config(), tensors), PREFIX)
+    assert logits.dtype == torch.float32 and model.new_cache(1).kv.dtype == dtype
+    assert (logits - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("part", [1, 2], ids=["keys", "values"])
+def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int) -> None:
+    """The cache may hold nothing infinite, but once stored such keys and values as 0 and went on:
+    finite logits, wrong text, and no hint that float16 was the cause."""
+    tensors = random_tensors(random_config(), 0)
+    qkv = tensors["gpt_neox.layers.0.attention.query_key_value.weight"]
+    qkv.view(2, 3, 16, 32)[:, part] *= 3e4
+    model = GPTNeoX(random_config(), {name: t.half() for name, t in tensors.items()})
+    ids = torch.arange(12)
+    assert not model.forward(ids, ids, model.new_cache(12)).isfinite().all()
+    assert model.prefill(ids.tolist(), model.new_cache(12)).isnan().all()

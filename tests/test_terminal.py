@@ -1,0 +1,97 @@
+"""Streaming text and drawing trees."""
+
+import random
+
+import pytest
+import torch
+from conftest import TINY
+from tokenizers import Tokenizer
+
+from draft_tree import Tree
+from terminal import INCOMPLETE, TextStream, draw_tree
+
+TEXT = "naïve café — “quoted” 日本語 🚢🌊 ok"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], sizes: list[int]) -> list[str]:
+    """What a stream prints when the ids arrive in groups of these sizes, in turn."""
+    stream, shown, at, turn = TextStream(tokenizer), [], 0, 0
+    while at < len(ids):
+        size = sizes[turn % len(sizes)]
+        shown.append(stream.push(ids[at : at + size]))
+        at, turn = at + size, turn + 1
+    return [*shown, stream.finish()]
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [5, 2, 1], [100]])
+def test_streamed_text_equals_the_decoded_ids(tokenizer: Tokenizer, sizes: list[int]) -> None:
+    """Characters of two to four bytes span tokens and iterations; no replacement flashes by."""
+    ids = tokenizer.encode(TEXT).ids
+    assert any(INCOMPLETE in tokenizer.decode([i]) for i in ids), "no character spans two tokens"
+    shown = pieces(tokenizer, ids, sizes)
+    assert "".join(shown) == tokenizer.decode(ids) == TEXT
+    assert INCOMPLETE not in "".join(shown)
+
+
+def test_text_is_shown_as_soon_as_it_is_final(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three").ids
+    shown = pieces(tokenizer, ids, [1])
+    assert shown == [*(tokenizer.decode([i]) for i in ids), ""]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_ids_add_up(tokenizer: Tokenizer, seed: int) -> None:
+    """Random ids are mostly broken UTF-8; what is shown is still exactly what decoding gives."""
+    rng = random.Random(seed)
+    ids = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(60)]
+    ids += [tokenizer.encode("é").ids[0]] * (seed % 2)  # may end in half a character
+    sizes = [rng.randint(1, 6) for _ in range(10)]
+    assert "".join(pieces(tokenizer, ids, sizes)) == tokenizer.decode(ids)
+
+
+@pytest.fixture
+def example(tokenizer: Tokenizer) -> Tree:
+    words = [" the", " cat", " dog", " sat", " ran", " ran"]
+    tokens = torch.tensor([tokenizer.encode(word).ids[0] for word in words])
+    parents = torch.tensor([-1, 0, 0, 1, 1, 2])
+    depths = torch.tensor([0, 1, 1, 2, 2, 2])
+    logprobs = torch.tensor([1.0, 0.6, 0.3, 0.3, 0.18, 0.24]).log()
+    return Tree(tokens, parents, depths, logprobs, torch.empty(0), torch.empty(0), 2)
+
+
+def test_a_drawn_tree(tokenizer: Tokenizer, example: Tree) -> None:
+    bonus = tokenizer.encode(" away").ids[0]
+    assert draw_tree(example, [0, 1, 4], bonus, tokenizer, has_color=False).splitlines() == [
+        "' the' 1.00 *",
+        "|-- ' cat' 0.60 *",
+        "|   |-- ' sat' 0.30",
+        "|   `-- ' ran' 0.18 *",
+        "`-- ' dog' 0.30",
+        "    `-- ' ran' 0.24",
+        "bonus: ' away'",
+    ]
+
+
+def test_colour_tells_accepted_from_rejected(tokenizer: Tokenizer, example: Tree) -> None:
+    lines = draw_tree(example, [0, 1, 4], 1, tokenizer, has_color=True).splitlines()
+    assert ["\033[1;32m" in line for line in lines] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert ["\033[2m" in line for line in lines] == [False, False, True, False, True, True, False]
+
+
+def test_a_token_is_drawn_on_one_line(tokenizer: Tokenizer, example: Tree) -> None:
+    newline = tokenizer.encode("\n").ids[0]
+    lines = draw_tree(example, [0], newline, tokenizer, has_color=False).splitlines()
+    assert len(lines) == 7 and lines[-1] == r"bonus: '\n'"
