@@ -80,6 +80,8 @@ def grow(rule: Rule, root: Tensor, draft: Draft, max_depth: int) -> Tree:
     the rule's row budget cuts a level short, the first candidates in breadth-first order stay.
     A candidate of probability 0, or of a row with non-finite logits, is never added.
     """
+    if min(max_depth, rule.max_depth) < 1 or rule.max_rows < 2:
+        return _lone(root)
     k, n_rows = rule.max_branches, 1
     tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
     rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
@@ -98,13 +100,20 @@ def grow(rule: Rule, root: Tensor, draft: Draft, max_depth: int) -> Tree:
             break
         tokens, logprobs = candidates.indices.take(added), level.path_logprobs.take(added)
         parents = added // k  # rows of the level just run
-        levels.append((tokens, rows[parents], logprobs))
+        levels.append((tokens, rows.take(parents), logprobs))
         growing = expand.take(added).nonzero().squeeze(1)
         rows = growing + n_rows
         n_rows += len(added)
         if len(growing) < len(added):
-            tokens, logprobs, parents = tokens[growing], logprobs[growing], parents[growing]
+            tokens, logprobs, parents = (t.take(growing) for t in (tokens, logprobs, parents))
     return _assemble(levels, run_rows)
+
+
+def _lone(root: Tensor) -> Tree:
+    """A tree of only its root, with little ado: the baseline pays for it at every token."""
+    zero = torch.zeros_like(root)
+    itself = torch.ones(1, 1, dtype=torch.bool, device=root.device)
+    return Tree(root, zero - 1, zero, zero.float(), itself, zero - 1, 0)
 
 
 def _assemble(levels: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[Tensor]) -> Tree:
@@ -112,14 +121,11 @@ def _assemble(levels: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[Tensor
     tokens, parents, logprobs = map(torch.cat, zip(*levels, strict=True))
     sizes = [len(level[0]) for level in levels]
     ancestors = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
-    first = 1
-    for size in sizes[1:]:  # a node's ancestors are its parent's and itself
-        ancestors[first : first + size] |= ancestors[parents[first : first + size]]
-        first += size
-    draft_slots = torch.full_like(tokens, -1)
-    if run_rows:
-        ran = torch.cat(run_rows)
-        draft_slots[ran] = torch.arange(len(ran), device=tokens.device)
+    by_level = zip(ancestors.split(sizes)[1:], parents.split(sizes)[1:], strict=True)
+    for rows, above in by_level:  # a node's ancestors are its parent's and itself
+        rows |= ancestors[above]
+    ran, draft_slots = torch.cat(run_rows), torch.full_like(tokens, -1)
+    draft_slots[ran] = torch.arange(len(ran), device=tokens.device)
     depth = len(sizes) - 1
     return Tree(tokens, parents, ancestors.sum(1) - 1, logprobs, ancestors, draft_slots, depth)
 

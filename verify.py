@@ -37,8 +37,9 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     prediction at its parent; siblings carry distinct tokens, so the agreeing path is unique. The
     prediction at the path's last row is the bonus token.
     """
-    disagrees = tree.tokens != predictions[tree.parents]
-    disagrees[0] = False  # the root is the target's own token
-    off_path = (tree.ancestors & disagrees).any(dim=1)  # [N], itself or an ancestor disagrees
+    if len(tree) == 1:
+        return torch.zeros_like(tree.tokens)
+    disagrees = tree.tokens[1:] != predictions.take(tree.parents[1:])  # the root needs no proof
+    off_path = (tree.ancestors[:, 1:] & disagrees).any(dim=1)  # [N], itself or an ancestor
     deepest = tree.depths.masked_fill(off_path, -1).argmax()
-    return tree.ancestors[deepest].nonzero()[:, 0]  # breadth-first order is path order
+    return tree.ancestors[deepest].nonzero().squeeze(1)  # breadth-first order is path order
