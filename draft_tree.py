@@ -73,6 +73,13 @@ class Rule(Protocol):
         """Learn from one verified tree: drafted tokens accepted, deepest level drafted (> 0)."""
 
 
+class Settings(Protocol):
+    """A method's settings: a frozen dataclass whose fields are made by `setting`."""
+
+    def rule(self) -> Rule:
+        """A fresh rule, for one generation."""
+
+
 def grow(rule: Rule, root: Tensor, draft: Draft, max_depth: int) -> Tree:
     """Grow one tree, one draft call per level; no per-node Python.
 
@@ -82,7 +89,7 @@ def grow(rule: Rule, root: Tensor, draft: Draft, max_depth: int) -> Tree:
     """
     if min(max_depth, rule.max_depth) < 1 or rule.max_rows < 2:
         return _lone(root)
-    k, n_rows = rule.max_branches, 1
+    n_rows = 1
     tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
     rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
     levels = [(root, rows - 1, logprobs)]
@@ -90,7 +97,9 @@ def grow(rule: Rule, root: Tensor, draft: Draft, max_depth: int) -> Tree:
     for depth in range(min(max_depth, rule.max_depth)):
         if n_rows >= rule.max_rows or not len(rows):
             break
-        candidates = torch.log_softmax(draft(tokens, parents), dim=-1).topk(k)  # [W, k] each
+        draft_logprobs = torch.log_softmax(draft(tokens, parents), dim=-1)  # [W, V]
+        k = min(rule.max_branches, draft_logprobs.shape[1])
+        candidates = draft_logprobs.topk(k)  # values and indices, [W, k]
         run_rows.append(rows)
         level = Level(depth, candidates.values, logprobs.unsqueeze(1) + candidates.values)
         add, expand = rule.expand(level)
@@ -278,7 +287,7 @@ class DynaTreeRule:
             limits = [math.inf] * s.B_min + [log_threshold(s.tau_h)] * (s.B_mid - s.B_min)
             limits += [log_threshold(s.tau_l)] * (s.B_max - s.B_mid)
             confidence = level.logprobs[:, :1]  # log c(u): the best candidate
-            add &= confidence < torch.tensor(limits, device=add.device)  # [W, 1] < [k]
+            add &= confidence < add.new_tensor(limits[: add.shape[1]], dtype=torch.float32)
         if not s.depth:
             return add, torch.full_like(add, child_depth < s.D0)
         threshold = s.rho_stop if child_depth < s.D0 else max(s.rho_stop, s.rho_deep)
@@ -299,13 +308,13 @@ class DynaTreeRule:
         s, start = self.now, self.start
         self.now = replace(
             s,
-            D0=step(s.D0, d0, start.D0, 2, start.D_max - 1),
-            tau_h=step(s.tau_h, tau_h, start.tau_h, 0.5, 0.95, above=s.tau_l),
-            rho_deep=step(s.rho_deep, rho_deep, start.rho_deep, 0.3, 0.8, above=s.rho_stop),
+            D0=nudge(s.D0, d0, start.D0, 2, start.D_max - 1),
+            tau_h=nudge(s.tau_h, tau_h, start.tau_h, 0.5, 0.95, above=s.tau_l),
+            rho_deep=nudge(s.rho_deep, rho_deep, start.rho_deep, 0.3, 0.8, above=s.rho_stop),
         )
 
 
-def step(
+def nudge(
     value: float, by: float, start: float, low: float, high: float, above: float = -math.inf
 ) -> float:
     """value + by within [low, high] and over `above`; a bound never lies beyond the start."""

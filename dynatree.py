@@ -6,11 +6,12 @@ token. The text is exactly what the target alone would write. Paper: DynaTree v2
 
     python dynatree.py --prompt "The ship sailed at dawn" --max-new-tokens 64
 
-    for step in generate(target, draft, prompt_ids, DynaTree().rule(), max_new_tokens=64):
+    for step in generate(target, draft, prompt_ids, DynaTree(), max_new_tokens=64):
         print(step.tokens)
 """
 
 import argparse
+import io
 import json
 import math
 import platform
@@ -18,14 +19,23 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Tree, grow
-from gpt_neox import DTYPES, CheckpointError, GPTNeoX, HubUnreachable, OutOfMemory
+from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow
+from gpt_neox import (
+    DTYPES,
+    CheckpointError,
+    GPTNeoX,
+    HubUnreachable,
+    KVCache,
+    OutOfMemory,
+    require_memory,
+)
 from inputs import (
     Pair,
     UsageError,
@@ -41,7 +51,6 @@ from inputs import (
 from terminal import TextStream, describe, draw_tree
 from verify import accept_greedy, tree_mask, tree_positions
 
-Settings = Alone | Chain | Fixed | DynaTree
 METHODS: dict[str, type[Settings]] = {
     "ar": Alone,
     "linear": Chain,
@@ -76,7 +85,8 @@ class Stopwatch:
     """Milliseconds by part. A lap ends when the device has finished the work handed to it."""
 
     def __init__(self, device: torch.device):
-        self.finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        is_cuda = device.type == "cuda"
+        self.finish = partial(torch.cuda.synchronize, device) if is_cuda else lambda: None
         self.restart()
 
     def restart(self) -> None:
@@ -144,7 +154,7 @@ def generate(
     target: GPTNeoX,
     draft: GPTNeoX | None,
     prompt: list[int],
-    rule: Rule,
+    settings: Settings,
     max_new_tokens: int,
     *,
     eos_ids: Sequence[int] = (),
@@ -152,23 +162,21 @@ def generate(
 ) -> Iterator[Step]:
     """Decode greedily, one Step per commit; together they are the target's own greedy ids.
 
-    draft may be None for a rule of depth 0 (ar). eos_ids end the text where they appear. commit:
-    "keep" moves the accepted rows in the cache, "rebuild" rolls back and runs them again as the
-    paper does (section 3.5): one more target pass, the same cache. A rule serves one generation.
-    Raises NonFiniteLogits, OutOfMemory; ValueError for an empty prompt or a limit below 1.
+    draft may be None for ar. eos_ids end the text where they appear. commit: "keep" moves the
+    accepted rows in the cache, "rebuild" rolls back and runs them again as the paper does (section
+    3.5): one more target pass, the same cache. Raises, at the first step, ValueError for arguments
+    that cannot be, OutOfMemory; at any, NonFiniteLogits.
     """
-    if not prompt or max_new_tokens < 1 or commit not in COMMITS:
-        raise ValueError("needs a prompt, a limit of at least 1, and commit keep or rebuild")
+    rule = settings.rule()  # fresh: no generation learns from another
+    if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
+        raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
     watch = Stopwatch(target.device)
     committed, end = list(prompt), len(prompt) + max_new_tokens
-    cache = target.new_cache(end + rule.max_rows)
-    drafter = None
-    if rule.max_depth > 0:
-        drafter = Drafter(draft, end + rule.max_rows, target.config.vocab_size, committed, watch)
+    cache, drafter = _make_caches(target, draft, rule, committed, end, watch)
     watch.lap("other_ms")
-    logits = target.prefill(prompt, cache)  # [V]
+    logits = target.prefill(prompt, cache)[None]  # [1, V]
     watch.lap("verify_ms")
-    step = Step(cut(next_ids(*logits[None].max(dim=-1)), eos_ids, max_new_tokens), **watch.ms)
+    step = Step(cut(next_ids(*logits.max(dim=-1)), eos_ids, max_new_tokens), **watch.ms)
     while True:
         committed += step.tokens
         yield step
@@ -190,12 +198,12 @@ def generate(
         path = accept_greedy(tree, predictions)
         new_tokens = next_ids(best[path], predictions[path])
         # 5 commit
-        rows = path.tolist()
+        rows = path[: len(new_tokens)].tolist()
         if commit == "keep":
             cache.commit(rows)
         else:  # as the paper does: drop the tree, run the accepted tokens again
             watch.lap("other_ms")
-            target.prefill(tree.tokens[path].tolist(), cache)
+            target.prefill(tree.tokens[rows].tolist(), cache)
             watch.lap("verify_ms")
         if drafter:
             drafter.commit(tree, rows)
@@ -207,17 +215,38 @@ def generate(
         step = Step(tokens, tree, rows, new_tokens[-1], **watch.ms)
 
 
-def next_ids(best: Tensor, predictions: Tensor) -> list[int]:
-    """Predictions that are about to be committed; best: [n], their logits.
+def _make_caches(
+    target: GPTNeoX,
+    draft: GPTNeoX | None,
+    rule: Rule,
+    committed: list[int],
+    end: int,
+    watch: Stopwatch,
+) -> tuple[KVCache, Drafter | None]:
+    """The target's cache, and the drafter with its own, if both fit."""
+    capacity = end + rule.max_rows
+    if not rule.max_depth:
+        return target.new_cache(capacity), None
+    need = target.cache_bytes(capacity) + draft.cache_bytes(capacity)
+    require_memory(need, target.device, f"two caches of {capacity} tokens")
+    n_ids = target.config.vocab_size
+    return target.new_cache(capacity), Drafter(draft, capacity, n_ids, committed, watch)
 
-    Raises NonFiniteLogits: a row that holds inf or nan has it as its maximum.
+
+def next_ids(best: Tensor, predictions: Tensor) -> list[int]:
+    """The ids that a path's rows predict, up to the first row whose logits are not finite.
+
+    best: [n], each row's largest logit; a row that holds inf or nan has it there. Raises
+    NonFiniteLogits if it is the first row, so that an error takes back nothing that was right.
     """
-    if not all(map(math.isfinite, best.tolist())):
+    are_finite = [math.isfinite(value) for value in best.tolist()]
+    if not are_finite[0]:
         raise NonFiniteLogits(
-            "the target's logits are not finite: its weights are broken, or overflow in this "
-            "dtype (small Pythia models do in float16); try --dtype bfloat16"
+            "the target's logits are not finite: some product overflows in this dtype (small "
+            "Pythia models do in float16); try --dtype bfloat16"
         )
-    return predictions.tolist()
+    n_finite = [*are_finite, False].index(False)
+    return predictions[:n_finite].tolist()
 
 
 def cut(tokens: list[int], eos_ids: Sequence[int], room: int) -> list[int]:
@@ -332,8 +361,8 @@ class Request:
 
     def decode(self, settings: Settings) -> Iterator[Step]:
         options = {"eos_ids": self.eos_ids, "commit": self.commit}
-        pair, rule = self.pair, settings.rule()
-        return generate(pair.target, pair.draft, self.prompt, rule, self.max_new_tokens, **options)
+        models, limit = (self.pair.target, self.pair.draft), self.max_new_tokens
+        return generate(*models, self.prompt, settings, limit, **options)
 
     def printable(self, ids: Iterable[int]) -> list[int]:
         """EOS is counted, not printed."""
@@ -358,10 +387,11 @@ def stream(
                 say(draw_tree(step.tree, step.path, step.bonus, tokenizer, has_color))
     except KeyboardInterrupt:
         is_interrupted = True
-    if is_streaming:
-        print(text.finish(), flush=True)
-    elif not args.json:
-        print(tokenizer.decode(request.printable(token_ids(steps))))
+    finally:  # an error, too, leaves the text so far on the screen
+        if is_streaming and steps:
+            print(text.finish(), flush=True)
+        elif args.show_tree and not args.json and steps:
+            print(tokenizer.decode(request.printable(token_ids(steps))), flush=True)
     return steps, is_interrupted
 
 
@@ -388,15 +418,21 @@ class Comparison:
     speedup: float
     exact: bool
     first_difference: int | None = None  # index into token_ids
-    top2_gap: float | None = None  # the target's there, in float32
+    top2_gap: float | None = None  # the target's there, in float32; None if it does not fit
+
+    @property
+    def is_tie(self) -> bool:
+        return self.top2_gap is not None and self.top2_gap < TIE
 
     def line(self) -> str:
         start = f"ar: {self.ar_throughput:.1f} tokens/s, so {self.speedup:.2f}x; the ids "
         if self.exact:
             return f"{start}are equal"
-        kind = "a tie" if self.top2_gap < TIE else "not a tie"
-        where = f"differ from token {self.first_difference} on"
-        return f"{start}{where} (top-2 gap {self.top2_gap:.1e} in float32: {kind})"
+        start += f"differ from token {self.first_difference} on "
+        if self.top2_gap is None:
+            return f"{start}(no room for the float32 model that would tell the top-2 gap)"
+        kind = "a tie" if self.is_tie else "not a tie"
+        return f"{start}(top-2 gap {self.top2_gap:.1e} in float32: {kind})"
 
 
 def compare(request: Request, steps: Sequence[Step]) -> Comparison:
@@ -409,7 +445,10 @@ def compare(request: Request, steps: Sequence[Step]) -> Comparison:
         return Comparison(ar, speedup, exact=True)
     pairs = zip(ours, theirs, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-    gap = top2_gap(request.pair, request.prompt + theirs[:at])
+    try:
+        gap = top2_gap(request.pair, request.prompt + theirs[:at])
+    except OutOfMemory:
+        gap = None
     return Comparison(ar, speedup, False, at, gap)
 
 
@@ -438,6 +477,8 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
         raise UsageError(f"--target also needs --draft for --method {args.method}")
     target, draft = default_models(device)
     names = {"target": args.target or target, "draft": args.draft or draft if is_drafting else None}
+    if args.draft and not is_drafting:
+        say(f"note: --method {args.method} needs no draft; {args.draft} is not loaded")
     dtype_name = str(dtype).removeprefix("torch.")
     models = ", ".join(f"{role} {name}" for role, name in names.items() if name)
     say(f"{models}; {device}, {dtype_name}")
@@ -469,9 +510,14 @@ def run(args: argparse.Namespace) -> int:
         return 130
     metrics, comparison = measure(steps), None
     say(summarise(metrics))
-    if args.compare and not is_interrupted:
-        comparison = compare(request, steps)
-        say(comparison.line())
+    if args.method != "ar" and metrics.iterations and not metrics.draft_nodes:
+        say("note: nothing was drafted; if the draft overflows in float16, try --dtype bfloat16")
+    try:
+        if args.compare and not is_interrupted:
+            comparison = compare(request, steps)
+            say(comparison.line())
+    except KeyboardInterrupt:
+        is_interrupted = True
     if args.json:
         ids = token_ids(steps)
         text = request.pair.tokenizer.decode(request.printable(ids))
@@ -482,7 +528,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report))
     if is_interrupted:
         return 130
-    is_wrong = comparison and not comparison.exact and comparison.top2_gap >= TIE
+    is_wrong = comparison and not comparison.exact and not comparison.is_tie
     return 1 if is_wrong and request.pair.target.dtype == torch.float32 else 0
 
 
@@ -494,6 +540,9 @@ def versions() -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; a mistake is one line on stderr and status 2."""
+    for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to stop
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         return run(build_parser().parse_args(arguments))
     except KeyboardInterrupt:

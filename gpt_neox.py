@@ -72,6 +72,9 @@ class Config:
             raise CheckpointError(
                 f"hidden_size {self.hidden_size} is not a multiple of {self.n_heads} heads"
             )
+        if not (self.rotary_base > 0 and self.norm_eps > 0):
+            base, eps = self.rotary_base, self.norm_eps
+            raise CheckpointError(f"rotary base {base} and layer_norm_eps {eps} must be positive")
         if not 0 < self.rotary_fraction <= 1:
             raise CheckpointError(f"rotary fraction {self.rotary_fraction} is outside (0, 1]")
         if self.rotary_dims < 2 or self.rotary_dims % 2:
@@ -94,8 +97,10 @@ class Config:
         if raw.get("model_type") != "gpt_neox":
             raise CheckpointError(f"model_type is {raw.get('model_type')!r}, not 'gpt_neox'")
         rope = raw.get("rope_parameters")
-        if raw.get("rope_scaling") or (rope and rope.get("rope_type", "default") != "default"):
-            scaling = raw.get("rope_scaling") or rope["rope_type"]
+        scaling = raw.get("rope_scaling") or (rope if isinstance(rope, dict) else {}).get(
+            "rope_type"
+        )
+        if scaling not in (None, "default"):
             raise CheckpointError(f"rope scaling {scaling!r} is not supported")
         eos = raw.get("eos_token_id")
         eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -136,11 +141,14 @@ class KVCache:
     def __init__(self, config: Config, capacity: int, device: torch.device, dtype: torch.dtype):
         self.capacity = capacity
         self.length = 0
-        self.kv = torch.zeros(  # [2, L, H, capacity, D], keys and values together
-            (2, config.n_layers, config.n_heads, capacity, config.head_size),
-            device=device,
-            dtype=dtype,
-        )
+        shape = (2, config.n_layers, config.n_heads, capacity, config.head_size)
+        try:
+            self.kv = torch.zeros(shape, device=device, dtype=dtype)  # keys and values together
+        except RuntimeError as error:  # torch has no narrower one on CPU
+            size = math.prod(shape) * dtype.itemsize / 1e9
+            raise OutOfMemory(
+                f"no room for a cache of {capacity} tokens, {size:,.1f} GB"
+            ) from error
 
     @property
     def keys(self) -> Tensor:
@@ -207,7 +215,7 @@ LAYER_NAMES = {  # field of Layer -> name in the checkpoint
 }
 EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 FINAL_NORM = "gpt_neox.final_layer_norm"
-SMALL_FILES = ("config.json", "tokenizer.json", "model.safetensors.index.json")
+SMALL_FILES = ["config.json", "tokenizer.json", "model.safetensors.index.json"]
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 
 
@@ -215,18 +223,18 @@ class GPTNeoX:
     """A causal language model over an explicit cache; batch 1, no batch axis."""
 
     def __init__(self, config: Config, tensors: dict[str, Tensor]):
-        """tensors: checkpoint name -> tensor; `expected_shapes(config)` has names and shapes.
+        """Consumes `tensors`, checkpoint name -> tensor; `expected_shapes(config)` lists them.
 
-        Matrices are taken out of `tensors` one by one, so that laying them out anew never needs
-        a second copy of the model.
+        Matrices are taken out one by one, so that laying them out anew never needs a second copy
+        of the model.
         """
         self.config = config
         self.gelu = ACTIVATIONS[config.activation]
         self.embed_in = tensors.pop(EMBED_IN)  # [V, hidden]
         self.device, self.dtype = self.embed_in.device, self.embed_in.dtype
         self.embed_out = lay_out(tensors.pop(EMBED_OUT, self.embed_in))  # [hidden, V]
-        # What the cache holds for a float16 key or value that overflowed, its largest number
-        self.overflow = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
+        # Stands in the cache for a key or value that overflowed in float16: its largest number
+        self.overflow_mark = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
         self.final_norm = Affine(tensors[f"{FINAL_NORM}.weight"], tensors[f"{FINAL_NORM}.bias"])
 
         def affine(name: str) -> Affine:
@@ -261,17 +269,19 @@ class GPTNeoX:
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
-        c = self.config
-        need = 2 * c.n_layers * c.hidden_size * capacity * self.dtype.itemsize
-        require_memory(need, self.device, f"a cache of {capacity} tokens")
+        require_memory(self.cache_bytes(capacity), self.device, f"a cache of {capacity} tokens")
         if capacity > self.rotary.shape[0]:
             self.rotary = self._rotary_table(capacity)
-        return KVCache(c, capacity, self.device, self.dtype)
+        return KVCache(self.config, capacity, self.device, self.dtype)
+
+    def cache_bytes(self, capacity: int) -> int:
+        """What a cache for `capacity` tokens takes."""
+        return 2 * self.config.n_layers * self.config.hidden_size * capacity * self.dtype.itemsize
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
         """Append tokens to the cache in chunks and return the last one's logits, float32 [V].
 
-        They are nan if any token of the text overflowed, since all later ones read it.
+        They are nan if any of the tokens overflowed: what reads one that did is worth nothing.
         """
         is_finite = torch.tensor(True, device=self.device)
         for ids in torch.tensor(tokens, device=self.device).split(PREFILL_CHUNK):
@@ -323,8 +333,8 @@ class GPTNeoX:
             mlp_input = x if self.config.is_parallel else after_attention
             wide = linear(self._norm(mlp_input, layer.mlp_norm), layer.mlp_in)
             x = add_linear(after_attention, F.gelu(wide, approximate=self.gelu), layer.mlp_out)
-        if self.overflow:
-            has_overflowed = new_kv.abs().amax(dim=(0, 1, 2, 4)) == self.overflow  # [n]
+        if self.overflow_mark:
+            has_overflowed = new_kv.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_mark  # [n]
             x = x.masked_fill(has_overflowed[:, None], torch.nan)
         return x
 
@@ -339,7 +349,7 @@ class GPTNeoX:
         # Nothing non-finite may enter the cache: it would leak through the mask (0 x nan is nan)
         # into rows that may not see it. The row itself still gets non-finite logits: float16 can
         # overflow here alone, so there a mark is left; elsewhere only a broken residual gets here.
-        mark = self.overflow
+        mark = self.overflow_mark
         torch.nan_to_num(rows[1:], nan=mark, posinf=mark, neginf=-mark, out=new_kv)
         return rows[:1]
 
@@ -443,6 +453,7 @@ def find_checkpoint(
         info = HfApi().model_info(**where, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         _require_safetensors(sizes, text)
+        read_config(Path(snapshot_download(**where, allow_patterns=SMALL_FILES)))  # may refuse
         weights = "model.safetensors" if "model.safetensors" in sizes else "model-*.safetensors"
         megabytes = sum(size for file, size in sizes.items() if fnmatch(file, weights)) / 1e6
         announce(f"fetching {text} ({megabytes:,.0f} MB, less what the hub cache already has)")
@@ -471,7 +482,8 @@ def read_config(folder: Path) -> Config:
 def require_memory(need: int, device: torch.device, what: str) -> None:
     """Raise OutOfMemory if `need` bytes are not free on the device."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
         free = _free_host_memory()
     if need > free:

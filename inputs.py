@@ -23,14 +23,14 @@ TINY = Path(__file__).parent / "models" / "tiny"
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
-Settings = TypeVar("Settings")
+Kind = TypeVar("Kind")
 
 
 class UsageError(Exception):
     """A request that cannot be carried out; the message is one line for the user."""
 
 
-def parse_settings(kind: type[Settings], assignments: Sequence[str]) -> Settings:
+def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
     """A settings dataclass with NAME=VALUE changes. Raises UsageError naming what is wrong."""
     types = {f.name: type(f.default) for f in fields(kind)}
     values = {}
@@ -61,7 +61,7 @@ def read_prompt(text: str | None, file: str | None) -> str:
         raise UsageError("give either --prompt or --prompt-file")
     try:
         if text is not None:
-            raw = os.fsencode(text)
+            raw = text.encode("utf-8", "surrogateescape")
         else:
             raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         prompt = raw.decode("utf-8")
@@ -78,7 +78,7 @@ def choose_device(name: str | None) -> torch.device:
     """cpu or cuda, the latter where it exists if none is asked for. Raises UsageError."""
     n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind, _, index = (name or ("cuda" if n_cuda else "cpu")).partition(":")
-    if kind not in ("cpu", "cuda") or (":" in (name or "") and not index.isdigit()):
+    if kind not in ("cpu", "cuda") or (":" in (name or "") and not index.isdecimal()):
         raise UsageError(f"unknown device {name!r}; there are cpu, cuda and cuda:N")
     if kind == "cpu":
         return torch.device("cpu")
@@ -140,7 +140,7 @@ def load_pair(
     draft_model = None
     if draft is not None:
         draft_folder = find_checkpoint(draft, announce)
-        require_same_tokenizer(target_folder, draft_folder)
+        require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
         draft_model = GPTNeoX.from_pretrained(draft_folder, device, dtype)
     target_model = GPTNeoX.from_pretrained(target_folder, device, dtype)
     return Pair(target_model, draft_model, tokenizer, target_folder)
@@ -150,29 +150,29 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer.json. Raises CheckpointError."""
     content = json.dumps(read_json(folder / "tokenizer.json"))
     try:
-        return Tokenizer.from_str(content)
+        tokenizer = Tokenizer.from_str(content)
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{folder}/tokenizer.json is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()  # a file may carry either, meant for training
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def require_same_tokenizer(target: Path, draft: Path) -> None:
-    """Raise CheckpointError unless both folders split text into the same ids."""
-    parts = []
-    for raw in (read_json(folder / "tokenizer.json") for folder in (target, draft)):
-        model = raw.get("model") or {}
-        merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or []]
-        added = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
-        parts.append(
-            {
-                "vocabulary": {**(model.get("vocab") or {}), **added},
-                "merges": merges,  # written as "a b" or as ["a", "b"]
-                "normaliser": raw.get("normalizer"),
-                "pre-tokeniser": raw.get("pre_tokenizer"),
-            }
-        )
-    for name, part in parts[0].items():
-        if part != parts[1][name]:
-            raise CheckpointError(f"the tokenizers of {target} and {draft} differ: {name}")
+def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise CheckpointError unless both split text into the same ids."""
+    ours, theirs = (json.loads(tokenizer.to_str()) for tokenizer in (target, draft))
+    differing = [
+        name
+        for name, differs in {
+            "vocabulary": target.get_vocab() != draft.get_vocab(),
+            "merges": ours["model"].get("merges") != theirs["model"].get("merges"),
+            "normaliser": ours["normalizer"] != theirs["normalizer"],
+            "pre-tokeniser": ours["pre_tokenizer"] != theirs["pre_tokenizer"],
+        }.items()
+        if differs
+    ]
+    if differing:
+        raise CheckpointError(f"target and draft tokenizers differ: {', '.join(differing)}")
 
 
 def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:

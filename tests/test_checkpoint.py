@@ -237,15 +237,27 @@ def test_hub_download_is_announced_and_takes_no_twin(
     used: dict[str, int],
     twin: dict[str, int],
     monkeypatch: MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Old repositories hold the same weights twice or more; only what is loaded is fetched."""
-    calls, lines = fake_hub(monkeypatch, used | twin | {"config.json": 600}, "/cache/folder"), []
-    assert gpt_neox.find_checkpoint(name, lines.append) == Path("/cache/folder")
-    assert [(call["repo_id"], call["revision"]) for call in calls] == [("org/name", revision)] * 2
-    patterns = calls[1]["allow_patterns"]
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    calls, lines = fake_hub(monkeypatch, used | twin | {"config.json": 600}, str(tmp_path)), []
+    assert gpt_neox.find_checkpoint(name, lines.append) == tmp_path
+    assert [(call["repo_id"], call["revision"]) for call in calls] == [("org/name", revision)] * 3
+    patterns = calls[2]["allow_patterns"]
     fetched = {file for file in used | twin if any(fnmatch(file, p) for p in patterns)}
     assert fetched == used.keys()
     assert len(lines) == 1 and name in lines[0] and "41 MB" in lines[0]
+
+
+def test_a_foreign_model_is_refused_before_its_weights_are_fetched(
+    monkeypatch: MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | {"model_type": "llama"}))
+    calls = fake_hub(monkeypatch, {"model.safetensors": 9}, str(tmp_path))
+    with pytest.raises(CheckpointError, match="llama"):
+        gpt_neox.find_checkpoint("org/name", pytest.fail)
+    assert len(calls) == 2 and "model.safetensors" not in calls[1]["allow_patterns"]
 
 
 def test_hub_without_network_but_cached(monkeypatch: MonkeyPatch) -> None:

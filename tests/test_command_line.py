@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,10 @@ def error_line(capsys: Captured, *arguments: str) -> str:
 def test_text_is_streamed_and_summed_up(capsys: Captured) -> None:
     assert main(["--prompt", PROMPT, "--max-new-tokens", "12"]) == 0
     captured = capsys.readouterr()
-    tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
     announced, summary = captured.err.splitlines()
     assert "models/tiny/target" in announced and "cpu, float32" in announced
     assert summary.startswith("12 tokens, ") and len(summary) <= 80
-    assert len(tokenizer.encode(captured.out.removesuffix("\n")).ids) <= 12
+    assert captured.out == run_json(capsys, "--max-new-tokens", "12")["text"] + "\n"
 
 
 @pytest.mark.parametrize("method", dynatree.METHODS)
@@ -105,6 +105,26 @@ def test_compare_tells_a_wrong_text(capsys: Captured, monkeypatch: pytest.Monkey
     assert "differ from token 1 on" in captured.err and "not a tie" in captured.err
     comparison = json.loads(captured.out)["compare"]
     assert comparison["first_difference"] == 1 and comparison["top2_gap"] > 1e-4
+
+
+def test_a_draft_that_is_not_needed_is_said(capsys: Captured) -> None:
+    arguments = ["--prompt", "a", "--max-new-tokens", "2", "--method", "ar", "--draft", "./none"]
+    assert main(arguments) == 0
+    assert "./none is not loaded" in capsys.readouterr().err
+
+
+def test_no_room_for_the_gap_does_not_lose_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*args: object) -> None:
+        raise dynatree.OutOfMemory("none")
+
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "3"]
+    request, settings, _ = dynatree.prepare(dynatree.build_parser().parse_args(arguments))
+    first, *rest = request.decode(settings)
+    steps = [dynatree.replace(first, tokens=[first.tokens[0] + 1]), *rest]
+    comparison = dynatree.compare(request, steps)
+    assert comparison.first_difference == 0 and not comparison.is_tie
+    monkeypatch.setattr(dynatree, "top2_gap", no_room)
+    assert "differ from token 0 on (no room" in dynatree.compare(request, steps).line()
 
 
 def test_show_tree_draws_every_iteration(capsys: Captured) -> None:
@@ -282,10 +302,32 @@ def test_merges_may_be_written_either_way(tmp_path: Path) -> None:
     folder = copy_target(tmp_path)
     raw = json.loads((folder / "tokenizer.json").read_text())
     pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in raw["model"]["merges"]]
+    draft = inputs.load_tokenizer(Path(DRAFT))
     for merges in (pairs, [" ".join(pair) for pair in pairs]):
         raw["model"]["merges"] = merges
         (folder / "tokenizer.json").write_text(json.dumps(raw))
-        inputs.require_same_tokenizer(folder, Path(DRAFT))
+        inputs.require_same_tokenizer(inputs.load_tokenizer(folder), draft)
+
+
+def test_a_tokenizer_that_truncates_does_not_cut_the_prompt(tmp_path: Path) -> None:
+    """Files saved by training code may carry a length limit and padding."""
+    folder, tokenizer = copy_target(tmp_path), Tokenizer.from_file(f"{TARGET}/tokenizer.json")
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = inputs.encode(PROMPT, inputs.load_tokenizer(folder), 4096)
+    assert ids == Tokenizer.from_file(f"{TARGET}/tokenizer.json").encode(PROMPT).ids
+    assert len(ids) == 7
+
+
+@pytest.mark.parametrize("content", ['{"model": "x"}', '{"added_tokens": [{}]}', "[]"])
+def test_a_broken_draft_tokenizer_is_one_line(
+    capsys: Captured, tmp_path: Path, content: str
+) -> None:
+    folder = copy_target(tmp_path)
+    (folder / "tokenizer.json").write_text(content)
+    pair = ["--target", TARGET, "--draft", str(folder)]
+    assert "tokenizer.json" in error_line(capsys, "--prompt", "a", *pair)
 
 
 def test_non_finite_target_names_the_way_out(capsys: Captured, tmp_path: Path) -> None:
@@ -333,18 +375,51 @@ def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) 
     assert run_json(capsys, *pair, "--ignore-eos")["token_ids"] == free["token_ids"]
 
 
-@pytest.mark.parametrize("flag", [[], ["--json"]])
-def test_ctrl_c_keeps_what_was_generated(flag: list[str]) -> None:
-    command = [sys.executable, "dynatree.py", "--prompt", PROMPT, "--max-new-tokens", "1500"]
+@pytest.mark.parametrize("flag", ["--ignore-eos", "--show-tree", "--json"])
+def test_ctrl_c_keeps_what_was_generated(flag: str) -> None:
+    command = [sys.executable, "dynatree.py", "--prompt", PROMPT, "--max-new-tokens", "1900", flag]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "--show-tree", *flag], cwd=ROOT, **pipes) as process:
-        while "iteration 5" not in process.stderr.readline():
-            pass
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert "target" in process.stderr.readline()
+        if flag == "--ignore-eos":  # the text streams: wait for some of it
+            start = process.stdout.read(20)
+        elif flag == "--show-tree":
+            start = process.stderr.readline()
+        else:
+            start, _ = "json is silent until it ends", time.sleep(1.0)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert start and process.returncode == 130
     assert "Traceback" not in err and " tokens/s, " in err.splitlines()[-1]
-    assert json.loads(out)["interrupted"] if flag else len(out) > 20
+    assert json.loads(out)["interrupted"] if flag == "--json" else out.endswith("\n")
+
+
+def test_ctrl_c_while_comparing_keeps_the_json(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dynatree, "compare", interrupt)
+    assert main(["--prompt", PROMPT, "--json", "--compare", "--max-new-tokens", "5"]) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert report["interrupted"] and len(report["token_ids"]) == 5
+
+
+def test_an_error_leaves_the_text_so_far(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_json(capsys, "--max-new-tokens", "20", "--method", "ar")
+    real, calls = dynatree.next_ids, []
+
+    def fail_later(*args: torch.Tensor) -> list[int]:
+        calls.append(args)
+        return real(*args) if len(calls) < 7 else real(torch.tensor([torch.nan]), args[1])
+
+    monkeypatch.setattr(dynatree, "next_ids", fail_later)
+    assert main(["--prompt", PROMPT, "--max-new-tokens", "20", "--method", "ar"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith("error: the target's logits are not finite")
+    assert captured.out.endswith("\n") and whole["text"].startswith(captured.out[:-1])
+    assert len(captured.out) > 5
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

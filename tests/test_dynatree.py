@@ -8,9 +8,9 @@ from conftest import random_config, random_model, random_tensors
 from torch import Tensor
 
 import gpt_neox
-from draft_tree import Alone, Chain, DynaTree, Fixed, Tree
+from draft_tree import Alone, Chain, DynaTree, DynaTreeRule, Fixed, Tree
 from dynatree import Metrics, NonFiniteLogits, Step, cut, generate, measure, token_ids
-from gpt_neox import GPTNeoX, KVCache
+from gpt_neox import GPTNeoX, KVCache, OutOfMemory
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -61,7 +61,7 @@ def test_sometimes_accepted_stops_at_the_first_wrong_guess() -> None:
 def test_a_budget_of_one_row_is_ar() -> None:
     """Every budget counts verify rows, root included."""
     draft = Stub(lambda i: i % 40)
-    steps = list(generate(Stub(lambda i: i % 40), draft, PROMPT, Fixed(N_max=1).rule(), 6))
+    steps = list(generate(Stub(lambda i: i % 40), draft, PROMPT, Fixed(N_max=1), 6))
     assert [len(step.tree) for step in steps[1:]] == [1] * 5
 
 
@@ -95,14 +95,17 @@ def test_both_caches_equal_a_fresh_prefill_after_every_commit(
     target, draft = noisy_pair()
     caches = record_caches(monkeypatch)
     ids, moved = list(PROMPT), 0
-    for step in generate(target, draft, PROMPT, settings.rule(), 30, commit=commit):
+    for step in generate(target, draft, PROMPT, settings, 30, commit=commit):
         ids += step.tokens
         moved += list(step.path) != list(range(len(step.path)))
         (_, target_cache), (_, draft_cache) = caches[:2]
         assert (
             step.tree is None or len(ids) > len(PROMPT) + 29 or target_cache.length == len(ids) - 1
         )
-        assert draft_cache.length <= target_cache.length
+        if step.tree and len(ids) < len(PROMPT) + 30:
+            root_slot = len(ids) - len(step.tokens) - 1
+            was_run = step.tree.draft_slots[list(step.path)] >= 0
+            assert draft_cache.length == root_slot + int(was_run.sum()) <= target_cache.length
         for model, cache in caches[:2]:
             fresh = model.new_cache(64)
             model.prefill(ids[: cache.length], fresh) if cache.length else None
@@ -116,7 +119,7 @@ def test_keep_and_rebuild_leave_the_same_steps_and_cache(monkeypatch: pytest.Mon
     target, draft = noisy_pair()
     caches, runs = record_caches(monkeypatch), []
     for commit in ("keep", "rebuild"):
-        steps = generate(target, draft, PROMPT, Fixed(D=4, B=3, tau=0.0).rule(), 30, commit=commit)
+        steps = generate(target, draft, PROMPT, Fixed(D=4, B=3, tau=0.0), 30, commit=commit)
         runs.append([(step.tokens, list(step.path)) for step in steps])
     assert runs[0] == runs[1]
     keep, rebuilt = caches[0][1], caches[2][1]
@@ -129,7 +132,7 @@ def test_keep_and_rebuild_leave_the_same_steps_and_cache(monkeypatch: pytest.Mon
 def test_a_draft_that_is_the_target_is_always_accepted_in_full() -> None:
     """A wrong position, mask or slot in any draft level would cost acceptance here."""
     target = random_model(7)
-    steps = list(generate(target, target, PROMPT, Chain(K=6).rule(), 1 + 7 * 5))
+    steps = list(generate(target, target, PROMPT, Chain(K=6), 1 + 7 * 5))
     assert [len(step.path) - 1 for step in steps[1:]] == [6] * 5
 
 
@@ -137,25 +140,36 @@ def test_a_sibling_does_not_change_what_the_draft_thinks() -> None:
     """The paper's code lets siblings share one mutable cache; here a node's children depend on
     its own path alone, so a wide tree contains the chain the draft would write by itself."""
     model = random_model(7)
-    (_, step) = generate(model, model, PROMPT, Fixed(D=4, B=3, tau=0.0, N_max=128).rule(), 6)
+    (_, step) = generate(model, model, PROMPT, Fixed(D=4, B=3, tau=0.0, N_max=128), 6)
     assert len(step.path) - 1 == 4
 
 
-def test_history_starts_fresh_and_results_do_not_depend_on_order() -> None:
+class Remembering:
+    """Settings that keep every rule they hand out."""
+
+    def __init__(self, settings: DynaTree):
+        self.settings, self.rules = settings, []
+
+    def rule(self) -> DynaTreeRule:
+        self.rules.append(self.settings.rule())
+        return self.rules[-1]
+
+
+def test_history_starts_fresh_in_each_generation() -> None:
+    """The paper's code leaks history from prompt to prompt, so results depend on their order."""
     target, draft = noisy_pair()
-    settings = DynaTree(W=2, tau=0.001, rho_stop=0.002)
-
-    def trees() -> list[Tree]:
-        return [
-            s.tree.tokens.tolist() for s in generate(target, draft, PROMPT, rule(), 40) if s.tree
+    settings = Remembering(DynaTree(W=2, tau=0.001, rho_stop=0.002))
+    runs = [
+        [
+            step.tree.tokens.tolist()
+            for step in generate(target, draft, PROMPT, settings, 40)
+            if step.tree
         ]
-
-    rule = settings.rule
-    assert trees() == trees()
-    used = settings.rule()
-    list(generate(target, draft, PROMPT, used, 40))
-    assert used.now != settings, "this pair was meant to move the thresholds"
-    assert settings.rule().now == settings
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+    assert settings.rules[0].now != settings.settings, "this pair was meant to move the thresholds"
+    assert settings.rules[0] is not settings.rules[1]
 
 
 @pytest.mark.parametrize(
@@ -182,13 +196,31 @@ def test_eos_as_the_first_token_ends_the_text() -> None:
 
 def test_a_limit_of_one_runs_no_iteration() -> None:
     target = Stub(lambda i: i % 40)
-    assert token_ids(generate(target, None, PROMPT, Alone().rule(), 1)) == [4]
+    assert token_ids(generate(target, None, PROMPT, Alone(), 1)) == [4]
 
 
-@pytest.mark.parametrize(("prompt", "limit", "commit"), [([], 5, "keep"), ([1], 0, "keep")])
-def test_bad_calls(prompt: list[int], limit: int, commit: str) -> None:
+BAD_CALLS = [
+    ([], Alone(), 5, "keep"),
+    ([1], Alone(), 0, "keep"),
+    ([1], Alone(), 5, "never"),
+    ([1], Chain(K=2), 5, "keep"),  # without a draft
+]
+
+
+@pytest.mark.parametrize(("prompt", "settings", "limit", "commit"), BAD_CALLS)
+def test_bad_calls(prompt: list[int], settings: Alone | Chain, limit: int, commit: str) -> None:
     with pytest.raises(ValueError):
-        next(generate(random_model(0), None, prompt, Alone().rule(), limit, commit=commit))
+        next(generate(random_model(0), None, prompt, settings, limit, commit=commit))
+
+
+def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fits alone; taken lazily, both together would only fail when they are filled."""
+    target = random_model(7)
+    needed = target.cache_bytes(len(PROMPT) + 50 + 5)
+    monkeypatch.setattr(gpt_neox, "_free_host_memory", lambda: needed + needed // 2)
+    assert len(token_ids(generate(target, None, PROMPT, Alone(), 50))) == 50
+    with pytest.raises(OutOfMemory, match="two caches of 60 tokens"):
+        next(generate(target, target, PROMPT, Chain(K=4), 50))
 
 
 def broken_at(model_seed: int, token: int) -> GPTNeoX:
@@ -197,17 +229,17 @@ def broken_at(model_seed: int, token: int) -> GPTNeoX:
     return GPTNeoX(random_config(), tensors)
 
 
-def test_a_non_finite_target_is_an_error_and_keeps_what_came_before() -> None:
-    """The token whose embedding overflows ends generation with an error, not with token 0."""
+def test_tokens_before_a_non_finite_row_are_kept() -> None:
+    """An accepted path may run into the overflow: what came before it was right, and is emitted."""
     target = random_model(7)
-    text = token_ids(generate(target, None, PROMPT, Alone().rule(), 20))
-    fatal = next(token for token in text[3:] if token not in text[:3] + PROMPT)
-    steps = generate(broken_at(7, fatal), target, PROMPT, Chain(K=2).rule(), 20)
-    got: list[int] = []
-    with pytest.raises(NonFiniteLogits, match="bfloat16"):
-        for step in steps:
-            got += step.tokens
-    assert got == text[: len(got)] and fatal not in got[:-1]
+    text = token_ids(generate(target, None, PROMPT, Alone(), 20))
+    at = next(i for i in range(3, 20) if text[i] not in text[:i] + PROMPT)
+    for settings in (Alone(), Chain(K=19), Fixed(tau=0.0)):
+        got: list[int] = []
+        with pytest.raises(NonFiniteLogits, match="bfloat16"):
+            for step in generate(broken_at(7, text[at]), target, PROMPT, settings, 20):
+                got += step.tokens
+        assert got == text[: at + 1]
 
 
 def test_an_overflow_in_the_prompt_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,28 +247,28 @@ def test_an_overflow_in_the_prompt_is_an_error_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", 2)
     for prompt in ([9, 1, 2, 3, 4], [1, 2, 3, 9, 4], [1, 2, 3, 4, 9]):
         with pytest.raises(NonFiniteLogits):
-            next(generate(broken_at(7, 9), None, prompt, Alone().rule(), 5))
+            next(generate(broken_at(7, 9), None, prompt, Alone(), 5))
 
 
 def test_a_rejected_non_finite_node_does_not_poison_its_siblings() -> None:
     """A drafted token that overflows in the target is a wrong guess, not the end of the text."""
     target = random_model(7)
-    text = token_ids(generate(target, None, PROMPT, Alone().rule(), 20))
+    text = token_ids(generate(target, None, PROMPT, Alone(), 20))
     fatal = next(i for i in range(96) if i not in text + PROMPT)
     tensors = random_tensors(random_config(), 7)
     eager = tensors["embed_out.weight"].clone()
     eager[fatal] = 0.9 * eager[text[1]]  # the draft proposes the fatal token beside a right one
     draft = GPTNeoX(random_config(), tensors | {"embed_out.weight": eager})
-    steps = list(generate(broken_at(7, fatal), draft, PROMPT, Fixed(B=3, tau=0.0).rule(), 20))
+    steps = list(generate(broken_at(7, fatal), draft, PROMPT, Fixed(B=3, tau=0.0), 20))
     assert token_ids(steps) == text
     assert any(fatal in step.tree.tokens.tolist() for step in steps[1:])
 
 
 def test_a_non_finite_draft_costs_acceptance_not_the_text() -> None:
     target = random_model(7)
-    text = token_ids(generate(target, None, PROMPT, Alone().rule(), 20))
+    text = token_ids(generate(target, None, PROMPT, Alone(), 20))
     for settings in (Chain(K=3), Fixed(tau=0.0), DynaTree()):
-        steps = list(generate(target, broken_at(7, text[4]), PROMPT, settings.rule(), 20))
+        steps = list(generate(target, broken_at(7, text[4]), PROMPT, settings, 20))
         assert token_ids(steps) == text
 
 
@@ -288,8 +320,8 @@ def test_a_single_token_has_no_rates() -> None:
 def test_the_loop_leaves_no_shared_state() -> None:
     """Two generations may be interleaved step by step."""
     target, draft = noisy_pair()
-    alone = token_ids(generate(target, draft, PROMPT, Fixed().rule(), 20))
-    runs = [generate(target, draft, PROMPT, Fixed().rule(), 20) for _ in range(2)]
+    alone = token_ids(generate(target, draft, PROMPT, Fixed(), 20))
+    runs = [generate(target, draft, PROMPT, Fixed(), 20) for _ in range(2)]
     mixed: list[list[int]] = [[], []]
     for steps in zip(*runs, strict=True):
         for ids, step in zip(mixed, steps, strict=True):

@@ -107,6 +107,7 @@ def note(seen: Counter, step: Step, settings: Settings, eos_ids: list[int]) -> N
     tree, path = step.tree, list(step.path)
     parents = tree.parents.tolist()
     seen[f"accepted {min(len(path) - 1, 3)}"] += 1
+    seen["tree of depth 1"] += tree.depth == 1
     seen["second sibling"] += any(parents[row] in parents[1:row] for row in path[1:])
     seen["moved row"] += path != list(range(len(path)))
     seen["eos in path"] += step.tokens[-1] in eos_ids and len(step.tokens) < len(path)
@@ -141,13 +142,17 @@ def run_cases(method: str) -> Counter:
         target = build(tensors, **changes)
         draft = make_draft(DRAFTS[case % len(DRAFTS)], tensors, changes, case)
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 1, 4, 19]))]
-        limit = case % 20 + 1 if case % 4 else 40
+        limit = rng.choice([40, 40, *range(1, 21)])
         expected = greedy(target, prompt, limit)
         eos_ids = rng.sample(expected, min(len(set(expected)), 1)) if case % 3 == 0 else []
         settings = random_settings(method, rng)
         options = {"eos_ids": eos_ids, "commit": rng.choice(["keep", "keep", "rebuild"])}
-        steps = list(generate(target, draft, prompt, settings.rule(), limit, **options))
+        steps = list(generate(target, draft, prompt, settings, limit, **options))
         seen["equal"] += check(target, prompt, steps, cut(expected, eos_ids, limit))
+        seen["past positions"] += len(prompt) + limit > target.config.max_positions
+        seen["other vocabulary"] += draft.config.vocab_size != VOCAB
+        seen["prompt of one"] += len(prompt) == 1
+        seen["budget of one row"] += settings.rule().max_rows == 1 and method != "ar"
         for step in steps[1:]:
             note(seen, step, settings, eos_ids)
     return seen
@@ -163,6 +168,8 @@ def test_the_cases_cover_what_they_should() -> None:
     seen = sum((run_cases(method) for method in METHODS), Counter())
     wanted = [f"accepted {n}" for n in range(4)]
     wanted += ["second sibling", "moved row", "eos in path", "eos as bonus", "N_max cut"]
+    wanted += ["past positions", "other vocabulary", "prompt of one", "budget of one row"]
+    wanted += ["tree of depth 1"]
     assert not [what for what in wanted if not seen[what]], seen
 
 
@@ -171,7 +178,7 @@ def test_every_limit(limit: int) -> None:
     """Never more tokens than asked for, and a tree never deeper than the tokens still allowed."""
     tensors, changes = varied_targets()[0]
     target, draft = build(tensors, **changes), make_draft("noise0.1", tensors, changes, 1)
-    steps = list(generate(target, draft, [5, 6], Fixed(tau=0.0).rule(), limit))
+    steps = list(generate(target, draft, [5, 6], Fixed(tau=0.0), limit))
     assert token_ids(steps) == greedy(target, [5, 6], limit)
     left = limit
     for step in steps:
@@ -186,8 +193,8 @@ def test_golden_greedy_ids(folder: Path, method: str) -> None:
     golden = load_file(folder / "golden.safetensors")
     target = GPTNeoX.from_pretrained(folder)
     prompt, expected = golden["input_ids"].tolist(), golden["greedy_ids"].tolist()
-    rule = METHODS[method]().rule()
-    assert token_ids(generate(target, target, prompt, rule, len(expected))) == expected
+    steps = generate(target, target, prompt, METHODS[method](), len(expected))
+    assert token_ids(steps) == expected
 
 
 @functools.cache
@@ -202,8 +209,7 @@ def test_embedded_pair(method: str, commit: str) -> None:
     """A trained pair on real prompts; ar is held against the cache-free oracle on one of them."""
     target, draft, tokenizer = embedded_pair()
     for prompt in (tokenizer.encode(text).ids for text in PROMPTS):
-        ar = list(generate(target, None, prompt, Alone().rule(), 60))
-        rule = METHODS[method]().rule()
-        steps = list(generate(target, draft, prompt, rule, 60, commit=commit))
-        assert check(target, prompt, steps, token_ids(ar))
+        ar = list(generate(target, None, prompt, Alone(), 60))
+        steps = list(generate(target, draft, prompt, METHODS[method](), 60, commit=commit))
+        check(target, prompt, steps, token_ids(ar))
     assert token_ids(ar)[:20] == greedy(target, prompt, 20)

@@ -21,7 +21,6 @@ from gpt_neox import EMBED_IN, GPTNeoX, KVCache, OutOfMemory
 Golden = tuple[GPTNeoX, dict[str, Tensor]]
 Tree = tuple[list[int], list[int]]  # tokens and breadth-first parents, the root's is -1
 Overflow = Callable[[GPTNeoX, KVCache], object]
-Write = Callable[[Path, dict[str, Tensor]], None]
 
 GOLDEN = sorted(p for p in (Path(__file__).parent / "golden").iterdir() if p.is_dir())
 SEQUENTIAL = {"is_parallel": False}

@@ -109,7 +109,7 @@ def test_the_example_of_the_docstring() -> None:
     ],
 )
 def test_a_path_ends_where_the_target_disagrees(predictions: list[int], path: list[int]) -> None:
-    """-1 marks logits that are not finite: it equals no token."""
+    """A prediction that is no token at all ends the path there."""
     assert accept_greedy(example(), torch.tensor(predictions)).tolist() == path
 
 
