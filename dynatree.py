@@ -398,7 +398,8 @@ def stream(
 def summarise_step(step: Step) -> str:
     accepted, drafted = len(step.path) - 1, len(step.tree) - 1
     ms = step.draft_ms + step.verify_ms + step.other_ms
-    return f"{accepted} accepted of {drafted} drafted, depth {step.tree.depth}, {ms:.1f} ms"
+    drawn = f"{accepted} accepted of {drafted} nodes (source: draft model)"
+    return f"{drawn}, depth {step.tree.depth}, {ms:.1f} ms"
 
 
 def summarise(metrics: Metrics) -> str:
