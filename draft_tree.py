@@ -80,11 +80,12 @@ class Settings(Protocol):
         """A fresh rule, for one generation."""
 
 
-def grow(rule: Rule, root: Tensor, draft: Draft, max_depth: int) -> Tree:
+def grow(rule: Rule, root: Tensor, draft: Draft | None, max_depth: int) -> Tree:
     """Grow one tree, one draft call per level; no per-node Python.
 
-    root: [1] int64, the pending token. max_depth: the caller's own limit, beside the rule's. When
-    the rule's row budget cuts a level short, the first candidates in breadth-first order stay.
+    root: [1] int64, the pending token. draft: None for a rule of depth 0, which never asks it.
+    max_depth: the caller's own limit, beside the rule's. When the rule's row budget cuts a level
+    short, the first candidates in breadth-first order stay.
     A candidate of probability 0, or of a row with non-finite logits, is never added.
     """
     if min(max_depth, rule.max_depth) < 1 or rule.max_rows < 2:

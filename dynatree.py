@@ -185,7 +185,8 @@ def generate(
         watch.restart()
         # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
         root = torch.tensor(committed[-1:], device=target.device)
-        tree = grow(rule, root, drafter and drafter.run, max_depth=end - len(committed) - 1)
+        draft_level = drafter.run if drafter else None
+        tree = grow(rule, root, draft_level, max_depth=end - len(committed) - 1)
         # 2 mask and positions
         mask = tree_mask(tree, cache.length) if tree.depth else None
         positions = tree_positions(tree, cache.length)
@@ -201,10 +202,8 @@ def generate(
         rows = path[: len(new_tokens)].tolist()
         if commit == "keep":
             cache.commit(rows)
-        else:  # as the paper does: drop the tree, run the accepted tokens again
-            watch.lap("other_ms")
-            target.prefill(tree.tokens[rows].tolist(), cache)
-            watch.lap("verify_ms")
+        else:
+            _rebuild(target, cache, tree.tokens[rows].tolist(), watch)
         if drafter:
             drafter.commit(tree, rows)
         # 6 adapt
@@ -231,6 +230,13 @@ def _make_caches(
     require_memory(need, target.device, f"two caches of {capacity} tokens")
     n_ids = target.config.vocab_size
     return target.new_cache(capacity), Drafter(draft, capacity, n_ids, committed, watch)
+
+
+def _rebuild(target: GPTNeoX, cache: KVCache, tokens: list[int], watch: Stopwatch) -> None:
+    """Commit as the paper does: the tree is dropped, the accepted tokens are run again."""
+    watch.lap("other_ms")
+    target.prefill(tokens, cache)
+    watch.lap("verify_ms")
 
 
 def next_ids(best: Tensor, predictions: Tensor) -> list[int]:

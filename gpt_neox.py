@@ -97,9 +97,8 @@ class Config:
         if raw.get("model_type") != "gpt_neox":
             raise CheckpointError(f"model_type is {raw.get('model_type')!r}, not 'gpt_neox'")
         rope = raw.get("rope_parameters")
-        scaling = raw.get("rope_scaling") or (rope if isinstance(rope, dict) else {}).get(
-            "rope_type"
-        )
+        rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
+        scaling = raw.get("rope_scaling") or rope_type
         if scaling not in (None, "default"):
             raise CheckpointError(f"rope scaling {scaling!r} is not supported")
         eos = raw.get("eos_token_id")

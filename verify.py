@@ -37,7 +37,7 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     prediction at its parent; siblings carry distinct tokens, so the agreeing path is unique. The
     prediction at the path's last row is the bonus token.
     """
-    if len(tree) == 1:
+    if len(tree) == 1:  # ar, at every token: the rest would cost it more than its bookkeeping
         return torch.zeros_like(tree.tokens)
     disagrees = tree.tokens[1:] != predictions.take(tree.parents[1:])  # the root needs no proof
     off_path = (tree.ancestors[:, 1:] & disagrees).any(dim=1)  # [N], itself or an ancestor

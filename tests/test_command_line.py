@@ -6,7 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 
 import dynatree
 import inputs
-from dynatree import main
+from dynatree import Step, main
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "The ship sailed at dawn"
@@ -375,7 +376,7 @@ def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) 
     assert run_json(capsys, *pair, "--ignore-eos")["token_ids"] == free["token_ids"]
 
 
-@pytest.mark.parametrize("flag", ["--ignore-eos", "--show-tree", "--json"])
+@pytest.mark.parametrize("flag", ["--ignore-eos", "--show-tree"])
 def test_ctrl_c_keeps_what_was_generated(flag: str) -> None:
     command = [sys.executable, "dynatree.py", "--prompt", PROMPT, "--max-new-tokens", "1900", flag]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -383,15 +384,32 @@ def test_ctrl_c_keeps_what_was_generated(flag: str) -> None:
         assert "target" in process.stderr.readline()
         if flag == "--ignore-eos":  # the text streams: wait for some of it
             start = process.stdout.read(20)
-        elif flag == "--show-tree":
-            start = process.stderr.readline()
         else:
-            start, _ = "json is silent until it ends", time.sleep(1.0)
+            start = process.stderr.readline()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert start and process.returncode == 130
     assert "Traceback" not in err and " tokens/s, " in err.splitlines()[-1]
-    assert json.loads(out)["interrupted"] if flag == "--json" else out.endswith("\n")
+    assert out.endswith("\n")
+
+
+def test_ctrl_c_keeps_the_json(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """json is silent until it ends, so the interrupt is raised here, after a known step."""
+    whole = run_json(capsys, "--max-new-tokens", "40")
+    real = dynatree.generate
+
+    def interrupted(*args: object, **options: object) -> Iterator[Step]:
+        yield from islice(real(*args, **options), 5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dynatree, "generate", interrupted)
+    assert main(["--prompt", PROMPT, "--json", "--max-new-tokens", "40"]) == 130
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["interrupted"] and report["metrics"]["iterations"] == 4
+    n = len(report["token_ids"])
+    assert 5 <= n < 40 and report["token_ids"] == whole["token_ids"][:n]
+    assert " tokens/s, " in captured.err.splitlines()[-1]
 
 
 def test_ctrl_c_while_comparing_keeps_the_json(
