@@ -163,9 +163,8 @@ def generate(
     """Decode greedily, one Step per commit; together they are the target's own greedy ids.
 
     draft may be None for ar. eos_ids end the text where they appear. commit: "keep" moves the
-    accepted rows in the cache, "rebuild" rolls back and runs them again as the paper does (section
-    3.5): one more target pass, the same cache. Raises, at the first step, ValueError for arguments
-    that cannot be, OutOfMemory; at any, NonFiniteLogits.
+    accepted rows in the cache, "rebuild" runs them again (section 3.5): one more target pass, the
+    same cache. Raises ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
@@ -185,8 +184,7 @@ def generate(
         watch.restart()
         # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
         root = torch.tensor(committed[-1:], device=target.device)
-        draft_level = drafter.run if drafter else None
-        tree = grow(rule, root, draft_level, max_depth=end - len(committed) - 1)
+        tree = grow(rule, root, drafter.run if drafter else None, end - len(committed) - 1)
         # 2 mask and positions
         mask = tree_mask(tree, cache.length) if tree.depth else None
         positions = tree_positions(tree, cache.length)
