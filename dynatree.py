@@ -21,14 +21,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow
 from gpt_neox import (
-    DTYPES,
     CheckpointError,
     GPTNeoX,
     HubUnreachable,
@@ -38,15 +36,13 @@ from gpt_neox import (
 )
 from inputs import (
     Pair,
+    Parser,
     UsageError,
-    choose_device,
-    choose_dtype,
-    default_models,
+    add_model_options,
     encode,
-    load_pair,
+    open_pair,
     parse_settings,
     read_prompt,
-    set_threads,
 )
 from terminal import TextStream, describe, draw_tree
 from verify import accept_greedy, tree_mask, tree_positions
@@ -317,13 +313,6 @@ def measure(steps: Sequence[Step]) -> Metrics:
     )
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line and an exception, not a usage text and an exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (--help lists everything)")
-
-
 def build_parser() -> Parser:
     parser = Parser(
         description="Write text with a GPT-NeoX target, sped up by a draft model's token trees.",
@@ -337,11 +326,7 @@ def build_parser() -> Parser:
     add("--method", default="dynatree", metavar="M", help=f"{', '.join(METHODS)} (dynatree)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
     add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
-    add("--target", metavar="MODEL", help="folder, or hub NAME or NAME@REVISION")
-    add("--draft", metavar="MODEL", help="the same, of a smaller model with this tokenizer")
-    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
-    add("--dtype", help=f"{', '.join(DTYPES)} (float16 on cuda, float32 on cpu)")
-    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
+    add_model_options(parser)
     add("--ignore-eos", action="store_true", help="go on past end-of-text")
     add("--compare", action="store_true", help="also run ar: speedup, and are the ids equal?")
     add("--show-tree", action="store_true", help="draw every iteration's tree on stderr")
@@ -446,23 +431,32 @@ def compare(request: Request, steps: Sequence[Step]) -> Comparison:
     ours, theirs = token_ids(steps), token_ids(reference)
     ar = measure(reference).throughput
     speedup = measure(steps).throughput / ar if ar else 1.0
-    if ours == theirs:
+    at = first_difference(ours, theirs)
+    if at is None:
         return Comparison(ar, speedup, exact=True)
+    return Comparison(ar, speedup, False, at, top2_gap(request.pair, request.prompt + theirs[:at]))
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """The first index at which two texts part, the shorter one's end included; None if equal."""
+    if ours == theirs:
+        return None
     pairs = zip(ours, theirs, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-    try:
-        gap = top2_gap(request.pair, request.prompt + theirs[:at])
-    except OutOfMemory:
-        gap = None
-    return Comparison(ar, speedup, False, at, gap)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
 
 
-def top2_gap(pair: Pair, ids: list[int]) -> float:
-    """How far the target's best next token leads the second, in float32 whatever its dtype."""
+def top2_gap(pair: Pair, ids: list[int]) -> float | None:
+    """How far the target's best next token leads the second, in float32 whatever its dtype.
+
+    None if there is no room for the float32 model.
+    """
     target = pair.target
-    if target.dtype != torch.float32:
-        target = GPTNeoX.from_pretrained(pair.target_folder, target.device, torch.float32)
-    best, second = target.prefill(ids, target.new_cache(len(ids))).topk(2).values.tolist()
+    try:
+        if target.dtype != torch.float32:
+            target = GPTNeoX.from_pretrained(pair.target_folder, target.device, torch.float32)
+        best, second = target.prefill(ids, target.new_cache(len(ids))).topk(2).values.tolist()
+    except OutOfMemory:
+        return None
     return best - second
 
 
@@ -474,20 +468,10 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
     settings = parse_settings(METHODS[args.method], args.set)
     text = read_prompt(args.prompt, args.prompt_file)
-    set_threads(args.threads)
-    device = choose_device(args.device)
-    dtype = choose_dtype(args.dtype, device)
     is_drafting = settings.rule().max_depth > 0
-    if is_drafting and args.target and not args.draft:
-        raise UsageError(f"--target also needs --draft for --method {args.method}")
-    target, draft = default_models(device)
-    names = {"target": args.target or target, "draft": args.draft or draft if is_drafting else None}
     if args.draft and not is_drafting:
         say(f"note: --method {args.method} needs no draft; {args.draft} is not loaded")
-    dtype_name = str(dtype).removeprefix("torch.")
-    models = ", ".join(f"{role} {name}" for role, name in names.items() if name)
-    say(f"{models}; {device}, {dtype_name}")
-    pair = load_pair(names["target"], names["draft"], device, dtype, say)
+    pair, models = open_pair(args, is_drafting, say)
     config = pair.target.config
     prompt = encode(text, pair.tokenizer, config.vocab_size)
     if len(prompt) + args.max_new_tokens > config.max_positions:
@@ -496,8 +480,7 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
             f"{config.max_positions} positions the target was trained for"
         )
     eos_ids = () if args.ignore_eos else config.eos_ids
-    reported = {"method": args.method, **asdict(settings), **names, "commit": args.commit}
-    reported |= {"device": str(device), "dtype": dtype_name, "threads": torch.get_num_threads()}
+    reported = {"method": args.method, **asdict(settings), **models, "commit": args.commit}
     reported |= {"max_new_tokens": args.max_new_tokens, "prompt_tokens": len(prompt)}
     reported |= {"eos_ids": eos_ids}
     request = Request(pair, prompt, args.max_new_tokens, eos_ids, args.commit)

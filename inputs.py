@@ -6,13 +6,15 @@ the command lines print it and exit with status 2.
     pair = load_pair("models/tiny/target", "models/tiny/draft", torch.device("cpu"), torch.float32)
 """
 
+import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -28,6 +30,23 @@ Kind = TypeVar("Kind")
 
 class UsageError(Exception):
     """A request that cannot be carried out; the message is one line for the user."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line and an exception, not a usage text and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists everything)")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `open_pair` reads."""
+    add = parser.add_argument
+    add("--target", metavar="MODEL", help="folder, or hub NAME or NAME@REVISION")
+    add("--draft", metavar="MODEL", help="the same, of a smaller model with this tokenizer")
+    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
+    add("--dtype", help=f"{', '.join(DTYPES)} (float16 on cuda, float32 on cpu)")
+    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
 
 
 def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
@@ -115,6 +134,8 @@ class Pair:
     draft: GPTNeoX | None
     tokenizer: Tokenizer
     target_folder: Path
+    draft_folder: Path | None
+    load_s: dict[str, float]  # seconds, by "target" and "draft"
 
 
 def default_models(device: torch.device) -> tuple[str, str]:
@@ -122,6 +143,25 @@ def default_models(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         return PYTHIA
     return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
+
+
+def open_pair(
+    args: argparse.Namespace, is_drafting: bool, say: Callable[[str], None]
+) -> tuple[Pair, dict[str, str | int | None]]:
+    """The models that the options name, announced and loaded; and what to report of them."""
+    set_threads(args.threads)
+    device = choose_device(args.device)
+    dtype = choose_dtype(args.dtype, device)
+    if is_drafting and args.target and not args.draft:
+        raise UsageError("--target also needs --draft: the method drafts")
+    target, draft = default_models(device)
+    names = {"target": args.target or target, "draft": args.draft or draft if is_drafting else None}
+    dtype_name = str(dtype).removeprefix("torch.")
+    models = ", ".join(f"{role} {name}" for role, name in names.items() if name)
+    say(f"{models}; {device}, {dtype_name}")
+    pair = load_pair(names["target"], names["draft"], device, dtype, say)
+    threads = torch.get_num_threads()
+    return pair, {**names, "device": str(device), "dtype": dtype_name, "threads": threads}
 
 
 def load_pair(
@@ -136,14 +176,21 @@ def load_pair(
     Raises CheckpointError (the two tokenizers must be the same) and OutOfMemory.
     """
     target_folder = find_checkpoint(target, announce)
+    draft_folder = None if draft is None else find_checkpoint(draft, announce)
     tokenizer = load_tokenizer(target_folder)
-    draft_model = None
-    if draft is not None:
-        draft_folder = find_checkpoint(draft, announce)
+    if draft_folder:
         require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
-        draft_model = GPTNeoX.from_pretrained(draft_folder, device, dtype)
-    target_model = GPTNeoX.from_pretrained(target_folder, device, dtype)
-    return Pair(target_model, draft_model, tokenizer, target_folder)
+    load_s = {}
+
+    def load(role: str, folder: Path) -> GPTNeoX:
+        start = time.perf_counter()
+        model = GPTNeoX.from_pretrained(folder, device, dtype)
+        load_s[role] = time.perf_counter() - start
+        return model
+
+    target_model = load("target", target_folder)
+    draft_model = load("draft", draft_folder) if draft_folder else None
+    return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

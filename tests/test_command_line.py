@@ -124,8 +124,10 @@ def test_no_room_for_the_gap_does_not_lose_the_run(monkeypatch: pytest.MonkeyPat
     steps = [dynatree.replace(first, tokens=[first.tokens[0] + 1]), *rest]
     comparison = dynatree.compare(request, steps)
     assert comparison.first_difference == 0 and not comparison.is_tie
-    monkeypatch.setattr(dynatree, "top2_gap", no_room)
-    assert "differ from token 0 on (no room" in dynatree.compare(request, steps).line()
+    monkeypatch.setattr(request.pair.target, "new_cache", no_room)
+    assert dynatree.top2_gap(request.pair, request.prompt) is None
+    without = dynatree.replace(comparison, top2_gap=None)
+    assert "differ from token 0 on (no room" in without.line() and not without.is_tie
 
 
 def test_show_tree_draws_every_iteration(capsys: Captured) -> None:
