@@ -17,7 +17,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -55,9 +55,7 @@ METHODS: dict[str, type[Settings]] = {
 }
 COMMITS = ("keep", "rebuild")
 TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
-WITHOUT_NETWORK = (
-    "python dynatree.py --target models/tiny/target --draft models/tiny/draft --prompt ..."
-)
+WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
 
 
 class NonFiniteLogits(Exception):
@@ -293,7 +291,7 @@ def measure(steps: Sequence[Step]) -> Metrics:
     ttft = first.draft_ms + first.verify_ms + first.other_ms
     decode = total("draft_ms") + total("verify_ms") + total("other_ms")
     accepted = sum(len(step.path) - 1 for step in later)
-    drafted = sum(len(step.tree) - 1 for step in later)
+    drafted = sum(len(step.tree) - 1 for step in later if step.tree)
     grams = list(zip(*(ids[i:] for i in range(4)), strict=False))
     return Metrics(
         new_tokens=len(ids),
@@ -315,6 +313,7 @@ def measure(steps: Sequence[Step]) -> Metrics:
 
 def build_parser() -> Parser:
     parser = Parser(
+        prog="dynatree.py",
         description="Write text with a GPT-NeoX target, sped up by a draft model's token trees.",
         epilog=describe(METHODS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -526,25 +525,31 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "machine": platform.platform(), **libraries}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; a mistake is one line on stderr and status 2."""
+def run_command_line(
+    run: Callable[[argparse.Namespace], int], parser: Parser, arguments: Sequence[str] | None
+) -> int:
+    """Parse and run; a mistake is one line on stderr and status 2. Returns the exit status."""
     for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to stop
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        return run(build_parser().parse_args(arguments))
+        return run(parser.parse_args(arguments))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         sys.stdout = None
         return 1
     except HubUnreachable as error:
-        say(f"error: {error}; without a network: {WITHOUT_NETWORK}")
+        say(f"error: {error}; without a network: python {parser.prog} {WITHOUT_NETWORK}")
     except (UsageError, CheckpointError, OutOfMemory, NonFiniteLogits) as error:
         say(f"error: {' '.join(str(error).split())}")
     except torch.OutOfMemoryError as error:
         say(f"error: out of memory on the device: {str(error).splitlines()[0]}")
     return 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command_line(run, build_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -261,10 +261,8 @@ class GPTNeoX:
         folder = find_checkpoint(name_or_path)
         config = read_config(folder)
         device = torch.device(device)
-        shapes = expected_shapes(config)
-        need = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-        require_memory(need, device, f"the weights of {name_or_path}")
-        return cls(config, _load_tensors(folder, shapes, device, dtype))
+        require_memory(weight_bytes(config, dtype), device, f"the weights of {name_or_path}")
+        return cls(config, _load_tensors(folder, expected_shapes(config), device, dtype))
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
@@ -428,6 +426,11 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     if not config.is_tied:
         shapes[EMBED_OUT] = (config.vocab_size, hidden)
     return shapes
+
+
+def weight_bytes(config: Config, dtype: torch.dtype) -> int:
+    """What all weights take."""
+    return sum(math.prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
 
 
 def find_checkpoint(

@@ -1,0 +1,358 @@
+"""The papers' tables, re-measured: every method on the same prompts, in turn, in one process.
+
+A table is a list of runs and a list of columns; one loop serves them all. `ar`, the baseline, runs
+with the same cache and the same forward as everything else, and every greedy text is held against
+its ids. Metrics: `measure` in dynatree.py.
+
+    python bench.py                                  # the main table, on our own prompts
+    python bench.py --table ablation --dataset wikitext2
+    python bench.py --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from draft_tree import Settings
+from dynatree import (
+    METHODS,
+    TIE,
+    Request,
+    Step,
+    first_difference,
+    measure,
+    run_command_line,
+    say,
+    token_ids,
+    top2_gap,
+    versions,
+)
+from inputs import Pair, Parser, UsageError, add_model_options, open_pair, parse_settings
+from memory import in_own_process, measure_memory
+from peers import PEERS, Peers
+from prompts import DATASETS, cut_prompts, load_prompts
+from results import COLUMNS, Results, Run, update_readme
+from step_times import StepTimes, count_passes, measure_step_times
+from tables import (
+    TABLES,
+    Table,
+    at_every_size,
+    choose_columns,
+    choose_runs,
+    interleave,
+    parse_sizes,
+)
+
+ROOT = Path(__file__).parent
+WARM_UP_TOKENS = 8
+
+
+def build_parser() -> Parser:
+    tables = "\n".join(f"  {name:<9} {table.title}" for name, table in TABLES.items())
+    parser = Parser(
+        prog="bench.py",
+        description="Measure every method beside ar, prompt by prompt in turn.",
+        epilog=f"tables:\n{tables}\n\ncolumns: {', '.join(COLUMNS)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--table", default="main", metavar="T", help=f"{', '.join(TABLES)} (main)")
+    add("--methods", metavar="M,...", help='rows, each "method NAME=VALUE ... [rebuild]"')
+    add("--columns", metavar="C,...", help="columns to show")
+    add("--peers", action="store_true", help=f"also {', '.join(PEERS)}; needs transformers")
+    add("--dataset", default=DATASETS[0], metavar="D", help=f"{', '.join(DATASETS)} (builtin)")
+    add("--prompts", metavar="FILE", help='.jsonl with "prompt" fields, or text in paragraphs')
+    add("--n-prompts", type=int, metavar="N", help="prompts, evenly spread over the dataset")
+    add("--prompt-tokens", metavar="N,...", help="lengths to cut the prompts to")
+    add("--new-tokens", metavar="N,...", help="tokens to generate")
+    add("--repeats", type=int, default=1, metavar="N", help="rounds over all prompts (1)")
+    add_model_options(parser)
+    add("--output", metavar="FILE", help="results file (results/run_<time>_<table>.json)")
+    add("--resume", metavar="FILE", help="go on with an interrupted run, its options included")
+    add("--show", metavar="FILE", help="print a results file's table again; runs nothing")
+    add("--format", choices=("text", "markdown"), default="text", help="of the table printed")
+    add("--readme", nargs="+", metavar="FILE", help="write README's results from these files")
+    return parser
+
+
+class Bench:
+    """The models, the prompts and the results of one table."""
+
+    def __init__(self, results: Results, pair: Pair, prompts: list[list[int]], file: Path):
+        self.results, self.pair, self.prompts, self.file = results, pair, prompts, file
+        self.peers: Peers | None = None
+
+    def decode(self, run: Run, prompt: int) -> list[Step]:
+        ids = self.prompts[prompt][: run.prompt_tokens]
+        if run.method in PEERS:
+            return self.peers.decode(run.method, ids, run.new_tokens)
+        request = Request(self.pair, ids, run.new_tokens, eos_ids=(), commit=run.commit)
+        return list(request.decode(settings_of(run)))
+
+    def measure(self, repeat: int, prompt: int, run: Run) -> dict:
+        """One record: a method's metrics and ids on one prompt."""
+        head = {"run": run.label, "prompt": prompt, "repeat": repeat}
+        ids = self.prompts[prompt][: run.prompt_tokens]
+        if self.results.table == "memory":
+            return head | in_own_process(measure_memory, self.results.options, run, ids)
+        steps = self.decode(run, prompt)
+        record = head | {"metrics": asdict(measure(steps)), "token_ids": token_ids(steps)}
+        if run.method in PEERS:
+            return record
+        record["depths"] = count_depths(steps)
+        if self.results.step_times:
+            times = StepTimes(**self.results.step_times)
+            record["predicted_ms"] = times.predict_ms(*count_passes(steps, len(ids), run.commit))
+        return record
+
+    def run_all(self) -> None:
+        """Measure what the results file lacks, saving after each."""
+        records = self.results.records
+        done = {(record["repeat"], record["prompt"], record["run"]) for record in records}
+        plan = interleave(self.results.runs, len(self.prompts), self.results.options["repeats"])
+        missing = [task for task in plan if (*task[:2], task[2].label) not in done]
+        if self.results.table != "memory" and (missing or not records):
+            self.set_up()
+        for task in tqdm(missing, disable=None, leave=False, unit="run"):
+            records.append(self.measure(*task))
+            self.results.save(self.file)
+        self.explain_differences()
+
+    def set_up(self) -> None:
+        """Load peers, warm every run up, time the steps; what it takes is set-up, not speed."""
+        runs = self.results.runs
+        if any(run.method in PEERS for run in runs):
+            start = time.perf_counter()
+            self.peers = Peers(self.pair)
+            load_peers_s = time.perf_counter() - start
+        for run in runs:
+            start = time.perf_counter()
+            self.decode(replace(run, new_tokens=min(run.new_tokens, WARM_UP_TOKENS)), 0)
+            seconds = time.perf_counter() - start
+            if run.method in PEERS:
+                seconds += load_peers_s
+            else:
+                is_drafting = settings_of(run).rule().max_depth > 0
+                roles = ("target", "draft") if is_drafting else ("target",)
+                seconds += sum(self.pair.load_s[role] for role in roles)
+            self.results.setup_s[run.label] = seconds
+        if not self.results.step_times and needs_step_times(self.results):
+            sizes = self.results.sizes  # in the middle of the text, where attention costs its mean
+            context = sizes["prompt_tokens"][0] + sizes["new_tokens"][0] // 2
+            times = measure_step_times(self.pair.target, self.pair.draft, context)
+            self.results.step_times = asdict(times)
+
+    def explain_differences(self) -> None:
+        """Find where texts leave ar's, and by how little the target decided there."""
+        for row in self.results.rows():
+            for record, is_equal in row.compared():
+                if is_equal or "difference" in record:
+                    continue
+                ar = row.baseline[record["prompt"], record["repeat"]]["token_ids"]
+                at = first_difference(record["token_ids"], ar)
+                prompt = self.prompts[record["prompt"]][: row.run.prompt_tokens]
+                gap = top2_gap(self.pair, prompt + ar[:at])
+                is_tie = gap is not None and gap < TIE
+                record["difference"] = {"at": at, "gap": gap, "is_tie": is_tie}
+
+
+def settings_of(run: Run) -> Settings:
+    return parse_settings(METHODS[run.method], run.settings)
+
+
+def needs_step_times(results: Results) -> bool:
+    return results.table == "steps" or "predicted" in results.columns
+
+
+def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
+    """Iterations whose tree reached depth 1, 2, ...; and whose accepted path did."""
+    trees = [step for step in steps if step.tree]
+    deepest = max((step.tree.depth for step in trees), default=0)
+    depths = range(1, deepest + 1)
+    return {
+        "drafted": [sum(step.tree.depth >= d for step in trees) for d in depths],
+        "accepted": [sum(len(step.path) > d for step in trees) for d in depths],
+    }
+
+
+def describe_machine(pair: Pair, models: dict) -> dict:
+    """What a figure depends on besides the options."""
+    device = pair.target.device
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        cpu_info = Path("/proc/cpuinfo")
+        names = re.findall(
+            "model name\\s*: (.*)", cpu_info.read_text() if cpu_info.exists() else ""
+        )
+        processor = names[0] if names else platform.machine()
+    return {**versions(), **models, "processor": processor, "commit": git_commit()}
+
+
+def git_commit() -> str:
+    """The code's commit, marked if files differ from it; "unknown" outside a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=10", "HEAD") + ("-modified" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def open_bench(args: argparse.Namespace) -> Bench:
+    """Check the options, load models and prompts; continue a results file or begin one."""
+    previous = Results.load(args.resume) if args.resume else None
+    options = previous.options if previous else plain_options(args)
+    args = argparse.Namespace(**(vars(args) | options))
+    if args.table not in TABLES:
+        raise UsageError(f"unknown table {args.table!r}; there are {', '.join(TABLES)}")
+    table = TABLES[args.table]
+    columns = choose_columns(args.columns, table.columns)
+    sizes = {
+        "prompt_tokens": parse_sizes(args.prompt_tokens, table.prompt_tokens, "--prompt-tokens"),
+        "new_tokens": parse_sizes(args.new_tokens, table.new_tokens, "--new-tokens"),
+    }
+    runs = at_every_size(plan_runs(table, args), sizes)
+    if not runs and any(len(values) > 1 for values in sizes.values()):
+        raise UsageError(f"--table {args.table} measures at one length")
+    texts = load_prompts(args.dataset, args.prompts)
+    file = choose_file(args)
+    pair, models = open_pair(args, is_drafting=True, say=say)
+    machine = describe_machine(pair, models)
+    warn_of_positions(pair, sizes)
+    prompts = choose_prompts(texts, pair, sizes, args, table)
+    name = Path(args.prompts).name if args.prompts else args.dataset
+    sha256 = hashlib.sha256(repr(prompts).encode()).hexdigest()
+    described = {"dataset": name, "n": len(prompts), "sha256": sha256}
+    if previous:
+        require_same(previous.machine | {"prompts": previous.prompts}, machine, described)
+        return Bench(previous, pair, prompts, file)
+    results = Results(args.table, columns, options, machine, described, sizes, runs)
+    results.save(file)  # now, so that a file that cannot be written costs no measurement
+    return Bench(results, pair, prompts, file)
+
+
+def plan_runs(table: Table, args: argparse.Namespace) -> list[Run]:
+    """The rows, without sizes. Raises UsageError."""
+    if not table.methods and (args.methods or args.peers):
+        raise UsageError(f"--table {args.table} runs no methods")
+    runs = choose_runs(table, args.methods, args.peers)
+    if args.table == "memory" and any(run.method in PEERS for run in runs):
+        raise UsageError("--table memory measures no peers")
+    return runs
+
+
+def choose_file(args: argparse.Namespace) -> Path:
+    """Where results go. Raises UsageError rather than overwrite some."""
+    if args.resume:
+        return Path(args.resume)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    file = Path(args.output or ROOT / "results" / f"run_{stamp}_{args.table}.json")
+    if file.exists():
+        raise UsageError(f"{file} exists already; go on with it (--resume) or remove it")
+    return file
+
+
+def warn_of_positions(pair: Pair, sizes: dict[str, tuple[int, ...]]) -> None:
+    longest = max(sizes["prompt_tokens"]) + max(sizes["new_tokens"])
+    trained = pair.target.config.max_positions
+    if longest > trained:
+        say(f"warning: up to {longest} tokens, but the target was trained for {trained} positions")
+
+
+def choose_prompts(
+    texts: list[str], pair: Pair, sizes: dict, args: argparse.Namespace, table: Table
+) -> list[list[int]]:
+    """The prompts as ids, as long as the longest run wants them."""
+    n_prompts = table.n_prompts if args.n_prompts is None else args.n_prompts
+    if n_prompts < 1 or args.repeats < 1:
+        raise UsageError("--n-prompts and --repeats are at least 1")
+    longest, vocab_size = max(sizes["prompt_tokens"]), pair.target.config.vocab_size
+    # Of several lengths each must be what it says; a single one is only the most.
+    shortest = longest if len(sizes["prompt_tokens"]) > 1 else 1
+    return cut_prompts(texts, pair.tokenizer, vocab_size, longest, n_prompts, shortest)
+
+
+def plain_options(args: argparse.Namespace) -> dict:
+    """What decides a run, for the results file; the rest is about this call alone."""
+    about_the_call = ("output", "resume", "show", "format", "readme")
+    return {name: value for name, value in vars(args).items() if name not in about_the_call}
+
+
+def require_same(before: dict, machine: dict, prompts: dict) -> None:
+    """Raise UsageError if an interrupted run would go on under other conditions."""
+    now = machine | {"prompts": prompts}
+    changed = [name for name in now if now[name] != before.get(name)]
+    if changed:
+        was = ", ".join(f"{name} was {before.get(name)}" for name in changed)
+        raise UsageError(f"--resume would mix two conditions: {was}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command line, once parsed. Returns the exit status."""
+    if args.readme:
+        require_alone(args, "--readme", ())
+        update_readme(ROOT / "README.md", args.readme)
+        return 0
+    if args.show:
+        require_alone(args, "--show", ("columns", "format"))
+        results = Results.load(args.show)
+        results.columns = choose_columns(args.columns, results.columns)
+        show(results, args.format)
+        return 0
+    if args.resume:
+        require_alone(args, "--resume", ("format",))
+    bench, is_interrupted = open_bench(args), False
+    try:
+        bench.run_all()
+    except KeyboardInterrupt:
+        is_interrupted = True
+    finally:  # an error, too, leaves what was measured
+        bench.results.save(bench.file)
+        if bench.results.records or bench.results.step_times:
+            show(bench.results, args.format)
+        say(f"results in {os.path.relpath(bench.file)}")
+    if is_interrupted:
+        say(f"interrupted; to go on: python bench.py --resume {os.path.relpath(bench.file)}")
+        return 130
+    found = [record.get("difference") for record in bench.results.records]
+    is_wrong = any(difference and not difference["is_tie"] for difference in found)
+    return 1 if is_wrong and bench.pair.target.dtype == torch.float32 else 0
+
+
+def require_alone(args: argparse.Namespace, option: str, allowed: tuple[str, ...]) -> None:
+    """Raise UsageError for options that would have no effect beside this one."""
+    unused = build_parser().parse_args([])
+    mine = (option.removeprefix("--"), *allowed)
+    for name, value in vars(args).items():
+        if name not in mine and value != getattr(unused, name):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect beside {option}")
+
+
+def show(results: Results, kind: str) -> None:
+    width = shutil.get_terminal_size().columns
+    print(results.markdown() if kind == "markdown" else results.report(width), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command_line(run, build_parser(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

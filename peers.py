@@ -1,0 +1,74 @@
+"""transformers on the same weights, for comparison rows: greedy, and its assisted generation.
+
+The only file that may import transformers, and only when its rows are asked for.
+
+    peers = Peers(pair)
+    steps = peers.decode("hf-assisted", prompt_ids, max_new_tokens=128)
+"""
+
+import importlib.util
+import time
+
+import torch
+from torch import Tensor
+
+from dynatree import Step
+from inputs import Pair, UsageError
+
+PEERS = {"hf-ar": "transformers generate, greedy", "hf-assisted": "its assisted generation"}
+
+
+class Clock:
+    """A streamer for generate(): notes when which ids came out."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.is_prompt = True  # generate puts the prompt first
+        self.last = time.perf_counter()
+
+    def put(self, ids: Tensor) -> None:
+        """Called with ids on the CPU, so the device has finished them."""
+        if self.is_prompt:
+            self.is_prompt = False
+            return
+        now, tokens = time.perf_counter(), ids.flatten().tolist()
+        path = range(len(tokens))  # its last token is the target's own, as a bonus token is
+        self.steps.append(Step(tokens, path=path, verify_ms=(now - self.last) * 1e3))
+        self.last = now
+
+    def end(self) -> None:
+        """Part of the streamer's interface."""
+
+
+class Peers:
+    """Both models as transformers loads them, in the pair's dtype and on its device."""
+
+    def __init__(self, pair: Pair):
+        """Raises UsageError if transformers is not installed."""
+        if not importlib.util.find_spec("transformers"):
+            names = " and ".join(PEERS)
+            raise UsageError(f"{names} need transformers: pip install transformers, or leave them")
+        from transformers import AutoModelForCausalLM, logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+        self.device = pair.target.device
+
+        def load(folder: str) -> torch.nn.Module:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.target.dtype)
+            model.generation_config.eos_token_id = None  # benchmarks ignore EOS
+            model.generation_config.pad_token_id = 0  # else it warns; nothing is padded
+            return model.to(self.device).eval()
+
+        self.target, self.draft = load(str(pair.target_folder)), load(str(pair.draft_folder))
+
+    @torch.inference_mode()
+    def decode(self, name: str, prompt: list[int], max_new_tokens: int) -> list[Step]:
+        """Greedy Steps without trees; an assisted step's path is the ids it committed."""
+        clock = Clock()
+        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "streamer": clock}
+        if name == "hf-assisted":
+            options["assistant_model"] = self.draft
+        self.target.generate(torch.tensor([prompt], device=self.device), **options)
+        return clock.steps

@@ -1,0 +1,165 @@
+"""Prompts to benchmark on: a dozen of our own, WikiText-2 from the hub, or a file of the user's.
+
+No silent fallback: a dataset that cannot be had is an error that names the others.
+
+    texts = load_prompts("wikitext2", None)
+    prompts = cut_prompts(texts, tokenizer, vocab_size, n_tokens=150, n_prompts=8)
+"""
+
+import json
+import zipfile
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from inputs import UsageError, encode
+
+DATASETS = ("builtin", "wikitext2")
+WIKITEXT_REPOSITORY, WIKITEXT_ZIP = "ggml-org/ci", "wikitext-2-raw-v1.zip"
+WIKITEXT_FILE = "wikitext-2-raw/wiki.test.raw"  # the embedded pair has seen the validation split
+SHORTEST = 200  # characters of a paragraph; shorter ones say too little to go on from
+
+BUILTIN = (
+    # encyclopaedic
+    "The common swift is a medium-sized bird that spends almost its whole life in the air. It "
+    "feeds, drinks, mates and even sleeps on the wing, and comes to land only to nest. In the "
+    "north of its range it arrives in the first days of May and leaves again before the end of "
+    "August. The nest is built in a hole in a wall or under the tiles of a roof, and",
+    "The Battle of the Three Rivers was fought in the autumn of 1643 between the army of the "
+    "northern provinces and a smaller force that held the only bridge. The defenders had few "
+    "guns and almost no cavalry, but the ground before them was soft after a week of rain. On "
+    "the morning of the second day the northern general ordered",
+    "Granite is a coarse rock made mostly of quartz, feldspar and mica. It forms when molten "
+    "rock cools slowly, far below the surface, so that its crystals have time to grow. Because it "
+    "is hard and resists the weather, it has been used for bridges, harbours and monuments. The "
+    "colour of the stone depends on",
+    # narrative
+    "It was nearly dark when the old man came to the door of the inn and asked whether there was "
+    "a bed to be had. He carried a small leather bag, which he would not let the boy take from "
+    "him, and his boots were white with dust. The landlady looked at him for some time before "
+    'she answered. "There is a room," she said at last, "but',
+    "My sister had always been the braver of the two of us. When we were children it was she who "
+    "climbed the wall of the orchard, and she who went first into the cellar with the candle. So "
+    "I was not surprised, on the night of the storm, to find her already at the window with her "
+    "coat on. She turned to me and",
+    "The ship had been eleven days out of port when the wind failed. The sea lay round her like "
+    "glass, and the sails hung straight down from the yards. The captain walked up and down the "
+    "deck with his hands behind his back and spoke to nobody. On the third day of the calm, the "
+    "mate came to him and said",
+    # list-like
+    "Things to buy before the journey: two blankets, a coil of rope, a lantern, a pound of "
+    "candles, a box of matches, a knife, a tin kettle, three cups, a bag of flour, a bag of "
+    "salt, dried apples, dried beans, coffee, sugar, soap, needles and thread, a map of the "
+    "coast, a compass,",
+    "Kings of the island and the years of their reigns:\n1. Aldric the Elder, 801 to 823\n2. "
+    "Aldric the Younger, 823 to 830\n3. Osmund, 830 to 851\n4. Edwy the Tall, 851 to 862\n5. "
+    "Osmund the Second, 862 to 880\n6. Hereward, 880 to 884\n7. Edwy the Second, 884 to",
+    "Monday: clean the stove, bake the bread, mend the gate.\nTuesday: wash the linen, walk to "
+    "the market, write to the lawyer.\nWednesday: bake the bread, weed the garden, pay the "
+    "miller.\nThursday: clean the windows, feed the hens, read to grandmother.\nFriday: bake the "
+    "bread,",
+    # code-like
+    "def count_words(text):\n    counts = {}\n    for line in text.split('\\n'):\n        for word "
+    "in line.split(' '):\n            if word in counts:\n                counts[word] = "
+    "counts[word] + 1\n            else:\n                counts[word] = 1\n    return counts\n\n"
+    "def longest_word(text):\n    longest = ''\n    for line in text.split('\\n'):\n",
+    '{"name": "harbour", "kind": "place", "size": 12, "open": true}\n{"name": "lighthouse", '
+    '"kind": "place", "size": 3, "open": false}\n{"name": "market", "kind": "place", "size": 40, '
+    '"open": true}\n{"name": "chapel", "kind": "place",',
+    "CREATE TABLE books (id INTEGER, title TEXT, author TEXT, year INTEGER);\nINSERT INTO books "
+    "VALUES (1, 'The Long Road', 'A. Miller', 1871);\nINSERT INTO books VALUES (2, 'The Short "
+    "Road', 'A. Miller', 1874);\nINSERT INTO books VALUES (3, 'A Winter in the Hills', 'J. "
+    "Carter',",
+)
+
+
+def load_prompts(dataset: str, file: str | None) -> list[str]:
+    """The texts of a dataset, or of a file if one is given.
+
+    A .jsonl file has one {"prompt": ...} a line; any other file is plain text, of which paragraphs
+    of at least 200 characters count. Raises UsageError.
+    """
+    if file is not None:
+        return _read_file(Path(file))
+    if dataset == "builtin":
+        return list(BUILTIN)
+    if dataset == "wikitext2":
+        return paragraphs(_fetch_wikitext())
+    raise UsageError(f"unknown dataset {dataset!r}; there are {', '.join(DATASETS)}, or --prompts")
+
+
+def _read_file(file: Path) -> list[str]:
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    if file.suffix == ".jsonl":
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        texts = [_prompt_field(line, f"{file}, line {n}") for n, line in lines]
+    else:
+        texts = paragraphs(text)
+    if not texts:
+        what = "line" if file.suffix == ".jsonl" else f"paragraph of {SHORTEST} characters or more"
+        raise UsageError(f"{file} has no {what} to use as a prompt")
+    return texts
+
+
+def _prompt_field(line: str, where: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f'{where}: not a JSON object with a "prompt" field') from error
+    if not isinstance(prompt, str) or not prompt:
+        raise UsageError(f'{where}: "prompt" is not a text, or empty')
+    return prompt
+
+
+def paragraphs(text: str) -> list[str]:
+    """Lines joined up to a blank line or a WikiText heading (" = Title = "), if long enough."""
+    found, lines = [], []
+    for line in [*text.splitlines(), ""]:
+        is_heading = line.startswith(" = ") and line.rstrip().endswith(" =")
+        if line.strip() and not is_heading:
+            lines.append(line.strip())
+            continue
+        found.append("\n".join(lines))
+        lines = []
+    return [paragraph for paragraph in found if len(paragraph) >= SHORTEST]
+
+
+def _fetch_wikitext() -> str:
+    """WikiText-2's raw test text, from the hub or the hub client's cache. Raises UsageError."""
+    from huggingface_hub import errors, hf_hub_download  # half a second, for this dataset only
+
+    others = f"use --dataset {DATASETS[0]} or --prompts FILE"
+    try:
+        file = hf_hub_download(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset")
+        with zipfile.ZipFile(file) as archive:
+            return archive.read(WIKITEXT_FILE).decode("utf-8")
+    except (errors.HfHubHTTPError, errors.HTTPError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"wikitext2 cannot be fetched ({reason}); {others}") from error
+    except (zipfile.BadZipFile, KeyError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not the WikiText-2 archive: {error}; {others}") from error
+
+
+def cut_prompts(
+    texts: list[str],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    n_tokens: int,
+    n_prompts: int,
+    shortest: int = 1,
+) -> list[list[int]]:
+    """n_prompts of the texts, evenly spread over them, as ids, each cut to n_tokens.
+
+    shortest: texts of fewer tokens are left out first. Raises UsageError if too few are left.
+    """
+    encoded = [encode(text, tokenizer, vocab_size) for text in texts]
+    usable = [ids[:n_tokens] for ids in encoded if len(ids) >= shortest]
+    if len(usable) < n_prompts:
+        size = f" of {shortest} or more tokens" if shortest > 1 else ""
+        raise UsageError(f"{n_prompts} prompts{size} are needed, the dataset has {len(usable)}")
+    return [usable[i * len(usable) // n_prompts] for i in range(n_prompts)]

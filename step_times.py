@@ -1,0 +1,135 @@
+"""What one forward costs by the number of its rows, the least it can cost, and what follows.
+
+A decode step reads every weight once, so bytes / bandwidth is its floor. Speculation pays when a
+pass over a whole tree costs little more than a pass over one token; these times, with the rows that
+a generation really ran, predict its speed, and the measured speed shows what is lost beside them.
+
+    times = measure_step_times(target, draft, context=200)
+    times.predict_ms(drafts={1: 40, 3: 35}, verifies={7: 40})
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from dynatree import Step, Stopwatch
+from gpt_neox import GPTNeoX, weight_bytes
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+COPY_BYTES = 2**28  # past every cache, so that memory itself is measured
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Median milliseconds of one forward, and the bytes that a one-row forward has to read."""
+
+    context: int  # cached tokens before the rows
+    rows: list[int]
+    target_ms: list[float]  # by `rows`
+    draft_ms: list[float]
+    target_bytes: int
+    draft_bytes: int
+    copy_gb_s: float  # gigabytes read and written per second by a large copy
+
+    def floor_ms(self, n_bytes: int) -> float:
+        """The least that reading n_bytes can take at the measured bandwidth."""
+        return n_bytes / self.copy_gb_s / 1e6
+
+    def predict_ms(self, drafts: Mapping[int, int], verifies: Mapping[int, int]) -> float:
+        """Milliseconds of the forwards alone; both arguments: rows of a forward -> how many."""
+        return sum(
+            n * interpolate(self.rows, ms, rows)
+            for ms, passes in ((self.draft_ms, drafts), (self.target_ms, verifies))
+            for rows, n in passes.items()
+        )
+
+
+def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
+    """y at x, on the straight lines through (xs, ys), the outer ones prolonged. xs rise."""
+    right = next((i for i, known in enumerate(xs) if i and known >= x), len(xs) - 1)
+    left = right - 1
+    slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
+    return ys[left] + slope * (x - xs[left])
+
+
+def measure_step_times(
+    target: GPTNeoX, draft: GPTNeoX, context: int, n_rounds: int = 5
+) -> StepTimes:
+    """Median times of both models at every width, taken in turn, n_rounds bursts of three.
+
+    Raises OutOfMemory if the caches do not fit.
+    """
+    models = {"target_ms": target, "draft_ms": draft}
+    passes = {
+        (name, n): _forward(model, context, n) for name, model in models.items() for n in ROWS
+    }
+    for run in passes.values():  # warm-up
+        run()
+    watch = Stopwatch(target.device)
+    samples: dict[tuple[str, int], list[float]] = {key: [] for key in passes}
+    for _ in range(n_rounds):
+        for key, run in (item for item in passes.items() for _ in range(3)):
+            watch.restart()
+            run()
+            watch.lap("other_ms")
+            samples[key].append(watch.ms["other_ms"])
+    medians = {name: [statistics.median(samples[name, n]) for n in ROWS] for name in models}
+    sizes = {"target_bytes": step_bytes(target, context), "draft_bytes": step_bytes(draft, context)}
+    bandwidth = copy_bandwidth(target.device)
+    return StepTimes(context, list(ROWS), **medians, **sizes, copy_gb_s=bandwidth)
+
+
+def _forward(model: GPTNeoX, context: int, n: int) -> Callable[[], torch.Tensor]:
+    """One forward of n rows after `context` tokens, as the loop calls it: masked if n > 1."""
+    cache = model.new_cache(context + n)
+    cache.advance(context)
+    tokens = torch.arange(n, device=model.device) % model.config.vocab_size
+    mask = None
+    if n > 1:
+        mask = torch.ones(n, context + n, dtype=torch.bool, device=model.device).tril_(context)
+    positions = torch.arange(context, context + n, device=model.device)
+
+    @torch.inference_mode()
+    def run() -> torch.Tensor:
+        return model.forward(tokens, positions, cache, mask)
+
+    return run
+
+
+def step_bytes(model: GPTNeoX, context: int) -> int:
+    """Bytes a one-row step reads: every weight but the input embedding (one row), and the cache."""
+    embedding = 0 if model.config.is_tied else model.embed_in.nbytes
+    return weight_bytes(model.config, model.dtype) - embedding + model.cache_bytes(context)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Gigabytes read and written per second, from copies of a tensor larger than any cache."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    copy, watch, ms = torch.empty_like(source), Stopwatch(device), []
+    for _ in range(6):
+        watch.restart()
+        copy.copy_(source)
+        watch.lap("other_ms")
+        ms.append(watch.ms["other_ms"])
+    return 2 * COPY_BYTES / statistics.median(ms[1:]) / 1e6  # the first one touches new memory
+
+
+def count_passes(steps: Sequence[Step], n_prompt: int, commit: str) -> tuple[Counter, Counter]:
+    """Forwards after prefill by their rows: the draft's, the target's."""
+    drafts, verifies = Counter(), Counter()
+    length, n_known = n_prompt, 0  # committed tokens; how many of them the draft has run
+    for before, step in pairwise(steps):
+        length += len(before.tokens)
+        verifies[len(step.tree)] += 1
+        if commit == "rebuild":
+            verifies[len(step.path)] += 1
+        was_run = step.tree.draft_slots >= 0
+        if was_run[0]:
+            _, *widths = step.tree.depths[was_run].bincount().tolist()
+            drafts.update([length - n_known, *widths])  # the catch-up ends with the root
+            n_known = length - 1 + int(was_run[list(step.path)].sum())
+    return drafts, verifies
