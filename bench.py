@@ -39,11 +39,20 @@ from dynatree import (
     top2_gap,
     versions,
 )
-from inputs import Pair, Parser, UsageError, add_model_options, open_pair, parse_settings
+from inputs import (
+    Pair,
+    Parser,
+    UsageError,
+    add_model_options,
+    choose_sampling,
+    open_pair,
+    parse_settings,
+)
 from memory import in_own_process, measure_memory
 from peers import PEERS, Peers
 from prompts import DATASETS, cut_prompts, load_prompts
 from results import COLUMNS, Results, Run, update_readme
+from sampling import Sampling
 from step_times import StepTimes, count_passes, measure_step_times
 from tables import (
     TABLES,
@@ -53,6 +62,7 @@ from tables import (
     choose_runs,
     interleave,
     parse_sizes,
+    parse_temperatures,
 )
 
 ROOT = Path(__file__).parent
@@ -77,6 +87,9 @@ def build_parser() -> Parser:
     add("--n-prompts", type=int, metavar="N", help="prompts, evenly spread over the dataset")
     add("--prompt-tokens", metavar="N,...", help="lengths to cut the prompts to")
     add("--new-tokens", metavar="N,...", help="tokens to generate")
+    add("--temperature", metavar="X,...", help="0 is greedy (0)")
+    add("--top-p", type=float, metavar="P", help="of the sampled runs (1)")
+    add("--seed", type=int, metavar="N", help="of the sampled runs; each prompt has its own (0)")
     add("--repeats", type=int, default=1, metavar="N", help="rounds over all prompts (1)")
     add_model_options(parser)
     add("--output", metavar="FILE", help="results file (results/run_<time>_<table>.json)")
@@ -94,20 +107,29 @@ class Bench:
         self.results, self.pair, self.prompts, self.file = results, pair, prompts, file
         self.peers: Peers | None = None
 
-    def decode(self, run: Run, prompt: int) -> list[Step]:
+    def decode(self, run: Run, prompt: int, repeat: int = 0) -> list[Step]:
         ids = self.prompts[prompt][: run.prompt_tokens]
         if run.method in PEERS:
             return self.peers.decode(run.method, ids, run.new_tokens)
-        request = Request(self.pair, ids, run.new_tokens, eos_ids=(), commit=run.commit)
+        sampling = self.sampling(run, prompt, repeat)
+        request = Request(self.pair, ids, run.new_tokens, (), run.commit, sampling)
         return list(request.decode(settings_of(run)))
+
+    def sampling(self, run: Run, prompt: int, repeat: int) -> Sampling | None:
+        """Another seed for every prompt and repeat, the same for every method."""
+        if not run.temperature:
+            return None
+        seed = (self.results.options["seed"] or 0) + repeat * len(self.prompts) + prompt
+        return choose_sampling(run.temperature, self.results.options["top_p"], seed)
 
     def measure(self, repeat: int, prompt: int, run: Run) -> dict:
         """One record: a method's metrics and ids on one prompt."""
         head = {"run": run.label, "prompt": prompt, "repeat": repeat}
         ids = self.prompts[prompt][: run.prompt_tokens]
         if self.results.table == "memory":
-            return head | in_own_process(measure_memory, self.results.options, run, ids)
-        steps = self.decode(run, prompt)
+            sampling = self.sampling(run, prompt, repeat)
+            return head | in_own_process(measure_memory, self.results.options, run, ids, sampling)
+        steps = self.decode(run, prompt, repeat)
         record = head | {"metrics": asdict(measure(steps)), "token_ids": token_ids(steps)}
         if run.method in PEERS:
             return record
@@ -227,10 +249,10 @@ def open_bench(args: argparse.Namespace) -> Bench:
     sizes = {
         "prompt_tokens": parse_sizes(args.prompt_tokens, table.prompt_tokens, "--prompt-tokens"),
         "new_tokens": parse_sizes(args.new_tokens, table.new_tokens, "--new-tokens"),
+        "temperature": parse_temperatures(args.temperature, table.temperature),
     }
-    runs = at_every_size(plan_runs(table, args), sizes)
-    if not runs and any(len(values) > 1 for values in sizes.values()):
-        raise UsageError(f"--table {args.table} measures at one length")
+    runs = at_every_size(choose_runs(table, args.methods, args.peers), sizes)
+    check_options(args, sizes, runs)
     texts = load_prompts(args.dataset, args.prompts)
     file = choose_file(args)
     pair, models = open_pair(args, is_drafting=True, say=say)
@@ -248,14 +270,20 @@ def open_bench(args: argparse.Namespace) -> Bench:
     return Bench(results, pair, prompts, file)
 
 
-def plan_runs(table: Table, args: argparse.Namespace) -> list[Run]:
-    """The rows, without sizes. Raises UsageError."""
-    if not table.methods and (args.methods or args.peers):
-        raise UsageError(f"--table {args.table} runs no methods")
-    runs = choose_runs(table, args.methods, args.peers)
-    if args.table == "memory" and any(run.method in PEERS for run in runs):
-        raise UsageError("--table memory measures no peers")
-    return runs
+def check_options(args: argparse.Namespace, sizes: dict, runs: Sequence[Run]) -> None:
+    """Raise UsageError for options that are wrong together, or that nothing would use."""
+    has_peers = any(run.method in PEERS for run in runs)
+    hot = [value for value in sizes["temperature"] if value]
+    if args.table == "steps" and (runs or hot or any(len(sizes[name]) > 1 for name in sizes)):
+        raise UsageError("--table steps runs no methods, and at one length")
+    if args.table == "memory" and has_peers:
+        raise UsageError(f"--table memory does not measure {', '.join(PEERS)}")
+    if hot and has_peers:
+        raise UsageError(f"{', '.join(PEERS)} are measured at temperature 0 only")
+    for value in hot or [0.0]:
+        choose_sampling(value, args.top_p, args.seed)
+    if args.repeats < 1 or (args.n_prompts is not None and args.n_prompts < 1):
+        raise UsageError("--n-prompts and --repeats are at least 1")
 
 
 def choose_file(args: argparse.Namespace) -> Path:
@@ -281,8 +309,6 @@ def choose_prompts(
 ) -> list[list[int]]:
     """The prompts as ids, as long as the longest run wants them."""
     n_prompts = table.n_prompts if args.n_prompts is None else args.n_prompts
-    if n_prompts < 1 or args.repeats < 1:
-        raise UsageError("--n-prompts and --repeats are at least 1")
     longest, vocab_size = max(sizes["prompt_tokens"]), pair.target.config.vocab_size
     # Of several lengths each must be what it says; a single one is only the most.
     shortest = longest if len(sizes["prompt_tokens"]) > 1 else 1

@@ -27,6 +27,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sampling import Sampler
+
 MAX_ROWS = 128  # the widest verify pass any setting may ask for
 
 # draft(tokens [W], parents [W] | None) -> logits [W, V]: run one level of nodes. parents index the
@@ -45,6 +47,7 @@ class Tree:
     ancestors: Tensor  # [N, N] bool; row i marks the path from the root to i, both included
     draft_slots: Tensor  # [N] int64, slot in the draft's cache from the root's on; -1 = never run
     depth: int  # the deepest level
+    draft_probs: Tensor | None = None  # [run, V], by draft_slots: what children were drawn from
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -55,13 +58,18 @@ class Level:
     """What a rule sees: the rows the draft has just run, and their best k candidates."""
 
     depth: int  # of the rows; their children are one deeper
-    logprobs: Tensor  # [W, k] log-probability of each candidate given its path, best first
+    logprobs: Tensor  # [W, k] log-probability of each candidate given its path, in order
     path_logprobs: Tensor  # [W, k] log p(child): the path's and the candidate's together
 
 
 class Rule(Protocol):
-    """Which children to add and which of them to expand; one object per generation."""
+    """Which children to add and which of them to expand; one object per generation.
 
+    Candidates are the k likeliest tokens, best first. A rule that draws gets drawn ones instead
+    when the text is sampled; which of them it adds must not depend on what they are.
+    """
+
+    is_drawing: bool
     max_branches: int  # k, candidates looked at per row
     max_depth: int  # no node lies deeper
     max_rows: int  # N_max, verify rows of one tree, root included
@@ -80,35 +88,47 @@ class Settings(Protocol):
         """A fresh rule, for one generation."""
 
 
-def grow(rule: Rule, root: Tensor, draft: Draft | None, max_depth: int) -> Tree:
+def grow(
+    rule: Rule,
+    root: Tensor,
+    draft: Draft | None,
+    max_depth: int,
+    sampler: Sampler | None = None,
+) -> Tree:
     """Grow one tree, one draft call per level; no per-node Python.
 
     root: [1] int64, the pending token. draft: None for a rule of depth 0, which never asks it.
-    max_depth: the caller's own limit, beside the rule's. When the rule's row budget cuts a level
-    short, the first candidates in breadth-first order stay.
-    A candidate of probability 0, or of a row with non-finite logits, is never added.
+    max_depth: the caller's own limit, beside the rule's. sampler: for sampled text. When the rule's
+    row budget cuts a level short, the first candidates in breadth-first order stay. A candidate of
+    probability 0, or of a row with non-finite logits, is never added.
     """
     if min(max_depth, rule.max_depth) < 1 or rule.max_rows < 2:
-        return _lone(root)
+        return lone(root)
+    sampler = sampler if rule.is_drawing else None
     n_rows = 1
     tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
     rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
     levels = [(root, rows - 1, logprobs)]
     run_rows = []  # tree rows in the order the draft ran them, which is the order of its slots
+    draft_probs = []  # [W, V] of each level, if its children are drawn
     for depth in range(min(max_depth, rule.max_depth)):
         if n_rows >= rule.max_rows or not len(rows):
             break
-        draft_logprobs = torch.log_softmax(draft(tokens, parents), dim=-1)  # [W, V]
-        k = min(rule.max_branches, draft_logprobs.shape[1])
-        candidates = draft_logprobs.topk(k)  # values and indices, [W, k]
+        draft_logits = draft(tokens, parents)  # [W, V]
+        k = min(rule.max_branches, draft_logits.shape[1])
+        if sampler:
+            draft_probs.append(sampler.warp(draft_logits))
+            candidates, values = _draw_candidates(draft_logits, draft_probs[-1], k, sampler)
+        else:
+            values, candidates = torch.log_softmax(draft_logits, dim=-1).topk(k)  # [W, k] each
         run_rows.append(rows)
-        level = Level(depth, candidates.values, logprobs.unsqueeze(1) + candidates.values)
+        level = Level(depth, values, logprobs.unsqueeze(1) + values)
         add, expand = rule.expand(level)
-        added = (add & (candidates.values > -torch.inf)).view(-1).nonzero().squeeze(1)
+        added = (add & (values > -torch.inf)).view(-1).nonzero().squeeze(1)
         added = added[: rule.max_rows - n_rows]  # [n], parent by parent: breadth-first order
         if not len(added):
             break
-        tokens, logprobs = candidates.indices.take(added), level.path_logprobs.take(added)
+        tokens, logprobs = candidates.take(added), level.path_logprobs.take(added)
         parents = added // k  # rows of the level just run
         levels.append((tokens, rows.take(parents), logprobs))
         growing = expand.take(added).nonzero().squeeze(1)
@@ -116,17 +136,28 @@ def grow(rule: Rule, root: Tensor, draft: Draft | None, max_depth: int) -> Tree:
         n_rows += len(added)
         if len(growing) < len(added):
             tokens, logprobs, parents = (t.take(growing) for t in (tokens, logprobs, parents))
-    return _assemble(levels, run_rows)
+    return _assemble(levels, run_rows, torch.cat(draft_probs) if draft_probs else None)
 
 
-def _lone(root: Tensor) -> Tree:
-    """A tree of only its root, with little ado: the baseline pays for it at every token."""
+def _draw_candidates(
+    draft_logits: Tensor, draft_probs: Tensor, k: int, sampler: Sampler
+) -> tuple[Tensor, Tensor]:
+    """k drawn tokens [W, k] and their unwarped log-probabilities, -inf if they cannot be drawn."""
+    candidates = sampler.draw(draft_probs, k)
+    values = torch.log_softmax(draft_logits, dim=-1).gather(1, candidates)
+    return candidates, values.masked_fill(draft_probs.gather(1, candidates) == 0, -torch.inf)
+
+
+def lone(root: Tensor) -> Tree:
+    """A tree of only its root [1], with little ado: the baseline pays for it at every token."""
     zero = torch.zeros_like(root)
     itself = torch.ones(1, 1, dtype=torch.bool, device=root.device)
     return Tree(root, zero - 1, zero, zero.float(), itself, zero - 1, 0)
 
 
-def _assemble(levels: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[Tensor]) -> Tree:
+def _assemble(
+    levels: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[Tensor], draft_probs: Tensor | None
+) -> Tree:
     """Levels of (tokens, parents, logprobs), and the rows that were run, as one Tree."""
     tokens, parents, logprobs = map(torch.cat, zip(*levels, strict=True))
     sizes = [len(level[0]) for level in levels]
@@ -136,8 +167,8 @@ def _assemble(levels: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[Tensor
         rows |= ancestors[above]
     ran, draft_slots = torch.cat(run_rows), torch.full_like(tokens, -1)
     draft_slots[ran] = torch.arange(len(ran), device=tokens.device)
-    depth = len(sizes) - 1
-    return Tree(tokens, parents, ancestors.sum(1) - 1, logprobs, ancestors, draft_slots, depth)
+    depths, depth = ancestors.sum(1) - 1, len(sizes) - 1
+    return Tree(tokens, parents, depths, logprobs, ancestors, draft_slots, depth, draft_probs)
 
 
 def setting(default: float, low: float, high: float, meaning: str) -> float:
@@ -176,6 +207,7 @@ class Chain:
     K: int = setting(5, 0, MAX_ROWS - 1, "tokens drafted per iteration")
 
     max_branches = 1
+    is_drawing = True
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -215,6 +247,8 @@ class Fixed:
     B: int = setting(2, 1, 32, "children per node")
     tau: float = setting(0.05, 0.0, 1.0, "a child with p(path) below tau is not added")
     N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included")
+
+    is_drawing = False
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -273,6 +307,8 @@ class DynaTree:
 
 class DynaTreeRule:
     """One generation of DynaTree: its settings as history has moved them so far."""
+
+    is_drawing = False
 
     def __init__(self, start: DynaTree):
         self.start = self.now = start

@@ -25,7 +25,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow
+from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow, lone
 from gpt_neox import (
     CheckpointError,
     GPTNeoX,
@@ -39,13 +39,16 @@ from inputs import (
     Parser,
     UsageError,
     add_model_options,
+    add_sampling_options,
+    choose_sampling,
     encode,
     open_pair,
     parse_settings,
     read_prompt,
 )
+from sampling import Sampler, Sampling
 from terminal import TextStream, describe, draw_tree
-from verify import accept_greedy, tree_mask, tree_positions
+from verify import accept_greedy, accept_sampled, tree_mask, tree_positions
 
 METHODS: dict[str, type[Settings]] = {
     "ar": Alone,
@@ -153,8 +156,9 @@ def generate(
     *,
     eos_ids: Sequence[int] = (),
     commit: str = "keep",
+    sampling: Sampling | None = None,
 ) -> Iterator[Step]:
-    """Decode greedily, one Step per commit; together they are the target's own greedy ids.
+    """Decode, one Step per commit: the target's own greedy ids, or samples of its distribution.
 
     draft may be None for ar. eos_ids end the text where they appear. commit: "keep" moves the
     accepted rows in the cache, "rebuild" runs them again (section 3.5): one more target pass, the
@@ -163,13 +167,15 @@ def generate(
     rule = settings.rule()  # fresh: no generation learns from another
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
         raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
+    sampler = sampling.sampler(target.device) if sampling else None
     watch = Stopwatch(target.device)
     committed, end = list(prompt), len(prompt) + max_new_tokens
     cache, drafter = _make_caches(target, draft, rule, committed, end, watch)
     watch.lap("other_ms")
     logits = target.prefill(prompt, cache)[None]  # [1, V]
     watch.lap("verify_ms")
-    step = Step(cut(next_ids(*logits.max(dim=-1)), eos_ids, max_new_tokens), **watch.ms)
+    _, first = accept(lone(torch.tensor(prompt[-1:], device=target.device)), logits, sampler)
+    step = Step(cut(first, eos_ids, max_new_tokens), **watch.ms)
     while True:
         committed += step.tokens
         yield step
@@ -177,8 +183,8 @@ def generate(
             return
         watch.restart()
         # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
-        root = torch.tensor(committed[-1:], device=target.device)
-        tree = grow(rule, root, drafter.run if drafter else None, end - len(committed) - 1)
+        root, room = torch.tensor(committed[-1:], device=target.device), end - len(committed)
+        tree = grow(rule, root, drafter.run if drafter else None, room - 1, sampler)
         # 2 mask and positions
         mask = tree_mask(tree, cache.length) if tree.depth else None
         positions = tree_positions(tree, cache.length)
@@ -187,11 +193,8 @@ def generate(
         logits = target.forward(tree.tokens, positions, cache, mask)  # [N, V]
         watch.lap("verify_ms")
         # 4 accept: the path on which the target agrees, then the bonus token
-        best, predictions = logits.max(dim=-1)  # [N] each
-        path = accept_greedy(tree, predictions)
-        new_tokens = next_ids(best[path], predictions[path])
+        rows, new_tokens = accept(tree, logits, sampler)
         # 5 commit
-        rows = path[: len(new_tokens)].tolist()
         if commit == "keep":
             cache.commit(rows)
         else:
@@ -201,7 +204,7 @@ def generate(
         # 6 adapt
         if tree.depth:
             rule.adapt(len(rows) - 1, tree.depth)
-        tokens = cut(new_tokens, eos_ids, end - len(committed))
+        tokens = cut(new_tokens, eos_ids, room)
         watch.lap("other_ms")
         step = Step(tokens, tree, rows, new_tokens[-1], **watch.ms)
 
@@ -224,6 +227,22 @@ def _make_caches(
     return target.new_cache(capacity), Drafter(draft, capacity, n_ids, committed, watch)
 
 
+def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[int], list[int]]:
+    """The accepted rows, root first, and the id that the target puts after each, bonus last.
+
+    logits: [N, V] of the tree's rows. Raises NonFiniteLogits if the root's are not finite; a path
+    ends before any other row whose logits are not.
+    """
+    best, predictions = logits.max(dim=-1)  # [N] each
+    if sampler is None:
+        path = accept_greedy(tree, predictions)
+        tokens = predictions[path]
+    else:
+        path, tokens = accept_sampled(tree, sampler.warp(logits), sampler)
+    new_tokens = next_ids(best[path], tokens)
+    return path[: len(new_tokens)].tolist(), new_tokens
+
+
 def _rebuild(target: GPTNeoX, cache: KVCache, tokens: list[int], watch: Stopwatch) -> None:
     """Commit as the paper does: the tree is dropped, the accepted tokens are run again."""
     watch.lap("other_ms")
@@ -231,8 +250,8 @@ def _rebuild(target: GPTNeoX, cache: KVCache, tokens: list[int], watch: Stopwatc
     watch.lap("verify_ms")
 
 
-def next_ids(best: Tensor, predictions: Tensor) -> list[int]:
-    """The ids that a path's rows predict, up to the first row whose logits are not finite.
+def next_ids(best: Tensor, chosen: Tensor) -> list[int]:
+    """The ids chosen after a path's rows, up to the first row whose logits are not finite.
 
     best: [n], each row's largest logit; a row that holds inf or nan has it there. Raises
     NonFiniteLogits if it is the first row, so that an error takes back nothing that was right.
@@ -244,7 +263,7 @@ def next_ids(best: Tensor, predictions: Tensor) -> list[int]:
             "Pythia models do in float16); try --dtype bfloat16"
         )
     n_finite = [*are_finite, False].index(False)
-    return predictions[:n_finite].tolist()
+    return chosen[:n_finite].tolist()
 
 
 def cut(tokens: list[int], eos_ids: Sequence[int], room: int) -> list[int]:
@@ -323,6 +342,7 @@ def build_parser() -> Parser:
     add("--prompt-file", metavar="F", help="a UTF-8 file to continue; - is standard input")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="limit (default 128)")
     add("--method", default="dynatree", metavar="M", help=f"{', '.join(METHODS)} (dynatree)")
+    add_sampling_options(parser)
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
     add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
     add_model_options(parser)
@@ -346,9 +366,10 @@ class Request:
     max_new_tokens: int
     eos_ids: tuple[int, ...]
     commit: str
+    sampling: Sampling | None = None  # None is greedy
 
     def decode(self, settings: Settings) -> Iterator[Step]:
-        options = {"eos_ids": self.eos_ids, "commit": self.commit}
+        options = {"eos_ids": self.eos_ids, "commit": self.commit, "sampling": self.sampling}
         models, limit = (self.pair.target, self.pair.draft), self.max_new_tokens
         return generate(*models, self.prompt, settings, limit, **options)
 
@@ -405,7 +426,7 @@ class Comparison:
 
     ar_throughput: float
     speedup: float
-    exact: bool
+    exact: bool | None  # None if sampled: then no two texts need agree
     first_difference: int | None = None  # index into token_ids
     top2_gap: float | None = None  # the target's there, in float32; None if it does not fit
 
@@ -415,6 +436,8 @@ class Comparison:
 
     def line(self) -> str:
         start = f"ar: {self.ar_throughput:.1f} tokens/s, so {self.speedup:.2f}x; the ids "
+        if self.exact is None:
+            return f"{start}are sampled, not compared"
         if self.exact:
             return f"{start}are equal"
         start += f"differ from token {self.first_difference} on "
@@ -430,6 +453,8 @@ def compare(request: Request, steps: Sequence[Step]) -> Comparison:
     ours, theirs = token_ids(steps), token_ids(reference)
     ar = measure(reference).throughput
     speedup = measure(steps).throughput / ar if ar else 1.0
+    if request.sampling:
+        return Comparison(ar, speedup, exact=None)
     at = first_difference(ours, theirs)
     if at is None:
         return Comparison(ar, speedup, exact=True)
@@ -466,6 +491,7 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
     settings = parse_settings(METHODS[args.method], args.set)
+    sampling = choose_sampling(args.temperature, args.top_p, args.seed)
     text = read_prompt(args.prompt, args.prompt_file)
     is_drafting = settings.rule().max_depth > 0
     if args.draft and not is_drafting:
@@ -481,8 +507,8 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     eos_ids = () if args.ignore_eos else config.eos_ids
     reported = {"method": args.method, **asdict(settings), **models, "commit": args.commit}
     reported |= {"max_new_tokens": args.max_new_tokens, "prompt_tokens": len(prompt)}
-    reported |= {"eos_ids": eos_ids}
-    request = Request(pair, prompt, args.max_new_tokens, eos_ids, args.commit)
+    reported |= {"eos_ids": eos_ids, "sampling": asdict(sampling) if sampling else None}
+    request = Request(pair, prompt, args.max_new_tokens, eos_ids, args.commit, sampling)
     return request, settings, reported
 
 
@@ -515,7 +541,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report))
     if is_interrupted:
         return 130
-    is_wrong = comparison and not comparison.exact and not comparison.is_tie
+    is_wrong = comparison and comparison.exact is False and not comparison.is_tie
     return 1 if is_wrong and request.pair.target.dtype == torch.float32 else 0
 
 

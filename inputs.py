@@ -20,6 +20,7 @@ import torch
 from tokenizers import Tokenizer
 
 from gpt_neox import DTYPES, CheckpointError, GPTNeoX, find_checkpoint, read_json
+from sampling import Sampling
 
 TINY = Path(__file__).parent / "models" / "tiny"
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
@@ -47,6 +48,26 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", help=f"{', '.join(DTYPES)} (float16 on cuda, float32 on cpu)")
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `choose_sampling` takes."""
+    add = parser.add_argument
+    add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
+    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens reaching P (1)")
+    add("--seed", type=int, metavar="N", help="of the sampling (0)")
+
+
+def choose_sampling(temperature: float, top_p: float | None, seed: int | None) -> Sampling | None:
+    """None for greedy. Raises UsageError, also for options that greedy decoding ignores."""
+    if temperature == 0:
+        if top_p is not None or seed is not None:
+            raise UsageError("--top-p and --seed need a --temperature above 0")
+        return None
+    try:
+        return Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
 
 
 def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:

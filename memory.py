@@ -16,6 +16,7 @@ from dynatree import METHODS, Request, token_ids
 from gpt_neox import weight_bytes
 from inputs import UsageError, open_pair, parse_settings
 from results import Run
+from sampling import Sampling
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
@@ -25,12 +26,13 @@ def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
         return pool.submit(function, *arguments).result()
 
 
-def measure_memory(options: dict, run: Run, prompt: list[int]) -> dict:
+def measure_memory(options: dict, run: Run, prompt: list[int], sampling: Sampling | None) -> dict:
     """Load what the run needs, run it, and tell this process's peak (on CUDA the device's)."""
     settings = parse_settings(METHODS[run.method], run.settings)
     is_drafting = settings.rule().max_depth > 0
     pair, _ = open_pair(argparse.Namespace(**options), is_drafting, lambda line: None)
-    steps = list(Request(pair, prompt, run.new_tokens, (), run.commit).decode(settings))
+    request = Request(pair, prompt, run.new_tokens, (), run.commit, sampling)
+    steps = list(request.decode(settings))
     models = [pair.target, *([pair.draft] if pair.draft else [])]
     capacity = len(prompt) + run.new_tokens + settings.rule().max_rows
     floor = sum(

@@ -48,6 +48,7 @@ class Run:
     commit: str
     prompt_tokens: int
     new_tokens: int
+    temperature: float  # 0 is greedy
     baseline: str  # label of ar on the same prompts and limits
 
 
@@ -60,7 +61,7 @@ class Results:
     options: dict  # the command line's
     machine: dict  # versions, processor, models, device, dtype, threads, commit of the code
     prompts: dict  # dataset, how many, their sha256
-    sizes: dict[str, Sequence[int]]  # prompt_tokens, new_tokens
+    sizes: dict[str, Sequence[float]]  # prompt_tokens, new_tokens, temperature
     runs: list[Run]
     setup_s: dict[str, float] = field(default_factory=dict)  # by label: loading and warming up
     step_times: dict | None = None  # step_times.StepTimes
@@ -128,12 +129,14 @@ class Results:
     def caption(self) -> str:
         """What was measured, on what."""
         m = self.machine
-        prompt_size, text_size = (
-            " / ".join(map(str, self.sizes[name])) for name in ("prompt_tokens", "new_tokens")
+        prompt_size, text_size, temperature = (
+            " / ".join(map(str, self.sizes[name]))
+            for name in ("prompt_tokens", "new_tokens", "temperature")
         )
         what = (
             f"{self.prompts['n']} prompts ({self.prompts['dataset']}) of up to {prompt_size} "
-            f"tokens, {text_size} new tokens, rounds: {self.options['repeats']}"
+            f"tokens, {text_size} new tokens, temperature {temperature}, rounds: "
+            f"{self.options['repeats']}"
         )
         return (
             f"{self.table}: {what if self.runs else 'forwards alone'}. {m['target']} and "
@@ -152,7 +155,7 @@ class Results:
             found.append(f"Slower than ar on the median prompt: {', '.join(slower)}.")
         if rows and "exact" in self.columns:
             differences = [text for row in rows for text in row.differences()]
-            found += differences or ["Every text is ar's, token for token."]
+            found += differences or ["Every greedy text is ar's, token for token."]
         if self.step_times:
             found += step_notes(self.step_times)
         return found
@@ -192,11 +195,13 @@ class Row:
         )
 
     def compared(self) -> list[tuple[dict, bool]]:
-        """Records with whether their ids are ar's."""
+        """Records with whether their ids are ar's; none if sampled, where they need not be."""
+        if self.run.temperature or self.run.label == self.run.baseline:
+            return []
         return [
             (record, record["token_ids"] == self.baseline[key]["token_ids"])
             for key, record in self.records.items()
-            if key in self.baseline and self.run.label != self.run.baseline
+            if key in self.baseline
         ]
 
     def differences(self) -> list[str]:

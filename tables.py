@@ -16,6 +16,7 @@ from inputs import UsageError, parse_settings
 from peers import PEERS
 from results import COLUMNS, Run
 
+SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}
 SPEED = ["throughput", "speedup", "spread", "predicted", "tokens_per_iter", "exact"]
 SPLIT = ["draft", "verify", "other"]
 
@@ -30,6 +31,7 @@ class Table:
     n_prompts: int = 12
     prompt_tokens: tuple[int, ...] = (150,)
     new_tokens: tuple[int, ...] = (128,)
+    temperature: tuple[float, ...] = (0.0,)
 
 
 def _sweep() -> Iterator[str]:
@@ -90,6 +92,13 @@ TABLES = {
         ["peak", "more_memory", "floor"],
         n_prompts=1,
     ),
+    "sampling": Table(
+        "temperature t",
+        EVERY_METHOD,
+        [*SPEED[:3], "tokens_per_iter", "acceptance", "repetition", "exact"],
+        n_prompts=8,
+        temperature=(0.0, 0.6, 1.0),
+    ),
     "steps": Table("what one forward costs, by its rows", (), [], n_prompts=1),
 }
 
@@ -114,6 +123,19 @@ def parse_sizes(text: str | None, default: tuple[int, ...], option: str) -> tupl
     return tuple(int(part) for part in parts)
 
 
+def parse_temperatures(text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
+    """Numbers; whether they are temperatures is for choose_sampling. Raises UsageError."""
+    if text is None:
+        return default
+    try:
+        values = [float(part) for part in split_list(text, "--temperature")]
+    except ValueError as error:
+        raise UsageError(f"--temperature {text!r}: {error}") from error
+    if len(set(values)) < len(values):
+        raise UsageError(f"--temperature {text!r} names one twice")
+    return tuple(values)
+
+
 def parse_run(text: str) -> Run:
     """A run from "method NAME=VALUE ... [rebuild]", without sizes. Raises UsageError."""
     method, *words = text.split()
@@ -125,7 +147,7 @@ def parse_run(text: str) -> Run:
         raise UsageError(f"{text!r}: {method} takes no settings")
     if method in METHODS:
         parse_settings(METHODS[method], settings)
-    return Run(" ".join(text.split()), method, settings, commit, 0, 0, "")
+    return Run(" ".join(text.split()), method, settings, commit, 0, 0, 0.0, "")
 
 
 def choose_columns(text: str | None, default: list[str]) -> list[str]:
@@ -149,13 +171,17 @@ def choose_runs(table: Table, methods: str | None, with_peers: bool) -> list[Run
     return [parse_run("ar"), *(run for run in variants if run.label != "ar")]
 
 
-def at_every_size(variants: Sequence[Run], sizes: dict[str, tuple[int, ...]]) -> list[Run]:
-    """Each run at each prompt length L and text length T, with ar at the same as its baseline."""
-    prompt_sizes, text_sizes = sizes["prompt_tokens"], sizes["new_tokens"]
+def at_every_size(variants: Sequence[Run], sizes: dict[str, tuple[float, ...]]) -> list[Run]:
+    """Each run at each prompt length, text length and temperature, ar there as its baseline.
+
+    sizes: fields of Run with their values; a label names those that have several.
+    """
     runs = []
-    for p, n in product(prompt_sizes, text_sizes):
-        suffix = f" L={p}" * (len(prompt_sizes) > 1) + f" T={n}" * (len(text_sizes) > 1)
-        size = {"prompt_tokens": p, "new_tokens": n, "baseline": f"ar{suffix}"}
+    for values in product(*sizes.values()):
+        size = dict(zip(sizes, values, strict=True))
+        varied = [f" {SYMBOLS[name]}={size[name]}" for name in sizes if len(sizes[name]) > 1]
+        suffix = "".join(varied)
+        size["baseline"] = f"ar{suffix}"
         runs += [replace(run, label=run.label + suffix, **size) for run in variants]
     return runs
 

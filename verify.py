@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draft_tree import Tree
+from sampling import Sampler
 
 
 def tree_mask(tree: Tree, length: int) -> Tensor:
@@ -43,3 +44,64 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     off_path = (tree.ancestors[:, 1:] & disagrees).any(dim=1)  # [N], itself or an ancestor
     deepest = tree.depths.masked_fill(off_path, -1).argmax()
     return tree.ancestors[deepest].nonzero().squeeze(1)  # breadth-first order is path order
+
+
+def accept_sampled(tree: Tree, target_probs: Tensor, sampler: Sampler) -> tuple[Tensor, Tensor]:
+    """Accept a path so that the text is distributed as the target's own samples would be.
+
+    target_probs: [N, V] float32, warped. Returns the accepted rows, root first, and the token that
+    follows each of them, the bonus token last: int64 [1 + accepted] both.
+
+    At each node the children are tried in order. A rejected child leaves the residual, the target's
+    distribution less what the rejection has accounted for; the bonus token is drawn from what is
+    left after the last one. Leviathan et al. 2023, section 2; DySpec, Algorithm 3, whose coin
+    N(0, 1) is a misprint.
+    """
+    tokens, slots = tree.tokens.tolist(), tree.draft_slots.tolist()
+    children: list[list[int]] = [[] for _ in tokens]
+    for row, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        children[parent].append(row)
+    path = [0]
+    while True:
+        row = path[-1]
+        residual, draft_probs = target_probs[row], None  # [V]
+        if children[row] and tree.draft_probs is not None:
+            draft_probs = tree.draft_probs[slots[row]]
+        for child in children[row]:
+            is_accepted, residual, draft_probs = try_child(
+                tokens[child], residual, draft_probs, sampler.coin()
+            )
+            if is_accepted:
+                path.append(child)
+                break
+        else:
+            bonus = sampler.draw(residual[None], 1)[0]  # [1]
+            rows = torch.tensor(path, device=bonus.device)
+            return rows, torch.cat([tree.tokens[rows[1:]], bonus])
+
+
+def try_child(
+    token: int, residual: Tensor, draft_probs: Tensor | None, coin: float
+) -> tuple[bool, Tensor, Tensor | None]:
+    """Whether one child is accepted, and what a rejection leaves of both distributions.
+
+    residual: [V], of the target. draft_probs: [V or fewer], what the child was drawn from; None for
+    a child that the draft's ranking chose.
+    """
+    # A child that was not drawn is drawn from a one-hot distribution: probability 1 on itself.
+    drawn_with = 1.0 if draft_probs is None else draft_probs[token]
+    if coin < residual[token] / drawn_with:
+        return True, residual, draft_probs
+    rest = residual.clone()
+    if draft_probs is None:
+        rest[token] = 0.0
+    else:
+        rest[: len(draft_probs)] -= draft_probs
+        rest.clamp_(min=0.0)
+        # The next sibling was drawn from what this one left, so its chance is relative to that.
+        draft_probs = draft_probs.index_fill(0, torch.tensor(token, device=rest.device), 0.0)
+        draft_probs /= draft_probs.sum()
+    mass = rest.sum()
+    if mass == 0:  # nothing else is possible: only rounding kept the ratio from 1
+        return True, residual, draft_probs
+    return False, rest / mass, draft_probs

@@ -1,0 +1,72 @@
+"""Temperature and top-p, and drawing from what they leave, with one seeded generator.
+
+Both models' distributions are warped alike; greedy decoding is argmax and never comes here.
+
+    sampler = Sampling(temperature=0.8, top_p=0.95, seed=0).sampler(device)
+    probs = sampler.warp(logits)  # [n, V]
+    tokens = sampler.draw(probs, 3)  # [n, 3], without replacement
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample; the same settings and seed on the same machine give the same text."""
+
+    temperature: float  # > 0; divides the logits
+    top_p: float = 1.0  # in (0, 1]; the likeliest tokens that together reach it are kept
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.temperature < math.inf):
+            raise ValueError(f"temperature {self.temperature} is not a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p {self.top_p} is outside (0, 1]")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed {self.seed} is outside 0 to 2^63 - 1")
+
+    def sampler(self, device: torch.device) -> "Sampler":
+        """A fresh sampler, for one generation."""
+        return Sampler(self, torch.Generator(device).manual_seed(self.seed))
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The settings with a generator, the only source of chance in a generation."""
+
+    settings: Sampling
+    generator: torch.Generator
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """logits [n, V] -> probabilities [n, V] float32, those outside the top-p set 0."""
+        # Shifted first: a tiny temperature may then send all but the best to -inf, never to nan
+        scaled = (logits - logits.max(dim=-1, keepdim=True).values) / self.settings.temperature
+        probs = torch.softmax(scaled, dim=-1)
+        if self.settings.top_p == 1:
+            return probs
+        ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+        # A token stays if those above it have not reached top_p yet; the first always does
+        ranked *= ranked.cumsum(dim=-1) - ranked < self.settings.top_p
+        kept = torch.zeros_like(probs).scatter_(-1, order, ranked)
+        return kept / kept.sum(dim=-1, keepdim=True)
+
+    def draw(self, probs: Tensor, k: int) -> Tensor:
+        """k tokens [n, k] of each row of probs [n, V], in draw order, without replacement.
+
+        Each draw is from what the earlier ones leave, renormalised. A row with fewer than k
+        possible tokens ends in impossible ones, which have probability 0.
+        """
+        # An exponential race: at rate p each; the first to arrive is drawn first.
+        times = torch.empty_like(probs).exponential_(generator=self.generator)
+        times.clamp_min_(torch.finfo(times.dtype).tiny)  # 0 / 0 would win
+        return (probs / times).topk(k, dim=-1).indices
+
+    def coin(self) -> float:
+        """Uniform on [0, 1)."""
+        generator = self.generator
+        return torch.rand((), generator=generator, device=generator.device).item()
