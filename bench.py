@@ -49,7 +49,7 @@ from inputs import (
     parse_settings,
 )
 from memory import in_own_process, measure_memory
-from peers import PEERS, Peers
+from peers import PEERS, Peers, require_transformers
 from prompts import DATASETS, cut_prompts, load_prompts
 from results import COLUMNS, Results, Run, update_readme
 from sampling import Sampling
@@ -107,6 +107,23 @@ class Bench:
         self.results, self.pair, self.prompts, self.file = results, pair, prompts, file
         self.peers: Peers | None = None
 
+    def close(self, kind: str) -> None:
+        """Show and save what was measured; leave no file if nothing was."""
+        if not (self.results.records or self.results.step_times):
+            self.file.unlink(missing_ok=True)
+            return
+        self.results.save(self.file)
+        show(self.results, kind)
+        where = os.path.relpath(self.file)
+        again = f"; to go on: python bench.py --resume {where}" if self.missing() else ""
+        say(f"results in {where}{again}")
+
+    def missing(self) -> list[tuple]:
+        """What the results file lacks: (repeat, prompt, run)."""
+        done = {(r["repeat"], r["prompt"], r["run"]) for r in self.results.records}
+        plan = interleave(self.results.runs, len(self.prompts), self.results.options["repeats"])
+        return [task for task in plan if (*task[:2], task[2].label) not in done]
+
     def decode(self, run: Run, prompt: int, repeat: int = 0) -> list[Step]:
         ids = self.prompts[prompt][: run.prompt_tokens]
         if run.method in PEERS:
@@ -141,10 +158,7 @@ class Bench:
 
     def run_all(self) -> None:
         """Measure what the results file lacks, saving after each."""
-        records = self.results.records
-        done = {(record["repeat"], record["prompt"], record["run"]) for record in records}
-        plan = interleave(self.results.runs, len(self.prompts), self.results.options["repeats"])
-        missing = [task for task in plan if (*task[:2], task[2].label) not in done]
+        records, missing = self.results.records, self.missing()
         if self.results.table != "memory" and (missing or not records):
             self.set_up()
         for task in tqdm(missing, disable=None, leave=False, unit="run"):
@@ -284,6 +298,8 @@ def check_options(args: argparse.Namespace, sizes: dict, runs: Sequence[Run]) ->
         choose_sampling(value, args.top_p, args.seed)
     if args.repeats < 1 or (args.n_prompts is not None and args.n_prompts < 1):
         raise UsageError("--n-prompts and --repeats are at least 1")
+    if has_peers:
+        require_transformers()
 
 
 def choose_file(args: argparse.Namespace) -> Path:
@@ -350,12 +366,8 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         is_interrupted = True
     finally:  # an error, too, leaves what was measured
-        bench.results.save(bench.file)
-        if bench.results.records or bench.results.step_times:
-            show(bench.results, args.format)
-        say(f"results in {os.path.relpath(bench.file)}")
+        bench.close(args.format)
     if is_interrupted:
-        say(f"interrupted; to go on: python bench.py --resume {os.path.relpath(bench.file)}")
         return 130
     found = [record.get("difference") for record in bench.results.records]
     is_wrong = any(difference and not difference["is_tie"] for difference in found)

@@ -18,6 +18,14 @@ from inputs import Pair, UsageError
 PEERS = {"hf-ar": "transformers generate, greedy", "hf-assisted": "its assisted generation"}
 
 
+def require_transformers() -> None:
+    """Raise UsageError if transformers is not installed."""
+    if not importlib.util.find_spec("transformers"):
+        raise UsageError(
+            f"{' and '.join(PEERS)} need transformers: pip install transformers, or leave them out"
+        )
+
+
 class Clock:
     """A streamer for generate(): notes when which ids came out."""
 
@@ -44,10 +52,6 @@ class Peers:
     """Both models as transformers loads them, in the pair's dtype and on its device."""
 
     def __init__(self, pair: Pair):
-        """Raises UsageError if transformers is not installed."""
-        if not importlib.util.find_spec("transformers"):
-            names = " and ".join(PEERS)
-            raise UsageError(f"{names} need transformers: pip install transformers, or leave them")
         from transformers import AutoModelForCausalLM, logging
 
         logging.set_verbosity_error()

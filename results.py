@@ -76,6 +76,9 @@ class Results:
             if content.get("format") != FORMAT:
                 raise UsageError(f"{file} has format {content.get('format')}, not {FORMAT}")
             runs = [Run(**{**run, "settings": tuple(run["settings"])}) for run in content["runs"]]
+            unknown = {r["run"] for r in content["records"]} - {run.label for run in runs}
+            if unknown:
+                raise ValueError(f"records of {', '.join(unknown)}, which is no run of it")
             return cls(**{**content, "runs": runs})
         except OSError as error:
             raise UsageError(f"{file} cannot be read: {error.strerror}") from error

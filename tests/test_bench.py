@@ -1,0 +1,346 @@
+"""bench.py: every table end to end, fairness, exactness, resuming, and mistakes."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_model
+
+import bench
+import dynatree
+from bench import main
+from draft_tree import Alone, Chain, DynaTree, Fixed
+from dynatree import Step, generate
+from gpt_neox import OutOfMemory
+from inputs import Pair
+from results import Results, Run
+from step_times import StepTimes, count_passes, interpolate, measure_step_times, step_bytes
+from tables import TABLES, choose_runs, interleave
+
+Captured = pytest.CaptureFixture[str]
+FEW = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
+
+
+def run_bench(capsys: Captured, file: Path, *arguments: str) -> tuple[Results, str]:
+    """A run that must succeed: its results and what it printed."""
+    status = main([*arguments, "--output", str(file)])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return Results.load(file), captured.out
+
+
+def error_line(capsys: Captured, *arguments: str) -> str:
+    """The message of a call that must fail as every mistake does."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    last = captured.err.splitlines()[-1]
+    assert captured.out == "" and "Traceback" not in captured.err and last.startswith("error: ")
+    return last
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_table(table: str, capsys: Captured, tmp_path: Path) -> None:
+    few = FEW
+    if table == "steps":
+        few = FEW[2:]
+    if table in ("length", "prompt"):
+        option = {"length": "--new-tokens", "prompt": "--prompt-tokens"}[table]
+        few = [*FEW, option, "4,9"]
+    if table == "sweep":
+        few = ["--n-prompts", "2", "--prompt-tokens", "8", "--new-tokens", "2"]
+    if table == "memory":  # a process each
+        few = [*FEW, "--n-prompts", "1", "--methods", "ar,dynatree"]
+    results, printed = run_bench(capsys, tmp_path / "r.json", "--table", table, *few)
+    n_prompts = 1 if table == "memory" else 2
+    assert len(results.records) == len(results.runs) * n_prompts
+    for row in results.rows():
+        assert len(row.records) == n_prompts and row.run.label in printed
+        assert all(is_equal for _, is_equal in row.compared())
+    for cells in results.table_cells()[1]:
+        assert len(cells) == len(results.table_cells()[0])
+    for record in results.records:
+        assert len(record["token_ids"]) == next(
+            run.new_tokens for run in results.runs if run.label == record["run"]
+        )
+        assert all(math.isfinite(value) for value in record["metrics"].values())
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    assert main(["--show", str(tmp_path / "r.json")]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_the_main_table_in_markdown(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    methods = ["--methods", "linear K=2, dynatree tau=0.1 rebuild"]
+    quick = ["--columns", "throughput,exact", "--format", "markdown"]
+    results, printed = run_bench(capsys, file, *FEW, *methods, *quick)
+    assert [run.label for run in results.runs] == [
+        *("ar", "linear K=2", "dynatree tau=0.1 rebuild")
+    ]
+    assert results.runs[2].commit == "rebuild" and results.runs[2].settings == ("tau=0.1",)
+    assert "| linear K=2 | " in printed and "token for token" in printed
+    assert set(results.setup_s) == {run.label for run in results.runs}
+    assert results.machine["commit"] and not results.step_times
+    columns = ["--columns", "speedup,peak", "--format", "markdown"]
+    assert main(["--show", str(file), *columns]) == 0
+    assert "| method | x ar | peak MB |" in capsys.readouterr().out
+
+
+def test_sampled_runs_have_a_seed_for_every_prompt(capsys: Captured, tmp_path: Path) -> None:
+    hot = ["--methods", "linear", "--temperature", "1", "--prompt-tokens", "12"]
+    few = [*hot, "--new-tokens", "8", "--n-prompts", "1", "--columns", "exact"]
+    texts = []
+    for name, options in {"a": [], "b": [], "c": ["--seed", "7"], "d": ["--repeats", "2"]}.items():
+        results, _ = run_bench(capsys, tmp_path / f"{name}.json", *few, *options)
+        texts.append([r["token_ids"] for r in results.records if r["run"] == "linear"])
+    assert texts[0] == texts[1] == texts[3][:1]
+    assert texts[0] != texts[2] and texts[3][0] != texts[3][1]
+
+
+def test_runs_take_turns_prompt_by_prompt() -> None:
+    runs = choose_runs(TABLES["main"], "ar,linear,fixed", False)
+    order = [(repeat, prompt, run.label) for repeat, prompt, run in interleave(runs, 2, 2)]
+    turns = [["ar", "linear", "fixed"], ["linear", "fixed", "ar"]]
+    turns += [["fixed", "ar", "linear"], turns[0]]
+    expected = zip([(0, 0), (0, 1), (1, 0), (1, 1)], turns, strict=True)
+    assert order == [(*where, label) for where, labels in expected for label in labels]
+
+
+def stop_after(n: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the n-th measured run after the warm-up raise."""
+    real, calls = bench.Bench.measure, []
+
+    def measure(self: bench.Bench, *task: object) -> dict:
+        calls.append(task)
+        if len(calls) == n:
+            raise error
+        return real(self, *task)
+
+    monkeypatch.setattr(bench.Bench, "measure", measure)
+
+
+def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, options = tmp_path / "r.json", [*FEW, "--repeats", "2", "--columns", "speedup,exact"]
+    whole, _ = run_bench(capsys, tmp_path / "whole.json", *options)
+    with monkeypatch.context() as patch:
+        stop_after(6, KeyboardInterrupt(), patch)
+        assert main([*options, "--output", str(file)]) == 130
+    captured = capsys.readouterr()
+    assert "python bench.py --resume" in captured.err and "x ar" in captured.out
+    done = Results.load(file).records
+    assert len(done) == 5
+    assert main(["--resume", str(file)]) == 0
+    capsys.readouterr()
+    resumed = Results.load(file)
+    assert resumed.records[:5] == done
+
+    def texts(results: Results) -> list[tuple]:
+        return [(r["repeat"], r["prompt"], r["run"], r["token_ids"]) for r in results.records]
+
+    assert texts(resumed) == texts(whole) and len(texts(whole)) == 4 * 2 * 2
+    assert main(["--resume", str(file)]) == 0  # complete: nothing is run again
+    assert Results.load(file).records == resumed.records
+
+
+def test_an_error_half_way_keeps_what_is_done(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stop_after(3, OutOfMemory("too large"), monkeypatch)
+    file = tmp_path / "r.json"
+    assert main([*FEW, "--columns", "exact", "--output", str(file)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: too large"
+    assert len(Results.load(file).records) == 2
+
+
+def test_nothing_measured_leaves_no_file(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stop_after(1, OutOfMemory("too large"), monkeypatch)
+    assert "too large" in error_line(
+        capsys, *FEW, "--columns", "exact", "--output", str(tmp_path / "made" / "r.json")
+    )
+    assert not list((tmp_path / "made").iterdir())
+
+
+@pytest.mark.parametrize(("gap", "status"), [(0.3, 1), (1e-5, 0), (None, 1)])
+def test_a_text_that_is_not_ars_is_reported(
+    gap: float | None,
+    status: int,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """In float32 a difference is an error, unless the target's own choice was a near-tie."""
+    real = dynatree.generate
+
+    def wrong(*args: object, **options: object) -> list[Step]:
+        steps = list(real(*args, **options))
+        if not isinstance(args[3], Alone):
+            steps[1].tokens[0] += 1
+        return steps
+
+    monkeypatch.setattr(dynatree, "generate", wrong)
+    monkeypatch.setattr(bench, "top2_gap", lambda *_: gap)
+    file, few = tmp_path / "r.json", [*FEW, "--methods", "linear", "--columns", "exact"]
+    assert main([*few, "--output", str(file)]) == status
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "linear differs from ar on prompt 0 from token 1 on (top-2 gap" in printed
+    assert ("a tie" in printed) == (status == 0)
+    record = Results.load(file).records[1]
+    assert record["difference"] == {"at": 1, "gap": gap, "is_tie": status == 0}
+
+
+def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    run_bench(capsys, file, *FEW, "--methods", "ar", "--columns", "throughput")
+    content = json.loads(file.read_text())
+    content["machine"]["torch"] = "1.0"
+    file.write_text(json.dumps(content))
+    assert "torch was 1.0" in error_line(capsys, "--resume", str(file))
+    assert "exists already" in error_line(capsys, "--output", str(file))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--table", "none"], "unknown table 'none'; there are main, "),
+        (["--methods", "none"], "unknown method 'none'; there are ar, "),
+        (["--methods", "ar,,fixed"], "a part of the list is empty"),
+        (["--methods", "fixed,fixed"], "names a row twice"),
+        (["--methods", "fixed D=0"], "D=0 is outside 1 to 127"),
+        (["--methods", "fixed X=1"], "has no 'X'"),
+        (["--methods", "hf-ar D=1"], "hf-ar takes no settings"),
+        (["--columns", "none"], "unknown column 'none'; there are throughput, "),
+        (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
+        (["--prompts", "none.txt"], "none.txt cannot be read"),
+        (["--new-tokens", "0"], "whole numbers of 1 or more"),
+        (["--new-tokens", "9" * 10], "whole numbers of 1 or more"),
+        (["--prompt-tokens", "5,5"], "names a size twice"),
+        (["--temperature", "0,0"], "names one twice"),
+        (["--temperature", "nan"], "temperature nan is not a positive number"),
+        (["--temperature", "0.5", "--top-p", "2"], "top-p 2.0 is outside (0, 1]"),
+        (["--seed", "1"], "need a --temperature above 0"),
+        (["--n-prompts", "0"], "at least 1"),
+        (["--n-prompts", "13"], "13 prompts are needed, the dataset has 12"),
+        (["--repeats", "0"], "at least 1"),
+        (["--table", "prompt"], "8 prompts of 1000 or more tokens are needed"),
+        (["--table", "steps", "--methods", "ar"], "runs no methods"),
+        (["--table", "steps", "--new-tokens", "4,5"], "at one length"),
+        (["--table", "memory", "--methods", "hf-ar"], "does not measure hf-ar"),
+        (["--peers", "--temperature", "1"], "at temperature 0 only"),
+        (["--show", "none.json"], "none.json cannot be read"),
+        (["--show", "none.json", "--repeats", "2"], "--repeats has no effect beside --show"),
+        (["--resume", "none.json"], "none.json cannot be read"),
+        (["--resume", "none.json", "--table", "steps"], "--table has no effect beside --resume"),
+        (["--readme", "none.json", "--seed", "1"], "--seed has no effect beside --readme"),
+        (["--target", "none/none"], "--target also needs --draft"),
+        (["--unknown"], "unrecognized arguments"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: Captured) -> None:
+    assert message in error_line(capsys, *arguments)
+
+
+def test_peers_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = error_line(capsys, *FEW, "--peers")
+    assert "hf-ar and hf-assisted need transformers: pip install transformers" in line
+
+
+def test_a_warning_past_the_trained_positions(pair: Callable[[], Pair], capsys: Captured) -> None:
+    bench.warn_of_positions(pair(), {"prompt_tokens": (5, 28), "new_tokens": (100,)})
+    assert capsys.readouterr().err == ""
+    bench.warn_of_positions(pair(), {"prompt_tokens": (5, 28), "new_tokens": (100, 101)})
+    assert "warning: up to 129 tokens" in capsys.readouterr().err
+
+
+def test_interpolation() -> None:
+    xs, ys = [1, 2, 4], [10.0, 20.0, 30.0]
+    at = {0: 0.0, 1: 10.0, 1.5: 15.0, 2: 20.0, 3: 25.0, 4: 30.0, 8: 50.0}
+    assert {x: interpolate(xs, ys, x) for x in at} == at
+
+
+def test_predicted_time_is_the_forwards_alone() -> None:
+    times = StepTimes(200, [1, 2, 4], [10.0, 20.0, 30.0], [1.0, 2.0, 3.0], 0, 0, 1.0)
+    assert times.predict_ms({1: 3, 2: 1}, {3: 2}) == 3 * 1.0 + 2.0 + 2 * 25.0
+
+
+def test_step_bytes_are_every_weight_but_the_input_embedding() -> None:
+    model = random_model(0)
+    n = sum(p.numel() for layer in model.layers for affine in vars_of(layer) for p in affine)
+    n += model.embed_out.numel() + sum(p.numel() for p in model.final_norm)
+    cache = 2 * 2 * 10 * 32  # keys and values, layers, tokens, hidden
+    assert step_bytes(model, 10) == 4 * (n + cache)
+
+
+def vars_of(layer: object) -> list:
+    return [getattr(layer, name) for name in layer.__slots__]
+
+
+def test_measured_step_times_cover_every_width() -> None:
+    times = measure_step_times(random_model(0), random_model(1), context=5, n_rounds=1)
+    assert times.rows[-1] == 128 and len(times.draft_ms) == len(times.target_ms) == 8
+    assert min(times.draft_ms + times.target_ms + [times.copy_gb_s]) > 0
+
+
+@pytest.mark.parametrize("commit", ["keep", "rebuild"])
+@pytest.mark.parametrize("settings", [Alone(), Chain(K=3), Fixed(D=3, B=2), DynaTree(tau=0.01)])
+def test_counted_passes_are_those_that_ran(
+    settings: Alone, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The widths the prediction rests on are those of the forwards, catch-up included."""
+    target, draft = random_model(0), random_model(1)
+    ran = {id(target): [], id(draft): []}
+    real = dynatree.GPTNeoX._run_layers
+
+    def spy(self: dynatree.GPTNeoX, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+        ran[id(self)].append(len(tokens))
+        return real(self, tokens, *rest)
+
+    monkeypatch.setattr(dynatree.GPTNeoX, "_run_layers", spy)
+    steps = list(generate(target, draft, [3, 1, 4, 1, 5], settings, 30, commit=commit))
+    drafts, verifies = count_passes(steps, 5, commit)
+    assert sorted(drafts.elements()) == sorted(ran[id(draft)])
+    assert sorted(verifies.elements()) == sorted(ran[id(target)][1:])  # the first is prefill
+
+
+def test_depths_reached_and_accepted() -> None:
+    target = random_model(0)
+    steps = list(generate(target, target, [3, 1, 4], Chain(K=3), 13))
+    depths = bench.count_depths(steps)  # the draft is the target: everything is accepted
+    assert depths == {"drafted": [3, 3, 3], "accepted": [3, 3, 3]}
+    assert bench.count_depths(steps[:1]) == {"drafted": [], "accepted": []}
+
+
+def test_speed_is_measured_with_the_methods_that_run(
+    pair: Callable[[], Pair], tmp_path: Path
+) -> None:
+    """Set-up is told apart from speed: loading and warming up, by what the method needs."""
+    opened = pair()
+    runs = choose_runs(TABLES["main"], "ar,linear", False)
+    runs = [bench.replace(run, prompt_tokens=5, new_tokens=4, baseline="ar") for run in runs]
+    results = Results("main", ["throughput"], {"repeats": 1, "seed": 0}, {}, {}, {}, runs)
+    one = bench.Bench(results, opened, [[3, 1, 4, 1, 5]], tmp_path / "r.json")
+    one.set_up()
+    opened.load_s["draft"] += 100
+    before = dict(results.setup_s)
+    one.set_up()
+    assert results.setup_s["linear"] > before["linear"] + 90
+    assert results.setup_s["ar"] < before["ar"] + 90 and results.records == []
+
+
+@pytest.fixture
+def pair() -> Callable[[], Pair]:
+    return lambda: Pair(
+        random_model(0), random_model(1), None, Path(), None, {"target": 0.5, "draft": 0.25}
+    )
+
+
+def test_a_run_is_what_its_label_says() -> None:
+    run = choose_runs(TABLES["main"], "fixed D=3  B=4 rebuild", False)[1]
+    expected = Run("fixed D=3 B=4 rebuild", "fixed", ("D=3", "B=4"), "rebuild", 0, 0, 0.0, "")
+    assert run == expected and bench.settings_of(run) == Fixed(D=3, B=4)

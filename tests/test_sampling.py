@@ -1,0 +1,268 @@
+"""Sampling: the committed text is distributed as the target's own samples, whatever the draft."""
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import random_model
+from torch import Tensor
+
+import verify
+from draft_tree import Alone, Chain, DynaTree, Fixed, Settings, grow
+from dynatree import generate, token_ids
+from sampling import Sampling
+from verify import accept_sampled, try_child
+
+CPU = torch.device("cpu")
+N_IDS = 5
+N_DRAWS = 20_000
+
+
+def logits_table(seed: int, sharpness: float = 1.5) -> Tensor:
+    """A bigram model: logits [V, V] of the next token after each token."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(N_IDS, N_IDS, generator=generator) * sharpness
+
+
+TARGET = logits_table(0)
+# Certain of what the target never writes, and the reverse
+DISJOINT = torch.where(TARGET > TARGET.median(), -1e4, 5.0)
+OTHER = logits_table(1)
+ZEROS = OTHER.index_fill(1, torch.tensor([1, 3]), -torch.inf)
+DRAFTS = {"equal": TARGET, "other": OTHER, "disjoint": DISJOINT, "zeros": ZEROS}
+
+
+def test_warping_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
+    logits = torch.tensor([[0.1, 0.5, 0.3, 0.1], [0.7, 0.1, 0.1, 0.1]]).log()
+    sampler = Sampling(1.0, top_p=0.75).sampler(CPU)
+    kept = torch.tensor([[0, 0.625, 0.375, 0], [0.875, 0.125, 0, 0]])
+    torch.testing.assert_close(sampler.warp(logits), kept)
+    torch.testing.assert_close(Sampling(0.5).sampler(CPU).warp(logits)[0, 1], torch.tensor(25 / 36))
+    one = Sampling(1.0, top_p=1e-9).sampler(CPU).warp(logits)
+    assert one.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    cold = Sampling(1e-30).sampler(CPU).warp(logits)
+    assert cold.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+
+
+def test_draws_are_without_replacement_and_impossible_tokens_come_last() -> None:
+    sampler = Sampling(1.0).sampler(CPU)
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2]).expand(N_DRAWS, N_IDS)
+    drawn = sampler.draw(probs, 4)
+    assert all(sorted(row[:3]) == [1, 3, 4] and row[3] in (0, 2) for row in drawn.tolist())
+    expected = {
+        (a, b): N_DRAWS * float(probs[0, a] * probs[0, b] / (1 - probs[0, a]))
+        for a, b in itertools.permutations([1, 3, 4], 2)
+    }
+    assert_distributed(Counter(map(tuple, drawn[:, :2].tolist())), expected)
+
+
+def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
+    """Pearson's chi-square at five standard deviations; nothing impossible was drawn."""
+    possible = {outcome: n for outcome, n in expected.items() if n > 0}
+    assert set(counts) <= set(possible)
+    statistic = sum((counts[o] - n) ** 2 / n for o, n in possible.items())
+    freedom = len(possible) - 1
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 5, (statistic, freedom)
+
+
+class Scripted:
+    """A sampler whose every choice is fixed beforehand, and the probability that it comes so."""
+
+    def __init__(self, settings: Sampling, script: list[int]):
+        self.warp, self.script = settings.sampler(CPU).warp, script
+        self.weight, self.n_options = 1.0, []
+
+    def choose(self, weights: list[float]) -> int:
+        """One of the options of positive weight, as the script says; the first past its end."""
+        possible = [i for i, weight in enumerate(weights) if weight > 0]
+        position = len(self.n_options)
+        self.n_options.append(len(possible))
+        chosen = possible[self.script[position] if position < len(self.script) else 0]
+        self.weight *= weights[chosen]
+        return chosen
+
+    def draw(self, probs: Tensor, k: int) -> Tensor:
+        rows = []
+        for row in probs.tolist():
+            drawn = []
+            for _ in range(k):
+                left = 1 - sum(row[i] for i in drawn)
+                rest = [0.0 if i in drawn or left < 1e-6 else p / left for i, p in enumerate(row)]
+                impossible = [i for i, p in enumerate(row) if p == 0 and i not in drawn]
+                drawn.append(self.choose(rest) if any(rest) else impossible[0])
+            rows.append(drawn)
+        return torch.tensor(rows)
+
+    def coin(self) -> "Scripted":
+        return self
+
+    def __lt__(self, ratio: Tensor) -> bool:
+        """coin < ratio, a choice between yes and no."""
+        yes = min(1.0, float(ratio))
+        return self.choose([yes, 1 - yes]) == 0
+
+
+def every_outcome(trial: Callable[[Scripted], tuple], settings: Sampling) -> dict[tuple, float]:
+    """The exact distribution of what `trial` returns: all of its choices, in all combinations."""
+    law: dict[tuple, float] = defaultdict(float)
+    script: list[int] | None = []
+    while script is not None:
+        sampler = Scripted(settings, script)
+        law[trial(sampler)] += sampler.weight
+        taken = [*script, *[0] * (len(sampler.n_options) - len(script))]
+        script = next_script(taken, sampler.n_options)
+    return law
+
+
+def next_script(taken: list[int], n_options: list[int]) -> list[int] | None:
+    """The next combination, counting up from the last choice; None after the last one."""
+    for i in reversed(range(len(taken))):
+        if taken[i] + 1 < n_options[i]:
+            return [*taken[:i], taken[i] + 1]
+    return None
+
+
+def two_tokens(rule: Settings, draft: Tensor, depth: int) -> Callable[[Scripted], tuple]:
+    """Draft below token 0, verify, and fill up with the target's own samples."""
+
+    def trial(sampler: Scripted) -> tuple:
+        tree = grow(rule.rule(), torch.tensor([0]), lambda t, _: draft[t], depth, sampler)
+        _, tokens = accept_sampled(tree, sampler.warp(TARGET[tree.tokens]), sampler)
+        text = tokens.tolist()[:2]
+        while len(text) < 2:
+            text += sampler.draw(sampler.warp(TARGET[text[-1:]]), 1)[0].tolist()
+        return tuple(text)
+
+    return trial
+
+
+def target_law(settings: Sampling) -> dict[tuple, float]:
+    probs = settings.sampler(CPU).warp(TARGET)
+    pairs = itertools.product(range(N_IDS), repeat=2)
+    return {(a, b): float(probs[0, a] * probs[a, b]) for a, b in pairs}
+
+
+@pytest.fixture
+def drawing_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixed tree with drawn children: siblings without replacement."""
+    monkeypatch.setattr(Fixed, "is_drawing", True)
+
+
+def assert_same_law(law: dict[tuple, float], settings: Sampling) -> None:
+    for outcome, probability in target_law(settings).items():
+        assert law.get(outcome, 0.0) == pytest.approx(probability, abs=2e-5), outcome
+
+
+CASES = list(itertools.product([Sampling(0.6), Sampling(1.0), Sampling(1.0, 0.5)], DRAFTS))
+
+
+@pytest.mark.parametrize(("settings", "draft"), CASES)
+def test_drawn_chains_leave_the_targets_law(settings: Sampling, draft: str) -> None:
+    law = every_outcome(two_tokens(Chain(K=2), DRAFTS[draft], 2), settings)
+    assert_same_law(law, settings)
+
+
+@pytest.mark.parametrize(("settings", "draft"), CASES)
+def test_drawn_siblings_leave_the_targets_law(
+    settings: Sampling, draft: str, drawing_fixed: None
+) -> None:
+    law = every_outcome(two_tokens(Fixed(D=1, B=3, tau=0.0), DRAFTS[draft], 1), settings)
+    assert_same_law(law, settings)
+
+
+@pytest.mark.parametrize(("settings", "draft"), CASES)
+@pytest.mark.parametrize("rule", [Fixed(D=2, B=3, tau=0.0), DynaTree(tau=0.0, rho_stop=0.01)])
+def test_ranked_children_leave_the_targets_law(
+    rule: Settings, settings: Sampling, draft: str
+) -> None:
+    law = every_outcome(two_tokens(rule, DRAFTS[draft], 2), settings)
+    assert_same_law(law, settings)
+
+
+def forget_to_renormalise(
+    token: int, residual: Tensor, draft_probs: Tensor, coin: Scripted
+) -> tuple:
+    """A planted error: the next sibling's chance is taken from the first one's distribution."""
+    is_accepted, rest, _ = try_child(token, residual, draft_probs, coin)
+    return is_accepted, rest, draft_probs
+
+
+def test_a_draft_that_is_not_renormalised_is_caught(
+    drawing_fixed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "try_child", forget_to_renormalise)
+    settings = Sampling(1.0)
+    law = every_outcome(two_tokens(Fixed(D=1, B=3, tau=0.0), DRAFTS["other"], 1), settings)
+    with pytest.raises(AssertionError):
+        assert_same_law(law, settings)
+
+
+def test_a_ranked_child_taken_for_a_drawn_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted error: R[y] / q[y] for a child that was not drawn from q."""
+    draft_probs = torch.softmax(DRAFTS["other"][0], dim=-1)
+
+    def as_if_drawn(token: int, residual: Tensor, _: None, coin: Scripted) -> tuple:
+        return try_child(token, residual, draft_probs, coin)[:2] + (None,)
+
+    monkeypatch.setattr(verify, "try_child", as_if_drawn)
+    settings = Sampling(1.0)
+    law = every_outcome(two_tokens(Fixed(D=1, B=2, tau=0.0), DRAFTS["other"], 1), settings)
+    with pytest.raises(AssertionError):
+        assert_same_law(law, settings)
+
+
+def test_draws_follow_the_law_too() -> None:
+    """The generator itself, not only the script: chi-square of 20,000 sampled pairs."""
+    settings = Sampling(1.0, seed=5)
+    sampler = settings.sampler(CPU)
+    probs = sampler.warp(TARGET)
+    tree = grow(Fixed(D=1, B=2, tau=0.0), torch.tensor([0]), lambda t, _: DRAFTS["other"][t], 1)
+    rows = probs[tree.tokens]
+    counts = Counter(int(accept_sampled(tree, rows, sampler)[1][0]) for _ in range(N_DRAWS))
+    expected = {i: N_DRAWS * float(p) for i, p in enumerate(probs[0])}
+    assert_distributed(counts, expected)
+
+
+def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
+    """Nothing is left of the residual: the child is the only token the target can write."""
+    only = torch.tensor([0.0, 1.0, 0.0])
+    almost = torch.tensor([0.0, 1.0 + 1e-7, 0.0])
+    is_accepted, residual, _ = try_child(1, only, almost, coin=1 - 1e-9)
+    assert is_accepted and residual.isfinite().all()
+
+
+@pytest.mark.parametrize("settings", [Alone(), Chain(), Fixed(), DynaTree()])
+def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
+    target, draft = random_model(0), random_model(1, vocab_size=80)
+
+    def text(seed: int) -> list[int]:
+        sampling = Sampling(1.0, top_p=0.9, seed=seed)
+        return token_ids(generate(target, draft, [3, 1, 4], settings, 30, sampling=sampling))
+
+    assert text(1) == text(1) != text(2)
+    assert len(text(1)) == 30
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    target, draft = random_model(0), random_model(1)
+    for settings in (Alone(), Chain(), Fixed(), DynaTree()):
+        greedy = token_ids(generate(target, draft, [3, 1, 4], settings, 30))
+        cold = generate(target, draft, [3, 1, 4], settings, 30, sampling=Sampling(1e-6))
+        assert token_ids(cold) == greedy
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0.0,), "temperature 0.0 is not a positive number"),
+        ((math.inf,), "temperature inf"),
+        ((1.0, 0.0), r"top-p 0.0 is outside \(0, 1\]"),
+        ((1.0, 1.0, -1), "seed -1 is outside"),
+    ],
+)
+def test_settings_are_checked(values: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(*values)
