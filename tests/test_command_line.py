@@ -89,7 +89,8 @@ def test_compare_tells_a_wrong_text(capsys: Captured, monkeypatch: pytest.Monkey
     real = dynatree.accept_greedy
 
     def gullible(tree: object, predictions: torch.Tensor) -> torch.Tensor:
-        predictions[0] = (predictions[0] + 1) % 4096
+        if tree.depth:
+            predictions[0] = (predictions[0] + 1) % 4096
         return real(tree, predictions)
 
     monkeypatch.setattr(dynatree, "accept_greedy", gullible)
@@ -106,6 +107,18 @@ def test_compare_tells_a_wrong_text(capsys: Captured, monkeypatch: pytest.Monkey
     assert "differ from token 1 on" in captured.err and "not a tie" in captured.err
     comparison = json.loads(captured.out)["compare"]
     assert comparison["first_difference"] == 1 and comparison["top2_gap"] > 1e-4
+
+
+@pytest.mark.parametrize("method", dynatree.METHODS)
+def test_sampled_text(method: str, capsys: Captured) -> None:
+    """The seed decides; a sampled text is not held against ar's."""
+    hot = ["--method", method, "--temperature", "1", "--top-p", "0.9", "--max-new-tokens", "12"]
+    first, again = (run_json(capsys, *hot, "--seed", "3", "--compare") for _ in range(2))
+    assert first["token_ids"] == again["token_ids"] != run_json(capsys, *hot)["token_ids"]
+    assert first["compare"]["exact"] is None and first["compare"]["speedup"] > 0
+    assert first["settings"]["sampling"] == {"temperature": 1.0, "top_p": 0.9, "seed": 3}
+    assert main(["--prompt", PROMPT, *hot, "--compare"]) == 0
+    assert "the ids are sampled, not compared" in capsys.readouterr().err
 
 
 def test_a_draft_that_is_not_needed_is_said(capsys: Captured) -> None:
@@ -182,6 +195,10 @@ MISTAKES = {
     "unknown device": (["--prompt", "a", "--device", "tpu"], "cuda:N"),
     "odd device": (["--prompt", "a", "--device", "cuda:x"], "cuda:N"),
     "unknown dtype": (["--prompt", "a", "--dtype", "int8"], "bfloat16"),
+    "cold": (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0 is not a positive"),
+    "top-p": (["--prompt", "a", "--temperature", "1", "--top-p", "0"], "outside (0, 1]"),
+    "seed": (["--prompt", "a", "--temperature", "1", "--seed", "-1"], "--seed -1 is outside 0"),
+    "greedy seed": (["--prompt", "a", "--seed", "1"], "need a --temperature above 0"),
     "no thread": (["--prompt", "a", "--threads", "0"], "--threads 0"),
     "many threads": (["--prompt", "a", "--threads", "100000"], "--threads 100000"),
     "unknown flag": (["--prompt", "a", "--fast"], "--fast"),
