@@ -230,10 +230,8 @@ def describe_machine(pair: Pair, models: dict) -> dict:
         processor = torch.cuda.get_device_name(device)
     else:
         cpu_info = Path("/proc/cpuinfo")
-        names = re.findall(
-            "model name\\s*: (.*)", cpu_info.read_text() if cpu_info.exists() else ""
-        )
-        processor = names[0] if names else platform.machine()
+        text = cpu_info.read_text() if cpu_info.exists() else ""
+        processor = (re.findall("model name\\s*: (.*)", text) or [platform.machine()])[0]
     return {**versions(), **models, "processor": processor, "commit": git_commit()}
 
 
@@ -296,6 +294,8 @@ def check_options(args: argparse.Namespace, sizes: dict, runs: Sequence[Run]) ->
         raise UsageError(f"{', '.join(PEERS)} are measured at temperature 0 only")
     for value in hot or [0.0]:
         choose_sampling(value, args.top_p, args.seed)
+    if args.prompts and args.dataset != DATASETS[0]:
+        raise UsageError("give either --dataset or --prompts")
     if args.repeats < 1 or (args.n_prompts is not None and args.n_prompts < 1):
         raise UsageError("--n-prompts and --repeats are at least 1")
     if has_peers:

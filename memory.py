@@ -6,24 +6,49 @@ peak_mb = in_own_process(measure_memory, options, run, prompt_ids)["metrics"]["p
 import argparse
 import multiprocessing
 import re
+import signal
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from dynatree import METHODS, Request, token_ids
-from gpt_neox import weight_bytes
+from gpt_neox import OutOfMemory, weight_bytes
 from inputs import UsageError, open_pair, parse_settings
 from results import Run
 from sampling import Sampling
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
-    """Call a function in a fresh interpreter, whose memory nothing else has touched."""
+    """Call a function in a fresh interpreter, whose memory nothing else has touched.
+
+    Raises what the function raises, and OutOfMemory if the process was killed.
+    """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
-        return pool.submit(function, *arguments).result()
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_answer, args=(sender, function, *arguments))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for us alone
+    process.start()
+    signal.signal(signal.SIGINT, handler)
+    sender.close()
+    try:
+        answer = receiver.recv()
+    except EOFError as error:
+        raise OutOfMemory("the measured process was killed, as it is if memory runs out") from error
+    finally:
+        process.terminate()
+        process.join()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _answer(sender: Connection, function: Callable[..., dict], *arguments: object) -> None:
+    try:
+        sender.send(function(*arguments))
+    except Exception as error:  # whatever it is, it is raised again where it is wanted
+        sender.send(error)
 
 
 def measure_memory(options: dict, run: Run, prompt: list[int], sampling: Sampling | None) -> dict:

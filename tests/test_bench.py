@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from draft_tree import Alone, Chain, DynaTree, Fixed
 from dynatree import Step, generate
 from gpt_neox import OutOfMemory
 from inputs import Pair
+from memory import in_own_process
 from results import Results, Run
 from step_times import StepTimes, count_passes, interpolate, measure_step_times, step_bytes
 from tables import TABLES, choose_runs, interleave
@@ -217,6 +220,7 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),
         (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
         (["--prompts", "none.txt"], "none.txt cannot be read"),
+        (["--prompts", "none.txt", "--dataset", "wikitext2"], "either --dataset or --prompts"),
         (["--new-tokens", "0"], "whole numbers of 1 or more"),
         (["--new-tokens", "9" * 10], "whole numbers of 1 or more"),
         (["--prompt-tokens", "5,5"], "names a size twice"),
@@ -314,6 +318,22 @@ def test_depths_reached_and_accepted() -> None:
     depths = bench.count_depths(steps)  # the draft is the target: everything is accepted
     assert depths == {"drafted": [3, 3, 3], "accepted": [3, 3, 3]}
     assert bench.count_depths(steps[:1]) == {"drafted": [], "accepted": []}
+
+
+def kill_oneself() -> dict:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_out_of_memory() -> dict:
+    raise OutOfMemory("no room")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"), [(kill_oneself, "was killed"), (raise_out_of_memory, "no room")]
+)
+def test_a_measured_process_that_fails(function: Callable[[], dict], message: str) -> None:
+    with pytest.raises(OutOfMemory, match=message):
+        in_own_process(function)
 
 
 def test_speed_is_measured_with_the_methods_that_run(
