@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -223,7 +224,7 @@ def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
     }
 
 
-def describe_machine(pair: Pair, models: dict) -> dict:
+def describe_machine(pair: Pair, models: dict, has_peers: bool) -> dict:
     """What a figure depends on besides the options."""
     device = pair.target.device
     if device.type == "cuda":
@@ -232,7 +233,8 @@ def describe_machine(pair: Pair, models: dict) -> dict:
         cpu_info = Path("/proc/cpuinfo")
         text = cpu_info.read_text() if cpu_info.exists() else ""
         processor = (re.findall("model name\\s*: (.*)", text) or [platform.machine()])[0]
-    return {**versions(), **models, "processor": processor, "commit": git_commit()}
+    peers = {"transformers": version("transformers")} if has_peers else {}
+    return {**versions(), **peers, **models, "processor": processor, "commit": git_commit()}
 
 
 def git_commit() -> str:
@@ -268,7 +270,7 @@ def open_bench(args: argparse.Namespace) -> Bench:
     texts = load_prompts(args.dataset, args.prompts)
     file = choose_file(args)
     pair, models = open_pair(args, is_drafting=True, say=say)
-    machine = describe_machine(pair, models)
+    machine = describe_machine(pair, models, any(run.method in PEERS for run in runs))
     warn_of_positions(pair, sizes)
     prompts = choose_prompts(texts, pair, sizes, args, table)
     name = Path(args.prompts).name if args.prompts else args.dataset

@@ -132,6 +132,9 @@ class Results:
     def caption(self) -> str:
         """What was measured, on what."""
         m = self.machine
+        libraries = ", ".join(
+            f"{name} {m[name]}" for name in ("torch", "transformers") if name in m
+        )
         prompt_size, text_size, temperature = (
             " / ".join(map(str, self.sizes[name]))
             for name in ("prompt_tokens", "new_tokens", "temperature")
@@ -143,8 +146,8 @@ class Results:
         )
         return (
             f"{self.table}: {what if self.runs else 'forwards alone'}. {m['target']} and "
-            f"{m['draft']}, {m['dtype']} on {m['processor']}, {m['threads']} threads, torch "
-            f"{m['torch']}, Python {m['python']}, commit {m['commit']}."
+            f"{m['draft']}, {m['dtype']} on {m['processor']}, {m['threads']} threads, "
+            f"{libraries}, Python {m['python']}, commit {m['commit']}."
         )
 
     def notes(self) -> list[str]:
