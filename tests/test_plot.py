@@ -1,0 +1,111 @@
+"""Figures: every table's is drawn, from the right numbers; the drawing needs matplotlib."""
+
+import math
+import struct
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from plot import KINDS, acceptance_by_depth, grid, main
+from results import Results, Run
+from tables import TABLES
+
+MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "processor": "P", "threads": 2}
+MACHINE |= {"torch": "2.13.0", "python": "3.11", "commit": "abc"}
+TIMES = {"context": 200, "rows": [1, 2, 4], "target_ms": [4.0, 5.0, 6.0]}
+TIMES |= {"draft_ms": [1.0, 1.0, 2.0], "copy_gb_s": 20.0, "target_bytes": 10, "draft_bytes": 5}
+METRICS = ("throughput", "tokens_per_iter")
+
+
+def made_up(table: str) -> Results:
+    """Four runs on two prompts, or a small grid for the sweep."""
+    names = ["ar", "linear", "fixed D=3 B=2 tau=0.1", "dynatree tau_h=0.9 tau_l=0.4"]
+    names += [f"fixed D={d} B={b} tau=0.1" for d, b in ((4, 2), (3, 3))]
+    runs = []
+    for name, size in product(names, (10, 20) if table in ("length", "prompt") else (10,)):
+        method, *settings = name.split()
+        where = (size, size, 0.0)
+        label, baseline = f"{name} T={size}", f"ar T={size}"
+        runs.append(Run(label, method, tuple(settings), "keep", *where, baseline))
+    found = Results(table, [], {"repeats": 1}, MACHINE, {}, {}, runs, step_times=TIMES)
+    for i, (run, prompt) in enumerate(product(runs, range(2))):
+        metrics = {name: 50.0 + i for name in METRICS}
+        depths = {"drafted": [4, 2, 2], "accepted": [3, prompt, 0]} if i > 3 else {}
+        record = {"run": run.label, "prompt": prompt, "repeat": 0, "metrics": metrics}
+        found.records.append(record | ({"depths": depths} if depths else {}) | {"token_ids": []})
+    return found
+
+
+def png_size(file: Path) -> tuple[int, int]:
+    head = file.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:24])
+
+
+def test_a_figure_belongs_to_a_table() -> None:
+    assert set(TABLES) - set(KINDS) == {"memory"}
+
+
+@pytest.mark.parametrize("table", KINDS)
+def test_figures_are_written(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    made_up(table).save(tmp_path / "r.json")
+    assert main([str(tmp_path / "r.json"), "--output", str(tmp_path / "made")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [str(tmp_path / "made" / f"r{ending}.png") for ending in KINDS[table]]
+    for file in printed:
+        assert png_size(Path(file)) == (1200, 675)
+
+
+def test_acceptance_by_depth_is_summed_over_prompts() -> None:
+    results = made_up("main")
+    assert acceptance_by_depth(results) == {
+        run.label: [0.75, 0.25, 0.0] for run in results.runs[2:]
+    }
+    results.records[-1]["depths"] = {"drafted": [4], "accepted": [3]}
+    assert acceptance_by_depth(results)[results.runs[-1].label] == [0.75, 0.0, 0.0]
+
+
+def test_a_grid_puts_each_run_at_its_settings() -> None:
+    rows = [row for row in made_up("sweep").rows() if row.run.method == "fixed"]
+    xs, ys, values = grid(rows, "B", "D")
+    assert (xs, ys) == ([2, 3], [3, 4])
+    speedups = {row.run.label: row.speedup for row in rows}
+    assert values[0] == [
+        speedups["fixed D=3 B=2 tau=0.1 T=10"],
+        speedups["fixed D=3 B=3 tau=0.1 T=10"],
+    ]
+    assert values[1][0] == speedups["fixed D=4 B=2 tau=0.1 T=10"] and math.isnan(values[1][1])
+
+
+def test_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error_of(*arguments: str) -> str:
+        assert main(arguments) == 2
+        return capsys.readouterr().err
+
+    file = str(tmp_path / "r.json")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert "cannot be read: No such file" in error_of(file)
+    made_up("other").save(Path(file))
+    assert "no figure for table 'other'; there are main, " in error_of(file)
+    empty = made_up("main")
+    empty.records = []
+    empty.save(Path(file))
+    assert "has no records yet" in error_of(file)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert error_of(file) == "error: plot.py needs matplotlib: pip install matplotlib==3.11.2\n"
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    made_up("steps").save(tmp_path / "r.json")
+    (tmp_path / "file").write_text("")
+    assert main([str(tmp_path / "r.json"), "--output", str(tmp_path / "file")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
