@@ -60,6 +60,7 @@ class Level:
     depth: int  # of the rows; their children are one deeper
     logprobs: Tensor  # [W, k] log-probability of each candidate given its path, in order
     path_logprobs: Tensor  # [W, k] log p(child): the path's and the candidate's together
+    is_drawn: bool  # the candidates, in draw order; else they are ranked
 
 
 class Rule(Protocol):
@@ -73,6 +74,7 @@ class Rule(Protocol):
     max_branches: int  # k, candidates looked at per row
     max_depth: int  # no node lies deeper
     max_rows: int  # N_max, verify rows of one tree, root included
+    max_drafted: int  # rows while growing; beyond max_rows only the likeliest are verified
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         """Masks [W, k] bool: candidates to add, and those the draft may run if added."""
@@ -98,13 +100,14 @@ def grow(
     """Grow one tree, one draft call per level; no per-node Python.
 
     root: [1] int64, the pending token. draft: None for a rule of depth 0, which never asks it.
-    max_depth: the caller's own limit, beside the rule's. sampler: for sampled text. When the rule's
-    row budget cuts a level short, the first candidates in breadth-first order stay. A candidate of
+    max_depth: the caller's own limit, beside the rule's. sampler: for sampled text. When the
+    budget cuts a level short, the first candidates in breadth-first order stay. A candidate of
     probability 0, or of a row with non-finite logits, is never added.
     """
     if min(max_depth, rule.max_depth) < 1 or rule.max_rows < 2:
         return lone(root)
     sampler = sampler if rule.is_drawing else None
+    most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
     n_rows = 1
     tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
     rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
@@ -112,7 +115,7 @@ def grow(
     run_rows = []  # tree rows in the order the draft ran them, which is the order of its slots
     draft_probs = []  # [W, V] of each level, if its children are drawn
     for depth in range(min(max_depth, rule.max_depth)):
-        if n_rows >= rule.max_rows or not len(rows):
+        if n_rows >= most or not len(rows):
             break
         draft_logits = draft(tokens, parents)  # [W, V]
         k = min(rule.max_branches, draft_logits.shape[1])
@@ -122,10 +125,10 @@ def grow(
         else:
             values, candidates = torch.log_softmax(draft_logits, dim=-1).topk(k)  # [W, k] each
         run_rows.append(rows)
-        level = Level(depth, values, logprobs.unsqueeze(1) + values)
+        level = Level(depth, values, logprobs.unsqueeze(1) + values, bool(sampler))
         add, expand = rule.expand(level)
         added = (add & (values > -torch.inf)).view(-1).nonzero().squeeze(1)
-        added = added[: rule.max_rows - n_rows]  # [n], parent by parent: breadth-first order
+        added = added[: most - n_rows]  # [n], parent by parent: breadth-first order
         if not len(added):
             break
         tokens, logprobs = candidates.take(added), level.path_logprobs.take(added)
@@ -136,7 +139,8 @@ def grow(
         n_rows += len(added)
         if len(growing) < len(added):
             tokens, logprobs, parents = (t.take(growing) for t in (tokens, logprobs, parents))
-    return _assemble(levels, run_rows, torch.cat(draft_probs) if draft_probs else None)
+    tree = _assemble(levels, run_rows, torch.cat(draft_probs) if draft_probs else None)
+    return tree if n_rows <= rule.max_rows else likeliest(tree, rule.max_rows)
 
 
 def _draw_candidates(
@@ -169,6 +173,28 @@ def _assemble(
     draft_slots[ran] = torch.arange(len(ran), device=tokens.device)
     depths, depth = ancestors.sum(1) - 1, len(sizes) - 1
     return Tree(tokens, parents, depths, logprobs, ancestors, draft_slots, depth, draft_probs)
+
+
+def likeliest(tree: Tree, n: int) -> Tree:
+    """The tree of its n likeliest rows; of equals, the earlier.
+
+    No path is likelier than its own beginning, so whatever is kept hangs together.
+    """
+    kept = tree.logprobs.sort(descending=True, stable=True).indices[:n].sort().values
+    new_rows = torch.empty_like(tree.tokens)
+    new_rows[kept] = torch.arange(n, device=kept.device)
+    parents = new_rows[tree.parents[kept]]
+    parents[0] = -1
+    return replace(
+        tree,
+        tokens=tree.tokens[kept],
+        parents=parents,
+        depths=tree.depths[kept],
+        logprobs=tree.logprobs[kept],
+        ancestors=tree.ancestors[kept][:, kept],
+        draft_slots=tree.draft_slots[kept],
+        depth=int(tree.depths[kept[-1]]),
+    )
 
 
 def setting(default: float, low: float, high: float, meaning: str) -> float:
@@ -220,6 +246,8 @@ class Chain:
     def max_rows(self) -> int:
         return self.K + 1
 
+    max_drafted = max_rows
+
     def rule(self) -> Rule:
         return self
 
@@ -264,6 +292,8 @@ class Fixed:
     @property
     def max_rows(self) -> int:
         return self.N_max
+
+    max_drafted = max_rows
 
     def rule(self) -> Rule:
         return self
@@ -314,7 +344,7 @@ class DynaTreeRule:
         self.start = self.now = start
         self.window: deque[float] = deque(maxlen=start.W)
         self.max_branches = start.B_max if start.breadth else start.B_mid
-        self.max_depth, self.max_rows = start.D_max, start.N_max
+        self.max_depth, self.max_rows, self.max_drafted = start.D_max, start.N_max, start.N_max
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         s, child_depth = self.now, level.depth + 1

@@ -25,7 +25,9 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
+from deagle import Deagle
 from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow, lone
+from dyspec import DySpec
 from gpt_neox import (
     CheckpointError,
     GPTNeoX,
@@ -55,6 +57,8 @@ METHODS: dict[str, type[Settings]] = {
     "linear": Chain,
     "fixed": Fixed,
     "dynatree": DynaTree,
+    "dyspec": DySpec,
+    "deagle": Deagle,
 }
 COMMITS = ("keep", "rebuild")
 TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
@@ -218,13 +222,13 @@ def _make_caches(
     watch: Stopwatch,
 ) -> tuple[KVCache, Drafter | None]:
     """The target's cache, and the drafter with its own, if both fit."""
-    capacity = end + rule.max_rows
+    capacity, draft_capacity = end + rule.max_rows, end + rule.max_drafted
     if not rule.max_depth:
         return target.new_cache(capacity), None
-    need = target.cache_bytes(capacity) + draft.cache_bytes(capacity)
-    require_memory(need, target.device, f"two caches of {capacity} tokens")
+    need = target.cache_bytes(capacity) + draft.cache_bytes(draft_capacity)
+    require_memory(need, target.device, f"caches of {capacity} and {draft_capacity} tokens")
     n_ids = target.config.vocab_size
-    return target.new_cache(capacity), Drafter(draft, capacity, n_ids, committed, watch)
+    return target.new_cache(capacity), Drafter(draft, draft_capacity, n_ids, committed, watch)
 
 
 def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[int], list[int]]:

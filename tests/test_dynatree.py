@@ -219,7 +219,7 @@ def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = target.cache_bytes(len(PROMPT) + 50 + 5)
     monkeypatch.setattr(gpt_neox, "_free_host_memory", lambda: needed + needed // 2)
     assert len(token_ids(generate(target, None, PROMPT, Alone(), 50))) == 50
-    with pytest.raises(OutOfMemory, match="two caches of 60 tokens"):
+    with pytest.raises(OutOfMemory, match="caches of 60 and 60 tokens"):
         next(generate(target, target, PROMPT, Chain(K=4), 50))
 
 

@@ -17,8 +17,10 @@ from conftest import TINY, random_config, random_tensors
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from deagle import Deagle
 from draft_tree import Alone, Chain, DynaTree, Fixed
 from dynatree import METHODS, TIE, Settings, Step, cut, generate, token_ids
+from dyspec import DySpec
 from gpt_neox import GPTNeoX
 
 GOLDEN = sorted(path for path in (Path(__file__).parent / "golden").iterdir())
@@ -92,6 +94,12 @@ def random_settings(method: str, rng: random.Random) -> Settings:
         return Chain(K=rng.choice([1, 2, 3, 5, 9]))
     if method == "fixed":
         return Fixed(D=rng.randint(1, 5), B=rng.randint(1, 4), tau=tau, N_max=n_max)
+    if method == "dyspec":
+        exact = rng.random() < 0.7
+        return DySpec(N=n_max, t=max(tau, 0.001), D_max=rng.randint(1, 6), exact=exact)
+    if method == "deagle":
+        k = rng.randint(1, 4)
+        return Deagle(k=k, N_max=n_max, D_max=rng.randint(1, 6), tau_S=rng.random() / 2)
     low, high = sorted(rng.sample([0.02, 0.1, 0.3, 0.5, 0.7, 0.95], 2))
     stop, deep = sorted(rng.sample([0.001, 0.01, 0.05, 0.2, 0.5], 2))
     b_min, b_mid, b_max = sorted(rng.choices(range(1, 5), k=3))
@@ -198,18 +206,22 @@ def test_golden_greedy_ids(folder: Path, method: str) -> None:
 
 
 @functools.cache
-def embedded_pair() -> tuple[GPTNeoX, GPTNeoX, Tokenizer]:
+def embedded_pair() -> tuple[GPTNeoX, GPTNeoX, list[tuple[list[int], list[int]]]]:
+    """Target and draft, and prompts with ar's ids; one of them against the cache-free oracle."""
     target, draft = (GPTNeoX.from_pretrained(TINY / role) for role in ("target", "draft"))
-    return target, draft, Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in PROMPTS]
+    ids = [token_ids(generate(target, None, prompt, Alone(), 60)) for prompt in prompts]
+    assert ids[0][:20] == greedy(target, prompts[0], 20)
+    return target, draft, list(zip(prompts, ids, strict=True))
 
 
-@pytest.mark.parametrize("commit", ["keep", "rebuild"])
-@pytest.mark.parametrize("method", ["linear", "fixed", "dynatree"])
+@pytest.mark.parametrize(
+    ("method", "commit"), [*((method, "keep") for method in METHODS), ("dynatree", "rebuild")]
+)
 def test_embedded_pair(method: str, commit: str) -> None:
-    """A trained pair on real prompts; ar is held against the cache-free oracle on one of them."""
-    target, draft, tokenizer = embedded_pair()
-    for prompt in (tokenizer.encode(text).ids for text in PROMPTS):
-        ar = list(generate(target, None, prompt, Alone(), 60))
+    """A trained pair on real prompts."""
+    target, draft, prompts = embedded_pair()
+    for prompt, expected in prompts:
         steps = list(generate(target, draft, prompt, METHODS[method](), 60, commit=commit))
-        check(target, prompt, steps, token_ids(ar))
-    assert token_ids(ar)[:20] == greedy(target, prompt, 20)
+        check(target, prompt, steps, expected)

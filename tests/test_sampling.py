@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from conftest import random_model
 from torch import Tensor
 
 import verify
-from draft_tree import Alone, Chain, DynaTree, Fixed, Settings, grow
-from dynatree import generate, token_ids
+from draft_tree import Chain, DynaTree, Fixed, Settings, grow
+from dynatree import METHODS, generate, token_ids
+from dyspec import DySpec
 from sampling import Sampling
 from verify import accept_sampled, try_child
 
@@ -145,12 +147,6 @@ def target_law(settings: Sampling) -> dict[tuple, float]:
     return {(a, b): float(probs[0, a] * probs[a, b]) for a, b in pairs}
 
 
-@pytest.fixture
-def drawing_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fixed tree with drawn children: siblings without replacement."""
-    monkeypatch.setattr(Fixed, "is_drawing", True)
-
-
 def assert_same_law(law: dict[tuple, float], settings: Sampling) -> None:
     for outcome, probability in target_law(settings).items():
         assert law.get(outcome, 0.0) == pytest.approx(probability, abs=2e-5), outcome
@@ -165,11 +161,13 @@ def test_drawn_chains_leave_the_targets_law(settings: Sampling, draft: str) -> N
     assert_same_law(law, settings)
 
 
+SIBLINGS = DySpec(N=4, D_max=1, t=0.001)  # up to three of them, drawn without replacement
+
+
 @pytest.mark.parametrize(("settings", "draft"), CASES)
-def test_drawn_siblings_leave_the_targets_law(
-    settings: Sampling, draft: str, drawing_fixed: None
-) -> None:
-    law = every_outcome(two_tokens(Fixed(D=1, B=3, tau=0.0), DRAFTS[draft], 1), settings)
+@pytest.mark.parametrize("t", [0.001, 0.3])  # the second leaves out draws of little value
+def test_drawn_siblings_leave_the_targets_law(t: float, settings: Sampling, draft: str) -> None:
+    law = every_outcome(two_tokens(replace(SIBLINGS, t=t), DRAFTS[draft], 1), settings)
     assert_same_law(law, settings)
 
 
@@ -190,12 +188,10 @@ def forget_to_renormalise(
     return is_accepted, rest, draft_probs
 
 
-def test_a_draft_that_is_not_renormalised_is_caught(
-    drawing_fixed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_that_is_not_renormalised_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "try_child", forget_to_renormalise)
     settings = Sampling(1.0)
-    law = every_outcome(two_tokens(Fixed(D=1, B=3, tau=0.0), DRAFTS["other"], 1), settings)
+    law = every_outcome(two_tokens(SIBLINGS, DRAFTS["other"], 1), settings)
     with pytest.raises(AssertionError):
         assert_same_law(law, settings)
 
@@ -234,7 +230,7 @@ def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
     assert is_accepted and residual.isfinite().all()
 
 
-@pytest.mark.parametrize("settings", [Alone(), Chain(), Fixed(), DynaTree()])
+@pytest.mark.parametrize("settings", [kind() for kind in METHODS.values()])
 def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
     target, draft = random_model(0), random_model(1, vocab_size=80)
 
@@ -248,7 +244,7 @@ def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
 
 def test_a_tiny_temperature_is_greedy() -> None:
     target, draft = random_model(0), random_model(1)
-    for settings in (Alone(), Chain(), Fixed(), DynaTree()):
+    for settings in (kind() for kind in METHODS.values()):
         greedy = token_ids(generate(target, draft, [3, 1, 4], settings, 30))
         cold = generate(target, draft, [3, 1, 4], settings, 30, sampling=Sampling(1e-6))
         assert token_ids(cold) == greedy

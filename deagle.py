@@ -1,0 +1,82 @@
+"""deagle: a beam of the likeliest nodes, as deep as two of three votes allow (DEAGLE, section 3.4).
+
+Every level expands its k likeliest nodes and gives each k children; at the end the likeliest nodes
+of all levels are verified. After each level three signals vote on stopping, where S_d is the sum of
+the k best path probabilities at depth d and S_0 = 1:
+
+    low probability      S_d < tau_S
+    momentum             S_d / S_(d-1) < tau_rho for the second time in this tree
+    length               d >= ceil(E_d), the expected accepted length
+
+E_d departs from the paper, whose sums (Eq. 22 and 26) never exceed d and so would vote to stop at
+every depth: here the sum up to d is continued by the tail that the last ratio r = S_d / S_(d-1)
+projects, E_d = sum of S_t for t <= d, plus S_d r / (1 - r); no vote if r >= 1.
+
+    python dynatree.py --method deagle --set D_max=12 --prompt "..."
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draft_tree import MAX_ROWS, Level, Rule, check_settings, setting
+
+
+@dataclass(frozen=True)
+class Deagle:
+    """deagle: a beam as deep as two of three votes allow (DEAGLE, 3.4)."""
+
+    k: int = setting(4, 1, 32, "nodes expanded per level, and children of each")
+    N_max: int = setting(32, 1, MAX_ROWS, "rows verified, root included: the likeliest drafted")
+    D_max: int = setting(10, 1, MAX_ROWS - 1, "hard limit of depth")
+    tau_S: float = setting(0.15, 0.0, 128.0, "low-probability vote: S_d below it")
+    tau_rho: float = setting(0.6, 0.0, 1.0, "momentum vote: S_d / S_(d-1) below it twice")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def rule(self) -> Rule:
+        return DeagleRule(self)
+
+
+class DeagleRule:
+    """One generation of DEAGLE; between the levels of a tree it holds S_0, S_1, ..."""
+
+    is_drawing = False
+
+    def __init__(self, settings: Deagle):
+        self.settings = settings
+        self.max_branches, self.max_depth = settings.k, settings.D_max
+        self.max_rows = settings.N_max
+        self.max_drafted = 1 + settings.k + settings.k**2 * (settings.D_max - 1)
+        self.sums = [1.0]
+
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        if level.depth == 0:
+            self.sums = [1.0]
+        values = level.path_logprobs
+        beam = values.flatten().topk(min(self.settings.k, values.numel()))
+        self.sums.append(beam.values.exp().sum().item())
+        add, expand = torch.ones_like(values, dtype=torch.bool), torch.zeros_like(values)
+        if sum(votes(self.sums, self.settings)) < 2:
+            expand.view(-1)[beam.indices] = 1
+        return add, expand.bool()
+
+    def adapt(self, n_accepted: int, depth: int) -> None:
+        """Nothing to learn."""
+
+
+def votes(sums: list[float], settings: Deagle) -> tuple[bool, bool, bool]:
+    """The three votes to stop, from S_0 = 1, S_1, ..., S_d."""
+    d = len(sums) - 1
+    ratios = [after / before for before, after in zip(sums, sums[1:], strict=False) if before]
+    expected = sum(sums[1:])
+    ratio = ratios[-1] if ratios else 0.0
+    has_length = ratio < 1
+    if has_length:
+        expected += sums[-1] * ratio / (1 - ratio)
+    is_low = sums[-1] < settings.tau_S
+    is_falling = sum(ratio < settings.tau_rho for ratio in ratios) >= 2
+    return is_low, is_falling, has_length and d >= math.ceil(expected)

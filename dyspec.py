@@ -1,0 +1,73 @@
+"""dyspec: the nodes of the highest estimated value, whatever shape they make (Xiong et al. 2024).
+
+A node's value estimates the chance that its guess is reached and accepted. Ranked children
+(greedy): p(u), the draft's probability of the path. Drawn children (sampling): the chance that the
+path is accepted and every earlier sibling is not, known before the child itself is drawn.
+
+Two forms. Exact (Algorithm 1): the N highest values; since values fall along every path and from
+sibling to sibling, growing by levels and keeping the N best so far gives the heap's set with one
+draft pass a level. Threshold (Algorithm 2, whose `while v < t` is a misprint for >=): all nodes of
+value t or more. A sampled text needs the threshold form, because a drawn child cannot be taken
+back: whether it is kept would depend on what was drawn.
+
+    python dynatree.py --method dyspec --set N=32 --prompt "..."
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draft_tree import MAX_ROWS, Level, Rule, check_settings, log_threshold, setting
+
+
+@dataclass(frozen=True)
+class DySpec:
+    """dyspec: the N likeliest nodes, or all above a threshold (DySpec, Algorithms 1 and 2)."""
+
+    N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
+    t: float = setting(0.05, 0.0, 1.0, "a node of value below t is not added (threshold form)")
+    D_max: int = setting(16, 1, MAX_ROWS - 1, "hard limit of depth")
+    exact: bool = setting(True, False, True, "the N best; off, or if sampled: all from t up to N")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def rule(self) -> Rule:
+        return DySpecRule(self)
+
+
+class DySpecRule:
+    """One generation of DySpec; between the levels of a tree it holds the best values so far."""
+
+    is_drawing = True
+
+    def __init__(self, settings: DySpec):
+        self.settings = settings
+        self.max_rows, self.max_depth = settings.N, settings.D_max
+        self.max_branches = max(settings.N - 1, 1)  # all of them may be the root's children
+        # Every level may add N - 1 nodes, of which later ones may prove better
+        self.max_drafted = 1 + (settings.N - 1) * (settings.D_max if settings.exact else 1)
+        self.best = torch.empty(0)  # log values of the best N - 1 nodes of this tree so far
+
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        if level.is_drawn or not self.settings.exact:
+            values = draw_values(level) if level.is_drawn else level.path_logprobs
+            add = values >= log_threshold(self.settings.t)
+            return add, add
+        values = level.path_logprobs
+        earlier = self.best if level.depth else values.new_empty(0)
+        both = torch.cat([earlier, values.flatten()])
+        self.best = both.topk(min(self.settings.N - 1, len(both))).values
+        add = values >= self.best[-1]
+        return add, add
+
+    def adapt(self, n_accepted: int, depth: int) -> None:
+        """Nothing to learn."""
+
+
+def draw_values(level: Level) -> Tensor:
+    """Log value of each draw [W, k]: the path's, times what the earlier draws left undrawn."""
+    probs = level.logprobs.exp()
+    left = (1 - (probs.cumsum(dim=1) - probs)).clamp(min=0)
+    return (level.path_logprobs - level.logprobs)[:, :1] + left.log()

@@ -1,0 +1,103 @@
+"""dyspec: the literal heap of Algorithm 1, the best connected set, and the threshold form."""
+
+import heapq
+import itertools
+import math
+
+import pytest
+import torch
+from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, paths
+
+from draft_tree import Level, grow
+from dyspec import DySpec, DySpecRule, draw_values
+
+DEPTH = 6
+
+
+def heap_tree(draft: FakeDraft, n_rows: int, max_depth: int) -> dict[Path, float]:
+    """Algorithm 1 as it stands, for ranked children: pop the best guess, add it, push the two it
+    opens: its first child, and its next sibling. Path -> value, the root included."""
+    root = (ROOT.item(),)
+    tree, order = {root: 1.0}, {}
+    heap: list[tuple[float, Path, int]] = []  # (- value, parent's path, rank among siblings)
+
+    def push(parent: Path, rank: int) -> None:
+        if len(parent) > max_depth or rank == VOCAB:
+            return
+        if parent not in order:
+            order[parent] = torch.log_softmax(draft.logits(parent), -1).sort(descending=True)
+        logprob = float(order[parent].values[rank])
+        heapq.heappush(heap, (-math.log(tree[parent]) - logprob, parent, rank))
+
+    push(root, 0)
+    while heap and len(tree) < n_rows:
+        negative, parent, rank = heapq.heappop(heap)
+        path = (*parent, int(order[parent].indices[rank]))
+        tree[path] = math.exp(-negative)
+        push(path, 0)
+        push(parent, rank + 1)
+    return tree
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("n_rows", [2, 3, 7, 24, 60])
+def test_the_exact_form_is_the_heaps_set(seed: int, n_rows: int) -> None:
+    draft = FakeDraft(seed)
+    tree = grow(DySpec(N=n_rows, D_max=DEPTH).rule(), ROOT, draft, 127)
+    assert sorted(paths(tree)) == sorted(heap_tree(draft, n_rows, DEPTH))
+    assert draft.n_calls <= DEPTH  # one pass a level
+    assert tree.parents.tolist() == [
+        -1,
+        *[paths(tree).index(path[:-1]) for path in paths(tree)[1:]],
+    ]
+    assert tree.depth == int(tree.depths.max())
+    for path, row in zip(paths(tree), tree.ancestors.tolist(), strict=True):
+        assert [paths(tree)[i] for i, is_above in enumerate(row) if is_above] == [
+            path[: n + 1] for n in range(len(path))
+        ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_threshold_form_with_the_heaps_last_value_gives_the_same_set(seed: int) -> None:
+    draft, n_rows = FakeDraft(seed), 20
+    heap = heap_tree(draft, n_rows, DEPTH)
+    t = min(heap.values()) * (1 - 1e-5)
+    rule = DySpec(N=64, t=t, D_max=DEPTH, exact=False).rule()
+    assert sorted(paths(grow(rule, ROOT, draft, 127))) == sorted(heap)
+
+
+def test_the_set_has_the_highest_total_value_of_all_connected_sets() -> None:
+    """Brute force over every connected set of five rows in a tree of two levels, four ids."""
+    logits = torch.randn(21, 4, generator=torch.Generator().manual_seed(3))
+
+    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
+        return logits[[0]] if parents is None else logits[1 + tokens]
+
+    probs = torch.softmax(logits, -1).tolist()
+    value = {(a,): probs[0][a] for a in range(4)}
+    value |= {(a, b): probs[0][a] * probs[1 + a][b] for a in range(4) for b in range(4)}
+    connected = [
+        nodes
+        for nodes in itertools.combinations(value, 4)
+        if all(len(node) == 1 or node[:1] in nodes for node in nodes)
+    ]
+    best = max(connected, key=lambda nodes: sum(value[node] for node in nodes))
+    tree = grow(DySpec(N=5, D_max=2).rule(), ROOT, draft, 127)
+    assert sorted(path[1:] for path in paths(tree)[1:]) == sorted(best)
+
+
+def test_a_draw_is_valued_before_it_is_drawn() -> None:
+    """p(u) times what the earlier siblings left; the drawn token itself does not matter."""
+    probs = torch.tensor([[0.5, 0.3, 0.1], [0.1, 0.1, 0.7]])
+    above = torch.tensor([[0.5], [0.25]])
+    level = Level(1, probs.log(), (above * probs).log(), is_drawn=True)
+    expected = torch.tensor([[0.5, 0.25, 0.1], [0.25, 0.225, 0.2]])
+    torch.testing.assert_close(draw_values(level).exp(), expected)
+    add, expand = DySpec(t=0.21).rule().expand(level)
+    assert add.tolist() == expand.tolist() == [[True, True, False], [True, True, False]]
+
+
+def test_a_tree_remembers_nothing_of_the_one_before() -> None:
+    rule = DySpec(N=9, D_max=DEPTH).rule()
+    first = [paths(grow(rule, ROOT, FakeDraft(seed), 127)) for seed in (1, 2, 1)]
+    assert isinstance(rule, DySpecRule) and first[0] == first[2] != first[1]
