@@ -41,17 +41,19 @@ class Deagle:
         return DeagleRule(self)
 
 
-class DeagleRule:
+class DeagleRule(Rule):
     """One generation of DEAGLE; between the levels of a tree it holds S_0, S_1, ..."""
-
-    is_drawing = False
 
     def __init__(self, settings: Deagle):
         self.settings = settings
         self.max_branches, self.max_depth = settings.k, settings.D_max
         self.max_rows = settings.N_max
-        self.max_drafted = 1 + settings.k + settings.k**2 * (settings.D_max - 1)
         self.sums = [1.0]
+
+    @property
+    def max_drafted(self) -> int:
+        """The root's children, then k of each of the k that every level expands."""
+        return 1 + self.settings.k + self.settings.k**2 * (self.settings.D_max - 1)
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         if level.depth == 0:
@@ -63,9 +65,6 @@ class DeagleRule:
         if sum(votes(self.sums, self.settings)) < 2:
             expand.view(-1)[beam.indices] = 1
         return add, expand.bool()
-
-    def adapt(self, n_accepted: int, depth: int) -> None:
-        """Nothing to learn."""
 
 
 def votes(sums: list[float], settings: Deagle) -> tuple[bool, bool, bool]:

@@ -48,6 +48,7 @@ class Tree:
     draft_slots: Tensor  # [N] int64, slot in the draft's cache from the root's on; -1 = never run
     depth: int  # the deepest level
     draft_probs: Tensor | None = None  # [run, V], by draft_slots: what children were drawn from
+    is_retrieved: Tensor | None = None  # [N] bool, not from the draft; None if all are
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -64,23 +65,35 @@ class Level:
 
 
 class Rule(Protocol):
-    """Which children to add and which of them to expand; one object per generation.
+    """Which nodes a tree gets; one object per generation, so that none learns from another.
 
     Candidates are the k likeliest tokens, best first. A rule that draws gets drawn ones instead
     when the text is sampled; which of them it adds must not depend on what they are.
     """
 
-    is_drawing: bool
     max_branches: int  # k, candidates looked at per row
-    max_depth: int  # no node lies deeper
+    max_depth: int  # the draft runs no deeper level; 0 needs no draft
     max_rows: int  # N_max, verify rows of one tree, root included
-    max_drafted: int  # rows while growing; beyond max_rows only the likeliest are verified
+    is_drawing: bool = False
+    is_reading: bool = False  # wants `read` to be called
+
+    @property
+    def max_drafted(self) -> int:
+        """Rows while growing; of more than max_rows only the likeliest are verified."""
+        return self.max_rows
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         """Masks [W, k] bool: candidates to add, and those the draft may run if added."""
 
+    def extend(self, tree: Tree, max_depth: int) -> Tree:
+        """The drafted tree with nodes from elsewhere added, none deeper than max_depth."""
+        return tree
+
+    def read(self, tokens: Tensor, logits: Tensor) -> None:
+        """See what the target says after prompt or tree tokens [n]: logits [n, V]."""
+
     def adapt(self, n_accepted: int, depth: int) -> None:
-        """Learn from one verified tree: drafted tokens accepted, deepest level drafted (> 0)."""
+        """Learn from one verified tree: accepted tokens, deepest level (0: only the root)."""
 
 
 class Settings(Protocol):
@@ -97,7 +110,7 @@ def grow(
     max_depth: int,
     sampler: Sampler | None = None,
 ) -> Tree:
-    """Grow one tree, one draft call per level; no per-node Python.
+    """Grow one tree, one draft call per level and no per-node Python, and let the rule extend it.
 
     root: [1] int64, the pending token. draft: None for a rule of depth 0, which never asks it.
     max_depth: the caller's own limit, beside the rule's. sampler: for sampled text. When the
@@ -105,7 +118,7 @@ def grow(
     probability 0, or of a row with non-finite logits, is never added.
     """
     if min(max_depth, rule.max_depth) < 1 or rule.max_rows < 2:
-        return lone(root)
+        return rule.extend(lone(root), max_depth)
     sampler = sampler if rule.is_drawing else None
     most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
     n_rows = 1
@@ -140,7 +153,9 @@ def grow(
         if len(growing) < len(added):
             tokens, logprobs, parents = (t.take(growing) for t in (tokens, logprobs, parents))
     tree = _assemble(levels, run_rows, torch.cat(draft_probs) if draft_probs else None)
-    return tree if n_rows <= rule.max_rows else likeliest(tree, rule.max_rows)
+    if n_rows > rule.max_rows:
+        tree = likeliest(tree, rule.max_rows)
+    return rule.extend(tree, max_depth)
 
 
 def _draw_candidates(
@@ -164,15 +179,28 @@ def _assemble(
 ) -> Tree:
     """Levels of (tokens, parents, logprobs), and the rows that were run, as one Tree."""
     tokens, parents, logprobs = map(torch.cat, zip(*levels, strict=True))
-    sizes = [len(level[0]) for level in levels]
-    ancestors = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
-    by_level = zip(ancestors.split(sizes)[1:], parents.split(sizes)[1:], strict=True)
-    for rows, above in by_level:  # a node's ancestors are its parent's and itself
-        rows |= ancestors[above]
     ran, draft_slots = torch.cat(run_rows), torch.full_like(tokens, -1)
     draft_slots[ran] = torch.arange(len(ran), device=tokens.device)
-    depths, depth = ancestors.sum(1) - 1, len(sizes) - 1
-    return Tree(tokens, parents, depths, logprobs, ancestors, draft_slots, depth, draft_probs)
+    return make_tree(tokens, parents, logprobs, draft_slots, len(levels) - 1, draft_probs)
+
+
+def make_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    logprobs: Tensor,
+    draft_slots: Tensor,
+    depth: int,
+    draft_probs: Tensor | None = None,
+    is_retrieved: Tensor | None = None,
+) -> Tree:
+    """A Tree of these columns, [N] each and ordered by depth; what follows from them is added."""
+    ancestors = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
+    above = parents.clamp(min=0)
+    for _ in range(depth):  # a node's ancestors are its parent's and itself
+        ancestors |= ancestors[above]
+    depths = ancestors.sum(1) - 1
+    rest = {"draft_probs": draft_probs, "is_retrieved": is_retrieved}
+    return Tree(tokens, parents, depths, logprobs, ancestors, draft_slots, depth, **rest)
 
 
 def likeliest(tree: Tree, n: int) -> Tree:
@@ -202,6 +230,11 @@ def setting(default: float, low: float, high: float, meaning: str) -> float:
     return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
 
 
+def choice(default: str, options: tuple[str, ...], meaning: str) -> str:
+    """A dataclass field for a setting that is one of several words."""
+    return field(default=default, metadata={"options": options, "meaning": meaning})
+
+
 def check_settings(settings: object, *ordered: str) -> None:
     """Raise ValueError for a setting of the wrong type or range, or ordered names that do not rise.
 
@@ -209,6 +242,11 @@ def check_settings(settings: object, *ordered: str) -> None:
     """
     for f in fields(settings):
         kind = type(f.default)
+        if kind is str:
+            if getattr(settings, f.name) not in f.metadata["options"]:
+                known = ", ".join(f.metadata["options"])
+                raise ValueError(f"{f.name}={getattr(settings, f.name)} is not one of {known}")
+            continue
         if kind is not float and type(getattr(settings, f.name)) is not kind:
             raise ValueError(f"{f.name}={getattr(settings, f.name)} is not of type {kind.__name__}")
         value, low, high = getattr(settings, f.name), f.metadata["low"], f.metadata["high"]
@@ -227,7 +265,7 @@ def log_threshold(probability: float) -> float:
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(Rule):
     """linear: a chain of K tokens, a tree with one branch (Leviathan et al. 2023)."""
 
     K: int = setting(5, 0, MAX_ROWS - 1, "tokens drafted per iteration")
@@ -246,17 +284,12 @@ class Chain:
     def max_rows(self) -> int:
         return self.K + 1
 
-    max_drafted = max_rows
-
     def rule(self) -> Rule:
         return self
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         every = torch.ones_like(level.logprobs, dtype=torch.bool)
         return every, every
-
-    def adapt(self, n_accepted: int, depth: int) -> None:
-        """Nothing to learn."""
 
 
 @dataclass(frozen=True)
@@ -268,15 +301,13 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Rule):
     """fixed: the static tree, B children for every node down to depth D (section 4.3)."""
 
     D: int = setting(5, 1, MAX_ROWS - 1, "depth of the tree")
     B: int = setting(2, 1, 32, "children per node")
     tau: float = setting(0.05, 0.0, 1.0, "a child with p(path) below tau is not added")
     N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included")
-
-    is_drawing = False
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -293,17 +324,12 @@ class Fixed:
     def max_rows(self) -> int:
         return self.N_max
 
-    max_drafted = max_rows
-
     def rule(self) -> Rule:
         return self
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         add = level.path_logprobs >= log_threshold(self.tau)
         return add, add
-
-    def adapt(self, n_accepted: int, depth: int) -> None:
-        """Nothing to learn."""
 
 
 @dataclass(frozen=True)
@@ -335,16 +361,14 @@ class DynaTree:
         return DynaTreeRule(self)
 
 
-class DynaTreeRule:
+class DynaTreeRule(Rule):
     """One generation of DynaTree: its settings as history has moved them so far."""
-
-    is_drawing = False
 
     def __init__(self, start: DynaTree):
         self.start = self.now = start
         self.window: deque[float] = deque(maxlen=start.W)
         self.max_branches = start.B_max if start.breadth else start.B_mid
-        self.max_depth, self.max_rows, self.max_drafted = start.D_max, start.N_max, start.N_max
+        self.max_depth, self.max_rows = start.D_max, start.N_max
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         s, child_depth = self.now, level.depth + 1
@@ -362,6 +386,8 @@ class DynaTreeRule:
 
     def adapt(self, n_accepted: int, depth: int) -> None:
         """Historical adjustment: the window's mean acceptance moves D0, tau_h and rho_deep."""
+        if not depth:
+            return
         self.window.append(n_accepted / depth)
         if not self.start.history or len(self.window) < self.start.W:
             return

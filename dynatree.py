@@ -48,6 +48,7 @@ from inputs import (
     parse_settings,
     read_prompt,
 )
+from retrieval import Graft, Recycle
 from sampling import Sampler, Sampling
 from terminal import TextStream, describe, draw_tree
 from verify import accept_greedy, accept_sampled, tree_mask, tree_positions
@@ -59,6 +60,8 @@ METHODS: dict[str, type[Settings]] = {
     "dynatree": DynaTree,
     "dyspec": DySpec,
     "deagle": Deagle,
+    "recycle": Recycle,
+    "graft": Graft,
 }
 COMMITS = ("keep", "rebuild")
 TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
@@ -176,7 +179,7 @@ def generate(
     committed, end = list(prompt), len(prompt) + max_new_tokens
     cache, drafter = _make_caches(target, draft, rule, committed, end, watch)
     watch.lap("other_ms")
-    logits = target.prefill(prompt, cache)[None]  # [1, V]
+    logits = target.prefill(prompt, cache, rule.read if rule.is_reading else None)[None]  # [1, V]
     watch.lap("verify_ms")
     _, first = accept(lone(torch.tensor(prompt[-1:], device=target.device)), logits, sampler)
     step = Step(cut(first, eos_ids, max_new_tokens), **watch.ms)
@@ -206,8 +209,8 @@ def generate(
         if drafter:
             drafter.commit(tree, rows)
         # 6 adapt
-        if tree.depth:
-            rule.adapt(len(rows) - 1, tree.depth)
+        rule.adapt(len(rows) - 1, tree.depth)
+        rule.read(tree.tokens, logits)
         tokens = cut(new_tokens, eos_ids, room)
         watch.lap("other_ms")
         step = Step(tokens, tree, rows, new_tokens[-1], **watch.ms)
@@ -411,8 +414,10 @@ def stream(
 def summarise_step(step: Step) -> str:
     accepted, drafted = len(step.path) - 1, len(step.tree) - 1
     ms = step.draft_ms + step.verify_ms + step.other_ms
-    drawn = f"{accepted} accepted of {drafted} nodes (source: draft model)"
-    return f"{drawn}, depth {step.tree.depth}, {ms:.1f} ms"
+    is_retrieved = step.tree.is_retrieved
+    n_retrieved = 0 if is_retrieved is None else int(is_retrieved.sum())
+    sources = f"{drafted - n_retrieved} drafted, {n_retrieved} retrieved +"
+    return f"{accepted} of {drafted} accepted ({sources}), depth {step.tree.depth}, {ms:.1f} ms"
 
 
 def summarise(metrics: Metrics) -> str:

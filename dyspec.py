@@ -37,7 +37,7 @@ class DySpec:
         return DySpecRule(self)
 
 
-class DySpecRule:
+class DySpecRule(Rule):
     """One generation of DySpec; between the levels of a tree it holds the best values so far."""
 
     is_drawing = True
@@ -46,9 +46,13 @@ class DySpecRule:
         self.settings = settings
         self.max_rows, self.max_depth = settings.N, settings.D_max
         self.max_branches = max(settings.N - 1, 1)  # all of them may be the root's children
-        # Every level may add N - 1 nodes, of which later ones may prove better
-        self.max_drafted = 1 + (settings.N - 1) * (settings.D_max if settings.exact else 1)
         self.best = torch.empty(0)  # log values of the best N - 1 nodes of this tree so far
+
+    @property
+    def max_drafted(self) -> int:
+        """Every level may add N - 1 nodes, of which later ones may prove better."""
+        s = self.settings
+        return 1 + (s.N - 1) * (s.D_max if s.exact else 1)
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         if level.is_drawn or not self.settings.exact:
@@ -61,9 +65,6 @@ class DySpecRule:
         self.best = both.topk(min(self.settings.N - 1, len(both))).values
         add = values >= self.best[-1]
         return add, add
-
-    def adapt(self, n_accepted: int, depth: int) -> None:
-        """Nothing to learn."""
 
 
 def draw_values(level: Level) -> Tensor:

@@ -275,16 +275,24 @@ class GPTNeoX:
         """What a cache for `capacity` tokens takes."""
         return 2 * self.config.n_layers * self.config.hidden_size * capacity * self.dtype.itemsize
 
-    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
+    def prefill(
+        self,
+        tokens: list[int],
+        cache: KVCache,
+        read: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> Tensor:
         """Append tokens to the cache in chunks and return the last one's logits, float32 [V].
 
         They are nan if any of the tokens overflowed: what reads one that did is worth nothing.
+        read: called with the ids [n] and the logits [n, V] of every chunk.
         """
         is_finite = torch.tensor(True, device=self.device)
         for ids in torch.tensor(tokens, device=self.device).split(PREFILL_CHUNK):
             positions = torch.arange(cache.length, cache.length + len(ids), device=self.device)
             x = self._run_layers(ids, positions, cache, None, cache.length)  # [n, hidden]
             is_finite &= x.isfinite().all()
+            if read:
+                read(ids, self._logits(x))
             cache.advance(len(ids))
         return self._logits(x[-1:])[0].masked_fill(~is_finite, torch.nan)
 

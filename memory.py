@@ -54,14 +54,14 @@ def _answer(sender: Connection, function: Callable[..., dict], *arguments: objec
 def measure_memory(options: dict, run: Run, prompt: list[int], sampling: Sampling | None) -> dict:
     """Load what the run needs, run it, and tell this process's peak (on CUDA the device's)."""
     settings = parse_settings(METHODS[run.method], run.settings)
-    is_drafting = settings.rule().max_depth > 0
-    pair, _ = open_pair(argparse.Namespace(**options), is_drafting, lambda line: None)
+    rule, end = settings.rule(), len(prompt) + run.new_tokens
+    pair, _ = open_pair(argparse.Namespace(**options), rule.max_depth > 0, lambda line: None)
     request = Request(pair, prompt, run.new_tokens, (), run.commit, sampling)
     steps = list(request.decode(settings))
-    models = [pair.target, *([pair.draft] if pair.draft else [])]
-    capacity = len(prompt) + run.new_tokens + settings.rule().max_rows
     floor = sum(
-        weight_bytes(model.config, model.dtype) + model.cache_bytes(capacity) for model in models
+        weight_bytes(model.config, model.dtype) + model.cache_bytes(end + n_scratch)
+        for model, n_scratch in ((pair.target, rule.max_rows), (pair.draft, rule.max_drafted))
+        if model
     )
     device = pair.target.device
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()

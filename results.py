@@ -54,7 +54,7 @@ class Run:
 
 @dataclass
 class Results:
-    """A results file. `records`: one dict per run, prompt and repeat (bench.py, `record`)."""
+    """A results file. `records`: one dict per run, prompt and repeat, see Bench.measure."""
 
     table: str
     columns: list[str]

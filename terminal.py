@@ -5,7 +5,7 @@ print(stream.push(step.tokens), end="")
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
@@ -44,7 +44,7 @@ class TextStream:
 def draw_tree(
     tree: Tree, path: Sequence[int], bonus: int, tokenizer: Tokenizer, has_color: bool
 ) -> str:
-    """One iteration's tree, a line per node: token, p(path), and * on the accepted path."""
+    """One iteration's tree, a line per node: token, p(path), * if accepted, + if retrieved."""
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     probabilities = tree.logprobs.exp().tolist()
     children: list[list[int]] = [[] for _ in tokens]
@@ -59,6 +59,7 @@ def draw_tree(
 
     def visit(row: int, lead: str, branch: str, below: str) -> None:
         mark = " *" if row in path else ""
+        mark += " +" if tree.is_retrieved is not None and tree.is_retrieved[row] else ""
         label = f"{shown(tokenizer, tokens[row])} {probabilities[row]:.2f}{mark}"
         lines.append(lead + branch + paint(label, row))
         for child in children[row]:
@@ -75,6 +76,12 @@ def shown(tokenizer: Tokenizer, token: int) -> str:
     return repr(tokenizer.decode([token], skip_special_tokens=False))
 
 
+def describe_range(metadata: Mapping) -> str:
+    if "options" in metadata:
+        return ", ".join(metadata["options"])
+    return f"{metadata['low']:g} to {metadata['high']:g}"
+
+
 def describe(methods: dict[str, type]) -> str:
     """The methods with their settings, symbols, defaults and ranges, for --help."""
     lines = ["methods and their settings (--set NAME=VALUE):"]
@@ -82,8 +89,7 @@ def describe(methods: dict[str, type]) -> str:
         title = (settings.__doc__ or "").splitlines()[0].removeprefix(f"{name}: ")
         lines.append(f"  {name}: {title}")
         for f in dataclasses.fields(settings):
-            low, high = f.metadata["low"], f.metadata["high"]
-            span = "" if isinstance(f.default, bool) else f" ({low:g} to {high:g})"
+            span = "" if isinstance(f.default, bool) else f" ({describe_range(f.metadata)})"
             value = f"{f.name}={f.default}"
             lines.append(f"    {value:<13} {f.metadata['meaning']}{span}")
     return "\n".join(lines)

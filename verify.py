@@ -58,6 +58,8 @@ def accept_sampled(tree: Tree, target_probs: Tensor, sampler: Sampler) -> tuple[
     N(0, 1) is a misprint.
     """
     tokens, slots = tree.tokens.tolist(), tree.draft_slots.tolist()
+    no_row = torch.zeros_like(tree.tokens)
+    is_retrieved = (no_row if tree.is_retrieved is None else tree.is_retrieved).tolist()
     children: list[list[int]] = [[] for _ in tokens]
     for row, parent in enumerate(tree.parents.tolist()[1:], start=1):
         children[parent].append(row)
@@ -65,12 +67,14 @@ def accept_sampled(tree: Tree, target_probs: Tensor, sampler: Sampler) -> tuple[
     while True:
         row = path[-1]
         residual, draft_probs = target_probs[row], None  # [V]
-        if children[row] and tree.draft_probs is not None:
+        if slots[row] >= 0 and tree.draft_probs is not None:
             draft_probs = tree.draft_probs[slots[row]]
-        for child in children[row]:
-            is_accepted, residual, draft_probs = try_child(
-                tokens[child], residual, draft_probs, sampler.coin()
+        for child in children[row]:  # the drawn ones first
+            drawn_from = None if is_retrieved[child] else draft_probs
+            is_accepted, residual, left = try_child(
+                tokens[child], residual, drawn_from, sampler.coin()
             )
+            draft_probs = draft_probs if is_retrieved[child] else left
             if is_accepted:
                 path.append(child)
                 break

@@ -22,6 +22,7 @@ from draft_tree import Alone, Chain, DynaTree, Fixed
 from dynatree import METHODS, TIE, Settings, Step, cut, generate, token_ids
 from dyspec import DySpec
 from gpt_neox import GPTNeoX
+from retrieval import BASES, Graft, Recycle
 
 GOLDEN = sorted(path for path in (Path(__file__).parent / "golden").iterdir())
 CASES = 80  # per method
@@ -100,6 +101,11 @@ def random_settings(method: str, rng: random.Random) -> Settings:
     if method == "deagle":
         k = rng.randint(1, 4)
         return Deagle(k=k, N_max=n_max, D_max=rng.randint(1, 6), tau_S=rng.random() / 2)
+    if method == "recycle":
+        return Recycle(N=n_max, D_max=rng.randint(1, 6))
+    if method == "graft":
+        stops = {name: rng.choice([0.0, 0.3, 0.9]) for name in ("p_1", "p_3", "p_5")}
+        return Graft(base=rng.choice(list(BASES)), N=n_max, D_max=rng.randint(1, 6), **stops)
     low, high = sorted(rng.sample([0.02, 0.1, 0.3, 0.5, 0.7, 0.95], 2))
     stop, deep = sorted(rng.sample([0.001, 0.01, 0.05, 0.2, 0.5], 2))
     b_min, b_mid, b_max = sorted(rng.choices(range(1, 5), k=3))
@@ -117,6 +123,8 @@ def note(seen: Counter, step: Step, settings: Settings, eos_ids: list[int]) -> N
     seen[f"accepted {min(len(path) - 1, 3)}"] += 1
     seen["tree of depth 1"] += tree.depth == 1
     seen["second sibling"] += any(parents[row] in parents[1:row] for row in path[1:])
+    is_retrieved = [] if tree.is_retrieved is None else tree.is_retrieved.tolist()
+    seen["accepted grafted"] += any(is_retrieved[row] for row in path if is_retrieved)
     seen["moved row"] += path != list(range(len(path)))
     seen["eos in path"] += step.tokens[-1] in eos_ids and len(step.tokens) < len(path)
     seen["eos as bonus"] += step.tokens[-1] in eos_ids and len(step.tokens) == len(path)
@@ -177,7 +185,7 @@ def test_the_cases_cover_what_they_should() -> None:
     wanted = [f"accepted {n}" for n in range(4)]
     wanted += ["second sibling", "moved row", "eos in path", "eos as bonus", "N_max cut"]
     wanted += ["past positions", "other vocabulary", "prompt of one", "budget of one row"]
-    wanted += ["tree of depth 1"]
+    wanted += ["tree of depth 1", "accepted grafted"]
     assert not [what for what in wanted if not seen[what]], seen
 
 

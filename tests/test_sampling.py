@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import verify
 from draft_tree import Chain, DynaTree, Fixed, Settings, grow
 from dynatree import METHODS, generate, token_ids
 from dyspec import DySpec
+from retrieval import GraftRule
 from sampling import Sampling
 from verify import accept_sampled, try_child
 
@@ -178,6 +179,29 @@ def test_ranked_children_leave_the_targets_law(
 ) -> None:
     law = every_outcome(two_tokens(rule, DRAFTS[draft], 2), settings)
     assert_same_law(law, settings)
+
+
+@dataclass(frozen=True)
+class GraftedChain:
+    """A drawn child with ranked siblings from the successor table beside it."""
+
+    def rule(self) -> GraftRule:
+        rule = GraftRule(Chain(K=1), n_rows=4, max_depth=1)
+        rule.table.read(torch.arange(N_IDS), OTHER.flip(1))
+        return rule
+
+
+@pytest.mark.parametrize(("settings", "draft"), CASES)
+def test_drawn_and_grafted_siblings_leave_the_targets_law(settings: Sampling, draft: str) -> None:
+    law = every_outcome(two_tokens(GraftedChain(), DRAFTS[draft], 1), settings)
+    assert_same_law(law, settings)
+
+
+def test_a_ranked_sibling_is_tried_after_the_drawn_ones() -> None:
+    sampler = Sampling(1.0).sampler(CPU)
+    tree = grow(GraftedChain().rule(), torch.tensor([0]), lambda t, _: OTHER[t], 1, sampler)
+    assert tree.is_retrieved.tolist() == [False, False, True, True] and tree.depth == 1
+    assert tree.draft_probs.shape == (1, N_IDS)
 
 
 def forget_to_renormalise(
