@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: told apart by colour-blind readers too
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+# Okabe and Ito's palette, told apart by colour-blind readers too; wine for its yellow, on which
+# nothing white can be read
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#882255", "#000000")
+PEER_COLOUR = "#8A8A8A"
+MIN_TREES = 20  # a share of fewer says nothing
 SIZE = (8.0, 4.5)  # inches
 DPI = 150
 
@@ -90,9 +93,10 @@ def labels(rows: Sequence[Row]) -> list[str]:
 
 
 def colours(rows: Sequence[Row]) -> list[str]:
-    """One colour for each method, by its first appearance."""
-    methods = list(dict.fromkeys(row.run.method for row in rows))
-    return [COLOURS[methods.index(row.run.method) % len(COLOURS)] for row in rows]
+    """One colour for each method, by its first appearance; one for all peers."""
+    methods = list(dict.fromkeys(row.run.method for row in rows if not row.is_peer))
+    by_method = dict(zip(methods, COLOURS * 9, strict=False))
+    return [by_method.get(row.run.method, PEER_COLOUR) for row in rows]
 
 
 def bars_with_progress(results: Results) -> "Figure":
@@ -110,7 +114,10 @@ def bars_with_progress(results: Results) -> "Figure":
 
 
 def acceptance_by_depth(results: Results) -> dict[str, list[float]]:
-    """By drafting run: the share accepted at depth 1, 2, ... of the trees that reach it."""
+    """By drafting run: the share accepted at depth 1, 2, ... of the trees that reach it.
+
+    As deep as at least MIN_TREES trees went.
+    """
     found = {}
     for row in results.rows():
         drafted: dict[int, int] = defaultdict(int)
@@ -120,8 +127,9 @@ def acceptance_by_depth(results: Results) -> dict[str, list[float]]:
             for depth, (n, m) in enumerate(zip(*depths.values(), strict=True)):
                 drafted[depth] += n
                 accepted[depth] += m
-        if drafted:
-            found[row.run.label] = [accepted[depth] / n for depth, n in drafted.items()]
+        shares = [accepted[depth] / n for depth, n in drafted.items() if n >= MIN_TREES]
+        if shares:
+            found[row.run.label] = shares
     return found
 
 
@@ -132,7 +140,7 @@ def depth_lines(results: Results) -> "Figure":
     for label, values in shares.items():
         depths = range(1, len(values) + 1)
         axis.plot(depths, values, "o-", label=label, color=every[label.replace(" ", "\n")])
-    axis.set(xlabel="depth", ylabel="accepted / trees that reach this depth", ylim=(0, 1))
+    axis.set(xlabel="depth", ylabel="accepted / trees that reach this depth", ylim=(0, 1.02))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(frameon=False)
     return figure

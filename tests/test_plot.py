@@ -31,7 +31,7 @@ def made_up(table: str) -> Results:
     found = Results(table, [], {"repeats": 1}, MACHINE, {}, {}, runs, step_times=TIMES)
     for i, (run, prompt) in enumerate(product(runs, range(2))):
         metrics = {name: 50.0 + i for name in METRICS}
-        depths = {"drafted": [4, 2, 2], "accepted": [3, prompt, 0]} if i > 3 else {}
+        depths = {"drafted": [40, 20, 20, 9], "accepted": [30, 10 * prompt, 0, 9]} if i > 3 else {}
         record = {"run": run.label, "prompt": prompt, "repeat": 0, "metrics": metrics}
         found.records.append(record | ({"depths": depths} if depths else {}) | {"token_ids": []})
     return found
@@ -61,11 +61,12 @@ def test_figures_are_written(
 
 
 def test_acceptance_by_depth_is_summed_over_prompts() -> None:
+    """As deep as enough trees went; at depth 4 there are 18."""
     results = made_up("main")
     assert acceptance_by_depth(results) == {
         run.label: [0.75, 0.25, 0.0] for run in results.runs[2:]
     }
-    results.records[-1]["depths"] = {"drafted": [4], "accepted": [3]}
+    results.records[-1]["depths"] = {"drafted": [40], "accepted": [30]}
     assert acceptance_by_depth(results)[results.runs[-1].label] == [0.75, 0.0, 0.0]
 
 
