@@ -194,13 +194,20 @@ def make_tree(
     is_retrieved: Tensor | None = None,
 ) -> Tree:
     """A Tree of these columns, [N] each and ordered by depth; what follows from them is added."""
-    ancestors = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
-    above = parents.clamp(min=0)
-    for _ in range(depth):  # a node's ancestors are its parent's and itself
-        ancestors |= ancestors[above]
+    ancestors = mark_ancestors(parents.clamp(min=0), depth)
     depths = ancestors.sum(1) - 1
     rest = {"draft_probs": draft_probs, "is_retrieved": is_retrieved}
     return Tree(tokens, parents, depths, logprobs, ancestors, draft_slots, depth, **rest)
+
+
+def mark_ancestors(parents: Tensor, depth: int) -> Tensor:
+    """Tree.ancestors of parents [N], the root its own, in a tree of this depth."""
+    ancestors = torch.eye(len(parents), dtype=torch.bool, device=parents.device)
+    above, reach = parents, 1  # each node's ancestor `reach` above it, or the root
+    while reach <= depth:
+        ancestors |= ancestors[above]
+        above, reach = above[above], 2 * reach
+    return ancestors
 
 
 def likeliest(tree: Tree, n: int) -> Tree:

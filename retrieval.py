@@ -16,6 +16,7 @@ import heapq
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from draft_tree import (
     choice,
     log_threshold,
     make_tree,
+    mark_ancestors,
     setting,
 )
 from dyspec import DySpec
@@ -47,17 +49,18 @@ RANK_PROBS = (0.7, 0.079, 0.031, 0.017, 0.008, 0.006, 0.006, 0.004)
 class Template:
     """The shape to unroll: nodes by falling estimated probability, so every beginning is a tree."""
 
-    parents: Tensor  # [M] int64, earlier nodes; the root has -1
-    ranks: Tensor  # [M] int64, which successor of the parent
+    parents: Tensor  # [M] int64, earlier nodes; the root's is itself
     depths: Tensor  # [M] int64
     logprobs: Tensor  # [M] float32, estimated
-    levels: list[Tensor]  # of each depth from 1 on, its nodes
+    ancestors: Tensor  # [M, M] bool; row i marks the path from the root to i, both included
+    levels: list[tuple[Tensor, Tensor]]  # from depth 1 on: each node's parent in its level, rank
+    place: Tensor  # [M] int64, each node's place in the levels laid end to end
 
 
 @cache
 def template(n: int, max_depth: int, device: torch.device) -> Template:
     """The n likeliest nodes by RANK_PROBS, no deeper than max_depth."""
-    nodes = [(-1, 0, 0, 0.0)]  # parent, rank, depth, log-probability
+    nodes = [(0, 0, 0, 0.0)]  # parent, rank, depth, log-probability
     heap: list[tuple[float, int, int]] = []  # of children not taken yet: - log-prob, parent, rank
 
     def push(parent: int) -> None:
@@ -72,22 +75,40 @@ def template(n: int, max_depth: int, device: torch.device) -> Template:
         push(len(nodes) - 1)
     *columns, logprobs = zip(*nodes, strict=True)
     parents, ranks, depths = (torch.tensor(column, device=device) for column in columns)
-    levels = [(depths == d).nonzero().squeeze(1) for d in range(1, int(depths.max()) + 1)]
-    return Template(parents, ranks, depths, torch.tensor(logprobs, device=device), levels)
+    order = depths.sort(stable=True).indices
+    place = order.argsort()
+    widths = depths.bincount().tolist()
+    levels, start = [], 0
+    for above, width in pairwise(widths):
+        level = order[start + above : start + above + width]
+        levels.append((place[parents[level]] - start, ranks[level]))
+        start += above
+    ancestors = mark_ancestors(parents, len(widths) - 1)
+    return Template(
+        parents, depths, torch.tensor(logprobs, device=device), ancestors, levels, place
+    )
 
 
 class SuccessorTable:
-    """ids [V, k] int64: each token's successors, best first; -1 where nothing is known."""
+    """ids [V + 1, k] int64: each token's successors, best first; V where nothing is known.
+
+    V, which is no token, has a row of its own: nothing is known of what follows the unknown.
+    """
 
     def __init__(self) -> None:
         self.ids = torch.empty(0, 0, dtype=torch.int64)
+
+    @property
+    def unknown(self) -> int:
+        return len(self.ids) - 1  # V
 
     def read(self, tokens: Tensor, logits: Tensor) -> None:
         """Take over the target's k best after each token. tokens: [n]; logits: [n, V]."""
         n_ids = logits.shape[1]
         k = min(len(RANK_PROBS), n_ids)
         if not len(self.ids):
-            self.ids = torch.full((n_ids, len(RANK_PROBS)), -1, device=logits.device)
+            shape = (n_ids + 1, len(RANK_PROBS))
+            self.ids = torch.full(shape, n_ids, device=logits.device)
         best = logits.topk(k).indices  # [n, k]
         order = torch.arange(len(tokens), device=tokens.device)
         # A token read twice takes its last row: all its writes then write the same, in any order
@@ -95,53 +116,57 @@ class SuccessorTable:
         self.ids[tokens, :k] = best[last]
 
     def unroll(self, root: Tensor, shape: Template) -> Tensor:
-        """The template's tokens [M] below the root [1]; -1 where the table knows none."""
-        tokens = torch.full_like(shape.parents, -1)
-        tokens[0] = root[0]
-        for level in shape.levels:
-            above = tokens[shape.parents[level]]
-            found = self.ids[above.clamp(min=0), shape.ranks[level]]
-            tokens[level] = found.masked_fill(above < 0, -1)
-        return tokens
+        """The template's tokens [M] below the root [1]; V where the table knows none."""
+        levels = [root]
+        for parents, ranks in shape.levels:
+            above = levels[-1].take(parents)
+            levels.append(self.ids.take(torch.add(ranks, above, alpha=self.ids.shape[1])))
+        return torch.cat(levels).take(shape.place)
 
 
-def graft(tree: Tree, tokens: Tensor, shape: Template, n_rows: int) -> Tree:
+def graft(tree: Tree, tokens: Tensor, shape: Template, is_known: Tensor, n_rows: int) -> Tree:
     """Add unrolled nodes to a tree until it has n_rows, the likeliest first.
 
-    A node whose parent already has a child with its token merges with that child, and the next node
-    of the template takes its place. Rows stay ordered by depth, drafted siblings before grafted.
+    tokens, is_known: [M], of the template. A node that the tree has already merges with it, and the
+    next node of the template takes its place. Rows stay ordered by depth, drafted siblings before
+    grafted.
     """
     n = len(tree)
-    ids = torch.full_like(tokens, -1)  # tree row of each node; n + node for one to add; -1 for none
-    ids[0] = 0
-    for level in shape.levels:
-        above, token = ids[shape.parents[level]], tokens[level]
-        same = (tree.parents == above[:, None]) & (tree.tokens == token[:, None])  # [w, n]
-        is_there, row = same.max(dim=1)
-        ids[level] = torch.where(is_there, row, level + n).masked_fill(
-            (token < 0) | (above < 0), -1
-        )
-    added = (ids >= n).nonzero().squeeze(1)[: n_rows - n]  # in the template's order: closed above
+    ours = path_keys(tree.tokens, tree.depths, tree.ancestors)  # [N]
+    theirs = path_keys(tokens, shape.depths, shape.ancestors)  # [M]
+    same = theirs[:, None] == ours  # [M, N]
+    is_there, rows = same.max(dim=1)
+    is_new = is_known & ~is_there
+    added = is_new.nonzero().squeeze(1)[: n_rows - n]  # in the template's order: closed above
     if not len(added):
         return tree
-    new_rows = torch.full_like(ids, -1)
-    new_rows[added] = torch.arange(len(added), device=ids.device) + n
-    above = ids[shape.parents[added]]
-    above = torch.where(above < n, above, new_rows[(above - n).clamp(min=0)])
-    order = torch.cat([tree.depths, shape.depths[added]]).sort(stable=True).indices
-    place = torch.empty_like(order)  # of each row in that order
-    place[order] = torch.arange(len(order), device=order.device)
-    parents = place[torch.cat([tree.parents, above]).clamp(min=0)][order]
-    parents[0] = -1  # the root stays first
+    rows[added] = torch.arange(n, n + len(added), device=rows.device)
+    depths = torch.cat([tree.depths, shape.depths[added]])
+    order = depths.sort(stable=True).indices
+    place = order.argsort()  # of each row in that order
+    parents = torch.cat([tree.parents, rows[shape.parents[added]]])[order]
+    parents[1:] = place[parents[1:]]  # the root stays first
+    depth = int(depths[order[-1]])
     return make_tree(
         tokens=torch.cat([tree.tokens, tokens[added]])[order],
         parents=parents,
         logprobs=torch.cat([tree.logprobs, shape.logprobs[added]])[order],
         draft_slots=torch.cat([tree.draft_slots, torch.full_like(added, -1)])[order],
-        depth=max(tree.depth, int(shape.depths[added].max())),
+        depth=depth,
         draft_probs=tree.draft_probs,
         is_retrieved=order >= n,
     )
+
+
+def path_keys(tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+    """A number [N] for each node's path of tokens: equal for equal paths.
+
+    That unequal paths have equal numbers is as good as impossible; such a node would be taken for
+    another and its children hung below that one, which costs a guess and no correctness.
+    """
+    mixed = (tokens + 1) * (2 * depths + 1) * 0x5851F42D4C957F2D
+    mixed = (mixed ^ (mixed >> 29)) * 0x14057B7EF767814F
+    return (mixed * ancestors).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -206,7 +231,8 @@ class GraftRule(Rule):
         # Twice the nodes: some merge with drafted ones, of some the table knows nothing
         depth = min(self.graft_depth, max_depth)
         shape = template(2 * self.max_rows, depth, tree.tokens.device)
-        return graft(tree, self.table.unroll(tree.tokens[:1], shape), shape, self.max_rows)
+        tokens = self.table.unroll(tree.tokens[:1], shape)
+        return graft(tree, tokens, shape, tokens < self.table.unknown, self.max_rows)
 
     def read(self, tokens: Tensor, logits: Tensor) -> None:
         self.table.read(tokens, logits)

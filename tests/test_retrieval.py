@@ -8,7 +8,16 @@ from tokenizers import Tokenizer
 from draft_tree import Chain, Fixed, grow, lone
 from dynatree import generate, measure
 from gpt_neox import GPTNeoX
-from retrieval import RANK_PROBS, Graft, GraftRule, Recycle, SuccessorTable, graft, template
+from retrieval import (
+    RANK_PROBS,
+    Graft,
+    GraftRule,
+    Recycle,
+    SuccessorTable,
+    Template,
+    graft,
+    template,
+)
 
 CPU = torch.device("cpu")
 
@@ -21,19 +30,25 @@ def full_table(n_ids: int = 32, seed: int = 0) -> SuccessorTable:
     return table
 
 
+def ranks_of(shape: Template) -> list[int]:
+    """Which successor of its parent each node is; the root has 0."""
+    laid_out = torch.cat([torch.tensor([0]), *(ranks for _, ranks in shape.levels)])
+    return laid_out[shape.place].tolist()
+
+
 def test_a_template_is_the_likeliest_tree_of_its_size() -> None:
     shape = template(20, 4, CPU)
-    parents, ranks, depths = (t.tolist() for t in (shape.parents, shape.ranks, shape.depths))
-    assert parents[0] == -1 and all(parents[i] < i for i in range(20)) and max(depths) <= 4
+    parents, depths, ranks = shape.parents.tolist(), shape.depths.tolist(), ranks_of(shape)
+    assert parents[0] == 0 and all(parents[i] < i for i in range(1, 20)) and max(depths) <= 4
     probs = [1.0]
     for i in range(1, 20):
         assert depths[i] == depths[parents[i]] + 1
+        assert shape.ancestors[i].sum() == depths[i] + 1 and shape.ancestors[i, parents[i]]
         probs.append(probs[parents[i]] * RANK_PROBS[ranks[i]])
     torch.testing.assert_close(shape.logprobs.exp(), torch.tensor(probs))
     rounded = [round(p, 9) for p in probs]
     assert rounded == sorted(rounded, reverse=True)
-    assert len({*zip(parents, ranks, strict=True)}) == 20
-    assert sorted(i for level in shape.levels for i in level.tolist()) == list(range(1, 20))
+    assert len({*zip(parents[1:], ranks[1:], strict=True)}) == 19
 
 
 def test_the_table_holds_the_last_reading_of_each_token() -> None:
@@ -44,22 +59,21 @@ def test_the_table_holds_the_last_reading_of_each_token() -> None:
         logits[row, best + 1] = 8.0
     table.read(torch.tensor([3, 1, 3, 2]), logits)
     assert table.ids[[1, 2, 3], :2].tolist() == [[6, 7], [8, 9], [7, 8]]
-    assert (table.ids[[0, *range(4, 20)]] == -1).all()
+    assert (table.ids[[0, *range(4, 21)]] == table.unknown).all() and table.unknown == 20
     table.read(torch.tensor([1]), logits[:1])
     assert table.ids[[1, 2], 0].tolist() == [5, 8]
 
 
 def test_unrolling_follows_the_table() -> None:
     table, shape = full_table(), template(16, 4, CPU)
-    tokens = table.unroll(torch.tensor([7]), shape).tolist()
+    tokens, ranks = table.unroll(torch.tensor([7]), shape).tolist(), ranks_of(shape)
     assert tokens[0] == 7
     for i in range(1, 16):
-        parent, rank = int(shape.parents[i]), int(shape.ranks[i])
-        assert tokens[i] == table.ids[tokens[parent], rank]
-    table.ids[tokens[1]] = -1  # nothing known of it, so nothing below it
+        assert tokens[i] == table.ids[tokens[shape.parents[i]], ranks[i]]
+    table.ids[tokens[1]] = table.unknown  # nothing known of it, so nothing below it
     tokens = table.unroll(torch.tensor([7]), shape).tolist()
     below = [i for i in range(2, 16) if shape.parents[i] == 1]
-    assert below and all(tokens[i] == -1 for i in below)
+    assert below and all(tokens[i] == table.unknown for i in below)
 
 
 def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refilled() -> None:
@@ -71,7 +85,8 @@ def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refille
         table.ids[ROOT, 0] = first
         table.ids[ROOT, 1:] = torch.where(table.ids[ROOT, 1:] == first, 31, table.ids[ROOT, 1:])
         shape = template(64, 5, CPU)
-        merged = graft(tree, table.unroll(ROOT, shape), shape, n_rows=30)
+        tokens = table.unroll(ROOT, shape)
+        merged = graft(tree, tokens, shape, tokens < table.unknown, n_rows=30)
         assert len(merged) == 30
         found = paths(merged)
         assert len(set(found)) == 30 and set(paths(tree)) <= set(found)
@@ -126,7 +141,8 @@ def test_a_checkpoint_stops_the_drafting() -> None:
 def test_a_grafted_tree_does_not_change_the_drafted_one() -> None:
     tree = lone(ROOT)
     shape = template(8, 3, CPU)
-    assert graft(tree, torch.full((8,), -1).index_fill(0, torch.tensor([0]), 7), shape, 8) is tree
+    is_known = torch.arange(8) == 0
+    assert graft(tree, torch.full((8,), 7), shape, is_known, 8) is tree
 
 
 def test_the_same_text_twice_and_nothing_learned_in_between() -> None:
