@@ -43,6 +43,7 @@ from inputs import (
     add_model_options,
     add_sampling_options,
     choose_sampling,
+    choose_window,
     encode,
     open_pair,
     parse_settings,
@@ -50,6 +51,7 @@ from inputs import (
 )
 from retrieval import Graft, Recycle
 from sampling import Sampler, Sampling
+from streaming import WHOLE_TEXT, Window
 from terminal import TextStream, describe, draw_tree
 from verify import accept_greedy, accept_sampled, tree_mask, tree_positions
 
@@ -83,6 +85,7 @@ class Step:
     draft_ms: float = 0.0  # forwards of the draft
     verify_ms: float = 0.0  # forwards of the target: prefill, verification, rebuild
     other_ms: float = 0.0  # everything else
+    n_drafted: int = 0  # nodes of the tree, the root not counted
 
 
 class Stopwatch:
@@ -115,7 +118,7 @@ class Drafter:
     def __init__(
         self, model: GPTNeoX, capacity: int, n_ids: int, committed: list[int], watch: Stopwatch
     ):
-        """n_ids: the target's vocabulary size. committed: the loop's list, the root its last."""
+        """n_ids: the target's vocabulary size. committed: the loop's `visible`, the root last."""
         self.model, self.committed, self.watch = model, committed, watch
         self.cache = model.new_cache(capacity)
         self.n_proposable = min(n_ids, model.config.vocab_size)
@@ -152,6 +155,13 @@ class Drafter:
         slots = tree.draft_slots[rows].tolist()
         self.cache.commit([slot for slot in slots if slot >= 0])
 
+    def drop(self, window: Window) -> None:
+        """Drop what the target has just dropped, or all after the sinks if that is not there."""
+        if self.cache.length >= window.sinks + window.slack:
+            self.model.forget(self.cache, window.sinks, window.slack)
+        else:
+            self.cache.rewind(min(self.cache.length, window.sinks))
+
 
 @torch.inference_mode()
 def generate(
@@ -164,33 +174,38 @@ def generate(
     eos_ids: Sequence[int] = (),
     commit: str = "keep",
     sampling: Sampling | None = None,
+    window: Window = WHOLE_TEXT,
 ) -> Iterator[Step]:
     """Decode, one Step per commit: the target's own greedy ids, or samples of its distribution.
 
     draft may be None for ar. eos_ids end the text where they appear. commit: "keep" moves the
     accepted rows in the cache, "rebuild" runs them again (section 3.5): one more target pass, the
-    same cache. Raises ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
+    same cache. window: what of the text the caches keep. Raises ValueError (arguments) and
+    OutOfMemory at the first step, NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
         raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
     sampler = sampling.sampler(target.device) if sampling else None
     watch = Stopwatch(target.device)
-    committed, end = list(prompt), len(prompt) + max_new_tokens
-    cache, drafter = _make_caches(target, draft, rule, committed, end, watch)
+    visible, left = list(prompt), max_new_tokens  # the ids in the cache, and the pending root
+    n_tokens = min(len(prompt) + max_new_tokens, window.full)
+    cache, drafter = _make_caches(target, draft, rule, visible, n_tokens, watch)
     watch.lap("other_ms")
-    logits = target.prefill(prompt, cache, rule.read if rule.is_reading else None)[None]  # [1, V]
+    read = rule.read if rule.is_reading else None
+    logits = window.prefill(target, visible, cache, read)[None]  # [1, V]
     watch.lap("verify_ms")
     _, first = accept(lone(torch.tensor(prompt[-1:], device=target.device)), logits, sampler)
     step = Step(cut(first, eos_ids, max_new_tokens), **watch.ms)
     while True:
-        committed += step.tokens
+        visible += step.tokens
+        left -= len(step.tokens)
         yield step
-        if len(committed) == end or committed[-1] in eos_ids:
+        if not left or visible[-1] in eos_ids:
             return
         watch.restart()
         # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
-        root, room = torch.tensor(committed[-1:], device=target.device), end - len(committed)
+        root, room = torch.tensor(visible[-1:], device=target.device), min(left, window.room(cache))
         tree = grow(rule, root, drafter.run if drafter else None, room - 1, sampler)
         # 2 mask and positions
         mask = tree_mask(tree, cache.length) if tree.depth else None
@@ -208,30 +223,32 @@ def generate(
             _rebuild(target, cache, tree.tokens[rows].tolist(), watch)
         if drafter:
             drafter.commit(tree, rows)
+        if window.drop(target, visible, cache) and drafter:
+            drafter.drop(window)
         # 6 adapt
         rule.adapt(len(rows) - 1, tree.depth)
         rule.read(tree.tokens, logits)
-        tokens = cut(new_tokens, eos_ids, room)
+        tokens = cut(new_tokens, eos_ids, left)
         watch.lap("other_ms")
-        step = Step(tokens, tree, rows, new_tokens[-1], **watch.ms)
+        step = Step(tokens, tree, rows, new_tokens[-1], n_drafted=len(tree) - 1, **watch.ms)
 
 
 def _make_caches(
     target: GPTNeoX,
     draft: GPTNeoX | None,
     rule: Rule,
-    committed: list[int],
-    end: int,
+    visible: list[int],
+    n_tokens: int,
     watch: Stopwatch,
 ) -> tuple[KVCache, Drafter | None]:
-    """The target's cache, and the drafter with its own, if both fit."""
-    capacity, draft_capacity = end + rule.max_rows, end + rule.max_drafted
+    """The target's cache, and the drafter with its own, for n_tokens and a tree, if both fit."""
+    capacity, draft_capacity = n_tokens + rule.max_rows, n_tokens + rule.max_drafted
     if not rule.max_depth:
         return target.new_cache(capacity), None
     need = target.cache_bytes(capacity) + draft.cache_bytes(draft_capacity)
     require_memory(need, target.device, f"caches of {capacity} and {draft_capacity} tokens")
     n_ids = target.config.vocab_size
-    return target.new_cache(capacity), Drafter(draft, draft_capacity, n_ids, committed, watch)
+    return target.new_cache(capacity), Drafter(draft, draft_capacity, n_ids, visible, watch)
 
 
 def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[int], list[int]]:
@@ -317,7 +334,7 @@ def measure(steps: Sequence[Step]) -> Metrics:
     ttft = first.draft_ms + first.verify_ms + first.other_ms
     decode = total("draft_ms") + total("verify_ms") + total("other_ms")
     accepted = sum(len(step.path) - 1 for step in later)
-    drafted = sum(len(step.tree) - 1 for step in later if step.tree)
+    drafted = sum(step.n_drafted for step in later)
     grams = list(zip(*(ids[i:] for i in range(4)), strict=False))
     return Metrics(
         new_tokens=len(ids),
@@ -350,6 +367,8 @@ def build_parser() -> Parser:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="limit (default 128)")
     add("--method", default="dynatree", metavar="M", help=f"{', '.join(METHODS)} (dynatree)")
     add_sampling_options(parser)
+    add("--window", type=int, metavar="N", help="keep the latest N tokens in the cache (all)")
+    add("--sinks", type=int, metavar="N", help="and with a window the first N (4)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
     add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
     add_model_options(parser)
@@ -374,10 +393,12 @@ class Request:
     eos_ids: tuple[int, ...]
     commit: str
     sampling: Sampling | None = None  # None is greedy
+    window: Window = WHOLE_TEXT
 
     def decode(self, settings: Settings) -> Iterator[Step]:
-        options = {"eos_ids": self.eos_ids, "commit": self.commit, "sampling": self.sampling}
         models, limit = (self.pair.target, self.pair.draft), self.max_new_tokens
+        options = {"eos_ids": self.eos_ids, "commit": self.commit}
+        options |= {"sampling": self.sampling, "window": self.window}
         return generate(*models, self.prompt, settings, limit, **options)
 
     def printable(self, ids: Iterable[int]) -> list[int]:
@@ -395,7 +416,7 @@ def stream(
     is_streaming = not args.json and not args.show_tree  # trees and text would interleave
     try:
         for step in request.decode(settings):
-            steps.append(step)
+            steps.append(replace(step, tree=None))  # trees would fill the memory in a long text
             if is_streaming:
                 print(text.push(request.printable(step.tokens)), end="", flush=True)
             if args.show_tree and step.tree:
@@ -412,7 +433,7 @@ def stream(
 
 
 def summarise_step(step: Step) -> str:
-    accepted, drafted = len(step.path) - 1, len(step.tree) - 1
+    accepted, drafted = len(step.path) - 1, step.n_drafted
     ms = step.draft_ms + step.verify_ms + step.other_ms
     is_retrieved = step.tree.is_retrieved
     n_retrieved = 0 if is_retrieved is None else int(is_retrieved.sum())
@@ -467,7 +488,8 @@ def compare(request: Request, steps: Sequence[Step]) -> Comparison:
     at = first_difference(ours, theirs)
     if at is None:
         return Comparison(ar, speedup, exact=True)
-    return Comparison(ar, speedup, False, at, top2_gap(request.pair, request.prompt + theirs[:at]))
+    gap = top2_gap(request.pair, request.prompt + theirs[:at], request.window)
+    return Comparison(ar, speedup, False, at, gap)
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
@@ -478,7 +500,7 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
 
 
-def top2_gap(pair: Pair, ids: list[int]) -> float | None:
+def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float | None:
     """How far the target's best next token leads the second, in float32 whatever its dtype.
 
     None if there is no room for the float32 model.
@@ -487,7 +509,8 @@ def top2_gap(pair: Pair, ids: list[int]) -> float | None:
     try:
         if target.dtype != torch.float32:
             target = GPTNeoX.from_pretrained(pair.target_folder, target.device, torch.float32)
-        best, second = target.prefill(ids, target.new_cache(len(ids))).topk(2).values.tolist()
+        cache = target.new_cache(min(len(ids), window.full))
+        best, second = window.prefill(target, list(ids), cache).topk(2).values.tolist()
     except OutOfMemory:
         return None
     return best - second
@@ -507,8 +530,12 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
         say(f"note: --method {args.method} needs no draft; {args.draft} is not loaded")
     pair, models = open_pair(args, is_drafting, say)
     config = pair.target.config
+    window = choose_window(args.window, args.sinks, settings.rule().max_rows, pair)
     prompt = encode(text, pair.tokenizer, config.vocab_size)
-    if len(prompt) + args.max_new_tokens > config.max_positions:
+    if window is not WHOLE_TEXT:
+        kept = f"{window.sinks} sinks and the latest {window.size} tokens or more"
+        say(f"note: the caches keep {kept}; this is not the text of full attention")
+    elif len(prompt) + args.max_new_tokens > config.max_positions:
         say(
             f"warning: {len(prompt)} prompt and {args.max_new_tokens} new tokens exceed the "
             f"{config.max_positions} positions the target was trained for"
@@ -517,7 +544,8 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     reported = {"method": args.method, **asdict(settings), **models, "commit": args.commit}
     reported |= {"max_new_tokens": args.max_new_tokens, "prompt_tokens": len(prompt)}
     reported |= {"eos_ids": eos_ids, "sampling": asdict(sampling) if sampling else None}
-    request = Request(pair, prompt, args.max_new_tokens, eos_ids, args.commit, sampling)
+    reported |= {"window": asdict(window) if args.window else None}
+    request = Request(pair, prompt, args.max_new_tokens, eos_ids, args.commit, sampling, window)
     return request, settings, reported
 
 

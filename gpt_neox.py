@@ -296,6 +296,18 @@ class GPTNeoX:
             cache.advance(len(ids))
         return self._logits(x[-1:])[0].masked_fill(~is_finite, torch.nan)
 
+    def forget(self, cache: KVCache, start: int, n: int) -> None:
+        """Drop slots [start, start + n); what follows moves down to them, n positions back.
+
+        A key carries its position as a rotation, so turning it by n positions more moves it; each
+        turn rounds it once in the model's dtype.
+        """
+        kept = cache.kv[:, :, :, start + n : cache.length].clone()  # read, then write: they overlap
+        cos, sin = self.rotary[n].unbind()  # [1, 1, R] each
+        rotate_(kept[0, ..., : self.config.rotary_dims], cos, -sin)
+        cache.rewind(cache.length - n)
+        cache.kv[:, :, :, start : cache.length] = kept
+
     def forward(
         self,
         tokens: Tensor,
@@ -393,7 +405,7 @@ def add_linear(residual: Tensor, x: Tensor, layer: Affine) -> Tensor:
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotary embedding in place, half-rotation layout; sin carries the sign of its half.
 
-    x: [n, H, 2, R] queries and keys; cos, sin: [n, 1, 1, R].
+    x: [n, H, 2, R] queries and keys, or [L, H, n, R]; cos, sin: [n, 1, 1, R] or [1, 1, R].
     """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     x.mul_(cos).addcmul_(swapped, sin)

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from gpt_neox import DTYPES, CheckpointError, GPTNeoX, find_checkpoint, read_json
 from sampling import Sampling
+from streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 
 TINY = Path(__file__).parent / "models" / "tiny"
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
@@ -68,6 +69,24 @@ def choose_sampling(temperature: float, top_p: float | None, seed: int | None) -
         return Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
+
+
+def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pair") -> Window:
+    """What the caches keep. Raises UsageError if the tree or the trained range does not fit."""
+    if size is None:
+        if sinks is not None:
+            raise UsageError("--sinks needs a --window")
+        return WHOLE_TEXT
+    models = [model for model in (pair.target, pair.draft) if model]
+    longest = min(model.config.max_positions for model in models)
+    window = Window(size, DEFAULT_SINKS if sinks is None else sinks)
+    most = (longest - window.sinks) * 4 // 5  # size + size // 4 tokens beside the sinks
+    why = f"the method's tree has {max_rows} rows, the models {longest} positions"
+    if window.sinks < 0 or most < max_rows:
+        raise UsageError(f"--sinks {window.sinks} leaves no window: {why}")
+    if not max_rows <= size <= most:
+        raise UsageError(f"--window {size}: {max_rows} to {most} ({why})")
+    return window
 
 
 def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:

@@ -121,6 +121,16 @@ def test_sampled_text(method: str, capsys: Captured) -> None:
     assert "the ids are sampled, not compared" in capsys.readouterr().err
 
 
+def test_streaming_past_the_trained_positions(capsys: Captured) -> None:
+    """No warning, the window's text, and ar over the same window writes it too."""
+    arguments = ["--prompt", PROMPT * 500, "--window", "600", "--max-new-tokens", "20"]
+    assert main([*arguments, "--json", "--compare"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["compare"]["exact"] and report["settings"]["window"] == {"size": 600, "sinks": 4}
+    assert "warning" not in captured.err and "not the text of full attention" in captured.err
+
+
 def test_a_draft_that_is_not_needed_is_said(capsys: Captured) -> None:
     arguments = ["--prompt", "a", "--max-new-tokens", "2", "--method", "ar", "--draft", "./none"]
     assert main(arguments) == 0
@@ -199,6 +209,11 @@ MISTAKES = {
     "top-p": (["--prompt", "a", "--temperature", "1", "--top-p", "0"], "outside (0, 1]"),
     "seed": (["--prompt", "a", "--temperature", "1", "--seed", "-1"], "--seed -1 is outside 0"),
     "greedy seed": (["--prompt", "a", "--seed", "1"], "need a --temperature above 0"),
+    "small window": (["--prompt", "a", "--window", "63"], "--window 63: 64 to 1635"),
+    "wide window": (["--prompt", "a", "--window", "1636"], "--window 1636: 64 to 1635"),
+    "many sinks": (["--prompt", "a", "--window", "64", "--sinks", "2000"], "--sinks 2000 leaves"),
+    "sinks below 0": (["--prompt", "a", "--window", "64", "--sinks", "-1"], "--sinks -1"),
+    "sinks alone": (["--prompt", "a", "--sinks", "4"], "--sinks needs a --window"),
     "no thread": (["--prompt", "a", "--threads", "0"], "--threads 0"),
     "many threads": (["--prompt", "a", "--threads", "100000"], "--threads 100000"),
     "unknown flag": (["--prompt", "a", "--fast"], "--fast"),

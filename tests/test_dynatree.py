@@ -282,9 +282,9 @@ def test_metrics_of_a_trace_worked_out_by_hand() -> None:
     """Prefill's token, then 3 of 4 drafted accepted, then 0 of 1, then 2 of 4 but cut to one."""
     steps = [
         Step([7], verify_ms=20.0),
-        Step([1, 2, 3, 4], tree_of(5), (0, 1, 2, 3), 4, 2.0, 5.0, 1.0),
-        Step([1], tree_of(2), (0,), 1, 1.0, 4.0, 1.0),
-        Step([2], tree_of(5), (0, 1, 2), 9, 3.0, 6.0, 1.0),
+        Step([1, 2, 3, 4], tree_of(5), (0, 1, 2, 3), 4, 2.0, 5.0, 1.0, 4),
+        Step([1], tree_of(2), (0,), 1, 1.0, 4.0, 1.0, 1),
+        Step([2], tree_of(5), (0, 1, 2), 9, 3.0, 6.0, 1.0, 4),
     ]
     expected = Metrics(
         new_tokens=7,

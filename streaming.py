@@ -1,0 +1,74 @@
+"""Streaming: text of any length over a cache of constant size (Xiao et al. 2024, StreamingLLM).
+
+The cache keeps the first tokens, the sinks that every head leans on, and a window of the latest.
+Whenever it has filled up, the oldest `slack` tokens after the sinks are dropped in one move and
+those after them step back by as many positions, so that positions stay inside the trained range
+however long the text. What is written is no longer the text of full attention.
+
+A drop happens at fixed counts of committed tokens, and no iteration commits across one. So a tree
+decodes over exactly the cache that ar has, and its text is ar's over the same window.
+
+    window = Window(size=256, sinks=4)
+    logits = window.prefill(target, visible, cache)
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gpt_neox import GPTNeoX, KVCache
+
+DEFAULT_SINKS = 4  # the paper's number
+
+
+@dataclass(frozen=True)
+class Window:
+    """How much of the text the cache keeps; by default all of it."""
+
+    size: int = sys.maxsize  # of the latest tokens, those that are always there
+    sinks: int = 0  # of the first tokens
+
+    @property
+    def slack(self) -> int:
+        """Tokens dropped at once: rarely enough to cost little, few enough to need little room."""
+        return max(self.size // 4, 1)
+
+    @property
+    def full(self) -> int:
+        """Cached tokens at which a drop is due; no position ever reaches it."""
+        return self.sinks + self.size + self.slack
+
+    def room(self, cache: KVCache) -> int:
+        """How many tokens may still be committed before a drop, at least 1."""
+        return self.full - cache.length
+
+    def drop(self, model: GPTNeoX, visible: list[int], cache: KVCache) -> bool:
+        """Drop tokens from the cache and from `visible`, the ids it holds, if a drop is due."""
+        if cache.length < self.full:
+            return False
+        model.forget(cache, self.sinks, self.slack)
+        del visible[self.sinks : self.sinks + self.slack]
+        return True
+
+    def prefill(
+        self,
+        model: GPTNeoX,
+        visible: list[int],
+        cache: KVCache,
+        read: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> Tensor:
+        """GPTNeoX.prefill of a text of any length into an empty cache; `visible` keeps its ids.
+
+        Returns the last token's logits, float32 [V]; nan if any token overflowed.
+        """
+        while True:
+            piece = visible[cache.length : self.full]
+            logits = model.prefill(piece, cache, read)
+            self.drop(model, visible, cache)
+            if cache.length == len(visible) or logits.isnan().any():
+                return logits
+
+
+WHOLE_TEXT = Window()

@@ -1,0 +1,164 @@
+"""Streaming: the rolling cache, and the tree over it equal to ar over it."""
+
+import random
+
+import pytest
+import torch
+from conftest import TINY, assert_close, random_config, random_model, random_tensors, run
+from test_exactness import DRAFTS, VOCAB, build, check, make_draft, random_settings, varied_targets
+from tokenizers import Tokenizer
+
+from draft_tree import Alone, Chain, DynaTree, Settings
+from dynatree import METHODS, Drafter, Stopwatch, generate, token_ids
+from gpt_neox import GPTNeoX
+from retrieval import Graft, Recycle
+from streaming import Window
+
+N = 10
+
+
+def test_dropping_moves_what_follows() -> None:
+    """Sinks stay; in the first layer, which sees no context, the rest is a fresh prefill."""
+    for seed, changes in enumerate(({}, {"is_parallel": False}, {"rotary_fraction": 1.0})):
+        model = random_model(seed, **changes)
+        tokens = torch.randint(96, (30,), generator=torch.Generator().manual_seed(seed)).tolist()
+        cache, fresh = model.new_cache(30), model.new_cache(30)
+        with torch.inference_mode():
+            model.prefill(tokens, cache)
+            model.forget(cache, 4, N)
+            model.prefill(tokens[:4] + tokens[4 + N :], fresh)
+        assert cache.length == 30 - N
+        assert_close(cache.kv[:, 0, :, :20], fresh.kv[:, 0, :, :20])
+
+
+def test_what_nobody_saw_is_dropped_without_a_trace() -> None:
+    """In every layer the cache is a fresh prefill of the others, at their new positions."""
+    model = random_model(3)
+    tokens = torch.randint(96, (30,), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(30, 30, dtype=torch.bool).tril()
+    mask[N:, :N] = False
+    cache, fresh = model.new_cache(30), model.new_cache(30)
+    with torch.inference_mode():
+        model.forward(tokens, torch.arange(30), cache, mask)
+        cache.advance(30)
+        for _ in range(2):  # in two moves, as a token goes that lives through two drops
+            model.forget(cache, 0, N // 2)
+        model.prefill(tokens[N:].tolist(), fresh)
+        assert_close(cache.kv[:, :, :, :20], fresh.kv[:, :, :, :20])
+        following = torch.tensor([5])
+        ours = model.forward(following, torch.tensor([20]), cache)
+        theirs = model.forward(following, torch.tensor([20]), fresh)
+    assert_close(ours, theirs)
+
+
+def slow_stream(target: GPTNeoX, prompt: list[int], window: Window, n: int) -> list[int]:
+    """The definition: one token at a time, a drop whenever the cache is full."""
+    cache = target.new_cache(window.full)
+    ids, out = list(prompt), []
+    with torch.inference_mode():
+        while len(out) < n:
+            logits = target.forward(torch.tensor(ids[:1]), torch.tensor([cache.length]), cache)
+            cache.advance(1)
+            if cache.length == window.sinks + window.size + max(window.size // 4, 1):
+                target.forget(cache, window.sinks, max(window.size // 4, 1))
+            del ids[0]
+            if not ids:
+                out.append(int(logits.argmax()))
+                ids = out[-1:]
+    return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_equals_ar_over_the_same_window(method: str) -> None:
+    """Random pairs, settings, windows and prompts, the latter up to several times the window."""
+    n_drops = 0
+    for case in range(8):
+        rng = random.Random(f"streaming {method} {case}")
+        tensors, changes = varied_targets()[case % 8]
+        target = build(tensors, **changes)
+        draft = make_draft(DRAFTS[case % len(DRAFTS)], tensors, changes, case)
+        settings = random_settings(method, rng)
+        size = max(settings.rule().max_rows, rng.choice([1, 5, 16, 24]))
+        window = Window(size, rng.choice([0, 1, 4]))
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 40, 90]))]
+        options = {"window": window, "commit": rng.choice(["keep", "keep", "rebuild"])}
+        steps = list(generate(target, draft, prompt, settings, 60, **options))
+        expected = slow_stream(target, prompt, window, 60)
+        check(target, prompt, steps, expected)
+        n_drops += (len(prompt) + 59 - window.sinks - size) // window.slack
+    assert n_drops > 20
+
+
+def test_a_drop_that_does_not_turn_the_keys_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted error: the definition above then gives another text."""
+    tensors, changes = varied_targets()[1]
+    target, window = build(tensors, **changes), Window(12, 2)
+    expected = slow_stream(target, [3, 1, 4], window, 60)
+
+    def forget(self: GPTNeoX, cache: object, start: int, n: int) -> None:
+        cache.kv[:, :, :, start : cache.length - n] = cache.kv[
+            :, :, :, start + n : cache.length
+        ].clone()
+        cache.rewind(cache.length - n)
+
+    monkeypatch.setattr(GPTNeoX, "forget", forget)
+    assert token_ids(generate(target, None, [3, 1, 4], Alone(), 60, window=window)) != expected
+
+
+def test_the_embedded_pair_over_a_window() -> None:
+    target, draft = (GPTNeoX.from_pretrained(TINY / role) for role in ("target", "draft"))
+    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+    prompt = tokenizer.encode("The harbour lay quiet under the morning fog, and").ids
+
+    def text(settings: Settings, window: Window) -> list[int]:
+        return token_ids(generate(target, draft, prompt, settings, 160, window=window))
+
+    window = Window(64, 4)
+    expected = text(Alone(), window)
+    assert expected != text(Alone(), Window(256, 4))  # some drops have told
+    for settings in (Chain(), DynaTree(), Recycle(), Graft()):
+        assert text(settings, window) == expected
+
+
+def test_a_window_longer_than_the_text_changes_nothing() -> None:
+    target, draft = random_model(7), random_model(8)
+    whole = token_ids(generate(target, draft, [3, 1, 4], DynaTree(), 40))
+    same = generate(target, draft, [3, 1, 4], DynaTree(), 40, window=Window(64, 4))
+    assert token_ids(same) == whole
+
+
+def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of one size, whatever the limit; the list of visible ids never longer than them."""
+    target, draft, window = random_model(7), random_model(8), Window(64, 4)
+    capacities, lengths = [], []
+    new_cache, catch_up = GPTNeoX.new_cache, Drafter._catch_up
+
+    def spied_cache(self: GPTNeoX, capacity: int) -> object:
+        capacities.append(capacity)
+        return new_cache(self, capacity)
+
+    def spied_catch_up(self: Drafter) -> torch.Tensor:
+        lengths.append(len(self.committed))
+        return catch_up(self)
+
+    monkeypatch.setattr(GPTNeoX, "new_cache", spied_cache)
+    monkeypatch.setattr(Drafter, "_catch_up", spied_catch_up)
+    for limit in (100, 400):
+        steps = generate(target, draft, [3, 1, 4] * 50, Chain(K=3), limit, window=window)
+        assert len(token_ids(steps)) == limit
+    assert capacities == [84 + 4, 84 + 4] * 2
+    assert max(lengths) <= 84 and len(lengths) > 120
+
+
+def test_a_draft_that_lags_behind_keeps_the_sinks() -> None:
+    config = random_config()
+    draft = GPTNeoX(config, random_tensors(config, 1))
+    visible, window = list(range(20)), Window(12, 2)
+    drafter = Drafter(draft, 40, 96, visible, Stopwatch(draft.device))
+    with torch.inference_mode():
+        draft.prefill(visible[:4], drafter.cache)
+        drafter.drop(window)
+        assert drafter.cache.length == 2
+        del visible[2:5]
+        logits = drafter.run(torch.tensor(visible[-1:]), None)[0]
+    assert_close(logits, run(draft, visible)[-1])
