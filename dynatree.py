@@ -163,6 +163,30 @@ class Drafter:
             self.cache.rewind(min(self.cache.length, window.sinks))
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the models have read: the ids, the target's cache, and the drafter with the draft's."""
+
+    target: GPTNeoX
+    cache: KVCache
+    drafter: Drafter | None
+    visible: list[int]  # the ids in the target's cache, and the pending root
+    window: Window
+
+    def commit(self, tree: Tree, rows: list[int], is_rebuilding: bool, watch: Stopwatch) -> None:
+        """Keep the accepted rows; or, as the paper does, drop the tree and run them again."""
+        if is_rebuilding:
+            watch.lap("other_ms")
+            self.target.prefill(tree.tokens[rows].tolist(), self.cache)
+            watch.lap("verify_ms")
+        else:
+            self.cache.commit(rows)
+        if self.drafter:
+            self.drafter.commit(tree, rows)
+        if self.window.drop(self.target, self.visible, self.cache) and self.drafter:
+            self.drafter.drop(self.window)
+
+
 @torch.inference_mode()
 def generate(
     target: GPTNeoX,
@@ -190,7 +214,8 @@ def generate(
     watch = Stopwatch(target.device)
     visible, left = list(prompt), max_new_tokens  # the ids in the cache, and the pending root
     n_tokens = min(len(prompt) + max_new_tokens, window.full)
-    cache, drafter = _make_caches(target, draft, rule, visible, n_tokens, watch)
+    context = _make_context(target, draft, rule, visible, n_tokens, window, watch)
+    cache, drafter = context.cache, context.drafter
     watch.lap("other_ms")
     read = rule.read if rule.is_reading else None
     logits = window.prefill(target, visible, cache, read)[None]  # [1, V]
@@ -217,14 +242,7 @@ def generate(
         # 4 accept: the path on which the target agrees, then the bonus token
         rows, new_tokens = accept(tree, logits, sampler)
         # 5 commit
-        if commit == "keep":
-            cache.commit(rows)
-        else:
-            _rebuild(target, cache, tree.tokens[rows].tolist(), watch)
-        if drafter:
-            drafter.commit(tree, rows)
-        if window.drop(target, visible, cache) and drafter:
-            drafter.drop(window)
+        context.commit(tree, rows, commit == "rebuild", watch)
         # 6 adapt
         rule.adapt(len(rows) - 1, tree.depth)
         rule.read(tree.tokens, logits)
@@ -233,22 +251,24 @@ def generate(
         step = Step(tokens, tree, rows, new_tokens[-1], n_drafted=len(tree) - 1, **watch.ms)
 
 
-def _make_caches(
+def _make_context(
     target: GPTNeoX,
     draft: GPTNeoX | None,
     rule: Rule,
     visible: list[int],
     n_tokens: int,
+    window: Window,
     watch: Stopwatch,
-) -> tuple[KVCache, Drafter | None]:
-    """The target's cache, and the drafter with its own, for n_tokens and a tree, if both fit."""
+) -> Context:
+    """Caches for n_tokens and a tree, if both fit."""
     capacity, draft_capacity = n_tokens + rule.max_rows, n_tokens + rule.max_drafted
     if not rule.max_depth:
-        return target.new_cache(capacity), None
+        return Context(target, target.new_cache(capacity), None, visible, window)
     need = target.cache_bytes(capacity) + draft.cache_bytes(draft_capacity)
     require_memory(need, target.device, f"caches of {capacity} and {draft_capacity} tokens")
-    n_ids = target.config.vocab_size
-    return target.new_cache(capacity), Drafter(draft, draft_capacity, n_ids, visible, watch)
+    cache, n_ids = target.new_cache(capacity), target.config.vocab_size
+    drafter = Drafter(draft, draft_capacity, n_ids, visible, watch)
+    return Context(target, cache, drafter, visible, window)
 
 
 def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[int], list[int]]:
@@ -265,13 +285,6 @@ def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[in
         path, tokens = accept_sampled(tree, sampler.warp(logits), sampler)
     new_tokens = next_ids(best[path], tokens)
     return path[: len(new_tokens)].tolist(), new_tokens
-
-
-def _rebuild(target: GPTNeoX, cache: KVCache, tokens: list[int], watch: Stopwatch) -> None:
-    """Commit as the paper does: the tree is dropped, the accepted tokens are run again."""
-    watch.lap("other_ms")
-    target.prefill(tokens, cache)
-    watch.lap("verify_ms")
 
 
 def next_ids(best: Tensor, chosen: Tensor) -> list[int]:
