@@ -25,7 +25,7 @@ from gpt_neox import GPTNeoX
 from retrieval import BASES, Graft, Recycle
 
 GOLDEN = sorted(path for path in (Path(__file__).parent / "golden").iterdir())
-CASES = 80  # per method
+CASES = 56  # per method
 VOCAB = 96
 PROMPTS = (
     "The harbour lay quiet under the morning fog, and",

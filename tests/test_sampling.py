@@ -12,11 +12,11 @@ from conftest import random_model
 from torch import Tensor
 
 import verify
-from draft_tree import Chain, DynaTree, Fixed, Settings, grow
+from draft_tree import Chain, DynaTree, Fixed, Settings, Tree, grow
 from dynatree import METHODS, generate, token_ids
 from dyspec import DySpec
 from retrieval import GraftRule
-from sampling import Sampling
+from sampling import Sampler, Sampling
 from verify import accept_sampled, try_child
 
 CPU = torch.device("cpu")
@@ -218,6 +218,7 @@ def test_a_draft_that_is_not_renormalised_is_caught(monkeypatch: pytest.MonkeyPa
     law = every_outcome(two_tokens(SIBLINGS, DRAFTS["other"], 1), settings)
     with pytest.raises(AssertionError):
         assert_same_law(law, settings)
+    assert chi_square(*RULES["dyspec"], [(Sampling(0.6), "zeros")], 5000) > 5
 
 
 def test_a_ranked_child_taken_for_a_drawn_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,18 +233,64 @@ def test_a_ranked_child_taken_for_a_drawn_one_is_caught(monkeypatch: pytest.Monk
     law = every_outcome(two_tokens(Fixed(D=1, B=2, tau=0.0), DRAFTS["other"], 1), settings)
     with pytest.raises(AssertionError):
         assert_same_law(law, settings)
+    assert chi_square(*RULES["fixed"], [(settings, "other")], 5000) > 5
 
 
-def test_draws_follow_the_law_too() -> None:
-    """The generator itself, not only the script: chi-square of 20,000 sampled pairs."""
-    settings = Sampling(1.0, seed=5)
-    sampler = settings.sampler(CPU)
-    probs = sampler.warp(TARGET)
-    tree = grow(Fixed(D=1, B=2, tau=0.0), torch.tensor([0]), lambda t, _: DRAFTS["other"][t], 1)
-    rows = probs[tree.tokens]
-    counts = Counter(int(accept_sampled(tree, rows, sampler)[1][0]) for _ in range(N_DRAWS))
-    expected = {i: N_DRAWS * float(p) for i, p in enumerate(probs[0])}
-    assert_distributed(counts, expected)
+RULES = {  # those with siblings, and the depth to draft
+    "dyspec": (SIBLINGS, 1),
+    "fixed": (Fixed(D=1, B=3, tau=0.0), 1),
+    "graft": (GraftedChain(), 1),
+}
+HEAT = [Sampling(*heat) for heat in itertools.product((0.6, 1.0), (1.0, 0.7))]
+
+
+@torch.inference_mode()
+def draw_pairs(rule: Settings, depth: int, draft: str, sampler: Sampler, n: int) -> list[tuple]:
+    """The first two tokens of n texts, by the real generator; one that is missing is ar's."""
+    target_probs, fresh = sampler.warp(TARGET), rule.rule()
+
+    def tree() -> Tree:
+        return grow(fresh, torch.tensor([0]), lambda t, _: DRAFTS[draft][t], depth, sampler)
+
+    ranked = None if fresh.is_drawing else tree()  # always the same
+    texts = []
+    for _ in range(n):
+        grown = ranked or tree()
+        texts.append(accept_sampled(grown, target_probs[grown.tokens], sampler)[1].tolist()[:2])
+    lone = [text for text in texts if len(text) == 1]
+    following = sampler.draw(target_probs[[text[0] for text in lone]], 1).tolist()
+    for text, second in zip(lone, following, strict=True):
+        text += second
+    return [tuple(text) for text in texts]
+
+
+def chi_square(rule: Settings, depth: int, conditions: list[tuple], n_draws: int) -> float:
+    """How far the first two tokens are from the target's law, in standard deviations.
+
+    Pearson's statistic, summed over conditions (sampling, draft) of n_draws each; outcomes expected
+    less than five times are counted as one.
+    """
+    statistic, freedom = 0.0, 0
+    for seed, (settings, draft) in enumerate(conditions):
+        sampler = replace(settings, seed=seed).sampler(CPU)
+        counts = Counter(draw_pairs(rule, depth, draft, sampler, n_draws))
+        law = target_law(settings)
+        assert all(law[outcome] > 0 for outcome in counts), "an impossible text"
+        cells: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for outcome, p in law.items():
+            cell = cells[outcome if p * n_draws >= 5 else ("rare",)]
+            cell[0], cell[1] = cell[0] + counts[outcome], cell[1] + p * n_draws
+        expected = [cell for cell in cells.values() if cell[1] > 0]
+        statistic += sum((seen - mean) ** 2 / mean for seen, mean in expected)
+        freedom += len(expected) - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_drawn_texts_follow_the_targets_law(name: str) -> None:
+    """20,000 draws by the generator itself, not a script: every heat with every draft."""
+    conditions = list(itertools.product(HEAT, DRAFTS))
+    assert chi_square(*RULES[name], conditions, N_DRAWS // len(conditions)) < 5
 
 
 def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
