@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -46,10 +47,11 @@ from inputs import (
     choose_window,
     encode,
     open_pair,
+    open_table,
     parse_settings,
     read_prompt,
 )
-from retrieval import Graft, Recycle
+from retrieval import Graft, Recycle, TableError, WithTable, save_table
 from sampling import Sampler, Sampling
 from streaming import WHOLE_TEXT, Window
 from terminal import TextStream, describe, draw_tree
@@ -382,6 +384,7 @@ def build_parser() -> Parser:
     add_sampling_options(parser)
     add("--window", type=int, metavar="N", help="keep the latest N tokens in the cache (all)")
     add("--sinks", type=int, metavar="N", help="and with a window the first N (4)")
+    add("--keep-table", metavar="FILE", help="go on with the successor table of earlier runs")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
     add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
     add_model_options(parser)
@@ -559,6 +562,8 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     reported |= {"eos_ids": eos_ids, "sampling": asdict(sampling) if sampling else None}
     reported |= {"window": asdict(window) if args.window else None}
     request = Request(pair, prompt, args.max_new_tokens, eos_ids, args.commit, sampling, window)
+    if args.keep_table:
+        settings = open_table(args.keep_table, settings, pair.target)
     return request, settings, reported
 
 
@@ -566,13 +571,16 @@ def run(args: argparse.Namespace) -> int:
     """The command line, once parsed. Returns the exit status."""
     request, settings, reported = prepare(args)
     if args.compare:  # warm up, so that whichever runs first does not pay for it
-        for warm_up in (settings, Alone()):
+        warm = settings.settings if isinstance(settings, WithTable) else settings
+        for warm_up in (warm, Alone()):
             list(replace(request, max_new_tokens=8).decode(warm_up))
     steps, is_interrupted = stream(request, settings, args)
     if not steps:
         return 130
     metrics, comparison = measure(steps), None
     say(summarise(metrics))
+    if isinstance(settings, WithTable):
+        save_table(settings.table, Path(args.keep_table))
     if args.method != "ar" and metrics.iterations and not metrics.draft_nodes:
         say("note: nothing was drafted; if the draft overflows in float16, try --dtype bfloat16")
     try:
@@ -617,7 +625,7 @@ def run_command_line(
         return 1
     except HubUnreachable as error:
         say(f"error: {error}; without a network: python {parser.prog} {WITHOUT_NETWORK}")
-    except (UsageError, CheckpointError, OutOfMemory, NonFiniteLogits) as error:
+    except (UsageError, CheckpointError, TableError, OutOfMemory, NonFiniteLogits) as error:
         say(f"error: {' '.join(str(error).split())}")
     except torch.OutOfMemoryError as error:
         say(f"error: out of memory on the device: {str(error).splitlines()[0]}")

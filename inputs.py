@@ -19,7 +19,9 @@ from typing import NoReturn, TypeVar
 import torch
 from tokenizers import Tokenizer
 
+from draft_tree import Settings
 from gpt_neox import DTYPES, CheckpointError, GPTNeoX, find_checkpoint, read_json
+from retrieval import WithTable, load_table
 from sampling import Sampling
 from streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 
@@ -87,6 +89,18 @@ def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pai
     if not max_rows <= size <= most:
         raise UsageError(f"--window {size}: {max_rows} to {most} ({why})")
     return window
+
+
+def open_table(file: str, settings: Settings, target: GPTNeoX) -> WithTable:
+    """The settings with the successor table of a file, new if there is none; raises TableError.
+
+    Raises UsageError if the method has no table or the file could not be written afterwards.
+    """
+    if not settings.rule().is_reading:
+        raise UsageError("--keep-table needs a method that has a successor table")
+    if not Path(file).absolute().parent.is_dir():
+        raise UsageError(f"--keep-table {file}: its folder does not exist")
+    return WithTable(settings, load_table(Path(file), target.config.vocab_size, target.device))
 
 
 def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
