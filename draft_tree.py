@@ -82,6 +82,10 @@ class Rule(Protocol):
         """Rows while growing; of more than max_rows only the likeliest are verified."""
         return self.max_rows
 
+    def levels(self, root: Tensor) -> int:
+        """How many levels the draft may run below this root [1]; asked once per tree."""
+        return self.max_depth
+
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         """Masks [W, k] bool: candidates to add, and those the draft may run if added."""
 
@@ -94,6 +98,9 @@ class Rule(Protocol):
 
     def adapt(self, n_accepted: int, depth: int) -> None:
         """Learn from one verified tree: accepted tokens, deepest level (0: only the root)."""
+
+    def learn(self, tree: Tree, path: list[int], ms: float) -> None:
+        """Learn from one iteration's tree, the rows accepted of it, and the time it took."""
 
 
 class Settings(Protocol):
@@ -117,7 +124,8 @@ def grow(
     budget cuts a level short, the first candidates in breadth-first order stay. A candidate of
     probability 0, or of a row with non-finite logits, is never added.
     """
-    if min(max_depth, rule.max_depth) < 1 or rule.max_rows < 2:
+    n_levels = min(max_depth, rule.levels(root))
+    if n_levels < 1 or rule.max_rows < 2:
         return rule.extend(lone(root), max_depth)
     sampler = sampler if rule.is_drawing else None
     most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
@@ -127,7 +135,7 @@ def grow(
     levels = [(root, rows - 1, logprobs)]
     run_rows = []  # tree rows in the order the draft ran them, which is the order of its slots
     draft_probs = []  # [W, V] of each level, if its children are drawn
-    for depth in range(min(max_depth, rule.max_depth)):
+    for depth in range(n_levels):
         if n_rows >= most or not len(rows):
             break
         draft_logits = draft(tokens, parents)  # [W, V]

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from auto import Auto
 from deagle import Deagle
 from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow, lone
 from dyspec import DySpec
@@ -66,6 +67,7 @@ METHODS: dict[str, type[Settings]] = {
     "deagle": Deagle,
     "recycle": Recycle,
     "graft": Graft,
+    "auto": Auto,
 }
 COMMITS = ("keep", "rebuild")
 TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
@@ -248,6 +250,8 @@ def generate(
         # 6 adapt
         rule.adapt(len(rows) - 1, tree.depth)
         rule.read(tree.tokens, logits)
+        watch.lap("other_ms")
+        rule.learn(tree, rows, sum(watch.ms.values()))
         tokens = cut(new_tokens, eos_ids, left)
         watch.lap("other_ms")
         step = Step(tokens, tree, rows, new_tokens[-1], n_drafted=len(tree) - 1, **watch.ms)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from draft_tree import Settings
 from gpt_neox import DTYPES, CheckpointError, GPTNeoX, find_checkpoint, read_json
-from retrieval import WithTable, load_table
+from retrieval import Graft, Recycle, WithTable, load_table
 from sampling import Sampling
 from streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 
@@ -96,7 +96,7 @@ def open_table(file: str, settings: Settings, target: GPTNeoX) -> WithTable:
 
     Raises UsageError if the method has no table or the file could not be written afterwards.
     """
-    if not settings.rule().is_reading:
+    if not isinstance(settings, Recycle | Graft):
         raise UsageError("--keep-table needs a method that has a successor table")
     if not Path(file).absolute().parent.is_dir():
         raise UsageError(f"--keep-table {file}: its folder does not exist")

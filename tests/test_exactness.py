@@ -17,6 +17,7 @@ from conftest import TINY, random_config, random_tensors
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from auto import Auto
 from deagle import Deagle
 from draft_tree import Alone, Chain, DynaTree, Fixed
 from dynatree import METHODS, TIE, Settings, Step, cut, generate, token_ids
@@ -106,6 +107,11 @@ def random_settings(method: str, rng: random.Random) -> Settings:
     if method == "graft":
         stops = {name: rng.choice([0.0, 0.3, 0.9]) for name in ("p_1", "p_3", "p_5")}
         return Graft(base=rng.choice(list(BASES)), N=n_max, D_max=rng.randint(1, 6), **stops)
+    if method == "auto":
+        costs = {"c_tree": 0.3, "c_draft": 0.2, "c_row": 0.04, "c_level": 0.4}
+        scale = rng.choice([0.0, 0.1, 1.0])
+        costs = {name: max(cost * scale, 0.0001) for name, cost in costs.items()}
+        return Auto(N=n_max, D_max=rng.randint(0, 6), learn=rng.random() < 0.5, **costs)
     low, high = sorted(rng.sample([0.02, 0.1, 0.3, 0.5, 0.7, 0.95], 2))
     stop, deep = sorted(rng.sample([0.001, 0.01, 0.05, 0.2, 0.5], 2))
     b_min, b_mid, b_max = sorted(rng.choices(range(1, 5), k=3))
