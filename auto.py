@@ -109,7 +109,7 @@ class AutoRule(Rule):
         beside = [BESIDE_GUESS * p for ranks in MEMORY_GUESS for p in ranks]
         self.counts = Counts([*DRAFT_GUESS, *(p for ranks in MEMORY_GUESS for p in ranks), *beside])
         self.costs = Costs([1.0, s.c_tree, s.c_row, s.c_draft, s.c_level])
-        self.drafting = Worth(2.7, self.costs.predict([1.0, 1.0, 8.0, 1.0, 3.0]))
+        self.drafting = Worth(3.3, self.costs.predict([1.0, 1.0, 8.0, 1.0, 3.0]))  # invites a try
         self.rate = Worth(1.0, 1.0)
         self.total_ms = self.probed_ms = 0.0
         self.nodes: Nodes | None = None  # of the tree that is being made or verified
