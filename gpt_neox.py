@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+COLUMNS = 40  # of a matrix, at most, that are stored together on CPU
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu's approximate=
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -77,8 +79,9 @@ class Config:
             raise CheckpointError(f"rotary base {base} and layer_norm_eps {eps} must be positive")
         if not 0 < self.rotary_fraction <= 1:
             raise CheckpointError(f"rotary fraction {self.rotary_fraction} is outside (0, 1]")
-        if self.rotary_dims < 2 or self.rotary_dims % 2:
-            raise CheckpointError(f"{self.rotary_dims} rotary dims cannot be rotated in pairs")
+        if self.rotary_dims < 2 or self.rotary_dims % 2 or self.head_size % 2:
+            dims = f"{self.rotary_dims} rotary dims of {self.head_size}"
+            raise CheckpointError(f"{dims} cannot be rotated in pairs")
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise CheckpointError(f"hidden_act {self.activation!r} is not one of {known}")
@@ -130,6 +133,33 @@ class Config:
             raise CheckpointError(f"config.json has a bad value: {error}") from error
 
 
+@dataclass(frozen=True)
+class Shapes:
+    """What a pass is padded to: numbers of rows, in rising order, and a multiple of slots.
+
+    Rows added are token 0 at position 0 and write into scratch; slots added are masked.
+    """
+
+    row_counts: tuple[int, ...] = ()
+    slot_step: int = 1
+
+    def rows(self, n: int) -> int:
+        return next((count for count in self.row_counts if count >= n), n)
+
+    def slots(self, n: int) -> int:
+        return -(-n // self.slot_step) * self.slot_step
+
+    def storage(self, capacity: int) -> int:
+        """Slots that a cache needs so that every padded write stays inside."""
+        gaps = [high - low - 1 for low, high in pairwise((0, *self.row_counts))]
+        return self.slots(capacity + max(gaps, default=0))
+
+
+TIGHT = Shapes()
+PAIRED = Shapes(row_counts=(2,))
+FIXED = Shapes(row_counts=(1, 2, 4, 8, 16, 32, 64, 128), slot_step=256)  # few enough to be captured
+
+
 class KVCache:
     """Preallocated keys and values; the state is one number, `length`.
 
@@ -137,10 +167,17 @@ class KVCache:
     overwrite. Starts as zeros, because a masked slot still enters attention as 0 x value.
     """
 
-    def __init__(self, config: Config, capacity: int, device: torch.device, dtype: torch.dtype):
-        self.capacity = capacity
+    def __init__(
+        self,
+        config: Config,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        shapes: Shapes = TIGHT,
+    ):
+        self.capacity, self.shapes = capacity, shapes
         self.length = 0
-        shape = (2, config.n_layers, config.n_heads, capacity, config.head_size)
+        shape = (2, config.n_layers, config.n_heads, shapes.storage(capacity), config.head_size)
         try:
             self.kv = torch.zeros(shape, device=device, dtype=dtype)  # keys and values together
         except RuntimeError as error:  # torch has no narrower one on CPU
@@ -151,11 +188,11 @@ class KVCache:
 
     @property
     def keys(self) -> Tensor:
-        return self.kv[0]  # [L, H, capacity, D]
+        return self.kv[0]  # [L, H, slots, D]
 
     @property
     def values(self) -> Tensor:
-        return self.kv[1]  # [L, H, capacity, D]
+        return self.kv[1]  # [L, H, slots, D]
 
     def require(self, need: int) -> None:
         """Raise OutOfMemory if `need` slots would not fit."""
@@ -186,25 +223,33 @@ class KVCache:
 
 
 class Affine(NamedTuple):
-    """A linear layer, weight [in, out] (as it multiplies), or a LayerNorm; bias [out]."""
+    """A LayerNorm, or a matrix as the checkpoint has it, [out, in], with its bias."""
 
     weight: Tensor
     bias: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The tensors of one transformer layer."""
+class Product(NamedTuple):
+    """A matrix laid out for multiplying by `lay_out`, and its bias."""
 
-    attention_norm: Affine
-    qkv: Affine  # [hidden, H * 3 * D], outputs grouped per head as [H, 3, D]
-    attention_out: Affine
-    mlp_norm: Affine
-    mlp_in: Affine
-    mlp_out: Affine
+    weight: Tensor
+    bias: Tensor
+    width: int  # of the blocks of columns that the result comes in
 
 
-LAYER_NAMES = {  # field of Layer -> name in the checkpoint
+class Block(NamedTuple):
+    """x + out_of(mix(into(norm(x)))): attention, an MLP, or both beside each other.
+
+    The norm's own scale and shift are folded into `into`. What can be one product is one: for a
+    small model, and on a CPU, a product costs more than what it computes.
+    """
+
+    into: Product  # to all queries, keys and values, [3, H, D], then to the MLP's inside
+    out_of: Product  # from what was attended, then from the activated inside
+    n_attended: int  # columns of the former: hidden, or 0 without attention
+
+
+LAYER_NAMES = {  # part of a layer -> name in the checkpoint
     "attention_norm": "input_layernorm",
     "qkv": "attention.query_key_value",
     "attention_out": "attention.dense",
@@ -224,27 +269,48 @@ class GPTNeoX:
     def __init__(self, config: Config, tensors: dict[str, Tensor]):
         """Consumes `tensors`, checkpoint name -> tensor; `expected_shapes(config)` lists them.
 
-        Matrices are taken out one by one, so that laying them out anew never needs a second copy
-        of the model.
+        Matrices are taken out layer by layer, so that laying them out anew never needs a second
+        copy of the model. Raises CheckpointError if a product of two tensors overflows.
         """
         self.config = config
         self.gelu = ACTIVATIONS[config.activation]
         self.embed_in = tensors.pop(EMBED_IN)  # [V, hidden]
         self.device, self.dtype = self.embed_in.device, self.embed_in.dtype
-        self.embed_out = lay_out(tensors.pop(EMBED_OUT, self.embed_in))  # [hidden, V]
+        self.width = next(w for w in range(COLUMNS, 0, -1) if config.head_size % w == 0)
+        self.n_inside = -(-config.intermediate_size // self.width) * self.width  # of an MLP
+        embed_out = tensors.pop(EMBED_OUT, self.embed_in)
+        self.embed_out = lay_out(Affine(embed_out, embed_out.new_zeros(len(embed_out))), self.width)
+        # What passes are padded to: on CPU two rows of a large product beat one (measured)
+        is_large = self.embed_out.weight.ndim == 3 and config.hidden_size >= 512
+        self.shapes = PAIRED if is_large else TIGHT
         # Stands in the cache for a key or value that overflowed in float16: its largest number
         self.overflow_mark = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
         self.final_norm = Affine(tensors[f"{FINAL_NORM}.weight"], tensors[f"{FINAL_NORM}.bias"])
+        # A parallel layer is one block, a sequential one is two.
+        self.layers = [self._make_layer(tensors, i) for i in range(config.n_layers)]
+        self.turns = self._rotary_table(config.max_positions)
 
-        def affine(name: str) -> Affine:
-            weight = lay_out(tensors.pop(f"{name}.weight"))
-            return Affine(weight, tensors.get(f"{name}.bias", weight.new_zeros(weight.shape[-1])))
+    def _make_layer(self, tensors: dict[str, Tensor], index: int) -> list[Block]:
+        def affine(field: str) -> Affine:
+            name = f"gpt_neox.layers.{index}.{LAYER_NAMES[field]}"
+            weight = tensors.pop(f"{name}.weight")
+            return Affine(weight, tensors.get(f"{name}.bias", weight.new_zeros(len(weight))))
 
-        self.layers = [
-            Layer(**{f: affine(f"gpt_neox.layers.{i}.{n}") for f, n in LAYER_NAMES.items()})
-            for i in range(config.n_layers)
-        ]
-        self.rotary = self._rotary_table(config.max_positions)
+        def block(into: Affine, out_of: Affine, has_attention: bool) -> Block:
+            n_attended = self.config.hidden_size * has_attention
+            return Block(lay_out(into, self.width), lay_out(out_of, self.width), n_attended)
+
+        qkv = fold(affine("attention_norm"), affine("qkv"))
+        qkv = Affine(*(part[order_rows(self.config)] for part in qkv))
+        mlp_in = fold(affine("mlp_norm"), affine("mlp_in"))
+        attention_out, mlp_out = affine("attention_out"), affine("mlp_out")
+        padding = self.n_inside - self.config.intermediate_size
+        mlp_out = mlp_out._replace(weight=F.pad(mlp_out.weight, (0, padding)))
+        if not self.config.is_parallel:
+            return [block(qkv, attention_out, True), block(mlp_in, mlp_out, False)]
+        into = Affine(*map(torch.cat, zip(qkv, mlp_in, strict=True)))
+        weight = torch.cat([attention_out.weight, mlp_out.weight], dim=1)
+        return [block(into, Affine(weight, attention_out.bias + mlp_out.bias), True)]
 
     @classmethod
     def from_pretrained(
@@ -267,13 +333,14 @@ class GPTNeoX:
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
         require_memory(self.cache_bytes(capacity), self.device, f"a cache of {capacity} tokens")
-        if capacity > self.rotary.shape[0]:
-            self.rotary = self._rotary_table(capacity)
-        return KVCache(self.config, capacity, self.device, self.dtype)
+        if capacity > self.turns.shape[0]:
+            self.turns = self._rotary_table(capacity)
+        return KVCache(self.config, capacity, self.device, self.dtype, self.shapes)
 
     def cache_bytes(self, capacity: int) -> int:
         """What a cache for `capacity` tokens takes."""
-        return 2 * self.config.n_layers * self.config.hidden_size * capacity * self.dtype.itemsize
+        n_slots = self.shapes.storage(capacity)
+        return 2 * self.config.n_layers * self.config.hidden_size * n_slots * self.dtype.itemsize
 
     def prefill(
         self,
@@ -289,7 +356,7 @@ class GPTNeoX:
         is_finite = torch.tensor(True, device=self.device)
         for ids in torch.tensor(tokens, device=self.device).split(PREFILL_CHUNK):
             positions = torch.arange(cache.length, cache.length + len(ids), device=self.device)
-            x = self._run_layers(ids, positions, cache, None, cache.length)  # [n, hidden]
+            x = self._run_layers(ids, positions, cache, None, cache.length)[: len(ids)]
             is_finite &= x.isfinite().all()
             if read:
                 read(ids, self._logits(x))
@@ -303,8 +370,7 @@ class GPTNeoX:
         turn rounds it once in the model's dtype.
         """
         kept = cache.kv[:, :, :, start + n : cache.length].clone()  # read, then write: they overlap
-        cos, sin = self.rotary[n].unbind()  # [1, 1, R] each
-        rotate_(kept[0, ..., : self.config.rotary_dims], cos, -sin)
+        rotate_(kept[0, ..., : self.config.rotary_dims], self.turns[n].conj())
         cache.rewind(cache.length - n)
         cache.kv[:, :, :, start : cache.length] = kept
 
@@ -326,43 +392,84 @@ class GPTNeoX:
         """
         start = cache.length if start is None else start
         x = self._run_layers(tokens, positions, cache, mask, start)
-        return self._logits(x if logits_rows is None else x[logits_rows])
+        if logits_rows is not None:
+            return self._logits(x[logits_rows])
+        return self._logits(x)[: len(tokens)]
 
     def _run_layers(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
-        """forward() up to the final norm: [n, hidden]; not finite where a row overflowed."""
-        n = tokens.shape[0]
+        """forward() up to the final norm, [n and padding, hidden]; not finite where it overflowed.
+
+        Pads to the cache's shapes, so that what follows meets few different ones.
+        """
+        n, shapes = len(tokens), cache.shapes
         cache.require(start + n)
-        bias = self._attention_bias(n, start, mask)  # [n, S] or None
-        n_slots = start + n if mask is None else mask.shape[1]  # S
-        cos, sin = self.rotary[positions].unbind(1)  # [n, 1, 1, R] each
-        # Views for all layers at once: on a CPU a view per layer costs as much as a small product.
-        new_kv = cache.kv[:, :, :, start : start + n]  # [2, L, H, n, D]
-        keys = cache.keys[:, None, :, :n_slots].unbind()  # L of [1, H, S, D]
-        values = cache.values[:, None, :, :n_slots].unbind()
+        n_rows, n_slots = shapes.rows(n), shapes.slots(start + n if mask is None else mask.shape[1])
+        bias = self._attention_bias(n, n_rows, n_slots, start, mask)
+        if n_rows > n:
+            tokens, positions = (F.pad(t, (0, n_rows - n)) for t in (tokens, positions))
+        place = start
+        if shapes.slot_step > 1:  # where to write is no shape then, but content
+            place = torch.arange(start, start + n_rows, device=self.device)
+        return self._run_padded(tokens, positions, cache, bias, place)
+
+    def _run_padded(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, bias: Tensor, place: int | Tensor
+    ) -> Tensor:
+        """The layers, for n rows. bias: [n or 1, S]. place: the first slot to write, or all [n].
+
+        With all of them no shape depends on anything but n and S, and nothing is read back: this
+        is what a graph can replay.
+        """
+        n, n_slots = len(tokens), bias.shape[1]
+        turns = self.turns.index_select(0, positions)  # [n, R / 2]
         x = F.embedding(tokens, self.embed_in)  # [n, hidden]
-        for layer, written, k, v in zip(self.layers, new_kv.unbind(1), keys, values, strict=True):
-            q = self._project(self._norm(x, layer.attention_norm), layer.qkv, cos, sin, written)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [1, H, n, D]
-            attended = attended.transpose(1, 2).reshape(n, -1)  # [n, hidden]
-            after_attention = add_linear(x, attended, layer.attention_out)
-            mlp_input = x if self.config.is_parallel else after_attention
-            wide = linear(self._norm(mlp_input, layer.mlp_norm), layer.mlp_in)
-            x = add_linear(after_attention, F.gelu(wide, approximate=self.gelu), layer.mlp_out)
+        hidden, head_size = x.shape[1], self.config.head_size
+        # Views for all layers at once: on a CPU a view per layer costs as much as a small product.
+        stored = cache.kv[:, :, :, :n_slots]  # [2, L, H, S, D]
+        keys, values = stored[:, :, None]  # [L, 1, H, S, D] each
+        if isinstance(place, int):
+            new_kv = cache.kv[:, :, :, place : place + n]  # [2, L, H, n, D]
+        else:
+            new_kv = stored.new_empty(*stored.shape[:3], n, head_size)
+        columns = in_blocks(x, self.width)  # to add to x
+        both = x.new_empty(n, hidden + self.n_inside)
+        attention_part, mlp_part = both[:, :hidden], both[:, hidden:]
+        attended, active = in_blocks(attention_part, head_size), in_blocks(mlp_part, self.width)
+        inputs = [both] if self.config.is_parallel else [attention_part, mlp_part]
+        views = zip(new_kv.unbind(1), stored.unbind(1), keys.unbind(), values.unbind(), strict=True)
+        for layer, (written, kv, k, v) in zip(self.layers, views, strict=True):
+            for block, mixed in zip(layer, inputs, strict=True):
+                rows = multiply(self._norm(x), block.into)  # [B, n, width]
+                n_qkv = 3 * block.n_attended // self.width
+                qkv, inside = rows.split_with_sizes((n_qkv, rows.shape[0] - n_qkv))
+                if n_qkv:
+                    q = self._project(qkv, turns, written)
+                    if isinstance(place, Tensor):
+                        kv.index_copy_(2, place, written)
+                    attended.copy_(attend(q, k, v, bias))
+                if inside.shape[0]:
+                    # Turned: a contiguous tensor goes to oneDNN, which takes long to begin
+                    turned = inside.transpose(0, 2)
+                    F.gelu(turned, approximate=self.gelu, out=turned)
+                    active.copy_(inside)
+                columns += multiply(mixed, block.out_of)
         if self.overflow_mark:
             has_overflowed = new_kv.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_mark  # [n]
             x = x.masked_fill(has_overflowed[:, None], torch.nan)
         return x
 
     def _logits(self, x: Tensor) -> Tensor:
-        return (self._norm(x, self.final_norm) @ self.embed_out).float()  # [n, V]
+        x = torch.layer_norm(x, x.shape[-1:], *self.final_norm, self.config.norm_eps)
+        logits = multiply(x, self.embed_out).transpose(0, 1).flatten(1)  # [n, V and padding]
+        return logits[:, : self.config.vocab_size].float()
 
-    def _project(self, x: Tensor, qkv: Affine, cos: Tensor, sin: Tensor, new_kv: Tensor) -> Tensor:
-        """Queries [1, H, n, D]; the rotated keys and the values go to new_kv [2, H, n, D]."""
-        rows = linear(x, qkv).view(-1, self.config.n_heads, 3, self.config.head_size)
-        rotate_(rows[:, :, :2, : self.config.rotary_dims], cos, sin)
-        rows = rows.permute(2, 1, 0, 3)  # [3, H, n, D]
+    def _project(self, qkv: Tensor, turns: Tensor, new_kv: Tensor) -> Tensor:
+        """Queries [1, H, n, D] of qkv [B, n, width]; the rest, turned, to new_kv [2, H, n, D]."""
+        parts = qkv.unflatten(0, (3, self.config.n_heads, -1))  # [3, H, D / width, n, width]
+        rows = parts.transpose(2, 3).flatten(-2)  # [3, H, n, D]
+        rotate_(rows[:2, ..., : self.config.rotary_dims], turns)
         # Nothing non-finite may enter the cache: it would leak through the mask (0 x nan is nan)
         # into rows that may not see it. The row itself still gets non-finite logits: float16 can
         # overflow here alone, so there a mark is left; elsewhere only a broken residual gets here.
@@ -370,64 +477,117 @@ class GPTNeoX:
         torch.nan_to_num(rows[1:], nan=mark, posinf=mark, neginf=-mark, out=new_kv)
         return rows[:1]
 
-    def _norm(self, x: Tensor, norm: Affine) -> Tensor:
-        return torch.layer_norm(x, x.shape[-1:], *norm, self.config.norm_eps)
+    def _norm(self, x: Tensor) -> Tensor:
+        """x with mean 0 and variance 1; what a LayerNorm does beyond that is in the weights."""
+        return torch.layer_norm(x, x.shape[-1:], None, None, self.config.norm_eps)
 
-    def _attention_bias(self, n: int, start: int, mask: Tensor | None) -> Tensor | None:
-        """The mask as 0 / -inf in the model's dtype, built once per pass; None if all see all."""
+    def _attention_bias(
+        self, n: int, n_rows: int, n_slots: int, start: int, mask: Tensor | None
+    ) -> Tensor:
+        """The mask as 0 / -inf in the model's dtype, built once per pass: [n_rows or 1, n_slots].
+
+        Slots added are seen by none; rows added see the first one, as every row must see some.
+        """
         if mask is None:
-            if n == 1:
-                return None
+            if n == 1 and n_slots == start + 1:
+                return self.embed_in.new_zeros(1, n_slots)
             mask = torch.ones(n, start + n, dtype=torch.bool, device=self.device).tril_(start)
-        bias = torch.full(mask.shape, float("-inf"), device=self.device, dtype=self.dtype)
-        return bias.masked_fill_(mask, 0.0)  # [n, S]
+        bias = self.embed_in.new_full((n_rows, n_slots), -math.inf)
+        if bias.shape == mask.shape:
+            return bias.masked_fill_(mask, 0.0)
+        bias[n:, 0] = 0.0
+        bias[:n, : mask.shape[1]].masked_fill_(mask, 0.0)
+        return bias
 
     def _rotary_table(self, n_positions: int) -> Tensor:
-        """cos and sin by position, in the model's dtype: [n_positions, 2, 1, 1, R]."""
+        """What a position turns each pair of dimensions by: complex64 [n_positions, R / 2]."""
         half = torch.arange(0, self.config.rotary_dims, 2, device=self.device).float()
         frequencies = self.config.rotary_base ** -(half / self.config.rotary_dims)  # [R / 2]
         angles = torch.arange(n_positions, device=self.device).float()[:, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()
-        table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1)
-        return table[:, :, None, None, :].to(self.dtype)
+        return torch.polar(torch.ones_like(angles), angles)
 
 
-def linear(x: Tensor, layer: Affine) -> Tensor:
-    """x [n, in] -> [n, out]."""
-    return torch.addmm(layer.bias, x, layer.weight)
+def fold(norm: Affine, after: Affine) -> Affine:
+    """A LayerNorm's scale and shift, and the matrix behind it, as one matrix and bias.
 
-
-def add_linear(residual: Tensor, x: Tensor, layer: Affine) -> Tensor:
-    """residual [n, out] + linear(x [n, in]), the sum made inside the product."""
-    return torch.addmm(residual + layer.bias, x, layer.weight)
-
-
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotary embedding in place, half-rotation layout; sin carries the sign of its half.
-
-    x: [n, H, 2, R] queries and keys, or [L, H, n, R]; cos, sin: [n, 1, 1, R] or [1, 1, R].
+    Rounded once. Raises CheckpointError if that overflows.
     """
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    x.mul_(cos).addcmul_(swapped, sin)
+    weight, dtype = after.weight.float(), after.weight.dtype
+    bias = (after.bias.float() + weight @ norm.bias.float()).to(dtype)
+    weight = (weight * norm.weight.float()).to(dtype)
+    if not (weight.isfinite().all() and bias.isfinite().all()):
+        raise CheckpointError(f"a matrix times the norm before it is not finite in {dtype}")
+    return Affine(weight, bias)
 
 
-def lay_out(weight: Tensor) -> Tensor:
-    """A checkpoint's matrix [out, in] as [in, out]; a vector as it is.
+def lay_out(affine: Affine, width: int) -> Product:
+    """A matrix [out, in] for `multiply`, with zeros up to a whole number of blocks of columns.
 
-    On CPU the copy is real unless the matrix shrinks its input: stored [in, out], two to eight rows
-    cost about the same, stored [out, in] they cost one row's time up to three and then soar, and
-    MLP outputs fare better that way (measured). CUDA reads both equally well.
+    On CPU it is stored block by block, weight [B, in, width] and bias [B, 1, width]: MKL multiplies
+    narrow matrices as they lie, but copies a wide one first, which doubles the time of 2 to 32 rows
+    (measured). Elsewhere, [in, out] is a view of what the checkpoint holds.
     """
-    if weight.ndim == 1:
-        return weight
-    n_out, n_in = weight.shape
-    return weight.t().contiguous() if weight.device.type == "cpu" and n_out >= n_in else weight.t()
+    weight, bias = affine
+    if padding := -len(weight) % width:
+        weight, bias = F.pad(weight, (0, 0, 0, padding)), F.pad(bias, (0, padding))
+    is_mkl = weight.device.type == "cpu" and torch.backends.mkl.is_available()
+    if not is_mkl or weight.dtype != torch.float32:
+        return Product(weight.t(), bias, width)
+    weight = weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+    return Product(weight, bias.view(-1, 1, width), width)
+
+
+def multiply(x: Tensor, product: Product) -> Tensor:
+    """x [n, in] -> [B, n, width], the outputs in blocks of columns."""
+    weight, bias, width = product
+    if weight.ndim == 3:
+        return torch.baddbmm(bias, x.expand(weight.shape[0], -1, -1), weight)
+    return in_blocks(torch.addmm(bias, x, weight), width)
+
+
+def in_blocks(x: Tensor, width: int) -> Tensor:
+    """x [n, B * width] seen as [B, n, width]."""
+    return x.unflatten(1, (-1, width)).transpose(0, 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Softmax attention [H, n, D] of q [1, H, n, D] over k, v [1, H, S, D].
+
+    bias: [n or 1, S], 0 or -inf.
+    """
+    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[2] >= 16:
+        # Torch's own kernel takes up to twice the time of two products here (measured).
+        scores = torch.baddbmm(bias, q[0], k[0].transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+        return torch.bmm(scores.softmax(-1), v[0])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)[0]
+
+
+def rotate_(x: Tensor, turns: Tensor) -> None:
+    """Rotary embedding in place: x [..., n, R] in neighbouring pairs, turns [n or none, R / 2]."""
+    pairs = x.float().view(torch.complex64)  # x itself if it is float32
+    pairs.mul_(turns)
+    if x.dtype != torch.float32:
+        x.copy_(pairs.view(torch.float32))
+
+
+def order_rows(config: Config) -> Tensor:
+    """Where the rows of query_key_value [H * 3 * D] come from: to [3, H, D], pairs side by side.
+
+    The checkpoint groups them as [H, 3, D], and turns dimension i together with R / 2 + i. Any
+    order of dimensions will do for attention if queries and keys share it; with pairs side by side
+    a turn is one complex product.
+    """
+    n_heads, size, n_pairs = config.n_heads, config.head_size, config.rotary_dims // 2
+    rows = torch.arange(3 * config.hidden_size).view(n_heads, 3, size).transpose(0, 1).clone()
+    turned = rows[:2, :, : 2 * n_pairs].unflatten(-1, (2, n_pairs)).mT.flatten(-2)
+    rows[:2, :, : 2 * n_pairs] = turned
+    return rows.flatten()
 
 
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Every tensor the checkpoint must hold, by its published name."""
     hidden, wide = config.hidden_size, config.intermediate_size
-    sizes = {  # field of Layer -> (out, in), or (hidden,) for a LayerNorm
+    sizes = {  # part of a layer -> (out, in), or (hidden,) for a LayerNorm
         "attention_norm": (hidden,),
         "qkv": (3 * hidden, hidden),
         "attention_out": (hidden, hidden),

@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 
 from dynatree import Step, Stopwatch
-from gpt_neox import GPTNeoX, weight_bytes
+from gpt_neox import GPTNeoX
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 COPY_BYTES = 2**28  # past every cache, so that memory itself is measured
@@ -102,8 +102,9 @@ def _forward(model: GPTNeoX, context: int, n: int) -> Callable[[], torch.Tensor]
 
 def step_bytes(model: GPTNeoX, context: int) -> int:
     """Bytes a one-row step reads: every weight but the input embedding (one row), and the cache."""
-    embedding = 0 if model.config.is_tied else model.embed_in.nbytes
-    return weight_bytes(model.config, model.dtype) - embedding + model.cache_bytes(context)
+    products = [product for layer in model.layers for b in layer for product in (b.into, b.out_of)]
+    affine = [*products, model.embed_out, model.final_norm]
+    return sum(a.weight.nbytes + a.bias.nbytes for a in affine) + model.cache_bytes(context)
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -281,15 +281,11 @@ def test_predicted_time_is_the_forwards_alone() -> None:
 
 
 def test_step_bytes_are_every_weight_but_the_input_embedding() -> None:
-    model = random_model(0)
-    n = sum(p.numel() for layer in model.layers for affine in vars_of(layer) for p in affine)
-    n += model.embed_out.numel() + sum(p.numel() for p in model.final_norm)
-    cache = 2 * 2 * 10 * 32  # keys and values, layers, tokens, hidden
-    assert step_bytes(model, 10) == 4 * (n + cache)
-
-
-def vars_of(layer: object) -> list:
-    return [getattr(layer, name) for name in layer.__slots__]
+    hidden, wide, n_ids = 32, 64, 96
+    layer = (hidden + 1) * (3 * hidden + wide) + (hidden + wide + 1) * hidden  # norms are inside
+    head = (hidden + 1) * n_ids + 2 * hidden
+    cache = 2 * 2 * 10 * hidden  # keys and values, layers, tokens
+    assert step_bytes(random_model(0), 10) == 4 * (2 * layer + head + cache)
 
 
 def test_measured_step_times_cover_every_width() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 import gpt_neox
 from draft_tree import Alone, Chain, DynaTree, DynaTreeRule, Fixed, Tree
 from dynatree import Metrics, NonFiniteLogits, Step, cut, generate, measure, token_ids
-from gpt_neox import GPTNeoX, KVCache, OutOfMemory
+from gpt_neox import TIGHT, GPTNeoX, KVCache, OutOfMemory
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -21,7 +21,7 @@ class Stub(GPTNeoX):
     def __init__(self, follows: Callable[[int], int], vocab_size: int = 50):
         self.config = random_config(vocab_size=vocab_size, n_layers=1)
         self.follows, self.device, self.dtype = follows, torch.device("cpu"), torch.float32
-        self.rotary = torch.zeros(self.config.max_positions)
+        self.turns, self.shapes = torch.zeros(self.config.max_positions), TIGHT
 
     def _run_layers(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int

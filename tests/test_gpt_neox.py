@@ -14,9 +14,10 @@ from conftest import assert_close, random_config, random_model, random_tensors, 
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt_neox
-from gpt_neox import EMBED_IN, GPTNeoX, KVCache, OutOfMemory
+from gpt_neox import EMBED_IN, FIXED, PAIRED, TIGHT, GPTNeoX, KVCache, OutOfMemory
 
 Golden = tuple[GPTNeoX, dict[str, Tensor]]
 Tree = tuple[list[int], list[int]]  # tokens and breadth-first parents, the root's is -1
@@ -113,7 +114,7 @@ def test_cached_equals_whole(
     monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", chunk)
     assert_close(model.prefill(tokens, cache), expected[-1])
     assert cache.length == 20
-    assert_close(cache.kv, whole.kv)
+    assert_close(cache.kv[:, :, :, :20], whole.kv[:, :, :, :20])
     cache.rewind(0)
     assert_close(torch.stack([model.prefill([token], cache) for token in tokens]), expected)
 
@@ -289,3 +290,81 @@ def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int) -> None:
     ids = torch.arange(12)
     assert not model.forward(ids, ids, model.new_cache(12)).isfinite().all()
     assert model.prefill(ids.tolist(), model.new_cache(12)).isnan().all()
+
+
+@pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
+def test_both_layouts_of_a_matrix_give_the_same_logits(
+    changes: dict[str, object], monkeypatch: MonkeyPatch
+) -> None:
+    """A vocabulary and an MLP that are no whole number of blocks, with and without blocks."""
+    sizes = changes | {"vocab_size": 90, "intermediate_size": 72}
+    model = random_model(4, **sizes)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    plain = random_model(4, **sizes)
+    assert (model.embed_out.weight.ndim, plain.embed_out.weight.ndim) == (3, 2)
+    assert_close(run(model, PREFIX), run(plain, PREFIX))
+    assert run(model, PREFIX).shape == (10, 90)
+
+
+@pytest.mark.parametrize("shapes", [TIGHT, PAIRED, FIXED])
+@pytest.mark.parametrize("capacity", [1, 2, 129, 255, 257])
+def test_a_padded_pass_stays_inside_the_cache(shapes: gpt_neox.Shapes, capacity: int) -> None:
+    storage = shapes.storage(capacity)
+    for n in range(1, min(capacity, 128) + 1):
+        assert n <= shapes.rows(n) and capacity - n + shapes.rows(n) <= storage
+    assert capacity <= shapes.slots(capacity) <= storage < capacity + 128 + 256
+
+
+@pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
+def test_padding_changes_no_logits_and_no_kept_slot(changes: dict[str, object]) -> None:
+    models = [random_model(6, **changes) for _ in range(3)]
+    caches = []
+    for model, shapes in zip(models, (TIGHT, PAIRED, FIXED), strict=True):
+        model.shapes = shapes
+        caches.append(prefilled(model, PREFIX, 20))
+    for tree in (TREE, ([7], [-1])):
+        expected, *padded = [run_tree(m, c, tree) for m, c in zip(models, caches, strict=True)]
+        for logits, cache in zip(padded, caches[1:], strict=True):
+            assert_close(logits, expected)
+            n = 10 + len(tree[0])
+            assert_close(cache.kv[:, :, :, :n], caches[0].kv[:, :, :, :n])
+
+
+class Recorder(TorchDispatchMode):
+    """Every operation, with the shapes of its tensors and the values of all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple] = []
+
+    def __torch_dispatch__(self, func: Callable, types: object, args=(), kwargs=None) -> object:
+        flat = [*args, *(kwargs or {}).items()]
+        self.seen.append((str(func), [shown(value) for value in flat]))
+        return func(*args, **kwargs or {})
+
+
+def shown(value: object) -> object:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.storage_offset()
+    return [shown(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def test_a_padded_pass_can_be_replayed(monkeypatch: MonkeyPatch) -> None:
+    """The same operations on the same shapes, whatever the text's length and the tree, and nothing
+    read back: what a graph has captured for one iteration is right for the next."""
+    model = random_model(6)
+    model.shapes = FIXED
+    cache, records, real = prefilled(model, PREFIX, 40), [], model._run_padded
+
+    def recorded(*args: object) -> Tensor:
+        with Recorder() as recorder:
+            x = real(*args)
+        records.append(recorder.seen)
+        return x
+
+    monkeypatch.setattr(model, "_run_padded", recorded)
+    run_tree(model, cache, TREE)
+    cache.advance(3)
+    run_tree(model, cache, ([9, 8, 7, 6, 5], [-1, 0, 1, 1, 2]))
+    assert records[0] == records[1] and len(records[0]) > 50
+    assert not [name for name, _ in records[0] if "nonzero" in name or "_local_scalar" in name]
