@@ -384,20 +384,27 @@ class DynaTreeRule(Rule):
         self.window: deque[float] = deque(maxlen=start.W)
         self.max_branches = start.B_max if start.breadth else start.B_mid
         self.max_depth, self.max_rows = start.D_max, start.N_max
+        self.known_limits: Tensor | None = None
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         s, child_depth = self.now, level.depth + 1
         add = level.path_logprobs >= log_threshold(s.tau if s.prune else 0.0)
         if s.breadth:
-            # B(u) by rank: the first B_min always, up to B_mid below tau_h, up to B_max below tau_l
-            limits = [math.inf] * s.B_min + [log_threshold(s.tau_h)] * (s.B_mid - s.B_min)
-            limits += [log_threshold(s.tau_l)] * (s.B_max - s.B_mid)
             confidence = level.logprobs[:, :1]  # log c(u): the best candidate
-            add &= confidence < add.new_tensor(limits[: add.shape[1]], dtype=torch.float32)
+            add &= confidence < self.limits(level.logprobs)
         if not s.depth:
             return add, torch.full_like(add, child_depth < s.D0)
         threshold = s.rho_stop if child_depth < s.D0 else max(s.rho_stop, s.rho_deep)
         return add, level.path_logprobs >= log_threshold(threshold)
+
+    def limits(self, like: Tensor) -> Tensor:
+        """B(u) by rank: the first B_min always, to B_mid below tau_h, to B_max below tau_l."""
+        s, k = self.now, like.shape[1]
+        if self.known_limits is None:
+            limits = [math.inf] * s.B_min + [log_threshold(s.tau_h)] * (s.B_mid - s.B_min)
+            limits += [log_threshold(s.tau_l)] * (s.B_max - s.B_mid)
+            self.known_limits = like.new_tensor(limits[:k])
+        return self.known_limits
 
     def adapt(self, n_accepted: int, depth: int) -> None:
         """Historical adjustment: the window's mean acceptance moves D0, tau_h and rho_deep."""
@@ -414,6 +421,7 @@ class DynaTreeRule(Rule):
 
     def _move(self, d0: int, tau_h: float, rho_deep: float) -> None:
         s, start = self.now, self.start
+        self.known_limits = None
         self.now = replace(
             s,
             D0=nudge(s.D0, d0, start.D0, 2, start.D_max - 1),

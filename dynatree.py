@@ -285,28 +285,29 @@ def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[in
     """
     best, predictions = logits.max(dim=-1)  # [N] each
     if sampler is None:
-        path = accept_greedy(tree, predictions)
-        tokens = predictions[path]
+        path, tokens = accept_greedy(tree, predictions)
     else:
-        path, tokens = accept_sampled(tree, sampler.warp(logits), sampler)
-    new_tokens = next_ids(best[path], tokens)
-    return path[: len(new_tokens)].tolist(), new_tokens
+        accepted = accept_sampled(tree, sampler.warp(logits), sampler)
+        path, tokens = (column.tolist() for column in accepted)
+    best = best.tolist()
+    new_tokens = next_ids([best[row] for row in path], tokens)
+    return path[: len(new_tokens)], new_tokens
 
 
-def next_ids(best: Tensor, chosen: Tensor) -> list[int]:
+def next_ids(best: list[float], chosen: list[int]) -> list[int]:
     """The ids chosen after a path's rows, up to the first row whose logits are not finite.
 
-    best: [n], each row's largest logit; a row that holds inf or nan has it there. Raises
-    NonFiniteLogits if it is the first row, so that an error takes back nothing that was right.
+    best: each row's largest logit; a row that holds inf or nan has it there. Raises NonFiniteLogits
+    if it is the first row, so that an error takes back nothing that was right.
     """
-    are_finite = [math.isfinite(value) for value in best.tolist()]
+    are_finite = [math.isfinite(value) for value in best]
     if not are_finite[0]:
         raise NonFiniteLogits(
             "the target's logits are not finite: some product overflows in this dtype (small "
             "Pythia models do in float16); try --dtype bfloat16"
         )
     n_finite = [*are_finite, False].index(False)
-    return chosen[:n_finite].tolist()
+    return chosen[:n_finite]
 
 
 def cut(tokens: list[int], eos_ids: Sequence[int], room: int) -> list[int]:

@@ -4,7 +4,7 @@ Pure functions of tensors: no model, no cache, no tokenizer. In the example of d
 target says: after "the" comes "cat", after "the cat" comes "ran", after "the cat ran" comes "away":
 
     predictions[row] = cat  ran  ...  ...  away  ...
-    accept_greedy(tree, predictions) -> rows [0, 1, 4]; commit the, cat, ran; the bonus is "away"
+    accept_greedy(tree, predictions) -> rows [0, 1, 4], tokens [cat, ran, away]; "away" is the bonus
 
 Shapes: N tree rows, S cache slots. Paper: DynaTree v2, sections 3.4 and 3.5.
 """
@@ -31,19 +31,20 @@ def tree_positions(tree: Tree, length: int) -> Tensor:
     return tree.depths + length
 
 
-def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
-    """The rows of the longest path that the target agrees with, root first: [1 + accepted] int64.
+def accept_greedy(tree: Tree, predictions: Tensor) -> tuple[list[int], list[int]]:
+    """The longest path that the target agrees with, and what it says after each of its rows.
 
-    predictions: [N] int64, the target's argmax after each node. A node agrees if its token is the
-    prediction at its parent; siblings carry distinct tokens, so the agreeing path is unique. The
-    prediction at the path's last row is the bonus token.
+    predictions: [N] int64, the target's argmax after each node. Returns rows, root first, and as
+    many tokens, the bonus token last. A node agrees if its token is the prediction at its parent;
+    siblings carry distinct tokens, so the agreeing path is unique.
     """
-    if len(tree) == 1:  # ar, at every token: the rest would cost it more than its bookkeeping
-        return torch.zeros_like(tree.tokens)
-    disagrees = tree.tokens[1:] != predictions.take(tree.parents[1:])  # the root needs no proof
-    off_path = (tree.ancestors[:, 1:] & disagrees).any(dim=1)  # [N], itself or an ancestor
-    deepest = tree.depths.masked_fill(off_path, -1).argmax()
-    return tree.ancestors[deepest].nonzero().squeeze(1)  # breadth-first order is path order
+    columns = torch.stack((tree.tokens, tree.parents, predictions))
+    tokens, parents, predicted = columns.tolist()  # the one read, and a walk costs less than a pass
+    rows = {place: row for row, place in enumerate(zip(parents, tokens, strict=True))}
+    path = [0]
+    while (row := rows.get((path[-1], predicted[path[-1]]))) is not None:
+        path.append(row)
+    return path, [predicted[row] for row in path]
 
 
 def accept_sampled(tree: Tree, target_probs: Tensor, sampler: Sampler) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The command line: what it prints, and one line with status 2 for every mistake."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -88,7 +89,7 @@ def test_compare_tells_a_wrong_text(capsys: Captured, monkeypatch: pytest.Monkey
     """A verifier that accepts what it should not is reported with place and gap, status 1."""
     real = dynatree.accept_greedy
 
-    def gullible(tree: object, predictions: torch.Tensor) -> torch.Tensor:
+    def gullible(tree: object, predictions: torch.Tensor) -> tuple[list[int], list[int]]:
         if tree.depth:
             predictions[0] = (predictions[0] + 1) % 4096
         return real(tree, predictions)
@@ -485,9 +486,9 @@ def test_an_error_leaves_the_text_so_far(capsys: Captured, monkeypatch: pytest.M
     whole = run_json(capsys, "--max-new-tokens", "20", "--method", "ar")
     real, calls = dynatree.next_ids, []
 
-    def fail_later(*args: torch.Tensor) -> list[int]:
-        calls.append(args)
-        return real(*args) if len(calls) < 7 else real(torch.tensor([torch.nan]), args[1])
+    def fail_later(best: list[float], chosen: list[int]) -> list[int]:
+        calls.append(best)
+        return real(best if len(calls) < 7 else [math.nan], chosen)
 
     monkeypatch.setattr(dynatree, "next_ids", fail_later)
     assert main(["--prompt", PROMPT, "--max-new-tokens", "20", "--method", "ar"]) == 2

@@ -74,8 +74,8 @@ def test_accept_greedy_is_the_walk_from_the_root() -> None:
     for _ in range(300):
         tree = random_tree(rng)
         predictions = random_predictions(tree, rng)
-        path = accept_greedy(tree, predictions).tolist()
-        assert path == walk(tree, predictions)
+        path, tokens = accept_greedy(tree, predictions)
+        assert path == walk(tree, predictions) and tokens == predictions[path].tolist()
         assert path == sorted(set(path))  # the cache moves rows in order, so they must rise
         lengths[min(len(path) - 1, 3)] += 1
         n_second += any(children_of(tree, int(tree.parents[i]))[0] != i for i in path[1:])
@@ -92,9 +92,9 @@ def example() -> Tree:
 
 def test_the_example_of_the_docstring() -> None:
     predictions = torch.tensor([CAT, RAN, RAN, AWAY, AWAY, AWAY])
-    path = accept_greedy(example(), predictions)
-    assert path.tolist() == [0, 1, 4] and path.dtype == torch.int64
-    assert predictions[path].tolist() == [CAT, RAN, AWAY]  # committed next: two guesses, the bonus
+    path, tokens = accept_greedy(example(), predictions)
+    assert path == [0, 1, 4]
+    assert tokens == [CAT, RAN, AWAY]  # committed next: two guesses, the bonus
 
 
 @pytest.mark.parametrize(
@@ -110,15 +110,15 @@ def test_the_example_of_the_docstring() -> None:
 )
 def test_a_path_ends_where_the_target_disagrees(predictions: list[int], path: list[int]) -> None:
     """A prediction that is no token at all ends the path there."""
-    assert accept_greedy(example(), torch.tensor(predictions)).tolist() == path
+    assert accept_greedy(example(), torch.tensor(predictions))[0] == path
 
 
 @pytest.mark.parametrize("last", [-1, THE, CAT, AWAY])
 def test_the_root_needs_no_prediction(last: int) -> None:
     """The root's parent is -1, which as an index is the last row: that one must not judge it."""
     predictions = torch.tensor([CAT, RAN, RAN, AWAY, AWAY, last])
-    assert accept_greedy(example(), predictions).tolist() == [0, 1, 4]
-    assert accept_greedy(make_tree([THE], [-1]), torch.tensor([last])).tolist() == [0]
+    assert accept_greedy(example(), predictions)[0] == [0, 1, 4]
+    assert accept_greedy(make_tree([THE], [-1]), torch.tensor([last])) == ([0], [last])
 
 
 def test_the_mask_of_the_example() -> None:
