@@ -9,6 +9,7 @@ the command lines print it and exit with status 2.
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -170,6 +171,21 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def lacks_instructions(dtype: torch.dtype, flags: str) -> bool:
+    """Whether an x86 processor with these /proc/cpuinfo flags must emulate a dtype."""
+    names = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16",)}
+    return dtype in names and not set(names[dtype]) & set(flags.split())
+
+
+def processor_flags() -> str:
+    """The processor's features as Linux lists them on x86; elsewhere nothing."""
+    try:
+        found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
 def set_threads(n: int | None) -> None:
     """Use n CPU threads; torch's own choice, one per core, if None. Raises UsageError."""
     if n is None:
@@ -213,6 +229,9 @@ def open_pair(
     dtype_name = str(dtype).removeprefix("torch.")
     models = ", ".join(f"{role} {name}" for role, name in names.items() if name)
     say(f"{models}; {device}, {dtype_name}")
+    flags = processor_flags() if device.type == "cpu" else ""
+    if flags and lacks_instructions(dtype, flags):
+        say(f"note: this processor has no {dtype_name} instructions and emulates them, slowly")
     pair = load_pair(names["target"], names["draft"], device, dtype, say)
     threads = torch.get_num_threads()
     return pair, {**names, "device": str(device), "dtype": dtype_name, "threads": threads}

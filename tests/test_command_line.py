@@ -78,6 +78,17 @@ def test_settings_reach_the_method(capsys: Captured) -> None:
     assert off["settings"]["history"] is False and off["settings"]["tau"] == 0.2
 
 
+@pytest.mark.parametrize(
+    "flags, is_told", [("sse avx512f", True), ("sse avx512_bf16", False), ("", False)]
+)
+def test_a_dtype_the_processor_emulates_is_announced(
+    flags: str, is_told: bool, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "processor_flags", lambda: flags)
+    assert main(["--prompt", PROMPT, "--dtype", "bfloat16", "--max-new-tokens", "2"]) == 0
+    assert ("no bfloat16 instructions" in capsys.readouterr().err) == is_told
+
+
 def test_compare(capsys: Captured) -> None:
     report = run_json(capsys, "--compare", "--max-new-tokens", "20")
     assert report["compare"]["exact"] is True and report["compare"]["speedup"] > 0
