@@ -188,7 +188,7 @@ def _assemble(
     """Levels of (tokens, parents, logprobs), and the rows that were run, as one Tree."""
     tokens, parents, logprobs = map(torch.cat, zip(*levels, strict=True))
     ran, draft_slots = torch.cat(run_rows), torch.full_like(tokens, -1)
-    draft_slots[ran] = torch.arange(len(ran), device=tokens.device)
+    draft_slots.index_copy_(0, ran, torch.arange(len(ran), device=tokens.device))
     return make_tree(tokens, parents, logprobs, draft_slots, len(levels) - 1, draft_probs)
 
 
@@ -213,8 +213,8 @@ def mark_ancestors(parents: Tensor, depth: int) -> Tensor:
     ancestors = torch.eye(len(parents), dtype=torch.bool, device=parents.device)
     above, reach = parents, 1  # each node's ancestor `reach` above it, or the root
     while reach <= depth:
-        ancestors |= ancestors[above]
-        above, reach = above[above], 2 * reach
+        ancestors |= ancestors.index_select(0, above)
+        above, reach = above.take(above), 2 * reach
     return ancestors
 
 
@@ -225,17 +225,17 @@ def likeliest(tree: Tree, n: int) -> Tree:
     """
     kept = tree.logprobs.sort(descending=True, stable=True).indices[:n].sort().values
     new_rows = torch.empty_like(tree.tokens)
-    new_rows[kept] = torch.arange(n, device=kept.device)
-    parents = new_rows[tree.parents[kept]]
+    new_rows.index_copy_(0, kept, torch.arange(n, device=kept.device))
+    parents = new_rows.take(tree.parents.take(kept))
     parents[0] = -1
     return replace(
         tree,
-        tokens=tree.tokens[kept],
+        tokens=tree.tokens.take(kept),
         parents=parents,
-        depths=tree.depths[kept],
-        logprobs=tree.logprobs[kept],
-        ancestors=tree.ancestors[kept][:, kept],
-        draft_slots=tree.draft_slots[kept],
+        depths=tree.depths.take(kept),
+        logprobs=tree.logprobs.take(kept),
+        ancestors=tree.ancestors.index_select(0, kept).index_select(1, kept),
+        draft_slots=tree.draft_slots.take(kept),
         depth=int(tree.depths[kept[-1]]),
     )
 

@@ -149,15 +149,16 @@ class Drafter:
     def _run_level(self, tokens: Tensor, parents: Tensor) -> Tensor:
         start = self.mask.shape[1]
         itself = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
-        self.mask = torch.cat([self.mask[parents], itself], dim=1)  # as the parent, and itself
+        seen = self.mask.index_select(0, parents)
+        self.mask = torch.cat([seen, itself], dim=1)  # as the parent, and itself
         self.depth += 1
         positions = torch.full_like(tokens, self.cache.length + self.depth)
         return self.model.forward(tokens, positions, self.cache, self.mask, start)
 
     def commit(self, tree: Tree, rows: list[int]) -> None:
         """Keep the accepted nodes that were run; the rest of the path is caught up later."""
-        slots = tree.draft_slots[rows].tolist()
-        self.cache.commit([slot for slot in slots if slot >= 0])
+        slots = tree.draft_slots.tolist()
+        self.cache.commit([slots[row] for row in rows if slots[row] >= 0])
 
     def drop(self, window: Window) -> None:
         """Drop what the target has just dropped, or all after the sinks if that is not there."""

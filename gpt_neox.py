@@ -218,7 +218,8 @@ class KVCache:
         self.require(first + m)
         if list(rows) != list(range(m)):  # a first child's first child ... is in place already
             source = torch.tensor(rows, device=self.kv.device) + first
-            self.kv[:, :, :, first : first + m] = self.kv[:, :, :, source]  # copied before written
+            moved = self.kv.index_select(3, source)  # copied before written: they overlap
+            self.kv[:, :, :, first : first + m] = moved
         self.length += m
 
 
