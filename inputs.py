@@ -268,9 +268,10 @@ def load_pair(
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer.json. Raises CheckpointError."""
-    content = json.dumps(read_json(folder / "tokenizer.json"))
+    file = folder / "tokenizer.json"
+    read_json(file)  # its errors are the clearer ones
     try:
-        tokenizer = Tokenizer.from_str(content)
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{folder}/tokenizer.json is not a tokenizer: {error}") from error
     tokenizer.no_truncation()  # a file may carry either, meant for training
