@@ -288,8 +288,7 @@ def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[in
     if sampler is None:
         path, tokens = accept_greedy(tree, predictions)
     else:
-        accepted = accept_sampled(tree, sampler.warp(logits), sampler)
-        path, tokens = (column.tolist() for column in accepted)
+        path, tokens = accept_sampled(tree, sampler.warp(logits), sampler)
     best = best.tolist()
     new_tokens = next_ids([best[row] for row in path], tokens)
     return path[: len(new_tokens)], new_tokens

@@ -47,11 +47,13 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> tuple[list[int], list[int]
     return path, [predicted[row] for row in path]
 
 
-def accept_sampled(tree: Tree, target_probs: Tensor, sampler: Sampler) -> tuple[Tensor, Tensor]:
+def accept_sampled(
+    tree: Tree, target_probs: Tensor, sampler: Sampler
+) -> tuple[list[int], list[int]]:
     """Accept a path so that the text is distributed as the target's own samples would be.
 
     target_probs: [N, V] float32, warped. Returns the accepted rows, root first, and the token that
-    follows each of them, the bonus token last: int64 [1 + accepted] both.
+    follows each of them, the bonus token last.
 
     At each node the children are tried in order. A rejected child leaves the residual, the target's
     distribution less what the rejection has accounted for; the bonus token is drawn from what is
@@ -80,9 +82,8 @@ def accept_sampled(tree: Tree, target_probs: Tensor, sampler: Sampler) -> tuple[
                 path.append(child)
                 break
         else:
-            bonus = sampler.draw(residual[None], 1)[0]  # [1]
-            rows = torch.tensor(path, device=bonus.device)
-            return rows, torch.cat([tree.tokens[rows[1:]], bonus])
+            bonus = int(sampler.draw(residual[None], 1))
+            return path, [*(tokens[row] for row in path[1:]), bonus]
 
 
 def try_child(

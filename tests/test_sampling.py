@@ -135,7 +135,7 @@ def two_tokens(rule: Settings, draft: Tensor, depth: int) -> Callable[[Scripted]
     def trial(sampler: Scripted) -> tuple:
         tree = grow(rule.rule(), torch.tensor([0]), lambda t, _: draft[t], depth, sampler)
         _, tokens = accept_sampled(tree, sampler.warp(TARGET[tree.tokens]), sampler)
-        text = tokens.tolist()[:2]
+        text = tokens[:2]
         while len(text) < 2:
             text += sampler.draw(sampler.warp(TARGET[text[-1:]]), 1)[0].tolist()
         return tuple(text)
@@ -257,7 +257,7 @@ def draw_pairs(rule: Settings, depth: int, draft: str, sampler: Sampler, n: int)
     texts = []
     for _ in range(n):
         grown = ranked or tree()
-        texts.append(accept_sampled(grown, target_probs[grown.tokens], sampler)[1].tolist()[:2])
+        texts.append(accept_sampled(grown, target_probs[grown.tokens], sampler)[1][:2])
     lone = [text for text in texts if len(text) == 1]
     following = sampler.draw(target_probs[[text[0] for text in lone]], 1).tolist()
     for text, second in zip(lone, following, strict=True):
