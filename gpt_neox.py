@@ -2,7 +2,9 @@
 
 One forward serves prefill, a decode step, a draft level and a tree: the caller says at which
 position each row stands, to which cache slot it is written, and which slots it may attend. The
-cache's whole state is one number, so taking back a rejected tree means moving that number.
+cache's whole state is one number, so taking back a rejected tree means moving that number. When a
+model is loaded its matrices are joined and laid out for passes of a few rows; a pass may be padded
+to a few fixed shapes.
 
 Architecture: Black et al. 2022 (GPT-NeoX-20B); Biderman et al. 2023 (Pythia).
 Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary.
@@ -173,26 +175,18 @@ class KVCache:
         capacity: int,
         device: torch.device,
         dtype: torch.dtype,
-        shapes: Shapes = TIGHT,
+        shapes: Shapes,
     ):
         self.capacity, self.shapes = capacity, shapes
         self.length = 0
         shape = (2, config.n_layers, config.n_heads, shapes.storage(capacity), config.head_size)
         try:
-            self.kv = torch.zeros(shape, device=device, dtype=dtype)  # keys and values together
+            self.kv = torch.zeros(shape, device=device, dtype=dtype)  # keys, then values
         except RuntimeError as error:  # torch has no narrower one on CPU
             size = math.prod(shape) * dtype.itemsize / 1e9
             raise OutOfMemory(
                 f"no room for a cache of {capacity} tokens, {size:,.1f} GB"
             ) from error
-
-    @property
-    def keys(self) -> Tensor:
-        return self.kv[0]  # [L, H, slots, D]
-
-    @property
-    def values(self) -> Tensor:
-        return self.kv[1]  # [L, H, slots, D]
 
     def require(self, need: int) -> None:
         """Raise OutOfMemory if `need` slots would not fit."""
@@ -525,8 +519,8 @@ def lay_out(affine: Affine, width: int) -> Product:
     """A matrix [out, in] for `multiply`, with zeros up to a whole number of blocks of columns.
 
     On CPU it is stored block by block, weight [B, in, width] and bias [B, 1, width]: MKL multiplies
-    narrow matrices as they lie, but copies a wide one first, which doubles the time of 2 to 32 rows
-    (measured). Elsewhere, [in, out] is a view of what the checkpoint holds.
+    narrow matrices as they lie, but copies a wide one first, which takes up to as long again as the
+    product of 2 to 16 rows (measured). Elsewhere it is only seen as [in, out].
     """
     weight, bias = affine
     if padding := -len(weight) % width:

@@ -63,6 +63,7 @@ FOREIGN = [
     ("32.* 5 heads", {"num_attention_heads": 5}),
     ("n_heads is 0", {"num_attention_heads": 0}),
     ("3 rotary dims", {"rotary_pct": 0.2}),
+    ("8 rotary dims of 15", {"hidden_size": 30, "rotary_pct": 0.55}),
     ("'last'", {"eos_token_id": ["last"]}),
     ("many", {"vocab_size": "many"}),
     ("NoneType", {"hidden_size": None}),

@@ -193,8 +193,7 @@ def test_commit_equals_fresh_prefill(path: list[int], changes: dict[str, object]
     cache.commit(path)
     fresh = prefilled(model, path_text(TREE, path), 20)
     assert cache.length == fresh.length == 10 + len(path)
-    assert_close(cache.keys[:, :, : cache.length], fresh.keys[:, :, : cache.length])
-    assert_close(cache.values[:, :, : cache.length], fresh.values[:, :, : cache.length])
+    assert_close(cache.kv[:, :, :, : cache.length], fresh.kv[:, :, :, : cache.length])
 
 
 def test_rewind_then_continue_equals_never_having_gone() -> None:
