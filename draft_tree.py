@@ -129,7 +129,7 @@ def grow(
         return rule.extend(lone(root), max_depth)
     sampler = sampler if rule.is_drawing else None
     most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
-    n_rows = 1
+    n_rows, impossible = 1, torch.tensor(-torch.inf, device=root.device)
     tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
     rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
     levels = [(root, rows - 1, logprobs)]
@@ -148,14 +148,16 @@ def grow(
         run_rows.append(rows)
         level = Level(depth, values, logprobs.unsqueeze(1) + values, bool(sampler))
         add, expand = rule.expand(level)
-        added = (add & (values > -torch.inf)).view(-1).nonzero().squeeze(1)
-        added = added[: most - n_rows]  # [n], parent by parent: breadth-first order
+        add &= values > impossible
+        added = add.view(-1).nonzero().view(-1)  # [n], parent by parent: breadth-first order
+        if len(added) > most - n_rows:
+            added = added[: most - n_rows]
         if not len(added):
             break
         tokens, logprobs = candidates.take(added), level.path_logprobs.take(added)
         parents = added // k  # rows of the level just run
         levels.append((tokens, rows.take(parents), logprobs))
-        growing = expand.take(added).nonzero().squeeze(1)
+        growing = expand.take(added).nonzero().view(-1)
         rows = growing + n_rows
         n_rows += len(added)
         if len(growing) < len(added):
@@ -203,7 +205,7 @@ def make_tree(
 ) -> Tree:
     """A Tree of these columns, [N] each and ordered by depth; what follows from them is added."""
     ancestors = mark_ancestors(parents.clamp(min=0), depth)
-    depths = ancestors.sum(1) - 1
+    depths = ancestors[:, 1:].sum(1)  # the root is everyone's
     rest = {"draft_probs": draft_probs, "is_retrieved": is_retrieved}
     return Tree(tokens, parents, depths, logprobs, ancestors, draft_slots, depth, **rest)
 
@@ -384,27 +386,33 @@ class DynaTreeRule(Rule):
         self.window: deque[float] = deque(maxlen=start.W)
         self.max_branches = start.B_max if start.breadth else start.B_mid
         self.max_depth, self.max_rows = start.D_max, start.N_max
-        self.known_limits: Tensor | None = None
+        self.bars: dict[bool, Tensor] = {}  # kept between levels: making them takes longer than
+        self.limits: Tensor | None = None  # comparing with them
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        s, child_depth = self.now, level.depth + 1
-        add = level.path_logprobs >= log_threshold(s.tau if s.prune else 0.0)
-        if s.breadth:
-            confidence = level.logprobs[:, :1]  # log c(u): the best candidate
-            add &= confidence < self.limits(level.logprobs)
-        if not s.depth:
-            return add, torch.full_like(add, child_depth < s.D0)
-        threshold = s.rho_stop if child_depth < s.D0 else max(s.rho_stop, s.rho_deep)
-        return add, level.path_logprobs >= log_threshold(threshold)
+        is_deep = level.depth + 1 >= self.now.D0  # the children
+        if is_deep not in self.bars:
+            self.bars[is_deep] = level.path_logprobs.new_tensor(self._bars(is_deep)).view(2, 1, 1)
+        add, expand = (level.path_logprobs >= self.bars[is_deep]).unbind()
+        if self.now.breadth:
+            if self.limits is None:
+                self.limits = level.logprobs.new_tensor(self._limits()[: level.logprobs.shape[1]])
+            add &= level.logprobs[:, :1] < self.limits  # log c(u): the best candidate
+        return add, expand
 
-    def limits(self, like: Tensor) -> Tensor:
+    def _bars(self, is_deep: bool) -> list[float]:
+        """The least log p(u) of a child that is added, and of one that is expanded."""
+        s = self.now
+        add = log_threshold(s.tau if s.prune else 0.0)
+        if not s.depth:
+            return [add, math.inf if is_deep else -math.inf]
+        return [add, log_threshold(max(s.rho_stop, s.rho_deep) if is_deep else s.rho_stop)]
+
+    def _limits(self) -> list[float]:
         """B(u) by rank: the first B_min always, to B_mid below tau_h, to B_max below tau_l."""
-        s, k = self.now, like.shape[1]
-        if self.known_limits is None:
-            limits = [math.inf] * s.B_min + [log_threshold(s.tau_h)] * (s.B_mid - s.B_min)
-            limits += [log_threshold(s.tau_l)] * (s.B_max - s.B_mid)
-            self.known_limits = like.new_tensor(limits[:k])
-        return self.known_limits
+        s = self.now
+        limits = [math.inf] * s.B_min + [log_threshold(s.tau_h)] * (s.B_mid - s.B_min)
+        return limits + [log_threshold(s.tau_l)] * (s.B_max - s.B_mid)
 
     def adapt(self, n_accepted: int, depth: int) -> None:
         """Historical adjustment: the window's mean acceptance moves D0, tau_h and rho_deep."""
@@ -421,13 +429,13 @@ class DynaTreeRule(Rule):
 
     def _move(self, d0: int, tau_h: float, rho_deep: float) -> None:
         s, start = self.now, self.start
-        self.known_limits = None
-        self.now = replace(
-            s,
-            D0=nudge(s.D0, d0, start.D0, 2, start.D_max - 1),
-            tau_h=nudge(s.tau_h, tau_h, start.tau_h, 0.5, 0.95, above=s.tau_l),
-            rho_deep=nudge(s.rho_deep, rho_deep, start.rho_deep, 0.3, 0.8, above=s.rho_stop),
-        )
+        moved = {
+            "D0": nudge(s.D0, d0, start.D0, 2, start.D_max - 1),
+            "tau_h": nudge(s.tau_h, tau_h, start.tau_h, 0.5, 0.95, above=s.tau_l),
+            "rho_deep": nudge(s.rho_deep, rho_deep, start.rho_deep, 0.3, 0.8, above=s.rho_stop),
+        }
+        if any(getattr(s, name) != value for name, value in moved.items()):  # else at every bound
+            self.now, self.bars, self.limits = replace(s, **moved), {}, None
 
 
 def nudge(
