@@ -129,8 +129,9 @@ def grow(
         return rule.extend(lone(root), max_depth)
     sampler = sampler if rule.is_drawing else None
     most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
-    n_rows, impossible = 1, torch.tensor(-torch.inf, device=root.device)
+    n_rows = 1
     tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
+    impossible = torch.full_like(logprobs, -torch.inf)
     rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
     levels = [(root, rows - 1, logprobs)]
     run_rows = []  # tree rows in the order the draft ran them, which is the order of its slots
@@ -215,8 +216,10 @@ def mark_ancestors(parents: Tensor, depth: int) -> Tensor:
     ancestors = torch.eye(len(parents), dtype=torch.bool, device=parents.device)
     above, reach = parents, 1  # each node's ancestor `reach` above it, or the root
     while reach <= depth:
+        if reach > 1:
+            above = above.take(above)
         ancestors |= ancestors.index_select(0, above)
-        above, reach = above.take(above), 2 * reach
+        reach *= 2
     return ancestors
 
 
