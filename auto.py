@@ -179,7 +179,7 @@ class AutoRule(Rule):
         if n == 1 and gain <= cost:
             self.nodes = nodes.down_to(0)
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+    def expand(self, level: Level) -> Tensor:
         self.n_levels += 1
         chances = [self.counts.chance(bin) for bin in range(len(DRAFT_GUESS))]
         bounds = level.logprobs.new_tensor(CONFIDENCE)
@@ -189,7 +189,7 @@ class AutoRule(Rule):
         self.values.append(values[add])
         self.bins.append(bins[add])
         is_paying = LEVEL_YIELD * float(values[add].exp().sum()) >= self.price(LEVEL)
-        return add, add & is_paying
+        return torch.stack((add, add & is_paying))
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The drafted tree with the memory's candidates, or the memory's alone."""

@@ -55,16 +55,17 @@ class DeagleRule(Rule):
         """The root's children, then k of each of the k that every level expands."""
         return 1 + self.settings.k + self.settings.k**2 * (self.settings.D_max - 1)
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+    def expand(self, level: Level) -> Tensor:
         if level.depth == 0:
             self.sums = [1.0]
         values = level.path_logprobs
         beam = values.flatten().topk(min(self.settings.k, values.numel()))
         self.sums.append(beam.values.exp().sum().item())
-        add, expand = torch.ones_like(values, dtype=torch.bool), torch.zeros_like(values)
+        masks = values.new_ones(2, *values.shape, dtype=torch.bool)  # every child is added
+        masks[1] = False
         if sum(votes(self.sums, self.settings)) < 2:
-            expand.view(-1)[beam.indices] = 1
-        return add, expand.bool()
+            masks[1].view(-1)[beam.indices] = True
+        return masks
 
 
 def votes(sums: list[float], settings: Deagle) -> tuple[bool, bool, bool]:

@@ -74,6 +74,7 @@ class Rule(Protocol):
     max_branches: int  # k, candidates looked at per row
     max_depth: int  # the draft runs no deeper level; 0 needs no draft
     max_rows: int  # N_max, verify rows of one tree, root included
+    min_rows: int = 1  # to which a pass is padded at least
     is_drawing: bool = False
     is_reading: bool = False  # wants `read` to be called
 
@@ -86,8 +87,8 @@ class Rule(Protocol):
         """How many levels the draft may run below this root [1]; asked once per tree."""
         return self.max_depth
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        """Masks [W, k] bool: candidates to add, and those the draft may run if added."""
+    def expand(self, level: Level) -> Tensor:
+        """Masks [2, W, k] bool: candidates to add, and those the draft may run if added."""
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The drafted tree with nodes from elsewhere added, none deeper than max_depth."""
@@ -129,7 +130,7 @@ def grow(
         return rule.extend(lone(root), max_depth)
     sampler = sampler if rule.is_drawing else None
     most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
-    n_rows = 1
+    n_rows, device = 1, root.device
     tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
     impossible = torch.full_like(logprobs, -torch.inf)
     rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
@@ -148,17 +149,15 @@ def grow(
             values, candidates = torch.log_softmax(draft_logits, dim=-1).topk(k)  # [W, k] each
         run_rows.append(rows)
         level = Level(depth, values, logprobs.unsqueeze(1) + values, bool(sampler))
-        add, expand = rule.expand(level)
-        add &= values > impossible
-        added = add.view(-1).nonzero().view(-1)  # [n], parent by parent: breadth-first order
-        if len(added) > most - n_rows:
-            added = added[: most - n_rows]
+        masks = (rule.expand(level) & (values > impossible)).view(2, -1).cpu()  # the one read
+        added = masks[0].nonzero().view(-1)[: most - n_rows]  # [n], breadth-first order
+        growing = masks[1].take(added).nonzero().view(-1)  # of `added`
         if not len(added):
             break
+        added, growing = (t.to(device, non_blocking=True) for t in (added, growing))
         tokens, logprobs = candidates.take(added), level.path_logprobs.take(added)
         parents = added // k  # rows of the level just run
         levels.append((tokens, rows.take(parents), logprobs))
-        growing = expand.take(added).nonzero().view(-1)
         rows = growing + n_rows
         n_rows += len(added)
         if len(growing) < len(added):
@@ -307,17 +306,27 @@ class Chain(Rule):
     def rule(self) -> Rule:
         return self
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        every = torch.ones_like(level.logprobs, dtype=torch.bool)
-        return every, every
+    def expand(self, level: Level) -> Tensor:
+        return level.logprobs.new_ones(2, *level.logprobs.shape, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
-class Alone:
+class Alone(Rule):
     """ar: the target alone; every tree is only its root."""
 
+    rows: int = setting(1, 1, 64, "rows a pass is padded to: shows what rounding alone changes")
+
+    max_branches, max_depth, max_rows = 1, 0, 1
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def min_rows(self) -> int:
+        return self.rows
+
     def rule(self) -> Rule:
-        return Chain(K=0)
+        return self
 
 
 @dataclass(frozen=True)
@@ -347,9 +356,8 @@ class Fixed(Rule):
     def rule(self) -> Rule:
         return self
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        add = level.path_logprobs >= log_threshold(self.tau)
-        return add, add
+    def expand(self, level: Level) -> Tensor:
+        return (level.path_logprobs >= log_threshold(self.tau)).expand(2, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -392,16 +400,16 @@ class DynaTreeRule(Rule):
         self.bars: dict[bool, Tensor] = {}  # kept between levels: making them takes longer than
         self.limits: Tensor | None = None  # comparing with them
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+    def expand(self, level: Level) -> Tensor:
         is_deep = level.depth + 1 >= self.now.D0  # the children
         if is_deep not in self.bars:
             self.bars[is_deep] = level.path_logprobs.new_tensor(self._bars(is_deep)).view(2, 1, 1)
-        add, expand = (level.path_logprobs >= self.bars[is_deep]).unbind()
+        masks = level.path_logprobs >= self.bars[is_deep]  # [2, W, k]
         if self.now.breadth:
             if self.limits is None:
                 self.limits = level.logprobs.new_tensor(self._limits()[: level.logprobs.shape[1]])
-            add &= level.logprobs[:, :1] < self.limits  # log c(u): the best candidate
-        return add, expand
+            masks[0] &= level.logprobs[:, :1] < self.limits  # log c(u): the best candidate
+        return masks
 
     def _bars(self, is_deep: bool) -> list[float]:
         """The least log p(u) of a child that is added, and of one that is expanded."""

@@ -27,17 +27,11 @@ import torch
 from torch import Tensor
 
 from auto import Auto
+from checkpoint import CheckpointError, HubUnreachable
 from deagle import Deagle
-from draft_tree import Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow, lone
+from draft_tree import MAX_ROWS, Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow, lone
 from dyspec import DySpec
-from gpt_neox import (
-    CheckpointError,
-    GPTNeoX,
-    HubUnreachable,
-    KVCache,
-    OutOfMemory,
-    require_memory,
-)
+from gpt_neox import GPTNeoX, KVCache, OutOfMemory, require_memory
 from inputs import (
     Pair,
     Parser,
@@ -111,6 +105,11 @@ class Stopwatch:
         self.ms[part] += (now - self.last) * 1e3
         self.last = now
 
+    def skip(self) -> None:
+        """Count the time since the last lap nowhere."""
+        self.finish()
+        self.last = time.perf_counter()
+
 
 class Drafter:
     """The draft model over its own cache: slots [0, length) committed, then root, then nodes.
@@ -120,12 +119,12 @@ class Drafter:
     """
 
     def __init__(
-        self, model: GPTNeoX, capacity: int, n_ids: int, committed: list[int], watch: Stopwatch
+        self, model: GPTNeoX, cache: KVCache, n_ids: int, committed: list[int], watch: Stopwatch
     ):
         """n_ids: the target's vocabulary size. committed: the loop's `visible`, the root last."""
-        self.model, self.committed, self.watch = model, committed, watch
-        self.cache = model.new_cache(capacity)
+        self.model, self.cache, self.committed, self.watch = model, cache, committed, watch
         self.n_proposable = min(n_ids, model.config.vocab_size)
+        self.max_append = cache.passes.n_rows if cache.passes else MAX_ROWS
         self.depth = 0  # of the level that ran last
         self.mask = torch.empty(0)  # [W, slots] bool, what that level's rows may attend
 
@@ -140,7 +139,8 @@ class Drafter:
         n_ids, cache = self.model.config.vocab_size, self.cache
         # An id that the draft cannot embed is read as 0: a worse guess, never a wrong text.
         lacking = [i if i < n_ids else 0 for i in self.committed[cache.length :]]
-        logits = self.model.prefill(lacking, cache)
+        is_long = len(lacking) > self.max_append
+        logits = (self.model.prefill if is_long else self.model.append)(lacking, cache)  # [V]
         cache.rewind(cache.length - 1)  # the root stays scratch until it is verified
         self.depth = 0
         self.mask = torch.ones(1, cache.length + 1, dtype=torch.bool, device=logits.device)
@@ -170,26 +170,40 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the models have read: the ids, the target's cache, and the drafter with the draft's."""
+    """One generation's models and what they have read, whatever the method makes of it."""
 
     target: GPTNeoX
     cache: KVCache
     drafter: Drafter | None
     visible: list[int]  # the ids in the target's cache, and the pending root
     window: Window
+    watch: Stopwatch
 
-    def commit(self, tree: Tree, rows: list[int], is_rebuilding: bool, watch: Stopwatch) -> None:
+    def capture(self) -> None:
+        """On CUDA: the passes that are left to make, as graphs. It is set-up, so it has no time."""
+        shortest = min(len(self.visible), self.window.size + self.window.sinks)
+        self.target.capture(self.cache, shortest)
+        if self.drafter:
+            self.drafter.model.capture(self.drafter.cache, shortest)
+        self.watch.skip()
+
+    def commit(self, tree: Tree, rows: list[int], is_rebuilding: bool) -> None:
         """Keep the accepted rows; or, as the paper does, drop the tree and run them again."""
         if is_rebuilding:
-            watch.lap("other_ms")
-            self.target.prefill(tree.tokens[rows].tolist(), self.cache)
-            watch.lap("verify_ms")
+            self.watch.lap("other_ms")
+            self.target.append(tree.tokens[rows].tolist(), self.cache)
+            self.watch.lap("verify_ms")
         else:
             self.cache.commit(rows)
         if self.drafter:
             self.drafter.commit(tree, rows)
         if self.window.drop(self.target, self.visible, self.cache) and self.drafter:
             self.drafter.drop(self.window)
+
+    def close(self) -> None:
+        self.target.release(self.cache)
+        if self.drafter:
+            self.drafter.model.release(self.drafter.cache)
 
 
 @torch.inference_mode()
@@ -216,17 +230,32 @@ def generate(
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
         raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
     sampler = sampling.sampler(target.device) if sampling else None
-    watch = Stopwatch(target.device)
-    visible, left = list(prompt), max_new_tokens  # the ids in the cache, and the pending root
     n_tokens = min(len(prompt) + max_new_tokens, window.full)
-    context = _make_context(target, draft, rule, visible, n_tokens, window, watch)
-    cache, drafter = context.cache, context.drafter
-    watch.lap("other_ms")
+    context = _make_context(target, draft, rule, list(prompt), n_tokens, window)
+    try:
+        yield from _iterate(context, rule, sampler, max_new_tokens, eos_ids, commit == "rebuild")
+    finally:
+        context.close()
+
+
+def _iterate(
+    context: Context,
+    rule: Rule,
+    sampler: Sampler | None,
+    left: int,
+    eos_ids: Sequence[int],
+    is_rebuilding: bool,
+) -> Iterator[Step]:
+    """The loop of generate: `left` tokens after the prompt, which is still to be read."""
+    target, cache, drafter = context.target, context.cache, context.drafter
+    visible, window, watch = context.visible, context.window, context.watch
+    prompt_end = visible[-1:]
     read = rule.read if rule.is_reading else None
     logits = window.prefill(target, visible, cache, read)[None]  # [1, V]
     watch.lap("verify_ms")
-    _, first = accept(lone(torch.tensor(prompt[-1:], device=target.device)), logits, sampler)
-    step = Step(cut(first, eos_ids, max_new_tokens), **watch.ms)
+    context.capture()
+    _, first = accept(lone(torch.tensor(prompt_end, device=target.device)), logits, sampler)
+    step = Step(cut(first, eos_ids, left), **watch.ms)
     while True:
         visible += step.tokens
         left -= len(step.tokens)
@@ -247,7 +276,7 @@ def generate(
         # 4 accept: the path on which the target agrees, then the bonus token
         rows, new_tokens = accept(tree, logits, sampler)
         # 5 commit
-        context.commit(tree, rows, commit == "rebuild", watch)
+        context.commit(tree, rows, is_rebuilding)
         # 6 adapt
         rule.adapt(len(rows) - 1, tree.depth)
         rule.read(tree.tokens, logits)
@@ -265,17 +294,22 @@ def _make_context(
     visible: list[int],
     n_tokens: int,
     window: Window,
-    watch: Stopwatch,
 ) -> Context:
-    """Caches for n_tokens and a tree, if both fit."""
+    """Caches for n_tokens and a tree, if both fit; the time starts here."""
+    watch = Stopwatch(target.device)
     capacity, draft_capacity = n_tokens + rule.max_rows, n_tokens + rule.max_drafted
-    if not rule.max_depth:
-        return Context(target, target.new_cache(capacity), None, visible, window)
-    need = target.cache_bytes(capacity) + draft.cache_bytes(draft_capacity)
-    require_memory(need, target.device, f"caches of {capacity} and {draft_capacity} tokens")
-    cache, n_ids = target.new_cache(capacity), target.config.vocab_size
-    drafter = Drafter(draft, draft_capacity, n_ids, visible, watch)
-    return Context(target, cache, drafter, visible, window)
+    needs = [(target, capacity, rule.max_rows)]
+    if rule.max_depth:
+        needs.append((draft, draft_capacity, min(rule.max_drafted, MAX_ROWS)))
+        new = [model.cache_bytes(size) for model, size, n in needs if not model.find_idle(size, n)]
+        what = f"caches of {capacity} and {draft_capacity} tokens"
+        require_memory(sum(new), target.device, what)
+    cache, *draft_cache = [model.new_cache(*sizes, rule.min_rows) for model, *sizes in needs]
+    drafter = None
+    if draft_cache:
+        drafter = Drafter(draft, *draft_cache, target.config.vocab_size, visible, watch)
+    watch.lap("other_ms")
+    return Context(target, cache, drafter, visible, window, watch)
 
 
 def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[int], list[int]]:

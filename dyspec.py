@@ -54,17 +54,15 @@ class DySpecRule(Rule):
         s = self.settings
         return 1 + (s.N - 1) * (s.D_max if s.exact else 1)
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+    def expand(self, level: Level) -> Tensor:
         if level.is_drawn or not self.settings.exact:
             values = draw_values(level) if level.is_drawn else level.path_logprobs
-            add = values >= log_threshold(self.settings.t)
-            return add, add
+            return (values >= log_threshold(self.settings.t)).expand(2, -1, -1)
         values = level.path_logprobs
         earlier = self.best if level.depth else values.new_empty(0)
         both = torch.cat([earlier, values.flatten()])
         self.best = both.topk(min(self.settings.N - 1, len(both))).values
-        add = values >= self.best[-1]
-        return add, add
+        return (values >= self.best[-1]).expand(2, -1, -1)
 
 
 def draw_values(level: Level) -> Tensor:

@@ -20,8 +20,9 @@ from typing import NoReturn, TypeVar
 import torch
 from tokenizers import Tokenizer
 
+from checkpoint import DTYPES, CheckpointError, find_checkpoint, read_json
 from draft_tree import Settings
-from gpt_neox import DTYPES, CheckpointError, GPTNeoX, find_checkpoint, read_json
+from gpt_neox import GPTNeoX
 from retrieval import Graft, Recycle, WithTable, load_table
 from sampling import Sampling
 from streaming import DEFAULT_SINKS, WHOLE_TEXT, Window

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import weight_bytes
 from dynatree import METHODS, Request, token_ids
-from gpt_neox import OutOfMemory, weight_bytes
+from gpt_neox import OutOfMemory
 from inputs import UsageError, open_pair, parse_settings
 from results import Run
 from sampling import Sampling

@@ -267,10 +267,12 @@ class GraftRule(Rule):
     def max_drafted(self) -> int:
         return max(self.base.max_drafted, self.max_rows)
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        add, expand = self.base.expand(level)
-        threshold = log_threshold(self.checkpoints.get(level.depth + 1, 0.0))
-        return add, expand & (level.path_logprobs.max() >= threshold)
+    def expand(self, level: Level) -> Tensor:
+        masks = self.base.expand(level)
+        if threshold := self.checkpoints.get(level.depth + 1):
+            is_likely = level.path_logprobs.max() >= log_threshold(threshold)
+            masks = torch.stack((masks[0], masks[1] & is_likely))
+        return masks
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """Fill the rows that drafting left."""

@@ -1,12 +1,15 @@
 """Tiny random GPT-NeoX models for the tests; everything is seeded."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from gpt_neox import Config, GPTNeoX, expected_shapes
+import cuda_graphs
+from checkpoint import Config, expected_shapes
+from gpt_neox import GPTNeoX
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 
@@ -15,6 +18,16 @@ TINY = Path(__file__).parent.parent / "models" / "tiny"
 def one_thread() -> None:
     """Products this small only wait for a second thread, for 30 ms each on a busy machine."""
     torch.set_num_threads(1)
+
+
+def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a replay run the pass anew: everything about a graph but CUDA itself."""
+
+    def record(run: Callable[[], None], pool: object) -> tuple[Callable[[], None], object]:
+        run()
+        return run, pool
+
+    monkeypatch.setattr(cuda_graphs, "record", record)
 
 
 def random_config(**changes: object) -> Config:

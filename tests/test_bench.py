@@ -302,13 +302,13 @@ def test_counted_passes_are_those_that_ran(
     """The widths the prediction rests on are those of the forwards, catch-up included."""
     target, draft = random_model(0), random_model(1)
     ran = {id(target): [], id(draft): []}
-    real = dynatree.GPTNeoX._run_layers
+    real = dynatree.GPTNeoX._run_tight
 
     def spy(self: dynatree.GPTNeoX, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
         ran[id(self)].append(len(tokens))
         return real(self, tokens, *rest)
 
-    monkeypatch.setattr(dynatree.GPTNeoX, "_run_layers", spy)
+    monkeypatch.setattr(dynatree.GPTNeoX, "_run_tight", spy)
     steps = list(generate(target, draft, [3, 1, 4, 1, 5], settings, 30, commit=commit))
     drafts, verifies = count_passes(steps, 5, commit)
     assert sorted(drafts.elements()) == sorted(ran[id(draft)])

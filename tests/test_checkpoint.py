@@ -15,8 +15,9 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import gpt_neox
-from gpt_neox import EMBED_IN, EMBED_OUT, CheckpointError, Config, GPTNeoX, OutOfMemory
+import checkpoint
+from checkpoint import EMBED_IN, EMBED_OUT, CheckpointError, Config
+from gpt_neox import GPTNeoX, OutOfMemory
 
 PREFIX = list(range(40, 50))
 Write = Callable[[Path, dict[str, Tensor]], None]
@@ -80,7 +81,7 @@ def test_foreign_value_is_named(cause: str, changes: dict[str, object]) -> None:
 def test_broken_config_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json is not"):
-        gpt_neox.read_config(tmp_path)
+        checkpoint.read_config(tmp_path)
 
 
 QKV = "gpt_neox.layers.1.attention.query_key_value"
@@ -243,7 +244,7 @@ def test_hub_download_is_announced_and_takes_no_twin(
     """Old repositories hold the same weights twice or more; only what is loaded is fetched."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     calls, lines = fake_hub(monkeypatch, used | twin | {"config.json": 600}, str(tmp_path)), []
-    assert gpt_neox.find_checkpoint(name, lines.append) == tmp_path
+    assert checkpoint.find_checkpoint(name, lines.append) == tmp_path
     assert [(call["repo_id"], call["revision"]) for call in calls] == [("org/name", revision)] * 3
     patterns = calls[2]["allow_patterns"]
     fetched = {file for file in used | twin if any(fnmatch(file, p) for p in patterns)}
@@ -257,13 +258,13 @@ def test_a_foreign_model_is_refused_before_its_weights_are_fetched(
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | {"model_type": "llama"}))
     calls = fake_hub(monkeypatch, {"model.safetensors": 9}, str(tmp_path))
     with pytest.raises(CheckpointError, match="llama"):
-        gpt_neox.find_checkpoint("org/name", pytest.fail)
+        checkpoint.find_checkpoint("org/name", pytest.fail)
     assert len(calls) == 2 and "model.safetensors" not in calls[1]["allow_patterns"]
 
 
 def test_hub_without_network_but_cached(monkeypatch: MonkeyPatch) -> None:
     calls = fake_hub(monkeypatch, OSError("no route"), "/cache/folder")
-    assert gpt_neox.find_checkpoint("org/name@main", pytest.fail) == Path("/cache/folder")
+    assert checkpoint.find_checkpoint("org/name@main", pytest.fail) == Path("/cache/folder")
     assert calls[-1] == {"repo_id": "org/name", "revision": "main", "local_files_only": True}
 
 
@@ -283,8 +284,8 @@ def test_hub_refusals_are_told_apart(
     """HubUnreachable alone may offer the embedded pair; a misspelt name must not look like it."""
     fake_hub(monkeypatch, info, FileNotFoundError("not in the cache"))
     with pytest.raises(CheckpointError, match=f"org/name.*{cause}") as caught:
-        gpt_neox.find_checkpoint("org/name", pytest.fail)
-    assert isinstance(caught.value, gpt_neox.HubUnreachable) == ("fetched" in cause)
+        checkpoint.find_checkpoint("org/name", pytest.fail)
+    assert isinstance(caught.value, checkpoint.HubUnreachable) == ("fetched" in cause)
 
 
 def test_absurd_sizes_are_refused_before_allocation(tmp_path: Path) -> None:

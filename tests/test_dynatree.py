@@ -10,7 +10,7 @@ from torch import Tensor
 import gpt_neox
 from draft_tree import Alone, Chain, DynaTree, DynaTreeRule, Fixed, Tree
 from dynatree import Metrics, NonFiniteLogits, Step, cut, generate, measure, token_ids
-from gpt_neox import TIGHT, GPTNeoX, KVCache, OutOfMemory
+from gpt_neox import GPTNeoX, KVCache, OutOfMemory
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -21,14 +21,16 @@ class Stub(GPTNeoX):
     def __init__(self, follows: Callable[[int], int], vocab_size: int = 50):
         self.config = random_config(vocab_size=vocab_size, n_layers=1)
         self.follows, self.device, self.dtype = follows, torch.device("cpu"), torch.float32
-        self.turns, self.shapes = torch.zeros(self.config.max_positions), TIGHT
+        self.turns, self.min_rows = torch.zeros(self.config.max_positions), 1
+        self.is_fixed = self.has_graphs = False
+        self.idle, self.retired = [], []
 
-    def _run_layers(
+    def _run_tight(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
         return torch.tensor([[float(self.follows(i))] for i in positions.tolist()])
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _scores(self, x: Tensor) -> Tensor:
         return torch.zeros(len(x), self.config.vocab_size).scatter_(1, x.long(), 20.0)
 
 
@@ -69,8 +71,8 @@ def record_caches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GPTNeoX, KVCach
     made: list[tuple[GPTNeoX, KVCache]] = []
     real = GPTNeoX.new_cache
 
-    def new_cache(model: GPTNeoX, capacity: int) -> KVCache:
-        made.append((model, real(model, capacity)))
+    def new_cache(model: GPTNeoX, *sizes: int) -> KVCache:
+        made.append((model, real(model, *sizes)))
         return made[-1][1]
 
     monkeypatch.setattr(GPTNeoX, "new_cache", new_cache)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, random_config, random_tensors
+from conftest import TINY, pretend_capture, random_config, random_tensors
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -22,7 +22,7 @@ from deagle import Deagle
 from draft_tree import Alone, Chain, DynaTree, Fixed
 from dynatree import METHODS, TIE, Settings, Step, cut, generate, token_ids
 from dyspec import DySpec
-from gpt_neox import FIXED, PAIRED, TIGHT, GPTNeoX
+from gpt_neox import GPTNeoX
 from retrieval import BASES, Graft, Recycle
 
 GOLDEN = sorted(path for path in (Path(__file__).parent / "golden").iterdir())
@@ -40,14 +40,18 @@ def build(tensors: dict[str, torch.Tensor], **changes: object) -> GPTNeoX:
 
 
 @pytest.fixture(params=["tight", "fixed"])
-def shapes(request: pytest.FixtureRequest) -> str:
+def shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Passes of exactly the rows and slots they need, or padded to the few that graphs replay."""
+    pretend_capture(monkeypatch)
     return request.param
 
 
 def use_shapes(shapes: str, case: int, *models: GPTNeoX) -> None:
+    """Every second case pads one row to two; of the fixed shapes, replays what was captured."""
     for model in models:
-        model.shapes = FIXED if shapes == "fixed" else (TIGHT, PAIRED)[case % 2]
+        model.is_fixed = shapes == "fixed"
+        model.has_graphs = model.is_fixed and case % 2 == 1
+        model.min_rows = 1 + case % 2
 
 
 def greedy(target: GPTNeoX, prompt: list[int], n: int) -> list[int]:
@@ -102,7 +106,7 @@ def random_settings(method: str, rng: random.Random) -> Settings:
     n_max = rng.choice([1, 2, 3, 5, 8, 13, 32, 64])
     tau = rng.choice([0.0, 0.001, 0.02, 0.1])
     if method == "ar":
-        return Alone()
+        return Alone(rows=rng.choice([1, 3, 16]))
     if method == "linear":
         return Chain(K=rng.choice([1, 2, 3, 5, 9]))
     if method == "fixed":
