@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from tqdm import tqdm
 
 from draft_tree import Settings
 from dynatree import (
+    CONTROL_ROWS,
     METHODS,
     TIE,
     Request,
@@ -45,6 +47,8 @@ from inputs import (
     Parser,
     UsageError,
     add_model_options,
+    choose_device,
+    choose_dtype,
     choose_sampling,
     open_pair,
     parse_settings,
@@ -67,7 +71,7 @@ from tables import (
 )
 
 ROOT = Path(__file__).parent
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = WARM_UP_STEPS = 8
 
 
 def build_parser() -> Parser:
@@ -78,9 +82,11 @@ def build_parser() -> Parser:
         epilog=f"tables:\n{tables}\n\ncolumns: {', '.join(COLUMNS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.less_memory = "--dtype bfloat16, --new-tokens, a smaller --target"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help=f"{', '.join(TABLES)} (main)")
-    add("--methods", metavar="M,...", help='rows, each "method NAME=VALUE ... [rebuild]"')
+    rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager]"'
+    add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show")
     add("--peers", action="store_true", help=f"also {', '.join(PEERS)}; needs transformers")
     add("--dataset", default=DATASETS[0], metavar="D", help=f"{', '.join(DATASETS)} (builtin)")
@@ -125,13 +131,18 @@ class Bench:
         plan = interleave(self.results.runs, len(self.prompts), self.results.options["repeats"])
         return [task for task in plan if (*task[:2], task[2].label) not in done]
 
-    def decode(self, run: Run, prompt: int, repeat: int = 0) -> list[Step]:
+    def decode(
+        self, run: Run, prompt: int, repeat: int = 0, n_steps: int | None = None
+    ) -> list[Step]:
+        """One text, or its first n_steps."""
         ids = self.prompts[prompt][: run.prompt_tokens]
         if run.method in PEERS:
-            return self.peers.decode(run.method, ids, run.new_tokens)
+            n_tokens = WARM_UP_TOKENS if n_steps else run.new_tokens
+            return self.peers.decode(run.method, ids, n_tokens)
         sampling = self.sampling(run, prompt, repeat)
         request = Request(self.pair, ids, run.new_tokens, (), run.commit, sampling)
-        return list(request.decode(settings_of(run)))
+        self.pair.use_graphs(not (run.is_eager or self.results.options.get("no_graphs")))
+        return list(islice(request.decode(settings_of(run)), n_steps))
 
     def sampling(self, run: Run, prompt: int, repeat: int) -> Sampling | None:
         """Another seed for every prompt and repeat, the same for every method."""
@@ -154,7 +165,9 @@ class Bench:
         record["depths"] = count_depths(steps)
         if self.results.step_times:
             times = StepTimes(**self.results.step_times)
-            record["predicted_ms"] = times.predict_ms(*count_passes(steps, len(ids), run.commit))
+            min_rows = settings_of(run).rule().min_rows
+            passes = count_passes(steps, len(ids), run.commit, min_rows)
+            record["predicted_ms"] = times.predict_ms(*passes)
         return record
 
     def run_all(self) -> None:
@@ -176,7 +189,7 @@ class Bench:
             load_peers_s = time.perf_counter() - start
         for run in runs:
             start = time.perf_counter()
-            self.decode(replace(run, new_tokens=min(run.new_tokens, WARM_UP_TOKENS)), 0)
+            self.decode(run, 0, n_steps=WARM_UP_STEPS)
             seconds = time.perf_counter() - start
             if run.method in PEERS:
                 seconds += load_peers_s
@@ -258,7 +271,9 @@ def open_bench(args: argparse.Namespace) -> Bench:
     args = argparse.Namespace(**(vars(args) | options))
     if args.table not in TABLES:
         raise UsageError(f"unknown table {args.table!r}; there are {', '.join(TABLES)}")
-    table = TABLES[args.table]
+    device = choose_device(args.device)
+    is_half = choose_dtype(args.dtype, device) != torch.float32
+    table = with_controls(args.table, device.type == "cuda", not args.no_graphs, is_half)
     columns = choose_columns(args.columns, table.columns)
     sizes = {
         "prompt_tokens": parse_sizes(args.prompt_tokens, table.prompt_tokens, "--prompt-tokens"),
@@ -267,6 +282,8 @@ def open_bench(args: argparse.Namespace) -> Bench:
     }
     runs = at_every_size(choose_runs(table, args.methods, args.peers), sizes)
     check_options(args, sizes, runs)
+    if device.type != "cuda" and any(run.is_eager for run in runs):
+        raise UsageError(f'"eager" has no effect on {device}: only cuda has graphs')
     texts = load_prompts(args.dataset, args.prompts)
     file = choose_file(args)
     pair, models = open_pair(args, is_drafting=True, say=say)
@@ -282,6 +299,19 @@ def open_bench(args: argparse.Namespace) -> Bench:
     results = Results(args.table, columns, options, machine, described, sizes, runs)
     results.save(file)  # now, so that a file that cannot be written costs no measurement
     return Bench(results, pair, prompts, file)
+
+
+def with_controls(name: str, is_cuda: bool, has_graphs: bool, is_half: bool) -> Table:
+    """A table, and what belongs beside it on this device and in this precision."""
+    table = TABLES[name]
+    methods, columns = list(table.methods), list(table.columns)
+    if is_half and "exact" in columns:  # ar with more rows: what rounding alone changes
+        methods.append(f"ar rows={CONTROL_ROWS}")
+    if is_cuda and has_graphs and name == "main":
+        methods.append("ar eager")
+    if is_cuda and name == "memory":
+        columns += ["pools", "context"]
+    return replace(table, methods=tuple(methods), columns=columns)
 
 
 def check_options(args: argparse.Namespace, sizes: dict, runs: Sequence[Run]) -> None:

@@ -192,13 +192,13 @@ def find_checkpoint(
         raise CheckpointError(f"{text!r} is neither a folder nor a hub name") from error
     except errors.HfHubHTTPError as error:  # unknown, gated, throttled, ...
         reason = f"{text!r} is not a folder, and the hub refused it"
-        raise CheckpointError(f"{reason}: {_first_line(error)}") from error
+        raise CheckpointError(f"{reason}: {first_line(error)}") from error
     except (errors.HTTPError, OSError) as error:  # no network, or no room to store it
         try:
             return Path(snapshot_download(**where, local_files_only=True))
         except OSError:
             reason = f"{text!r} is not a folder, and cannot be fetched from the hub"
-            raise HubUnreachable(f"{reason} ({_first_line(error)})") from error
+            raise HubUnreachable(f"{reason} ({first_line(error)})") from error
 
 
 def read_config(folder: Path) -> Config:
@@ -227,7 +227,7 @@ def load_tensors(
                     if not tensors[name].isfinite().all():
                         raise CheckpointError(f"{file}: {name} is not finite in {dtype}")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read: {_first_line(error)}") from error
+            raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
     for name in shapes:
         if name not in tensors:
             raise CheckpointError(f"{folder} lacks the tensor {name}")
@@ -279,11 +279,11 @@ def read_json(file: Path) -> dict:
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is not there") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not JSON: {_first_line(error)}") from error
+        raise CheckpointError(f"{file} is not JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} is not a JSON object")
     return content
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

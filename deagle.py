@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, Level, Rule, check_settings, setting
+from draft_tree import LOWEST, MAX_ROWS, Level, Rule, check_settings, setting
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,10 @@ class DeagleRule(Rule):
         values = level.path_logprobs
         beam = values.flatten().topk(min(self.settings.k, values.numel()))
         self.sums.append(beam.values.exp().sum().item())
-        masks = values.new_ones(2, *values.shape, dtype=torch.bool)  # every child is added
-        masks[1] = False
+        add, expand = values >= LOWEST, values.new_zeros(values.shape, dtype=torch.bool)
         if sum(votes(self.sums, self.settings)) < 2:
-            masks[1].view(-1)[beam.indices] = True
-        return masks
+            expand.view(-1)[beam.indices] = True
+        return torch.stack((add, expand))
 
 
 def votes(sums: list[float], settings: Deagle) -> tuple[bool, bool, bool]:

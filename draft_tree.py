@@ -30,6 +30,7 @@ from torch import Tensor
 from sampling import Sampler
 
 MAX_ROWS = 128  # the widest verify pass any setting may ask for
+LOWEST = torch.finfo(torch.float32).min  # the log-probability of whatever is possible at all
 
 # draft(tokens [W], parents [W] | None) -> logits [W, V]: run one level of nodes. parents index the
 # rows of the previous call; None is the root.
@@ -88,7 +89,11 @@ class Rule(Protocol):
         return self.max_depth
 
     def expand(self, level: Level) -> Tensor:
-        """Masks [2, W, k] bool: candidates to add, and those the draft may run if added."""
+        """Masks [2, W, k] bool: candidates to add, and those the draft may run if added.
+
+        To add none that is impossible, compare log-probabilities with LOWEST or more: neither -inf
+        nor nan, the draft's overflow, is as high.
+        """
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The drafted tree with nodes from elsewhere added, none deeper than max_depth."""
@@ -122,8 +127,7 @@ def grow(
 
     root: [1] int64, the pending token. draft: None for a rule of depth 0, which never asks it.
     max_depth: the caller's own limit, beside the rule's. sampler: for sampled text. When the
-    budget cuts a level short, the first candidates in breadth-first order stay. A candidate of
-    probability 0, or of a row with non-finite logits, is never added.
+    budget cuts a level short, the first candidates in breadth-first order stay.
     """
     n_levels = min(max_depth, rule.levels(root))
     if n_levels < 1 or rule.max_rows < 2:
@@ -132,7 +136,6 @@ def grow(
     most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
     n_rows, device = 1, root.device
     tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
-    impossible = torch.full_like(logprobs, -torch.inf)
     rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
     levels = [(root, rows - 1, logprobs)]
     run_rows = []  # tree rows in the order the draft ran them, which is the order of its slots
@@ -149,12 +152,17 @@ def grow(
             values, candidates = torch.log_softmax(draft_logits, dim=-1).topk(k)  # [W, k] each
         run_rows.append(rows)
         level = Level(depth, values, logprobs.unsqueeze(1) + values, bool(sampler))
-        masks = (rule.expand(level) & (values > impossible)).view(2, -1).cpu()  # the one read
-        added = masks[0].nonzero().view(-1)[: most - n_rows]  # [n], breadth-first order
-        growing = masks[1].take(added).nonzero().view(-1)  # of `added`
+        masks = rule.expand(level).reshape(2, -1)
+        if sampler:  # what cannot be drawn was not drawn, whatever the rule makes of it
+            masks = masks & (values > -torch.inf).view(-1)
+        add, expand = masks.cpu().unbind()  # the level's one read
+        added = add.nonzero().view(-1)  # [n], parent by parent: breadth-first order
+        if len(added) > most - n_rows:
+            added = added[: most - n_rows]
         if not len(added):
             break
-        added, growing = (t.to(device, non_blocking=True) for t in (added, growing))
+        growing = expand.take(added).nonzero().view(-1).to(device, non_blocking=True)
+        added = added.to(device, non_blocking=True)
         tokens, logprobs = candidates.take(added), level.path_logprobs.take(added)
         parents = added // k  # rows of the level just run
         levels.append((tokens, rows.take(parents), logprobs))
@@ -279,8 +287,8 @@ def check_settings(settings: object, *ordered: str) -> None:
 
 
 def log_threshold(probability: float) -> float:
-    """log of a threshold on a probability; -inf for 0, which lets everything pass."""
-    return math.log(probability) if probability > 0 else -math.inf
+    """log of a threshold on a probability; LOWEST for 0, which all that is possible passes."""
+    return math.log(probability) if probability > 0 else LOWEST
 
 
 @dataclass(frozen=True)
@@ -307,7 +315,7 @@ class Chain(Rule):
         return self
 
     def expand(self, level: Level) -> Tensor:
-        return level.logprobs.new_ones(2, *level.logprobs.shape, dtype=torch.bool)
+        return (level.path_logprobs >= LOWEST).expand(2, -1, -1)
 
 
 @dataclass(frozen=True)

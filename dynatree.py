@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from auto import Auto
-from checkpoint import CheckpointError, HubUnreachable
+from checkpoint import CheckpointError, HubUnreachable, first_line
 from deagle import Deagle
 from draft_tree import MAX_ROWS, Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow, lone
 from dyspec import DySpec
@@ -65,6 +66,8 @@ METHODS: dict[str, type[Settings]] = {
 }
 COMMITS = ("keep", "rebuild")
 TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
+WARM_UP_STEPS = 5
+CONTROL_ROWS = 16  # of ar's passes, where it shows what rounding alone changes
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
 
 
@@ -264,7 +267,8 @@ def _iterate(
             return
         watch.restart()
         # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
-        root, room = torch.tensor(visible[-1:], device=target.device), min(left, window.room(cache))
+        root = torch.full((1,), visible[-1], device=target.device)
+        room = min(left, window.room(cache))
         tree = grow(rule, root, drafter.run if drafter else None, room - 1, sampler)
         # 2 mask and positions
         mask = tree_mask(tree, cache.length) if tree.depth else None
@@ -415,6 +419,7 @@ def build_parser() -> Parser:
         epilog=describe(METHODS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.less_memory = "--dtype bfloat16, --max-new-tokens, --window, a smaller --target"
     add = parser.add_argument
     add("--prompt", metavar="TEXT", help="the text to continue")
     add("--prompt-file", metavar="F", help="a UTF-8 file to continue; - is standard input")
@@ -514,6 +519,7 @@ class Comparison:
     exact: bool | None  # None if sampled: then no two texts need agree
     first_difference: int | None = None  # index into token_ids
     top2_gap: float | None = None  # the target's there, in float32; None if it does not fit
+    control: dict | None = None  # in half precision: ar against itself at CONTROL_ROWS rows
 
     @property
     def is_tie(self) -> bool:
@@ -531,6 +537,11 @@ class Comparison:
         kind = "a tie" if self.is_tie else "not a tie"
         return f"{start}(top-2 gap {self.top2_gap:.1e} in float32: {kind})"
 
+    def control_line(self) -> str:
+        at = self.control["first_difference"]
+        result = "the ids are equal" if at is None else f"the ids differ from token {at} on"
+        return f"control: ar with {self.control['rows']} rows a pass, nothing drafted; {result}"
+
 
 def compare(request: Request, steps: Sequence[Step]) -> Comparison:
     """Run ar and hold the given steps against it (metrics `speedup` and `exact`)."""
@@ -540,11 +551,14 @@ def compare(request: Request, steps: Sequence[Step]) -> Comparison:
     speedup = measure(steps).throughput / ar if ar else 1.0
     if request.sampling:
         return Comparison(ar, speedup, exact=None)
-    at = first_difference(ours, theirs)
-    if at is None:
-        return Comparison(ar, speedup, exact=True)
-    gap = top2_gap(request.pair, request.prompt + theirs[:at], request.window)
-    return Comparison(ar, speedup, False, at, gap)
+    at, gap, control = first_difference(ours, theirs), None, None
+    if request.pair.target.dtype != torch.float32:
+        padded = token_ids(request.decode(Alone(rows=CONTROL_ROWS)))
+        found = first_difference(padded, theirs)
+        control = {"rows": CONTROL_ROWS, "first_difference": found}
+    if at is not None:
+        gap = top2_gap(request.pair, request.prompt + theirs[:at], request.window)
+    return Comparison(ar, speedup, at is None, at, gap, control)
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
@@ -560,10 +574,8 @@ def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float |
 
     None if there is no room for the float32 model.
     """
-    target = pair.target
     try:
-        if target.dtype != torch.float32:
-            target = GPTNeoX.from_pretrained(pair.target_folder, target.device, torch.float32)
+        target = pair.float32_target
         cache = target.new_cache(min(len(ids), window.full))
         best, second = window.prefill(target, list(ids), cache).topk(2).values.tolist()
     except OutOfMemory:
@@ -612,12 +624,15 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:  # warm up, so that whichever runs first does not pay for it
         warm = settings.settings if isinstance(settings, WithTable) else settings
         for warm_up in (warm, Alone()):
-            list(replace(request, max_new_tokens=8).decode(warm_up))
+            list(islice(request.decode(warm_up), WARM_UP_STEPS))
     steps, is_interrupted = stream(request, settings, args)
     if not steps:
         return 130
     metrics, comparison = measure(steps), None
     say(summarise(metrics))
+    n_graphs, capture_s = request.pair.captured()
+    if n_graphs:
+        say(f"captured {n_graphs} graphs in {capture_s:.1f} s, which no figure counts")
     if isinstance(settings, WithTable):
         save_table(settings.table, Path(args.keep_table))
     if args.method != "ar" and metrics.iterations and not metrics.draft_nodes:
@@ -626,6 +641,8 @@ def run(args: argparse.Namespace) -> int:
         if args.compare and not is_interrupted:
             comparison = compare(request, steps)
             say(comparison.line())
+            if comparison.control:
+                say(comparison.control_line())
     except KeyboardInterrupt:
         is_interrupted = True
     if args.json:
@@ -633,6 +650,7 @@ def run(args: argparse.Namespace) -> int:
         text = request.pair.tokenizer.decode(request.printable(ids))
         report = {"token_ids": ids, "text": text, "metrics": asdict(metrics)}
         report |= {"settings": reported, "versions": versions(), "interrupted": is_interrupted}
+        report["graphs"] = {"n": n_graphs, "capture_s": capture_s}
         if comparison:
             report["compare"] = asdict(comparison)
         print(json.dumps(report))
@@ -664,10 +682,10 @@ def run_command_line(
         return 1
     except HubUnreachable as error:
         say(f"error: {error}; without a network: python {parser.prog} {WITHOUT_NETWORK}")
-    except (UsageError, CheckpointError, TableError, OutOfMemory, NonFiniteLogits) as error:
+    except (OutOfMemory, torch.OutOfMemoryError) as error:
+        say(f"error: {first_line(error)} (less: {parser.less_memory})")
+    except (UsageError, CheckpointError, TableError, NonFiniteLogits) as error:
         say(f"error: {' '.join(str(error).split())}")
-    except torch.OutOfMemoryError as error:
-        say(f"error: out of memory on the device: {str(error).splitlines()[0]}")
     return 2
 
 

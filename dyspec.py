@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, Level, Rule, check_settings, log_threshold, setting
+from draft_tree import LOWEST, MAX_ROWS, Level, Rule, check_settings, log_threshold, setting
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class DySpecRule(Rule):
         earlier = self.best if level.depth else values.new_empty(0)
         both = torch.cat([earlier, values.flatten()])
         self.best = both.topk(min(self.settings.N - 1, len(both))).values
-        return (values >= self.best[-1]).expand(2, -1, -1)
+        return (values >= self.best[-1].clamp(min=LOWEST)).expand(2, -1, -1)
 
 
 def draw_values(level: Level) -> Tensor:

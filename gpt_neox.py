@@ -396,10 +396,7 @@ class GPTNeoX:
                         slots.index_copy_(2, place, written)  # rows added may lie beyond S
                     attended.copy_(attend(q, k, v, bias))
                 if inside.shape[0]:
-                    # Turned: a contiguous tensor goes to oneDNN, which takes long to begin
-                    turned = inside.transpose(0, 2)
-                    F.gelu(turned, approximate=self.gelu, out=turned)
-                    active.copy_(inside)
+                    gelu(inside, self.gelu, active)
                 columns += multiply(mixed, block.out_of)
         if self.overflow_mark:
             has_overflowed = new_kv.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_mark  # [n]
@@ -505,6 +502,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         scores = torch.baddbmm(bias, q[0], k[0].transpose(1, 2), alpha=q.shape[-1] ** -0.5)
         return torch.bmm(scores.softmax(-1), v[0])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)[0]
+
+
+def gelu(x: Tensor, approximate: str, out: Tensor) -> None:
+    """GELU of x, which may be lost, to `out`; both [B, n, width]."""
+    if x.device.type != "cpu":
+        F.gelu(x, approximate=approximate, out=out)
+        return
+    turned = x.transpose(0, 2)  # a contiguous tensor goes to oneDNN, which takes long to begin
+    F.gelu(turned, approximate=approximate, out=turned)
+    out.copy_(x)  # computed there at once it is not vectorised
 
 
 def rotate_(x: Tensor, turns: Tensor) -> None:

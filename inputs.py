@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -28,6 +29,7 @@ from sampling import Sampling
 from streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 
 TINY = Path(__file__).parent / "models" / "tiny"
+BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
@@ -41,6 +43,8 @@ class UsageError(Exception):
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line and an exception, not a usage text and an exit."""
 
+    less_memory = "--dtype"  # the options that lower what a run needs
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists everything)")
 
@@ -53,6 +57,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", help=f"{', '.join(DTYPES)} (float16 on cuda, float32 on cpu)")
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
+    add("--no-graphs", action="store_true", help="on cuda, launch every kernel by itself")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +86,7 @@ def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pai
         if sinks is not None:
             raise UsageError("--sinks needs a --window")
         return WHOLE_TEXT
-    models = [model for model in (pair.target, pair.draft) if model]
-    longest = min(model.config.max_positions for model in models)
+    longest = min(model.config.max_positions for model in pair.models)
     window = Window(size, DEFAULT_SINKS if sinks is None else sinks)
     most = (longest - window.sinks) * 4 // 5  # size + size // 4 tokens beside the sinks
     why = f"the method's tree has {max_rows} rows, the models {longest} positions"
@@ -112,7 +116,7 @@ def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
     for assignment in assignments:
         name, _, text = (part.strip() for part in assignment.partition("="))
         if name not in types:
-            known = ", ".join(types) or "nothing"
+            known = ", ".join(types)
             raise UsageError(f"--set {assignment}: this method has no {name!r}; it has {known}")
         try:
             values[name] = SWITCH[text.lower()] if types[name] is bool else types[name](text)
@@ -169,6 +173,13 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
     name = name or ("float16" if device.type == "cuda" else "float32")
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; there are {', '.join(DTYPES)}")
+    if device.type == "cuda" and name == "bfloat16":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < BFLOAT16_CAPABILITY:
+            what = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}."
+            raise UsageError(
+                f"--dtype bfloat16: {what}{capability[1]}, has none; use --dtype float16"
+            )
     return DTYPES[name]
 
 
@@ -208,6 +219,27 @@ class Pair:
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
 
+    @property
+    def models(self) -> list[GPTNeoX]:
+        return [model for model in (self.target, self.draft) if model]
+
+    @cached_property
+    def float32_target(self) -> GPTNeoX:
+        """The target in float32, loaded again if it is not. Raises OutOfMemory."""
+        if self.target.dtype == torch.float32:
+            return self.target
+        return GPTNeoX.from_pretrained(self.target_folder, self.target.device, torch.float32)
+
+    def captured(self) -> tuple[int, float]:
+        """CUDA graphs so far, and the seconds they took."""
+        n_graphs = sum(model.n_graphs for model in self.models)
+        return n_graphs, sum(model.capture_s for model in self.models)
+
+    def use_graphs(self, has_graphs: bool) -> None:
+        """Whether passes are replayed as CUDA graphs, as they are by default on CUDA."""
+        for model in self.models:
+            model.has_graphs = has_graphs and model.is_fixed
+
 
 def default_models(device: torch.device) -> tuple[str, str]:
     """Target and draft: Pythia on CUDA, the embedded pair elsewhere."""
@@ -233,7 +265,11 @@ def open_pair(
     flags = processor_flags() if device.type == "cpu" else ""
     if flags and lacks_instructions(dtype, flags):
         say(f"note: this processor has no {dtype_name} instructions and emulates them, slowly")
+    if args.no_graphs and device.type != "cuda":
+        raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
     pair = load_pair(names["target"], names["draft"], device, dtype, say)
+    if args.no_graphs:
+        pair.use_graphs(False)
     threads = torch.get_num_threads()
     return pair, {**names, "device": str(device), "dtype": dtype_name, "threads": threads}
 

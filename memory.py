@@ -65,9 +65,23 @@ def measure_memory(options: dict, run: Run, prompt: list[int], sampling: Samplin
         if model
     )
     device = pair.target.device
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()
-    metrics = {"peak_mb": peak / 1e6, "floor_mb": floor / 1e6}
+    parts = cuda_memory(device) if device.type == "cuda" else {"peak": peak_memory()}
+    metrics = {f"{name}_mb": size / 1e6 for name, size in {**parts, "floor": floor}.items()}
     return {"metrics": metrics, "token_ids": token_ids(steps)}
+
+
+def cuda_memory(device: torch.device) -> dict[str, int]:
+    """Bytes: the most that tensors took, what graphs keep for theirs, and all beside torch.
+
+    The last is the CUDA context, and whatever other processes use on this device.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    segments = torch.cuda.memory_snapshot()
+    return {
+        "peak": torch.cuda.max_memory_allocated(device),
+        "pools": sum(s["total_size"] for s in segments if s["segment_pool_id"] != (0, 0)),
+        "context": total - free - torch.cuda.memory_reserved(device),
+    }
 
 
 def peak_memory() -> int:

@@ -50,6 +50,7 @@ class Run:
     new_tokens: int
     temperature: float  # 0 is greedy
     baseline: str  # label of ar on the same prompts and limits
+    is_eager: bool = False  # on CUDA, without graphs
 
 
 @dataclass
@@ -160,7 +161,8 @@ class Results:
         elif slower:
             found.append(f"Slower than ar on the median prompt: {', '.join(slower)}.")
         if rows and "exact" in self.columns:
-            differences = [text for row in rows for text in row.differences()]
+            is_summed = self.machine["dtype"] != "float32"  # then rounding makes many
+            differences = [text for row in rows for text in row.differences(is_summed)]
             found += differences or ["Every greedy text is ar's, token for token."]
         if self.step_times:
             found += step_notes(self.step_times)
@@ -210,9 +212,21 @@ class Row:
             if key in self.baseline
         ]
 
-    def differences(self) -> list[str]:
-        """A sentence for each text that is not ar's."""
-        return [describe_difference(r) for r, is_equal in self.compared() if not is_equal]
+    def differences(self, is_summed: bool) -> list[str]:
+        """A sentence for each text that is not ar's, or one for all of them."""
+        compared = self.compared()
+        differing = [record for record, is_equal in compared if not is_equal]
+        if not (is_summed and differing):
+            return [describe_difference(record) for record in differing]
+        found = [record["difference"] for record in differing if "difference" in record]
+        first = min((difference["at"] for difference in found), default="?")
+        gaps = [difference["gap"] for difference in found if difference["gap"] is not None]
+        gap = f"at most {max(gaps):.1e}" if gaps else "not known"
+        count = f"{len(differing)} of {len(compared)} texts"
+        return [
+            f"{self.run.label} differs from ar on {count}, from token {first} at the earliest "
+            f"(top-2 gap in float32 there {gap})."
+        ]
 
 
 def describe_difference(record: dict) -> str:
@@ -287,6 +301,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {  # name -> title, cell
     "peak": ("peak MB", _number("peak_mb", 0)),
     "more_memory": ("over ar", _more_memory),
     "floor": ("weights + caches MB", _number("floor_mb", 0)),
+    "pools": ("graph pools MB", _number("pools_mb", 0)),
+    "context": ("beside torch MB", _number("context_mb", 0)),
 }
 
 

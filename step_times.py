@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 
 from dynatree import Step, Stopwatch
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, KVCache
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 COPY_BYTES = 2**28  # past every cache, so that memory itself is measured
@@ -64,8 +64,9 @@ def measure_step_times(
     Raises OutOfMemory if the caches do not fit.
     """
     models = {"target_ms": target, "draft_ms": draft}
+    caches = {name: _open_cache(model, context) for name, model in models.items()}
     passes = {
-        (name, n): _forward(model, context, n) for name, model in models.items() for n in ROWS
+        (name, n): _forward(model, caches[name], n) for name, model in models.items() for n in ROWS
     }
     for run in passes.values():  # warm-up
         run()
@@ -77,16 +78,25 @@ def measure_step_times(
             run()
             watch.lap("other_ms")
             samples[key].append(watch.ms["other_ms"])
+    for name, model in models.items():
+        model.release(caches[name])
     medians = {name: [statistics.median(samples[name, n]) for n in ROWS] for name in models}
     sizes = {"target_bytes": step_bytes(target, context), "draft_bytes": step_bytes(draft, context)}
     bandwidth = copy_bandwidth(target.device)
     return StepTimes(context, list(ROWS), **medians, **sizes, copy_gb_s=bandwidth)
 
 
-def _forward(model: GPTNeoX, context: int, n: int) -> Callable[[], torch.Tensor]:
-    """One forward of n rows after `context` tokens, as the loop calls it: masked if n > 1."""
-    cache = model.new_cache(context + n)
+def _open_cache(model: GPTNeoX, context: int) -> KVCache:
+    """A cache of `context` tokens, for every width and with what CUDA replays for it."""
+    cache = model.new_cache(context + ROWS[-1], ROWS[-1])
     cache.advance(context)
+    model.capture(cache, context)
+    return cache
+
+
+def _forward(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Tensor]:
+    """One forward of n rows, as the loop calls it: masked if n > 1."""
+    context = cache.length
     tokens = torch.arange(n, device=model.device) % model.config.vocab_size
     mask = None
     if n > 1:
@@ -119,15 +129,17 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * COPY_BYTES / statistics.median(ms[1:]) / 1e6  # the first one touches new memory
 
 
-def count_passes(steps: Sequence[Step], n_prompt: int, commit: str) -> tuple[Counter, Counter]:
-    """Forwards after prefill by their rows: the draft's, the target's."""
+def count_passes(
+    steps: Sequence[Step], n_prompt: int, commit: str, min_rows: int = 1
+) -> tuple[Counter, Counter]:
+    """Forwards after prefill by their rows: the draft's, and the target's of min_rows or more."""
     drafts, verifies = Counter(), Counter()
     length, n_known = n_prompt, 0  # committed tokens; how many of them the draft has run
     for before, step in pairwise(steps):
         length += len(before.tokens)
-        verifies[len(step.tree)] += 1
+        verifies[max(len(step.tree), min_rows)] += 1
         if commit == "rebuild":
-            verifies[len(step.path)] += 1
+            verifies[max(len(step.path), min_rows)] += 1
         was_run = step.tree.draft_slots >= 0
         if was_run[0]:
             _, *widths = step.tree.depths[was_run].bincount().tolist()

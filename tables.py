@@ -26,7 +26,7 @@ class Table:
     """What a table runs and shows; the command line may change every part of it."""
 
     title: str
-    methods: tuple[str, ...]  # "method NAME=VALUE ...", a last word "rebuild" commits so
+    methods: tuple[str, ...]  # as parse_run reads them
     columns: list[str]
     n_prompts: int = 12
     prompt_tokens: tuple[int, ...] = (150,)
@@ -137,17 +137,18 @@ def parse_temperatures(text: str | None, default: tuple[float, ...]) -> tuple[fl
 
 
 def parse_run(text: str) -> Run:
-    """A run from "method NAME=VALUE ... [rebuild]", without sizes. Raises UsageError."""
+    """A run from "method NAME=VALUE ... [rebuild] [eager]", no sizes. Raises UsageError."""
     method, *words = text.split()
-    commit = "rebuild" if words[-1:] == ["rebuild"] else "keep"
-    settings = tuple(words[:-1] if commit == "rebuild" else words)
+    settings = tuple(word for word in words if word not in ("rebuild", "eager"))
+    commit = "rebuild" if "rebuild" in words else "keep"
     if method not in METHODS and method not in PEERS:
         raise UsageError(f"unknown method {method!r}; there are {', '.join((*METHODS, *PEERS))}")
     if method in PEERS and words:
         raise UsageError(f"{text!r}: {method} takes no settings")
     if method in METHODS:
         parse_settings(METHODS[method], settings)
-    return Run(" ".join(text.split()), method, settings, commit, 0, 0, 0.0, "")
+    label = " ".join(text.split())
+    return Run(label, method, settings, commit, 0, 0, 0.0, "", is_eager="eager" in words)
 
 
 def choose_columns(text: str | None, default: list[str]) -> list[str]:

@@ -227,7 +227,7 @@ MISTAKES = {
     "limit past memory": (["--prompt", "a", "--max-new-tokens", "9" * 20], "GB"),
     "unknown method": (["--prompt", "a", "--method", "magic"], "dynatree"),
     "unknown setting": (["--prompt", "a", "--set", "width=3"], "tau_h"),
-    "setting of another method": (["--prompt", "a", "--method", "ar", "--set", "K=3"], "nothing"),
+    "setting of another method": (["--prompt", "a", "--method", "ar", "--set", "K=3"], "rows"),
     "setting without value": (["--prompt", "a", "--set", "tau"], "tau"),
     "setting not a number": (["--prompt", "a", "--set", "D0=deep"], "int"),
     "setting not a switch": (["--prompt", "a", "--set", "history=maybe"], "on or off"),

@@ -10,14 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_close, random_config, random_model, random_tensors, run
+from conftest import (
+    assert_close,
+    pretend_capture,
+    random_config,
+    random_model,
+    random_tensors,
+    run,
+)
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt_neox
-from gpt_neox import EMBED_IN, FIXED, PAIRED, TIGHT, GPTNeoX, KVCache, OutOfMemory
+from checkpoint import EMBED_IN
+from gpt_neox import GPTNeoX, KVCache, OutOfMemory
 
 Golden = tuple[GPTNeoX, dict[str, Tensor]]
 Tree = tuple[list[int], list[int]]  # tokens and breadth-first parents, the root's is -1
@@ -305,27 +313,42 @@ def test_both_layouts_of_a_matrix_give_the_same_logits(
     assert run(model, PREFIX).shape == (10, 90)
 
 
-@pytest.mark.parametrize("shapes", [TIGHT, PAIRED, FIXED])
 @pytest.mark.parametrize("capacity", [1, 2, 129, 255, 257])
-def test_a_padded_pass_stays_inside_the_cache(shapes: gpt_neox.Shapes, capacity: int) -> None:
-    storage = shapes.storage(capacity)
-    for n in range(1, min(capacity, 128) + 1):
-        assert n <= shapes.rows(n) and capacity - n + shapes.rows(n) <= storage
-    assert capacity <= shapes.slots(capacity) <= storage < capacity + 128 + 256
+def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
+    """The widest of every length, at the end of the cache."""
+    model = fixed_model(6)
+    cache = model.new_cache(capacity)
+    cache.advance(capacity - min(capacity, 65))
+    n = capacity - cache.length
+    before = cache.kv.shape
+    model.append([3] * n, cache)
+    assert cache.length == capacity and cache.kv.shape == before
+    assert cache.kv.nbytes == model.cache_bytes(capacity)
 
 
+def fixed_model(seed: int, **changes: object) -> GPTNeoX:
+    """As on CUDA, but for the graphs."""
+    model = random_model(seed, **changes)
+    model.is_fixed = True
+    return model
+
+
+@pytest.mark.parametrize("n_prefix", [10, 246, 253], ids="prefix{}".format)
 @pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
-def test_padding_changes_no_logits_and_no_kept_slot(changes: dict[str, object]) -> None:
-    models = [random_model(6, **changes) for _ in range(3)]
-    caches = []
-    for model, shapes in zip(models, (TIGHT, PAIRED, FIXED), strict=True):
-        model.shapes = shapes
-        caches.append(prefilled(model, PREFIX, 20))
+def test_padding_changes_no_logits_and_no_kept_slot(
+    n_prefix: int, changes: dict[str, object]
+) -> None:
+    """Rows to two or to eight, slots to 256 or 512; rows added may even lie beyond those slots."""
+    changes = changes | {"max_positions": 300}
+    models = [random_model(6, **changes), random_model(6, **changes), fixed_model(6, **changes)]
+    models[1].min_rows = 2
+    prefix = [i % 90 for i in range(n_prefix)]
+    caches = [prefilled(model, prefix, n_prefix + 20) for model in models]
     for tree in (TREE, ([7], [-1])):
         expected, *padded = [run_tree(m, c, tree) for m, c in zip(models, caches, strict=True)]
         for logits, cache in zip(padded, caches[1:], strict=True):
             assert_close(logits, expected)
-            n = 10 + len(tree[0])
+            n = n_prefix + len(tree[0])
             assert_close(cache.kv[:, :, :, :n], caches[0].kv[:, :, :, :n])
 
 
@@ -348,22 +371,48 @@ def shown(value: object) -> object:
     return [shown(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def test_a_padded_pass_can_be_replayed(monkeypatch: MonkeyPatch) -> None:
-    """The same operations on the same shapes, whatever the text's length and the tree, and nothing
+def test_a_padded_pass_can_be_replayed() -> None:
+    """The same operations on the same memory, whatever the text's length and the tree, and nothing
     read back: what a graph has captured for one iteration is right for the next."""
-    model = random_model(6)
-    model.shapes = FIXED
-    cache, records, real = prefilled(model, PREFIX, 40), [], model._run_padded
+    model = fixed_model(6)
+    cache, records = prefilled(model, PREFIX, 40), []
+    real = cache.passes.run
 
-    def recorded(*args: object) -> Tensor:
+    def recorded(*args: object) -> None:
         with Recorder() as recorder:
-            x = real(*args)
-        records.append(recorder.seen)
-        return x
+            real(*args)
+        records.append([recorder.seen, [tensor.data_ptr() for tensor in args]])
 
-    monkeypatch.setattr(model, "_run_padded", recorded)
+    cache.passes.run = recorded
     run_tree(model, cache, TREE)
     cache.advance(3)
     run_tree(model, cache, ([9, 8, 7, 6, 5], [-1, 0, 1, 1, 2]))
-    assert records[0] == records[1] and len(records[0]) > 50
-    assert not [name for name, _ in records[0] if "nonzero" in name or "_local_scalar" in name]
+    assert records[0] == records[1] and len(records[0][0]) > 50
+    assert not [name for name, _ in records[0][0] if "nonzero" in name or "_local_scalar" in name]
+
+
+def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: MonkeyPatch) -> None:
+    """A cache that was given back serves whoever asks for no more; nothing is captured twice, and
+    capturing leaves what the cache holds alone."""
+    pretend_capture(monkeypatch)
+    model, plain = fixed_model(6), random_model(6)
+    expected = run_tree(plain, prefilled(plain, PREFIX, 20), TREE)
+    model.has_graphs = True
+    cache = model.new_cache(600, n_rows=20)
+    model.prefill(PREFIX, cache)
+    model.capture(cache, 10)
+    assert list(cache.passes.replays) == [
+        (rows, slots) for slots in (768, 512, 256) for rows in (32, 16, 8, 4, 2, 1)
+    ]
+    assert_close(run_tree(model, cache, TREE), expected)
+    model.release(cache)
+    again = model.new_cache(500, n_rows=7)
+    assert again is cache and again.length == 0 and not again.passes.is_replaying
+    model.prefill(PREFIX, again)
+    model.capture(again, 10)
+    assert model.n_graphs == 18 and again.passes.is_replaying
+    assert_close(run_tree(model, again, TREE), expected)
+    assert model.new_cache(100) is not again
+    model.release(again)
+    larger = model.new_cache(1000)
+    assert larger is not cache and not model.idle and len(model.retired) == 1

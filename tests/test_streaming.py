@@ -133,9 +133,9 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
     capacities, lengths = [], []
     new_cache, catch_up = GPTNeoX.new_cache, Drafter._catch_up
 
-    def spied_cache(self: GPTNeoX, capacity: int) -> object:
+    def spied_cache(self: GPTNeoX, capacity: int, *rows: int) -> object:
         capacities.append(capacity)
-        return new_cache(self, capacity)
+        return new_cache(self, capacity, *rows)
 
     def spied_catch_up(self: Drafter) -> torch.Tensor:
         lengths.append(len(self.committed))
@@ -154,7 +154,7 @@ def test_a_draft_that_lags_behind_keeps_the_sinks() -> None:
     config = random_config()
     draft = GPTNeoX(config, random_tensors(config, 1))
     visible, window = list(range(20)), Window(12, 2)
-    drafter = Drafter(draft, 40, 96, visible, Stopwatch(draft.device))
+    drafter = Drafter(draft, draft.new_cache(40), 96, visible, Stopwatch(draft.device))
     with torch.inference_mode():
         draft.prefill(visible[:4], drafter.cache)
         drafter.drop(window)

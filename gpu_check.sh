@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Everything about the CUDA path that only a GPU can tell, in one command, without a network:
+#
+#   bash gpu_check.sh                  # the embedded pair, grown to Pythia-2.8B and Pythia-70M
+#   bash gpu_check.sh TARGET DRAFT     # two checkpoint folders instead
+#   bash gpu_check.sh --dry            # tiny shapes on the CPU: does this script run?
+#
+# Tests marked cuda; exactness in float32; then in float16 step times beside the bandwidth floor,
+# memory, every method, the graphs against none (ar eager) and rounding alone (ar rows=16). Leaves
+# results/gpu_<device>.json (nothing when dry) and prints its table last.
+set -euo pipefail
+cd "$(dirname "$0")"
+work=$(mktemp -d)
+grown=models/grown
+trap 'rm -rf "$work" "$grown"' EXIT
+
+dry=false
+if [ "${1:-}" = --dry ]; then
+  dry=true
+  shift
+fi
+if [ $# -ne 0 ] && [ $# -ne 2 ]; then
+  echo "usage: bash gpu_check.sh [--dry] [TARGET DRAFT]" >&2
+  exit 2
+fi
+
+methods="ar,ar rows=16,linear,fixed,dynatree,dynatree rebuild,dyspec,deagle,recycle,graft,auto"
+if $dry; then
+  device=(--device cpu --dtype float32)
+  target_shape=(--hidden 640 --layers 6 --vocab 4200)
+  draft_shape=(--hidden 256 --layers 2 --vocab 4200)
+  sizes=(--n-prompts 1 --prompt-tokens 20 --new-tokens 12)
+  file=$work/gpu_dry.json
+else
+  python - <<'PYTHON'
+import sys
+import torch
+if not torch.cuda.is_available():
+    sys.exit("error: torch sees no CUDA device; bash gpu_check.sh --dry runs without one")
+PYTHON
+  name=$(python -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "_"))')
+  device=(--device cuda --dtype float16)
+  target_shape=(--hidden 2560 --layers 32 --vocab 50304)
+  draft_shape=(--hidden 512 --layers 6 --vocab 50304)
+  sizes=(--n-prompts 4 --prompt-tokens 150 --new-tokens 128)
+  file=results/gpu_${name#nvidia_}.json
+  methods="$methods,ar eager,dynatree eager"
+fi
+
+step() { printf '\n== %s (%ss so far)\n' "$1" "$SECONDS"; }
+
+step "tests marked cuda"
+python -m pytest -q -n 0 -m cuda tests
+
+step "exactness in float32, embedded pair"
+python bench.py "${device[0]}" "${device[1]}" --dtype float32 "${sizes[@]}" --methods "$methods" \
+  --target models/tiny/target --draft models/tiny/draft \
+  --columns throughput,speedup,exact --output "$work/exact.json"
+
+if [ $# -eq 2 ]; then
+  models=(--target "$1" --draft "$2")
+else
+  step "growing the embedded pair"
+  python grow.py models/tiny/target "$grown/target" "${target_shape[@]}"
+  python grow.py models/tiny/draft "$grown/draft" "${draft_shape[@]}"
+  models=(--target "$grown/target" --draft "$grown/draft")
+fi
+
+step "step times"
+python bench.py --table steps "${device[@]}" "${models[@]}" --output "$work/steps.json"
+
+step "memory"
+python bench.py --table memory "${device[@]}" "${models[@]}" "${sizes[@]}" \
+  --methods ar,dynatree --output "$work/memory.json"
+
+step "every method"
+rm -f "$file"
+python bench.py "${device[@]}" "${models[@]}" "${sizes[@]}" --methods "$methods" \
+  --output "$file" >"$work/all.txt"
+
+step "results"
+python bench.py --show "$file" \
+  --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
