@@ -89,7 +89,8 @@ class FixedPasses:
             for n_rows in reversed(ROW_COUNTS):
                 is_used = row_count(min_rows) <= n_rows <= self.n_rows
                 if is_used and (n_rows, n_slots) not in self.replays:
-                    replay, self.pool = record(partial(self._run, n_rows, n_slots), self.pool)
+                    run = partial(self._run, n_rows, n_slots)
+                    replay, self.pool = record(run, self.pool, self.start.device)
                     self.replays[n_rows, n_slots] = replay
         self.is_replaying = True
         return len(self.replays) - n_before
@@ -100,19 +101,16 @@ class FixedPasses:
 
 
 def record(
-    run: Callable[[], None], pool: tuple[int, int] | None
+    run: Callable[[], None], pool: tuple[int, int] | None, device: torch.device
 ) -> tuple[Callable[[], None], tuple[int, int]]:
     """Capture a function: its replay, and the memory pool it uses.
 
     The replay keeps its graph alive, and must be kept itself: destroying one graph frees a cuBLAS
     workspace that the others go on using (pytorch issue 193402).
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # warm up: kernels are chosen and loaded, which no graph may do
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        run()
+    with torch.cuda.device(device):
+        run()  # warm up: kernels are chosen and loaded, which no capture may do
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
     return graph.replay, graph.pool()

@@ -215,19 +215,25 @@ class GPTNeoX:
         require_memory(self.cache_bytes(capacity), self.device, f"a cache of {capacity} tokens")
         if capacity > self.turns.shape[0]:
             self.turns = self._rotary_table(capacity)
-        config, passes = self.config, None
-        shape = (2, config.n_layers, config.n_heads, n_slots, config.head_size)
         try:
-            kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
+            # To be lent again, it must be of use outside inference mode too
+            with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_fixed):
+                return self._make_cache(n_slots, n_rows).lend(capacity, min_rows)
         except RuntimeError as error:  # torch has no narrower one on CPU
-            size = math.prod(shape) * self.dtype.itemsize / 1e9
+            size = self.cache_bytes(capacity) / 1e9
             raise OutOfMemory(
                 f"no room for a cache of {capacity} tokens, {size:,.1f} GB"
             ) from error
-        if self.is_fixed:
-            run = partial(self._run_fixed, kv, self.turns)
-            passes = FixedPasses(run, n_rows, n_slots, config.vocab_size, self.device)
-        return KVCache(kv, self.turns, passes).lend(capacity, min_rows)
+
+    def _make_cache(self, n_slots: int, n_rows: int) -> KVCache:
+        config = self.config
+        shape = (2, config.n_layers, config.n_heads, n_slots, config.head_size)
+        kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        if not self.is_fixed:
+            return KVCache(kv, self.turns, None)
+        run = partial(self._run_fixed, kv, self.turns)
+        passes = FixedPasses(run, n_rows, n_slots, config.vocab_size, self.device)
+        return KVCache(kv, self.turns, passes)
 
     def find_idle(self, capacity: int, n_rows: int) -> KVCache | None:
         """A cache that was given back and is large enough."""

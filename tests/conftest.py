@@ -23,9 +23,9 @@ def one_thread() -> None:
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a replay run the pass anew: everything about a graph but CUDA itself."""
 
-    def record(run: Callable[[], None], pool: object) -> tuple[Callable[[], None], object]:
+    def record(run: Callable[[], None], *_: object) -> tuple[Callable[[], None], None]:
         run()
-        return run, pool
+        return run, None
 
     monkeypatch.setattr(cuda_graphs, "record", record)
 

@@ -16,7 +16,7 @@ import bench
 import dynatree
 from bench import main
 from draft_tree import Alone, Chain, DynaTree, Fixed
-from dynatree import Step, generate
+from dynatree import METHODS, Step, generate
 from gpt_neox import OutOfMemory
 from inputs import Pair
 from memory import in_own_process
@@ -225,6 +225,7 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--methods", "fixed D=0"], "D=0 is outside 1 to 127"),
         (["--methods", "fixed X=1"], "has no 'X'"),
         (["--methods", "hf-ar D=1"], "hf-ar takes no settings"),
+        (["--methods", "ar eager", "--device", "cpu"], '"eager" has no effect on cpu'),
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),
         (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
         (["--prompts", "none.txt"], "none.txt cannot be read"),
@@ -255,6 +256,26 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
 )
 def test_mistakes(arguments: list[str], message: str, capsys: Captured) -> None:
     assert message in error_line(capsys, *arguments)
+
+
+def test_what_a_table_shows_beside_on_a_gpu_and_in_half_precision() -> None:
+    main_table = bench.with_controls("main", True, True, True)
+    assert main_table.methods == (*METHODS, "ar rows=16", "ar eager")
+    assert bench.with_controls("main", False, False, False) == TABLES["main"]
+    assert bench.with_controls("memory", True, True, True).columns[-2:] == ["pools", "context"]
+    assert bench.with_controls("steps", True, True, True) == TABLES["steps"]
+    runs = choose_runs(TABLES["main"], "ar eager,dynatree tau=0.1 rebuild eager", False)
+    assert [run.is_eager for run in runs] == [False, True, True]
+    assert runs[2].settings == ("tau=0.1",) and runs[2].commit == "rebuild"
+
+
+def test_half_precision_on_the_cpu(capsys: Captured, tmp_path: Path) -> None:
+    """The control is a row of its own; a text that differs is no error there."""
+    few = ["--n-prompts", "1", "--prompt-tokens", "8", "--new-tokens", "3"]
+    quick = [*few, "--dtype", "bfloat16", "--columns", "exact"]
+    results, printed = run_bench(capsys, tmp_path / "r.json", *quick)
+    assert [run.label for run in results.runs] == [*METHODS, "ar rows=16"]
+    assert "ar rows=16" in printed
 
 
 def test_peers_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

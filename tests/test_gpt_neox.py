@@ -391,6 +391,16 @@ def test_a_padded_pass_can_be_replayed() -> None:
     assert not [name for name, _ in records[0][0] if "nonzero" in name or "_local_scalar" in name]
 
 
+def test_a_cache_of_a_generation_is_of_use_outside_it() -> None:
+    """Made in inference mode, it could not be written to outside."""
+    model = fixed_model(6)
+    with torch.inference_mode():
+        cache = model.new_cache(20)
+    model.release(cache)
+    again = prefilled(model, PREFIX, 20)
+    assert again is cache and run_tree(model, again, TREE).isfinite().all()
+
+
 def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: MonkeyPatch) -> None:
     """A cache that was given back serves whoever asks for no more; nothing is captured twice, and
     capturing leaves what the cache holds alone."""

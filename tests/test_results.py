@@ -69,6 +69,14 @@ def test_notes_say_what_is_slower_and_what_differs(results: Results) -> None:
     assert results.notes()[1] == "Every greedy text is ar's, token for token."
 
 
+def test_rounding_is_summed_up_by_method(results: Results) -> None:
+    results.machine = MACHINE | {"dtype": "float16"}
+    assert results.notes()[1] == (
+        "fixed differs from ar on 1 of 3 texts, from token 2 at the earliest "
+        "(top-2 gap in float32 there at most 2.5e-01)."
+    )
+
+
 def test_many_slower_rows_are_counted(results: Results) -> None:
     results.runs += [
         Run(f"fixed D={d}", "fixed", (f"D={d}",), "keep", 150, 64, 0.0, "ar") for d in range(8)
