@@ -426,3 +426,27 @@ def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: Monke
     model.release(again)
     larger = model.new_cache(1000)
     assert larger is not cache and not model.idle and len(model.retired) == 1
+
+
+VIEWS = {"view", "transpose", "slice", "select", "unbind", "expand", "t", "split_with_sizes"}
+VIEWS |= {"unsqueeze", "as_strided", "alias", "detach", "empty", "new_empty", "empty_like"}
+
+
+def test_a_layer_launches_few_kernels(monkeypatch: MonkeyPatch) -> None:
+    """A small model's pass takes as long as its kernels are many. As on CUDA, whole matrices in
+    float16, except that GELU needs a copy more: a norm, two products and their sum, five for rotary
+    and cache, attention, GELU, and the copies that put both side by side."""
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    counts = []
+    for n_layers in (2, 3):
+        config = random_config(n_layers=n_layers)
+        halves = {name: t.half() for name, t in random_tensors(config, 6).items()}
+        model = GPTNeoX(config, halves)
+        model.is_fixed = True
+        cache = prefilled(model, PREFIX, 20)
+        with Recorder() as recorder:
+            cache.passes._run(4, 256)
+        names = [name.split(".")[1] for name, _ in recorder.seen]
+        counts.append(len([name for name in names if name not in VIEWS]))
+    per_layer = counts[1] - counts[0]
+    assert per_layer <= 13 and counts[0] - 2 * per_layer <= 17
