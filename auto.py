@@ -28,7 +28,7 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, Level, Rule, Tree, check_settings, make_tree, setting
+from draft_tree import MAX_ROWS, Level, Rule, Tree, check_settings, mark_ancestors, setting
 from learning import Costs, Counts, Memory, Worth
 
 # Chance of a candidate before anything is counted, by the draft's confidence in it ...
@@ -203,12 +203,16 @@ class AutoRule(Rule):
             return tree
         order = sorted(range(len(nodes.tokens)), key=nodes.depths.__getitem__)  # drafted ones first
         self.nodes = nodes = nodes.take(order)
-        columns = (nodes.tokens, nodes.parents, [math.log(p) for p in nodes.chances])
-        device, retrieved = tree.tokens.device, [row >= n for row in order]
-        return make_tree(
-            *(torch.tensor(column, device=device) for column in (*columns, nodes.draft_slots)),
-            depth=nodes.depths[-1],
-            is_retrieved=torch.tensor(retrieved, device=device),
+        parents, depth = torch.tensor(nodes.parents), nodes.depths[-1]
+        return Tree(
+            tokens=torch.tensor(nodes.tokens),
+            parents=parents,
+            depths=torch.tensor(nodes.depths),
+            logprobs=torch.tensor([math.log(p) for p in nodes.chances]),
+            ancestors=mark_ancestors(parents, depth),
+            draft_slots=torch.tensor(nodes.draft_slots),
+            depth=depth,
+            is_retrieved=torch.tensor([row >= n for row in order]),
         )
 
     def adopt(self, tree: Tree) -> None:

@@ -14,6 +14,9 @@ are breadth-first, so a parent always precedes its children. The example of the 
 
     tree = grow(Fixed(D=2, B=2, tau=0.15).rule(), root, draft, max_depth=8)
 
+All of a tree is on the host, wherever the models are: each level reads its few candidates once, and
+small operations cost no launches.
+
 Shapes: N tree rows, W rows of one level, k candidates per row, V vocabulary.
 Paper: DynaTree v2, section 3.3 and Algorithm 1; its symbols name the settings.
 """
@@ -32,14 +35,14 @@ from sampling import Sampler
 MAX_ROWS = 128  # the widest verify pass any setting may ask for
 LOWEST = torch.finfo(torch.float32).min  # the log-probability of whatever is possible at all
 
-# draft(tokens [W], parents [W] | None) -> logits [W, V]: run one level of nodes. parents index the
-# rows of the previous call; None is the root.
+# draft(tokens [W], parents [W] | None) -> logits [W, V], on the model's device: run one level of
+# nodes. parents index the rows of the previous call; None is the root.
 Draft = Callable[[Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A token tree in breadth-first order; row 0 is the root."""
+    """A token tree in breadth-first order, on the host; row 0 is the root."""
 
     tokens: Tensor  # [N] int64; siblings carry distinct tokens
     parents: Tensor  # [N] int64; parents[i] < i, the root has -1
@@ -48,7 +51,8 @@ class Tree:
     ancestors: Tensor  # [N, N] bool; row i marks the path from the root to i, both included
     draft_slots: Tensor  # [N] int64, slot in the draft's cache from the root's on; -1 = never run
     depth: int  # the deepest level
-    draft_probs: Tensor | None = None  # [run, V], by draft_slots: what children were drawn from
+    # [run, V], by draft_slots, on the draft's device: what children were drawn from
+    draft_probs: Tensor | None = None
     is_retrieved: Tensor | None = None  # [N] bool, not from the draft; None if all are
 
     def __len__(self) -> int:
@@ -134,7 +138,7 @@ def grow(
         return rule.extend(lone(root), max_depth)
     sampler = sampler if rule.is_drawing else None
     most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
-    n_rows, device = 1, root.device
+    n_rows = 1
     tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
     rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
     levels = [(root, rows - 1, logprobs)]
@@ -150,19 +154,19 @@ def grow(
             candidates, values = _draw_candidates(draft_logits, draft_probs[-1], k, sampler)
         else:
             values, candidates = torch.log_softmax(draft_logits, dim=-1).topk(k)  # [W, k] each
+        values, candidates = to_host(values, candidates)  # the level's one read
         run_rows.append(rows)
         level = Level(depth, values, logprobs.unsqueeze(1) + values, bool(sampler))
         masks = rule.expand(level).reshape(2, -1)
         if sampler:  # what cannot be drawn was not drawn, whatever the rule makes of it
             masks = masks & (values > -torch.inf).view(-1)
-        add, expand = masks.cpu().unbind()  # the level's one read
+        add, expand = masks.unbind()
         added = add.nonzero().view(-1)  # [n], parent by parent: breadth-first order
         if len(added) > most - n_rows:
             added = added[: most - n_rows]
         if not len(added):
             break
-        growing = expand.take(added).nonzero().view(-1).to(device, non_blocking=True)
-        added = added.to(device, non_blocking=True)
+        growing = expand.take(added).nonzero().view(-1)
         tokens, logprobs = candidates.take(added), level.path_logprobs.take(added)
         parents = added // k  # rows of the level just run
         levels.append((tokens, rows.take(parents), logprobs))
@@ -174,6 +178,17 @@ def grow(
     if n_rows > rule.max_rows:
         tree = likeliest(tree, rule.max_rows)
     return rule.extend(tree, max_depth)
+
+
+def to_host(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors of one shape, float32 and int64, on the host after one read.
+
+    The ids travel as float32 too, which is exact below 2^24.
+    """
+    if values.device.type == "cpu":
+        return values, ids
+    both = torch.stack((values, ids.float())).cpu()
+    return both[0], both[1].long()
 
 
 def _draw_candidates(
@@ -188,7 +203,7 @@ def _draw_candidates(
 def lone(root: Tensor) -> Tree:
     """A tree of only its root [1], with little ado: the baseline pays for it at every token."""
     zero = torch.zeros_like(root)
-    itself = torch.ones(1, 1, dtype=torch.bool, device=root.device)
+    itself = torch.ones(1, 1, dtype=torch.bool)
     return Tree(root, zero - 1, zero, zero.float(), itself, zero - 1, 0)
 
 
@@ -197,31 +212,18 @@ def _assemble(
 ) -> Tree:
     """Levels of (tokens, parents, logprobs), and the rows that were run, as one Tree."""
     tokens, parents, logprobs = map(torch.cat, zip(*levels, strict=True))
-    ran, draft_slots = torch.cat(run_rows), torch.full_like(tokens, -1)
-    draft_slots.index_copy_(0, ran, torch.arange(len(ran), device=tokens.device))
-    return make_tree(tokens, parents, logprobs, draft_slots, len(levels) - 1, draft_probs)
-
-
-def make_tree(
-    tokens: Tensor,
-    parents: Tensor,
-    logprobs: Tensor,
-    draft_slots: Tensor,
-    depth: int,
-    draft_probs: Tensor | None = None,
-    is_retrieved: Tensor | None = None,
-) -> Tree:
-    """A Tree of these columns, [N] each and ordered by depth; what follows from them is added."""
-    ancestors = mark_ancestors(parents.clamp(min=0), depth)
-    depths = ancestors[:, 1:].sum(1)  # the root is everyone's
-    rest = {"draft_probs": draft_probs, "is_retrieved": is_retrieved}
-    return Tree(tokens, parents, depths, logprobs, ancestors, draft_slots, depth, **rest)
+    depths = [depth for depth, (level, *_) in enumerate(levels) for _ in range(len(level))]
+    draft_slots = [-1] * len(depths)
+    for slot, row in enumerate(torch.cat(run_rows).tolist()):
+        draft_slots[row] = slot
+    rest = mark_ancestors(parents, depths[-1]), torch.tensor(draft_slots), depths[-1], draft_probs
+    return Tree(tokens, parents, torch.tensor(depths), logprobs, *rest)
 
 
 def mark_ancestors(parents: Tensor, depth: int) -> Tensor:
-    """Tree.ancestors of parents [N], the root its own, in a tree of this depth."""
-    ancestors = torch.eye(len(parents), dtype=torch.bool, device=parents.device)
-    above, reach = parents, 1  # each node's ancestor `reach` above it, or the root
+    """Tree.ancestors of parents [N] in a tree of this depth."""
+    ancestors = torch.eye(len(parents), dtype=torch.bool)
+    above, reach = parents.clamp(min=0), 1  # each node's ancestor `reach` above it, or the root
     while reach <= depth:
         if reach > 1:
             above = above.take(above)
@@ -237,7 +239,7 @@ def likeliest(tree: Tree, n: int) -> Tree:
     """
     kept = tree.logprobs.sort(descending=True, stable=True).indices[:n].sort().values
     new_rows = torch.empty_like(tree.tokens)
-    new_rows.index_copy_(0, kept, torch.arange(n, device=kept.device))
+    new_rows.index_copy_(0, kept, torch.arange(n))
     parents = new_rows.take(tree.parents.take(kept))
     parents[0] = -1
     return replace(

@@ -29,7 +29,19 @@ from torch import Tensor
 from auto import Auto
 from checkpoint import CheckpointError, HubUnreachable, first_line
 from deagle import Deagle
-from draft_tree import MAX_ROWS, Alone, Chain, DynaTree, Fixed, Rule, Settings, Tree, grow, lone
+from draft_tree import (
+    MAX_ROWS,
+    Alone,
+    Chain,
+    DynaTree,
+    Fixed,
+    Rule,
+    Settings,
+    Tree,
+    grow,
+    lone,
+    to_host,
+)
 from dyspec import DySpec
 from gpt_neox import GPTNeoX, KVCache, OutOfMemory, require_memory
 from inputs import (
@@ -162,7 +174,9 @@ class Drafter:
         return logits[None]
 
     def _run_level(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        start = self.mask.shape[1]
+        device, start = self.mask.device, self.mask.shape[1]
+        tokens = tokens.to(device, non_blocking=True)
+        parents = parents.to(device, non_blocking=True)
         itself = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
         seen = self.mask.index_select(0, parents)
         self.mask = torch.cat([seen, itself], dim=1)  # as the parent, and itself
@@ -269,7 +283,7 @@ def _iterate(
     logits = window.prefill(target, visible, cache, read)[None]  # [1, V]
     watch.lap("verify_ms")
     context.capture()
-    _, first = accept(lone(torch.tensor(prompt_end, device=target.device)), logits, sampler)
+    _, first = accept(lone(torch.tensor(prompt_end)), logits, sampler)
     step = Step(cut(first, eos_ids, left), **watch.ms)
     while True:
         visible += step.tokens
@@ -279,15 +293,17 @@ def _iterate(
             return
         watch.restart()
         # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
-        root = torch.full((1,), visible[-1], device=target.device)
+        root = torch.full((1,), visible[-1])
         room = min(left, window.room(cache))
         tree = grow(rule, root, drafter.run if drafter else None, room - 1, sampler)
         # 2 mask and positions
-        mask = tree_mask(tree, cache.length) if tree.depth else None
-        positions = tree_positions(tree, cache.length)
+        tokens = tree.tokens.to(target.device, non_blocking=True)
+        positions = tree_positions(tree.depths.to(target.device, non_blocking=True), cache.length)
+        ancestors = tree.ancestors.to(target.device, non_blocking=True)
+        mask = tree_mask(ancestors, cache.length) if tree.depth else None
         # 3 one target pass over the whole tree
         watch.lap("other_ms")
-        logits = target.forward(tree.tokens, positions, cache, mask)  # [N, V]
+        logits = target.forward(tokens, positions, cache, mask)  # [N, V]
         watch.lap("verify_ms")
         # 4 accept: the path on which the target agrees, then the bonus token
         rows, new_tokens = accept(tree, logits, sampler)
@@ -298,9 +314,9 @@ def _iterate(
         rule.read(tree.tokens, logits)
         watch.lap("other_ms")
         rule.learn(tree, rows, sum(watch.ms.values()))
-        tokens = cut(new_tokens, eos_ids, left)
+        new_ids = cut(new_tokens, eos_ids, left)
         watch.lap("other_ms")
-        step = Step(tokens, tree, rows, new_tokens[-1], n_drafted=len(tree) - 1, **watch.ms)
+        step = Step(new_ids, tree, rows, new_tokens[-1], n_drafted=len(tree) - 1, **watch.ms)
 
 
 def _make_context(
@@ -334,7 +350,7 @@ def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[in
     logits: [N, V] of the tree's rows. Raises NonFiniteLogits if the root's are not finite; a path
     ends before any other row whose logits are not.
     """
-    best, predictions = logits.max(dim=-1)  # [N] each
+    best, predictions = to_host(*logits.max(dim=-1))  # [N] each, the iteration's one read
     if sampler is None:
         path, tokens = accept_greedy(tree, predictions)
     else:

@@ -106,7 +106,7 @@ def open_table(file: str, settings: Settings, target: GPTNeoX) -> WithTable:
         raise UsageError("--keep-table needs a method that has a successor table")
     if not Path(file).absolute().parent.is_dir():
         raise UsageError(f"--keep-table {file}: its folder does not exist")
-    return WithTable(settings, load_table(Path(file), target.config.vocab_size, target.device))
+    return WithTable(settings, load_table(Path(file), target.config.vocab_size))
 
 
 def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:

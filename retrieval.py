@@ -36,7 +36,6 @@ from draft_tree import (
     check_settings,
     choice,
     log_threshold,
-    make_tree,
     mark_ancestors,
     setting,
 )
@@ -61,7 +60,7 @@ class Template:
 
 
 @cache
-def template(n: int, max_depth: int, device: torch.device) -> Template:
+def template(n: int, max_depth: int) -> Template:
     """The n likeliest nodes by RANK_PROBS, no deeper than max_depth."""
     nodes = [(0, 0, 0, 0.0)]  # parent, rank, depth, log-probability
     heap: list[tuple[float, int, int]] = []  # of children not taken yet: - log-prob, parent, rank
@@ -77,7 +76,7 @@ def template(n: int, max_depth: int, device: torch.device) -> Template:
         nodes.append((parent, rank, nodes[parent][2] + 1, -negative))
         push(len(nodes) - 1)
     *columns, logprobs = zip(*nodes, strict=True)
-    parents, ranks, depths = (torch.tensor(column, device=device) for column in columns)
+    parents, ranks, depths = map(torch.tensor, columns)
     order = depths.sort(stable=True).indices
     place = order.argsort()
     widths = depths.bincount().tolist()
@@ -87,13 +86,11 @@ def template(n: int, max_depth: int, device: torch.device) -> Template:
         levels.append((place[parents[level]] - start, ranks[level]))
         start += above
     ancestors = mark_ancestors(parents, len(widths) - 1)
-    return Template(
-        parents, depths, torch.tensor(logprobs, device=device), ancestors, levels, place
-    )
+    return Template(parents, depths, torch.tensor(logprobs), ancestors, levels, place)
 
 
 class SuccessorTable:
-    """ids [V + 1, k] int64: each token's successors, best first; V where nothing is known.
+    """ids [V + 1, k] int64 on the host: each token's successors, best first; V if not known.
 
     V, which is no token, has a row of its own: nothing is known of what follows the unknown.
     """
@@ -111,9 +108,9 @@ class SuccessorTable:
         k = min(len(RANK_PROBS), n_ids)
         if not len(self.ids):
             shape = (n_ids + 1, len(RANK_PROBS))
-            self.ids = torch.full(shape, n_ids, device=logits.device)
-        best = logits.topk(k).indices  # [n, k]
-        order = torch.arange(len(tokens), device=tokens.device)
+            self.ids = torch.full(shape, n_ids)
+        tokens, best = tokens.cpu(), logits.topk(k).indices.cpu()  # [n], [n, k]
+        order = torch.arange(len(tokens))
         # A token read twice takes its last row: all its writes then write the same, in any order
         last = ((tokens[:, None] == tokens) * order).amax(dim=1)
         self.ids[tokens, :k] = best[last]
@@ -143,16 +140,19 @@ def graft(tree: Tree, tokens: Tensor, shape: Template, is_known: Tensor, n_rows:
     added = is_new.nonzero().squeeze(1)[: n_rows - n]  # in the template's order: closed above
     if not len(added):
         return tree
-    rows[added] = torch.arange(n, n + len(added), device=rows.device)
+    rows[added] = torch.arange(n, n + len(added))
     depths = torch.cat([tree.depths, shape.depths[added]])
     order = depths.sort(stable=True).indices
     place = order.argsort()  # of each row in that order
     parents = torch.cat([tree.parents, rows[shape.parents[added]]])[order]
     parents[1:] = place[parents[1:]]  # the root stays first
-    depth = int(depths[order[-1]])
-    return make_tree(
+    depths = depths[order]
+    depth = int(depths[-1])
+    return Tree(
         tokens=torch.cat([tree.tokens, tokens[added]])[order],
         parents=parents,
+        depths=depths,
+        ancestors=mark_ancestors(parents, depth),
         logprobs=torch.cat([tree.logprobs, shape.logprobs[added]])[order],
         draft_slots=torch.cat([tree.draft_slots, torch.full_like(added, -1)])[order],
         depth=depth,
@@ -189,7 +189,7 @@ class TableError(Exception):
     """A file that is no successor table, or cannot become one; the message is one line."""
 
 
-def load_table(file: Path, n_ids: int, device: torch.device) -> SuccessorTable:
+def load_table(file: Path, n_ids: int) -> SuccessorTable:
     """The table of a file that `save_table` wrote; an empty one if there is no such file yet.
 
     Raises TableError, also if the table is for another vocabulary than n_ids.
@@ -198,7 +198,7 @@ def load_table(file: Path, n_ids: int, device: torch.device) -> SuccessorTable:
     if not file.exists():
         return table
     try:
-        ids = load_file(file, device=str(device))["successors"]
+        ids = load_file(file)["successors"]
     except (SafetensorError, OSError, KeyError) as error:
         raise TableError(f"{file} is not a successor table: {error}") from error
     if ids.dtype != torch.int64 or ids.shape != (n_ids + 1, len(RANK_PROBS)):
@@ -280,7 +280,7 @@ class GraftRule(Rule):
             return tree
         # Twice the nodes: some merge with drafted ones, of some the table knows nothing
         depth = min(self.graft_depth, max_depth)
-        shape = template(2 * self.max_rows, depth, tree.tokens.device)
+        shape = template(2 * self.max_rows, depth)
         tokens = self.table.unroll(tree.tokens[:1], shape)
         return graft(tree, tokens, shape, tokens < self.table.unknown, self.max_rows)
 

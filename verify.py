@@ -16,30 +16,30 @@ from draft_tree import Tree
 from sampling import Sampler
 
 
-def tree_mask(tree: Tree, length: int) -> Tensor:
+def tree_mask(ancestors: Tensor, length: int) -> Tensor:
     """The tree attention mask A [N, length + N] bool: the whole prefix, then own ancestors."""
-    prefix = tree.ancestors.new_ones(len(tree), length)
-    return torch.cat([prefix, tree.ancestors], dim=1)
+    prefix = ancestors.new_ones(len(ancestors), length)
+    return torch.cat([prefix, ancestors], dim=1)
 
 
-def tree_positions(tree: Tree, length: int) -> Tensor:
+def tree_positions(depths: Tensor, length: int) -> Tensor:
     """Each node's position [N] int64, its distance from the start of the text.
 
     Not its row: siblings stand at the same position, and a rotary embedding at any other one
     gives other logits than decoding the path token by token (the paper's own code has this wrong).
     """
-    return tree.depths + length
+    return depths + length
 
 
 def accept_greedy(tree: Tree, predictions: Tensor) -> tuple[list[int], list[int]]:
     """The longest path that the target agrees with, and what it says after each of its rows.
 
-    predictions: [N] int64, the target's argmax after each node. Returns rows, root first, and as
-    many tokens, the bonus token last. A node agrees if its token is the prediction at its parent;
-    siblings carry distinct tokens, so the agreeing path is unique.
+    predictions: [N] int64 on the host, the target's argmax after each node. Returns rows, root
+    first, and as many tokens, the bonus token last. A node agrees if its token is the prediction at
+    its parent; siblings carry distinct tokens, so the agreeing path is unique.
     """
     columns = torch.stack((tree.tokens, tree.parents, predictions))
-    tokens, parents, predicted = columns.tolist()  # the one read, and a walk costs less than a pass
+    tokens, parents, predicted = columns.tolist()  # a walk costs less than a pass
     rows = {place: row for row, place in enumerate(zip(parents, tokens, strict=True))}
     path = [0]
     while (row := rows.get((path[-1], predicted[path[-1]]))) is not None:

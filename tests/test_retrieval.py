@@ -45,7 +45,7 @@ def ranks_of(shape: Template) -> list[int]:
 
 
 def test_a_template_is_the_likeliest_tree_of_its_size() -> None:
-    shape = template(20, 4, CPU)
+    shape = template(20, 4)
     parents, depths, ranks = shape.parents.tolist(), shape.depths.tolist(), ranks_of(shape)
     assert parents[0] == 0 and all(parents[i] < i for i in range(1, 20)) and max(depths) <= 4
     probs = [1.0]
@@ -73,7 +73,7 @@ def test_the_table_holds_the_last_reading_of_each_token() -> None:
 
 
 def test_unrolling_follows_the_table() -> None:
-    table, shape = full_table(), template(16, 4, CPU)
+    table, shape = full_table(), template(16, 4)
     tokens, ranks = table.unroll(torch.tensor([7]), shape).tolist(), ranks_of(shape)
     assert tokens[0] == 7
     for i in range(1, 16):
@@ -92,7 +92,7 @@ def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refille
         first = tree.tokens[1]  # make the table agree with the draft at the root
         table.ids[ROOT, 0] = first
         table.ids[ROOT, 1:] = torch.where(table.ids[ROOT, 1:] == first, 31, table.ids[ROOT, 1:])
-        shape = template(64, 5, CPU)
+        shape = template(64, 5)
         tokens = table.unroll(ROOT, shape)
         merged = graft(tree, tokens, shape, tokens < table.unknown, n_rows=30)
         assert len(merged) == 30
@@ -148,7 +148,7 @@ def test_a_checkpoint_stops_the_drafting() -> None:
 
 def test_a_grafted_tree_does_not_change_the_drafted_one() -> None:
     tree = lone(ROOT)
-    shape = template(8, 3, CPU)
+    shape = template(8, 3)
     is_known = torch.arange(8) == 0
     assert graft(tree, torch.full((8,), 7), shape, is_known, 8) is tree
 
@@ -179,7 +179,7 @@ def test_a_kept_table_goes_on_and_is_the_same_after_a_round_trip(tmp_path: Path)
     assert token_ids(second) == token_ids(first) and len(second) < len(first)
     file = tmp_path / "table.safetensors"
     save_table(table, file)
-    loaded = load_table(file, 96, CPU)
+    loaded = load_table(file, 96)
     assert torch.equal(loaded.ids, table.ids)
     again = list(generate(target, None, [3, 1, 4], WithTable(Recycle(), loaded), 40))
     assert [s.tokens for s in again] == [
@@ -200,6 +200,6 @@ def test_a_file_that_is_no_table(tmp_path: Path) -> None:
         file = tmp_path / name
         file.write_bytes(b"{") if tensors is None else save_file(tensors, file)
         with pytest.raises(TableError, match=message):
-            load_table(file, 96, CPU)
+            load_table(file, 96)
     with pytest.raises(TableError, match="cannot be written"):
         save_table(SuccessorTable(), tmp_path / "no" / "folder")

@@ -131,9 +131,9 @@ def test_the_mask_of_the_example() -> None:
         "## ##..#.",  # cat ran
         "## #.#..#",  # dog ran
     ]
-    mask = tree_mask(example(), 2)
+    mask = tree_mask(example().ancestors, 2)
     assert mask.tolist() == [[mark == "#" for mark in row.replace(" ", "")] for row in drawn]
-    assert tree_positions(example(), 2).tolist() == [2, 3, 3, 4, 4, 4]
+    assert tree_positions(example().depths, 2).tolist() == [2, 3, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
@@ -142,7 +142,8 @@ def test_a_node_sees_the_prefix_and_its_own_path(length: int) -> None:
     rng = random.Random(length)
     for _ in range(50):
         tree = random_tree(rng)
-        mask, positions = tree_mask(tree, length), tree_positions(tree, length)
+        mask = tree_mask(tree.ancestors, length)
+        positions = tree_positions(tree.depths, length)
         assert mask.shape == (len(tree), length + len(tree)) and mask.dtype == torch.bool
         assert positions.shape == (len(tree),) and positions.dtype == torch.int64
         for row in range(len(tree)):
