@@ -4,7 +4,15 @@ import random
 
 import pytest
 import torch
-from conftest import TINY, assert_close, random_config, random_model, random_tensors, run
+from conftest import (
+    TINY,
+    assert_close,
+    pretend_capture,
+    random_config,
+    random_model,
+    random_tensors,
+    run,
+)
 from test_exactness import DRAFTS, VOCAB, build, check, make_draft, random_settings, varied_targets
 from tokenizers import Tokenizer
 
@@ -162,3 +170,17 @@ def test_a_draft_that_lags_behind_keeps_the_sinks() -> None:
         del visible[2:5]
         logits = drafter.run(torch.tensor(visible[-1:]), None)[0]
     assert_close(logits, run(draft, visible)[-1])
+
+
+@pytest.mark.parametrize("method", ["ar", "dynatree", "graft"])
+def test_captured_passes_stream_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every length that a rolling cache comes to, after each drop too, has been captured."""
+    pretend_capture(monkeypatch)
+    prompt, texts = [i % 90 for i in range(300)], []
+    for is_fixed in (False, True):
+        models = [random_model(seed, max_positions=700) for seed in (7, 8)]
+        for model in models:
+            model.is_fixed = model.has_graphs = is_fixed
+        steps = generate(*models, prompt, METHODS[method](), 250, window=Window(200, 4))
+        texts.append(token_ids(steps))
+    assert texts[0] == texts[1] and models[0].n_graphs > 0
