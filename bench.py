@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -53,7 +54,7 @@ from inputs import (
     open_pair,
     parse_settings,
 )
-from memory import in_own_process, measure_memory
+from memory import in_own_process, measure_memory, used_memory
 from peers import PEERS, Peers, require_transformers
 from prompts import DATASETS, cut_prompts, load_prompts
 from results import COLUMNS, Results, Run, update_readme
@@ -113,6 +114,7 @@ class Bench:
     def __init__(self, results: Results, pair: Pair, prompts: list[list[int]], file: Path):
         self.results, self.pair, self.prompts, self.file = results, pair, prompts, file
         self.peers: Peers | None = None
+        self.has_graphs = not results.options.get("no_graphs")
 
     def close(self, kind: str) -> None:
         """Show and save what was measured; leave no file if nothing was."""
@@ -141,7 +143,7 @@ class Bench:
             return self.peers.decode(run.method, ids, n_tokens)
         sampling = self.sampling(run, prompt, repeat)
         request = Request(self.pair, ids, run.new_tokens, (), run.commit, sampling)
-        self.pair.use_graphs(not (run.is_eager or self.results.options.get("no_graphs")))
+        self.pair.use_graphs(self.has_graphs and not run.is_eager)
         return list(islice(request.decode(settings_of(run)), n_steps))
 
     def sampling(self, run: Run, prompt: int, repeat: int) -> Sampling | None:
@@ -157,7 +159,9 @@ class Bench:
         ids = self.prompts[prompt][: run.prompt_tokens]
         if self.results.table == "memory":
             sampling = self.sampling(run, prompt, repeat)
-            return head | in_own_process(measure_memory, self.results.options, run, ids, sampling)
+            used = used_memory(self.pair.target.device)
+            arguments = self.results.options, run, ids, sampling, used
+            return head | in_own_process(measure_memory, *arguments)
         steps = self.decode(run, prompt, repeat)
         record = head | {"metrics": asdict(measure(steps)), "token_ids": token_ids(steps)}
         if run.method in PEERS:
@@ -166,7 +170,8 @@ class Bench:
         if self.results.step_times:
             times = StepTimes(**self.results.step_times)
             min_rows = settings_of(run).rule().min_rows
-            passes = count_passes(steps, len(ids), run.commit, min_rows)
+            padded = partial(self.pair.target.padded, min_rows=min_rows)
+            passes = count_passes(steps, len(ids), run.commit, padded)
             record["predicted_ms"] = times.predict_ms(*passes)
         return record
 
@@ -201,6 +206,7 @@ class Bench:
         if not self.results.step_times and needs_step_times(self.results):
             sizes = self.results.sizes  # in the middle of the text, where attention costs its mean
             context = sizes["prompt_tokens"][0] + sizes["new_tokens"][0] // 2
+            self.pair.use_graphs(self.has_graphs)
             times = measure_step_times(self.pair.target, self.pair.draft, context)
             self.results.step_times = asdict(times)
 

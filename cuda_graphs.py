@@ -14,6 +14,7 @@ how it is tested where there is no GPU.
 Shapes: n rows of a pass, S slots it may see, V vocabulary.
 """
 
+import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -22,7 +23,9 @@ from torch import Tensor
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLOT_STEP = 256
-WIDEST_GAP = 63  # rows that padding adds at most: 65 are padded to 128
+# Every graph: destroying one frees a cuBLAS workspace that the others on its stream go on using
+# (pytorch issue 193402), so none ever is
+KEPT: list[torch.cuda.CUDAGraph] = []
 
 # run(tokens [n], positions [n], mask [n, S] bool, start [1], logits [n, V]): write the rows to the
 # slots from start on and their logits to the last argument, and read nothing back
@@ -83,17 +86,25 @@ class FixedPasses:
         scratch: the first slot that may be written to meanwhile. Largest first, so that the smaller
         ones find room in the memory of the larger.
         """
-        n_before = len(self.replays)
+        n_before, was_collecting = len(self.replays), gc.isenabled()
         self.start.fill_(scratch)
-        for n_slots in range(slot_count(longest), slot_count(shortest) - 1, -SLOT_STEP):
-            for n_rows in reversed(ROW_COUNTS):
-                is_used = row_count(min_rows) <= n_rows <= self.n_rows
-                if is_used and (n_rows, n_slots) not in self.replays:
-                    run = partial(self._run, n_rows, n_slots)
-                    replay, self.pool = record(run, self.pool, self.start.device)
-                    self.replays[n_rows, n_slots] = replay
+        gc.disable()  # a tensor or graph that it frees on the way would spoil the capture
+        try:
+            for n_slots in range(slot_count(longest), slot_count(shortest) - 1, -SLOT_STEP):
+                for n_rows in reversed(ROW_COUNTS):
+                    if row_count(min_rows) <= n_rows <= self.n_rows:
+                        self._capture(n_rows, n_slots)
+        finally:
+            if was_collecting:
+                gc.enable()
         self.is_replaying = True
         return len(self.replays) - n_before
+
+    def _capture(self, n_rows: int, n_slots: int) -> None:
+        if (n_rows, n_slots) not in self.replays:
+            run = partial(self._run, n_rows, n_slots)
+            replay, self.pool = record(run, self.pool, self.start.device)
+            self.replays[n_rows, n_slots] = replay
 
     def _run(self, n_rows: int, n_slots: int) -> None:
         rows = self.tokens[:n_rows], self.positions[:n_rows], self.mask[:n_rows, :n_slots]
@@ -103,14 +114,11 @@ class FixedPasses:
 def record(
     run: Callable[[], None], pool: tuple[int, int] | None, device: torch.device
 ) -> tuple[Callable[[], None], tuple[int, int]]:
-    """Capture a function: its replay, and the memory pool it uses.
-
-    The replay keeps its graph alive, and must be kept itself: destroying one graph frees a cuBLAS
-    workspace that the others go on using (pytorch issue 193402).
-    """
+    """Capture a function: its replay, and the memory pool it uses."""
     with torch.cuda.device(device):
         run()  # warm up: kernels are chosen and loaded, which no capture may do
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             run()
+    KEPT.append(graph)
     return graph.replay, graph.pool()

@@ -34,6 +34,9 @@ from sampling import Sampler
 
 MAX_ROWS = 128  # the widest verify pass any setting may ask for
 LOWEST = torch.finfo(torch.float32).min  # the log-probability of whatever is possible at all
+# A root's columns, made once: every tree begins with them, and the baseline's end there
+ROOT_ROW, NO_ROW, CERTAIN = torch.tensor([0]), torch.tensor([-1]), torch.tensor([0.0])
+ITSELF = torch.tensor([[True]])
 
 # draft(tokens [W], parents [W] | None) -> logits [W, V], on the model's device: run one level of
 # nodes. parents index the rows of the previous call; None is the root.
@@ -139,9 +142,9 @@ def grow(
     sampler = sampler if rule.is_drawing else None
     most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
     n_rows = 1
-    tokens, logprobs = root, torch.zeros_like(root, dtype=torch.float32)  # [W] of the level to run
-    rows, parents = torch.zeros_like(root), None  # its tree rows; its parents in the level before
-    levels = [(root, rows - 1, logprobs)]
+    tokens, logprobs = root, CERTAIN  # [W] of the level to run
+    rows, parents = ROOT_ROW, None  # its tree rows; its parents in the level before
+    levels = [(root, NO_ROW, CERTAIN)]
     run_rows = []  # tree rows in the order the draft ran them, which is the order of its slots
     draft_probs = []  # [W, V] of each level, if its children are drawn
     for depth in range(n_levels):
@@ -155,7 +158,7 @@ def grow(
         else:
             values, candidates = torch.log_softmax(draft_logits, dim=-1).topk(k)  # [W, k] each
         values, candidates = to_host(values, candidates)  # the level's one read
-        run_rows.append(rows)
+        run_rows += rows.tolist()
         level = Level(depth, values, logprobs.unsqueeze(1) + values, bool(sampler))
         masks = rule.expand(level).reshape(2, -1)
         if sampler:  # what cannot be drawn was not drawn, whatever the rule makes of it
@@ -201,20 +204,18 @@ def _draw_candidates(
 
 
 def lone(root: Tensor) -> Tree:
-    """A tree of only its root [1], with little ado: the baseline pays for it at every token."""
-    zero = torch.zeros_like(root)
-    itself = torch.ones(1, 1, dtype=torch.bool)
-    return Tree(root, zero - 1, zero, zero.float(), itself, zero - 1, 0)
+    """A tree of only its root [1]."""
+    return Tree(root, NO_ROW, ROOT_ROW, CERTAIN, ITSELF, NO_ROW, 0)
 
 
 def _assemble(
-    levels: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[Tensor], draft_probs: Tensor | None
+    levels: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[int], draft_probs: Tensor | None
 ) -> Tree:
     """Levels of (tokens, parents, logprobs), and the rows that were run, as one Tree."""
     tokens, parents, logprobs = map(torch.cat, zip(*levels, strict=True))
     depths = [depth for depth, (level, *_) in enumerate(levels) for _ in range(len(level))]
     draft_slots = [-1] * len(depths)
-    for slot, row in enumerate(torch.cat(run_rows).tolist()):
+    for slot, row in enumerate(run_rows):
         draft_slots[row] = slot
     rest = mark_ancestors(parents, depths[-1]), torch.tensor(draft_slots), depths[-1], draft_probs
     return Tree(tokens, parents, torch.tensor(depths), logprobs, *rest)

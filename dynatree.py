@@ -307,11 +307,11 @@ def _iterate(
         watch.lap("verify_ms")
         # 4 accept: the path on which the target agrees, then the bonus token
         rows, new_tokens = accept(tree, logits, sampler)
+        rule.read(tree.tokens, logits)  # now: a later pass may overwrite the logits
         # 5 commit
         context.commit(tree, rows, is_rebuilding)
         # 6 adapt
         rule.adapt(len(rows) - 1, tree.depth)
-        rule.read(tree.tokens, logits)
         watch.lap("other_ms")
         rule.learn(tree, rows, sum(watch.ms.values()))
         new_ids = cut(new_tokens, eos_ids, left)
@@ -350,7 +350,7 @@ def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[in
     logits: [N, V] of the tree's rows. Raises NonFiniteLogits if the root's are not finite; a path
     ends before any other row whose logits are not.
     """
-    best, predictions = to_host(*logits.max(dim=-1))  # [N] each, the iteration's one read
+    best, predictions = to_host(*logits.max(dim=-1))  # [N] each, by one read
     if sampler is None:
         path, tokens = accept_greedy(tree, predictions)
     else:
@@ -606,6 +606,7 @@ def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float |
         target = pair.float32_target
         cache = target.new_cache(min(len(ids), window.full))
         best, second = window.prefill(target, list(ids), cache).topk(2).values.tolist()
+        target.release(cache)
     except OutOfMemory:
         return None
     return best - second

@@ -40,11 +40,10 @@ from checkpoint import (
     read_config,
     weight_bytes,
 )
-from cuda_graphs import WIDEST_GAP, FixedPasses, slot_count
+from cuda_graphs import ROW_COUNTS, FixedPasses, row_count, slot_count
 
 COLUMNS = 40  # of a matrix, at most, that are stored together on CPU
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
-MAX_ROWS = 128  # the widest pass beside prefill
 
 
 class OutOfMemory(Exception):
@@ -149,8 +148,11 @@ class GPTNeoX:
         is_large = self.embed_out.weight.ndim == 3 and config.hidden_size >= 512
         self.min_rows = 2 if is_large else 1
         self.is_fixed = self.has_graphs = self.device.type == "cuda"
+        if self.is_fixed:
+            # cuDNN's attention refuses one row, so that ar would round otherwise than a tree, and
+            # plans anew for every length of a prompt
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.idle: list[KVCache] = []  # of fixed shapes, with what was captured over them
-        self.retired: list[dict] = []  # captured over caches that are gone
         self.n_graphs, self.capture_s = 0, 0.0
         # Stands in the cache for a key or value that overflowed in float16: its largest number
         self.overflow_mark = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
@@ -199,7 +201,7 @@ class GPTNeoX:
         require_memory(weight_bytes(config, dtype), device, f"the weights of {name_or_path}")
         return cls(config, load_tensors(folder, config, device, dtype))
 
-    def new_cache(self, capacity: int, n_rows: int = MAX_ROWS, min_rows: int = 1) -> KVCache:
+    def new_cache(self, capacity: int, n_rows: int = ROW_COUNTS[-1], min_rows: int = 1) -> KVCache:
         """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit.
 
         n_rows: of the widest pass beside prefill. min_rows: to which every pass is padded at least.
@@ -209,17 +211,16 @@ class GPTNeoX:
         if cache := self.find_idle(capacity, n_rows):
             self.idle.remove(cache)
             return cache.lend(capacity, min_rows)
-        # Too small, so they go; not what was captured over them (cuda_graphs.record says why)
-        self.retired += [cache.passes.replays for cache in self.idle]
-        self.idle.clear()
+        self.idle.clear()  # too small
         require_memory(self.cache_bytes(capacity), self.device, f"a cache of {capacity} tokens")
-        if capacity > self.turns.shape[0]:
-            self.turns = self._rotary_table(capacity)
+        if n_slots > self.turns.shape[0]:  # n_slots, as the cache may be lent again for more tokens
+            self.turns = self._rotary_table(n_slots)
+        failure = RuntimeError if self.device.type == "cpu" else torch.OutOfMemoryError
         try:
             # To be lent again, it must be of use outside inference mode too
             with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_fixed):
                 return self._make_cache(n_slots, n_rows).lend(capacity, min_rows)
-        except RuntimeError as error:  # torch has no narrower one on CPU
+        except failure as error:  # torch has no narrower one on CPU
             size = self.cache_bytes(capacity) / 1e9
             raise OutOfMemory(
                 f"no room for a cache of {capacity} tokens, {size:,.1f} GB"
@@ -254,6 +255,11 @@ class GPTNeoX:
             self.n_graphs += cache.passes.capture(*lengths, cache.length, cache.min_rows)
             self.capture_s += time.perf_counter() - start
 
+    def padded(self, n: int, min_rows: int = 1) -> int:
+        """The rows that a pass of n rows really has."""
+        n = max(n, min_rows, self.min_rows)
+        return row_count(n) if self.is_fixed and n <= ROW_COUNTS[-1] else n
+
     def cache_bytes(self, capacity: int) -> int:
         """What a cache for `capacity` tokens takes."""
         n_values = 2 * self.config.n_layers * self.config.hidden_size
@@ -262,7 +268,7 @@ class GPTNeoX:
     def _storage(self, capacity: int, min_rows: int = 1) -> int:
         """Slots that a cache needs so that every padded write stays inside."""
         if self.is_fixed:
-            return slot_count(capacity + WIDEST_GAP)
+            return slot_count(capacity + ROW_COUNTS[-1])
         return capacity + max(min_rows, self.min_rows) - 1
 
     def prefill(

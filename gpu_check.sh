@@ -47,13 +47,15 @@ PYTHON
   methods="$methods,ar eager,dynatree eager"
 fi
 
+failed=false
 step() { printf '\n== %s (%ss so far)\n' "$1" "$SECONDS"; }
+check() { "$@" || { echo "FAILED with status $?" >&2; failed=true; }; }  # and go on measuring
 
 step "tests marked cuda"
-python -m pytest -q -n 0 -m cuda tests
+check python -m pytest -q -n 0 -W default -m cuda tests
 
 step "exactness in float32, embedded pair"
-python bench.py "${device[0]}" "${device[1]}" --dtype float32 "${sizes[@]}" --methods "$methods" \
+check python bench.py "${device[0]}" "${device[1]}" --dtype float32 "${sizes[@]}" --methods "$methods" \
   --target models/tiny/target --draft models/tiny/draft \
   --columns throughput,speedup,exact --output "$work/exact.json"
 
@@ -67,17 +69,21 @@ else
 fi
 
 step "step times"
-python bench.py --table steps "${device[@]}" "${models[@]}" --output "$work/steps.json"
+check python bench.py --table steps "${device[@]}" "${models[@]}" --output "$work/steps.json"
 
 step "memory"
-python bench.py --table memory "${device[@]}" "${models[@]}" "${sizes[@]}" \
+check python bench.py --table memory "${device[@]}" "${models[@]}" "${sizes[@]}" \
   --methods ar,dynatree --output "$work/memory.json"
 
 step "every method"
-rm -f "$file"
 python bench.py "${device[@]}" "${models[@]}" "${sizes[@]}" --methods "$methods" \
-  --output "$file" >"$work/all.txt"
+  --output "$work/every.json" >"$work/every.txt"
+mv "$work/every.json" "$file"
 
 step "results"
 python bench.py --show "$file" \
   --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
+if $failed; then
+  echo "error: at least one step failed, see above" >&2
+  exit 1
+fi

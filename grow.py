@@ -41,8 +41,9 @@ NEVER = -60.0  # the logit of an added id
 def grow_tensors(
     tensors: dict[str, Tensor], r: int, n_layers: tuple[int, int], n_ids: int
 ) -> dict[str, Tensor]:
-    """The tensors of the larger model, float32. n_layers: of the small one, of the large one."""
-    grown = {EMBED_IN: add_rows(tensors[EMBED_IN], n_ids, tensors[EMBED_IN][0]).repeat(1, r)}
+    """The tensors of the larger model, float16. n_layers: of the small one, of the large one."""
+    embed_in = add_rows(tensors[EMBED_IN], n_ids, tensors[EMBED_IN][0]).repeat(1, r)
+    grown = {EMBED_IN: embed_in.half()}
     few, many = n_layers
     for index in range(many):
         for name in LAYER_NAMES.values():
@@ -51,7 +52,7 @@ def grow_tensors(
                 if small is not None:
                     is_silent = index >= few and name in ("attention.dense", "mlp.dense_4h_to_h")
                     large = repeat(small, r) * (not is_silent)
-                    grown[f"gpt_neox.layers.{index}.{name}.{part}"] = large
+                    grown[f"gpt_neox.layers.{index}.{name}.{part}"] = large.half()
     weight, bias = (repeat(tensors[f"{FINAL_NORM}.{part}"], r) for part in ("weight", "bias"))
     head = (tensors.get(EMBED_OUT, tensors[EMBED_IN]) / r).repeat(1, r)  # [V, hidden]
     if n_ids > len(head):
@@ -64,7 +65,8 @@ def grow_tensors(
         never = torch.zeros(head.shape[1])
         never[-1] = NEVER
         head = add_rows(head, n_ids, never)
-    return grown | {f"{FINAL_NORM}.weight": weight, f"{FINAL_NORM}.bias": bias, EMBED_OUT: head}
+    last = {f"{FINAL_NORM}.weight": weight, f"{FINAL_NORM}.bias": bias, EMBED_OUT: head}
+    return grown | {name: tensor.half() for name, tensor in last.items()}
 
 
 def repeat(small: Tensor, r: int) -> Tensor:
@@ -87,14 +89,13 @@ def run(args: Namespace) -> int:
         )
     tensors = load_tensors(source, config, torch.device("cpu"), torch.float32)
     grown = grow_tensors(tensors, r, (config.n_layers, args.layers), args.vocab)
-    small = {name: tensor.half().contiguous() for name, tensor in grown.items()}
     raw = read_json(source / "config.json")
     raw |= {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "vocab_size": args.vocab}
     raw |= {"num_attention_heads": config.n_heads * r, "tie_word_embeddings": False}
     raw |= {"intermediate_size": config.intermediate_size * r}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(small, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(grown, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         shutil.copy(source / "tokenizer.json", folder)
     except (OSError, SafetensorError) as error:

@@ -52,11 +52,17 @@ def _answer(sender: Connection, function: Callable[..., dict], *arguments: objec
         sender.send(error)
 
 
-def measure_memory(options: dict, run: Run, prompt: list[int], sampling: Sampling | None) -> dict:
-    """Load what the run needs, run it, and tell this process's peak (on CUDA the device's)."""
+def measure_memory(
+    options: dict, run: Run, prompt: list[int], sampling: Sampling | None, used: int
+) -> dict:
+    """Load what the run needs, run it, and tell this process's peak (on CUDA the device's).
+
+    used: bytes of the device that were in use before.
+    """
     settings = parse_settings(METHODS[run.method], run.settings)
     rule, end = settings.rule(), len(prompt) + run.new_tokens
     pair, _ = open_pair(argparse.Namespace(**options), rule.max_depth > 0, lambda line: None)
+    pair.use_graphs(not (run.is_eager or options.get("no_graphs")))
     request = Request(pair, prompt, run.new_tokens, (), run.commit, sampling)
     steps = list(request.decode(settings))
     floor = sum(
@@ -65,22 +71,29 @@ def measure_memory(options: dict, run: Run, prompt: list[int], sampling: Samplin
         if model
     )
     device = pair.target.device
-    parts = cuda_memory(device) if device.type == "cuda" else {"peak": peak_memory()}
+    parts = cuda_memory(device, used) if device.type == "cuda" else {"peak": peak_memory()}
     metrics = {f"{name}_mb": size / 1e6 for name, size in {**parts, "floor": floor}.items()}
     return {"metrics": metrics, "token_ids": token_ids(steps)}
 
 
-def cuda_memory(device: torch.device) -> dict[str, int]:
+def used_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device that any process uses; 0 elsewhere."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def cuda_memory(device: torch.device, used: int) -> dict[str, int]:
     """Bytes: the most that tensors took, what graphs keep for theirs, and all beside torch.
 
-    The last is the CUDA context, and whatever other processes use on this device.
+    The last is the CUDA context; `used` is what other processes had before.
     """
-    free, total = torch.cuda.mem_get_info(device)
     segments = torch.cuda.memory_snapshot()
     return {
         "peak": torch.cuda.max_memory_allocated(device),
         "pools": sum(s["total_size"] for s in segments if s["segment_pool_id"] != (0, 0)),
-        "context": total - free - torch.cuda.memory_reserved(device),
+        "context": used_memory(device) - used - torch.cuda.memory_reserved(device),
     }
 
 

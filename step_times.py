@@ -16,10 +16,10 @@ from itertools import pairwise
 
 import torch
 
+from cuda_graphs import ROW_COUNTS
 from dynatree import Step, Stopwatch
 from gpt_neox import GPTNeoX, KVCache
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 COPY_BYTES = 2**28  # past every cache, so that memory itself is measured
 
 
@@ -66,7 +66,9 @@ def measure_step_times(
     models = {"target_ms": target, "draft_ms": draft}
     caches = {name: _open_cache(model, context) for name, model in models.items()}
     passes = {
-        (name, n): _forward(model, caches[name], n) for name, model in models.items() for n in ROWS
+        (name, n): _forward(model, caches[name], n)
+        for name, model in models.items()
+        for n in ROW_COUNTS
     }
     for run in passes.values():  # warm-up
         run()
@@ -80,15 +82,15 @@ def measure_step_times(
             samples[key].append(watch.ms["other_ms"])
     for name, model in models.items():
         model.release(caches[name])
-    medians = {name: [statistics.median(samples[name, n]) for n in ROWS] for name in models}
+    medians = {name: [statistics.median(samples[name, n]) for n in ROW_COUNTS] for name in models}
     sizes = {"target_bytes": step_bytes(target, context), "draft_bytes": step_bytes(draft, context)}
     bandwidth = copy_bandwidth(target.device)
-    return StepTimes(context, list(ROWS), **medians, **sizes, copy_gb_s=bandwidth)
+    return StepTimes(context, list(ROW_COUNTS), **medians, **sizes, copy_gb_s=bandwidth)
 
 
 def _open_cache(model: GPTNeoX, context: int) -> KVCache:
     """A cache of `context` tokens, for every width and with what CUDA replays for it."""
-    cache = model.new_cache(context + ROWS[-1], ROWS[-1])
+    cache = model.new_cache(context + ROW_COUNTS[-1], ROW_COUNTS[-1])
     cache.advance(context)
     model.capture(cache, context)
     return cache
@@ -130,19 +132,20 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def count_passes(
-    steps: Sequence[Step], n_prompt: int, commit: str, min_rows: int = 1
+    steps: Sequence[Step], n_prompt: int, commit: str, padded: Callable[[int], int] = int
 ) -> tuple[Counter, Counter]:
-    """Forwards after prefill by their rows: the draft's, and the target's of min_rows or more."""
+    """Forwards after prefill by their rows, padding included: the draft's, the target's."""
     drafts, verifies = Counter(), Counter()
     length, n_known = n_prompt, 0  # committed tokens; how many of them the draft has run
     for before, step in pairwise(steps):
         length += len(before.tokens)
-        verifies[max(len(step.tree), min_rows)] += 1
+        verifies[padded(len(step.tree))] += 1
         if commit == "rebuild":
-            verifies[max(len(step.path), min_rows)] += 1
+            verifies[padded(len(step.path))] += 1
         was_run = step.tree.draft_slots >= 0
         if was_run[0]:
             _, *widths = step.tree.depths[was_run].bincount().tolist()
-            drafts.update([length - n_known, *widths])  # the catch-up ends with the root
+            widths.append(length - n_known)  # the catch-up, which ends with the root
+            drafts.update(map(padded, widths))
             n_known = length - 1 + int(was_run[list(step.path)].sum())
     return drafts, verifies

@@ -23,7 +23,7 @@ class Stub(GPTNeoX):
         self.follows, self.device, self.dtype = follows, torch.device("cpu"), torch.float32
         self.turns, self.min_rows = torch.zeros(self.config.max_positions), 1
         self.is_fixed = self.has_graphs = False
-        self.idle, self.retired = [], []
+        self.idle = []
 
     def _run_tight(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, random_model
+from conftest import TINY, pretend_capture, random_model
 from safetensors.torch import save_file
 from test_draft_tree import ROOT, FakeDraft, paths
 from tokenizers import Tokenizer
@@ -26,8 +26,6 @@ from retrieval import (
     save_table,
     template,
 )
-
-CPU = torch.device("cpu")
 
 
 def full_table(n_ids: int = 32, seed: int = 0) -> SuccessorTable:
@@ -203,3 +201,20 @@ def test_a_file_that_is_no_table(tmp_path: Path) -> None:
             load_table(file, 96)
     with pytest.raises(TableError, match="cannot be written"):
         save_table(SuccessorTable(), tmp_path / "no" / "folder")
+
+
+@pytest.mark.parametrize("commit", ["keep", "rebuild"])
+def test_the_table_reads_logits_before_another_pass_overwrites_them(
+    commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of fixed shapes share one buffer of logits, and rebuild is a pass more."""
+    pretend_capture(monkeypatch)
+    tables = []
+    for is_fixed in (False, True):
+        target = random_model(7)
+        target.is_fixed = target.has_graphs = is_fixed
+        tables.append(SuccessorTable())
+        settings = WithTable(Recycle(N=8), tables[-1])
+        steps = list(generate(target, None, [3, 1, 4, 1, 5], settings, 40, commit=commit))
+        assert any(len(step.path) > 2 for step in steps)
+    assert torch.equal(tables[0].ids, tables[1].ids)
