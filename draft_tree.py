@@ -130,7 +130,7 @@ def grow(
     max_depth: int,
     sampler: Sampler | None = None,
 ) -> Tree:
-    """Grow one tree, one draft call per level and no per-node Python, and let the rule extend it.
+    """Grow one tree, one draft call per level, and let the rule extend it.
 
     root: [1] int64, the pending token. draft: None for a rule of depth 0, which never asks it.
     max_depth: the caller's own limit, beside the rule's. sampler: for sampled text. When the
