@@ -28,7 +28,16 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, Level, Rule, Tree, check_settings, mark_ancestors, setting
+from draft_tree import (
+    MAX_ROWS,
+    Level,
+    Rule,
+    Tree,
+    check_settings,
+    mark_ancestors,
+    setting,
+    top_k,
+)
 from learning import Costs, Counts, Memory, Worth
 
 # Chance of a candidate before anything is counted, by the draft's confidence in it ...
@@ -122,7 +131,7 @@ class AutoRule(Rule):
 
     def read(self, tokens: Tensor, logits: Tensor) -> None:
         """Remember the prompt at once; of a tree it must first be known what was accepted."""
-        self.best = logits.topk(min(N_RANKS, logits.shape[1])).indices.tolist()
+        self.best = top_k(logits, min(N_RANKS, logits.shape[1]))[1].tolist()
         if self.nodes:
             return
         for token, best in zip(tokens.tolist(), self.best, strict=True):

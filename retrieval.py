@@ -38,6 +38,7 @@ from draft_tree import (
     log_threshold,
     mark_ancestors,
     setting,
+    top_k,
 )
 from dyspec import DySpec
 
@@ -109,7 +110,7 @@ class SuccessorTable:
         if not len(self.ids):
             shape = (n_ids + 1, len(RANK_PROBS))
             self.ids = torch.full(shape, n_ids)
-        tokens, best = tokens.cpu(), logits.topk(k).indices.cpu()  # [n], [n, k]
+        tokens, best = tokens.cpu(), top_k(logits, k)[1].cpu()  # [n], [n, k]
         order = torch.arange(len(tokens))
         # A token read twice takes its last row: all its writes then write the same, in any order
         last = ((tokens[:, None] == tokens) * order).amax(dim=1)
