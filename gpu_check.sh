@@ -32,12 +32,10 @@ if $dry; then
   sizes=(--n-prompts 1 --prompt-tokens 20 --new-tokens 12)
   file=$work/gpu_dry.json
 else
-  python - <<'PYTHON'
-import sys
-import torch
-if not torch.cuda.is_available():
-    sys.exit("error: torch sees no CUDA device; bash gpu_check.sh --dry runs without one")
-PYTHON
+  if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "error: torch sees no CUDA device; bash gpu_check.sh --dry runs without one" >&2
+    exit 2
+  fi
   name=$(python -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "_"))')
   device=(--device cuda --dtype float16)
   target_shape=(--hidden 2560 --layers 32 --vocab 50304)
