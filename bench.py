@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -76,11 +77,13 @@ WARM_UP_TOKENS = WARM_UP_STEPS = 8
 
 
 def build_parser() -> Parser:
-    tables = "\n".join(f"  {name:<9} {table.title}" for name, table in TABLES.items())
+    titles = [f"  {name:<9} {table.title}" for name, table in TABLES.items()]
+    tables = "\n".join(textwrap.fill(t, 80, subsequent_indent=" " * 12) for t in titles)
+    columns = textwrap.fill(f"columns: {', '.join(COLUMNS)}", 80, subsequent_indent="  ")
     parser = Parser(
         prog="bench.py",
         description="Measure every method beside ar, prompt by prompt in turn.",
-        epilog=f"tables:\n{tables}\n\ncolumns: {', '.join(COLUMNS)}",
+        epilog=f"tables:\n{tables}\n\n{columns}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.less_memory = "--dtype bfloat16, --new-tokens, a smaller --target"

@@ -5,6 +5,7 @@ print(stream.push(step.tokens), end="")
 """
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
@@ -87,9 +88,10 @@ def describe(methods: dict[str, type]) -> str:
     lines = ["methods and their settings (--set NAME=VALUE):"]
     for name, settings in methods.items():
         title = (settings.__doc__ or "").splitlines()[0].removeprefix(f"{name}: ")
-        lines.append(f"  {name}: {title}")
+        lines.append(textwrap.fill(f"  {name}: {title}", 80, subsequent_indent=" " * 4))
         for f in dataclasses.fields(settings):
             span = "" if isinstance(f.default, bool) else f" ({describe_range(f.metadata)})"
             value = f"{f.name}={f.default}"
-            lines.append(f"    {value:<13} {f.metadata['meaning']}{span}")
+            line = f"    {value:<13} {f.metadata['meaning']}{span}"
+            lines.append(textwrap.fill(line, 80, subsequent_indent=" " * 18))
     return "\n".join(lines)
