@@ -34,6 +34,7 @@ from dynatree import (
     CONTROL_ROWS,
     METHODS,
     TIE,
+    WARM_UP_STEPS,
     Request,
     Step,
     first_difference,
@@ -73,7 +74,6 @@ from tables import (
 )
 
 ROOT = Path(__file__).parent
-WARM_UP_TOKENS = WARM_UP_STEPS = 8
 
 
 def build_parser() -> Parser:
@@ -86,7 +86,7 @@ def build_parser() -> Parser:
         epilog=f"tables:\n{tables}\n\n{columns}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.less_memory = "--dtype bfloat16, --new-tokens, a smaller --target"
+    parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help=f"{', '.join(TABLES)} (main)")
     rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager]"'
@@ -139,10 +139,10 @@ class Bench:
     def decode(
         self, run: Run, prompt: int, repeat: int = 0, n_steps: int | None = None
     ) -> list[Step]:
-        """One text, or its first n_steps."""
+        """One text, or its first n_steps (of peers: tokens)."""
         ids = self.prompts[prompt][: run.prompt_tokens]
         if run.method in PEERS:
-            n_tokens = WARM_UP_TOKENS if n_steps else run.new_tokens
+            n_tokens = min(n_steps or run.new_tokens, run.new_tokens)
             return self.peers.decode(run.method, ids, n_tokens)
         sampling = self.sampling(run, prompt, repeat)
         request = Request(self.pair, ids, run.new_tokens, (), run.commit, sampling)

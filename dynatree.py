@@ -77,7 +77,7 @@ METHODS: dict[str, type[Settings]] = {
 }
 COMMITS = ("keep", "rebuild")
 TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
-WARM_UP_STEPS = 5
+WARM_UP_STEPS = 8
 CONTROL_ROWS = 16  # of ar's passes, where it shows what rounding alone changes
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
 
@@ -447,7 +447,8 @@ def build_parser() -> Parser:
         epilog=describe(METHODS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.less_memory = "--dtype bfloat16, --max-new-tokens, --window, a smaller --target"
+    less = "a 16-bit --dtype, fewer --max-new-tokens, a --window, a smaller --target"
+    parser.less_memory = less
     add = parser.add_argument
     add("--prompt", metavar="TEXT", help="the text to continue")
     add("--prompt-file", metavar="F", help="a UTF-8 file to continue; - is standard input")
@@ -712,7 +713,8 @@ def run_command_line(
     except HubUnreachable as error:
         say(f"error: {error}; without a network: python {parser.prog} {WITHOUT_NETWORK}")
     except (OutOfMemory, torch.OutOfMemoryError) as error:
-        say(f"error: {first_line(error)} (less: {parser.less_memory})")
+        lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
+        say(f"error: {first_line(error)}{lower}")
     except (UsageError, CheckpointError, TableError, NonFiniteLogits) as error:
         say(f"error: {' '.join(str(error).split())}")
     return 2

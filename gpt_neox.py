@@ -149,8 +149,8 @@ class GPTNeoX:
         self.min_rows = 2 if is_large else 1
         self.is_fixed = self.has_graphs = self.device.type == "cuda"
         if self.is_fixed:
-            # cuDNN's attention refuses one row, so that ar would round otherwise than a tree, and
-            # plans anew for every length of a prompt
+            # cuDNN's attention is reported to refuse one row, so that ar would round otherwise than
+            # a tree, and to plan anew for every length of a prompt (not measured here)
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.idle: list[KVCache] = []  # of fixed shapes, with what was captured over them
         self.n_graphs, self.capture_s = 0, 0.0
@@ -262,8 +262,12 @@ class GPTNeoX:
 
     def cache_bytes(self, capacity: int) -> int:
         """What a cache for `capacity` tokens takes."""
-        n_values = 2 * self.config.n_layers * self.config.hidden_size
-        return n_values * self._storage(capacity) * self.dtype.itemsize
+        return self.token_bytes * self._storage(capacity)
+
+    @property
+    def token_bytes(self) -> int:
+        """What one token's keys and values take."""
+        return 2 * self.config.n_layers * self.config.hidden_size * self.dtype.itemsize
 
     def _storage(self, capacity: int, min_rows: int = 1) -> int:
         """Slots that a cache needs so that every padded write stays inside."""

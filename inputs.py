@@ -43,7 +43,7 @@ class UsageError(Exception):
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line and an exception, not a usage text and an exit."""
 
-    less_memory = "--dtype"  # the options that lower what a run needs
+    less_memory = ""  # what lowers the memory that a run needs
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists everything)")
@@ -174,12 +174,10 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; there are {', '.join(DTYPES)}")
     if device.type == "cuda" and name == "bfloat16":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < BFLOAT16_CAPABILITY:
-            what = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}."
-            raise UsageError(
-                f"--dtype bfloat16: {what}{capability[1]}, has none; use --dtype float16"
-            )
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < BFLOAT16_CAPABILITY:
+            what = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+            raise UsageError(f"--dtype bfloat16: {what}, has none; use --dtype float16")
     return DTYPES[name]
 
 

@@ -116,7 +116,7 @@ def step_bytes(model: GPTNeoX, context: int) -> int:
     """Bytes a one-row step reads: every weight but the input embedding (one row), and the cache."""
     products = [product for layer in model.layers for b in layer for product in (b.into, b.out_of)]
     affine = [*products, model.embed_out, model.final_norm]
-    return sum(a.weight.nbytes + a.bias.nbytes for a in affine) + model.cache_bytes(context)
+    return sum(a.weight.nbytes + a.bias.nbytes for a in affine) + model.token_bytes * context
 
 
 def copy_bandwidth(device: torch.device) -> float:

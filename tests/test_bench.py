@@ -163,7 +163,11 @@ def test_an_error_half_way_keeps_what_is_done(
     stop_after(3, OutOfMemory("too large"), monkeypatch)
     file = tmp_path / "r.json"
     assert main([*FEW, "--columns", "exact", "--output", str(file)]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: too large (less: --dtype")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: too large; these lower it: a 16-bit --dtype")
+    )
     assert len(Results.load(file).records) == 2
 
 

@@ -225,7 +225,10 @@ MISTAKES = {
     "limit of 0": (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
     "limit below 0": (["--prompt", "a", "--max-new-tokens", "-5"], "--max-new-tokens -5"),
     "limit not a number": (["--prompt", "a", "--max-new-tokens", "ten"], "ten"),
-    "limit past memory": (["--prompt", "a", "--max-new-tokens", "9" * 20], "less: --dtype bf"),
+    "limit past memory": (
+        ["--prompt", "a", "--max-new-tokens", "9" * 20],
+        "these lower it: a 16-bit",
+    ),
     "unknown method": (["--prompt", "a", "--method", "magic"], "dynatree"),
     "unknown setting": (["--prompt", "a", "--set", "width=3"], "tau_h"),
     "setting of another method": (["--prompt", "a", "--method", "ar", "--set", "K=3"], "rows"),
