@@ -223,7 +223,8 @@ def load_tensors(
         try:
             with safe_open(file, "pt", device=str(device)) as shard:
                 for name in _wanted(shard, shapes, file):
-                    tensors[name] = shard.get_tensor(name).to(dtype)
+                    # A copy, as the file's own memory begins anywhere, and MKL rounds by alignment
+                    tensors[name] = shard.get_tensor(name).to(dtype, copy=True)
                     if not tensors[name].isfinite().all():
                         raise CheckpointError(f"{file}: {name} is not finite in {dtype}")
         except (SafetensorError, OSError) as error:
