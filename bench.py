@@ -45,6 +45,7 @@ from dynatree import (
     top2_gap,
     versions,
 )
+from engine.sampling import Sampling
 from inputs import (
     Pair,
     Parser,
@@ -60,7 +61,6 @@ from memory import in_own_process, measure_memory, used_memory
 from peers import PEERS, Peers, require_transformers
 from prompts import DATASETS, cut_prompts, load_prompts
 from results import COLUMNS, Results, Run, update_readme
-from sampling import Sampling
 from step_times import StepTimes, count_passes, measure_step_times
 from tables import (
     TABLES,

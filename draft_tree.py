@@ -30,9 +30,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sampling import Sampler
+from engine.sampling import Sampler
 
-MAX_ROWS = 128  # the widest verify pass any setting may ask for; cuda_graphs.ROW_COUNTS ends there
+MAX_ROWS = 128  # the widest verify pass any setting may ask for, as in engine.cuda_graphs
 LOWEST = torch.finfo(torch.float32).min  # the log-probability of whatever is possible at all
 # A root's columns, made once and never written to: every tree begins with them, ar's ends there
 ROOT_ROW, NO_ROW, CERTAIN = torch.tensor([0]), torch.tensor([-1]), torch.tensor([0.0])

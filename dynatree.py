@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from auto import Auto
-from checkpoint import CheckpointError, HubUnreachable, first_line
 from deagle import Deagle
 from draft_tree import (
     MAX_ROWS,
@@ -43,6 +42,9 @@ from draft_tree import (
     to_host,
 )
 from dyspec import DySpec
+from engine.checkpoint import CheckpointError, HubUnreachable, first_line
+from engine.sampling import Sampler, Sampling
+from engine.streaming import WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX, KVCache, OutOfMemory, require_memory
 from inputs import (
     Pair,
@@ -59,8 +61,6 @@ from inputs import (
     read_prompt,
 )
 from retrieval import Graft, Recycle, TableError, WithTable, save_table
-from sampling import Sampler, Sampling
-from streaming import WHOLE_TEXT, Window
 from terminal import TextStream, describe, draw_tree
 from verify import accept_greedy, accept_sampled, tree_mask, tree_positions
 

@@ -4,7 +4,7 @@ One forward serves prefill, a decode step, a draft level and a tree: the caller 
 position each row stands, to which cache slot it is written, and which slots it may attend. The
 cache's whole state is one number, so taking back a rejected tree means moving that number. When a
 model is loaded its matrices are joined and laid out for passes of a few rows. On CUDA a pass has
-one of a few fixed shapes (cuda_graphs.py).
+one of a few fixed shapes (engine/cuda_graphs.py).
 
 Architecture: Black et al. 2022 (GPT-NeoX-20B); Biderman et al. 2023 (Pythia).
 Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary.
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import (
+from engine.checkpoint import (
     ACTIVATIONS,
     EMBED_IN,
     EMBED_OUT,
@@ -40,7 +40,7 @@ from checkpoint import (
     read_config,
     weight_bytes,
 )
-from cuda_graphs import ROW_COUNTS, FixedPasses, row_count, slot_count
+from engine.cuda_graphs import ROW_COUNTS, FixedPasses, row_count, slot_count
 
 COLUMNS = 40  # of a matrix, at most, that are stored together on CPU
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt

@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint import (
+from dynatree import run_command_line
+from engine.checkpoint import (
     EMBED_IN,
     EMBED_OUT,
     FINAL_NORM,
@@ -32,7 +33,6 @@ from checkpoint import (
     read_config,
     read_json,
 )
-from dynatree import run_command_line
 from inputs import Parser, UsageError
 
 NEVER = -60.0  # the logit of an added id

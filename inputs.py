@@ -21,12 +21,12 @@ from typing import NoReturn, TypeVar
 import torch
 from tokenizers import Tokenizer
 
-from checkpoint import DTYPES, CheckpointError, find_checkpoint, read_json
 from draft_tree import Settings
+from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint, read_json
+from engine.sampling import Sampling
+from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
 from retrieval import Graft, Recycle, WithTable, load_table
-from sampling import Sampling
-from streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 
 TINY = Path(__file__).parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import torch
 
-from cuda_graphs import ROW_COUNTS
 from dynatree import Step, Stopwatch
+from engine.cuda_graphs import ROW_COUNTS
 from gpt_neox import GPTNeoX, KVCache
 
 COPY_BYTES = 2**28  # past every cache, so that memory itself is measured

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draft_tree import Tree
-from sampling import Sampler
+from engine.sampling import Sampler
 
 
 def tree_mask(ancestors: Tensor, length: int) -> Tensor:

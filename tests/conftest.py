@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import cuda_graphs
-from checkpoint import Config, expected_shapes
+from engine import cuda_graphs
+from engine.checkpoint import Config, expected_shapes
 from gpt_neox import GPTNeoX
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"

@@ -15,8 +15,8 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import checkpoint
-from checkpoint import EMBED_IN, EMBED_OUT, CheckpointError, Config
+from engine import checkpoint
+from engine.checkpoint import EMBED_IN, EMBED_OUT, CheckpointError, Config
 from gpt_neox import GPTNeoX, OutOfMemory
 
 PREFIX = list(range(40, 50))

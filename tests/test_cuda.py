@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from draft_tree import Alone, DynaTree, Settings
 from dynatree import METHODS, generate, token_ids
+from engine.sampling import Sampling
 from gpt_neox import GPTNeoX, attend
-from sampling import Sampling
 
 pytestmark = [
     pytest.mark.cuda,

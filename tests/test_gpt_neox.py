@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt_neox
-from checkpoint import EMBED_IN
+from engine.checkpoint import EMBED_IN
 from gpt_neox import GPTNeoX, KVCache, OutOfMemory
 
 Golden = tuple[GPTNeoX, dict[str, Tensor]]

@@ -16,8 +16,8 @@ from auto import Auto
 from draft_tree import Chain, DynaTree, Fixed, Settings, Tree, grow
 from dynatree import METHODS, generate, token_ids
 from dyspec import DySpec
+from engine.sampling import Sampler, Sampling
 from retrieval import GraftRule
-from sampling import Sampler, Sampling
 from verify import accept_sampled, try_child
 
 CPU = torch.device("cpu")

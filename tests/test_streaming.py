@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 
 from draft_tree import Alone, Chain, DynaTree, Settings
 from dynatree import METHODS, Drafter, Stopwatch, generate, token_ids
+from engine.streaming import Window
 from gpt_neox import GPTNeoX
 from retrieval import Graft, Recycle
-from streaming import Window
 
 N = 10
 
