@@ -26,8 +26,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from auto import Auto
-from deagle import Deagle
 from draft_tree import (
     MAX_ROWS,
     Alone,
@@ -41,7 +39,6 @@ from draft_tree import (
     lone,
     to_host,
 )
-from dyspec import DySpec
 from engine.checkpoint import CheckpointError, HubUnreachable, first_line
 from engine.sampling import Sampler, Sampling
 from engine.streaming import WHOLE_TEXT, Window
@@ -60,7 +57,10 @@ from inputs import (
     parse_settings,
     read_prompt,
 )
-from retrieval import Graft, Recycle, TableError, WithTable, save_table
+from methods.auto import Auto
+from methods.deagle import Deagle
+from methods.dyspec import DySpec
+from methods.retrieval import Graft, Recycle, TableError, WithTable, save_table
 from terminal import TextStream, describe, draw_tree
 from verify import accept_greedy, accept_sampled, tree_mask, tree_positions
 

@@ -26,7 +26,7 @@ from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint, read_jso
 from engine.sampling import Sampling
 from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
-from retrieval import Graft, Recycle, WithTable, load_table
+from methods.retrieval import Graft, Recycle, WithTable, load_table
 
 TINY = Path(__file__).parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it

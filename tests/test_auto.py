@@ -8,12 +8,12 @@ import torch
 from conftest import random_config, random_model, random_tensors
 from test_draft_tree import FakeDraft, paths
 
-import learning
-from auto import DRAFT_GUESS, MEMORY_GUESS, Auto, AutoRule
 from draft_tree import Tree, grow
 from dynatree import generate, token_ids
 from gpt_neox import GPTNeoX
-from learning import Costs, Counts, Memory, Worth
+from methods import learning
+from methods.auto import DRAFT_GUESS, MEMORY_GUESS, Auto, AutoRule
+from methods.learning import Costs, Counts, Memory, Worth
 
 N_IDS = 32
 FREE = {"c_tree": 0.0, "c_row": 0.0001, "c_draft": 0.0, "c_level": 0.0}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_draft_tree import ROOT, FakeDraft, paths
 
-from deagle import Deagle, votes
 from draft_tree import grow
+from methods.deagle import Deagle, votes
 
 SETTINGS = Deagle()
 

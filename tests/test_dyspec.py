@@ -9,7 +9,7 @@ import torch
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, paths
 
 from draft_tree import Level, grow
-from dyspec import DySpec, DySpecRule, draw_values
+from methods.dyspec import DySpec, DySpecRule, draw_values
 
 DEPTH = 6
 

@@ -17,13 +17,13 @@ from conftest import TINY, pretend_capture, random_config, random_tensors
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from auto import Auto
-from deagle import Deagle
 from draft_tree import Alone, Chain, DynaTree, Fixed
 from dynatree import METHODS, TIE, Settings, Step, cut, generate, token_ids
-from dyspec import DySpec
 from gpt_neox import GPTNeoX
-from retrieval import BASES, Graft, Recycle
+from methods.auto import Auto
+from methods.deagle import Deagle
+from methods.dyspec import DySpec
+from methods.retrieval import BASES, Graft, Recycle
 
 GOLDEN = sorted(path for path in (Path(__file__).parent / "golden").iterdir())
 CASES = 25  # per method and kind of shapes

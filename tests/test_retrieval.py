@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from draft_tree import Chain, Fixed, grow, lone
 from dynatree import generate, measure, token_ids
 from gpt_neox import GPTNeoX
-from retrieval import (
+from methods.retrieval import (
     RANK_PROBS,
     Graft,
     GraftRule,

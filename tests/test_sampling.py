@@ -12,12 +12,12 @@ from conftest import random_model
 from torch import Tensor
 
 import verify
-from auto import Auto
 from draft_tree import Chain, DynaTree, Fixed, Settings, Tree, grow
 from dynatree import METHODS, generate, token_ids
-from dyspec import DySpec
 from engine.sampling import Sampler, Sampling
-from retrieval import GraftRule
+from methods.auto import Auto
+from methods.dyspec import DySpec
+from methods.retrieval import GraftRule
 from verify import accept_sampled, try_child
 
 CPU = torch.device("cpu")

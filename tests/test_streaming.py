@@ -20,7 +20,7 @@ from draft_tree import Alone, Chain, DynaTree, Settings
 from dynatree import METHODS, Drafter, Stopwatch, generate, token_ids
 from engine.streaming import Window
 from gpt_neox import GPTNeoX
-from retrieval import Graft, Recycle
+from methods.retrieval import Graft, Recycle
 
 N = 10
 

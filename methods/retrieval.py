@@ -24,7 +24,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deagle import Deagle
 from draft_tree import (
     MAX_ROWS,
     Chain,
@@ -40,7 +39,8 @@ from draft_tree import (
     setting,
     top_k,
 )
-from dyspec import DySpec
+from methods.deagle import Deagle
+from methods.dyspec import DySpec
 
 BASES = {"linear": Chain, "fixed": Fixed, "dynatree": DynaTree, "dyspec": DySpec, "deagle": Deagle}
 # How often the target's next token is the successor of this rank: measured on 24 texts of the

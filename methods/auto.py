@@ -38,7 +38,7 @@ from draft_tree import (
     setting,
     top_k,
 )
-from learning import Costs, Counts, Memory, Worth
+from methods.learning import Costs, Counts, Memory, Worth
 
 # Chance of a candidate before anything is counted, by the draft's confidence in it ...
 CONFIDENCE = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)  # bounds of the bins

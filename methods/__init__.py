@@ -1,0 +1,1 @@
+"""One file for each method beside dynatree, which is in draft_tree.py."""
