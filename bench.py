@@ -29,6 +29,17 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from cli.inputs import (
+    Pair,
+    Parser,
+    UsageError,
+    add_model_options,
+    choose_device,
+    choose_dtype,
+    choose_sampling,
+    open_pair,
+    parse_settings,
+)
 from draft_tree import Settings
 from dynatree import (
     CONTROL_ROWS,
@@ -46,17 +57,6 @@ from dynatree import (
     versions,
 )
 from engine.sampling import Sampling
-from inputs import (
-    Pair,
-    Parser,
-    UsageError,
-    add_model_options,
-    choose_device,
-    choose_dtype,
-    choose_sampling,
-    open_pair,
-    parse_settings,
-)
 from memory import in_own_process, measure_memory, used_memory
 from peers import PEERS, Peers, require_transformers
 from prompts import DATASETS, cut_prompts, load_prompts

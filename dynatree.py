@@ -26,6 +26,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cli.inputs import (
+    Pair,
+    Parser,
+    UsageError,
+    add_model_options,
+    add_sampling_options,
+    choose_sampling,
+    choose_window,
+    encode,
+    open_pair,
+    open_table,
+    parse_settings,
+    read_prompt,
+)
+from cli.terminal import TextStream, describe, draw_tree
 from draft_tree import (
     MAX_ROWS,
     Alone,
@@ -43,25 +58,10 @@ from engine.checkpoint import CheckpointError, HubUnreachable, first_line
 from engine.sampling import Sampler, Sampling
 from engine.streaming import WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX, KVCache, OutOfMemory, require_memory
-from inputs import (
-    Pair,
-    Parser,
-    UsageError,
-    add_model_options,
-    add_sampling_options,
-    choose_sampling,
-    choose_window,
-    encode,
-    open_pair,
-    open_table,
-    parse_settings,
-    read_prompt,
-)
 from methods.auto import Auto
 from methods.deagle import Deagle
 from methods.dyspec import DySpec
 from methods.retrieval import Graft, Recycle, TableError, WithTable, save_table
-from terminal import TextStream, describe, draw_tree
 from verify import accept_greedy, accept_sampled, tree_mask, tree_positions
 
 METHODS: dict[str, type[Settings]] = {

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cli.inputs import Parser, UsageError
 from dynatree import run_command_line
 from engine.checkpoint import (
     EMBED_IN,
@@ -33,7 +34,6 @@ from engine.checkpoint import (
     read_config,
     read_json,
 )
-from inputs import Parser, UsageError
 
 NEVER = -60.0  # the logit of an added id
 

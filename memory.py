@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from cli.inputs import UsageError, open_pair, parse_settings
 from dynatree import METHODS, Request, token_ids
 from engine.checkpoint import weight_bytes
 from engine.sampling import Sampling
 from gpt_neox import OutOfMemory
-from inputs import UsageError, open_pair, parse_settings
 from results import Run
 
 

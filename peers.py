@@ -12,8 +12,8 @@ import time
 import torch
 from torch import Tensor
 
+from cli.inputs import Pair, UsageError
 from dynatree import Step
-from inputs import Pair, UsageError
 
 PEERS = {"hf-ar": "transformers generate, greedy", "hf-assisted": "its assisted generation"}
 

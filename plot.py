@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cli.inputs import Parser, UsageError
 from dynatree import run_command_line
-from inputs import Parser, UsageError
 from results import Results, Row
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from inputs import UsageError, encode
+from cli.inputs import UsageError, encode
 
 DATASETS = ("builtin", "wikitext2")
 WIKITEXT_REPOSITORY, WIKITEXT_ZIP = "ggml-org/ci", "wikitext-2-raw-v1.zip"

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from cli.inputs import UsageError, parse_settings
 from dynatree import METHODS
-from inputs import UsageError, parse_settings
 from peers import PEERS
 from results import COLUMNS, Run
 

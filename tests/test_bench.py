@@ -15,10 +15,10 @@ from conftest import random_model
 import bench
 import dynatree
 from bench import main
+from cli.inputs import Pair
 from draft_tree import Alone, Chain, DynaTree, Fixed
 from dynatree import METHODS, Step, generate
 from gpt_neox import OutOfMemory
-from inputs import Pair
 from memory import in_own_process
 from results import Results, Run
 from step_times import StepTimes, count_passes, interpolate, measure_step_times, step_bytes

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import dynatree
-import inputs
+from cli import inputs
 from dynatree import Step, main
 from gpt_neox import GPTNeoX
 

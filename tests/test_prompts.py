@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from conftest import TINY
 
-from inputs import UsageError, load_tokenizer
+from cli.inputs import UsageError, load_tokenizer
 from prompts import BUILTIN, WIKITEXT_FILE, cut_prompts, load_prompts, paragraphs
 
 LONG = "word " * 50

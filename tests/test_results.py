@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import main
-from inputs import UsageError
+from cli.inputs import UsageError
 from results import README_START, Results, Run, readme_section, text_table, update_readme
 
 ROOT = Path(__file__).parent.parent

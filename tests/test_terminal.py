@@ -7,8 +7,8 @@ import torch
 from conftest import TINY
 from tokenizers import Tokenizer
 
+from cli.terminal import INCOMPLETE, TextStream, draw_tree
 from draft_tree import Tree
-from terminal import INCOMPLETE, TextStream, draw_tree
 
 TEXT = "naïve café — “quoted” 日本語 🚢🌊 ok"
 

@@ -28,7 +28,7 @@ from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
 from methods.retrieval import Graft, Recycle, WithTable, load_table
 
-TINY = Path(__file__).parent / "models" / "tiny"
+TINY = Path(__file__).parent.parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
