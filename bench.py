@@ -29,6 +29,21 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from benchmark.memory import in_own_process, measure_memory, used_memory
+from benchmark.peers import PEERS, Peers, require_transformers
+from benchmark.prompts import DATASETS, cut_prompts, load_prompts
+from benchmark.results import COLUMNS, Results, Run, update_readme
+from benchmark.step_times import StepTimes, count_passes, measure_step_times
+from benchmark.tables import (
+    TABLES,
+    Table,
+    at_every_size,
+    choose_columns,
+    choose_runs,
+    interleave,
+    parse_sizes,
+    parse_temperatures,
+)
 from cli.inputs import (
     Pair,
     Parser,
@@ -57,21 +72,6 @@ from dynatree import (
     versions,
 )
 from engine.sampling import Sampling
-from memory import in_own_process, measure_memory, used_memory
-from peers import PEERS, Peers, require_transformers
-from prompts import DATASETS, cut_prompts, load_prompts
-from results import COLUMNS, Results, Run, update_readme
-from step_times import StepTimes, count_passes, measure_step_times
-from tables import (
-    TABLES,
-    Table,
-    at_every_size,
-    choose_columns,
-    choose_runs,
-    interleave,
-    parse_sizes,
-    parse_temperatures,
-)
 
 ROOT = Path(__file__).parent
 

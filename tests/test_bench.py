@@ -15,14 +15,20 @@ from conftest import random_model
 import bench
 import dynatree
 from bench import main
+from benchmark.memory import in_own_process
+from benchmark.results import Results, Run
+from benchmark.step_times import (
+    StepTimes,
+    count_passes,
+    interpolate,
+    measure_step_times,
+    step_bytes,
+)
+from benchmark.tables import TABLES, Table, choose_runs, interleave
 from cli.inputs import Pair
 from draft_tree import Alone, Chain, DynaTree, Fixed
 from dynatree import METHODS, Step, generate
 from gpt_neox import OutOfMemory
-from memory import in_own_process
-from results import Results, Run
-from step_times import StepTimes, count_passes, interpolate, measure_step_times, step_bytes
-from tables import TABLES, Table, choose_runs, interleave
 
 Captured = pytest.CaptureFixture[str]
 FEW = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from plot import KINDS, acceptance_by_depth, grid, main
-from results import Results, Run
-from tables import TABLES
+from benchmark.plot import KINDS, acceptance_by_depth, grid, main
+from benchmark.results import Results, Run
+from benchmark.tables import TABLES
 
 MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "processor": "P", "threads": 2}
 MACHINE |= {"torch": "2.13.0", "python": "3.11", "commit": "abc"}
@@ -99,7 +99,7 @@ def test_mistakes(
     empty.save(Path(file))
     assert "has no records yet" in error_of(file)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert error_of(file) == "error: plot.py needs matplotlib: pip install matplotlib==3.11.2\n"
+    assert error_of(file) == "error: figures need matplotlib: pip install matplotlib==3.11.2\n"
 
 
 def test_a_folder_that_cannot_be_written(

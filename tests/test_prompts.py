@@ -8,8 +8,8 @@ import huggingface_hub
 import pytest
 from conftest import TINY
 
+from benchmark.prompts import BUILTIN, WIKITEXT_FILE, cut_prompts, load_prompts, paragraphs
 from cli.inputs import UsageError, load_tokenizer
-from prompts import BUILTIN, WIKITEXT_FILE, cut_prompts, load_prompts, paragraphs
 
 LONG = "word " * 50
 WIKITEXT = f" \n = Title = \n \n {LONG}\n more of it \n \n = = Part = = \n \n short \n \n {LONG}\n"

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from benchmark.peers import PEERS
+from benchmark.results import COLUMNS, Run
 from cli.inputs import UsageError, parse_settings
 from dynatree import METHODS
-from peers import PEERS
-from results import COLUMNS, Run
 
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}
 SPEED = ["throughput", "speedup", "spread", "predicted", "tokens_per_iter", "exact"]

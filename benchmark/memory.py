@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from benchmark.results import Run
 from cli.inputs import UsageError, open_pair, parse_settings
 from dynatree import METHODS, Request, token_ids
 from engine.checkpoint import weight_bytes
 from engine.sampling import Sampling
 from gpt_neox import OutOfMemory
-from results import Run
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:

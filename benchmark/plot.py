@@ -2,7 +2,7 @@
 
 matplotlib is needed here alone, and only when a figure is drawn.
 
-    python plot.py results/main_cpu.json  # writes main_cpu.png, main_cpu_depth.png beside it
+    python -m benchmark.plot results/main_cpu.json  # main_cpu.png, main_cpu_depth.png beside it
 """
 
 import argparse
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmark.results import Results, Row
 from cli.inputs import Parser, UsageError
 from dynatree import run_command_line
-from results import Results, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -253,7 +253,7 @@ KINDS: dict[
 def run(args: argparse.Namespace) -> int:
     """The command line, once parsed. Returns the exit status."""
     if not importlib.util.find_spec("matplotlib"):
-        raise UsageError("plot.py needs matplotlib: pip install matplotlib==3.11.2")
+        raise UsageError("figures need matplotlib: pip install matplotlib==3.11.2")
     for file in map(Path, args.files):
         for ending, figure in figures(Results.load(file)):
             path = (args.output or file.parent) / f"{file.stem}{ending}.png"
@@ -267,7 +267,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="plot.py", description="Draw results files as PNG figures.")
+    parser = Parser(
+        prog="python -m benchmark.plot", description="Draw results files as PNG figures."
+    )
     parser.add_argument("files", nargs="+", metavar="FILE", help="results of bench.py")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="instead of beside the file")
     return run_command_line(run, parser, arguments)
