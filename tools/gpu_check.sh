@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Everything about the CUDA path that only a GPU can tell, in one command, without a network:
 #
-#   bash gpu_check.sh                  # the embedded pair, grown to Pythia-2.8B and Pythia-70M
-#   bash gpu_check.sh TARGET DRAFT     # two checkpoint folders instead
-#   bash gpu_check.sh --dry            # tiny shapes on the CPU: does this script run?
+#   bash tools/gpu_check.sh                  # the embedded pair, grown to Pythia-2.8B and Pythia-70M
+#   bash tools/gpu_check.sh TARGET DRAFT     # two checkpoint folders instead
+#   bash tools/gpu_check.sh --dry            # tiny shapes on the CPU: does this script run?
 #
 # Tests marked cuda; exactness in float32; then in float16 step times beside the bandwidth floor,
 # memory, every method, the graphs against none (ar eager) and rounding alone (ar rows=16). Leaves
 # results/gpu_<device>.json (nothing when dry) and prints its table last.
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 grown=models/grown
 trap 'rm -rf "$work" "$grown"' EXIT
@@ -20,7 +20,7 @@ if [ "${1:-}" = --dry ]; then
   shift
 fi
 if [ $# -ne 0 ] && [ $# -ne 2 ]; then
-  echo "usage: bash gpu_check.sh [--dry] [TARGET DRAFT]" >&2
+  echo "usage: bash tools/gpu_check.sh [--dry] [TARGET DRAFT]" >&2
   exit 2
 fi
 
@@ -33,7 +33,7 @@ if $dry; then
   file=$work/gpu_dry.json
 else
   if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "error: torch sees no CUDA device; bash gpu_check.sh --dry runs without one" >&2
+    echo "error: torch sees no CUDA device; bash tools/gpu_check.sh --dry runs without one" >&2
     exit 2
   fi
   name=$(python -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "_"))')
@@ -61,8 +61,8 @@ if [ $# -eq 2 ]; then
   models=(--target "$1" --draft "$2")
 else
   step "growing the embedded pair"
-  python grow.py models/tiny/target "$grown/target" "${target_shape[@]}"
-  python grow.py models/tiny/draft "$grown/draft" "${draft_shape[@]}"
+  python tools/enlarge.py models/tiny/target "$grown/target" "${target_shape[@]}"
+  python tools/enlarge.py models/tiny/draft "$grown/draft" "${draft_shape[@]}"
   models=(--target "$grown/target" --draft "$grown/draft")
 fi
 

@@ -6,8 +6,9 @@ every head of the small model is repeated r times and what reads them is divided
 added that write nothing, and ids are added that no text comes to. Up to rounding the logits are the
 small model's.
 
-    python grow.py models/tiny/target FOLDER --hidden 2560 --layers 32 --vocab 50304   # Pythia-2.8B
-    python grow.py models/tiny/draft FOLDER --hidden 512 --layers 6 --vocab 50304      # Pythia-70M
+    # to the shapes of Pythia-2.8B and Pythia-70M
+    python tools/enlarge.py models/tiny/target FOLDER --hidden 2560 --layers 32 --vocab 50304
+    python tools/enlarge.py models/tiny/draft FOLDER --hidden 512 --layers 6 --vocab 50304
 """
 
 import json
@@ -21,6 +22,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
 from cli.inputs import Parser, UsageError
 from dynatree import run_command_line
@@ -38,7 +41,7 @@ from engine.checkpoint import (
 NEVER = -60.0  # the logit of an added id
 
 
-def grow_tensors(
+def enlarge_tensors(
     tensors: dict[str, Tensor], r: int, n_layers: tuple[int, int], n_ids: int
 ) -> dict[str, Tensor]:
     """The tensors of the larger model, float16. n_layers: of the small one, of the large one."""
@@ -88,7 +91,7 @@ def run(args: Namespace) -> int:
             f"than {config.n_layers} layers and {config.vocab_size} ids"
         )
     tensors = load_tensors(source, config, torch.device("cpu"), torch.float32)
-    grown = grow_tensors(tensors, r, (config.n_layers, args.layers), args.vocab)
+    grown = enlarge_tensors(tensors, r, (config.n_layers, args.layers), args.vocab)
     raw = read_json(source / "config.json")
     raw |= {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "vocab_size": args.vocab}
     raw |= {"num_attention_heads": config.n_heads * r, "tie_word_embeddings": False}
@@ -104,7 +107,7 @@ def run(args: Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="grow.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="tools/enlarge.py", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="folder of the small checkpoint")
     parser.add_argument("folder", help="where the large one goes, in float16")
     for name, what in (("hidden", "hidden size"), ("layers", "layers"), ("vocab", "ids")):

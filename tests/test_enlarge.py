@@ -1,18 +1,18 @@
-"""Growing a checkpoint changes its shape and nothing that it computes."""
+"""Enlarging a checkpoint changes its shape and nothing that it computes."""
 
 from pathlib import Path
 
 import pytest
 from conftest import TINY, run
 
-import grow
 from gpt_neox import GPTNeoX
+from tools import enlarge
 
 
 @pytest.mark.parametrize(("role", "hidden", "layers"), [("target", 640, 7), ("draft", 384, 2)])
 def test_logits_stay(role: str, hidden: int, layers: int, tmp_path: Path) -> None:
     sizes = ["--hidden", str(hidden), "--layers", str(layers), "--vocab", "4200"]
-    assert grow.main([str(TINY / role), str(tmp_path / "large"), *sizes]) == 0
+    assert enlarge.main([str(TINY / role), str(tmp_path / "large"), *sizes]) == 0
     small, large = GPTNeoX.from_pretrained(TINY / role), GPTNeoX.from_pretrained(tmp_path / "large")
     assert large.config.hidden_size == hidden and large.config.n_layers == layers
     assert large.config.head_size == small.config.head_size
@@ -28,5 +28,5 @@ def test_a_shape_it_cannot_grow_to(
 ) -> None:
     sizes = {"hidden": 640, "layers": 7, "vocab": 4200} | change
     options = [text for name, n in sizes.items() for text in (f"--{name}", str(n))]
-    assert grow.main([str(TINY / "target"), str(tmp_path / "large"), *options]) == 2
+    assert enlarge.main([str(TINY / "target"), str(tmp_path / "large"), *options]) == 2
     assert "320" in capsys.readouterr().err and not list(tmp_path.iterdir())
