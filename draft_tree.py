@@ -156,7 +156,7 @@ def grow(
             draft_probs.append(sampler.warp(draft_logits))
             candidates, values = _draw_candidates(draft_logits, draft_probs[-1], k, sampler)
         else:
-            values, candidates = top_k(torch.log_softmax(draft_logits, dim=-1), k)  # [W, k] each
+            values, candidates = torch.log_softmax(draft_logits, dim=-1).topk(k)  # [W, k] each
         values, candidates = to_host(values, candidates)  # the level's one read
         run_rows += rows.tolist()
         level = Level(depth, values, logprobs.unsqueeze(1) + values, bool(sampler))
@@ -181,26 +181,6 @@ def grow(
     if n_rows > rule.max_rows:
         tree = likeliest(tree, rule.max_rows)
     return rule.extend(tree, max_depth)
-
-
-def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and indices [W, k] of the largest in each row of x [W, V], best first.
-
-    On CUDA the best of each block of a row, then of these: few rows of 50,304 are reported to take
-    tens of microseconds at once (pytorch issue 71081; not measured here).
-    """
-    if x.device.type == "cpu":
-        return x.topk(k)
-    fitting = (n for n in range(128, 7, -1) if x.shape[1] % n == 0 and x.shape[1] >= n * k)
-    return top_k_by_blocks(x, k, next(fitting, 1))
-
-
-def top_k_by_blocks(x: Tensor, k: int, n_blocks: int) -> tuple[Tensor, Tensor]:
-    """top_k in two stages; n_blocks divides the length of a row, with k or more in each."""
-    best, places = x.unflatten(1, (n_blocks, -1)).topk(k)  # [W, n_blocks, k] each
-    values, which = best.flatten(1).topk(k)
-    indices = places.flatten(1).gather(1, which) + which // k * (x.shape[1] // n_blocks)
-    return values, indices
 
 
 def to_host(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

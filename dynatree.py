@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import islice, pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ from cli.inputs import (
     choose_window,
     encode,
     open_pair,
-    open_table,
     parse_settings,
     read_prompt,
 )
@@ -61,7 +59,7 @@ from gpt_neox import GPTNeoX, KVCache, OutOfMemory, require_memory
 from methods.auto import Auto
 from methods.deagle import Deagle
 from methods.dyspec import DySpec
-from methods.retrieval import Graft, Recycle, TableError, WithTable, save_table
+from methods.retrieval import Graft, Recycle
 from verify import accept_greedy, accept_sampled, tree_mask, tree_positions
 
 METHODS: dict[str, type[Settings]] = {
@@ -457,7 +455,6 @@ def build_parser() -> Parser:
     add_sampling_options(parser)
     add("--window", type=int, metavar="N", help="keep the latest N tokens in the cache (all)")
     add("--sinks", type=int, metavar="N", help="and with a window the first N (4)")
-    add("--keep-table", metavar="FILE", help="go on with the successor table of earlier runs")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
     add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
     add_model_options(parser)
@@ -643,8 +640,6 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     reported |= {"eos_ids": eos_ids, "sampling": asdict(sampling) if sampling else None}
     reported |= {"window": asdict(window) if args.window else None}
     request = Request(pair, prompt, args.max_new_tokens, eos_ids, args.commit, sampling, window)
-    if args.keep_table:
-        settings = open_table(args.keep_table, settings, pair.target)
     return request, settings, reported
 
 
@@ -652,8 +647,7 @@ def run(args: argparse.Namespace) -> int:
     """The command line, once parsed. Returns the exit status."""
     request, settings, reported = prepare(args)
     if args.compare:  # warm up, so that whichever runs first does not pay for it
-        warm = settings.settings if isinstance(settings, WithTable) else settings
-        for warm_up in (warm, Alone()):
+        for warm_up in (settings, Alone()):
             list(islice(request.decode(warm_up), WARM_UP_STEPS))
     steps, is_interrupted = stream(request, settings, args)
     if not steps:
@@ -663,8 +657,6 @@ def run(args: argparse.Namespace) -> int:
     n_graphs, capture_s = request.pair.captured()
     if n_graphs:
         say(f"captured {n_graphs} graphs in {capture_s:.1f} s, which no figure counts")
-    if isinstance(settings, WithTable):
-        save_table(settings.table, Path(args.keep_table))
     if args.method != "ar" and metrics.iterations and not metrics.draft_nodes:
         say("note: nothing was drafted; if the draft overflows in float16, try --dtype bfloat16")
     try:
@@ -715,7 +707,7 @@ def run_command_line(
     except (OutOfMemory, torch.OutOfMemoryError) as error:
         lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
         say(f"error: {first_line(error)}{lower}")
-    except (UsageError, CheckpointError, TableError, NonFiniteLogits) as error:
+    except (UsageError, CheckpointError, NonFiniteLogits) as error:
         say(f"error: {' '.join(str(error).split())}")
     return 2
 

@@ -35,10 +35,6 @@ class StepTimes:
     draft_bytes: int
     copy_gb_s: float  # gigabytes read and written per second by a large copy
 
-    def floor_ms(self, n_bytes: int) -> float:
-        """The least that reading n_bytes can take at the measured bandwidth."""
-        return n_bytes / self.copy_gb_s / 1e6
-
     def predict_ms(self, drafts: Mapping[int, int], verifies: Mapping[int, int]) -> float:
         """Milliseconds of the forwards alone; both arguments: rows of a forward -> how many."""
         return sum(

@@ -44,7 +44,6 @@ def _sweep() -> Iterator[str]:
 
 
 EVERY_METHOD = tuple(METHODS)
-OFF = "breadth=off depth=off history=off"
 TABLES = {
     "main": Table(
         "every method",

@@ -21,12 +21,10 @@ from typing import NoReturn, TypeVar
 import torch
 from tokenizers import Tokenizer
 
-from draft_tree import Settings
 from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint, read_json
 from engine.sampling import Sampling
 from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
-from methods.retrieval import Graft, Recycle, WithTable, load_table
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
@@ -95,18 +93,6 @@ def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pai
     if not max_rows <= size <= most:
         raise UsageError(f"--window {size}: {max_rows} to {most} ({why})")
     return window
-
-
-def open_table(file: str, settings: Settings, target: GPTNeoX) -> WithTable:
-    """The settings with the successor table of a file, new if there is none; raises TableError.
-
-    Raises UsageError if the method has no table or the file could not be written afterwards.
-    """
-    if not isinstance(settings, Recycle | Graft):
-        raise UsageError("--keep-table needs a method that has a successor table")
-    if not Path(file).absolute().parent.is_dir():
-        raise UsageError(f"--keep-table {file}: its folder does not exist")
-    return WithTable(settings, load_table(Path(file), target.config.vocab_size))
 
 
 def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:

@@ -36,7 +36,6 @@ from draft_tree import (
     check_settings,
     mark_ancestors,
     setting,
-    top_k,
 )
 from methods.learning import Costs, Counts, Memory, Worth
 
@@ -131,7 +130,7 @@ class AutoRule(Rule):
 
     def read(self, tokens: Tensor, logits: Tensor) -> None:
         """Remember the prompt at once; of a tree it must first be known what was accepted."""
-        self.best = top_k(logits, min(N_RANKS, logits.shape[1]))[1].tolist()
+        self.best = logits.topk(min(N_RANKS, logits.shape[1])).indices.tolist()
         if self.nodes:
             return
         for token, best in zip(tokens.tolist(), self.best, strict=True):

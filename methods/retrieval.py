@@ -17,11 +17,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_tree import (
@@ -37,7 +34,6 @@ from draft_tree import (
     log_threshold,
     mark_ancestors,
     setting,
-    top_k,
 )
 from methods.deagle import Deagle
 from methods.dyspec import DySpec
@@ -110,7 +106,7 @@ class SuccessorTable:
         if not len(self.ids):
             shape = (n_ids + 1, len(RANK_PROBS))
             self.ids = torch.full(shape, n_ids)
-        tokens, best = tokens.cpu(), top_k(logits, k)[1].cpu()  # [n], [n, k]
+        tokens, best = tokens.cpu(), logits.topk(k).indices.cpu()  # [n], [n, k]
         order = torch.arange(len(tokens))
         # A token read twice takes its last row: all its writes then write the same, in any order
         last = ((tokens[:, None] == tokens) * order).amax(dim=1)
@@ -171,51 +167,6 @@ def path_keys(tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
     mixed = (tokens + 1) * (2 * depths + 1) * 0x5851F42D4C957F2D
     mixed = (mixed ^ (mixed >> 29)) * 0x14057B7EF767814F
     return (mixed * ancestors).sum(dim=1)
-
-
-@dataclass(frozen=True)
-class WithTable:
-    """Settings of recycle or graft whose generations share a table, one after the other."""
-
-    settings: "Recycle | Graft"
-    table: SuccessorTable
-
-    def rule(self) -> "GraftRule":
-        rule = self.settings.rule()
-        rule.table = self.table
-        return rule
-
-
-class TableError(Exception):
-    """A file that is no successor table, or cannot become one; the message is one line."""
-
-
-def load_table(file: Path, n_ids: int) -> SuccessorTable:
-    """The table of a file that `save_table` wrote; an empty one if there is no such file yet.
-
-    Raises TableError, also if the table is for another vocabulary than n_ids.
-    """
-    table = SuccessorTable()
-    if not file.exists():
-        return table
-    try:
-        ids = load_file(file)["successors"]
-    except (SafetensorError, OSError, KeyError) as error:
-        raise TableError(f"{file} is not a successor table: {error}") from error
-    if ids.dtype != torch.int64 or ids.shape != (n_ids + 1, len(RANK_PROBS)):
-        raise TableError(f"{file} is not a successor table for a vocabulary of {n_ids}")
-    if not ((ids >= 0) & (ids <= n_ids)).all() or (ids[-1] != n_ids).any():
-        raise TableError(f"{file} holds ids outside the vocabulary of {n_ids}")
-    table.ids = ids
-    return table
-
-
-def save_table(table: SuccessorTable, file: Path) -> None:
-    """Write a table; an existing file is replaced only once the new one is whole."""
-    try:
-        save_file({"successors": table.ids}, file)
-    except (SafetensorError, OSError) as error:
-        raise TableError(f"{file} cannot be written: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_tree import Rule, Settings
 from engine import cuda_graphs
 from engine.checkpoint import Config, expected_shapes
 from gpt_neox import GPTNeoX
@@ -28,6 +29,18 @@ def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         return run, None
 
     monkeypatch.setattr(cuda_graphs, "record", record)
+
+
+class Remembering:
+    """Settings that keep every rule they hand out."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.rules: list[Rule] = []
+
+    def rule(self) -> Rule:
+        self.rules.append(self.settings.rule())
+        return self.rules[-1]
 
 
 def random_config(**changes: object) -> Config:

@@ -157,14 +157,6 @@ def test_streaming_past_the_trained_positions(capsys: Captured) -> None:
     assert "warning" not in captured.err and "not the text of full attention" in captured.err
 
 
-def test_a_kept_table_helps_the_next_run(capsys: Captured, tmp_path: Path) -> None:
-    arguments = ["--method", "recycle", "--keep-table", str(tmp_path / "table")]
-    arguments += ["--max-new-tokens", "30"]
-    first, second = (run_json(capsys, *arguments, "--compare") for _ in range(2))
-    assert first["token_ids"] == second["token_ids"] and second["compare"]["exact"]
-    assert first["metrics"]["iterations"] > second["metrics"]["iterations"]
-
-
 def test_a_draft_that_is_not_needed_is_said(capsys: Captured) -> None:
     arguments = ["--prompt", "a", "--max-new-tokens", "2", "--method", "ar", "--draft", "./none"]
     assert main(arguments) == 0
@@ -252,9 +244,6 @@ MISTAKES = {
     "many sinks": (["--prompt", "a", "--window", "64", "--sinks", "2000"], "--sinks 2000 leaves"),
     "sinks below 0": (["--prompt", "a", "--window", "64", "--sinks", "-1"], "--sinks -1"),
     "sinks alone": (["--prompt", "a", "--sinks", "4"], "--sinks needs a --window"),
-    "table of none": (["--prompt", "a", "--keep-table", "t"], "that has a successor table"),
-    "no table": (["--prompt", "a", "--method", "auto", "--keep-table", "t"], "successor table"),
-    "table nowhere": (["--prompt", "a", "--method", "graft", "--keep-table", "x/t"], "folder"),
     "no thread": (["--prompt", "a", "--threads", "0"], "--threads 0"),
     "many threads": (["--prompt", "a", "--threads", "100000"], "--threads 100000"),
     "unknown flag": (["--prompt", "a", "--fast"], "--fast"),

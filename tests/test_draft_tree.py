@@ -26,7 +26,6 @@ from draft_tree import (
     Rule,
     Tree,
     grow,
-    top_k_by_blocks,
 )
 
 VOCAB = 32
@@ -385,11 +384,3 @@ def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
         assert_same(after, draft_tree(replace(settings, **moved(rule)), draft, 127, Counter()))
         n_changed[seed % 2] += paths(before) != paths(after)
     assert min(n_changed[0], n_changed[1]) >= 10, n_changed
-
-
-@pytest.mark.parametrize(("n_ids", "n_blocks", "k"), [(96, 8, 3), (96, 8, 12), (50304, 128, 5)])
-def test_top_k_by_blocks(n_ids: int, n_blocks: int, k: int) -> None:
-    x = torch.randn(4, n_ids, generator=torch.Generator().manual_seed(k))
-    values, indices = top_k_by_blocks(x, k, n_blocks)
-    expected = x.topk(k)
-    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)

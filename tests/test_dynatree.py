@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import random_config, random_model, random_tensors
+from conftest import Remembering, random_config, random_model, random_tensors
 from torch import Tensor
 
 import gpt_neox
-from draft_tree import Alone, Chain, DynaTree, DynaTreeRule, Fixed, Tree
+from draft_tree import Alone, Chain, DynaTree, Fixed, Tree
 from dynatree import Metrics, NonFiniteLogits, Step, cut, generate, measure, token_ids
 from gpt_neox import GPTNeoX, KVCache, OutOfMemory
 
@@ -144,17 +144,6 @@ def test_a_sibling_does_not_change_what_the_draft_thinks() -> None:
     model = random_model(7)
     (_, step) = generate(model, model, PROMPT, Fixed(D=4, B=3, tau=0.0, N_max=128), 6)
     assert len(step.path) - 1 == 4
-
-
-class Remembering:
-    """Settings that keep every rule they hand out."""
-
-    def __init__(self, settings: DynaTree):
-        self.settings, self.rules = settings, []
-
-    def rule(self) -> DynaTreeRule:
-        self.rules.append(self.settings.rule())
-        return self.rules[-1]
 
 
 def test_history_starts_fresh_in_each_generation() -> None:

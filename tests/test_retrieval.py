@@ -1,16 +1,13 @@
 """recycle and graft: the table, the template, merging and refilling, budget, determinism."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import TINY, pretend_capture, random_model
-from safetensors.torch import save_file
+from conftest import TINY, Remembering, pretend_capture, random_model
 from test_draft_tree import ROOT, FakeDraft, paths
 from tokenizers import Tokenizer
 
 from draft_tree import Chain, Fixed, grow, lone
-from dynatree import generate, measure, token_ids
+from dynatree import generate, measure
 from gpt_neox import GPTNeoX
 from methods.retrieval import (
     RANK_PROBS,
@@ -18,12 +15,8 @@ from methods.retrieval import (
     GraftRule,
     Recycle,
     SuccessorTable,
-    TableError,
     Template,
-    WithTable,
     graft,
-    load_table,
-    save_table,
     template,
 )
 
@@ -167,42 +160,6 @@ def test_recycle_on_repeated_text_commits_several_tokens_a_pass() -> None:
     assert metrics.tokens_per_iter >= 2.5
 
 
-def test_a_kept_table_goes_on_and_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
-    """The second text starts with what the first one taught; by default nothing does."""
-    target, table = random_model(0), SuccessorTable()
-    kept = WithTable(Recycle(), table)
-    first, second = (list(generate(target, None, [3, 1, 4], kept, 40)) for _ in range(2))
-    fresh = list(generate(target, None, [3, 1, 4], Recycle(), 40))
-    assert [s.tokens for s in fresh] == [s.tokens for s in first]
-    assert token_ids(second) == token_ids(first) and len(second) < len(first)
-    file = tmp_path / "table.safetensors"
-    save_table(table, file)
-    loaded = load_table(file, 96)
-    assert torch.equal(loaded.ids, table.ids)
-    again = list(generate(target, None, [3, 1, 4], WithTable(Recycle(), loaded), 40))
-    assert [s.tokens for s in again] == [
-        s.tokens for s in generate(target, None, [3, 1, 4], kept, 40)
-    ]
-
-
-def test_a_file_that_is_no_table(tmp_path: Path) -> None:
-    ids = torch.full((97, len(RANK_PROBS)), 96)
-    broken = {
-        "truncated": (None, "not a successor table"),
-        "other tensor": ({"weights": ids}, "not a successor table"),
-        "other vocabulary": ({"successors": ids[1:].clone()}, "for a vocabulary of 96"),
-        "other type": ({"successors": ids.float()}, "for a vocabulary of 96"),
-        "wild id": ({"successors": ids + 1}, "outside the vocabulary"),
-    }
-    for name, (tensors, message) in broken.items():
-        file = tmp_path / name
-        file.write_bytes(b"{") if tensors is None else save_file(tensors, file)
-        with pytest.raises(TableError, match=message):
-            load_table(file, 96)
-    with pytest.raises(TableError, match="cannot be written"):
-        save_table(SuccessorTable(), tmp_path / "no" / "folder")
-
-
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
 def test_the_table_reads_logits_before_another_pass_overwrites_them(
     commit: str, monkeypatch: pytest.MonkeyPatch
@@ -213,8 +170,8 @@ def test_the_table_reads_logits_before_another_pass_overwrites_them(
     for is_fixed in (False, True):
         target = random_model(7)
         target.is_fixed = target.has_graphs = is_fixed
-        tables.append(SuccessorTable())
-        settings = WithTable(Recycle(N=8), tables[-1])
+        settings = Remembering(Recycle(N=8))
         steps = list(generate(target, None, [3, 1, 4, 1, 5], settings, 40, commit=commit))
         assert any(len(step.path) > 2 for step in steps)
+        tables.append(settings.rules[0].table)
     assert torch.equal(tables[0].ids, tables[1].ids)
