@@ -173,7 +173,7 @@ class Bench:
         if self.results.step_times:
             times = StepTimes(**self.results.step_times)
             min_rows = settings_of(run).rule().min_rows
-            padded = partial(self.pair.target.padded, min_rows=min_rows)
+            padded = partial(self.pair.target.pool.padded, min_rows=min_rows)
             passes = count_passes(steps, len(ids), run.commit, padded)
             record["predicted_ms"] = times.predict_ms(*passes)
         return record

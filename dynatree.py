@@ -52,10 +52,12 @@ from draft_tree import (
     lone,
     to_host,
 )
+from engine.caches import require_caches
 from engine.checkpoint import CheckpointError, HubUnreachable, first_line
+from engine.memory import OutOfMemory
 from engine.sampling import Sampler, Sampling
 from engine.streaming import WHOLE_TEXT, Window
-from gpt_neox import GPTNeoX, KVCache, OutOfMemory, require_memory
+from gpt_neox import GPTNeoX, KVCache
 from methods.auto import Auto
 from methods.deagle import Deagle
 from methods.dyspec import DySpec
@@ -209,9 +211,9 @@ class Context:
     def capture(self) -> None:
         """On CUDA: the passes that are left to make, as graphs. It is set-up, so it has no time."""
         shortest = min(len(self.visible), self.window.size + self.window.sinks)
-        self.target.capture(self.cache, shortest)
+        capture(self.target, self.cache, shortest)
         if self.drafter:
-            self.drafter.model.capture(self.drafter.cache, shortest)
+            capture(self.drafter.model, self.drafter.cache, shortest)
         self.watch.lap(None)
 
     def commit(self, tree: Tree, rows: list[int], is_rebuilding: bool) -> None:
@@ -228,9 +230,14 @@ class Context:
             self.drafter.drop(self.window)
 
     def close(self) -> None:
-        self.target.release(self.cache)
+        self.target.pool.take_back(self.cache.storage)
         if self.drafter:
-            self.drafter.model.release(self.drafter.cache)
+            self.drafter.model.pool.take_back(self.drafter.cache.storage)
+
+
+def capture(model: GPTNeoX, cache: KVCache, shortest: int) -> None:
+    lengths = range(shortest, cache.capacity + 1)
+    model.pool.capture(cache.storage, lengths, cache.length, cache.min_rows)
 
 
 @torch.inference_mode()
@@ -331,9 +338,7 @@ def _make_context(
     needs = [(target, capacity, rule.max_rows)]
     if rule.max_depth:
         needs.append((draft, draft_capacity, min(rule.max_drafted, MAX_ROWS)))
-        new = [model.cache_bytes(size) for model, size, n in needs if not model.find_idle(size, n)]
-        what = f"caches of {capacity} and {draft_capacity} tokens"
-        require_memory(sum(new), target.device, what)
+        require_caches([(model.pool, *sizes) for model, *sizes in needs])
     cache, *draft_cache = [model.new_cache(*sizes, rule.min_rows) for model, *sizes in needs]
     drafter = None
     if draft_cache:
@@ -604,7 +609,7 @@ def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float |
         target = pair.float32_target
         cache = target.new_cache(min(len(ids), window.full))
         best, second = window.prefill(target, list(ids), cache).topk(2).values.tolist()
-        target.release(cache)
+        target.pool.take_back(cache.storage)
     except OutOfMemory:
         return None
     return best - second

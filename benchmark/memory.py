@@ -17,8 +17,8 @@ from benchmark.results import Run
 from cli.inputs import UsageError, open_pair, parse_settings
 from dynatree import METHODS, Request, token_ids
 from engine.checkpoint import weight_bytes
+from engine.memory import OutOfMemory
 from engine.sampling import Sampling
-from gpt_neox import OutOfMemory
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
@@ -66,7 +66,7 @@ def measure_memory(
     request = Request(pair, prompt, run.new_tokens, (), run.commit, sampling)
     steps = list(request.decode(settings))
     floor = sum(
-        weight_bytes(model.config, model.dtype) + model.cache_bytes(end + n_scratch)
+        weight_bytes(model.config, model.dtype) + model.pool.bytes(end + n_scratch)
         for model, n_scratch in ((pair.target, rule.max_rows), (pair.draft, rule.max_drafted))
         if model
     )

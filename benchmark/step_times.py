@@ -77,7 +77,7 @@ def measure_step_times(
             watch.lap("other_ms")
             samples[key].append(watch.ms["other_ms"])
     for name, model in models.items():
-        model.release(caches[name])
+        model.pool.take_back(caches[name].storage)
     medians = {name: [statistics.median(samples[name, n]) for n in ROW_COUNTS] for name in models}
     sizes = {"target_bytes": step_bytes(target, context), "draft_bytes": step_bytes(draft, context)}
     bandwidth = copy_bandwidth(target.device)
@@ -88,7 +88,8 @@ def _open_cache(model: GPTNeoX, context: int) -> KVCache:
     """A cache of `context` tokens, for every width and with what CUDA replays for it."""
     cache = model.new_cache(context + ROW_COUNTS[-1], ROW_COUNTS[-1])
     cache.advance(context)
-    model.capture(cache, context)
+    lengths = range(context, cache.capacity + 1)
+    model.pool.capture(cache.storage, lengths, context, cache.min_rows)
     return cache
 
 
@@ -110,9 +111,11 @@ def _forward(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Tenso
 
 def step_bytes(model: GPTNeoX, context: int) -> int:
     """Bytes a one-row step reads: every weight but the input embedding (one row), and the cache."""
-    products = [product for layer in model.layers for b in layer for product in (b.into, b.out_of)]
-    affine = [*products, model.embed_out, model.final_norm]
-    return sum(a.weight.nbytes + a.bias.nbytes for a in affine) + model.token_bytes * context
+    read = [model.embed_out, model.final_norm]
+    for layer in model.layers:
+        read += layer
+    weights = sum(affine.weight.nbytes + affine.bias.nbytes for affine in read)
+    return weights + model.pool.token_bytes * context
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -216,13 +216,13 @@ class Pair:
 
     def captured(self) -> tuple[int, float]:
         """CUDA graphs so far, and the seconds they took."""
-        n_graphs = sum(model.n_graphs for model in self.models)
-        return n_graphs, sum(model.capture_s for model in self.models)
+        n_graphs = sum(model.pool.n_graphs for model in self.models)
+        return n_graphs, sum(model.pool.capture_s for model in self.models)
 
     def use_graphs(self, has_graphs: bool) -> None:
         """Whether passes are replayed as CUDA graphs, as they are by default on CUDA."""
         for model in self.models:
-            model.has_graphs = has_graphs and model.is_fixed
+            model.pool.has_graphs = has_graphs and model.pool.is_fixed
 
 
 def default_models(device: torch.device) -> tuple[str, str]:

@@ -46,6 +46,10 @@ class FixedPasses:
     """The passes of at most n_rows rows over one cache of n_slots slots."""
 
     def __init__(self, run: Run, n_rows: int, n_slots: int, vocab_size: int, device: torch.device):
+        if device.type == "cuda":
+            # cuDNN's attention is reported to refuse one row, so that ar would round otherwise than
+            # a tree, and to plan anew for every length of a prompt (not measured here)
+            torch.backends.cuda.enable_cudnn_sdp(False)
         n = row_count(n_rows)
         self.run, self.n_rows = run, n
         # What a pass does not fill keeps older content: real ids, positions and slots all the same

@@ -28,7 +28,7 @@ from benchmark.tables import TABLES, Table, choose_runs, interleave
 from cli.inputs import Pair
 from draft_tree import Alone, Chain, DynaTree, Fixed
 from dynatree import METHODS, Step, generate
-from gpt_neox import OutOfMemory
+from engine.memory import OutOfMemory
 
 Captured = pytest.CaptureFixture[str]
 FEW = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
@@ -316,7 +316,7 @@ def test_step_bytes_are_every_weight_but_the_input_embedding() -> None:
     cache = 2 * 2 * 10 * hidden  # keys and values, layers, tokens
     model = random_model(0)
     assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
-    model.is_fixed = True  # then a cache has slots to spare, which no step reads
+    model.pool.is_fixed = True  # then a cache has slots to spare, which no step reads
     assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
 
 

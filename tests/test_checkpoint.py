@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine import checkpoint
 from engine.checkpoint import EMBED_IN, EMBED_OUT, CheckpointError, Config
-from gpt_neox import GPTNeoX, OutOfMemory
+from engine.memory import OutOfMemory
+from gpt_neox import GPTNeoX
 
 PREFIX = list(range(40, 50))
 Write = Callable[[Path, dict[str, Tensor]], None]

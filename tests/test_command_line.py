@@ -292,7 +292,7 @@ def test_graphs_are_counted_apart(capsys: Captured, monkeypatch: pytest.MonkeyPa
 
     def as_on_cuda(*args: object) -> GPTNeoX:
         model = load(*args)
-        model.is_fixed = model.has_graphs = True
+        model.pool.is_fixed = model.pool.has_graphs = True
         return model
 
     plain = run_json(capsys, "--max-new-tokens", "20")

@@ -10,7 +10,7 @@ from conftest import TINY, assert_close, random_config, random_tensors
 from tokenizers import Tokenizer
 
 from draft_tree import Alone, DynaTree, Settings
-from dynatree import METHODS, generate, token_ids
+from dynatree import METHODS, capture, generate, token_ids
 from engine.sampling import Sampling
 from gpt_neox import GPTNeoX, attend
 
@@ -31,7 +31,7 @@ def pair() -> tuple[GPTNeoX, GPTNeoX, list[int]]:
 
 def use_graphs(has_graphs: bool, *models: GPTNeoX) -> None:
     for model in models:
-        model.has_graphs = has_graphs
+        model.pool.has_graphs = has_graphs
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -43,9 +43,9 @@ def test_replays_write_what_eager_ar_writes(method: str, pair: tuple) -> None:
     assert token_ids(generate(target, draft, prompt, METHODS[method](), 40)) == expected[:40]
     use_graphs(True, target, draft)
     assert token_ids(generate(target, draft, prompt, METHODS[method](), 300)) == expected
-    n_graphs = target.n_graphs, draft.n_graphs
+    n_graphs = target.pool.n_graphs, draft.pool.n_graphs
     assert token_ids(generate(target, draft, prompt, METHODS[method](), 300)) == expected
-    assert (target.n_graphs, draft.n_graphs) == n_graphs and n_graphs[0], "captured once"
+    assert (target.pool.n_graphs, draft.pool.n_graphs) == n_graphs and n_graphs[0], "captured once"
 
 
 def test_the_text_is_the_one_the_cpu_writes(pair: tuple) -> None:
@@ -82,7 +82,7 @@ def test_a_replay_gives_the_eager_logits(n: int) -> None:
         use_graphs(has_graphs, model)
         cache = model.new_cache(400)
         model.prefill(prefix, cache)
-        model.capture(cache, 240)
+        capture(model, cache, 240)
         results.append(model.append([i % 90 for i in range(n)], cache).clone())
         results.append(cache.kv[:, :, :, : cache.length].clone())
     assert_close(results[2], results[0])

@@ -10,7 +10,10 @@ from torch import Tensor
 import gpt_neox
 from draft_tree import Alone, Chain, DynaTree, Fixed, Tree
 from dynatree import Metrics, NonFiniteLogits, Step, cut, generate, measure, token_ids
-from gpt_neox import GPTNeoX, KVCache, OutOfMemory
+from engine import memory
+from engine.caches import CachePool
+from engine.memory import OutOfMemory
+from gpt_neox import GPTNeoX, KVCache
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -21,9 +24,8 @@ class Stub(GPTNeoX):
     def __init__(self, follows: Callable[[int], int], vocab_size: int = 50):
         self.config = random_config(vocab_size=vocab_size, n_layers=1)
         self.follows, self.device, self.dtype = follows, torch.device("cpu"), torch.float32
-        self.turns, self.min_rows = torch.zeros(self.config.max_positions), 1
-        self.is_fixed = self.has_graphs = False
-        self.idle = []
+        self.turns = torch.zeros(self.config.max_positions)
+        self.pool = CachePool(self._make_storage, token_bytes=1, device=self.device, min_rows=1)
 
     def _run_tight(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
@@ -207,8 +209,8 @@ def test_bad_calls(prompt: list[int], settings: Alone | Chain, limit: int, commi
 def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fits alone; taken lazily, both together would only fail when they are filled."""
     target = random_model(7)
-    needed = target.cache_bytes(len(PROMPT) + 50 + 5)
-    monkeypatch.setattr(gpt_neox, "_free_host_memory", lambda: needed + needed // 2)
+    needed = target.pool.bytes(len(PROMPT) + 50 + 5)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: needed + needed // 2)
     assert len(token_ids(generate(target, None, PROMPT, Alone(), 50))) == 50
     with pytest.raises(OutOfMemory, match="caches of 60 and 60 tokens"):
         next(generate(target, target, PROMPT, Chain(K=4), 50))

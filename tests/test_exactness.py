@@ -49,9 +49,9 @@ def shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def use_shapes(shapes: str, case: int, *models: GPTNeoX) -> None:
     """Every second case pads one row to two; of the fixed shapes, replays what was captured."""
     for model in models:
-        model.is_fixed = shapes == "fixed"
-        model.has_graphs = model.is_fixed and case % 2 == 1
-        model.min_rows = 1 + case % 2
+        model.pool.is_fixed = shapes == "fixed"
+        model.pool.has_graphs = model.pool.is_fixed and case % 2 == 1
+        model.pool.min_rows = 1 + case % 2
 
 
 def greedy(target: GPTNeoX, prompt: list[int], n: int) -> list[int]:

@@ -24,8 +24,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt_neox
+from dynatree import capture
 from engine.checkpoint import EMBED_IN
-from gpt_neox import GPTNeoX, KVCache, OutOfMemory
+from engine.memory import OutOfMemory
+from gpt_neox import GPTNeoX, KVCache
 
 Golden = tuple[GPTNeoX, dict[str, Tensor]]
 Tree = tuple[list[int], list[int]]  # tokens and breadth-first parents, the root's is -1
@@ -323,13 +325,13 @@ def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
     before = cache.kv.shape
     model.append([3] * n, cache)
     assert cache.length == capacity and cache.kv.shape == before
-    assert cache.kv.nbytes == model.cache_bytes(capacity)
+    assert cache.kv.nbytes == model.pool.bytes(capacity)
 
 
 def fixed_model(seed: int, **changes: object) -> GPTNeoX:
     """As on CUDA, but for the graphs."""
     model = random_model(seed, **changes)
-    model.is_fixed = True
+    model.pool.is_fixed = True
     return model
 
 
@@ -341,7 +343,7 @@ def test_padding_changes_no_logits_and_no_kept_slot(
     """Rows to two or to eight, slots to 256 or 512; rows added may even lie beyond those slots."""
     changes = changes | {"max_positions": 300}
     models = [random_model(6, **changes), random_model(6, **changes), fixed_model(6, **changes)]
-    models[1].min_rows = 2
+    models[1].pool.min_rows = 2
     prefix = [i % 90 for i in range(n_prefix)]
     caches = [prefilled(model, prefix, n_prefix + 20) for model in models]
     for tree in (TREE, ([7], [-1])):
@@ -396,15 +398,15 @@ def test_a_cache_of_a_generation_is_of_use_outside_it() -> None:
     model = fixed_model(6)
     with torch.inference_mode():
         cache = model.new_cache(20)
-    model.release(cache)
+    model.pool.take_back(cache.storage)
     again = prefilled(model, PREFIX, 20)
-    assert again is cache and run_tree(model, again, TREE).isfinite().all()
+    assert again.storage is cache.storage and run_tree(model, again, TREE).isfinite().all()
 
 
 def test_a_cache_lent_again_for_more_tokens_has_positions_for_them() -> None:
     """The rotary table once grew only when a cache was made: by tokens, not by slots."""
     model = fixed_model(6, max_positions=20)
-    model.release(model.new_cache(30))
+    model.pool.take_back(model.new_cache(30).storage)
     tokens = [i % 90 for i in range(120)]
     logits = model.prefill(tokens, model.new_cache(120))
     assert_close(logits, run(random_model(6, max_positions=120), tokens)[-1])
@@ -416,25 +418,25 @@ def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: Monke
     pretend_capture(monkeypatch)
     model, plain = fixed_model(6), random_model(6)
     expected = run_tree(plain, prefilled(plain, PREFIX, 20), TREE)
-    model.has_graphs = True
+    model.pool.has_graphs = True
     cache = model.new_cache(600, n_rows=20)
     model.prefill(PREFIX, cache)
-    model.capture(cache, 10)
+    capture(model, cache, 10)
     assert list(cache.passes.replays) == [
         (rows, slots) for slots in (768, 512, 256) for rows in (32, 16, 8, 4, 2, 1)
     ]
     assert_close(run_tree(model, cache, TREE), expected)
-    model.release(cache)
+    model.pool.take_back(cache.storage)
     again = model.new_cache(500, n_rows=7)
-    assert again is cache and again.length == 0 and not again.passes.is_replaying
+    assert again.storage is cache.storage and again.length == 0 and not again.passes.is_replaying
     model.prefill(PREFIX, again)
-    model.capture(again, 10)
-    assert model.n_graphs == 18 and again.passes.is_replaying
+    capture(model, again, 10)
+    assert model.pool.n_graphs == 18 and again.passes.is_replaying
     assert_close(run_tree(model, again, TREE), expected)
-    assert model.new_cache(100) is not again
-    model.release(again)
+    assert model.new_cache(100).storage is not again.storage
+    model.pool.take_back(again.storage)
     larger = model.new_cache(1000)
-    assert larger is not cache and not model.idle
+    assert larger.storage is not cache.storage and not model.pool.idle
 
 
 VIEWS = {"view", "transpose", "slice", "select", "unbind", "expand", "t", "split_with_sizes"}
@@ -451,7 +453,7 @@ def test_a_layer_launches_few_kernels(monkeypatch: MonkeyPatch) -> None:
         config = random_config(n_layers=n_layers)
         halves = {name: t.half() for name, t in random_tensors(config, 6).items()}
         model = GPTNeoX(config, halves)
-        model.is_fixed = True
+        model.pool.is_fixed = True
         cache = prefilled(model, PREFIX, 20)
         with Recorder() as recorder:
             cache.passes._run(4, 256)

@@ -169,7 +169,7 @@ def test_the_table_reads_logits_before_another_pass_overwrites_them(
     tables = []
     for is_fixed in (False, True):
         target = random_model(7)
-        target.is_fixed = target.has_graphs = is_fixed
+        target.pool.is_fixed = target.pool.has_graphs = is_fixed
         settings = Remembering(Recycle(N=8))
         steps = list(generate(target, None, [3, 1, 4, 1, 5], settings, 40, commit=commit))
         assert any(len(step.path) > 2 for step in steps)

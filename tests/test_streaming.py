@@ -180,7 +180,7 @@ def test_captured_passes_stream_the_same(method: str, monkeypatch: pytest.Monkey
     for is_fixed in (False, True):
         models = [random_model(seed, max_positions=700) for seed in (7, 8)]
         for model in models:
-            model.is_fixed = model.has_graphs = is_fixed
+            model.pool.is_fixed = model.pool.has_graphs = is_fixed
         steps = generate(*models, prompt, METHODS[method](), 250, window=Window(200, 4))
         texts.append(token_ids(steps))
-    assert texts[0] == texts[1] and models[0].n_graphs > 0
+    assert texts[0] == texts[1] and models[0].pool.n_graphs > 0

@@ -1,0 +1,124 @@
+"""The memory of caches: taken when there is room for it, and lent again with its graphs.
+
+A generation needs a cache for its own length and no longer. On CUDA a cache that is given back is
+kept for the next one that it is large enough for, because what was captured over its memory can be
+replayed there and nowhere else. Elsewhere nothing is kept.
+
+    pool = CachePool(make, token_bytes=1024, device=device, min_rows=1)
+    storage = pool.lend(capacity=500, n_rows=64)
+    ...
+    pool.take_back(storage)
+
+Shapes: L layers, H heads, D head size, R rotary dims.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.cuda_graphs import ROW_COUNTS, FixedPasses, row_count, slot_count
+from engine.memory import OutOfMemory, require_memory
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a cache is made of."""
+
+    kv: Tensor  # [2, L, H, slots, D], keys, then values
+    turns: Tensor  # complex64 [positions, R / 2], the rotary table
+    passes: FixedPasses | None  # in fixed shapes; None where a pass has the shape it needs
+
+
+class CachePool:
+    """One model's storages: those to be had, and those given back."""
+
+    def __init__(
+        self,
+        make: Callable[[int, int], Storage],
+        token_bytes: int,
+        device: torch.device,
+        min_rows: int,
+    ):
+        """make: a storage of n_slots for passes of n_rows. min_rows: of every pass, padded."""
+        self.make, self.token_bytes, self.device = make, token_bytes, device
+        self.min_rows = min_rows
+        self.is_fixed = device.type == "cuda"
+        self.has_graphs = self.is_fixed
+        self.idle: list[Storage] = []
+        self.n_graphs = 0
+        self.capture_s = 0.0
+
+    def lend(self, capacity: int, n_rows: int, min_rows: int = 1) -> Storage:
+        """Storage for `capacity` tokens and passes of n_rows. Raises OutOfMemory."""
+        storage = self.find_idle(capacity, n_rows)
+        if storage:
+            self.idle.remove(storage)
+            storage.passes.is_replaying = False  # until `capture` has seen to these lengths
+            return storage
+        self.idle.clear()  # too small
+        require_memory(self.bytes(capacity), self.device, f"a cache of {capacity} tokens")
+        failure = RuntimeError if self.device.type == "cpu" else torch.OutOfMemoryError
+        try:
+            # To be lent again, it must be of use outside inference mode too
+            with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_fixed):
+                return self.make(self.n_slots(capacity, min_rows), n_rows)
+        except failure as error:  # torch has no narrower one on CPU
+            size = self.bytes(capacity) / 1e9
+            raise OutOfMemory(
+                f"no room for a cache of {capacity} tokens, {size:,.1f} GB"
+            ) from error
+
+    def find_idle(self, capacity: int, n_rows: int) -> Storage | None:
+        """A storage that was given back and is large enough."""
+        n_slots = self.n_slots(capacity)
+        for storage in self.idle:
+            if storage.kv.shape[3] >= n_slots and storage.passes.n_rows >= n_rows:
+                return storage
+        return None
+
+    def take_back(self, storage: Storage) -> None:
+        """Keep what is not used any more, for what was captured over it."""
+        if storage.passes:
+            self.idle.append(storage)
+
+    def capture(self, storage: Storage, lengths: range, scratch: int, min_rows: int) -> None:
+        """Capture the passes over these lengths, unless that is done or not wanted.
+
+        scratch: the first slot that may be written to meanwhile.
+        """
+        if self.has_graphs:
+            start = time.perf_counter()
+            passes = storage.passes
+            self.n_graphs += passes.capture(lengths[0], lengths[-1], scratch, min_rows)
+            self.capture_s += time.perf_counter() - start
+
+    def padded(self, n: int, min_rows: int = 1) -> int:
+        """The rows that a pass of n rows really has."""
+        n = max(n, min_rows, self.min_rows)
+        return row_count(n) if self.is_fixed and n <= ROW_COUNTS[-1] else n
+
+    def n_slots(self, capacity: int, min_rows: int = 1) -> int:
+        """Slots that a cache needs so that every padded write stays inside."""
+        if self.is_fixed:
+            return slot_count(capacity + ROW_COUNTS[-1])
+        return capacity + max(min_rows, self.min_rows) - 1
+
+    def bytes(self, capacity: int) -> int:
+        """What a cache for `capacity` tokens takes."""
+        return self.token_bytes * self.n_slots(capacity)
+
+
+def require_caches(needs: list[tuple[CachePool, int, int]]) -> None:
+    """Raise OutOfMemory unless all fit together: (pool, capacity, rows of its widest pass).
+
+    Memory is taken lazily: each alone might be made, and all of them fail when they are filled.
+    """
+    n_bytes = 0
+    for pool, capacity, n_rows in needs:
+        if not pool.find_idle(capacity, n_rows):
+            n_bytes += pool.bytes(capacity)
+    sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
+    require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")

@@ -1,0 +1,39 @@
+"""A method's settings: what a field of them may be, said once for checks, --help and tests.
+
+@dataclass(frozen=True)
+class Chain:
+    K: int = setting(5, 0, 127, "tokens drafted per iteration")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+"""
+
+from dataclasses import field, fields
+
+
+def setting(default: float, low: float, high: float, meaning: str) -> float:
+    """A dataclass field for one setting, with its range (both ends allowed) and its meaning."""
+    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
+
+
+def choice(default: str, options: tuple[str, ...], meaning: str) -> str:
+    """A dataclass field for a setting that is one of several words."""
+    return field(default=default, metadata={"options": options, "meaning": meaning})
+
+
+def check_settings(settings: object) -> None:
+    """Raise ValueError for a setting of the wrong type or outside its range."""
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if "options" in f.metadata:
+            if value not in f.metadata["options"]:
+                known = ", ".join(f.metadata["options"])
+                raise ValueError(f"{f.name}={value} is not one of {known}")
+            continue
+        kind = type(f.default)
+        if kind is not float and type(value) is not kind:
+            raise ValueError(f"{f.name}={value} is not of type {kind.__name__}")
+        low = f.metadata["low"]
+        high = f.metadata["high"]
+        if not low <= value <= high:
+            raise ValueError(f"{f.name}={value} is outside {low} to {high}")
