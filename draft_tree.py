@@ -1,4 +1,4 @@
-"""The draft tree: flat tensors, grown level by level, and the rules that shape it.
+"""The draft tree: flat tensors, grown level by level, and DynaTree, the rule that shapes it.
 
 The root is the pending token: the target's own last prediction, committed but not yet run, so no
 iteration can waste its tree on a wrong root. Everything below the root is the draft's guess. Rows
@@ -24,18 +24,21 @@ Paper: DynaTree v2, section 3.3 and Algorithm 1; its symbols name the settings.
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.sampling import Sampler
+from engine.settings import check_settings, setting
 
 MAX_ROWS = 128  # the widest verify pass any setting may ask for, as in engine.cuda_graphs
 LOWEST = torch.finfo(torch.float32).min  # the log-probability of whatever is possible at all
 # A root's columns, made once and never written to: every tree begins with them, ar's ends there
-ROOT_ROW, NO_ROW, CERTAIN = torch.tensor([0]), torch.tensor([-1]), torch.tensor([0.0])
+ROOT_ROW = torch.tensor([0])
+NO_ROW = torch.tensor([-1])
+CERTAIN = torch.tensor([0.0])
 ITSELF = torch.tensor([[True]])
 
 # draft(tokens [W], parents [W] | None) -> logits [W, V], on the model's device: run one level of
@@ -72,35 +75,46 @@ class Level:
     is_drawn: bool  # the candidates, in draw order; else they are ranked
 
 
-class Rule(Protocol):
+class Rule:
     """Which nodes a tree gets; one object per generation, so that none learns from another.
 
     Candidates are the k likeliest tokens, best first. A rule that draws gets drawn ones instead
     when the text is sampled; which of them it adds must not depend on what they are.
+
+    hook     when it is called                                     who needs it
+    begin    a new tree begins                                     who remembers within a tree
+    expand   the draft has run a level                             every rule that drafts
+    extend   the draft is done                                     who has nodes from elsewhere
+    read     the target has read prompt or tree, before a commit   who keeps what the target likes
+    adapt    an iteration has been committed                       who learns from what was accepted
     """
 
-    max_branches: int  # k, candidates looked at per row
-    max_depth: int  # the draft runs no deeper level; 0 needs no draft
-    max_rows: int  # N_max, verify rows of one tree, root included
-    min_rows: int = 1  # to which a pass is padded at least
-    is_drawing: bool = False
-    is_reading: bool = False  # wants `read` to be called
+    min_rows = 1  # to which a pass is padded at least
+    is_drawing = False
+    is_reading = False  # wants `read` to be called
 
-    @property
-    def max_drafted(self) -> int:
-        """Rows while growing; of more than max_rows only the likeliest are verified."""
-        return self.max_rows
+    def __init__(self, max_branches: int, max_depth: int, max_rows: int, max_drafted: int):
+        """max_branches: k, candidates looked at per row. max_depth: levels the draft may run at
+        most, 0 for a rule without a draft. max_rows: verified, root included. max_drafted: rows
+        while growing; of more than max_rows the likeliest are verified, and if it is max_rows the
+        first in breadth-first order.
+        """
+        self.max_branches = max_branches
+        self.max_depth = max_depth
+        self.max_rows = max_rows
+        self.max_drafted = max_drafted
 
-    def levels(self, root: Tensor) -> int:
-        """How many levels the draft may run below this root [1]; asked once per tree."""
+    def begin(self, root: Tensor) -> int:
+        """A new tree begins below this root [1]: how many levels the draft may run."""
         return self.max_depth
 
-    def expand(self, level: Level) -> Tensor:
-        """Masks [2, W, k] bool: candidates to add, and those the draft may run if added.
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        """Masks [W, k] bool: candidates to add, and those the draft may run if added.
 
         To add none that is impossible, compare log-probabilities with LOWEST or more: neither -inf
         nor nan, the draft's overflow, is as high.
         """
+        raise NotImplementedError(f"{type(self).__name__} drafts and has no `expand`")
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The drafted tree with nodes from elsewhere added, none deeper than max_depth."""
@@ -109,11 +123,8 @@ class Rule(Protocol):
     def read(self, tokens: Tensor, logits: Tensor) -> None:
         """See what the target says after prompt or tree tokens [n]: logits [n, V]."""
 
-    def adapt(self, n_accepted: int, depth: int) -> None:
-        """Learn from one verified tree: accepted tokens, deepest level (0: only the root)."""
-
-    def learn(self, tree: Tree, path: list[int], ms: float) -> None:
-        """Learn from one iteration's tree, the rows accepted of it, and the time it took."""
+    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
+        """Learn from one iteration: its tree, the rows accepted of it, and the time it took."""
 
 
 class Settings(Protocol):
@@ -135,50 +146,61 @@ def grow(
     root: [1] int64, the pending token. draft: None for a rule of depth 0, which never asks it.
     max_depth: the caller's own limit, beside the rule's. sampler: for sampled text. When the
     budget cuts a level short, the first candidates in breadth-first order stay.
+
+    Four ways to count, when the draft has run cat and dog of the example, W = 2 and k = 2:
+
+        candidate    0 sat   1 ran   2 ran   3 sat     all of this level's, row by row
+        level row    0       0       1       1         candidate // k: whose child it is
+        tree row     3       4       5       -         if added; `rows` holds cat's and dog's, 1, 2
+        draft slot   root 0, cat 1, dog 2              in the order the draft ran them
     """
-    n_levels = min(max_depth, rule.levels(root))
+    n_levels = min(max_depth, rule.begin(root))
     if n_levels < 1 or rule.max_rows < 2:
         return rule.extend(lone(root), max_depth)
-    sampler = sampler if rule.is_drawing else None
-    most = rule.max_rows if sampler else rule.max_drafted  # what was drawn must be tried: no choice
-    n_rows = 1
-    tokens, logprobs = root, CERTAIN  # [W] of the level to run
-    rows, parents = ROOT_ROW, None  # its tree rows; its parents in the level before
-    levels = [(root, NO_ROW, CERTAIN)]
-    run_rows = []  # tree rows in the order the draft ran them, which is the order of its slots
-    draft_probs = []  # [W, V] of each level, if its children are drawn
+    budget = rule.max_drafted
+    if not rule.is_drawing:
+        sampler = None
+    if sampler:
+        budget = rule.max_rows  # what was drawn must be tried: there is no choice afterwards
+    tokens, logprobs, rows, parents = root, CERTAIN, ROOT_ROW, None  # of the level to run, [W]
+    columns = [(root, NO_ROW, CERTAIN)]  # tokens, parents and logprobs of the tree, by level
+    depths = [0]
+    run_rows = []  # tree rows in the order of their draft slots
+    draft_probs = []  # [W, V] by level, if children are drawn
     for depth in range(n_levels):
-        if n_rows >= most or not len(rows):
-            break
-        draft_logits = draft(tokens, parents)  # [W, V]
-        k = min(rule.max_branches, draft_logits.shape[1])
+        logits = draft(tokens, parents)  # [W, V]
+        k = min(rule.max_branches, logits.shape[1])
         if sampler:
-            draft_probs.append(sampler.warp(draft_logits))
-            candidates, values = _draw_candidates(draft_logits, draft_probs[-1], k, sampler)
+            draft_probs.append(sampler.warp(logits))
+            values, candidates = draw_candidates(logits, draft_probs[-1], k, sampler)
         else:
-            values, candidates = torch.log_softmax(draft_logits, dim=-1).topk(k)  # [W, k] each
+            values, candidates = torch.log_softmax(logits, dim=-1).topk(k)  # [W, k] each
         values, candidates = to_host(values, candidates)  # the level's one read
         run_rows += rows.tolist()
-        level = Level(depth, values, logprobs.unsqueeze(1) + values, bool(sampler))
-        masks = rule.expand(level).reshape(2, -1)
+        level = Level(depth, values, logprobs.unsqueeze(1) + values, sampler is not None)
+        add, expand = rule.expand(level)  # [W, k] each
         if sampler:  # what cannot be drawn was not drawn, whatever the rule makes of it
-            masks = masks & (values > -torch.inf).view(-1)
-        add, expand = masks.unbind()
-        added = add.nonzero().view(-1)  # [n], parent by parent: breadth-first order
-        if len(added) > most - n_rows:
-            added = added[: most - n_rows]
+            add = add & (values > -torch.inf)
+        n_rows = len(depths)
+        added = add.flatten().nonzero().flatten()  # candidates, in breadth-first order
+        added = added[: budget - n_rows]
         if not len(added):
             break
-        growing = expand.take(added).nonzero().view(-1)
-        tokens, logprobs = candidates.take(added), level.path_logprobs.take(added)
-        parents = added // k  # rows of the level just run
-        levels.append((tokens, rows.take(parents), logprobs))
+        tokens = candidates.take(added)
+        logprobs = level.path_logprobs.take(added)
+        parents = added // k  # level rows
+        columns.append((tokens, rows.take(parents), logprobs))
+        depths += [depth + 1] * len(added)
+        growing = expand.take(added).nonzero().flatten()  # among the added
+        if len(depths) >= budget or not len(growing):
+            break
         rows = growing + n_rows
-        n_rows += len(added)
         if len(growing) < len(added):
-            tokens, logprobs, parents = (t.take(growing) for t in (tokens, logprobs, parents))
-    tree = _assemble(levels, run_rows, torch.cat(draft_probs) if draft_probs else None)
-    if n_rows > rule.max_rows:
+            tokens = tokens.take(growing)
+            logprobs = logprobs.take(growing)
+            parents = parents.take(growing)
+    tree = assemble(columns, depths, run_rows, draft_probs)
+    if len(tree) > rule.max_rows:
         tree = likeliest(tree, rule.max_rows)
     return rule.extend(tree, max_depth)
 
@@ -194,13 +216,13 @@ def to_host(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return both[0], both[1].long()
 
 
-def _draw_candidates(
-    draft_logits: Tensor, draft_probs: Tensor, k: int, sampler: Sampler
+def draw_candidates(
+    logits: Tensor, draft_probs: Tensor, k: int, sampler: Sampler
 ) -> tuple[Tensor, Tensor]:
-    """k drawn tokens [W, k] and their unwarped log-probabilities, -inf if they cannot be drawn."""
+    """Unwarped log-probabilities [W, k], -inf if it cannot be drawn, of k drawn tokens [W, k]."""
     candidates = sampler.draw(draft_probs, k)
-    values = torch.log_softmax(draft_logits, dim=-1).gather(1, candidates)
-    return candidates, values.masked_fill(draft_probs.gather(1, candidates) == 0, -torch.inf)
+    values = torch.log_softmax(logits, dim=-1).gather(1, candidates)
+    return values.masked_fill(draft_probs.gather(1, candidates) == 0, -torch.inf), candidates
 
 
 def lone(root: Tensor) -> Tree:
@@ -208,23 +230,35 @@ def lone(root: Tensor) -> Tree:
     return Tree(root, NO_ROW, ROOT_ROW, CERTAIN, ITSELF, NO_ROW, 0)
 
 
-def _assemble(
-    levels: list[tuple[Tensor, Tensor, Tensor]], run_rows: list[int], draft_probs: Tensor | None
+def assemble(
+    columns: list[tuple[Tensor, Tensor, Tensor]],
+    depths: list[int],
+    run_rows: list[int],
+    draft_probs: list[Tensor],
 ) -> Tree:
     """Levels of (tokens, parents, logprobs), and the rows that were run, as one Tree."""
-    tokens, parents, logprobs = map(torch.cat, zip(*levels, strict=True))
-    depths = [depth for depth, (level, *_) in enumerate(levels) for _ in range(len(level))]
+    tokens, parents, logprobs = zip(*columns, strict=True)
+    parents = torch.cat(parents)
     draft_slots = [-1] * len(depths)
     for slot, row in enumerate(run_rows):
         draft_slots[row] = slot
-    rest = mark_ancestors(parents, depths[-1]), torch.tensor(draft_slots), depths[-1], draft_probs
-    return Tree(tokens, parents, torch.tensor(depths), logprobs, *rest)
+    return Tree(
+        tokens=torch.cat(tokens),
+        parents=parents,
+        depths=torch.tensor(depths),
+        logprobs=torch.cat(logprobs),
+        ancestors=mark_ancestors(parents, depths[-1]),
+        draft_slots=torch.tensor(draft_slots),
+        depth=depths[-1],
+        draft_probs=torch.cat(draft_probs) if draft_probs else None,
+    )
 
 
 def mark_ancestors(parents: Tensor, depth: int) -> Tensor:
     """Tree.ancestors of parents [N] in a tree of this depth."""
     ancestors = torch.eye(len(parents), dtype=torch.bool)
-    above, reach = parents.clamp(min=0), 1  # each node's ancestor `reach` above it, or the root
+    above = parents.clamp(min=0)  # each node's ancestor `reach` above it, or the root
+    reach = 1
     while reach <= depth:
         if reach > 1:
             above = above.take(above)
@@ -238,137 +272,27 @@ def likeliest(tree: Tree, n: int) -> Tree:
 
     No path is likelier than its own beginning, so whatever is kept hangs together.
     """
-    kept = tree.logprobs.sort(descending=True, stable=True).indices[:n].sort().values
+    ranked = tree.logprobs.sort(descending=True, stable=True).indices
+    kept = ranked[:n].sort().values
     new_rows = torch.empty_like(tree.tokens)
-    new_rows.index_copy_(0, kept, torch.arange(n))
-    parents = new_rows.take(tree.parents.take(kept))
+    new_rows[kept] = torch.arange(n)
+    parents = new_rows[tree.parents[kept]]
     parents[0] = -1
     return replace(
         tree,
-        tokens=tree.tokens.take(kept),
+        tokens=tree.tokens[kept],
         parents=parents,
-        depths=tree.depths.take(kept),
-        logprobs=tree.logprobs.take(kept),
-        ancestors=tree.ancestors.index_select(0, kept).index_select(1, kept),
-        draft_slots=tree.draft_slots.take(kept),
+        depths=tree.depths[kept],
+        logprobs=tree.logprobs[kept],
+        ancestors=tree.ancestors[kept][:, kept],
+        draft_slots=tree.draft_slots[kept],
         depth=int(tree.depths[kept[-1]]),
     )
-
-
-def setting(default: float, low: float, high: float, meaning: str) -> float:
-    """A dataclass field for one setting, with its range (both ends allowed) and its meaning."""
-    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
-
-
-def choice(default: str, options: tuple[str, ...], meaning: str) -> str:
-    """A dataclass field for a setting that is one of several words."""
-    return field(default=default, metadata={"options": options, "meaning": meaning})
-
-
-def check_settings(settings: object, *ordered: str) -> None:
-    """Raise ValueError for a setting of the wrong type or range, or ordered names that do not rise.
-
-    `ordered` holds pairs such as "tau_l < tau_h" or "B_min <= B_mid".
-    """
-    for f in fields(settings):
-        kind = type(f.default)
-        if kind is str:
-            if getattr(settings, f.name) not in f.metadata["options"]:
-                known = ", ".join(f.metadata["options"])
-                raise ValueError(f"{f.name}={getattr(settings, f.name)} is not one of {known}")
-            continue
-        if kind is not float and type(getattr(settings, f.name)) is not kind:
-            raise ValueError(f"{f.name}={getattr(settings, f.name)} is not of type {kind.__name__}")
-        value, low, high = getattr(settings, f.name), f.metadata["low"], f.metadata["high"]
-        if not low <= value <= high:
-            raise ValueError(f"{f.name}={value} is outside {low} to {high}")
-    for pair in ordered:
-        left, sign, right = pair.split()
-        a, b = getattr(settings, left), getattr(settings, right)
-        if a > b or (a == b and sign == "<"):
-            raise ValueError(f"{left}={a} and {right}={b} break {pair}")
 
 
 def log_threshold(probability: float) -> float:
     """log of a threshold on a probability; LOWEST for 0, which all that is possible passes."""
     return math.log(probability) if probability > 0 else LOWEST
-
-
-@dataclass(frozen=True)
-class Chain(Rule):
-    """linear: a chain of K tokens, a tree with one branch (Leviathan et al. 2023)."""
-
-    K: int = setting(5, 0, MAX_ROWS - 1, "tokens drafted per iteration")
-
-    max_branches = 1
-    is_drawing = True
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-    @property
-    def max_depth(self) -> int:
-        return self.K
-
-    @property
-    def max_rows(self) -> int:
-        return self.K + 1
-
-    def rule(self) -> Rule:
-        return self
-
-    def expand(self, level: Level) -> Tensor:
-        return (level.path_logprobs >= LOWEST).expand(2, -1, -1)
-
-
-@dataclass(frozen=True)
-class Alone(Rule):
-    """ar: the target alone; every tree is only its root."""
-
-    rows: int = setting(1, 1, 64, "rows a pass is padded to: shows what rounding alone changes")
-
-    max_branches, max_depth, max_rows = 1, 0, 1
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-    @property
-    def min_rows(self) -> int:
-        return self.rows
-
-    def rule(self) -> Rule:
-        return self
-
-
-@dataclass(frozen=True)
-class Fixed(Rule):
-    """fixed: the static tree, B children for every node down to depth D (section 4.3)."""
-
-    D: int = setting(5, 1, MAX_ROWS - 1, "depth of the tree")
-    B: int = setting(2, 1, 32, "children per node")
-    tau: float = setting(0.05, 0.0, 1.0, "a child with p(path) below tau is not added")
-    N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-    @property
-    def max_branches(self) -> int:
-        return self.B
-
-    @property
-    def max_depth(self) -> int:
-        return self.D
-
-    @property
-    def max_rows(self) -> int:
-        return self.N_max
-
-    def rule(self) -> Rule:
-        return self
-
-    def expand(self, level: Level) -> Tensor:
-        return (level.path_logprobs >= log_threshold(self.tau)).expand(2, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -393,10 +317,20 @@ class DynaTree:
     history: bool = setting(True, False, True, "move D0, tau_h and rho_deep by acceptance")
 
     def __post_init__(self) -> None:
-        order = ("B_min <= B_mid", "B_mid <= B_max", "tau_l < tau_h", "D0 <= D_max")
-        check_settings(self, *order, "rho_stop < rho_deep")
+        check_settings(self)
+        if self.B_min > self.B_mid:
+            raise ValueError(f"B_min={self.B_min} and B_mid={self.B_mid} break B_min <= B_mid")
+        if self.B_mid > self.B_max:
+            raise ValueError(f"B_mid={self.B_mid} and B_max={self.B_max} break B_mid <= B_max")
+        if self.tau_l >= self.tau_h:
+            raise ValueError(f"tau_l={self.tau_l} and tau_h={self.tau_h} break tau_l < tau_h")
+        if self.D0 > self.D_max:
+            raise ValueError(f"D0={self.D0} and D_max={self.D_max} break D0 <= D_max")
+        if self.rho_stop >= self.rho_deep:
+            values = f"rho_stop={self.rho_stop} and rho_deep={self.rho_deep}"
+            raise ValueError(f"{values} break rho_stop < rho_deep")
 
-    def rule(self) -> Rule:
+    def rule(self) -> "DynaTreeRule":
         return DynaTreeRule(self)
 
 
@@ -404,65 +338,71 @@ class DynaTreeRule(Rule):
     """One generation of DynaTree: its settings as history has moved them so far."""
 
     def __init__(self, start: DynaTree):
-        self.start = self.now = start
+        max_branches = start.B_max if start.breadth else start.B_mid
+        super().__init__(max_branches, start.D_max, max_rows=start.N_max, max_drafted=start.N_max)
+        self.start = start
+        self.now = start
         self.window: deque[float] = deque(maxlen=start.W)
-        self.max_branches = start.B_max if start.breadth else start.B_mid
-        self.max_depth, self.max_rows = start.D_max, start.N_max
-        self.bars: dict[bool, Tensor] = {}  # kept between levels: making them takes longer than
-        self.limits: Tensor | None = None  # comparing with them
 
-    def expand(self, level: Level) -> Tensor:
-        is_deep = level.depth + 1 >= self.now.D0  # the children
-        if is_deep not in self.bars:
-            self.bars[is_deep] = level.path_logprobs.new_tensor(self._bars(is_deep)).view(2, 1, 1)
-        masks = level.path_logprobs >= self.bars[is_deep]  # [2, W, k]
-        if self.now.breadth:
-            if self.limits is None:
-                self.limits = level.logprobs.new_tensor(self._limits()[: level.logprobs.shape[1]])
-            masks[0] &= level.logprobs[:, :1] < self.limits  # log c(u): the best candidate
-        return masks
-
-    def _bars(self, is_deep: bool) -> list[float]:
-        """The least log p(u) of a child that is added, and of one that is expanded."""
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        """Lines 17 to 30 of Algorithm 1 for a whole level; `grow` counts up to N_max."""
         s = self.now
-        add = log_threshold(s.tau if s.prune else 0.0)
+        confidence = level.logprobs[:, :1].exp()  # c(u) [W, 1], the best candidate's
+        breadth = self.breadth(confidence)  # B(u) [W, 1]
+        p = level.path_logprobs.exp()  # p(u) of the children, [W, k]
+        # Which children are added: the B(u) likeliest, none that is impossible, none below tau
+        rank = torch.arange(p.shape[1])
+        add = (rank < breadth) & (level.path_logprobs >= LOWEST)
+        if s.prune:
+            add &= p >= s.tau
+        # Which of them may have children in turn: D_max, rho_stop, and from D0 on rho_deep
+        depth = level.depth + 1
         if not s.depth:
-            return [add, math.inf if is_deep else -math.inf]
-        return [add, log_threshold(max(s.rho_stop, s.rho_deep) if is_deep else s.rho_stop)]
+            return add, torch.full_like(add, depth < s.D0)
+        expand = (p >= s.rho_stop) & (depth < s.D_max)
+        if depth >= s.D0:
+            expand &= p >= s.rho_deep
+        return add, expand
 
-    def _limits(self) -> list[float]:
-        """B(u) by rank: the first B_min always, to B_mid below tau_h, to B_max below tau_l."""
+    def breadth(self, confidence: Tensor) -> Tensor:
+        """B(u) of c(u), both [W, 1]: B_min where the draft is sure, B_max where it is not."""
         s = self.now
-        limits = [math.inf] * s.B_min + [log_threshold(s.tau_h)] * (s.B_mid - s.B_min)
-        return limits + [log_threshold(s.tau_l)] * (s.B_max - s.B_mid)
+        if not s.breadth:
+            return torch.full_like(confidence, s.B_mid)
+        breadth = torch.where(confidence >= s.tau_h, s.B_min, s.B_mid)
+        return torch.where(confidence < s.tau_l, s.B_max, breadth)
 
-    def adapt(self, n_accepted: int, depth: int) -> None:
-        """Historical adjustment: the window's mean acceptance moves D0, tau_h and rho_deep."""
-        if not depth:
-            return
-        self.window.append(n_accepted / depth)
+    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
+        """Historical adjustment; a tree without drafted nodes tells nothing."""
+        if tree.depth:
+            self.observe((len(path) - 1) / tree.depth)
+
+    def observe(self, acceptance: float) -> None:
+        """Accepted tokens / deepest level of one tree: the mean moves D0, tau_h and rho_deep."""
+        self.window.append(acceptance)
         if not self.start.history or len(self.window) < self.start.W:
             return
         mean = round(sum(self.window) / len(self.window), 9)  # ten times 3 / 5 is not 6 in floats
         if mean > 0.8:  # more aggressive
-            self._move(1, -0.05, -0.05)
+            self.move(1, -0.05, -0.05)
         elif mean < 0.6:  # more careful
-            self._move(-1, 0.05, 0.05)
+            self.move(-1, 0.05, 0.05)
 
-    def _move(self, d0: int, tau_h: float, rho_deep: float) -> None:
-        s, start = self.now, self.start
-        moved = {
-            "D0": nudge(s.D0, d0, start.D0, 2, start.D_max - 1),
-            "tau_h": nudge(s.tau_h, tau_h, start.tau_h, 0.5, 0.95, above=s.tau_l),
-            "rho_deep": nudge(s.rho_deep, rho_deep, start.rho_deep, 0.3, 0.8, above=s.rho_stop),
-        }
-        if any(getattr(s, name) != value for name, value in moved.items()):  # else at every bound
-            self.now, self.bars, self.limits = replace(s, **moved), {}, None
+    def move(self, d0: int, tau_h: float, rho_deep: float) -> None:
+        """Step the three thresholds, each within its bounds and over the one below it."""
+        s = self.now
+        start = self.start
+        d0 = nudge(s.D0, d0, start.D0, 2, start.D_max - 1)
+        tau_h = nudge(s.tau_h, tau_h, start.tau_h, 0.5, 0.95, above=s.tau_l)
+        rho_deep = nudge(s.rho_deep, rho_deep, start.rho_deep, 0.3, 0.8, above=s.rho_stop)
+        if (d0, tau_h, rho_deep) != (s.D0, s.tau_h, s.rho_deep):  # else at every bound
+            self.now = replace(s, D0=d0, tau_h=tau_h, rho_deep=rho_deep)
 
 
 def nudge(
     value: float, by: float, start: float, low: float, high: float, above: float = -math.inf
 ) -> float:
     """value + by within [low, high] and over `above`; a bound never lies beyond the start."""
-    moved = min(max(value + by, min(low, start)), max(high, start))
+    moved = max(value + by, min(low, start))
+    moved = min(moved, max(high, start))
     return moved if moved > above else value

@@ -39,42 +39,17 @@ from cli.inputs import (
     read_prompt,
 )
 from cli.terminal import TextStream, describe, draw_tree
-from draft_tree import (
-    MAX_ROWS,
-    Alone,
-    Chain,
-    DynaTree,
-    Fixed,
-    Rule,
-    Settings,
-    Tree,
-    grow,
-    lone,
-    to_host,
-)
+from draft_tree import MAX_ROWS, Rule, Settings, Tree, grow, lone, to_host
 from engine.caches import require_caches
 from engine.checkpoint import CheckpointError, HubUnreachable, first_line
 from engine.memory import OutOfMemory
 from engine.sampling import Sampler, Sampling
 from engine.streaming import WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX, KVCache
-from methods.auto import Auto
-from methods.deagle import Deagle
-from methods.dyspec import DySpec
-from methods.retrieval import Graft, Recycle
+from methods import METHODS
+from methods.static import Alone
 from verify import accept_greedy, accept_sampled, tree_mask, tree_positions
 
-METHODS: dict[str, type[Settings]] = {
-    "ar": Alone,
-    "linear": Chain,
-    "fixed": Fixed,
-    "dynatree": DynaTree,
-    "dyspec": DySpec,
-    "deagle": Deagle,
-    "recycle": Recycle,
-    "graft": Graft,
-    "auto": Auto,
-}
 COMMITS = ("keep", "rebuild")
 TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
 WARM_UP_STEPS = 8
@@ -316,9 +291,8 @@ def _iterate(
         # 5 commit
         context.commit(tree, rows, is_rebuilding)
         # 6 adapt
-        rule.adapt(len(rows) - 1, tree.depth)
         watch.lap("other_ms")
-        rule.learn(tree, rows, sum(watch.ms.values()))
+        rule.adapt(tree, rows, sum(watch.ms.values()))
         new_ids = cut(new_tokens, eos_ids, left)
         watch.lap("other_ms")
         step = Step(new_ids, tree, rows, new_tokens[-1], n_drafted=len(tree) - 1, **watch.ms)

@@ -79,7 +79,7 @@ def shown(tokenizer: Tokenizer, token: int) -> str:
 
 def describe_range(metadata: Mapping) -> str:
     if "options" in metadata:
-        return ", ".join(metadata["options"])
+        return ", ".join(metadata["options"]())
     return f"{metadata['low']:g} to {metadata['high']:g}"
 
 

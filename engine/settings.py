@@ -8,6 +8,7 @@ class Chain:
         check_settings(self)
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 
 
@@ -16,8 +17,8 @@ def setting(default: float, low: float, high: float, meaning: str) -> float:
     return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
 
 
-def choice(default: str, options: tuple[str, ...], meaning: str) -> str:
-    """A dataclass field for a setting that is one of several words."""
+def choice(default: str, options: Callable[[], Sequence[str]], meaning: str) -> str:
+    """A dataclass field for a setting that is one of several words, told when it is asked."""
     return field(default=default, metadata={"options": options, "meaning": meaning})
 
 
@@ -26,8 +27,9 @@ def check_settings(settings: object) -> None:
     for f in fields(settings):
         value = getattr(settings, f.name)
         if "options" in f.metadata:
-            if value not in f.metadata["options"]:
-                known = ", ".join(f.metadata["options"])
+            known = f.metadata["options"]()
+            if value not in known:
+                known = ", ".join(known)
                 raise ValueError(f"{f.name}={value} is not one of {known}")
             continue
         kind = type(f.default)

@@ -1,1 +1,34 @@
-"""One file for each method beside dynatree, which is in draft_tree.py."""
+"""The one registry of methods: the command lines, the benchmark, tests and tools read it.
+
+A method is a frozen dataclass of settings whose `rule()` returns a fresh Rule (draft_tree.py). To
+add one: a file here, and a line below; --help, graft's bases, the benchmark, the exactness suite
+and the GPU's check follow from it.
+
+static      ar, linear, fixed: trees whose shape is settled beforehand
+dyspec      the nodes of the highest estimated value, whatever shape they make
+deagle      a beam as deep as two of three votes allow
+retrieval   recycle and graft: candidates from a table of successors
+auto        both sources, each level and node only while it pays
+"""
+
+from draft_tree import DynaTree, Settings
+from methods.auto import Auto
+from methods.deagle import Deagle
+from methods.dyspec import DySpec
+from methods.retrieval import Graft, Recycle
+from methods.static import Alone, Chain, Fixed
+
+DRAFTING: dict[str, type[Settings]] = {  # by a draft model alone, so graft may go over them
+    "linear": Chain,
+    "fixed": Fixed,
+    "dynatree": DynaTree,
+    "dyspec": DySpec,
+    "deagle": Deagle,
+}
+METHODS: dict[str, type[Settings]] = {
+    "ar": Alone,
+    **DRAFTING,
+    "recycle": Recycle,
+    "graft": Graft,
+    "auto": Auto,
+}

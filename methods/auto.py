@@ -28,15 +28,8 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from draft_tree import (
-    MAX_ROWS,
-    Level,
-    Rule,
-    Tree,
-    check_settings,
-    mark_ancestors,
-    setting,
-)
+from draft_tree import MAX_ROWS, Level, Rule, Tree, mark_ancestors
+from engine.settings import check_settings, setting
 from methods.learning import Costs, Counts, Memory, Worth
 
 # Chance of a candidate before anything is counted, by the draft's confidence in it ...
@@ -108,11 +101,10 @@ class AutoRule(Rule):
     """One generation of auto: all that it remembers, has counted and timed so far."""
 
     is_reading = True
-    max_branches = N_RANKS
 
     def __init__(self, settings: Auto):
         s = self.settings = settings
-        self.max_depth, self.max_rows = s.D_max, s.N
+        super().__init__(N_RANKS, s.D_max, max_rows=s.N, max_drafted=s.N)
         self.memory, self.tail = Memory(), ()  # the text's last tokens, before the root
         beside = [BESIDE_GUESS * p for ranks in MEMORY_GUESS for p in ranks]
         self.counts = Counts([*DRAFT_GUESS, *(p for ranks in MEMORY_GUESS for p in ranks), *beside])
@@ -138,7 +130,7 @@ class AutoRule(Rule):
             self.memory.write(context, best)
             self.tail = context[1 - MAX_CONTEXT :]
 
-    def levels(self, root: Tensor) -> int:
+    def begin(self, root: Tensor) -> int:
         """Draft or not; how deep, the levels decide one by one."""
         token = int(root)
         context = (*self.tail, token)
@@ -187,7 +179,7 @@ class AutoRule(Rule):
         if n == 1 and gain <= cost:
             self.nodes = nodes.down_to(0)
 
-    def expand(self, level: Level) -> Tensor:
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         self.n_levels += 1
         chances = [self.counts.chance(bin) for bin in range(len(DRAFT_GUESS))]
         bounds = level.logprobs.new_tensor(CONFIDENCE)
@@ -197,7 +189,7 @@ class AutoRule(Rule):
         self.values.append(values[add])
         self.bins.append(bins[add])
         is_paying = LEVEL_YIELD * float(values[add].exp().sum()) >= self.price(LEVEL)
-        return torch.stack((add, add & is_paying))
+        return add, add & is_paying
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The drafted tree with the memory's candidates, or the memory's alone."""
@@ -234,7 +226,7 @@ class AutoRule(Rule):
             contexts.append((*contexts[parent], token)[-MAX_CONTEXT:])
         self.nodes = Nodes(tokens, parents, tree.depths.tolist(), chances, bins, slots, contexts)
 
-    def learn(self, tree: Tree, path: list[int], ms: float) -> None:
+    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         """Remember every row, count what was right where the text went, and fit the costs."""
         nodes, n = self.nodes, len(tree)
         for row in [row for row in range(n) if row not in path] + path:  # what is true comes last

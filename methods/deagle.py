@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_tree import LOWEST, MAX_ROWS, Level, Rule, check_settings, setting
+from draft_tree import LOWEST, MAX_ROWS, Level, Rule
+from engine.settings import check_settings, setting
 
 
 @dataclass(frozen=True)
@@ -45,26 +46,25 @@ class DeagleRule(Rule):
     """One generation of DEAGLE; between the levels of a tree it holds S_0, S_1, ..."""
 
     def __init__(self, settings: Deagle):
+        s = settings
+        # The root's children, then k of each of the k that every level expands
+        n_drafted = 1 + s.k + s.k**2 * (s.D_max - 1)
+        super().__init__(s.k, s.D_max, max_rows=s.N_max, max_drafted=max(n_drafted, s.N_max))
         self.settings = settings
-        self.max_branches, self.max_depth = settings.k, settings.D_max
-        self.max_rows = settings.N_max
+        self.sums: list[float] = []
+
+    def begin(self, root: Tensor) -> int:
         self.sums = [1.0]
+        return self.max_depth
 
-    @property
-    def max_drafted(self) -> int:
-        """The root's children, then k of each of the k that every level expands."""
-        return 1 + self.settings.k + self.settings.k**2 * (self.settings.D_max - 1)
-
-    def expand(self, level: Level) -> Tensor:
-        if level.depth == 0:
-            self.sums = [1.0]
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         values = level.path_logprobs
         beam = values.flatten().topk(min(self.settings.k, values.numel()))
         self.sums.append(beam.values.exp().sum().item())
-        add, expand = values >= LOWEST, values.new_zeros(values.shape, dtype=torch.bool)
+        expand = torch.zeros_like(values, dtype=torch.bool)
         if sum(votes(self.sums, self.settings)) < 2:
             expand.view(-1)[beam.indices] = True
-        return torch.stack((add, expand))
+        return values >= LOWEST, expand
 
 
 def votes(sums: list[float], settings: Deagle) -> tuple[bool, bool, bool]:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_tree import LOWEST, MAX_ROWS, Level, Rule, check_settings, log_threshold, setting
+from draft_tree import LOWEST, MAX_ROWS, Level, Rule, log_threshold
+from engine.settings import check_settings, setting
 
 
 @dataclass(frozen=True)
@@ -43,26 +44,29 @@ class DySpecRule(Rule):
     is_drawing = True
 
     def __init__(self, settings: DySpec):
+        s = settings
+        n_others = s.N - 1  # than the root: all of them may be its children
+        # Every level may add so many, of which later ones may prove better
+        n_drafted = 1 + n_others * s.D_max if s.exact else s.N
+        super().__init__(max(n_others, 1), s.D_max, max_rows=s.N, max_drafted=n_drafted)
         self.settings = settings
-        self.max_rows, self.max_depth = settings.N, settings.D_max
-        self.max_branches = max(settings.N - 1, 1)  # all of them may be the root's children
         self.best = torch.empty(0)  # log values of the best N - 1 nodes of this tree so far
 
-    @property
-    def max_drafted(self) -> int:
-        """Every level may add N - 1 nodes, of which later ones may prove better."""
-        s = self.settings
-        return 1 + (s.N - 1) * (s.D_max if s.exact else 1)
+    def begin(self, root: Tensor) -> int:
+        self.best = torch.empty(0)
+        return self.max_depth
 
-    def expand(self, level: Level) -> Tensor:
-        if level.is_drawn or not self.settings.exact:
-            values = draw_values(level) if level.is_drawn else level.path_logprobs
-            return (values >= log_threshold(self.settings.t)).expand(2, -1, -1)
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         values = level.path_logprobs
-        earlier = self.best if level.depth else values.new_empty(0)
-        both = torch.cat([earlier, values.flatten()])
+        if level.is_drawn:
+            values = draw_values(level)
+        if level.is_drawn or not self.settings.exact:
+            add = values >= log_threshold(self.settings.t)
+            return add, add
+        both = torch.cat([self.best, values.flatten()])
         self.best = both.topk(min(self.settings.N - 1, len(both))).values
-        return (values >= self.best[-1].clamp(min=LOWEST)).expand(2, -1, -1)
+        add = values >= self.best[-1].clamp(min=LOWEST)
+        return add, add
 
 
 def draw_values(level: Level) -> Tensor:

@@ -14,6 +14,7 @@ Shapes: V vocabulary, k successors, M nodes of the template, N tree rows.
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -21,24 +22,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from draft_tree import (
-    MAX_ROWS,
-    Chain,
-    DynaTree,
-    Fixed,
-    Level,
-    Rule,
-    Tree,
-    check_settings,
-    choice,
-    log_threshold,
-    mark_ancestors,
-    setting,
-)
-from methods.deagle import Deagle
-from methods.dyspec import DySpec
+import methods  # the registry, which imports this file: read when a setting is, not before
+from draft_tree import MAX_ROWS, Level, Rule, Tree, log_threshold, mark_ancestors
+from engine.settings import check_settings, choice, setting
+from methods.static import Alone
 
-BASES = {"linear": Chain, "fixed": Fixed, "dynatree": DynaTree, "dyspec": DySpec, "deagle": Deagle}
 # How often the target's next token is the successor of this rank: measured on 24 texts of the
 # embedded pair's training corpus, 150 greedy tokens after 150 of the text
 RANK_PROBS = (0.7, 0.079, 0.031, 0.017, 0.008, 0.006, 0.006, 0.004)
@@ -180,14 +168,19 @@ class Recycle:
         check_settings(self)
 
     def rule(self) -> Rule:
-        return GraftRule(Chain(K=0), self.N, self.D_max)
+        return GraftRule(Alone().rule(), self.N, self.D_max, checkpoints={})
+
+
+def bases() -> Sequence[str]:
+    """The methods that graft may go over."""
+    return tuple(methods.DRAFTING)
 
 
 @dataclass(frozen=True)
 class Graft:
     """graft: a drafting rule, stopped early where unlikely, then the successor table (Graft, 3)."""
 
-    base: str = choice("dynatree", tuple(BASES), "the drafting rule, with its defaults")
+    base: str = choice("dynatree", bases, "the drafting rule, with its defaults")
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included: drafted, then grafted")
     D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth of what is grafted")
     p_1: float = setting(0.5, 0.0, 1.0, "checkpoint: stop at depth 1 if the best path is below")
@@ -199,7 +192,8 @@ class Graft:
 
     def rule(self) -> Rule:
         checkpoints = {1: self.p_1, 3: self.p_3, 5: self.p_5}
-        return GraftRule(BASES[self.base]().rule(), self.N, self.D_max, checkpoints)
+        base = methods.DRAFTING[self.base]()
+        return GraftRule(base.rule(), self.N, self.D_max, checkpoints)
 
 
 class GraftRule(Rule):
@@ -207,24 +201,26 @@ class GraftRule(Rule):
 
     is_reading = True
 
-    def __init__(
-        self, base: Rule, n_rows: int, max_depth: int, checkpoints: dict[int, float] | None = None
-    ):
-        self.base, self.checkpoints, self.graft_depth = base, checkpoints or {}, max_depth
+    def __init__(self, base: Rule, n_rows: int, graft_depth: int, checkpoints: dict[int, float]):
+        """checkpoints: depth -> probability of the best path below which drafting stops there."""
+        n_drafted = max(base.max_drafted, n_rows)
+        super().__init__(base.max_branches, base.max_depth, n_rows, n_drafted)
+        self.is_drawing = base.is_drawing
+        self.base = base
+        self.graft_depth = graft_depth
+        self.checkpoints = checkpoints
         self.table = SuccessorTable()
-        self.max_branches, self.max_depth = base.max_branches, base.max_depth
-        self.max_rows, self.is_drawing = n_rows, base.is_drawing
 
-    @property
-    def max_drafted(self) -> int:
-        return max(self.base.max_drafted, self.max_rows)
+    def begin(self, root: Tensor) -> int:
+        return self.base.begin(root)
 
-    def expand(self, level: Level) -> Tensor:
-        masks = self.base.expand(level)
-        if threshold := self.checkpoints.get(level.depth + 1):
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        add, expand = self.base.expand(level)
+        threshold = self.checkpoints.get(level.depth + 1, 0.0)
+        if threshold:
             is_likely = level.path_logprobs.max() >= log_threshold(threshold)
-            masks = torch.stack((masks[0], masks[1] & is_likely))
-        return masks
+            expand = expand & is_likely
+        return add, expand
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """Fill the rows that drafting left."""
@@ -239,5 +235,5 @@ class GraftRule(Rule):
     def read(self, tokens: Tensor, logits: Tensor) -> None:
         self.table.read(tokens, logits)
 
-    def adapt(self, n_accepted: int, depth: int) -> None:
-        self.base.adapt(n_accepted, depth)
+    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
+        self.base.adapt(tree, path, ms)

@@ -1,16 +1,19 @@
 """Tiny random GPT-NeoX models for the tests; everything is seeded."""
 
+import random
 from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from draft_tree import Rule, Settings
+from draft_tree import MAX_ROWS, Rule, Settings
 from engine import cuda_graphs
 from engine.checkpoint import Config, expected_shapes
 from gpt_neox import GPTNeoX
+from methods import METHODS
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 
@@ -41,6 +44,35 @@ class Remembering:
     def rule(self) -> Rule:
         self.rules.append(self.settings.rule())
         return self.rules[-1]
+
+
+def random_settings(method: str, rng: random.Random) -> Settings:
+    """Small settings of every shape, switched-off parts included; KeyError if there is no such
+    method. They are drawn from the ranges that the fields themselves name, so a new method is
+    covered by its line in the registry."""
+    kind = METHODS[method]
+    while True:
+        values = {f.name: random_value(f, rng) for f in fields(kind)}
+        try:
+            return kind(**values)
+        except ValueError as error:  # two thresholds out of order: draw again
+            assert "break" in str(error), error
+
+
+def random_value(f: Field, rng: random.Random) -> object:
+    """One setting, often at an end of its range."""
+    if "options" in f.metadata:
+        return rng.choice(f.metadata["options"]())
+    low = f.metadata["low"]
+    high = f.metadata["high"]
+    if isinstance(f.default, bool):
+        return rng.random() < 0.8
+    if isinstance(f.default, float):
+        value = rng.choice([low, f.default, 10 ** rng.uniform(-3, 0)])
+        return min(max(value, low), high)
+    if high == MAX_ROWS:  # rows of a tree
+        return max(rng.choice([1, 2, 3, 5, 8, 13, 32, 64]), low)
+    return rng.randint(low, min(low + 5, high))
 
 
 def random_config(**changes: object) -> Config:

@@ -174,7 +174,7 @@ def test_a_draft_that_is_off_is_probed_for_one_percent_of_the_time() -> None:
         root = torch.tensor([20])
         tree = grow(rule, root, FakeDraft(0), 99)
         rule.read(tree.tokens, torch.zeros(len(tree), N_IDS))
-        rule.learn(tree, [0], 1.0)
+        rule.adapt(tree, [0], 1.0)
         n_probes += rule.is_probe
         assert rule.probed_ms <= 0.01 * rule.total_ms + 5
     assert n_probes >= 2

@@ -26,9 +26,11 @@ from benchmark.step_times import (
 )
 from benchmark.tables import TABLES, Table, choose_runs, interleave
 from cli.inputs import Pair
-from draft_tree import Alone, Chain, DynaTree, Fixed
-from dynatree import METHODS, Step, generate
+from draft_tree import DynaTree
+from dynatree import Step, generate
 from engine.memory import OutOfMemory
+from methods import METHODS
+from methods.static import Alone, Chain, Fixed
 
 Captured = pytest.CaptureFixture[str]
 FEW = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]

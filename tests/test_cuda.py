@@ -9,10 +9,12 @@ import torch
 from conftest import TINY, assert_close, random_config, random_tensors
 from tokenizers import Tokenizer
 
-from draft_tree import Alone, DynaTree, Settings
-from dynatree import METHODS, capture, generate, token_ids
+from draft_tree import DynaTree, Settings
+from dynatree import capture, generate, token_ids
 from engine.sampling import Sampling
 from gpt_neox import GPTNeoX, attend
+from methods import METHODS
+from methods.static import Alone
 
 pytestmark = [
     pytest.mark.cuda,

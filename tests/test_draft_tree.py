@@ -17,16 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_tree import (
-    Alone,
-    Chain,
-    DynaTree,
-    DynaTreeRule,
-    Fixed,
-    Rule,
-    Tree,
-    grow,
-)
+from draft_tree import DynaTree, DynaTreeRule, Level, Rule, Tree, grow
+from methods.static import Alone, Chain, Fixed
 
 VOCAB = 32
 ROOT = torch.tensor([7])
@@ -228,14 +220,40 @@ def test_every_tree_is_well_formed(seed: int) -> None:
     assert len(tree) <= settings.N_max and draft.n_calls <= min(max_depth, settings.D_max)
 
 
+class Wide(Rule):
+    """A fork's rule: all three candidates of every row."""
+
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        every = level.path_logprobs > -math.inf
+        return every, every
+
+
+def test_a_rule_says_how_much_it_drafts() -> None:
+    """A rule that drafted more than it verified and did not say so was cut breadth-first, and no
+    test of exactness could see it: the text is right with any tree."""
+    with pytest.raises(TypeError, match="max_drafted"):
+        Wide(max_branches=3, max_depth=3, max_rows=8)
+    cut = grow(Wide(3, 3, max_rows=8, max_drafted=8), ROOT, FakeDraft(2), 9)
+    best = grow(Wide(3, 3, max_rows=8, max_drafted=40), ROOT, FakeDraft(2), 9)
+    every = grow(Wide(3, 3, max_rows=40, max_drafted=40), ROOT, FakeDraft(2), 9)
+    ranked = sorted(zip(every.logprobs.tolist(), paths(every), strict=True), reverse=True)
+    assert paths(cut) == paths(every)[:8]
+    assert set(paths(best)) == {path for _, path in ranked[:8]} != set(paths(cut))
+
+
+def test_a_rule_that_drafts_must_expand() -> None:
+    with pytest.raises(NotImplementedError, match="Rule drafts and has no `expand`"):
+        grow(Rule(1, 1, 2, 2), ROOT, FakeDraft(0), 9)
+
+
 @pytest.mark.parametrize(
-    ("rule", "max_depth"),
-    [(Alone().rule(), 9), (Chain(K=0), 9), (Chain(), 0), (DynaTree().rule(), 0)]
-    + [(Fixed(N_max=1), 9), (DynaTree(N_max=1).rule(), 9)],
+    ("settings", "max_depth"),
+    [(Alone(), 9), (Chain(K=0), 9), (Chain(), 0), (DynaTree(), 0)]
+    + [(Fixed(N_max=1), 9), (DynaTree(N_max=1), 9)],
 )
-def test_no_room_means_no_draft_call(rule: Rule, max_depth: int) -> None:
+def test_no_room_means_no_draft_call(settings: Settings, max_depth: int) -> None:
     draft = FakeDraft(0)
-    tree = grow(rule, ROOT, draft, max_depth)
+    tree = grow(settings.rule(), ROOT, draft, max_depth)
     assert_well_formed(tree)
     assert draft.n_calls == 0
     assert (len(tree), tree.depth, tree.draft_slots.tolist()) == (1, 0, [-1])
@@ -302,7 +320,7 @@ def moved(rule: DynaTreeRule) -> dict[str, float]:
     return {name: getattr(rule.now, name) for name in ("D0", "tau_h", "rho_deep")}
 
 
-HIGH, LOW = (5, 5), (0, 5)  # (accepted, depth): a mean above 0.8 and one below 0.6
+HIGH, LOW = 1.0, 0.0  # accepted / depth: a mean above 0.8 and one below 0.6
 
 # Start, then after a high mean, after a low one. The last two of each start beyond a bound, where
 # they stay, or move only the way that was asked for.
@@ -324,7 +342,7 @@ def test_history_moves_within_its_bounds(
 ) -> None:
     for step, expected in ((HIGH, after_high), (LOW, after_low)):
         rule = DynaTree(**{name: start}, W=1).rule()
-        rule.adapt(*step)
+        rule.observe(step)
         assert moved(rule)[name] == pytest.approx(expected)
 
 
@@ -334,7 +352,7 @@ def test_a_mean_from_0_6_to_0_8_moves_nothing(W: int, n_accepted: int, depth: in
     """Ten times 3 of 5 accepted summed to 5.999999999999999, and so read as below 0.6."""
     rule = DynaTree(W=W).rule()
     for _ in range(W + 2):
-        rule.adapt(n_accepted, depth)
+        rule.observe(n_accepted / depth)
     assert rule.now == DynaTree(W=W)
 
 
@@ -345,7 +363,7 @@ def test_history_looks_at_exactly_the_last_w_iterations(W: int) -> None:
     for i in range(120):
         # Long good and bad stretches, or the mean would hardly leave the middle.
         history.append(rng.choice([0, 1, 6] if i // 30 % 2 else [6, 7, 8]))
-        rule.adapt(history[-1], 8)
+        rule.observe(history[-1] / 8)
         if len(history) >= W:
             mean = sum(history[-W:]) / (8 * W)
             D0 += (mean > 0.8) - (mean < 0.6)
@@ -358,7 +376,7 @@ def test_history_keeps_the_thresholds_in_order(tau_l: float, rho_stop: float) ->
     """Also where the bounds of tau_h and rho_deep, 0.5 and 0.3, would make two of them equal."""
     rule = DynaTree(tau_l=tau_l, tau_h=0.7, rho_stop=rho_stop, rho_deep=0.5, W=1).rule()
     for _ in range(10):
-        rule.adapt(*HIGH)
+        rule.observe(HIGH)
         assert tau_l < rule.now.tau_h <= 0.7 and rho_stop < rule.now.rho_deep <= 0.5
 
 
@@ -366,8 +384,8 @@ def test_history_off_never_moves_and_every_generation_starts_afresh() -> None:
     still, settings = DynaTree(W=1, history=False).rule(), DynaTree(W=1)
     rule = settings.rule()
     for _ in range(5):
-        still.adapt(*HIGH)
-        rule.adapt(*HIGH)
+        still.observe(HIGH)
+        rule.observe(HIGH)
     assert still.now == DynaTree(W=1, history=False)
     assert moved(rule) != moved(settings.rule()) and settings.rule().now == settings
 
@@ -379,7 +397,7 @@ def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
         rule = replace(settings, W=1).rule()
         before = grow(rule, ROOT, draft, 127)
         for _ in range(4):
-            rule.adapt(*(HIGH if seed % 2 else LOW))
+            rule.observe(HIGH if seed % 2 else LOW)
         after = grow(rule, ROOT, draft, 127)
         assert_same(after, draft_tree(replace(settings, **moved(rule)), draft, 127, Counter()))
         n_changed[seed % 2] += paths(before) != paths(after)

@@ -93,7 +93,9 @@ def test_a_draw_is_valued_before_it_is_drawn() -> None:
     level = Level(1, probs.log(), (above * probs).log(), is_drawn=True)
     expected = torch.tensor([[0.5, 0.25, 0.1], [0.25, 0.225, 0.2]])
     torch.testing.assert_close(draw_values(level).exp(), expected)
-    add, expand = DySpec(t=0.21).rule().expand(level)
+    rule = DySpec(t=0.21).rule()
+    rule.begin(ROOT)
+    add, expand = rule.expand(level)
     assert add.tolist() == expand.tolist() == [[True, True, False], [True, True, False]]
 
 

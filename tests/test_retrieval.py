@@ -6,9 +6,10 @@ from conftest import TINY, Remembering, pretend_capture, random_model
 from test_draft_tree import ROOT, FakeDraft, paths
 from tokenizers import Tokenizer
 
-from draft_tree import Chain, Fixed, grow, lone
+from draft_tree import grow, lone
 from dynatree import generate, measure
 from gpt_neox import GPTNeoX
+from methods import DRAFTING
 from methods.retrieval import (
     RANK_PROBS,
     Graft,
@@ -19,6 +20,7 @@ from methods.retrieval import (
     graft,
     template,
 )
+from methods.static import Chain, Fixed
 
 
 def full_table(n_ids: int = 32, seed: int = 0) -> SuccessorTable:
@@ -79,7 +81,7 @@ def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refille
     """Drafted and table's trees share nodes; the budget is full all the same, nothing twice."""
     for seed in range(20):
         table, draft = full_table(seed=seed), FakeDraft(seed)
-        tree = grow(Fixed(D=3, B=2, tau=0.0), ROOT, draft, 127)
+        tree = grow(Fixed(D=3, B=2, tau=0.0).rule(), ROOT, draft, 127)
         first = tree.tokens[1]  # make the table agree with the draft at the root
         table.ids[ROOT, 0] = first
         table.ids[ROOT, 1:] = torch.where(table.ids[ROOT, 1:] == first, 31, table.ids[ROOT, 1:])
@@ -105,7 +107,7 @@ def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refille
 
 def test_the_budget_identity() -> None:
     """Retained + grafted is the budget whenever the table offers that many nodes."""
-    for base in ("linear", "fixed", "dynatree", "dyspec", "deagle"):
+    for base in DRAFTING:
         for n_rows in (1, 2, 9, 24):
             rule = Graft(base=base, N=n_rows).rule()
             rule.table = full_table()
@@ -131,10 +133,18 @@ def test_no_node_is_deeper_than_the_text_has_room() -> None:
 def test_a_checkpoint_stops_the_drafting() -> None:
     """The best path's probability at depth 1 decides whether level 2 is drafted."""
     for p_1, expected in ((0.0, 4), (1.0, 1)):
-        rule, draft = GraftRule(Chain(K=4), 5, 3, {1: p_1}), FakeDraft(0)
+        rule, draft = GraftRule(Chain(K=4).rule(), 5, 3, {1: p_1}), FakeDraft(0)
         rule.table = full_table()
         assert len(grow(rule, ROOT, draft, 127)) == 5
         assert draft.n_calls == expected
+
+
+@pytest.mark.parametrize("base", ["deagle", "dyspec"])
+def test_the_rule_below_is_told_of_every_new_tree(base: str) -> None:
+    """What a base remembers of one tree, sums or best values, once ended with its first level."""
+    rule = Graft(base=base, N=9).rule()
+    first = [paths(grow(rule, ROOT, FakeDraft(seed), 127)) for seed in (1, 2, 1)]
+    assert first[0] == first[2] != first[1]
 
 
 def test_a_grafted_tree_does_not_change_the_drafted_one() -> None:

@@ -12,12 +12,14 @@ from conftest import random_model
 from torch import Tensor
 
 import verify
-from draft_tree import Chain, DynaTree, Fixed, Settings, Tree, grow
-from dynatree import METHODS, generate, token_ids
+from draft_tree import DynaTree, Settings, Tree, grow
+from dynatree import generate, token_ids
 from engine.sampling import Sampler, Sampling
+from methods import METHODS
 from methods.auto import Auto
 from methods.dyspec import DySpec
 from methods.retrieval import GraftRule
+from methods.static import Chain, Fixed
 from verify import accept_sampled, try_child
 
 CPU = torch.device("cpu")
@@ -187,7 +189,7 @@ class GraftedChain:
     """A drawn child with ranked siblings from the successor table beside it."""
 
     def rule(self) -> GraftRule:
-        rule = GraftRule(Chain(K=1), n_rows=4, max_depth=1)
+        rule = GraftRule(Chain(K=1).rule(), n_rows=4, graft_depth=1, checkpoints={})
         rule.table.read(torch.arange(N_IDS), OTHER.flip(1))
         return rule
 

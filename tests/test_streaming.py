@@ -10,17 +10,20 @@ from conftest import (
     pretend_capture,
     random_config,
     random_model,
+    random_settings,
     random_tensors,
     run,
 )
-from test_exactness import DRAFTS, VOCAB, build, check, make_draft, random_settings, varied_targets
+from test_exactness import DRAFTS, VOCAB, build, check, make_draft, varied_targets
 from tokenizers import Tokenizer
 
-from draft_tree import Alone, Chain, DynaTree, Settings
-from dynatree import METHODS, Drafter, Stopwatch, generate, token_ids
+from draft_tree import DynaTree, Settings
+from dynatree import Drafter, Stopwatch, generate, token_ids
 from engine.streaming import Window
 from gpt_neox import GPTNeoX
+from methods import METHODS
 from methods.retrieval import Graft, Recycle
+from methods.static import Alone, Chain
 
 N = 10
 
