@@ -44,34 +44,16 @@ from benchmark.tables import (
     parse_sizes,
     parse_temperatures,
 )
-from cli.inputs import (
-    Pair,
-    Parser,
-    UsageError,
-    add_model_options,
-    choose_device,
-    choose_dtype,
-    choose_sampling,
-    open_pair,
-    parse_settings,
-)
+from cli.compare import CONTROL_ROWS, TIE, first_difference, top2_gap
+from cli.errors import Parser, UsageError, run_command_line, say
+from cli.main import WARM_UP_STEPS
+from cli.metrics import measure, token_ids, versions
+from cli.models import Pair, Request, choose_device, choose_dtype, open_pair
+from cli.options import add_model_options, choose_sampling, parse_settings
 from draft_tree import Settings
-from dynatree import (
-    CONTROL_ROWS,
-    METHODS,
-    TIE,
-    WARM_UP_STEPS,
-    Request,
-    Step,
-    first_difference,
-    measure,
-    run_command_line,
-    say,
-    token_ids,
-    top2_gap,
-    versions,
-)
+from dynatree import Step
 from engine.sampling import Sampling
+from methods import METHODS
 
 ROOT = Path(__file__).parent
 
@@ -145,7 +127,8 @@ class Bench:
             n_tokens = min(n_steps or run.new_tokens, run.new_tokens)
             return self.peers.decode(run.method, ids, n_tokens)
         sampling = self.sampling(run, prompt, repeat)
-        request = Request(self.pair, ids, run.new_tokens, (), run.commit, sampling)
+        options = {"max_new_tokens": run.new_tokens, "commit": run.commit, "sampling": sampling}
+        request = Request(self.pair, ids, options)
         self.pair.use_graphs(self.has_graphs and not run.is_eager)
         return list(islice(request.decode(settings_of(run)), n_steps))
 

@@ -6,18 +6,28 @@ target says: after "the" comes "cat", after "the cat" comes "ran", after "the ca
     predictions[row] = cat  ran  ...  ...  away  ...
     accept_greedy(tree, predictions) -> rows [0, 1, 4], tokens [cat, ran, away]; "away" is the bonus
 
-Shapes: N tree rows, S cache slots. Paper: DynaTree v2, sections 3.4 and 3.5.
+Shapes: N tree rows, S cache slots, V vocabulary. Paper: DynaTree v2, sections 3.4 and 3.5.
 """
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from draft_tree import Tree
+from draft_tree import Tree, to_host
 from engine.sampling import Sampler
 
 
+class NonFiniteLogits(Exception):
+    """The target produced infinite or undefined logits, so it has no next token."""
+
+
 def tree_mask(ancestors: Tensor, length: int) -> Tensor:
-    """The tree attention mask A [N, length + N] bool: the whole prefix, then own ancestors."""
+    """The tree attention mask A [N, length + N] bool: the whole prefix, then own ancestors.
+
+    Node i is written to slot length + i, so column length + j is node j.
+    """
     prefix = ancestors.new_ones(len(ancestors), length)
     return torch.cat([prefix, ancestors], dim=1)
 
@@ -31,6 +41,40 @@ def tree_positions(depths: Tensor, length: int) -> Tensor:
     return depths + length
 
 
+def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[int], list[int]]:
+    """What a step commits: the accepted rows, root first, and the id that the target puts after
+    each, the bonus token last.
+
+    logits: [N, V] of the tree's rows. Raises NonFiniteLogits if the root's are not finite, so that
+    an error takes back nothing that was right; a path ends before any other row whose logits are
+    not.
+    """
+    best, predictions = to_host(*logits.max(dim=-1))  # [N] each, by one read
+    if sampler is None:
+        path, tokens = accept_greedy(tree, predictions)
+    else:
+        path, tokens = accept_sampled(tree, sampler.warp(logits), sampler)
+    best = best.tolist()  # a row that holds inf or nan has it here
+    n_finite = 0
+    while n_finite < len(path) and math.isfinite(best[path[n_finite]]):
+        n_finite += 1
+    if not n_finite:
+        raise NonFiniteLogits(
+            "the target's logits are not finite: some product overflows in this dtype (small "
+            "Pythia models do in float16); try --dtype bfloat16"
+        )
+    return path[:n_finite], tokens[:n_finite]
+
+
+def cut(tokens: list[int], eos_ids: Sequence[int], room: int) -> list[int]:
+    """Newly committed ids up to the limit and up to the first EOS, which is kept."""
+    tokens = tokens[:room]
+    for i, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: i + 1]
+    return tokens
+
+
 def accept_greedy(tree: Tree, predictions: Tensor) -> tuple[list[int], list[int]]:
     """The longest path that the target agrees with, and what it says after each of its rows.
 
@@ -38,12 +82,14 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> tuple[list[int], list[int]
     first, and as many tokens, the bonus token last. A node agrees if its token is the prediction at
     its parent; siblings carry distinct tokens, so the agreeing path is unique.
     """
-    columns = torch.stack((tree.tokens, tree.parents, predictions))
-    tokens, parents, predicted = columns.tolist()  # a walk costs less than a pass
-    rows = {place: row for row, place in enumerate(zip(parents, tokens, strict=True))}
+    tokens = tree.tokens.tolist()
+    parents = tree.parents.tolist()
+    predicted = predictions.tolist()
     path = [0]
-    while (row := rows.get((path[-1], predicted[path[-1]]))) is not None:
-        path.append(row)
+    for row in range(1, len(tokens)):  # a parent precedes its children, so one walk finds the path
+        last = path[-1]
+        if parents[row] == last and tokens[row] == predicted[last]:
+            path.append(row)
     return path, [predicted[row] for row in path]
 
 
@@ -60,30 +106,40 @@ def accept_sampled(
     left after the last one. Leviathan et al. 2023, section 2; DySpec, Algorithm 3, whose coin
     N(0, 1) is a misprint.
     """
-    tokens, slots = tree.tokens.tolist(), tree.draft_slots.tolist()
-    no_row = torch.zeros_like(tree.tokens)
-    is_retrieved = (no_row if tree.is_retrieved is None else tree.is_retrieved).tolist()
-    children: list[list[int]] = [[] for _ in tokens]
+    children: list[list[int]] = [[] for _ in range(len(tree))]
     for row, parent in enumerate(tree.parents.tolist()[1:], start=1):
         children[parent].append(row)
     path = [0]
+    tokens = []
     while True:
-        row = path[-1]
-        residual, draft_probs = target_probs[row], None  # [V]
-        if slots[row] >= 0 and tree.draft_probs is not None:
-            draft_probs = tree.draft_probs[slots[row]]
-        for child in children[row]:  # the drawn ones first
-            drawn_from = None if is_retrieved[child] else draft_probs
-            is_accepted, residual, left = try_child(
-                tokens[child], residual, drawn_from, sampler.coin()
-            )
-            draft_probs = draft_probs if is_retrieved[child] else left
-            if is_accepted:
-                path.append(child)
-                break
-        else:
+        child, residual = accept_child(tree, children[path[-1]], path[-1], target_probs, sampler)
+        if child is None:
             bonus = int(sampler.draw(residual[None], 1))
-            return path, [*(tokens[row] for row in path[1:]), bonus]
+            return path, [*tokens, bonus]
+        path.append(child)
+        tokens.append(int(tree.tokens[child]))
+
+
+def accept_child(
+    tree: Tree, children: list[int], row: int, target_probs: Tensor, sampler: Sampler
+) -> tuple[int | None, Tensor]:
+    """The first of a row's children that is accepted, if any, and the residual [V] it leaves."""
+    residual = target_probs[row]  # [V]
+    draft_probs = None
+    slot = int(tree.draft_slots[row])
+    if slot >= 0 and tree.draft_probs is not None:
+        draft_probs = tree.draft_probs[slot]  # [V or fewer], what children were drawn from
+    for child in children:  # the drawn ones first
+        token = int(tree.tokens[child])
+        if tree.is_retrieved is not None and tree.is_retrieved[child]:
+            is_accepted, residual, _ = try_child(token, residual, None, sampler.coin())
+        else:
+            is_accepted, residual, draft_probs = try_child(
+                token, residual, draft_probs, sampler.coin()
+            )
+        if is_accepted:
+            return child, residual
+    return None, residual
 
 
 def try_child(

@@ -14,11 +14,14 @@ from pathlib import Path
 import torch
 
 from benchmark.results import Run
-from cli.inputs import UsageError, open_pair, parse_settings
-from dynatree import METHODS, Request, token_ids
+from cli.errors import UsageError
+from cli.metrics import token_ids
+from cli.models import Request, open_pair
+from cli.options import parse_settings
 from engine.checkpoint import weight_bytes
 from engine.memory import OutOfMemory
 from engine.sampling import Sampling
+from methods import METHODS
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
@@ -63,7 +66,8 @@ def measure_memory(
     rule, end = settings.rule(), len(prompt) + run.new_tokens
     pair, _ = open_pair(argparse.Namespace(**options), rule.max_depth > 0, lambda line: None)
     pair.use_graphs(not (run.is_eager or options.get("no_graphs")))
-    request = Request(pair, prompt, run.new_tokens, (), run.commit, sampling)
+    how = {"max_new_tokens": run.new_tokens, "commit": run.commit, "sampling": sampling}
+    request = Request(pair, prompt, how)
     steps = list(request.decode(settings))
     floor = sum(
         weight_bytes(model.config, model.dtype) + model.pool.bytes(end + n_scratch)

@@ -12,7 +12,8 @@ import time
 import torch
 from torch import Tensor
 
-from cli.inputs import Pair, UsageError
+from cli.errors import UsageError
+from cli.models import Pair
 from dynatree import Step
 
 PEERS = {"hf-ar": "transformers generate, greedy", "hf-assisted": "its assisted generation"}

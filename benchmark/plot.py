@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmark.results import Results, Row
-from cli.inputs import Parser, UsageError
-from dynatree import run_command_line
+from cli.errors import Parser, UsageError, run_command_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from cli.inputs import UsageError, encode
+from cli.errors import UsageError
+from cli.models import encode
 
 DATASETS = ("builtin", "wikitext2")
 WIKITEXT_REPOSITORY, WIKITEXT_ZIP = "ggml-org/ci", "wikitext-2-raw-v1.zip"

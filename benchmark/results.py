@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from cli.inputs import UsageError
+from cli.errors import UsageError
 
 MANY = 8  # rows, after which a note counts instead of naming them
 FORMAT = 1  # of the file; another number is refused

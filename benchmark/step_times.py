@@ -16,8 +16,9 @@ from itertools import pairwise
 
 import torch
 
-from dynatree import Step, Stopwatch
+from dynatree import Step
 from engine.cuda_graphs import ROW_COUNTS
+from engine.stopwatch import Stopwatch
 from gpt_neox import GPTNeoX, KVCache
 
 COPY_BYTES = 2**28  # past every cache, so that memory itself is measured
@@ -74,8 +75,7 @@ def measure_step_times(
         for key, run in (item for item in passes.items() for _ in range(3)):
             watch.restart()
             run()
-            watch.lap("other_ms")
-            samples[key].append(watch.ms["other_ms"])
+            samples[key].append(watch.ms())
     for name, model in models.items():
         model.pool.take_back(caches[name].storage)
     medians = {name: [statistics.median(samples[name, n]) for n in ROW_COUNTS] for name in models}
@@ -125,8 +125,7 @@ def copy_bandwidth(device: torch.device) -> float:
     for _ in range(6):
         watch.restart()
         copy.copy_(source)
-        watch.lap("other_ms")
-        ms.append(watch.ms["other_ms"])
+        ms.append(watch.ms())
     return 2 * COPY_BYTES / statistics.median(ms[1:]) / 1e6  # the first one touches new memory
 
 

@@ -13,8 +13,9 @@ from itertools import product
 
 from benchmark.peers import PEERS
 from benchmark.results import COLUMNS, Run
-from cli.inputs import UsageError, parse_settings
-from dynatree import METHODS
+from cli.errors import UsageError
+from cli.options import parse_settings
+from methods import METHODS
 
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}
 SPEED = ["throughput", "speedup", "spread", "predicted", "tokens_per_iter", "exact"]

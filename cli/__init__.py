@@ -1,5 +1,10 @@
 """What a person types and sees.
 
-inputs      what the user asked for, checked: settings, prompt, device, models, tokenizer
+main        the options of dynatree.py, one generation, and what is said of it
+options     what the user asked for, checked: options, settings, prompt
+models      opening a pair: device, dtype, checkpoints, tokenizers; a request to continue a prompt
 terminal    streamed text, drawn trees, the help of every setting
+metrics     one generation in numbers
+compare     --compare: a method's run beside ar's, and what explains a difference
+errors      one line for every mistake, and the exit status
 """

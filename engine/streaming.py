@@ -15,12 +15,27 @@ decodes over exactly the cache that ar has, and its text is ar's over the same w
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from gpt_neox import GPTNeoX, KVCache
-
 DEFAULT_SINKS = 4  # the paper's number
+
+
+class Cache(Protocol):
+    """KVCache, as far as a window sees it."""
+
+    length: int
+
+
+class Model(Protocol):
+    """GPTNeoX, as far as a window sees it."""
+
+    def prefill(
+        self, tokens: list[int], cache: Cache, read: Callable[[Tensor, Tensor], None] | None
+    ) -> Tensor: ...
+
+    def forget(self, cache: Cache, start: int, n: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -40,11 +55,11 @@ class Window:
         """Cached tokens at which a drop is due; no position ever reaches it."""
         return self.sinks + self.size + self.slack
 
-    def room(self, cache: KVCache) -> int:
+    def room(self, cache: Cache) -> int:
         """How many tokens may still be committed before a drop, at least 1."""
         return self.full - cache.length
 
-    def drop(self, model: GPTNeoX, visible: list[int], cache: KVCache) -> bool:
+    def drop(self, model: Model, visible: list[int], cache: Cache) -> bool:
         """Drop tokens from the cache and from `visible`, the ids it holds, if a drop is due."""
         if cache.length < self.full:
             return False
@@ -54,9 +69,9 @@ class Window:
 
     def prefill(
         self,
-        model: GPTNeoX,
+        model: Model,
         visible: list[int],
-        cache: KVCache,
+        cache: Cache,
         read: Callable[[Tensor, Tensor], None] | None = None,
     ) -> Tensor:
         """GPTNeoX.prefill of a text of any length into an empty cache; `visible` keeps its ids.

@@ -8,8 +8,9 @@ import torch
 from conftest import random_config, random_model, random_tensors
 from test_draft_tree import FakeDraft, paths
 
+from cli.metrics import token_ids
 from draft_tree import Tree, grow
-from dynatree import generate, token_ids
+from dynatree import generate
 from gpt_neox import GPTNeoX
 from methods import learning
 from methods.auto import DRAFT_GUESS, MEMORY_GUESS, Auto, AutoRule

@@ -13,7 +13,6 @@ import torch
 from conftest import random_model
 
 import bench
-import dynatree
 from bench import main
 from benchmark.memory import in_own_process
 from benchmark.results import Results, Run
@@ -25,10 +24,12 @@ from benchmark.step_times import (
     step_bytes,
 )
 from benchmark.tables import TABLES, Table, choose_runs, interleave
-from cli.inputs import Pair
+from cli import models
+from cli.models import Pair
 from draft_tree import DynaTree
 from dynatree import Step, generate
 from engine.memory import OutOfMemory
+from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone, Chain, Fixed
 
@@ -195,7 +196,7 @@ def test_a_text_that_is_not_ars_is_reported(
     tmp_path: Path,
 ) -> None:
     """In float32 a difference is an error, unless the target's own choice was a near-tie."""
-    real = dynatree.generate
+    real = models.generate
 
     def wrong(*args: object, **options: object) -> list[Step]:
         steps = list(real(*args, **options))
@@ -203,7 +204,7 @@ def test_a_text_that_is_not_ars_is_reported(
             steps[1].tokens[0] += 1
         return steps
 
-    monkeypatch.setattr(dynatree, "generate", wrong)
+    monkeypatch.setattr(models, "generate", wrong)
     monkeypatch.setattr(bench, "top2_gap", lambda *_: gap)
     file, few = tmp_path / "r.json", [*FEW, "--methods", "linear", "--columns", "exact"]
     assert main([*few, "--output", str(file)]) == status
@@ -336,13 +337,13 @@ def test_counted_passes_are_those_that_ran(
     """The widths the prediction rests on are those of the forwards, catch-up included."""
     target, draft = random_model(0), random_model(1)
     ran = {id(target): [], id(draft): []}
-    real = dynatree.GPTNeoX._run_tight
+    real = GPTNeoX._run_tight
 
-    def spy(self: dynatree.GPTNeoX, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+    def spy(self: GPTNeoX, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
         ran[id(self)].append(len(tokens))
         return real(self, tokens, *rest)
 
-    monkeypatch.setattr(dynatree.GPTNeoX, "_run_tight", spy)
+    monkeypatch.setattr(GPTNeoX, "_run_tight", spy)
     steps = list(generate(target, draft, [3, 1, 4, 1, 5], settings, 30, commit=commit))
     drafts, verifies = count_passes(steps, 5, commit)
     assert sorted(drafts.elements()) == sorted(ran[id(draft)])

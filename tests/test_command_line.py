@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,10 +19,20 @@ from conftest import TINY, pretend_capture, random_config, random_tensors
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+import cli.main
 import dynatree
-from cli import inputs
-from dynatree import Step, main
+import verify
+from cli import models
+from cli.compare import compare, top2_gap
+from cli.main import build_parser, main, prepare
+from cli.metrics import Metrics
+from cli.models import Request, encode, load_tokenizer, require_same_tokenizer
+from draft_tree import Settings, Tree
+from dynatree import Step
+from engine.memory import OutOfMemory
 from gpt_neox import GPTNeoX
+from methods import METHODS
+from methods.static import Alone
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "The ship sailed at dawn"
@@ -55,7 +66,7 @@ def test_text_is_streamed_and_summed_up(capsys: Captured) -> None:
     assert captured.out == run_json(capsys, "--max-new-tokens", "12")["text"] + "\n"
 
 
-@pytest.mark.parametrize("method", dynatree.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_json_has_everything(capsys: Captured, method: str) -> None:
     report = run_json(capsys, "--max-new-tokens", "9", "--method", method)
     tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
@@ -63,7 +74,7 @@ def test_json_has_everything(capsys: Captured, method: str) -> None:
     assert report["text"] == tokenizer.decode(report["token_ids"])
     assert report["settings"]["method"] == method and report["settings"]["dtype"] == "float32"
     assert report["versions"]["torch"] == torch.__version__
-    assert set(report["metrics"]) == set(dynatree.Metrics.__dataclass_fields__)
+    assert set(report["metrics"]) == set(Metrics.__dataclass_fields__)
 
 
 def test_methods_and_commits_agree(capsys: Captured) -> None:
@@ -86,7 +97,7 @@ def test_settings_reach_the_method(capsys: Captured) -> None:
 def test_a_dtype_the_processor_emulates_is_announced(
     flags: str, is_told: bool, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs, "processor_flags", lambda: flags)
+    monkeypatch.setattr(models, "processor_flags", lambda: flags)
     assert main(["--prompt", PROMPT, "--dtype", "bfloat16", "--max-new-tokens", "2"]) == 0
     assert ("no bfloat16 instructions" in capsys.readouterr().err) == is_told
 
@@ -100,22 +111,22 @@ def test_compare(capsys: Captured) -> None:
 
 def test_compare_tells_a_wrong_text(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier that accepts what it should not is reported with place and gap, status 1."""
-    real = dynatree.accept_greedy
+    real = verify.accept_greedy
 
     def gullible(tree: object, predictions: torch.Tensor) -> tuple[list[int], list[int]]:
         if tree.depth:
             predictions[0] = (predictions[0] + 1) % 4096
         return real(tree, predictions)
 
-    monkeypatch.setattr(dynatree, "accept_greedy", gullible)
-    reference = dynatree.Request.decode
+    monkeypatch.setattr(verify, "accept_greedy", gullible)
+    reference = Request.decode
 
-    def decode(request: dynatree.Request, settings: dynatree.Settings) -> object:
-        is_ar = isinstance(settings, dynatree.Alone)
-        monkeypatch.setattr(dynatree, "accept_greedy", real if is_ar else gullible)
+    def decode(request: Request, settings: Settings) -> object:
+        is_ar = isinstance(settings, Alone)
+        monkeypatch.setattr(verify, "accept_greedy", real if is_ar else gullible)
         return reference(request, settings)
 
-    monkeypatch.setattr(dynatree.Request, "decode", decode)
+    monkeypatch.setattr(Request, "decode", decode)
     assert main(["--prompt", PROMPT, "--compare", "--max-new-tokens", "9", "--json"]) == 1
     captured = capsys.readouterr()
     assert "differ from token 1 on" in captured.err and "not a tie" in captured.err
@@ -123,7 +134,7 @@ def test_compare_tells_a_wrong_text(capsys: Captured, monkeypatch: pytest.Monkey
     assert comparison["first_difference"] == 1 and comparison["top2_gap"] > 1e-4
 
 
-@pytest.mark.parametrize("method", dynatree.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_sampled_text(method: str, capsys: Captured) -> None:
     """The seed decides; a sampled text is not held against ar's."""
     hot = ["--method", method, "--temperature", "1", "--top-p", "0.9", "--max-new-tokens", "12"]
@@ -165,17 +176,17 @@ def test_a_draft_that_is_not_needed_is_said(capsys: Captured) -> None:
 
 def test_no_room_for_the_gap_does_not_lose_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*args: object) -> None:
-        raise dynatree.OutOfMemory("none")
+        raise OutOfMemory("none")
 
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "3"]
-    request, settings, _ = dynatree.prepare(dynatree.build_parser().parse_args(arguments))
+    request, settings, _ = prepare(build_parser().parse_args(arguments))
     first, *rest = request.decode(settings)
-    steps = [dynatree.replace(first, tokens=[first.tokens[0] + 1]), *rest]
-    comparison = dynatree.compare(request, steps)
+    steps = [replace(first, tokens=[first.tokens[0] + 1]), *rest]
+    comparison = compare(request, steps)
     assert comparison.first_difference == 0 and not comparison.is_tie
     monkeypatch.setattr(request.pair.target, "new_cache", no_room)
-    assert dynatree.top2_gap(request.pair, request.prompt) is None
-    without = dynatree.replace(comparison, top2_gap=None)
+    assert top2_gap(request.pair, request.prompt) is None
+    without = replace(comparison, top2_gap=None)
     assert "differ from token 0 on (no room" in without.line() and not without.is_tie
 
 
@@ -204,7 +215,7 @@ def test_help_lists_methods_and_defaults(capsys: Captured) -> None:
         main(["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    for name in (*dynatree.METHODS, "tau_h=0.9", "rho_deep=0.5", "N_max=64", "--show-tree"):
+    for name in (*METHODS, "tau_h=0.9", "rho_deep=0.5", "N_max=64", "--show-tree"):
         assert name in text
 
 
@@ -407,11 +418,11 @@ def test_merges_may_be_written_either_way(tmp_path: Path) -> None:
     folder = copy_target(tmp_path)
     raw = json.loads((folder / "tokenizer.json").read_text())
     pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in raw["model"]["merges"]]
-    draft = inputs.load_tokenizer(Path(DRAFT))
+    draft = load_tokenizer(Path(DRAFT))
     for merges in (pairs, [" ".join(pair) for pair in pairs]):
         raw["model"]["merges"] = merges
         (folder / "tokenizer.json").write_text(json.dumps(raw))
-        inputs.require_same_tokenizer(inputs.load_tokenizer(folder), draft)
+        require_same_tokenizer(load_tokenizer(folder), draft)
 
 
 def test_a_tokenizer_that_truncates_does_not_cut_the_prompt(tmp_path: Path) -> None:
@@ -420,7 +431,7 @@ def test_a_tokenizer_that_truncates_does_not_cut_the_prompt(tmp_path: Path) -> N
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(folder / "tokenizer.json"))
-    ids = inputs.encode(PROMPT, inputs.load_tokenizer(folder), 4096)
+    ids = encode(PROMPT, load_tokenizer(folder), 4096)
     assert ids == Tokenizer.from_file(f"{TARGET}/tokenizer.json").encode(PROMPT).ids
     assert len(ids) == 7
 
@@ -500,13 +511,13 @@ def test_ctrl_c_keeps_what_was_generated(flag: str) -> None:
 def test_ctrl_c_keeps_the_json(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """json is silent until it ends, so the interrupt is raised here, after a known step."""
     whole = run_json(capsys, "--max-new-tokens", "40")
-    real = dynatree.generate
+    real = models.generate
 
     def interrupted(*args: object, **options: object) -> Iterator[Step]:
         yield from islice(real(*args, **options), 5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dynatree, "generate", interrupted)
+    monkeypatch.setattr(models, "generate", interrupted)
     assert main(["--prompt", PROMPT, "--json", "--max-new-tokens", "40"]) == 130
     captured = capsys.readouterr()
     report = json.loads(captured.out)
@@ -522,7 +533,7 @@ def test_ctrl_c_while_comparing_keeps_the_json(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dynatree, "compare", interrupt)
+    monkeypatch.setattr(cli.main, "compare", interrupt)
     assert main(["--prompt", PROMPT, "--json", "--compare", "--max-new-tokens", "5"]) == 130
     report = json.loads(capsys.readouterr().out)
     assert report["interrupted"] and len(report["token_ids"]) == 5
@@ -530,13 +541,13 @@ def test_ctrl_c_while_comparing_keeps_the_json(
 
 def test_an_error_leaves_the_text_so_far(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_json(capsys, "--max-new-tokens", "20", "--method", "ar")
-    real, calls = dynatree.next_ids, []
+    real, calls = dynatree.accept, []
 
-    def fail_later(best: list[float], chosen: list[int]) -> list[int]:
-        calls.append(best)
-        return real(best if len(calls) < 7 else [math.nan], chosen)
+    def fail_later(tree: Tree, logits: torch.Tensor, sampler: None) -> tuple:
+        calls.append(tree)
+        return real(tree, logits if len(calls) < 7 else logits * math.nan, sampler)
 
-    monkeypatch.setattr(dynatree, "next_ids", fail_later)
+    monkeypatch.setattr(dynatree, "accept", fail_later)
     assert main(["--prompt", PROMPT, "--max-new-tokens", "20", "--method", "ar"]) == 2
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].startswith("error: the target's logits are not finite")

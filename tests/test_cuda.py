@@ -9,8 +9,9 @@ import torch
 from conftest import TINY, assert_close, random_config, random_tensors
 from tokenizers import Tokenizer
 
+from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
-from dynatree import capture, generate, token_ids
+from dynatree import capture, generate
 from engine.sampling import Sampling
 from gpt_neox import GPTNeoX, attend
 from methods import METHODS

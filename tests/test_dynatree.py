@@ -8,13 +8,15 @@ from conftest import Remembering, random_config, random_model, random_tensors
 from torch import Tensor
 
 import gpt_neox
+from cli.metrics import Metrics, measure, token_ids
 from draft_tree import DynaTree, Tree
-from dynatree import Metrics, NonFiniteLogits, Step, cut, generate, measure, token_ids
+from dynatree import Step, generate
 from engine import memory
 from engine.caches import CachePool
 from engine.memory import OutOfMemory
 from gpt_neox import GPTNeoX, KVCache
 from methods.static import Alone, Chain, Fixed
+from verify import NonFiniteLogits, cut
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -17,11 +17,14 @@ from conftest import TINY, pretend_capture, random_config, random_settings, rand
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from cli.compare import TIE
+from cli.metrics import token_ids
 from draft_tree import Settings
-from dynatree import TIE, Step, cut, generate, token_ids
+from dynatree import Step, generate
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone, Fixed
+from verify import cut
 
 GOLDEN = sorted(path for path in (Path(__file__).parent / "golden").iterdir())
 CASES = 25  # per method and kind of shapes

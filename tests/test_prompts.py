@@ -9,7 +9,8 @@ import pytest
 from conftest import TINY
 
 from benchmark.prompts import BUILTIN, WIKITEXT_FILE, cut_prompts, load_prompts, paragraphs
-from cli.inputs import UsageError, load_tokenizer
+from cli.errors import UsageError
+from cli.models import load_tokenizer
 
 LONG = "word " * 50
 WIKITEXT = f" \n = Title = \n \n {LONG}\n more of it \n \n = = Part = = \n \n short \n \n {LONG}\n"

@@ -7,7 +7,7 @@ import pytest
 
 from bench import main
 from benchmark.results import README_START, Results, Run, readme_section, text_table, update_readme
-from cli.inputs import UsageError
+from cli.errors import UsageError
 
 ROOT = Path(__file__).parent.parent
 MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "processor": "P", "threads": 2}

@@ -6,8 +6,9 @@ from conftest import TINY, Remembering, pretend_capture, random_model
 from test_draft_tree import ROOT, FakeDraft, paths
 from tokenizers import Tokenizer
 
+from cli.metrics import measure
 from draft_tree import grow, lone
-from dynatree import generate, measure
+from dynatree import generate
 from gpt_neox import GPTNeoX
 from methods import DRAFTING
 from methods.retrieval import (

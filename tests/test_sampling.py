@@ -12,8 +12,9 @@ from conftest import random_model
 from torch import Tensor
 
 import verify
+from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings, Tree, grow
-from dynatree import generate, token_ids
+from dynatree import generate
 from engine.sampling import Sampler, Sampling
 from methods import METHODS
 from methods.auto import Auto

@@ -17,8 +17,10 @@ from conftest import (
 from test_exactness import DRAFTS, VOCAB, build, check, make_draft, varied_targets
 from tokenizers import Tokenizer
 
+from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
-from dynatree import Drafter, Stopwatch, generate, token_ids
+from dynatree import Drafter, generate
+from engine.stopwatch import Stopwatch
 from engine.streaming import Window
 from gpt_neox import GPTNeoX
 from methods import METHODS
@@ -142,7 +144,7 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
     """Caches of one size, whatever the limit; the list of visible ids never longer than them."""
     target, draft, window = random_model(7), random_model(8), Window(64, 4)
     capacities, lengths = [], []
-    new_cache, catch_up = GPTNeoX.new_cache, Drafter._catch_up
+    new_cache, catch_up = GPTNeoX.new_cache, Drafter.catch_up
 
     def spied_cache(self: GPTNeoX, capacity: int, *rows: int) -> object:
         capacities.append(capacity)
@@ -153,7 +155,7 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
         return catch_up(self)
 
     monkeypatch.setattr(GPTNeoX, "new_cache", spied_cache)
-    monkeypatch.setattr(Drafter, "_catch_up", spied_catch_up)
+    monkeypatch.setattr(Drafter, "catch_up", spied_catch_up)
     for limit in (100, 400):
         steps = generate(target, draft, [3, 1, 4] * 50, Chain(K=3), limit, window=window)
         assert len(token_ids(steps)) == limit

@@ -25,8 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
-from cli.inputs import Parser, UsageError
-from dynatree import run_command_line
+from cli.errors import Parser, UsageError, run_command_line
 from engine.checkpoint import (
     EMBED_IN,
     EMBED_OUT,

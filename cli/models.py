@@ -1,142 +1,31 @@
-"""What the user asked for, checked: settings, prompt, device, models, tokenizer.
+"""Opening a pair: device, dtype, checkpoints, tokenizers; a request to continue a prompt with it.
 
-Every mistake raises an exception whose message is one line that says what is wrong and what to do;
-the command lines print it and exit with status 2.
-
-    pair = load_pair("models/tiny/target", "models/tiny/draft", torch.device("cpu"), torch.float32)
+pair = load_pair("models/tiny/target", "models/tiny/draft", torch.device("cpu"), torch.float32)
+steps = Request(pair, prompt_ids, {"max_new_tokens": 64}).decode(DynaTree())
 """
 
 import argparse
 import json
 import os
 import re
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn, TypeVar
 
 import torch
 from tokenizers import Tokenizer
 
+from cli.errors import UsageError
+from draft_tree import Settings
+from dynatree import Step, generate
 from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint, read_json
-from engine.sampling import Sampling
-from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
-SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
-
-Kind = TypeVar("Kind")
-
-
-class UsageError(Exception):
-    """A request that cannot be carried out; the message is one line for the user."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line and an exception, not a usage text and an exit."""
-
-    less_memory = ""  # what lowers the memory that a run needs
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (--help lists everything)")
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `open_pair` reads."""
-    add = parser.add_argument
-    add("--target", metavar="MODEL", help="folder, or hub NAME or NAME@REVISION")
-    add("--draft", metavar="MODEL", help="the same, of a smaller model with this tokenizer")
-    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
-    add("--dtype", help=f"{', '.join(DTYPES)} (float16 on cuda, float32 on cpu)")
-    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
-    add("--no-graphs", action="store_true", help="on cuda, launch every kernel by itself")
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `choose_sampling` takes."""
-    add = parser.add_argument
-    add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
-    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens reaching P (1)")
-    add("--seed", type=int, metavar="N", help="of the sampling (0)")
-
-
-def choose_sampling(temperature: float, top_p: float | None, seed: int | None) -> Sampling | None:
-    """None for greedy. Raises UsageError, also for options that greedy decoding ignores."""
-    if temperature == 0:
-        if top_p is not None or seed is not None:
-            raise UsageError("--top-p and --seed need a --temperature above 0")
-        return None
-    try:
-        return Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
-
-
-def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pair") -> Window:
-    """What the caches keep. Raises UsageError if the tree or the trained range does not fit."""
-    if size is None:
-        if sinks is not None:
-            raise UsageError("--sinks needs a --window")
-        return WHOLE_TEXT
-    longest = min(model.config.max_positions for model in pair.models)
-    window = Window(size, DEFAULT_SINKS if sinks is None else sinks)
-    most = (longest - window.sinks) * 4 // 5  # size + size // 4 tokens beside the sinks
-    why = f"the method's tree has {max_rows} rows, the models {longest} positions"
-    if window.sinks < 0 or most < max_rows:
-        raise UsageError(f"--sinks {window.sinks} leaves no window: {why}")
-    if not max_rows <= size <= most:
-        raise UsageError(f"--window {size}: {max_rows} to {most} ({why})")
-    return window
-
-
-def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
-    """A settings dataclass with NAME=VALUE changes. Raises UsageError naming what is wrong."""
-    types = {f.name: type(f.default) for f in fields(kind)}
-    values = {}
-    for assignment in assignments:
-        name, _, text = (part.strip() for part in assignment.partition("="))
-        if name not in types:
-            known = ", ".join(types)
-            raise UsageError(f"--set {assignment}: this method has no {name!r}; it has {known}")
-        try:
-            values[name] = SWITCH[text.lower()] if types[name] is bool else types[name](text)
-        except (ValueError, KeyError) as error:
-            expected = (
-                "on or off" if types[name] is bool else f"a value of type {types[name].__name__}"
-            )
-            raise UsageError(f"--set {assignment}: {name} takes {expected}") from error
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise UsageError(f"--set: {error}") from error
-
-
-def read_prompt(text: str | None, file: str | None) -> str:
-    """The prompt given as text, or as a file (- is standard input).
-
-    Raises UsageError: none or both given, empty, unreadable, not UTF-8.
-    """
-    if (text is None) == (file is None):
-        raise UsageError("give either --prompt or --prompt-file")
-    try:
-        if text is not None:
-            raw = text.encode("utf-8", "surrogateescape")
-        else:
-            raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        prompt = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt is not UTF-8: {error}") from error
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
-    if not prompt:
-        raise UsageError("the prompt is empty")
-    return prompt
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -223,6 +112,23 @@ class Pair:
         """Whether passes are replayed as CUDA graphs, as they are by default on CUDA."""
         for model in self.models:
             model.pool.has_graphs = has_graphs and model.pool.is_fixed
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue, whatever the method."""
+
+    pair: Pair
+    prompt: list[int]
+    options: dict[str, object]  # of dynatree.generate, by keyword
+
+    def decode(self, settings: Settings) -> Iterator[Step]:
+        pair = self.pair
+        return generate(pair.target, pair.draft, self.prompt, settings, **self.options)
+
+    def printable(self, ids: Iterable[int]) -> list[int]:
+        """EOS is counted, not printed."""
+        return [i for i in ids if i not in self.options.get("eos_ids", ())]
 
 
 def default_models(device: torch.device) -> tuple[str, str]:

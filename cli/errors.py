@@ -1,0 +1,59 @@
+"""How a command line ends: one line for every mistake, and the exit status.
+
+sys.exit(run_command_line(run, parser, arguments))
+"""
+
+import argparse
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+
+from engine.checkpoint import CheckpointError, HubUnreachable, first_line
+from engine.memory import OutOfMemory
+from verify import NonFiniteLogits
+
+WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
+
+
+class UsageError(Exception):
+    """A request that cannot be carried out; the message is one line for the user."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line and an exception, not a usage text and an exit."""
+
+    less_memory = ""  # what lowers the memory that a run needs
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists everything)")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run_command_line(
+    run: Callable[[argparse.Namespace], int], parser: Parser, arguments: Sequence[str] | None
+) -> int:
+    """Parse and run; a mistake is one line on stderr and status 2. Returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to stop
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        return run(parser.parse_args(arguments))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        sys.stdout = None
+        return 1
+    except HubUnreachable as error:
+        say(f"error: {error}; without a network: python {parser.prog} {WITHOUT_NETWORK}")
+    except (OutOfMemory, torch.OutOfMemoryError) as error:
+        lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
+        say(f"error: {first_line(error)}{lower}")
+    except (UsageError, CheckpointError, NonFiniteLogits) as error:
+        say(f"error: {' '.join(str(error).split())}")
+    return 2

@@ -1,0 +1,182 @@
+"""python dynatree.py: the options, one generation, and what is said of it.
+
+main(["--prompt", "The ship sailed at dawn", "--method", "auto"])
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+
+import torch
+
+from cli.compare import compare
+from cli.errors import Parser, UsageError, run_command_line, say
+from cli.metrics import Metrics, measure, token_ids, versions
+from cli.models import Request, encode, open_pair
+from cli.options import (
+    add_model_options,
+    add_sampling_options,
+    choose_sampling,
+    choose_window,
+    parse_settings,
+    read_prompt,
+)
+from cli.terminal import TextStream, describe, draw_tree
+from draft_tree import Settings
+from dynatree import COMMITS, Step
+from engine.streaming import WHOLE_TEXT
+from methods import METHODS
+from methods.static import Alone
+
+WARM_UP_STEPS = 8
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="dynatree.py",
+        description="Write text with a GPT-NeoX target, sped up by a draft model's token trees.",
+        epilog=describe(METHODS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    less = "a 16-bit --dtype, fewer --max-new-tokens, a --window, a smaller --target"
+    parser.less_memory = less
+    add = parser.add_argument
+    add("--prompt", metavar="TEXT", help="the text to continue")
+    add("--prompt-file", metavar="F", help="a UTF-8 file to continue; - is standard input")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="limit (default 128)")
+    add("--method", default="dynatree", metavar="M", help=f"{', '.join(METHODS)} (dynatree)")
+    add_sampling_options(parser)
+    add("--window", type=int, metavar="N", help="keep the latest N tokens in the cache (all)")
+    add("--sinks", type=int, metavar="N", help="and with a window the first N (4)")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
+    add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
+    add_model_options(parser)
+    add("--ignore-eos", action="store_true", help="go on past end-of-text")
+    add("--compare", action="store_true", help="also run ar: speedup, and are the ids equal?")
+    add("--show-tree", action="store_true", help="draw every iteration's tree on stderr")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+    return parser
+
+
+def stream(
+    request: Request, settings: Settings, args: argparse.Namespace
+) -> tuple[list[Step], bool]:
+    """Run one generation, printing as it goes: its steps, and whether Ctrl-C cut it short."""
+    steps: list[Step] = []
+    tokenizer, has_color, is_interrupted = request.pair.tokenizer, sys.stderr.isatty(), False
+    text = TextStream(tokenizer)
+    is_streaming = not args.json and not args.show_tree  # trees and text would interleave
+    try:
+        for step in request.decode(settings):
+            steps.append(replace(step, tree=None))  # trees would fill the memory in a long text
+            if is_streaming:
+                print(text.push(request.printable(step.tokens)), end="", flush=True)
+            if args.show_tree and step.tree:
+                say(f"iteration {len(steps) - 1}: {summarise_step(step)}")
+                say(draw_tree(step.tree, step.path, step.bonus, tokenizer, has_color))
+    except KeyboardInterrupt:
+        is_interrupted = True
+    finally:  # an error, too, leaves the text so far on the screen
+        if is_streaming and steps:
+            print(text.finish(), flush=True)
+        elif args.show_tree and not args.json and steps:
+            print(tokenizer.decode(request.printable(token_ids(steps))), flush=True)
+    return steps, is_interrupted
+
+
+def summarise_step(step: Step) -> str:
+    accepted, drafted = len(step.path) - 1, step.n_drafted
+    ms = step.draft_ms + step.verify_ms + step.other_ms
+    is_retrieved = step.tree.is_retrieved
+    n_retrieved = 0 if is_retrieved is None else int(is_retrieved.sum())
+    sources = f"{drafted - n_retrieved} drafted, {n_retrieved} retrieved +"
+    return f"{accepted} of {drafted} accepted ({sources}), depth {step.tree.depth}, {ms:.1f} ms"
+
+
+def summarise(metrics: Metrics) -> str:
+    """The line that ends every run."""
+    first = f"first token after {metrics.ttft_ms:.0f} ms"
+    if not metrics.iterations:
+        return f"1 token, {first}"
+    rates = f"{metrics.throughput:.1f} tokens/s, {metrics.tokens_per_iter:.2f} tokens/iter"
+    return f"{metrics.new_tokens} tokens, {rates}, {first}"
+
+
+def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
+    """Check everything that was asked for and load the models; also the settings to report."""
+    if args.method not in METHODS:
+        raise UsageError(f"unknown method {args.method!r}; there are {', '.join(METHODS)}")
+    if args.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
+    settings = parse_settings(METHODS[args.method], args.set)
+    sampling = choose_sampling(args.temperature, args.top_p, args.seed)
+    text = read_prompt(args.prompt, args.prompt_file)
+    is_drafting = settings.rule().max_depth > 0
+    if args.draft and not is_drafting:
+        say(f"note: --method {args.method} needs no draft; {args.draft} is not loaded")
+    pair, models = open_pair(args, is_drafting, say)
+    config = pair.target.config
+    window = choose_window(args.window, args.sinks, settings.rule().max_rows, pair)
+    prompt = encode(text, pair.tokenizer, config.vocab_size)
+    if window is not WHOLE_TEXT:
+        kept = f"{window.sinks} sinks and the latest {window.size} tokens or more"
+        say(f"note: the caches keep {kept}; this is not the text of full attention")
+    elif len(prompt) + args.max_new_tokens > config.max_positions:
+        say(
+            f"warning: {len(prompt)} prompt and {args.max_new_tokens} new tokens exceed the "
+            f"{config.max_positions} positions the target was trained for"
+        )
+    eos_ids = () if args.ignore_eos else config.eos_ids
+    reported = {"method": args.method, **asdict(settings), **models, "commit": args.commit}
+    reported |= {"max_new_tokens": args.max_new_tokens, "prompt_tokens": len(prompt)}
+    reported |= {"eos_ids": eos_ids, "sampling": asdict(sampling) if sampling else None}
+    reported |= {"window": asdict(window) if args.window else None}
+    options = {"max_new_tokens": args.max_new_tokens, "eos_ids": eos_ids, "commit": args.commit}
+    options |= {"sampling": sampling, "window": window}
+    return Request(pair, prompt, options), settings, reported
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command line, once parsed. Returns the exit status."""
+    request, settings, reported = prepare(args)
+    if args.compare:  # warm up, so that whichever runs first does not pay for it
+        for warm_up in (settings, Alone()):
+            list(islice(request.decode(warm_up), WARM_UP_STEPS))
+    steps, is_interrupted = stream(request, settings, args)
+    if not steps:
+        return 130
+    metrics, comparison = measure(steps), None
+    say(summarise(metrics))
+    n_graphs, capture_s = request.pair.captured()
+    if n_graphs:
+        say(f"captured {n_graphs} graphs in {capture_s:.1f} s, which no figure counts")
+    if args.method != "ar" and metrics.iterations and not metrics.draft_nodes:
+        say("note: nothing was drafted; if the draft overflows in float16, try --dtype bfloat16")
+    try:
+        if args.compare and not is_interrupted:
+            comparison = compare(request, steps)
+            say(comparison.line())
+            if comparison.control:
+                say(comparison.control_line())
+    except KeyboardInterrupt:
+        is_interrupted = True
+    if args.json:
+        ids = token_ids(steps)
+        text = request.pair.tokenizer.decode(request.printable(ids))
+        report = {"token_ids": ids, "text": text, "metrics": asdict(metrics)}
+        report |= {"settings": reported, "versions": versions(), "interrupted": is_interrupted}
+        report["graphs"] = {"n": n_graphs, "capture_s": capture_s}
+        if comparison:
+            report["compare"] = asdict(comparison)
+        print(json.dumps(report))
+    if is_interrupted:
+        return 130
+    is_wrong = comparison and comparison.exact is False and not comparison.is_tie
+    return 1 if is_wrong and request.pair.target.dtype == torch.float32 else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command_line(run, build_parser(), arguments)

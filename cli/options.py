@@ -1,0 +1,115 @@
+"""What the user asked for, checked: options, settings, prompt.
+
+Every mistake raises a UsageError whose message is one line that says what is wrong and what to do.
+
+    settings = parse_settings(DynaTree, ["tau=0.02", "history=off"])
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TypeVar
+
+from cli.errors import UsageError
+from cli.models import Pair
+from engine.checkpoint import DTYPES
+from engine.sampling import Sampling
+from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
+
+SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+Kind = TypeVar("Kind")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `open_pair` reads."""
+    add = parser.add_argument
+    add("--target", metavar="MODEL", help="folder, or hub NAME or NAME@REVISION")
+    add("--draft", metavar="MODEL", help="the same, of a smaller model with this tokenizer")
+    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
+    add("--dtype", help=f"{', '.join(DTYPES)} (float16 on cuda, float32 on cpu)")
+    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
+    add("--no-graphs", action="store_true", help="on cuda, launch every kernel by itself")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `choose_sampling` takes."""
+    add = parser.add_argument
+    add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
+    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens reaching P (1)")
+    add("--seed", type=int, metavar="N", help="of the sampling (0)")
+
+
+def choose_sampling(temperature: float, top_p: float | None, seed: int | None) -> Sampling | None:
+    """None for greedy. Raises UsageError, also for options that greedy decoding ignores."""
+    if temperature == 0:
+        if top_p is not None or seed is not None:
+            raise UsageError("--top-p and --seed need a --temperature above 0")
+        return None
+    try:
+        return Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+
+
+def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pair") -> Window:
+    """What the caches keep. Raises UsageError if the tree or the trained range does not fit."""
+    if size is None:
+        if sinks is not None:
+            raise UsageError("--sinks needs a --window")
+        return WHOLE_TEXT
+    longest = min(model.config.max_positions for model in pair.models)
+    window = Window(size, DEFAULT_SINKS if sinks is None else sinks)
+    most = (longest - window.sinks) * 4 // 5  # size + size // 4 tokens beside the sinks
+    why = f"the method's tree has {max_rows} rows, the models {longest} positions"
+    if window.sinks < 0 or most < max_rows:
+        raise UsageError(f"--sinks {window.sinks} leaves no window: {why}")
+    if not max_rows <= size <= most:
+        raise UsageError(f"--window {size}: {max_rows} to {most} ({why})")
+    return window
+
+
+def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
+    """A settings dataclass with NAME=VALUE changes. Raises UsageError naming what is wrong."""
+    types = {f.name: type(f.default) for f in fields(kind)}
+    values = {}
+    for assignment in assignments:
+        name, _, text = (part.strip() for part in assignment.partition("="))
+        if name not in types:
+            known = ", ".join(types)
+            raise UsageError(f"--set {assignment}: this method has no {name!r}; it has {known}")
+        try:
+            values[name] = SWITCH[text.lower()] if types[name] is bool else types[name](text)
+        except (ValueError, KeyError) as error:
+            expected = (
+                "on or off" if types[name] is bool else f"a value of type {types[name].__name__}"
+            )
+            raise UsageError(f"--set {assignment}: {name} takes {expected}") from error
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise UsageError(f"--set: {error}") from error
+
+
+def read_prompt(text: str | None, file: str | None) -> str:
+    """The prompt given as text, or as a file (- is standard input).
+
+    Raises UsageError: none or both given, empty, unreadable, not UTF-8.
+    """
+    if (text is None) == (file is None):
+        raise UsageError("give either --prompt or --prompt-file")
+    try:
+        if text is not None:
+            raw = text.encode("utf-8", "surrogateescape")
+        else:
+            raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        prompt = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt is not UTF-8: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    return prompt

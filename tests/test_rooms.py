@@ -1,0 +1,43 @@
+"""Who may import whom: a file imports its own room or lower ranks, nothing else."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RANKS = [{"engine"}, {"gpt_neox", "draft_tree"}, {"verify", "methods"}, {"dynatree"}, {"cli"}]
+RANKS += [{"benchmark"}, {"bench"}, {"tools"}]
+
+
+def rank(room: str) -> int | None:
+    """None for what is not ours."""
+    return next((i for i, rooms in enumerate(RANKS) if room in rooms), None)
+
+
+def imported(file: Path) -> set[str]:
+    """The rooms a file imports, wherever in it the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+    return found
+
+
+def test_imports_point_down() -> None:
+    """dynatree's last lines, which hand over to the command line, are the only ones that do not;
+    methods never import the model, though it ranks below them."""
+    files = [file for file in ROOT.rglob("*.py") if file.relative_to(ROOT).parts[0] != "tests"]
+    wrong = []
+    for file in files:
+        room = file.relative_to(ROOT).with_suffix("").parts[0]
+        for other in imported(file):
+            is_ours = rank(other) is not None and other != room
+            if is_ours and (rank(other) >= rank(room) or (room, other) == ("methods", "gpt_neox")):
+                wrong.append((file.name, other))
+    assert wrong == [("dynatree.py", "cli")] and len(files) > 30
+
+
+def test_the_top_level_is_the_algorithm() -> None:
+    five = {"gpt_neox.py", "draft_tree.py", "verify.py", "dynatree.py", "bench.py"}
+    assert {file.name for file in ROOT.glob("*.py")} == five
