@@ -342,47 +342,55 @@ class DynaTreeRule(Rule):
         super().__init__(max_branches, start.D_max, max_rows=start.N_max, max_drafted=start.N_max)
         self.start = start
         self.now = start
-        self.window: deque[float] = deque(maxlen=start.W)
+        self.reaches: deque[float] = deque(maxlen=start.W)  # of the last W trees
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         """Lines 17 to 30 of Algorithm 1 for a whole level; `grow` counts up to N_max."""
         s = self.now
-        confidence = level.logprobs[:, :1].exp()  # c(u) [W, 1], the best candidate's
-        breadth = self.breadth(confidence)  # B(u) [W, 1]
-        p = level.path_logprobs.exp()  # p(u) of the children, [W, k]
-        # Which children are added: the B(u) likeliest, none that is impossible, none below tau
-        rank = torch.arange(p.shape[1])
-        add = (rank < breadth) & (level.path_logprobs >= LOWEST)
-        if s.prune:
-            add &= p >= s.tau
-        # Which of them may have children in turn: D_max, rho_stop, and from D0 on rho_deep
-        depth = level.depth + 1
-        if not s.depth:
-            return add, torch.full_like(add, depth < s.D0)
-        expand = (p >= s.rho_stop) & (depth < s.D_max)
-        if depth >= s.D0:
-            expand &= p >= s.rho_deep
+        log_p = level.path_logprobs  # log p(u) of the children, [W, k]
+        confidence = level.logprobs[:, 0].exp().tolist()  # c(u) [W], the best candidate's
+        breadth = torch.tensor([self.breadth(c) for c in confidence])  # B(u) [W]
+        rank = torch.arange(log_p.shape[1])
+        add = rank < breadth.unsqueeze(1)  # the B(u) likeliest
+        add &= log_p >= log_threshold(s.tau if s.prune else 0.0)
+        expand = log_p >= log_threshold(self.least_to_expand(level.depth + 1))
         return add, expand
 
-    def breadth(self, confidence: Tensor) -> Tensor:
-        """B(u) of c(u), both [W, 1]: B_min where the draft is sure, B_max where it is not."""
+    def breadth(self, confidence: float) -> int:
+        """B(u) of c(u): few children where the draft is sure, more where it is not."""
         s = self.now
         if not s.breadth:
-            return torch.full_like(confidence, s.B_mid)
-        breadth = torch.where(confidence >= s.tau_h, s.B_min, s.B_mid)
-        return torch.where(confidence < s.tau_l, s.B_max, breadth)
+            return s.B_mid
+        if confidence >= s.tau_h:
+            return s.B_min
+        if confidence < s.tau_l:
+            return s.B_max
+        return s.B_mid
+
+    def least_to_expand(self, depth: int) -> float:
+        """The least p(u) of a node at this depth that may have children in turn."""
+        s = self.now
+        if not s.depth:
+            return 0.0 if depth < s.D0 else math.inf
+        if depth >= s.D_max:
+            return math.inf
+        if depth >= s.D0:
+            return s.rho_deep  # which lies above rho_stop
+        return s.rho_stop
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         """Historical adjustment; a tree without drafted nodes tells nothing."""
         if tree.depth:
             self.observe((len(path) - 1) / tree.depth)
 
-    def observe(self, acceptance: float) -> None:
-        """Accepted tokens / deepest level of one tree: the mean moves D0, tau_h and rho_deep."""
-        self.window.append(acceptance)
-        if not self.start.history or len(self.window) < self.start.W:
+    def observe(self, reach: float) -> None:
+        """a_r of one tree, accepted tokens / deepest level: the mean over the last W trees moves
+        D0, tau_h and rho_deep."""
+        self.reaches.append(reach)
+        if not self.start.history or len(self.reaches) < self.start.W:
             return
-        mean = round(sum(self.window) / len(self.window), 9)  # ten times 3 / 5 is not 6 in floats
+        mean = sum(self.reaches) / len(self.reaches)
+        mean = round(mean, 9)  # ten times 3 / 5 is not 6 in floats
         if mean > 0.8:  # more aggressive
             self.move(1, -0.05, -0.05)
         elif mean < 0.6:  # more careful
