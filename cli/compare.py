@@ -35,6 +35,11 @@ class Comparison:
     def is_tie(self) -> bool:
         return self.top2_gap is not None and self.top2_gap < TIE
 
+    @property
+    def is_wrong(self) -> bool:
+        """The ids differ, and rounding does not explain it."""
+        return self.exact is False and not self.is_tie
+
     def line(self) -> str:
         start = f"ar: {self.ar_throughput:.1f} tokens/s, so {self.speedup:.2f}x; the ids "
         if self.exact is None:
@@ -56,19 +61,21 @@ class Comparison:
 def compare(request: Request, steps: Sequence[Step]) -> Comparison:
     """Run ar and hold the given steps against it (metrics `speedup` and `exact`)."""
     reference = list(request.decode(Alone()))
-    ours, theirs = token_ids(steps), token_ids(reference)
+    ours = token_ids(steps)
+    theirs = token_ids(reference)
     ar = measure(reference).throughput
     speedup = measure(steps).throughput / ar if ar else 1.0
     if request.options.get("sampling"):
         return Comparison(ar, speedup, exact=None)
-    at, gap, control = first_difference(ours, theirs), None, None
-    window = request.options.get("window", WHOLE_TEXT)
+    gap = None
+    at = first_difference(ours, theirs)
+    if at is not None:
+        window = request.options.get("window", WHOLE_TEXT)
+        gap = top2_gap(request.pair, request.prompt + theirs[:at], window)
+    control = None
     if request.pair.target.dtype != torch.float32:
         padded = token_ids(request.decode(Alone(rows=CONTROL_ROWS)))
-        found = first_difference(padded, theirs)
-        control = {"rows": CONTROL_ROWS, "first_difference": found}
-    if at is not None:
-        gap = top2_gap(request.pair, request.prompt + theirs[:at], window)
+        control = {"rows": CONTROL_ROWS, "first_difference": first_difference(padded, theirs)}
     return Comparison(ar, speedup, at is None, at, gap, control)
 
 
@@ -76,8 +83,11 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
     """The first index at which two texts part, the shorter one's end included; None if equal."""
     if ours == theirs:
         return None
-    pairs = zip(ours, theirs, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    n_both = min(len(ours), len(theirs))
+    for i in range(n_both):
+        if ours[i] != theirs[i]:
+            return i
+    return n_both
 
 
 def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float | None:

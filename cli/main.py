@@ -12,10 +12,10 @@ from itertools import islice
 
 import torch
 
-from cli.compare import compare
+from cli.compare import Comparison, compare
 from cli.errors import Parser, UsageError, run_command_line, say
 from cli.metrics import Metrics, measure, token_ids, versions
-from cli.models import Request, encode, open_pair
+from cli.models import Pair, Request, encode, open_pair
 from cli.options import (
     add_model_options,
     add_sampling_options,
@@ -27,7 +27,7 @@ from cli.options import (
 from cli.terminal import TextStream, describe, draw_tree
 from draft_tree import Settings
 from dynatree import COMMITS, Step
-from engine.streaming import WHOLE_TEXT
+from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 from methods.static import Alone
 
@@ -64,9 +64,10 @@ def build_parser() -> Parser:
 def stream(
     request: Request, settings: Settings, args: argparse.Namespace
 ) -> tuple[list[Step], bool]:
-    """Run one generation, printing as it goes: its steps, and whether Ctrl-C cut it short."""
+    """Write one text, printing as it goes: its steps, and whether Ctrl-C cut it short."""
     steps: list[Step] = []
-    tokenizer, has_color, is_interrupted = request.pair.tokenizer, sys.stderr.isatty(), False
+    is_interrupted = False
+    tokenizer = request.pair.tokenizer
     text = TextStream(tokenizer)
     is_streaming = not args.json and not args.show_tree  # trees and text would interleave
     try:
@@ -76,7 +77,7 @@ def stream(
                 print(text.push(request.printable(step.tokens)), end="", flush=True)
             if args.show_tree and step.tree:
                 say(f"iteration {len(steps) - 1}: {summarise_step(step)}")
-                say(draw_tree(step.tree, step.path, step.bonus, tokenizer, has_color))
+                say(draw_tree(step.tree, step.path, step.bonus, tokenizer, sys.stderr.isatty()))
     except KeyboardInterrupt:
         is_interrupted = True
     finally:  # an error, too, leaves the text so far on the screen
@@ -88,16 +89,19 @@ def stream(
 
 
 def summarise_step(step: Step) -> str:
-    accepted, drafted = len(step.path) - 1, step.n_drafted
+    """The line above a drawn tree."""
+    n_accepted = len(step.path) - 1
     ms = step.draft_ms + step.verify_ms + step.other_ms
-    is_retrieved = step.tree.is_retrieved
-    n_retrieved = 0 if is_retrieved is None else int(is_retrieved.sum())
-    sources = f"{drafted - n_retrieved} drafted, {n_retrieved} retrieved +"
-    return f"{accepted} of {drafted} accepted ({sources}), depth {step.tree.depth}, {ms:.1f} ms"
+    n_retrieved = 0
+    if step.tree.is_retrieved is not None:
+        n_retrieved = int(step.tree.is_retrieved.sum())
+    sources = f"{step.n_drafted - n_retrieved} drafted, {n_retrieved} retrieved +"
+    accepted = f"{n_accepted} of {step.n_drafted} accepted ({sources})"
+    return f"{accepted}, depth {step.tree.depth}, {ms:.1f} ms"
 
 
 def summarise(metrics: Metrics) -> str:
-    """The line that ends every run."""
+    """The line that ends every text."""
     first = f"first token after {metrics.ttft_ms:.0f} ms"
     if not metrics.iterations:
         return f"1 token, {first}"
@@ -112,71 +116,93 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
     settings = parse_settings(METHODS[args.method], args.set)
+    rule = settings.rule()
     sampling = choose_sampling(args.temperature, args.top_p, args.seed)
     text = read_prompt(args.prompt, args.prompt_file)
-    is_drafting = settings.rule().max_depth > 0
-    if args.draft and not is_drafting:
+    if args.draft and not rule.max_depth:
         say(f"note: --method {args.method} needs no draft; {args.draft} is not loaded")
-    pair, models = open_pair(args, is_drafting, say)
-    config = pair.target.config
-    window = choose_window(args.window, args.sinks, settings.rule().max_rows, pair)
-    prompt = encode(text, pair.tokenizer, config.vocab_size)
-    if window is not WHOLE_TEXT:
-        kept = f"{window.sinks} sinks and the latest {window.size} tokens or more"
-        say(f"note: the caches keep {kept}; this is not the text of full attention")
-    elif len(prompt) + args.max_new_tokens > config.max_positions:
-        say(
-            f"warning: {len(prompt)} prompt and {args.max_new_tokens} new tokens exceed the "
-            f"{config.max_positions} positions the target was trained for"
-        )
-    eos_ids = () if args.ignore_eos else config.eos_ids
-    reported = {"method": args.method, **asdict(settings), **models, "commit": args.commit}
-    reported |= {"max_new_tokens": args.max_new_tokens, "prompt_tokens": len(prompt)}
-    reported |= {"eos_ids": eos_ids, "sampling": asdict(sampling) if sampling else None}
-    reported |= {"window": asdict(window) if args.window else None}
+    pair, models = open_pair(args, rule.max_depth > 0, say)
+    window = choose_window(args.window, args.sinks, rule.max_rows, pair)
+    prompt = encode(text, pair.tokenizer, pair.target.config.vocab_size)
+    warn_of_length(len(prompt), args.max_new_tokens, window, pair)
+    eos_ids = () if args.ignore_eos else pair.target.config.eos_ids
     options = {"max_new_tokens": args.max_new_tokens, "eos_ids": eos_ids, "commit": args.commit}
-    options |= {"sampling": sampling, "window": window}
+    reported = {"method": args.method, **asdict(settings), **models, **options}
+    reported["prompt_tokens"] = len(prompt)
+    reported["sampling"] = asdict(sampling) if sampling else None
+    reported["window"] = asdict(window) if args.window else None
+    options["sampling"] = sampling
+    options["window"] = window
     return Request(pair, prompt, options), settings, reported
 
 
-def run(args: argparse.Namespace) -> int:
+def warn_of_length(n_prompt: int, n_new: int, window: Window, pair: Pair) -> None:
+    """Say if the text will be that of a window, or longer than what the target was trained for."""
+    n_trained = pair.target.config.max_positions
+    if window is not WHOLE_TEXT:
+        kept = f"{window.sinks} sinks and the latest {window.size} tokens or more"
+        say(f"note: the caches keep {kept}; this is not the text of full attention")
+    elif n_prompt + n_new > n_trained:
+        say(
+            f"warning: {n_prompt} prompt and {n_new} new tokens exceed the "
+            f"{n_trained} positions the target was trained for"
+        )
+
+
+def execute(args: argparse.Namespace) -> int:
     """The command line, once parsed. Returns the exit status."""
     request, settings, reported = prepare(args)
-    if args.compare:  # warm up, so that whichever runs first does not pay for it
+    if args.compare:  # warm up, so that whichever is first does not pay for it
         for warm_up in (settings, Alone()):
             list(islice(request.decode(warm_up), WARM_UP_STEPS))
     steps, is_interrupted = stream(request, settings, args)
     if not steps:
         return 130
-    metrics, comparison = measure(steps), None
-    say(summarise(metrics))
-    n_graphs, capture_s = request.pair.captured()
-    if n_graphs:
-        say(f"captured {n_graphs} graphs in {capture_s:.1f} s, which no figure counts")
-    if args.method != "ar" and metrics.iterations and not metrics.draft_nodes:
-        say("note: nothing was drafted; if the draft overflows in float16, try --dtype bfloat16")
-    try:
-        if args.compare and not is_interrupted:
+    say_summary(args.method, measure(steps), request.pair)
+    comparison = None
+    if args.compare and not is_interrupted:
+        try:
             comparison = compare(request, steps)
             say(comparison.line())
             if comparison.control:
                 say(comparison.control_line())
-    except KeyboardInterrupt:
-        is_interrupted = True
+        except KeyboardInterrupt:
+            is_interrupted = True
     if args.json:
-        ids = token_ids(steps)
-        text = request.pair.tokenizer.decode(request.printable(ids))
-        report = {"token_ids": ids, "text": text, "metrics": asdict(metrics)}
-        report |= {"settings": reported, "versions": versions(), "interrupted": is_interrupted}
-        report["graphs"] = {"n": n_graphs, "capture_s": capture_s}
-        if comparison:
-            report["compare"] = asdict(comparison)
-        print(json.dumps(report))
+        found = report(request, steps, comparison)
+        print(json.dumps(found | {"settings": reported, "interrupted": is_interrupted}))
     if is_interrupted:
         return 130
-    is_wrong = comparison and comparison.exact is False and not comparison.is_tie
-    return 1 if is_wrong and request.pair.target.dtype == torch.float32 else 0
+    if comparison and comparison.is_wrong and request.pair.target.dtype == torch.float32:
+        return 1
+    return 0
+
+
+def say_summary(method: str, metrics: Metrics, pair: Pair) -> None:
+    """What ends every text, and what was unusual about it."""
+    say(summarise(metrics))
+    n_graphs, capture_s = pair.captured()
+    if n_graphs:
+        say(f"captured {n_graphs} graphs in {capture_s:.1f} s, which no figure counts")
+    if method != "ar" and metrics.iterations and not metrics.draft_nodes:
+        say("note: nothing was drafted; if the draft overflows in float16, try --dtype bfloat16")
+
+
+def report(request: Request, steps: list[Step], comparison: Comparison | None) -> dict:
+    """The object of --json, but for what was asked."""
+    ids = token_ids(steps)
+    n_graphs, capture_s = request.pair.captured()
+    found = {
+        "token_ids": ids,
+        "text": request.pair.tokenizer.decode(request.printable(ids)),
+        "metrics": asdict(measure(steps)),
+        "versions": versions(),
+        "graphs": {"n": n_graphs, "capture_s": capture_s},
+    }
+    if comparison:
+        found["compare"] = asdict(comparison)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command_line(run, build_parser(), arguments)
+    return run_command_line(execute, build_parser(), arguments)

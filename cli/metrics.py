@@ -33,25 +33,26 @@ class Metrics:
 
 
 def token_ids(steps: Iterable[Step]) -> list[int]:
-    return [token for step in steps for token in step.tokens]
+    """All generated ids."""
+    ids = []
+    for step in steps:
+        ids += step.tokens
+    return ids
 
 
 def measure(steps: Sequence[Step]) -> Metrics:
     """The metrics of one generation from its steps, in the one definition used everywhere."""
     ids = token_ids(steps)
-    first, *later = steps
-
-    def total(part: str) -> float:
-        return sum(getattr(step, part) for step in later)
-
-    def per_iteration(amount: float) -> float:
-        return amount / len(later) if later else 0.0
-
+    first = steps[0]
+    later = steps[1:]
+    n = max(len(later), 1)  # of the iterations, to divide by
+    draft = sum(step.draft_ms for step in later)
+    verify = sum(step.verify_ms for step in later)
+    other = sum(step.other_ms for step in later)
     ttft = first.draft_ms + first.verify_ms + first.other_ms
-    decode = total("draft_ms") + total("verify_ms") + total("other_ms")
+    decode = draft + verify + other
     accepted = sum(len(step.path) - 1 for step in later)
     drafted = sum(step.n_drafted for step in later)
-    grams = list(zip(*(ids[i:] for i in range(4)), strict=False))
     return Metrics(
         new_tokens=len(ids),
         throughput=(len(ids) - 1) / decode * 1e3 if later else 0.0,
@@ -59,15 +60,21 @@ def measure(steps: Sequence[Step]) -> Metrics:
         ttft_ms=ttft,
         tpot_ms=decode / (len(ids) - 1) if later else 0.0,
         iterations=len(later),
-        tokens_per_iter=per_iteration(accepted + len(later)),
-        path_length=per_iteration(accepted),
-        draft_nodes=per_iteration(drafted),
+        tokens_per_iter=(accepted + len(later)) / n,
+        path_length=accepted / n,
+        draft_nodes=drafted / n,
         acceptance=accepted / drafted if drafted else 0.0,
-        draft_ms=per_iteration(total("draft_ms")),
-        verify_ms=per_iteration(total("verify_ms")),
-        other_ms=per_iteration(total("other_ms")),
-        repetition=1 - len(set(grams)) / len(grams) if grams else 0.0,
+        draft_ms=draft / n,
+        verify_ms=verify / n,
+        other_ms=other / n,
+        repetition=repetition(ids),
     )
+
+
+def repetition(ids: list[int], n: int = 4) -> float:
+    """1 - distinct n-grams / n-grams."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def versions() -> dict[str, str]:

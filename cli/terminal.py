@@ -21,24 +21,26 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.window: list[int] = []  # enough past ids to decode the next ones in context
-        self.shown = 0  # characters of the window's text already out
+        self.recent: list[int] = []  # enough past ids to decode the next ones in context
+        self.shown = 0  # characters of their text already out
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; all pushes and `finish` add up to decode(all ids)."""
-        self.window += ids
-        text = self.tokenizer.decode(self.window)
+        self.recent += ids
+        text = self.tokenizer.decode(self.recent)
         final = text.rstrip(INCOMPLETE)
-        new, self.shown = final[self.shown :], max(self.shown, len(final))
+        new = final[self.shown :]
+        self.shown = max(self.shown, len(final))
         if final == text:  # nothing is pending: later text depends on no earlier id but the last
-            self.window = self.window[-1:]
-            self.shown = len(self.tokenizer.decode(self.window))
+            self.recent = self.recent[-1:]
+            self.shown = len(self.tokenizer.decode(self.recent))
         return new
 
     def finish(self) -> str:
         """What was held back and never completed."""
-        rest = self.tokenizer.decode(self.window)[self.shown :]
-        self.window, self.shown = [], 0
+        rest = self.tokenizer.decode(self.recent)[self.shown :]
+        self.recent = []
+        self.shown = 0
         return rest
 
 
@@ -46,30 +48,36 @@ def draw_tree(
     tree: Tree, path: Sequence[int], bonus: int, tokenizer: Tokenizer, has_color: bool
 ) -> str:
     """One iteration's tree, a line per node: token, p(path), * if accepted, + if retrieved."""
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    probabilities = tree.logprobs.exp().tolist()
-    children: list[list[int]] = [[] for _ in tokens]
-    for row, parent in enumerate(parents[1:], start=1):
-        children[parent].append(row)
+    parents = tree.parents.tolist()
+    children: list[list[int]] = [[] for _ in parents]
+    for row in range(1, len(parents)):
+        children[parents[row]].append(row)
     lines: list[str] = []
 
-    def paint(text: str, row: int) -> str:
-        if not has_color:
-            return text
-        return f"{ACCEPTED if row in path else REJECTED}{text}{PLAIN}"
-
     def visit(row: int, lead: str, branch: str, below: str) -> None:
-        mark = " *" if row in path else ""
-        mark += " +" if tree.is_retrieved is not None and tree.is_retrieved[row] else ""
-        label = f"{shown(tokenizer, tokens[row])} {probabilities[row]:.2f}{mark}"
-        lines.append(lead + branch + paint(label, row))
+        label = describe_node(tree, row, row in path, tokenizer)
+        if has_color:
+            label = f"{ACCEPTED if row in path else REJECTED}{label}{PLAIN}"
+        lines.append(lead + branch + label)
         for child in children[row]:
-            is_last = child == children[row][-1]
-            sides = ("`-- ", "    ") if is_last else ("|-- ", "|   ")
-            visit(child, lead + below, *sides)
+            if child == children[row][-1]:
+                visit(child, lead + below, "`-- ", "    ")
+            else:
+                visit(child, lead + below, "|-- ", "|   ")
 
     visit(0, "", "", "")
-    return "\n".join([*lines, f"bonus: {shown(tokenizer, bonus)}"])
+    lines.append(f"bonus: {shown(tokenizer, bonus)}")
+    return "\n".join(lines)
+
+
+def describe_node(tree: Tree, row: int, is_accepted: bool, tokenizer: Tokenizer) -> str:
+    """A node's token, p(path) and marks."""
+    label = f"{shown(tokenizer, int(tree.tokens[row]))} {tree.logprobs[row].exp():.2f}"
+    if is_accepted:
+        label += " *"
+    if tree.is_retrieved is not None and tree.is_retrieved[row]:
+        label += " +"
+    return label
 
 
 def shown(tokenizer: Tokenizer, token: int) -> str:
@@ -90,8 +98,9 @@ def describe(methods: dict[str, type]) -> str:
         title = (settings.__doc__ or "").splitlines()[0].removeprefix(f"{name}: ")
         lines.append(textwrap.fill(f"  {name}: {title}", 80, subsequent_indent=" " * 4))
         for f in dataclasses.fields(settings):
-            span = "" if isinstance(f.default, bool) else f" ({describe_range(f.metadata)})"
             value = f"{f.name}={f.default}"
-            line = f"    {value:<13} {f.metadata['meaning']}{span}"
+            line = f"    {value:<13} {f.metadata['meaning']}"
+            if not isinstance(f.default, bool):
+                line += f" ({describe_range(f.metadata)})"
             lines.append(textwrap.fill(line, 80, subsequent_indent=" " * 18))
     return "\n".join(lines)
