@@ -1,6 +1,6 @@
 """How a command line ends: one line for every mistake, and the exit status.
 
-sys.exit(run_command_line(run, parser, arguments))
+sys.exit(run_command_line(execute, parser, arguments))
 """
 
 import argparse
@@ -25,7 +25,7 @@ class UsageError(Exception):
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line and an exception, not a usage text and an exit."""
 
-    less_memory = ""  # what lowers the memory that a run needs
+    less_memory = ""  # what lowers the memory that is needed
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists everything)")
@@ -36,14 +36,14 @@ def say(line: str) -> None:
 
 
 def run_command_line(
-    run: Callable[[argparse.Namespace], int], parser: Parser, arguments: Sequence[str] | None
+    execute: Callable[[argparse.Namespace], int], parser: Parser, arguments: Sequence[str] | None
 ) -> int:
-    """Parse and run; a mistake is one line on stderr and status 2. Returns the exit status."""
+    """Parse and execute; a mistake is one line on stderr and status 2. Returns the exit status."""
     for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to stop
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        return run(parser.parse_args(arguments))
+        return execute(parser.parse_args(arguments))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does

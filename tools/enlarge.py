@@ -45,7 +45,7 @@ def enlarge_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of the larger model, float16. n_layers: of the small one, of the large one."""
     embed_in = add_rows(tensors[EMBED_IN], n_ids, tensors[EMBED_IN][0]).repeat(1, r)
-    grown = {EMBED_IN: embed_in.half()}
+    enlarged = {EMBED_IN: embed_in.half()}
     few, many = n_layers
     for index in range(many):
         for name in LAYER_NAMES.values():
@@ -54,7 +54,7 @@ def enlarge_tensors(
                 if small is not None:
                     is_silent = index >= few and name in ("attention.dense", "mlp.dense_4h_to_h")
                     large = repeat(small, r) * (not is_silent)
-                    grown[f"gpt_neox.layers.{index}.{name}.{part}"] = large.half()
+                    enlarged[f"gpt_neox.layers.{index}.{name}.{part}"] = large.half()
     weight, bias = (repeat(tensors[f"{FINAL_NORM}.{part}"], r) for part in ("weight", "bias"))
     head = (tensors.get(EMBED_OUT, tensors[EMBED_IN]) / r).repeat(1, r)  # [V, hidden]
     if n_ids > len(head):
@@ -68,7 +68,7 @@ def enlarge_tensors(
         never[-1] = NEVER
         head = add_rows(head, n_ids, never)
     last = {f"{FINAL_NORM}.weight": weight, f"{FINAL_NORM}.bias": bias, EMBED_OUT: head}
-    return grown | {name: tensor.half() for name, tensor in last.items()}
+    return enlarged | {name: tensor.half() for name, tensor in last.items()}
 
 
 def repeat(small: Tensor, r: int) -> Tensor:
@@ -80,24 +80,24 @@ def add_rows(small: Tensor, n: int, row: Tensor) -> Tensor:
     return torch.cat([small, row.expand(n - len(small), -1)])
 
 
-def run(args: Namespace) -> int:
+def execute(args: Namespace) -> int:
     source, folder = Path(args.source), Path(args.folder)
     config = read_config(source)
     r, rest = divmod(args.hidden, config.hidden_size)
     if rest or r < 2 or args.layers < config.n_layers or args.vocab < config.vocab_size:
         raise UsageError(
-            f"{source} grows to two or more times hidden size {config.hidden_size}, and to no less "
-            f"than {config.n_layers} layers and {config.vocab_size} ids"
+            f"{source} can be enlarged to two or more times hidden size {config.hidden_size}, "
+            f"and to no less than {config.n_layers} layers and {config.vocab_size} ids"
         )
     tensors = load_tensors(source, config, torch.device("cpu"), torch.float32)
-    grown = enlarge_tensors(tensors, r, (config.n_layers, args.layers), args.vocab)
+    enlarged = enlarge_tensors(tensors, r, (config.n_layers, args.layers), args.vocab)
     raw = read_json(source / "config.json")
     raw |= {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "vocab_size": args.vocab}
     raw |= {"num_attention_heads": config.n_heads * r, "tie_word_embeddings": False}
     raw |= {"intermediate_size": config.intermediate_size * r}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(grown, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(enlarged, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         shutil.copy(source / "tokenizer.json", folder)
     except (OSError, SafetensorError) as error:
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", help="where the large one goes, in float16")
     for name, what in (("hidden", "hidden size"), ("layers", "layers"), ("vocab", "ids")):
         parser.add_argument(f"--{name}", type=int, required=True, metavar="N", help=what)
-    return run_command_line(run, parser, arguments)
+    return run_command_line(execute, parser, arguments)
 
 
 if __name__ == "__main__":

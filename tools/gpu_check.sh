@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything about the CUDA path that only a GPU can tell, in one command, without a network:
 #
-#   bash tools/gpu_check.sh                  # the embedded pair, grown to Pythia-2.8B and Pythia-70M
+#   bash tools/gpu_check.sh                  # the embedded pair, enlarged to Pythia-2.8B and Pythia-70M
 #   bash tools/gpu_check.sh TARGET DRAFT     # two checkpoint folders instead
 #   bash tools/gpu_check.sh --dry            # tiny shapes on the CPU: does this script run?
 #
@@ -11,8 +11,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
-grown=models/grown
-trap 'rm -rf "$work" "$grown"' EXIT
+enlarged=models/enlarged
+trap 'rm -rf "$work" "$enlarged"' EXIT
 
 dry=false
 if [ "${1:-}" = --dry ]; then
@@ -24,7 +24,9 @@ if [ $# -ne 0 ] && [ $# -ne 2 ]; then
   exit 2
 fi
 
-methods="ar,ar rows=16,linear,fixed,dynatree,dynatree rebuild,dyspec,deagle,recycle,graft,auto"
+# Every method there is, rounding alone, and the other way to commit
+methods=$(python -c 'from methods import METHODS; print(",".join(METHODS))')
+methods="$methods,ar rows=16,dynatree rebuild"
 if $dry; then
   device=(--device cpu --dtype float32)
   target_shape=(--hidden 640 --layers 6 --vocab 4200)
@@ -60,10 +62,10 @@ check python bench.py "${device[0]}" "${device[1]}" --dtype float32 "${sizes[@]}
 if [ $# -eq 2 ]; then
   models=(--target "$1" --draft "$2")
 else
-  step "growing the embedded pair"
-  python tools/enlarge.py models/tiny/target "$grown/target" "${target_shape[@]}"
-  python tools/enlarge.py models/tiny/draft "$grown/draft" "${draft_shape[@]}"
-  models=(--target "$grown/target" --draft "$grown/draft")
+  step "enlarging the embedded pair"
+  python tools/enlarge.py models/tiny/target "$enlarged/target" "${target_shape[@]}"
+  python tools/enlarge.py models/tiny/draft "$enlarged/draft" "${draft_shape[@]}"
+  models=(--target "$enlarged/target" --draft "$enlarged/draft")
 fi
 
 step "step times"
