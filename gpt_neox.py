@@ -129,27 +129,85 @@ class GPTNeoX:
         require_memory(weight_bytes(config, dtype), device, f"the weights of {name_or_path}")
         return cls(config, load_tensors(folder, config, device, dtype))
 
-    def new_cache(self, capacity: int, n_rows: int = ROW_COUNTS[-1], min_rows: int = 1) -> KVCache:
-        """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit.
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        mask: Tensor | None = None,
+        start: int | None = None,
+        logits_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run n rows against the cache, write their keys and values, return logits.
 
-        n_rows: of the widest pass beside prefill. min_rows: to which every pass is padded at least.
+        tokens, positions: [n] int64. mask: [n, S] bool, True = may attend, start + n <= S <=
+        capacity; None means causal with S = start + n. All three may be on the host. The rows are
+        written to slots [start, start + n); start defaults to cache.length, which does not move.
+        logits_rows: [m] int64, the rows whose logits are wanted, None for all. Returns float32
+        [m or n, V]; on CUDA the next pass over this cache may overwrite them.
         """
-        min_rows = max(min_rows, self.pool.min_rows)
-        storage = self.pool.lend(capacity, max(n_rows, min_rows), min_rows)
-        return KVCache(storage, capacity, min_rows)
+        if start is None:
+            start = cache.length
+        cache.require(start + len(tokens))
+        if cache.passes and len(tokens) <= cache.passes.n_rows:
+            logits = cache.passes.forward(tokens, positions, mask, start, cache.min_rows)  # [n, V]
+            return logits if logits_rows is None else logits.index_select(0, logits_rows)
+        x = self._run_tight(tokens, positions, cache, mask, start)  # [n, hidden]
+        if logits_rows is not None:
+            x = x.index_select(0, logits_rows)
+        return self._scores(x).float()
 
-    def _make_storage(self, n_slots: int, n_rows: int) -> Storage:
-        """For the pool: memory of n_slots, and positions for all of them."""
-        config = self.config
-        if n_slots > len(self.turns):
-            self.turns = rotary_table(config, n_slots, self.device)
-        shape = (2, config.n_layers, config.n_heads, n_slots, config.head_size)
-        kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
-        if not self.pool.is_fixed:
-            return Storage(kv, self.turns, None)
-        run = partial(self._run_fixed, kv, self.turns)
-        passes = FixedPasses(run, n_rows, n_slots, config.vocab_size, self.device)
-        return Storage(kv, self.turns, passes)
+    def _run_tight(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
+    ) -> Tensor:
+        """The layers for as many rows and slots as are wanted, [n, hidden]."""
+        rows = tight_rows(tokens, positions, mask, start, cache.min_rows, self.embed_in)
+        return self._run(rows, cache.kv, cache.storage.turns)[: len(tokens)]
+
+    def _run(self, rows: Rows, kv: Tensor, turns: Tensor) -> Tensor:
+        """Embedding and layers, x [n, hidden]; not finite where it overflowed."""
+        config, layout = self.config, self.layout
+        x = F.embedding(rows.tokens, self.embed_in)  # [n, hidden]
+        turns = turns.index_select(0, rows.positions)  # [n, R / 2], how far each row is rotated
+        written, layer_slots = open_slots(kv, rows)
+        room = layout.room(x)  # views of x, and room for what a layer adds to it
+        for layer, slots in zip(self.layers, layer_slots, strict=True):
+            if config.is_parallel:
+                # x + attention(norm(x)) + mlp(norm(x)): one product into both, one out of both
+                qkv, inside = layout.split(layer.into(self._norm(x)))  # [3, H, n, D], [n, inside]
+                room.attended.copy_(self._attention(qkv, turns, slots, rows.bias))
+                gelu(inside, self.gelu, room.active)  # [n, inside]
+                room.x.add_(layer.out_of(room.both))  # [n, hidden]
+            else:
+                # x + attention(norm(x)), then x + mlp(norm(x))
+                qkv = layout.heads(layer.qkv(self._norm(x)))  # [3, H, n, D]
+                room.attended.copy_(self._attention(qkv, turns, slots, rows.bias))
+                room.x.add_(layer.attention_out(room.attended_rows))  # [n, hidden]
+                gelu(layer.mlp_in(self._norm(x)), self.gelu, room.active)  # [n, inside]
+                room.x.add_(layer.mlp_out(room.active_rows))  # [n, hidden]
+        if self.overflow_mark:
+            has_overflowed = written.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_mark  # [n]
+            x = x.masked_fill(has_overflowed[:, None], torch.nan)
+        return x
+
+    def _norm(self, x: Tensor) -> Tensor:
+        """x with mean 0 and variance 1; a LayerNorm's scale and shift are in the next product."""
+        return torch.layer_norm(x, x.shape[-1:], None, None, self.config.norm_eps)
+
+    def _attention(self, qkv: Tensor, turns: Tensor, slots: LayerSlots, bias: Tensor) -> Tensor:
+        """Attended values [H, n, D] of queries, keys and values [3, H, n, D]."""
+        rotate_(qkv[:2, ..., : self.config.rotary_dims], turns)  # queries and keys, in place
+        # Nothing non-finite may enter the cache: it would leak through the mask (0 x nan is nan)
+        # into rows that may not see it. The row itself still gets non-finite logits: float16 can
+        # overflow here alone, so there a mark is left; elsewhere only a broken residual gets here.
+        slots.write(qkv[1:], self.overflow_mark)
+        return attend(qkv[:1], slots.keys, slots.values, bias)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """Logits [n, V] of rows [n, hidden], in the model's dtype."""
+        x = torch.layer_norm(x, x.shape[-1:], *self.final_norm, self.config.norm_eps)
+        logits = self.embed_out(x).transpose(0, 1).flatten(1)  # [n, V and padding]
+        return logits[:, : self.config.vocab_size]
 
     def prefill(
         self,
@@ -196,40 +254,27 @@ class GPTNeoX:
         cache.rewind(cache.length - n)
         cache.kv[:, :, :, start : cache.length] = kept
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        mask: Tensor | None = None,
-        start: int | None = None,
-        logits_rows: Tensor | None = None,
-    ) -> Tensor:
-        """Run n rows against the cache, write their keys and values, return logits.
+    def new_cache(self, capacity: int, n_rows: int = ROW_COUNTS[-1], min_rows: int = 1) -> KVCache:
+        """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit.
 
-        tokens, positions: [n] int64. mask: [n, S] bool, True = may attend, start + n <= S <=
-        capacity; None means causal with S = start + n. All three may be on the host. The rows are
-        written to slots [start, start + n); start defaults to cache.length, which does not move.
-        logits_rows: [m] int64, the rows whose logits are wanted, None for all. Returns float32
-        [m or n, V]; on CUDA the next pass over this cache may overwrite them.
+        n_rows: of the widest pass beside prefill. min_rows: to which every pass is padded at least.
         """
-        if start is None:
-            start = cache.length
-        cache.require(start + len(tokens))
-        if cache.passes and len(tokens) <= cache.passes.n_rows:
-            logits = cache.passes.forward(tokens, positions, mask, start, cache.min_rows)  # [n, V]
-            return logits if logits_rows is None else logits.index_select(0, logits_rows)
-        x = self._run_tight(tokens, positions, cache, mask, start)  # [n, hidden]
-        if logits_rows is not None:
-            x = x.index_select(0, logits_rows)
-        return self._scores(x).float()
+        min_rows = max(min_rows, self.pool.min_rows)
+        storage = self.pool.lend(capacity, max(n_rows, min_rows), min_rows)
+        return KVCache(storage, capacity, min_rows)
 
-    def _run_tight(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
-    ) -> Tensor:
-        """The layers for as many rows and slots as are wanted, [n, hidden]."""
-        rows = tight_rows(tokens, positions, mask, start, cache.min_rows, self.embed_in)
-        return self._run(rows, cache.kv, cache.storage.turns)[: len(tokens)]
+    def _make_storage(self, n_slots: int, n_rows: int) -> Storage:
+        """For the pool: memory of n_slots, and positions for all of them."""
+        config = self.config
+        if n_slots > len(self.turns):
+            self.turns = rotary_table(config, n_slots, self.device)
+        shape = (2, config.n_layers, config.n_heads, n_slots, config.head_size)
+        kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        if not self.pool.is_fixed:
+            return Storage(kv, self.turns, None)
+        run = partial(self._run_fixed, kv, self.turns)
+        passes = FixedPasses(run, n_rows, n_slots, config.vocab_size, self.device)
+        return Storage(kv, self.turns, passes)
 
     def _run_fixed(
         self,
@@ -244,51 +289,6 @@ class GPTNeoX:
         """A whole pass of a fixed shape, for FixedPasses; its logits go to the last argument."""
         rows = fixed_rows(tokens, positions, mask, start, self.embed_in)
         logits.copy_(self._scores(self._run(rows, kv, turns)))
-
-    def _run(self, rows: Rows, kv: Tensor, turns: Tensor) -> Tensor:
-        """Embedding and layers, x [n, hidden]; not finite where it overflowed."""
-        config, layout = self.config, self.layout
-        x = F.embedding(rows.tokens, self.embed_in)  # [n, hidden]
-        turns = turns.index_select(0, rows.positions)  # [n, R / 2], how far each row is rotated
-        written, layer_slots = open_slots(kv, rows)
-        mixed = layout.mixed(x)  # what a layer adds to x is put together here
-        for layer, slots in zip(self.layers, layer_slots, strict=True):
-            if config.is_parallel:
-                # x + attention(norm(x)) + mlp(norm(x)): one product into both, one out of both
-                qkv, inside = layout.split(layer.into(self._norm(x)))  # [3, H, n, D], [n, inside]
-                mixed.attended.copy_(self._attention(qkv, turns, slots, rows.bias))
-                gelu(inside, self.gelu, mixed.active)  # [n, inside]
-                mixed.sums.add_(layer.out_of(mixed.both))  # [n, hidden], added to x
-            else:
-                # x + attention(norm(x)), then x + mlp(norm(x))
-                qkv = layout.heads(layer.qkv(self._norm(x)))  # [3, H, n, D]
-                mixed.attended.copy_(self._attention(qkv, turns, slots, rows.bias))
-                mixed.sums.add_(layer.attention_out(mixed.attended_rows))  # [n, hidden]
-                gelu(layer.mlp_in(self._norm(x)), self.gelu, mixed.active)  # [n, inside]
-                mixed.sums.add_(layer.mlp_out(mixed.active_rows))  # [n, hidden]
-        if self.overflow_mark:
-            has_overflowed = written.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_mark  # [n]
-            x = x.masked_fill(has_overflowed[:, None], torch.nan)
-        return x
-
-    def _norm(self, x: Tensor) -> Tensor:
-        """x with mean 0 and variance 1; a LayerNorm's scale and shift are in the next product."""
-        return torch.layer_norm(x, x.shape[-1:], None, None, self.config.norm_eps)
-
-    def _attention(self, qkv: Tensor, turns: Tensor, slots: LayerSlots, bias: Tensor) -> Tensor:
-        """Attended values [H, n, D] of queries, keys and values [3, H, n, D]."""
-        rotate_(qkv[:2, ..., : self.config.rotary_dims], turns)  # queries and keys, in place
-        # Nothing non-finite may enter the cache: it would leak through the mask (0 x nan is nan)
-        # into rows that may not see it. The row itself still gets non-finite logits: float16 can
-        # overflow here alone, so there a mark is left; elsewhere only a broken residual gets here.
-        slots.write(qkv[1:], self.overflow_mark)
-        return attend(qkv[:1], slots.keys, slots.values, bias)
-
-    def _scores(self, x: Tensor) -> Tensor:
-        """Logits [n, V] of rows [n, hidden], in the model's dtype."""
-        x = torch.layer_norm(x, x.shape[-1:], *self.final_norm, self.config.norm_eps)
-        logits = self.embed_out(x).transpose(0, 1).flatten(1)  # [n, V and padding]
-        return logits[:, : self.config.vocab_size]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -62,10 +62,10 @@ class SequentialLayer(NamedTuple):
     mlp_out: Product
 
 
-class Mixed(NamedTuple):
-    """Room for what one pass adds to x, every view made once: one per layer costs too much."""
+class Room(NamedTuple):
+    """x in one pass and room beside it, every view made once: one per layer costs too much."""
 
-    sums: Tensor  # x itself, [B, n, width]
+    x: Tensor  # [B, n, width], to add products to
     both: Tensor  # [n, hidden + inside], what out_of reads
     attended: Tensor  # [H, n, D], the first part of it
     active: Tensor  # [B, n, width], the second
@@ -137,14 +137,14 @@ class Layout:
         weight = weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
         return Product(weight, bias.view(-1, 1, width), width)
 
-    def mixed(self, x: Tensor) -> Mixed:
-        """Room beside x [n, hidden] for one pass."""
+    def room(self, x: Tensor) -> Room:
+        """x [n, hidden] and what is put together beside it in one pass."""
         n, hidden = x.shape
         both = x.new_empty(n, hidden + self.n_inside)
         attended_rows = both[:, :hidden]
         active_rows = both[:, hidden:]
-        return Mixed(
-            sums=in_blocks(x, self.width),
+        return Room(
+            x=in_blocks(x, self.width),
             both=both,
             attended=in_blocks(attended_rows, self.config.head_size),
             active=in_blocks(active_rows, self.width),
