@@ -141,13 +141,15 @@ class GPTNeoX:
         """Run n rows against the cache, write their keys and values, return logits.
 
         tokens, positions: [n] int64. mask: [n, S] bool, True = may attend, start + n <= S <=
-        capacity; None means causal with S = start + n. All three may be on the host. The rows are
-        written to slots [start, start + n); start defaults to cache.length, which does not move.
-        logits_rows: [m] int64, the rows whose logits are wanted, None for all. Returns float32
-        [m or n, V]; on CUDA the next pass over this cache may overwrite them.
+        capacity; None means causal with S = start + n. The rows are written to slots
+        [start, start + n); start defaults to cache.length, which does not move. logits_rows: [m]
+        int64, the rows whose logits are wanted, None for all. All tensors may be on the host.
+        Returns float32 [m or n, V]; on CUDA the next pass over this cache may overwrite them.
         """
         if start is None:
             start = cache.length
+        if logits_rows is not None:
+            logits_rows = logits_rows.to(self.device)
         cache.require(start + len(tokens))
         if cache.passes and len(tokens) <= cache.passes.n_rows:
             logits = cache.passes.forward(tokens, positions, mask, start, cache.min_rows)  # [n, V]
@@ -238,8 +240,9 @@ class GPTNeoX:
         """
         n = len(tokens)
         positions = torch.arange(cache.length, cache.length + n)
-        last = torch.tensor([n - 1], device=self.device)
-        logits = self.forward(torch.tensor(tokens), positions, cache, logits_rows=last)  # [1, V]
+        ids = torch.tensor(tokens)
+        last = torch.tensor([n - 1])
+        logits = self.forward(ids, positions, cache, logits_rows=last)  # [1, V]
         cache.advance(n)
         return logits[0]
 
