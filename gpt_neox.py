@@ -82,7 +82,7 @@ class KVCache:
         end = first + len(rows)
         self.require(end)
         if list(rows) != list(range(len(rows))):  # else in place: a first child's first child ...
-            source = torch.tensor(rows, device=self.kv.device) + first
+            source = torch.tensor(rows).to(self.kv.device, non_blocking=True) + first
             moved = self.kv.index_select(3, source)  # copied before written: they overlap
             self.kv[:, :, :, first:end] = moved
         self.length = end
@@ -149,7 +149,7 @@ class GPTNeoX:
         if start is None:
             start = cache.length
         if logits_rows is not None:
-            logits_rows = logits_rows.to(self.device)
+            logits_rows = logits_rows.to(self.device, non_blocking=True)
         cache.require(start + len(tokens))
         if cache.passes and len(tokens) <= cache.passes.n_rows:
             logits = cache.passes.forward(tokens, positions, mask, start, cache.min_rows)  # [n, V]

@@ -69,14 +69,14 @@ class FixedPasses:
         """GPTNeoX.forward in a fixed shape; logits [n, V] that the next pass overwrites."""
         n, end = len(tokens), start + len(tokens) if mask is None else mask.shape[1]
         n_rows, n_slots = row_count(max(n, min_rows)), slot_count(end)
-        self.tokens[:n].copy_(tokens)
-        self.positions[:n].copy_(positions)
+        self.tokens[:n].copy_(tokens, non_blocking=True)  # from the host, without waiting
+        self.positions[:n].copy_(positions, non_blocking=True)
         self.start.fill_(start)
         if mask is None:
             self.mask[:n, :start].fill_(True)
             self.mask[:n, start:end].copy_(self.causal[:n, :n])
         else:
-            self.mask[:n, :end].copy_(mask)
+            self.mask[:n, :end].copy_(mask, non_blocking=True)
         self.mask[:n, end:n_slots].fill_(False)
         if self.is_replaying:
             self.replays[n_rows, n_slots]()

@@ -41,8 +41,8 @@ def tight_rows(
     device = like.device
     n = len(tokens)
     m = max(n, min_rows)
-    tokens = tokens.to(device)
-    positions = positions.to(device)
+    tokens = tokens.to(device, non_blocking=True)
+    positions = positions.to(device, non_blocking=True)
     if m > n:
         tokens = F.pad(tokens, (0, m - n))
         positions = F.pad(positions, (0, m - n))
@@ -50,7 +50,9 @@ def tight_rows(
         return Rows(tokens, positions, like.new_zeros(1, start + 1), start)
     if mask is None:
         mask = torch.ones(n, start + n, dtype=torch.bool, device=device).tril_(start)
-    bias = like.new_full((n, mask.shape[1]), -math.inf).masked_fill_(mask.to(device), 0.0)
+    bias = like.new_full((n, mask.shape[1]), -math.inf).masked_fill_(
+        mask.to(device, non_blocking=True), 0.0
+    )
     if m > n:
         bias = F.pad(bias, (0, 0, 0, m - n), value=-math.inf)
         bias[n:, 0] = 0.0
