@@ -31,16 +31,19 @@ PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' targ
 def choose_device(name: str | None) -> torch.device:
     """cpu or cuda, the latter where it exists if none is asked for. Raises UsageError."""
     n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    kind, _, index = (name or ("cuda" if n_cuda else "cpu")).partition(":")
-    if kind not in ("cpu", "cuda") or (":" in (name or "") and not index.isdecimal()):
+    if name is None:
+        name = "cuda" if n_cuda else "cpu"
+    found = re.fullmatch(r"(cpu|cuda)(?::([0-9]+))?", name)
+    if not found:
         raise UsageError(f"unknown device {name!r}; there are cpu, cuda and cuda:N")
-    if kind == "cpu":
+    if found[1] == "cpu":
         return torch.device("cpu")
     if not n_cuda:
         raise UsageError(f"--device {name}: torch sees no CUDA device; use --device cpu")
-    if int(index or 0) >= n_cuda:
+    index = int(found[2] or 0)
+    if index >= n_cuda:
         raise UsageError(f"--device {name}: there are {n_cuda} CUDA devices, cuda:0 the first")
-    return torch.device("cuda", int(index or 0))
+    return torch.device("cuda", index)
 
 
 def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -148,20 +151,21 @@ def open_pair(
     if is_drafting and args.target and not args.draft:
         raise UsageError("--target also needs --draft: the method drafts")
     target, draft = default_models(device)
-    names = {"target": args.target or target, "draft": args.draft or draft if is_drafting else None}
+    target = args.target or target
+    draft = (args.draft or draft) if is_drafting else None
     dtype_name = str(dtype).removeprefix("torch.")
-    models = ", ".join(f"{role} {name}" for role, name in names.items() if name)
+    models = f"target {target}, draft {draft}" if draft else f"target {target}"
     say(f"{models}; {device}, {dtype_name}")
     flags = processor_flags() if device.type == "cpu" else ""
     if flags and lacks_instructions(dtype, flags):
         say(f"note: this processor has no {dtype_name} instructions and emulates them, slowly")
     if args.no_graphs and device.type != "cuda":
         raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
-    pair = load_pair(names["target"], names["draft"], device, dtype, say)
+    pair = load_pair(target, draft, device, dtype, say)
     if args.no_graphs:
         pair.use_graphs(False)
-    threads = torch.get_num_threads()
-    return pair, {**names, "device": str(device), "dtype": dtype_name, "threads": threads}
+    found = {"target": target, "draft": draft, "device": str(device), "dtype": dtype_name}
+    return pair, found | {"threads": torch.get_num_threads()}
 
 
 def load_pair(
@@ -208,17 +212,17 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     """Raise CheckpointError unless both split text into the same ids."""
-    ours, theirs = (json.loads(tokenizer.to_str()) for tokenizer in (target, draft))
-    differing = [
-        name
-        for name, differs in {
-            "vocabulary": target.get_vocab() != draft.get_vocab(),
-            "merges": ours["model"].get("merges") != theirs["model"].get("merges"),
-            "normaliser": ours["normalizer"] != theirs["normalizer"],
-            "pre-tokeniser": ours["pre_tokenizer"] != theirs["pre_tokenizer"],
-        }.items()
-        if differs
-    ]
+    ours = json.loads(target.to_str())
+    theirs = json.loads(draft.to_str())
+    differing = []
+    if target.get_vocab() != draft.get_vocab():
+        differing.append("vocabulary")
+    if ours["model"].get("merges") != theirs["model"].get("merges"):
+        differing.append("merges")
+    if ours["normalizer"] != theirs["normalizer"]:
+        differing.append("normaliser")
+    if ours["pre_tokenizer"] != theirs["pre_tokenizer"]:
+        differing.append("pre-tokeniser")
     if differing:
         raise CheckpointError(f"target and draft tokenizers differ: {', '.join(differing)}")
 
