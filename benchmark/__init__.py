@@ -1,10 +1,14 @@
 """What bench.py measures with and shows its measurements by.
 
 tables      the papers' tables as lists of runs and columns
+options     bench.py's options: read, checked, and made into a table to measure
+machine     what a figure depends on besides the options
 prompts     our own prompts, WikiText-2, files
 step_times  what one forward costs by its rows, the bandwidth floor, predicted times
 memory      peak memory, in a process of its own
 peers       transformers on the same weights, for comparison rows
-results     results files, and the tables made of them
+results     results files: what was measured on what, and one record for every prompt
+report      what is shown of them: columns, tables, captions, notes
+documents   the figures that README.md and docs/results.md show, made of results files
 plot        results files as figures
 """

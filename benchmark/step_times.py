@@ -3,6 +3,7 @@
 A decode step reads every weight once, so bytes / bandwidth is its floor. Speculation pays when a
 pass over a whole tree costs little more than a pass over one token; these times, with the rows that
 a generation really ran, predict its speed, and the measured speed shows what is lost beside them.
+Those rows are counted here from the generation's steps, and how deep its trees went.
 
     times = measure_step_times(target, draft, context=200)
     times.predict_ms(drafts={1: 40, 3: 35}, verifies={7: 40})
@@ -22,6 +23,7 @@ from engine.stopwatch import Stopwatch
 from gpt_neox import GPTNeoX, KVCache
 
 COPY_BYTES = 2**28  # past every cache, so that memory itself is measured
+BURST = 3  # times that a pass runs before the next one's turn
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,19 @@ class StepTimes:
 
     def predict_ms(self, drafts: Mapping[int, int], verifies: Mapping[int, int]) -> float:
         """Milliseconds of the forwards alone; both arguments: rows of a forward -> how many."""
-        return sum(
-            n * interpolate(self.rows, ms, rows)
-            for ms, passes in ((self.draft_ms, drafts), (self.target_ms, verifies))
-            for rows, n in passes.items()
-        )
+        total = 0.0
+        for rows, n in drafts.items():
+            total += n * interpolate(self.rows, self.draft_ms, rows)
+        for rows, n in verifies.items():
+            total += n * interpolate(self.rows, self.target_ms, rows)
+        return total
 
 
 def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
     """y at x, on the straight lines through (xs, ys), the outer ones prolonged. xs rise."""
-    right = next((i for i, known in enumerate(xs) if i and known >= x), len(xs) - 1)
+    right = 1
+    while right < len(xs) - 1 and xs[right] < x:
+        right += 1
     left = right - 1
     slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
     return ys[left] + slope * (x - xs[left])
@@ -56,32 +61,26 @@ def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
 def measure_step_times(
     target: GPTNeoX, draft: GPTNeoX, context: int, n_rounds: int = 5
 ) -> StepTimes:
-    """Median times of both models at every width, taken in turn, n_rounds bursts of three.
+    """Median times of both models at every width, taken in turn, in n_rounds bursts.
 
     Raises OutOfMemory if the caches do not fit.
     """
-    models = {"target_ms": target, "draft_ms": draft}
-    caches = {name: _open_cache(model, context) for name, model in models.items()}
-    passes = {
-        (name, n): _forward(model, caches[name], n)
-        for name, model in models.items()
-        for n in ROW_COUNTS
-    }
-    for run in passes.values():  # warm-up
-        run()
-    watch = Stopwatch(target.device)
-    samples: dict[tuple[str, int], list[float]] = {key: [] for key in passes}
-    for _ in range(n_rounds):
-        for key, run in (item for item in passes.items() for _ in range(3)):
-            watch.restart()
-            run()
-            samples[key].append(watch.ms())
-    for name, model in models.items():
-        model.pool.take_back(caches[name].storage)
-    medians = {name: [statistics.median(samples[name, n]) for n in ROW_COUNTS] for name in models}
-    sizes = {"target_bytes": step_bytes(target, context), "draft_bytes": step_bytes(draft, context)}
-    bandwidth = copy_bandwidth(target.device)
-    return StepTimes(context, list(ROW_COUNTS), **medians, **sizes, copy_gb_s=bandwidth)
+    target_cache = _open_cache(target, context)
+    draft_cache = _open_cache(draft, context)
+    target_passes = [_forward(target, target_cache, n) for n in ROW_COUNTS]
+    draft_passes = [_forward(draft, draft_cache, n) for n in ROW_COUNTS]
+    medians = median_ms(target_passes + draft_passes, Stopwatch(target.device), n_rounds)
+    target.pool.take_back(target_cache.storage)
+    draft.pool.take_back(draft_cache.storage)
+    return StepTimes(
+        context=context,
+        rows=list(ROW_COUNTS),
+        target_ms=medians[: len(target_passes)],
+        draft_ms=medians[len(target_passes) :],
+        target_bytes=step_bytes(target, context),
+        draft_bytes=step_bytes(draft, context),
+        copy_gb_s=copy_bandwidth(target.device),
+    )
 
 
 def _open_cache(model: GPTNeoX, context: int) -> KVCache:
@@ -103,10 +102,24 @@ def _forward(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Tenso
     positions = torch.arange(context, context + n, device=model.device)
 
     @torch.inference_mode()
-    def run() -> torch.Tensor:
+    def forward() -> torch.Tensor:
         return model.forward(tokens, positions, cache, mask)
 
-    return run
+    return forward
+
+
+def median_ms(passes: Sequence[Callable], watch: Stopwatch, n_rounds: int) -> list[float]:
+    """Each pass's median time, all in turn, n_rounds bursts of each; once before, to warm up."""
+    for forward in passes:
+        forward()
+    samples: list[list[float]] = [[] for _ in passes]
+    for _ in range(n_rounds):
+        for i, forward in enumerate(passes):
+            for _ in range(BURST):
+                watch.restart()
+                forward()
+                samples[i].append(watch.ms())
+    return [statistics.median(ms) for ms in samples]
 
 
 def step_bytes(model: GPTNeoX, context: int) -> int:
@@ -121,7 +134,9 @@ def step_bytes(model: GPTNeoX, context: int) -> int:
 def copy_bandwidth(device: torch.device) -> float:
     """Gigabytes read and written per second, from copies of a tensor larger than any cache."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    copy, watch, ms = torch.empty_like(source), Stopwatch(device), []
+    copy = torch.empty_like(source)
+    watch = Stopwatch(device)
+    ms = []
     for _ in range(6):
         watch.restart()
         copy.copy_(source)
@@ -133,17 +148,34 @@ def count_passes(
     steps: Sequence[Step], n_prompt: int, commit: str, padded: Callable[[int], int] = int
 ) -> tuple[Counter, Counter]:
     """Forwards after prefill by their rows, padding included: the draft's, the target's."""
-    drafts, verifies = Counter(), Counter()
-    length, n_known = n_prompt, 0  # committed tokens; how many of them the draft has run
+    drafts: Counter[int] = Counter()
+    verifies: Counter[int] = Counter()
+    length = n_prompt  # committed tokens
+    n_known = 0  # how many of them the draft has run
     for before, step in pairwise(steps):
         length += len(before.tokens)
         verifies[padded(len(step.tree))] += 1
         if commit == "rebuild":
             verifies[padded(len(step.path))] += 1
         was_run = step.tree.draft_slots >= 0
-        if was_run[0]:
-            _, *widths = step.tree.depths[was_run].bincount().tolist()
-            widths.append(length - n_known)  # the catch-up, which ends with the root
-            drafts.update(map(padded, widths))
-            n_known = length - 1 + int(was_run[list(step.path)].sum())
+        if not was_run[0]:
+            continue
+        drafts[padded(length - n_known)] += 1  # the catch-up, which ends with the root
+        for width in step.tree.depths[was_run].bincount()[1:].tolist():
+            drafts[padded(width)] += 1
+        n_known = length - 1 + int(was_run[list(step.path)].sum())
     return drafts, verifies
+
+
+def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
+    """Iterations whose tree reached depth 1, 2, ...; and whose accepted path did."""
+    trees = [step for step in steps if step.tree]
+    deepest = max((step.tree.depth for step in trees), default=0)
+    drafted = [0] * deepest
+    accepted = [0] * deepest
+    for step in trees:
+        for i in range(step.tree.depth):
+            drafted[i] += 1
+        for i in range(len(step.path) - 1):
+            accepted[i] += 1
+    return {"drafted": drafted, "accepted": accepted}

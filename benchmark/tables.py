@@ -1,25 +1,27 @@
 """The papers' tables as lists of runs and columns; what the options make of them.
 
 table = TABLES["main"]
-runs = at_every_size(choose_runs(table, "ar,dynatree tau=0.02", False), sizes)
-for repeat, prompt, run in interleave(runs, n_prompts=12, n_repeats=1): ...
+runs = at_every_size(choose_runs(table, "ar,dynatree tau=0.02", False), table.sizes())
 """
 
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from benchmark.peers import PEERS
-from benchmark.results import COLUMNS, Run
+from benchmark.report import COLUMNS
+from benchmark.results import Run
+from cli.compare import CONTROL_ROWS
 from cli.errors import UsageError
 from cli.options import parse_settings
+from draft_tree import Settings
 from methods import METHODS
 
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}
-SPEED = ["throughput", "speedup", "spread", "predicted", "tokens_per_iter", "exact"]
+SPEED = ["throughput", "speedup", "spread"]
 SPLIT = ["draft", "verify", "other"]
+WORDS = ("rebuild", "eager")  # of a row, beside its settings
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Table:
     prompt_tokens: tuple[int, ...] = (150,)
     new_tokens: tuple[int, ...] = (128,)
     temperature: tuple[float, ...] = (0.0,)
+
+    def sizes(self) -> dict[str, tuple[float, ...]]:
+        """Every value of the fields of Run that a table can vary."""
+        return {name: getattr(self, name) for name in SYMBOLS}
 
 
 def _sweep() -> Iterator[str]:
@@ -49,8 +55,11 @@ TABLES = {
     "main": Table(
         "every method",
         EVERY_METHOD,
-        [*SPEED[:4], "end_to_end", "setup", "ttft", "tpot", "tokens_per_iter", "path_length"]
-        + ["acceptance", "draft_nodes", "iterations", *SPLIT, "repetition", "exact"],
+        SPEED
+        + ["predicted", "end_to_end", "setup", "ttft", "tpot", "tokens_per_iter", "path_length"]
+        + ["acceptance", "draft_nodes", "iterations"]
+        + SPLIT
+        + ["repetition", "exact"],
     ),
     "ablation": Table(
         "dynatree's parts switched on one by one, and the two ways to commit",
@@ -64,26 +73,26 @@ TABLES = {
             "dynatree",
             "dynatree rebuild",
         ),
-        [*SPEED[:3], "tokens_per_iter", "acceptance", "draft_nodes", "iterations", *SPLIT, "exact"],
+        SPEED + ["tokens_per_iter", "acceptance", "draft_nodes", "iterations"] + SPLIT + ["exact"],
     ),
     "length": Table(
         "text length T",
         EVERY_METHOD,
-        [*SPEED[:3], "tokens_per_iter", "path_length", "acceptance", "repetition", "exact"],
+        SPEED + ["tokens_per_iter", "path_length", "acceptance", "repetition", "exact"],
         n_prompts=4,
         new_tokens=(100, 200, 500, 1000, 1500, 2000),
     ),
     "prompt": Table(
         "prompt length L",
         EVERY_METHOD,
-        [*SPEED[:3], "ttft", "tokens_per_iter", "acceptance", "exact"],
+        SPEED + ["ttft", "tokens_per_iter", "acceptance", "exact"],
         n_prompts=8,
         prompt_tokens=(100, 200, 400, 800, 1000),
     ),
     "sweep": Table(
         "settings: the static tree's depth, branches and tau; dynatree's tau_h and tau_l",
         tuple(_sweep()),
-        [*SPEED[:3], "tokens_per_iter", "acceptance", "draft_nodes", "exact"],
+        SPEED + ["tokens_per_iter", "acceptance", "draft_nodes", "exact"],
         n_prompts=4,
     ),
     "memory": Table(
@@ -95,7 +104,7 @@ TABLES = {
     "sampling": Table(
         "temperature t",
         EVERY_METHOD,
-        [*SPEED[:3], "tokens_per_iter", "acceptance", "repetition", "exact"],
+        SPEED + ["tokens_per_iter", "acceptance", "repetition", "exact"],
         n_prompts=8,
         temperature=(0.0, 0.6, 1.0),
     ),
@@ -103,10 +112,24 @@ TABLES = {
 }
 
 
+def with_controls(name: str, is_cuda: bool, has_graphs: bool, is_half: bool) -> Table:
+    """A table, and what belongs beside it on this device and in this precision."""
+    table = TABLES[name]
+    methods = list(table.methods)
+    columns = list(table.columns)
+    if is_half and "exact" in columns:  # ar with more rows: what rounding alone changes
+        methods.append(f"ar rows={CONTROL_ROWS}")
+    if is_cuda and has_graphs and name == "main":
+        methods.append("ar eager")
+    if is_cuda and name == "memory":
+        columns += ["pools", "context"]
+    return replace(table, methods=tuple(methods), columns=columns)
+
+
 def split_list(text: str, option: str) -> list[str]:
     """A comma-separated list. Raises UsageError if a part is empty."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
+    if "" in parts:
         raise UsageError(f"{option} {text!r}: a part of the list is empty")
     return parts
 
@@ -115,12 +138,14 @@ def parse_sizes(text: str | None, default: tuple[int, ...], option: str) -> tupl
     """Whole numbers of at least 1. Raises UsageError."""
     if text is None:
         return default
-    parts = split_list(text, option)
-    if not all(re.fullmatch("[0-9]{1,9}", part) and int(part) for part in parts):
-        raise UsageError(f"{option} {text!r}: whole numbers of 1 or more")
-    if len(set(map(int, parts))) < len(parts):
-        raise UsageError(f"{option} {text!r} names a size twice")
-    return tuple(int(part) for part in parts)
+    sizes = []
+    for part in split_list(text, option):
+        if not re.fullmatch("[0-9]{1,9}", part) or int(part) == 0:
+            raise UsageError(f"{option} {text!r}: whole numbers of 1 or more")
+        if int(part) in sizes:
+            raise UsageError(f"{option} {text!r} names a size twice")
+        sizes.append(int(part))
+    return tuple(sizes)
 
 
 def parse_temperatures(text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
@@ -138,22 +163,34 @@ def parse_temperatures(text: str | None, default: tuple[float, ...]) -> tuple[fl
 
 def parse_run(text: str) -> Run:
     """A run from "method NAME=VALUE ... [rebuild] [eager]", no sizes. Raises UsageError."""
-    method, *words = text.split()
-    settings = tuple(word for word in words if word not in ("rebuild", "eager"))
-    commit = "rebuild" if "rebuild" in words else "keep"
-    if method not in METHODS and method not in PEERS:
-        raise UsageError(f"unknown method {method!r}; there are {', '.join((*METHODS, *PEERS))}")
-    if method in PEERS and words:
-        raise UsageError(f"{text!r}: {method} takes no settings")
-    if method in METHODS:
+    words = text.split()
+    method = words.pop(0)
+    settings = tuple(word for word in words if word not in WORDS)
+    if method in PEERS:
+        if words:
+            raise UsageError(f"{text!r}: {method} takes no settings")
+    elif method in METHODS:
         parse_settings(METHODS[method], settings)
+    else:
+        known = ", ".join(list(METHODS) + list(PEERS))
+        raise UsageError(f"unknown method {method!r}; there are {known}")
+    commit = "keep"
+    if "rebuild" in words:
+        commit = "rebuild"
     label = " ".join(text.split())
     return Run(label, method, settings, commit, 0, 0, 0.0, "", is_eager="eager" in words)
 
 
+def settings_of(run: Run) -> Settings:
+    """What a run's method is told, of a method that is not a peer."""
+    return parse_settings(METHODS[run.method], run.settings)
+
+
 def choose_columns(text: str | None, default: list[str]) -> list[str]:
     """Columns by name. Raises UsageError."""
-    columns = default if text is None else split_list(text, "--columns")
+    if text is None:
+        return default
+    columns = split_list(text, "--columns")
     for name in columns:
         if name not in COLUMNS:
             raise UsageError(f"unknown column {name!r}; there are {', '.join(COLUMNS)}")
@@ -162,14 +199,18 @@ def choose_columns(text: str | None, default: list[str]) -> list[str]:
 
 def choose_runs(table: Table, methods: str | None, with_peers: bool) -> list[Run]:
     """The table's methods or those asked for, ar always first. Raises UsageError."""
-    texts = list(table.methods) if methods is None else split_list(methods, "--methods")
-    texts += [name for name in PEERS if with_peers and name not in texts]
-    variants = [parse_run(text) for text in texts]
-    if len({run.label for run in variants}) < len(variants):
+    texts = list(table.methods)
+    if methods is not None:
+        texts = split_list(methods, "--methods")
+    if with_peers:
+        texts += [name for name in PEERS if name not in texts]
+    runs = [parse_run(text) for text in texts]
+    labels = [run.label for run in runs]
+    if len(set(labels)) < len(labels):
         raise UsageError(f"--methods {methods!r} names a row twice")
-    if not variants:
+    if not runs:
         return []
-    return [parse_run("ar"), *(run for run in variants if run.label != "ar")]
+    return [parse_run("ar")] + [run for run in runs if run.label != "ar"]
 
 
 def at_every_size(variants: Sequence[Run], sizes: dict[str, tuple[float, ...]]) -> list[Run]:
@@ -180,17 +221,10 @@ def at_every_size(variants: Sequence[Run], sizes: dict[str, tuple[float, ...]]) 
     runs = []
     for values in product(*sizes.values()):
         size = dict(zip(sizes, values, strict=True))
-        varied = [f" {SYMBOLS[name]}={size[name]}" for name in sizes if len(sizes[name]) > 1]
-        suffix = "".join(varied)
-        size["baseline"] = f"ar{suffix}"
-        runs += [replace(run, label=run.label + suffix, **size) for run in variants]
+        suffix = ""
+        for name, value in size.items():
+            if len(sizes[name]) > 1:
+                suffix += f" {SYMBOLS[name]}={value}"
+        for run in variants:
+            runs.append(replace(run, label=run.label + suffix, baseline=f"ar{suffix}", **size))
     return runs
-
-
-def interleave(runs: Sequence[Run], n_prompts: int, n_repeats: int) -> Iterator[tuple]:
-    """(repeat, prompt, run): all runs on a prompt before the next, each time another one first."""
-    order = deque(runs)
-    for repeat, prompt in product(range(n_repeats), range(n_prompts)):
-        for run in tuple(order):
-            yield repeat, prompt, run
-        order.rotate(-1)

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +12,20 @@ import torch
 from conftest import random_model
 
 import bench
-from bench import main
+from bench import Bench, Turn, main, take_turns
 from benchmark.memory import in_own_process
+from benchmark.options import warn_of_positions
+from benchmark.report import table_cells
 from benchmark.results import Results, Run
 from benchmark.step_times import (
     StepTimes,
+    count_depths,
     count_passes,
     interpolate,
     measure_step_times,
     step_bytes,
 )
-from benchmark.tables import TABLES, Table, choose_runs, interleave
+from benchmark.tables import TABLES, Table, choose_runs, settings_of, with_controls
 from cli import models
 from cli.models import Pair
 from draft_tree import DynaTree
@@ -38,8 +40,8 @@ FEW = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
 
 
 def run_bench(capsys: Captured, file: Path, *arguments: str) -> tuple[Results, str]:
-    """A run that must succeed: its results and what it printed."""
-    status = main([*arguments, "--output", str(file)])
+    """A table that must be measured: its results and what was printed."""
+    status = main(list(arguments) + ["--output", str(file)])
     captured = capsys.readouterr()
     assert status == 0, captured.err
     return Results.load(file), captured.out
@@ -54,101 +56,120 @@ def error_line(capsys: Captured, *arguments: str) -> str:
     return last
 
 
+SMALL = {  # what makes a table quick, beside FEW
+    "steps": ["--n-prompts", "1"],
+    "length": ["--new-tokens", "4,9"],
+    "prompt": ["--prompt-tokens", "4,9"],
+    "sweep": ["--methods", ",".join(TABLES["sweep"].methods[::20])],  # some of the hundred
+    "memory": ["--n-prompts", "1", "--methods", "ar,dynatree"],  # a process each
+}
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_every_table(table: str, capsys: Captured, tmp_path: Path) -> None:
-    few = FEW
-    if table == "steps":
-        few = FEW[2:]
-    if table in ("length", "prompt"):
-        option = {"length": "--new-tokens", "prompt": "--prompt-tokens"}[table]
-        few = [*FEW, option, "4,9"]
-    if table == "sweep":  # some of the hundred
-        few = [*FEW, "--methods", ",".join(TABLES["sweep"].methods[::20])]
-    if table == "memory":  # a process each
-        few = [*FEW, "--n-prompts", "1", "--methods", "ar,dynatree"]
-    results, printed = run_bench(capsys, tmp_path / "r.json", "--table", table, *few)
-    n_prompts = 1 if table == "memory" else 2
-    assert len(results.records) == len(results.runs) * n_prompts
+    file = tmp_path / "r.json"
+    options = ["--table", table] + FEW + SMALL.get(table, [])
+    results, printed = run_bench(capsys, file, *options)
+    assert len(results.records) == len(results.runs) * results.prompts["n"]
     for row in results.rows():
-        assert len(row.records) == n_prompts and row.run.label in printed
-        assert all(is_equal for _, is_equal in row.compared())
-    for cells in results.table_cells()[1]:
-        assert len(cells) == len(results.table_cells()[0])
-    for record in results.records:
-        assert len(record["token_ids"]) == next(
-            run.new_tokens for run in results.runs if run.label == record["run"]
-        )
-        assert all(math.isfinite(value) for value in record["metrics"].values())
+        assert len(row.records) == results.prompts["n"] and row.run.label in printed
+        assert row.differing() == []
+        for record in row.records.values():
+            assert len(record["token_ids"]) == row.run.new_tokens
+            assert all(math.isfinite(value) for value in record["metrics"].values())
+    header, body = table_cells(results)
+    assert all(len(cells) == len(header) for cells in body)
     assert all(len(line) <= 80 for line in printed.splitlines())
-    assert main(["--show", str(tmp_path / "r.json")]) == 0
+    assert main(["--show", str(file)]) == 0
     assert capsys.readouterr().out == printed
 
 
 def test_the_main_table_in_markdown(capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "r.json"
-    methods = ["--methods", "linear K=2, dynatree tau=0.1 rebuild"]
-    quick = ["--columns", "throughput,exact", "--format", "markdown"]
-    results, printed = run_bench(capsys, file, *FEW, *methods, *quick)
-    assert [run.label for run in results.runs] == [
-        *("ar", "linear K=2", "dynatree tau=0.1 rebuild")
-    ]
-    assert results.runs[2].commit == "rebuild" and results.runs[2].settings == ("tau=0.1",)
+    options = FEW + ["--methods", "linear K=2, dynatree tau=0.1 rebuild"]
+    options += ["--columns", "throughput,exact", "--format", "markdown"]
+    results, printed = run_bench(capsys, file, *options)
+    ar, linear, dynatree = results.runs
+    assert (ar.label, linear.label) == ("ar", "linear K=2")
+    assert dynatree.label == "dynatree tau=0.1 rebuild"
+    assert dynatree.commit == "rebuild" and dynatree.settings == ("tau=0.1",)
     assert "| linear K=2 | " in printed and "token for token" in printed
     assert set(results.setup_s) == {run.label for run in results.runs}
     assert results.machine["commit"] and not results.step_times
     columns = ["--columns", "speedup,peak", "--format", "markdown"]
-    assert main(["--show", str(file), *columns]) == 0
+    assert main(["--show", str(file)] + columns) == 0
     assert "| method | x ar | peak MB |" in capsys.readouterr().out
 
 
 def test_sampled_runs_have_a_seed_for_every_prompt(capsys: Captured, tmp_path: Path) -> None:
-    hot = ["--methods", "linear", "--temperature", "1", "--prompt-tokens", "12"]
-    few = [*hot, "--new-tokens", "8", "--n-prompts", "1", "--columns", "exact"]
-    texts = []
-    for name, options in {"a": [], "b": [], "c": ["--seed", "7"], "d": ["--repeats", "2"]}.items():
-        results, _ = run_bench(capsys, tmp_path / f"{name}.json", *few, *options)
-        texts.append([r["token_ids"] for r in results.records if r["run"] == "linear"])
-    assert texts[0] == texts[1] == texts[3][:1]
-    assert texts[0] != texts[2] and texts[3][0] != texts[3][1]
+    few = ["--methods", "linear", "--temperature", "1", "--prompt-tokens", "12"]
+    few += ["--new-tokens", "8", "--n-prompts", "1", "--columns", "exact"]
+
+    def texts(*options: str) -> list[list[int]]:
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        results, _ = run_bench(capsys, file, *few, *options)
+        return [r["token_ids"] for r in results.records if r["run"] == "linear"]
+
+    (text,) = texts()
+    assert texts() == [text]
+    assert texts("--seed", "7") != [text]
+    first, second = texts("--repeats", "2")
+    assert first == text and second != text
 
 
 @pytest.mark.parametrize("table", TABLES.values())
 def test_every_row_of_a_table_is_a_valid_run(table: Table) -> None:
     runs = choose_runs(table, None, False)
-    assert [bench.settings_of(run) for run in runs] and runs[0].label == "ar" or not table.methods
+    for run in runs:
+        settings_of(run)
+    if table.methods:
+        assert runs[0].label == "ar"
+    else:
+        assert runs == []
 
 
 def test_runs_take_turns_prompt_by_prompt() -> None:
     runs = choose_runs(TABLES["main"], "ar,linear,fixed", False)
-    order = [(repeat, prompt, run.label) for repeat, prompt, run in interleave(runs, 2, 2)]
-    turns = [["ar", "linear", "fixed"], ["linear", "fixed", "ar"]]
-    turns += [["fixed", "ar", "linear"], turns[0]]
-    expected = zip([(0, 0), (0, 1), (1, 0), (1, 1)], turns, strict=True)
-    assert order == [(*where, label) for where, labels in expected for label in labels]
+    order = [(turn.repeat, turn.prompt, turn.run.label) for turn in take_turns(runs, 2, 2)]
+    assert order == [
+        (0, 0, "ar"),
+        (0, 0, "linear"),
+        (0, 0, "fixed"),
+        (0, 1, "linear"),
+        (0, 1, "fixed"),
+        (0, 1, "ar"),
+        (1, 0, "fixed"),
+        (1, 0, "ar"),
+        (1, 0, "linear"),
+        (1, 1, "ar"),
+        (1, 1, "linear"),
+        (1, 1, "fixed"),
+    ]
 
 
 def stop_after(n: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the n-th measured run after the warm-up raise."""
-    real, calls = bench.Bench.measure, []
+    """Make the n-th measured text after the warm-up raise."""
+    real = Bench.measure
+    turns = []
 
-    def measure(self: bench.Bench, *task: object) -> dict:
-        calls.append(task)
-        if len(calls) == n:
+    def measure(self: Bench, turn: Turn) -> dict:
+        turns.append(turn)
+        if len(turns) == n:
             raise error
-        return real(self, *task)
+        return real(self, turn)
 
-    monkeypatch.setattr(bench.Bench, "measure", measure)
+    monkeypatch.setattr(Bench, "measure", measure)
 
 
 def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file, options = tmp_path / "r.json", [*FEW, "--repeats", "2", "--columns", "speedup,exact"]
-    options += ["--methods", "ar,linear"]
+    file = tmp_path / "r.json"
+    options = FEW + ["--repeats", "2", "--columns", "speedup,exact", "--methods", "ar,linear"]
     whole, _ = run_bench(capsys, tmp_path / "whole.json", *options)
     with monkeypatch.context() as patch:
         stop_after(6, KeyboardInterrupt(), patch)
-        assert main([*options, "--output", str(file)]) == 130
+        assert main(options + ["--output", str(file)]) == 130
     captured = capsys.readouterr()
     assert "python bench.py --resume" in captured.err and "x ar" in captured.out
     done = Results.load(file).records
@@ -171,7 +192,7 @@ def test_an_error_half_way_keeps_what_is_done(
 ) -> None:
     stop_after(3, OutOfMemory("too large"), monkeypatch)
     file = tmp_path / "r.json"
-    assert main([*FEW, "--columns", "exact", "--output", str(file)]) == 2
+    assert main(FEW + ["--columns", "exact", "--output", str(file)]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: too large; these lower it: a 16-bit --dtype")
     assert len(Results.load(file).records) == 2
@@ -181,9 +202,9 @@ def test_nothing_measured_leaves_no_file(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stop_after(1, OutOfMemory("too large"), monkeypatch)
-    assert "too large" in error_line(
-        capsys, *FEW, "--columns", "exact", "--output", str(tmp_path / "made" / "r.json")
-    )
+    file = tmp_path / "made" / "r.json"
+    options = FEW + ["--columns", "exact", "--output", str(file)]
+    assert "too large" in error_line(capsys, *options)
     assert not list((tmp_path / "made").iterdir())
 
 
@@ -206,8 +227,9 @@ def test_a_text_that_is_not_ars_is_reported(
 
     monkeypatch.setattr(models, "generate", wrong)
     monkeypatch.setattr(bench, "top2_gap", lambda *_: gap)
-    file, few = tmp_path / "r.json", [*FEW, "--methods", "linear", "--columns", "exact"]
-    assert main([*few, "--output", str(file)]) == status
+    file = tmp_path / "r.json"
+    options = FEW + ["--methods", "linear", "--columns", "exact", "--output", str(file)]
+    assert main(options) == status
     printed = " ".join(capsys.readouterr().out.split())
     assert "linear differs from ar on prompt 0 from token 1 on (top-2 gap" in printed
     assert ("a tie" in printed) == (status == 0)
@@ -259,7 +281,8 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--show", "none.json", "--repeats", "2"], "--repeats has no effect beside --show"),
         (["--resume", "none.json"], "none.json cannot be read"),
         (["--resume", "none.json", "--table", "steps"], "--table has no effect beside --resume"),
-        (["--readme", "none.json", "--seed", "1"], "--seed has no effect beside --readme"),
+        (["--docs", "none.json", "--seed", "1"], "--seed has no effect beside --docs"),
+        (["--docs", "none.json"], "none.json cannot be read"),
         (["--target", "none/none"], "--target also needs --draft"),
         (["--unknown"], "unrecognized arguments"),
     ],
@@ -269,11 +292,11 @@ def test_mistakes(arguments: list[str], message: str, capsys: Captured) -> None:
 
 
 def test_what_a_table_shows_beside_on_a_gpu_and_in_half_precision() -> None:
-    main_table = bench.with_controls("main", True, True, True)
-    assert main_table.methods == (*METHODS, "ar rows=16", "ar eager")
-    assert bench.with_controls("main", False, False, False) == TABLES["main"]
-    assert bench.with_controls("memory", True, True, True).columns[-2:] == ["pools", "context"]
-    assert bench.with_controls("steps", True, True, True) == TABLES["steps"]
+    main_table = with_controls("main", True, True, True)
+    assert main_table.methods == tuple(METHODS) + ("ar rows=16", "ar eager")
+    assert with_controls("main", False, False, False) == TABLES["main"]
+    assert with_controls("memory", True, True, True).columns[-2:] == ["pools", "context"]
+    assert with_controls("steps", True, True, True) == TABLES["steps"]
     runs = choose_runs(TABLES["main"], "ar eager,dynatree tau=0.1 rebuild eager", False)
     assert [run.is_eager for run in runs] == [False, True, True]
     assert runs[2].settings == ("tau=0.1",) and runs[2].commit == "rebuild"
@@ -282,9 +305,9 @@ def test_what_a_table_shows_beside_on_a_gpu_and_in_half_precision() -> None:
 def test_half_precision_on_the_cpu(capsys: Captured, tmp_path: Path) -> None:
     """The control is a row of its own; a text that differs is no error there."""
     few = ["--n-prompts", "1", "--prompt-tokens", "8", "--new-tokens", "3"]
-    quick = [*few, "--dtype", "bfloat16", "--columns", "exact"]
-    results, printed = run_bench(capsys, tmp_path / "r.json", *quick)
-    assert [run.label for run in results.runs] == [*METHODS, "ar rows=16"]
+    few += ["--dtype", "bfloat16", "--columns", "exact"]
+    results, printed = run_bench(capsys, tmp_path / "r.json", *few)
+    assert [run.label for run in results.runs] == list(METHODS) + ["ar rows=16"]
     assert "ar rows=16" in printed
 
 
@@ -294,17 +317,18 @@ def test_peers_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPat
     assert "hf-ar and hf-assisted need transformers: pip install transformers" in line
 
 
-def test_a_warning_past_the_trained_positions(pair: Callable[[], Pair], capsys: Captured) -> None:
-    bench.warn_of_positions(pair(), {"prompt_tokens": (5, 28), "new_tokens": (100,)})
+def test_a_warning_past_the_trained_positions(pair: Pair, capsys: Captured) -> None:
+    table = replace(TABLES["main"], prompt_tokens=(5, 28), new_tokens=(100,))
+    warn_of_positions(pair, table)
     assert capsys.readouterr().err == ""
-    bench.warn_of_positions(pair(), {"prompt_tokens": (5, 28), "new_tokens": (100, 101)})
+    warn_of_positions(pair, replace(table, new_tokens=(100, 101)))
     assert "warning: up to 129 tokens" in capsys.readouterr().err
 
 
 def test_interpolation() -> None:
-    xs, ys = [1, 2, 4], [10.0, 20.0, 30.0]
     at = {0: 0.0, 1: 10.0, 1.5: 15.0, 2: 20.0, 3: 25.0, 4: 30.0, 8: 50.0}
-    assert {x: interpolate(xs, ys, x) for x in at} == at
+    for x, y in at.items():
+        assert interpolate([1, 2, 4], [10.0, 20.0, 30.0], x) == y
 
 
 def test_predicted_time_is_the_forwards_alone() -> None:
@@ -313,7 +337,9 @@ def test_predicted_time_is_the_forwards_alone() -> None:
 
 
 def test_step_bytes_are_every_weight_but_the_input_embedding() -> None:
-    hidden, wide, n_ids = 32, 64, 96
+    hidden = 32
+    wide = 64
+    n_ids = 96
     layer = (hidden + 1) * (3 * hidden + wide) + (hidden + wide + 1) * hidden  # norms are inside
     head = (hidden + 1) * n_ids + 2 * hidden
     cache = 2 * 2 * 10 * hidden  # keys and values, layers, tokens
@@ -335,7 +361,8 @@ def test_counted_passes_are_those_that_ran(
     settings: Alone, commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The widths the prediction rests on are those of the forwards, catch-up included."""
-    target, draft = random_model(0), random_model(1)
+    target = random_model(0)
+    draft = random_model(1)
     ran = {id(target): [], id(draft): []}
     real = GPTNeoX._run_tight
 
@@ -353,9 +380,9 @@ def test_counted_passes_are_those_that_ran(
 def test_depths_reached_and_accepted() -> None:
     target = random_model(0)
     steps = list(generate(target, target, [3, 1, 4], Chain(K=3), 13))
-    depths = bench.count_depths(steps)  # the draft is the target: everything is accepted
+    depths = count_depths(steps)  # the draft is the target: everything is accepted
     assert depths == {"drafted": [3, 3, 3], "accepted": [3, 3, 3]}
-    assert bench.count_depths(steps[:1]) == {"drafted": [], "accepted": []}
+    assert count_depths(steps[:1]) == {"drafted": [], "accepted": []}
 
 
 def kill_oneself() -> dict:
@@ -367,31 +394,28 @@ def test_a_measured_process_that_is_killed() -> None:
         in_own_process(kill_oneself)
 
 
-def test_speed_is_measured_with_the_methods_that_run(
-    pair: Callable[[], Pair], tmp_path: Path
-) -> None:
-    """Set-up is told apart from speed: loading and warming up, by what the method needs."""
-    opened = pair()
-    runs = choose_runs(TABLES["main"], "ar,linear", False)
-    runs = [replace(run, prompt_tokens=5, new_tokens=4, baseline="ar") for run in runs]
+@pytest.fixture
+def pair() -> Pair:
+    load_s = {"target": 0.5, "draft": 0.25}
+    return Pair(random_model(0), random_model(1), None, Path(), None, load_s)
+
+
+def test_set_up_is_told_apart_from_speed(pair: Pair, tmp_path: Path) -> None:
+    """Loading and warming up, by what the method needs; no record comes of it."""
+    runs = []
+    for run in choose_runs(TABLES["main"], "ar,linear", False):
+        runs.append(replace(run, prompt_tokens=5, new_tokens=4, baseline="ar"))
     results = Results("main", ["throughput"], {"repeats": 1, "seed": 0}, {}, {}, {}, runs)
-    one = bench.Bench(results, opened, [[3, 1, 4, 1, 5]], tmp_path / "r.json")
+    one = Bench(results, pair, [[3, 1, 4, 1, 5]], tmp_path / "r.json")
     one.set_up()
-    opened.load_s["draft"] += 100
     before = dict(results.setup_s)
+    pair.load_s["draft"] += 100
     one.set_up()
     assert results.setup_s["linear"] > before["linear"] + 90
     assert results.setup_s["ar"] < before["ar"] + 90 and results.records == []
 
 
-@pytest.fixture
-def pair() -> Callable[[], Pair]:
-    return lambda: Pair(
-        random_model(0), random_model(1), None, Path(), None, {"target": 0.5, "draft": 0.25}
-    )
-
-
 def test_a_run_is_what_its_label_says() -> None:
     run = choose_runs(TABLES["main"], "fixed D=3  B=4 rebuild", False)[1]
     expected = Run("fixed D=3 B=4 rebuild", "fixed", ("D=3", "B=4"), "rebuild", 0, 0, 0.0, "")
-    assert run == expected and bench.settings_of(run) == Fixed(D=3, B=4)
+    assert run == expected and settings_of(run) == Fixed(D=3, B=4)

@@ -1,24 +1,32 @@
 """Results files and what is shown of them, on numbers worked out by hand."""
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from bench import main
-from benchmark.results import README_START, Results, Run, readme_section, text_table, update_readme
+from benchmark.documents import END, START, readme_part, replaced, results_part, write_documents
+from benchmark.report import markdown_report, notes, table_cells, text_report, text_table
+from benchmark.results import Results, Run
 from cli.errors import UsageError
+from cli.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
+SHOWN = ["results/main_cpu.json", "results/ablation_cpu.json", "results/steps_cpu.json"]
 MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "processor": "P", "threads": 2}
 MACHINE |= {"torch": "2.13.0", "python": "3.11", "commit": "abc"}
-NAMES = ["end_to_end", "ttft_ms", "tpot_ms", "tokens_per_iter", "path_length", "acceptance"]
-NAMES += ["draft_nodes", "iterations", "draft_ms", "verify_ms", "other_ms", "repetition"]
 COLUMNS = ["throughput", "speedup", "spread", "predicted", "tokens_per_iter", "exact"]
 
 
+def run_of(label: str, method: str) -> Run:
+    return Run(label, method, (), "keep", 150, 64, 0.0, "ar")
+
+
 def record(run: str, prompt: int, throughput: float, predicted_ms: float, ids: list[int]) -> dict:
-    metrics = dict.fromkeys(NAMES, 0.5) | {"throughput": throughput}
+    metrics = {field.name: 0.5 for field in fields(Metrics)}
+    metrics["throughput"] = throughput
     head = {"run": run, "prompt": prompt, "repeat": 0, "metrics": metrics, "token_ids": ids}
     return head | {"predicted_ms": predicted_ms}
 
@@ -26,15 +34,15 @@ def record(run: str, prompt: int, throughput: float, predicted_ms: float, ids: l
 @pytest.fixture
 def results() -> Results:
     """ar, one method that is 2, 1 and 0.5 times as fast, and a peer; one text differs."""
-    runs = [
-        Run(name, name, (), "keep", 150, 64, 0.0, "ar") for name in ("ar", "fixed", "hf-assisted")
-    ]
+    runs = [run_of(name, name) for name in ("ar", "fixed", "hf-assisted")]
     sizes = {"prompt_tokens": [150], "new_tokens": [64], "temperature": [0.0]}
     prompts = {"dataset": "builtin", "n": 3, "sha256": "0"}
     found = Results("ablation", COLUMNS, {"repeats": 1}, MACHINE, prompts, sizes, runs)
-    for prompt, (ar, fixed) in enumerate([(100.0, 200.0), (80.0, 80.0), (60.0, 30.0)]):
+    speeds = [(100.0, 200.0), (80.0, 80.0), (60.0, 30.0)]
+    texts = [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
+    for prompt, (ar, fixed) in enumerate(speeds):
         found.records.append(record("ar", prompt, ar, 12.0, [1, 2, 3]))
-        found.records.append(record("fixed", prompt, fixed, 8.0, [1, 2, 3 + prompt // 2]))
+        found.records.append(record("fixed", prompt, fixed, 8.0, texts[prompt]))
         found.records.append(record("hf-assisted", prompt, ar / 2, 1.0, [1, 2, 3]))
         del found.records[-1]["predicted_ms"]
     found.records[-2]["difference"] = {"at": 2, "gap": 0.25, "is_tie": False}
@@ -42,7 +50,7 @@ def results() -> Results:
 
 
 def test_cells_are_medians_over_prompts_and_speedups_are_by_prompt(results: Results) -> None:
-    header, body = results.table_cells()
+    header, body = table_cells(results)
     assert header == ["method", "tok/s", "x ar", "min-max", "predicted", "tok/iter", "exact"]
     assert body == [
         ["ar", "80.0", "", "", "", "0.50", ""],
@@ -54,65 +62,71 @@ def test_cells_are_medians_over_prompts_and_speedups_are_by_prompt(results: Resu
 def test_a_run_cut_short_shows_what_there_is(results: Results) -> None:
     """Neither a row without records nor one whose ar is missing is in the way."""
     results.records = [r for r in results.records if r["run"] == "fixed"]
-    _, body = results.table_cells()
+    _, body = table_cells(results)
     assert body == [["fixed", "80.0", "", "", "", "0.50", ""]]
-    assert results.report(80) and results.markdown()
+    assert text_report(results, 80) and markdown_report(results)
 
 
 def test_notes_say_what_is_slower_and_what_differs(results: Results) -> None:
-    slower, difference = results.notes()
+    slower, difference = notes(results)
     assert slower == "Slower than ar on the median prompt: hf-assisted (0.50x)."
     assert difference.startswith("fixed differs from ar on prompt 2 from token 2 on")
     assert "2.5e-01" in difference and "a tie" not in difference
     for record in results.records:
         record["token_ids"] = [1]
-    assert results.notes()[1] == "Every greedy text is ar's, token for token."
+    assert notes(results)[1] == "Every greedy text is ar's, token for token."
 
 
 def test_rounding_is_summed_up_by_method(results: Results) -> None:
     results.machine = MACHINE | {"dtype": "float16"}
-    assert results.notes()[1] == (
+    assert notes(results)[1] == (
         "fixed differs from ar on 1 of 3 texts, from token 2 at the earliest "
         "(top-2 gap in float32 there at most 2.5e-01)."
     )
 
 
 def test_many_slower_rows_are_counted(results: Results) -> None:
-    results.runs += [
-        Run(f"fixed D={d}", "fixed", (f"D={d}",), "keep", 150, 64, 0.0, "ar") for d in range(8)
-    ]
-    results.records += [record(run.label, 0, 50.0, 1.0, [1]) for run in results.runs[3:]]
-    assert results.notes()[0] == "9 of 10 rows are slower than ar."
+    for depth in range(8):
+        run = run_of(f"fixed D={depth}", "fixed")
+        results.runs.append(run)
+        results.records.append(record(run.label, 0, 50.0, 1.0, [1]))
+    assert notes(results)[0] == "9 of 10 rows are slower than ar."
 
 
 def test_sampled_texts_are_not_compared(results: Results) -> None:
-    results.runs = [Run(r.label, r.method, (), "keep", 150, 64, 0.6, "ar") for r in results.runs]
-    assert [row[-1] for row in results.table_cells()[1]] == ["", "", ""]
+    results.runs = [replace(run, temperature=0.6) for run in results.runs]
+    _, body = table_cells(results)
+    assert [row[-1] for row in body] == ["", "", ""]
 
 
 def test_the_floor_is_bytes_over_bandwidth(results: Results) -> None:
     times = {"context": 200, "rows": [1, 2], "target_ms": [4.0, 5.0], "draft_ms": [1.0, 1.0]}
     times |= {"target_bytes": 40_000_000, "draft_bytes": 5_000_000, "copy_gb_s": 20.0}
     results.step_times = times
-    target, draft = results.notes()[-2:]
+    target, draft = notes(results)[-2:]
     assert "reads 40.0 MB, at least 2.00 ms at the 20.0 GB/s" in target
     assert target.endswith("it takes 4.00 ms, 50% of that speed.") and "at least 0.25 ms" in draft
     results.table = "steps"
-    assert results.table_cells()[1][1] == ["2", "1.00", "1.00", "5.00", "1.25"]
+    assert table_cells(results)[1][1] == ["2", "1.00", "1.00", "5.00", "1.25"]
+
+
+def longest_line(text: str) -> int:
+    return max(len(line) for line in text.splitlines())
 
 
 def test_text_tables_fit_the_terminal_by_blocks() -> None:
-    header, body = ["method", *"abc"], [["fixed", "1" * 30, "2" * 30, "3" * 30]]
-    first, second = text_table(header, body, 80).split("\n\n")
-    assert max(map(len, (first + "\n" + second).splitlines())) <= 80
+    body = [["fixed", "1" * 30, "2" * 30, "3" * 30]]
+    first, second = text_table(["method", "a", "b", "c"], body, 80).split("\n\n")
+    assert longest_line(first) <= 80 and longest_line(second) <= 80
     assert first.splitlines()[1] == f"fixed   {'1' * 30}  {'2' * 30}"
     assert second.splitlines()[1] == f"fixed   {'3' * 30}"
 
 
 def test_reports_fit_eighty_columns(results: Results) -> None:
-    results.table = "main"  # with the published cells
-    assert max(map(len, results.report(80).splitlines())) <= 80
-    assert "Published (DynaTree v2" in results.report(80)
+    results.table = "main"
+    assert longest_line(text_report(results, 80)) <= 80
+    assert text_report(results, 80).endswith("The papers' own figures: docs/results.md.")
+    assert "Published (DynaTree v2" in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
 
 def test_a_file_holds_everything(results: Results, tmp_path: Path) -> None:
@@ -120,10 +134,7 @@ def test_a_file_holds_everything(results: Results, tmp_path: Path) -> None:
     assert Results.load(tmp_path / "made" / "r.json") == results
     assert [f.name for f in (tmp_path / "made").iterdir()] == ["r.json"]
     content = json.loads((tmp_path / "made" / "r.json").read_text())
-    assert set(content) == {
-        *("format", "table", "columns", "options", "machine", "prompts", "sizes", "runs"),
-        *("setup_s", "step_times", "records"),
-    }
+    assert set(content) == {field.name for field in fields(Results)}
 
 
 @pytest.mark.parametrize(
@@ -157,21 +168,49 @@ def test_a_file_that_cannot_be_written(results: Results, tmp_path: Path) -> None
         results.save(tmp_path / "file" / "r.json")
 
 
-def test_the_readme_is_made_of_the_committed_results(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("document", ["README.md", "docs/results.md"])
+def test_documents_are_made_of_the_committed_results(
+    document: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """README.md shows what its results files say; `bench.py --readme FILES` makes it so."""
+    """They show what the results files say; `bench.py --docs FILES` makes it so."""
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text[text.index(README_START) :]
-    files = [line.split("`")[1] for line in section.splitlines() if line.startswith("From `")]
-    assert len(files) >= 2 and readme_section(files) in text
-    readme = tmp_path / "README.md"
-    readme.write_text(text.replace("|", "#"), encoding="utf-8")
-    update_readme(readme, files)
-    assert readme_section(files) in readme.read_text(encoding="utf-8")
-    readme.write_text("nothing")
-    with pytest.raises(UsageError, match="lacks the lines"):
-        update_readme(readme, files)
-    assert main(["--readme", str(tmp_path / "none.json")]) == 2
-    assert (ROOT / "README.md").read_text(encoding="utf-8") == text
+    text = (ROOT / document).read_text(encoding="utf-8")
+    parts = {"README.md": readme_part(SHOWN[0]), "docs/results.md": results_part(SHOWN)}
+    assert replaced(ROOT / document, parts[document]) == text
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with both documents, nothing between their marks."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/results.md"):
+        (tmp_path / name).write_text(f"before\n{START}\nold\n{END}\nafter\n")
+    return tmp_path
+
+
+def test_one_command_writes_both_documents(written: Path) -> None:
+    write_documents(written, SHOWN)
+    readme = (written / "README.md").read_text()
+    assert readme == f"before\n{readme_part(SHOWN[0])}\nafter\n" and "old" not in readme
+    header, _, ar = readme.splitlines()[3:6]
+    assert header == "| method | tok/s | x ar | tok/iter | exact |"
+    assert ar.startswith("| ar | ") and ar.endswith(" |  | 1.00 |  |")
+    assert "2 threads" in readme and "`results/main_cpu.json`." in readme
+    page = (written / "docs" / "results.md").read_text()
+    assert page == f"before\n{results_part(SHOWN)}\nafter\n"
+    assert page.count("\nFrom `results/") == 3 and "end-to-end tok/s" in page
+
+
+def test_a_document_that_cannot_be_made_changes_none(written: Path) -> None:
+    page = written / "docs" / "results.md"
+    page.write_text("nothing")
+    with pytest.raises(UsageError, match="results.md lacks the lines that mark"):
+        write_documents(written, SHOWN)
+    page.unlink()
+    with pytest.raises(UsageError, match="results.md cannot be read: No such file"):
+        write_documents(written, SHOWN)
+    with pytest.raises(UsageError, match="steps_cpu.json has no methods"):
+        write_documents(written, SHOWN[::-1])
+    assert "old" in (written / "README.md").read_text()
+    assert main(["--docs", str(written / "none.json")]) == 2

@@ -1,0 +1,66 @@
+"""The figures that README.md and docs/results.md show, made of results files between two marks.
+
+    python bench.py --docs results/main_cpu.json results/ablation_cpu.json results/steps_cpu.json
+
+README.md shows a few columns of the first file; docs/results.md shows everything of all of them.
+What stands outside the marks is written by hand.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmark.report import machine_text, markdown_report, markdown_table, prompts_text, run_cells
+from benchmark.results import Results
+from cli.errors import UsageError
+
+START = "<!-- results: made by bench.py --docs -->"
+END = "<!-- end of results -->"
+README_COLUMNS = ["throughput", "speedup", "tokens_per_iter", "exact"]
+
+
+def write_documents(root: Path, files: Sequence[str]) -> None:
+    """Write both documents' made parts anew, or neither. Raises UsageError."""
+    texts = {
+        root / "README.md": readme_part(files[0]),
+        root / "docs" / "results.md": results_part(files),
+    }
+    for document, part in texts.items():
+        texts[document] = replaced(document, part)
+    for document, text in texts.items():
+        try:
+            document.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{document} cannot be written: {error.strerror}") from error
+
+
+def replaced(document: Path, part: str) -> str:
+    """A document's text with this made part, the marks included. Raises UsageError."""
+    try:
+        text = document.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{document} cannot be read: {error.strerror}") from error
+    if text.count(START) != 1 or text.count(END) != 1:
+        raise UsageError(f"{document} lacks the lines that mark its results")
+    before, rest = text.split(START)
+    _, after = rest.split(END)
+    return before + part + after
+
+
+def results_part(files: Sequence[str]) -> str:
+    """Of docs/results.md: every file's whole table, in this order."""
+    parts = [START]
+    for file in files:
+        parts.append(f"From `{file}`. {markdown_report(Results.load(file))}")
+    parts.append(END)
+    return "\n\n".join(parts)
+
+
+def readme_part(file: str) -> str:
+    """Of README.md: how the methods compare, in one table, and a sentence on the machine."""
+    results = Results.load(file)
+    if not results.runs:
+        raise UsageError(f"{file} has no methods for README's table: name another file first")
+    header, body = run_cells(results, README_COLUMNS)
+    machine = machine_text(results.machine)
+    sentence = f"{prompts_text(results)}; {machine}, from `{file}`."
+    return "\n\n".join([START, markdown_table(header, body), sentence, END])

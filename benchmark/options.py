@@ -1,0 +1,243 @@
+"""bench.py's options: read, checked, and made into a table to measure; or a file shown again.
+
+args = build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"])
+results, pair, prompts, file = open_table(args)
+"""
+
+import argparse
+import hashlib
+import shutil
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmark.documents import write_documents
+from benchmark.machine import ROOT, describe_machine, require_same
+from benchmark.peers import PEERS, require_transformers
+from benchmark.prompts import DATASETS, cut_prompts, load_prompts
+from benchmark.report import COLUMNS, markdown_report, text_report
+from benchmark.results import Results, Run
+from benchmark.tables import (
+    TABLES,
+    Table,
+    at_every_size,
+    choose_columns,
+    choose_runs,
+    parse_sizes,
+    parse_temperatures,
+    with_controls,
+)
+from cli.errors import Parser, UsageError, say
+from cli.models import Pair, choose_device, choose_dtype, open_pair
+from cli.options import add_model_options, choose_sampling
+
+ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs")  # options that decide no figure
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="bench.py",
+        description="Measure every method beside ar, prompt by prompt in turn.",
+        epilog=describe_tables(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
+    add = parser.add_argument
+    add("--table", default="main", metavar="T", help=f"{', '.join(TABLES)} (main)")
+    rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager]"'
+    add("--methods", metavar="M,...", help=rows)
+    add("--columns", metavar="C,...", help="columns to show")
+    add("--peers", action="store_true", help=f"also {', '.join(PEERS)}; needs transformers")
+    add("--dataset", default=DATASETS[0], metavar="D", help=f"{', '.join(DATASETS)} (builtin)")
+    add("--prompts", metavar="FILE", help='.jsonl with "prompt" fields, or text in paragraphs')
+    add("--n-prompts", type=int, metavar="N", help="prompts, evenly spread over the dataset")
+    add("--prompt-tokens", metavar="N,...", help="lengths to cut the prompts to")
+    add("--new-tokens", metavar="N,...", help="tokens to generate")
+    add("--temperature", metavar="X,...", help="0 is greedy (0)")
+    add("--top-p", type=float, metavar="P", help="of the sampled runs (1)")
+    add("--seed", type=int, metavar="N", help="of the sampled runs; each prompt has its own (0)")
+    add("--repeats", type=int, default=1, metavar="N", help="rounds over all prompts (1)")
+    add_model_options(parser)
+    add("--output", metavar="FILE", help="results file (results/run_<time>_<table>.json)")
+    add("--resume", metavar="FILE", help="go on with an interrupted run, its options included")
+    add("--show", metavar="FILE", help="print a results file's table again; runs nothing")
+    add("--format", choices=("text", "markdown"), default="text", help="of the table printed")
+    docs = "write docs/results.md from these files, and README's table from the first"
+    add("--docs", nargs="+", metavar="FILE", help=docs)
+    return parser
+
+
+def describe_tables() -> str:
+    """The end of --help: every table and every column."""
+    lines = ["tables:"]
+    for name, table in TABLES.items():
+        lines.append(textwrap.fill(f"  {name:<9} {table.title}", 80, subsequent_indent=" " * 12))
+    lines.append("")
+    lines.append(textwrap.fill(f"columns: {', '.join(COLUMNS)}", 80, subsequent_indent="  "))
+    return "\n".join(lines)
+
+
+def is_about_files(args: argparse.Namespace) -> bool:
+    """Whether results files are to be shown or written up, and nothing measured."""
+    return bool(args.show or args.docs)
+
+
+def show_files(args: argparse.Namespace) -> None:
+    """Carry out --show or --docs."""
+    if args.docs:
+        require_alone(args, "--docs", ())
+        write_documents(ROOT, args.docs)
+        return
+    require_alone(args, "--show", ("columns", "format"))
+    results = Results.load(args.show)
+    results.columns = choose_columns(args.columns, results.columns)
+    show(results, args.format)
+
+
+def show(results: Results, kind: str) -> None:
+    """Print the table; kind: text or markdown."""
+    if kind == "markdown":
+        print(markdown_report(results), flush=True)
+    else:
+        print(text_report(results, shutil.get_terminal_size().columns), flush=True)
+
+
+def open_table(args: argparse.Namespace) -> tuple[Results, Pair, list[list[int]], Path]:
+    """Check the options, load models and prompts; continue a results file or begin one.
+
+    Returns the results so far, the models, the prompts' ids, and the results file.
+    """
+    previous = None
+    if args.resume:
+        require_alone(args, "--resume", ("format",))
+        previous = Results.load(args.resume)
+        args = argparse.Namespace(**(vars(args) | previous.options))
+    table = choose_table(args)
+    runs = at_every_size(choose_runs(table, args.methods, args.peers), table.sizes())
+    check_options(args, table, runs)
+    texts = load_prompts(args.dataset, args.prompts)
+    file = choose_file(args)
+    pair, models = open_pair(args, is_drafting=True, say=say)
+    machine = describe_machine(pair, models, has_peers(runs))
+    warn_of_positions(pair, table)
+    prompts = choose_prompts(texts, pair, table)
+    described = describe_prompts(args, prompts)
+    if previous:
+        require_same(previous, machine, described)
+        return previous, pair, prompts, file
+    options = plain_options(args)
+    columns = table.columns
+    results = Results(args.table, columns, options, machine, described, table.sizes(), runs)
+    results.save(file)  # now, so that a file that cannot be written costs no measurement
+    return results, pair, prompts, file
+
+
+def choose_table(args: argparse.Namespace) -> Table:
+    """The table asked for, with the columns and sizes asked for. Raises UsageError."""
+    if args.table not in TABLES:
+        raise UsageError(f"unknown table {args.table!r}; there are {', '.join(TABLES)}")
+    device = choose_device(args.device)
+    is_half = choose_dtype(args.dtype, device) != torch.float32
+    table = with_controls(args.table, device.type == "cuda", not args.no_graphs, is_half)
+    n_prompts = table.n_prompts
+    if args.n_prompts is not None:
+        n_prompts = args.n_prompts
+    return replace(
+        table,
+        columns=choose_columns(args.columns, table.columns),
+        n_prompts=n_prompts,
+        prompt_tokens=parse_sizes(args.prompt_tokens, table.prompt_tokens, "--prompt-tokens"),
+        new_tokens=parse_sizes(args.new_tokens, table.new_tokens, "--new-tokens"),
+        temperature=parse_temperatures(args.temperature, table.temperature),
+    )
+
+
+def has_peers(runs: Sequence[Run]) -> bool:
+    return any(run.method in PEERS for run in runs)
+
+
+def check_options(args: argparse.Namespace, table: Table, runs: Sequence[Run]) -> None:
+    """Raise UsageError for options that are wrong together, or that nothing would use."""
+    hot = [value for value in table.temperature if value]
+    is_varied = any(len(values) > 1 for values in table.sizes().values())
+    if args.table == "steps" and (runs or hot or is_varied):
+        raise UsageError("--table steps runs no methods, and at one length")
+    if has_peers(runs):
+        check_peers(args, is_sampling=bool(hot))
+    for value in hot or [0.0]:
+        choose_sampling(value, args.top_p, args.seed)
+    if args.prompts and args.dataset != DATASETS[0]:
+        raise UsageError("give either --dataset or --prompts")
+    if args.repeats < 1 or table.n_prompts < 1:
+        raise UsageError("--n-prompts and --repeats are at least 1")
+    device = choose_device(args.device)
+    if device.type != "cuda" and any(run.is_eager for run in runs):
+        raise UsageError(f'"eager" has no effect on {device}: only cuda has graphs')
+
+
+def check_peers(args: argparse.Namespace, is_sampling: bool) -> None:
+    """Raise UsageError where transformers cannot be measured."""
+    names = ", ".join(PEERS)
+    if args.table == "memory":
+        raise UsageError(f"--table memory does not measure {names}")
+    if is_sampling:
+        raise UsageError(f"{names} are measured at temperature 0 only")
+    require_transformers()
+
+
+def choose_file(args: argparse.Namespace) -> Path:
+    """Where results go. Raises UsageError rather than overwrite some."""
+    if args.resume:
+        return Path(args.resume)
+    if args.output:
+        file = Path(args.output)
+    else:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        file = ROOT / "results" / f"run_{stamp}_{args.table}.json"
+    if file.exists():
+        raise UsageError(f"{file} exists already; go on with it (--resume) or remove it")
+    return file
+
+
+def warn_of_positions(pair: Pair, table: Table) -> None:
+    longest = max(table.prompt_tokens) + max(table.new_tokens)
+    trained = pair.target.config.max_positions
+    if longest > trained:
+        say(f"warning: up to {longest} tokens, but the target was trained for {trained} positions")
+
+
+def choose_prompts(texts: list[str], pair: Pair, table: Table) -> list[list[int]]:
+    """The prompts as ids, as long as the longest run wants them."""
+    longest = max(table.prompt_tokens)
+    shortest = 1
+    if len(table.prompt_tokens) > 1:  # then each length must be what it says; else it is the most
+        shortest = longest
+    vocab_size = pair.target.config.vocab_size
+    return cut_prompts(texts, pair.tokenizer, vocab_size, longest, table.n_prompts, shortest)
+
+
+def describe_prompts(args: argparse.Namespace, prompts: list[list[int]]) -> dict:
+    """For the results file: whose prompts, how many, and what tells them from any others."""
+    dataset = args.dataset
+    if args.prompts:
+        dataset = Path(args.prompts).name
+    sha256 = hashlib.sha256(repr(prompts).encode()).hexdigest()
+    return {"dataset": dataset, "n": len(prompts), "sha256": sha256}
+
+
+def plain_options(args: argparse.Namespace) -> dict:
+    """What decides a run, for the results file; the rest is about this call alone."""
+    return {name: value for name, value in vars(args).items() if name not in ABOUT_THE_CALL}
+
+
+def require_alone(args: argparse.Namespace, option: str, allowed: tuple[str, ...]) -> None:
+    """Raise UsageError for options that would have no effect beside this one."""
+    unused = build_parser().parse_args([])
+    for name, value in vars(args).items():
+        given = f"--{name.replace('_', '-')}"
+        if given != option and name not in allowed and value != getattr(unused, name):
+            raise UsageError(f"{given} has no effect beside {option}")

@@ -1,0 +1,313 @@
+"""What is shown of a results file: its columns as text, its table, its caption, its notes.
+
+results = Results.load("results/main_cpu.json")
+print(text_report(results, width=80))
+"""
+
+import statistics
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmark.results import Results, Row
+
+MANY = 8  # rows, after which a note counts instead of naming them
+PAPERS = "The papers' own figures: docs/results.md."
+
+
+def text_report(results: Results, width: int) -> str:
+    """The table for a terminal of `width` columns, with its notes."""
+    header, body = table_cells(results)
+    sentences = notes(results)
+    if results.table == "main":
+        sentences.append(PAPERS)
+    parts = [textwrap.fill(caption(results), width), text_table(header, body, width)]
+    for sentence in sentences:
+        parts.append(textwrap.fill(sentence, width))
+    return "\n\n".join(parts)
+
+
+def markdown_report(results: Results) -> str:
+    """The same for a document."""
+    header, body = table_cells(results)
+    sentences = "\n".join(f"- {note}" for note in notes(results))
+    return f"{caption(results)}\n\n{markdown_table(header, body)}\n\n{sentences}"
+
+
+def caption(results: Results) -> str:
+    """What was measured, on what."""
+    what = "forwards alone"
+    if results.runs:
+        temperature = sizes_text(results, "temperature")
+        repeats = results.options["repeats"]
+        what = f"{prompts_text(results)}, temperature {temperature}, rounds: {repeats}"
+    machine = results.machine
+    models = f"{machine['target']} and {machine['draft']}"
+    return f"{results.table}: {what}. {models}, {machine_text(machine)}."
+
+
+def prompts_text(results: Results) -> str:
+    """How many prompts, whose, how long, and how much was written after them."""
+    prompts = results.prompts
+    longest = sizes_text(results, "prompt_tokens")
+    new_tokens = sizes_text(results, "new_tokens")
+    which = f"{prompts['n']} prompts ({prompts['dataset']}) of up to {longest} tokens"
+    return f"{which}, {new_tokens} new tokens"
+
+
+def sizes_text(results: Results, name: str) -> str:
+    return " / ".join(str(size) for size in results.sizes[name])
+
+
+def machine_text(machine: dict) -> str:
+    """Precision, processor, libraries and the code's commit."""
+    libraries = f"torch {machine['torch']}"
+    if "transformers" in machine:
+        libraries += f", transformers {machine['transformers']}"
+    where = f"{machine['dtype']} on {machine['processor']}, {machine['threads']} threads"
+    return f"{where}, {libraries}, Python {machine['python']}, commit {machine['commit']}"
+
+
+def notes(results: Results) -> list[str]:
+    """Sentences below the table: what is slower than ar, what is not exact, the floor."""
+    rows = [row for row in results.rows() if row.speedups]
+    found = slower_notes(rows)
+    if rows and "exact" in results.columns:
+        is_summed = results.machine["dtype"] != "float32"  # then rounding makes many
+        found += exactness_notes(rows, is_summed)
+    if results.step_times:
+        found += step_notes(results.step_times)
+    return found
+
+
+def slower_notes(rows: list[Row]) -> list[str]:
+    """Which rows are slower than ar, or how many if they are many."""
+    slower = [row for row in rows if row.speedup < 1]
+    if not slower:
+        return []
+    if len(slower) > MANY:
+        return [f"{len(slower)} of {len(rows)} rows are slower than ar."]
+    names = ", ".join(f"{row.run.label} ({row.speedup:.2f}x)" for row in slower)
+    return [f"Slower than ar on the median prompt: {names}."]
+
+
+def exactness_notes(rows: list[Row], is_summed: bool) -> list[str]:
+    """A sentence for each text that is not ar's, or if they are summed for each row with some."""
+    found = []
+    for row in rows:
+        differing = [record for record, _ in row.differing()]
+        if differing and is_summed:
+            found.append(sum_up_differences(row, differing))
+        else:
+            found += [describe_difference(record) for record in differing]
+    return found or ["Every greedy text is ar's, token for token."]
+
+
+def sum_up_differences(row: Row, differing: list[dict]) -> str:
+    """One sentence for all of a row's records that are not ar's."""
+    found = [record["difference"] for record in differing if "difference" in record]
+    first = min((difference["at"] for difference in found), default="?")
+    gaps = [difference["gap"] for difference in found if difference["gap"] is not None]
+    gap = "not known"
+    if gaps:
+        gap = f"at most {max(gaps):.1e}"
+    count = f"{len(differing)} of {len(row.compared())} texts"
+    return (
+        f"{row.run.label} differs from ar on {count}, from token {first} at the earliest "
+        f"(top-2 gap in float32 there {gap})."
+    )
+
+
+def describe_difference(record: dict) -> str:
+    at, gap, kind = "?", "not known", ""
+    if "difference" in record:
+        found = record["difference"]
+        at = found["at"]
+        if found["gap"] is not None:
+            gap = f"{found['gap']:.1e}"
+        if found["is_tie"]:
+            kind = ": a tie"
+    where = f"prompt {record['prompt']} from token {at} on"
+    return f"{record['run']} differs from ar on {where} (top-2 gap in float32 {gap}{kind})."
+
+
+def step_notes(times: dict) -> list[str]:
+    """The weight-bandwidth floor of each model's one-row step."""
+    found = []
+    for role in ("target", "draft"):
+        n_bytes = times[f"{role}_bytes"]
+        ms = times[f"{role}_ms"][0]
+        floor = n_bytes / times["copy_gb_s"] / 1e6
+        found.append(
+            f"One {role} step of one row at {times['context']} tokens reads {n_bytes / 1e6:,.1f} "
+            f"MB, at least {floor:.2f} ms at the {times['copy_gb_s']:.1f} GB/s of a large copy; "
+            f"it takes {ms:.2f} ms, {floor / ms:.0%} of that speed."
+        )
+    return found
+
+
+def table_cells(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the results' own table, as text."""
+    if results.table == "steps":
+        return step_cells(results.step_times)
+    return run_cells(results, results.columns)
+
+
+def run_cells(results: Results, names: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, as text: each run's label and its columns of these names."""
+    columns = [COLUMNS[name] for name in names]
+    header = ["method"] + [column.title for column in columns]
+    body = []
+    for row in results.rows():
+        body.append([row.run.label] + [column.cell(row) for column in columns])
+    return header, body
+
+
+def step_cells(times: dict) -> tuple[list[str], list[list[str]]]:
+    """Forward times by rows, and as multiples of one row's."""
+    header = ["rows", "draft ms", "x 1 row", "target ms", "x 1 row"]
+    body = []
+    for i, n_rows in enumerate(times["rows"]):
+        cells = [str(n_rows)]
+        for role in ("draft", "target"):
+            ms = times[f"{role}_ms"]
+            cells += [f"{ms[i]:.2f}", f"{ms[i] / ms[0]:.2f}"]
+        body.append(cells)
+    return header, body
+
+
+def text_table(header: list[str], body: list[list[str]], width: int) -> str:
+    """Right-aligned columns; those that do not fit follow in further blocks, labels repeated."""
+    table = [header] + body
+    widths = [0] * len(header)
+    for line in table:
+        for i, cell in enumerate(line):
+            widths[i] = max(widths[i], len(cell))
+    blocks = [text_block(table, columns, widths) for columns in split_columns(widths, width)]
+    return "\n\n".join(blocks)
+
+
+def split_columns(widths: list[int], width: int) -> list[list[int]]:
+    """Columns 1, 2, ... in groups that fit `width` beside column 0, one in each at least."""
+    groups, used = [], 0
+    for column in range(1, len(widths)):
+        used += 2 + widths[column]
+        if not groups or used > width:
+            groups.append([])
+            used = widths[0] + 2 + widths[column]
+        groups[-1].append(column)
+    return groups
+
+
+def text_block(table: list[list[str]], columns: list[int], widths: list[int]) -> str:
+    lines = []
+    for line in table:
+        text = line[0].ljust(widths[0])
+        for column in columns:
+            text += "  " + line[column].rjust(widths[column])
+        lines.append(text.rstrip())
+    return "\n".join(lines)
+
+
+def markdown_table(header: list[str], body: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header)] + body
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    title: str
+    cell: Callable[[Row], str]  # empty where there is nothing to say
+
+
+def number(title: str, metric: str, digits: int) -> Column:
+    """A column of one metric's medians; empty where it is not measured."""
+
+    def cell(row: Row) -> str:
+        value = row.median(metric)
+        if value is None:
+            return ""
+        return f"{value:.{digits}f}"
+
+    return Column(title, cell)
+
+
+def own_number(title: str, metric: str, digits: int) -> Column:
+    """The same for a metric that the peers do not tell."""
+    column = number(title, metric, digits)
+
+    def cell(row: Row) -> str:
+        if row.is_peer:
+            return ""
+        return column.cell(row)
+
+    return Column(title, cell)
+
+
+def speedup_cell(row: Row) -> str:
+    if not row.speedups:
+        return ""
+    return f"{row.speedup:.2f}x"
+
+
+def spread_cell(row: Row) -> str:
+    if not row.speedups:
+        return ""
+    return f"{min(row.speedups):.2f}-{max(row.speedups):.2f}"
+
+
+def predicted_cell(row: Row) -> str:
+    is_predicted = all("predicted_ms" in record for record in row.records.values())
+    if row.is_peer or not row.speedups or not is_predicted:
+        return ""
+    return f"{row.predicted():.2f}x"
+
+
+def exact_cell(row: Row) -> str:
+    n_compared = len(row.compared())
+    if not n_compared:
+        return ""
+    return f"{n_compared - len(row.differing())}/{n_compared}"
+
+
+def more_memory_cell(row: Row) -> str:
+    pairs = row.beside_ar()
+    ar = [record["metrics"].get("peak_mb") for _, record in pairs]
+    if not pairs or None in ar:
+        return ""
+    return f"{row.median('peak_mb') / statistics.median(ar) - 1:+.1%}"
+
+
+def setup_cell(row: Row) -> str:
+    if row.setup_s is None:
+        return ""
+    return f"{row.setup_s:.2f}"
+
+
+COLUMNS = {
+    "throughput": number("tok/s", "throughput", 1),
+    "speedup": Column("x ar", speedup_cell),
+    "spread": Column("min-max", spread_cell),
+    "predicted": Column("predicted", predicted_cell),
+    "end_to_end": number("end-to-end tok/s", "end_to_end", 1),
+    "setup": Column("set-up s", setup_cell),
+    "ttft": number("TTFT ms", "ttft_ms", 1),
+    "tpot": number("TPOT ms", "tpot_ms", 2),
+    "tokens_per_iter": number("tok/iter", "tokens_per_iter", 2),
+    "path_length": number("path", "path_length", 2),
+    "acceptance": own_number("accept", "acceptance", 2),
+    "draft_nodes": own_number("nodes", "draft_nodes", 1),
+    "iterations": number("iters", "iterations", 0),
+    "draft": own_number("draft ms", "draft_ms", 2),
+    "verify": own_number("verify ms", "verify_ms", 2),
+    "other": own_number("other ms", "other_ms", 2),
+    "repetition": number("repeat", "repetition", 2),
+    "exact": Column("exact", exact_cell),
+    "peak": number("peak MB", "peak_mb", 0),
+    "more_memory": Column("over ar", more_memory_cell),
+    "floor": number("weights + caches MB", "floor_mb", 0),
+    "pools": number("graph pools MB", "pools_mb", 0),
+    "context": number("beside torch MB", "context_mb", 0),
+}
