@@ -1,6 +1,6 @@
 """Peak memory of one method, measured in a process of its own.
 
-peak_mb = in_own_process(measure_memory, options, run, prompt_ids)["metrics"]["peak_mb"]
+peak_mb = in_own_process(measure_memory, options, run, ids, None, 0)["metrics"]["peak_mb"]
 """
 
 import argparse
@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 
 from benchmark.results import Run
+from benchmark.tables import settings_of
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Request, open_pair
-from cli.options import parse_settings
 from engine.checkpoint import weight_bytes
 from engine.memory import OutOfMemory
 from engine.sampling import Sampling
-from methods import METHODS
+from gpt_neox import GPTNeoX
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
@@ -31,7 +31,7 @@ def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_answer, args=(sender, function, *arguments))
+    process = spawn.Process(target=_answer, args=(sender, function, arguments))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for us alone
     process.start()
     signal.signal(signal.SIGINT, handler)
@@ -48,7 +48,7 @@ def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
     return answer
 
 
-def _answer(sender: Connection, function: Callable[..., dict], *arguments: object) -> None:
+def _answer(sender: Connection, function: Callable[..., dict], arguments: tuple) -> None:
     try:
         sender.send(function(*arguments))
     except Exception as error:  # whatever it is, it is raised again where it is wanted
@@ -62,22 +62,30 @@ def measure_memory(
 
     used: bytes of the device that were in use before.
     """
-    settings = parse_settings(METHODS[run.method], run.settings)
-    rule, end = settings.rule(), len(prompt) + run.new_tokens
+    settings = settings_of(run)
+    rule = settings.rule()
     pair, _ = open_pair(argparse.Namespace(**options), rule.max_depth > 0, lambda line: None)
     pair.use_graphs(not (run.is_eager or options.get("no_graphs")))
     how = {"max_new_tokens": run.new_tokens, "commit": run.commit, "sampling": sampling}
     request = Request(pair, prompt, how)
     steps = list(request.decode(settings))
-    floor = sum(
-        weight_bytes(model.config, model.dtype) + model.pool.bytes(end + n_scratch)
-        for model, n_scratch in ((pair.target, rule.max_rows), (pair.draft, rule.max_drafted))
-        if model
-    )
+    end = len(prompt) + run.new_tokens
+    floor = floor_bytes(pair.target, end + rule.max_rows)
+    if pair.draft:
+        floor += floor_bytes(pair.draft, end + rule.max_drafted)
     device = pair.target.device
-    parts = cuda_memory(device, used) if device.type == "cuda" else {"peak": peak_memory()}
-    metrics = {f"{name}_mb": size / 1e6 for name, size in {**parts, "floor": floor}.items()}
+    if device.type == "cuda":
+        parts = cuda_memory(device, used)
+    else:
+        parts = {"peak": peak_memory()}
+    parts["floor"] = floor
+    metrics = {f"{name}_mb": size / 1e6 for name, size in parts.items()}
     return {"metrics": metrics, "token_ids": token_ids(steps)}
+
+
+def floor_bytes(model: GPTNeoX, n_slots: int) -> int:
+    """The least that a model needs: its weights, and a cache of n_slots tokens."""
+    return weight_bytes(model.config, model.dtype) + model.pool.bytes(n_slots)
 
 
 def used_memory(device: torch.device) -> int:
@@ -94,9 +102,10 @@ def cuda_memory(device: torch.device, used: int) -> dict[str, int]:
     The last is the CUDA context; `used` is what other processes had before.
     """
     segments = torch.cuda.memory_snapshot()
+    graph_segments = [s for s in segments if s["segment_pool_id"] != (0, 0)]
     return {
         "peak": torch.cuda.max_memory_allocated(device),
-        "pools": sum(s["total_size"] for s in segments if s["segment_pool_id"] != (0, 0)),
+        "pools": sum(segment["total_size"] for segment in graph_segments),
         "context": used_memory(device) - used - torch.cuda.memory_reserved(device),
     }
 

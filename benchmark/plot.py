@@ -10,15 +10,18 @@ import importlib.util
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmark.results import Results, Row
+from benchmark.tables import settings_of
 from cli.errors import Parser, UsageError, run_command_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; wine for its yellow, on which
 # nothing white can be read
@@ -65,38 +68,51 @@ def bars(
     """Throughput by method, its spread over prompts, and the speedup over ar in each bar."""
     rows = results.rows()
     figure, axis = new_figure(results, title)
-    medians = [row.median("throughput") for row in rows]
-    lows, highs = zip(*[extremes(row) for row in rows], strict=True)
-    low_errors = [m - low for m, low in zip(medians, lows, strict=True)]
-    high_errors = [high - m for m, high in zip(medians, highs, strict=True)]
-    axis.bar(labels(rows), medians, color=colours(rows), width=0.6)
-    errors = {"yerr": [low_errors, high_errors], "fmt": "none", "ecolor": "#444444", "capsize": 3}
-    axis.errorbar(range(len(rows)), medians, **errors)
     style = {"textcoords": "offset points", "ha": "center", "fontsize": 9, "color": "white"}
+    medians = []
+    below = []  # how far the slowest prompt is under the median
+    above = []
     for i, row in enumerate(rows):
-        text = f"{row.speedup:.2f}x" if row.speedups else "1x"
+        median = row.median("throughput")
+        speeds = throughputs(row)
+        medians.append(median)
+        below.append(median - min(speeds))
+        above.append(max(speeds) - median)
+        text = "1x"
+        if row.speedups:
+            text = f"{row.speedup:.2f}x"
         axis.annotate(text, (i, 0), (0, 6), **style)
+    labels = [row.run.label.replace(" ", "\n") for row in rows]
+    axis.bar(labels, medians, color=colours(rows), width=0.6)
+    errors = {"yerr": [below, above], "fmt": "none", "ecolor": "#444444", "capsize": 3}
+    axis.errorbar(range(len(rows)), medians, **errors)
     axis.set_ylabel("tokens/s")
     axis.tick_params(axis="x", labelsize=8)
     return figure
 
 
-def extremes(row: Row) -> tuple[float, float]:
-    """The slowest and the fastest prompt's throughput."""
-    values = [record["metrics"]["throughput"] for record in row.records.values()]
-    return min(values), max(values)
-
-
-def labels(rows: Sequence[Row]) -> list[str]:
-    """Row labels, a word a line."""
-    return [row.run.label.replace(" ", "\n") for row in rows]
+def throughputs(row: Row) -> list[float]:
+    return [record["metrics"]["throughput"] for record in row.records.values()]
 
 
 def colours(rows: Sequence[Row]) -> list[str]:
     """One colour for each method, by its first appearance; one for all peers."""
-    methods = list(dict.fromkeys(row.run.method for row in rows if not row.is_peer))
-    by_method = dict(zip(methods, COLOURS * 9, strict=False))
-    return [by_method.get(row.run.method, PEER_COLOUR) for row in rows]
+    methods: list[str] = []
+    found = []
+    for row in rows:
+        method = row.run.method
+        if row.is_peer:
+            found.append(PEER_COLOUR)
+            continue
+        if method not in methods:
+            methods.append(method)
+        found.append(colour(methods.index(method)))
+    return found
+
+
+def colour(i: int) -> str:
+    """The i-th colour; there are enough for the methods."""
+    return COLOURS[i % len(COLOURS)]
 
 
 def bars_with_progress(results: Results) -> "Figure":
@@ -109,106 +125,164 @@ def bars_with_progress(results: Results) -> "Figure":
     other.set_ylim(0, max(values) * 1.25)
     other.set_ylabel("tokens per iteration")
     other.legend(loc="upper right", fontsize=8, frameon=False)
-    axis.set_ylim(0, max(high for _, high in map(extremes, results.rows())) * 1.25)
+    fastest = max(max(throughputs(row)) for row in results.rows())
+    axis.set_ylim(0, fastest * 1.25)
     return figure
 
 
-def acceptance_by_depth(results: Results) -> dict[str, list[float]]:
-    """By drafting run: the share accepted at depth 1, 2, ... of the trees that reach it.
+def acceptance_by_depth(row: Row) -> list[float]:
+    """The share accepted at depth 1, 2, ... of a drafting run's trees that reach it.
 
     As deep as at least MIN_TREES trees went.
     """
-    found = {}
-    for row in results.rows():
-        drafted: dict[int, int] = defaultdict(int)
-        accepted: dict[int, int] = defaultdict(int)
-        for record in row.records.values():
-            depths = record.get("depths", {"drafted": [], "accepted": []})
-            for depth, (n, m) in enumerate(zip(*depths.values(), strict=True)):
-                drafted[depth] += n
-                accepted[depth] += m
-        shares = [accepted[depth] / n for depth, n in drafted.items() if n >= MIN_TREES]
-        if shares:
-            found[row.run.label] = shares
-    return found
+    drafted: dict[int, int] = defaultdict(int)
+    accepted: dict[int, int] = defaultdict(int)
+    for record in row.records.values():
+        if "depths" not in record:
+            continue
+        for depth, n_trees in enumerate(record["depths"]["drafted"]):
+            drafted[depth] += n_trees
+            accepted[depth] += record["depths"]["accepted"][depth]
+    deep_enough = [depth for depth in drafted if drafted[depth] >= MIN_TREES]
+    return [accepted[depth] / drafted[depth] for depth in deep_enough]
 
 
 def depth_lines(results: Results) -> "Figure":
     figure, axis = new_figure(results, "Acceptance by depth")
-    shares = acceptance_by_depth(results)
-    every = dict(zip(labels(results.rows()), colours(results.rows()), strict=True))
-    for label, values in shares.items():
-        depths = range(1, len(values) + 1)
-        axis.plot(depths, values, "o-", label=label, color=every[label.replace(" ", "\n")])
+    rows = results.rows()
+    row_colours = colours(rows)
+    for i, row in enumerate(rows):
+        shares = acceptance_by_depth(row)
+        depths = range(1, len(shares) + 1)
+        if shares:
+            axis.plot(depths, shares, "o-", label=row.run.label, color=row_colours[i])
     axis.set(xlabel="depth", ylabel="accepted / trees that reach this depth", ylim=(0, 1.02))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(frameon=False)
     return figure
 
 
-def lines_by(size: str, symbol: str, second: str, title: str) -> Callable[[Results], "Figure"]:
-    """A figure of throughput and of a second value against a size of the runs."""
+def length_lines(results: Results) -> "Figure":
+    return lines_by(results, "new_tokens", "new tokens T", "tokens_per_iter", "By text length")
 
-    def value(row: Row, name: str) -> float:
-        return (row.speedup if row.speedups else 1.0) if name == "speedup" else row.median(name)
 
-    def draw(results: Results) -> "Figure":
-        figure, axes = new_figure(results, title, 2)
-        by_label: dict[str, list[Row]] = defaultdict(list)
-        for row in results.rows():
-            by_label[" ".join((row.run.method, *row.run.settings))].append(row)
-        for (label, rows), colour in zip(by_label.items(), COLOURS * 9, strict=False):
-            for axis, name in zip(axes, ("throughput", second), strict=True):
-                xs = [getattr(row.run, size) for row in rows]
-                axis.plot(xs, [value(row, name) for row in rows], "o-", color=colour, label=label)
-        for axis, name in zip(axes, ("tokens/s", second.replace("_", " ")), strict=True):
-            axis.set(xlabel=symbol, ylabel=name)
-            axis.set_ylim(bottom=0)
-        axes[0].legend(frameon=False, fontsize=8)
-        return figure
+def prompt_lines(results: Results) -> "Figure":
+    return lines_by(results, "prompt_tokens", "prompt tokens L", "speedup", "By prompt length")
 
-    return draw
+
+def temperature_lines(results: Results) -> "Figure":
+    return lines_by(results, "temperature", "temperature", "speedup", "By temperature")
+
+
+def lines_by(results: Results, size: str, symbol: str, second: str, title: str) -> "Figure":
+    """Throughput, and a second value beside it, against a size of the runs."""
+    figure, (left, right) = new_figure(results, title, 2)
+    for i, rows in enumerate(rows_by_method(results)):
+        method = " ".join((rows[0].run.method,) + rows[0].run.settings)
+        style = {"color": colour(i), "label": method}
+        sizes = [getattr(row.run, size) for row in rows]
+        left.plot(sizes, [row.median("throughput") for row in rows], "o-", **style)
+        right.plot(sizes, [value_of(row, second) for row in rows], "o-", **style)
+    left.set(xlabel=symbol, ylabel="tokens/s")
+    right.set(xlabel=symbol, ylabel=second.replace("_", " "))
+    for axis in (left, right):
+        axis.set_ylim(bottom=0)
+    left.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def rows_by_method(results: Results) -> list[list[Row]]:
+    """The rows in groups that differ in their sizes alone."""
+    groups: dict[tuple, list[Row]] = defaultdict(list)
+    for row in results.rows():
+        groups[row.run.method, row.run.settings].append(row)
+    return list(groups.values())
+
+
+def value_of(row: Row, name: str) -> float:
+    """A metric's median, or the speedup, which is 1 for ar."""
+    if name != "speedup":
+        return row.median(name)
+    if not row.speedups:
+        return 1.0
+    return row.speedup
 
 
 def grid(rows: Sequence[Row], x: str, y: str) -> tuple[list[float], list[float], list[list[float]]]:
     """Values of settings x and y, rising, and the speedups [y][x], nan where none was measured."""
     speedups = {}
     for row in rows:
-        settings = dict(setting.split("=") for setting in row.run.settings)
-        speedups[float(settings[x]), float(settings[y])] = row.speedup
-    xs, ys = (sorted({key[i] for key in speedups}) for i in (0, 1))
-    return xs, ys, [[speedups.get((a, b), float("nan")) for a in xs] for b in ys]
+        speedups[setting(row, x), setting(row, y)] = row.speedup
+    xs = sorted({setting(row, x) for row in rows})
+    ys = sorted({setting(row, y) for row in rows})
+    cells = []
+    for b in ys:
+        cells.append([speedups.get((a, b), float("nan")) for a in xs])
+    return xs, ys, cells
+
+
+def setting(row: Row, name: str) -> float:
+    """The value of one of a run's settings, its method's default if the run names none."""
+    return float(getattr(settings_of(row.run), name))
+
+
+@dataclass
+class Panel:
+    """One grid of the sweep: rows by two of their settings."""
+
+    x: str
+    y: str
+    rows: list[Row] = field(default_factory=list)
+
+
+def sweep_panels(results: Results) -> dict[str, Panel]:
+    """By title: fixed's rows by depth and branches, a panel a tau; dynatree's by thresholds."""
+    panels: dict[str, Panel] = {}
+    for row in results.rows():
+        if row.run.method == "fixed":
+            title = f"fixed, tau={setting(row, 'tau'):g}"
+            panel = Panel("B", "D")
+        elif row.run.method == "dynatree":
+            title = "dynatree"
+            panel = Panel("tau_h", "tau_l")
+        else:
+            continue
+        panels.setdefault(title, panel).rows.append(row)
+    return panels
 
 
 def heatmaps(results: Results) -> "Figure":
-    """fixed's speedup by depth and branches, a panel a tau; dynatree's by its two thresholds."""
-    panels: dict[str, tuple[str, str, list[Row]]] = {}
-    for row in results.rows():
-        tau = next((s for s in row.run.settings if s.startswith("tau=")), "thresholds")
-        if row.run.method == "fixed":
-            panels.setdefault(f"fixed, {tau}", ("B", "D", []))[2].append(row)
-        elif row.run.method == "dynatree":
-            panels.setdefault("dynatree", ("tau_h", "tau_l", []))[2].append(row)
+    """The sweep's speedups, a panel a grid."""
+    panels = sweep_panels(results)
     figure, axes = new_figure(results, "Speedup over ar by settings", len(panels), squeeze=False)
-    every = [row.speedup for _, _, rows in panels.values() for row in rows]
-    scale = {"vmin": min(every), "vmax": max(every), "cmap": "cividis", "aspect": "auto"}
-    for axis, (title, (x, y, rows)) in zip(axes[0], panels.items(), strict=True):
-        image = draw_grid(axis, grid(rows, x, y), scale)
+    speedups = []
+    for panel in panels.values():
+        speedups += [row.speedup for row in panel.rows]
+    scale = {"vmin": min(speedups), "vmax": max(speedups), "cmap": "cividis", "aspect": "auto"}
+    for axis, title in zip(axes[0], panels, strict=True):
+        panel = panels[title]
+        xs, ys, cells = grid(panel.rows, panel.x, panel.y)
+        image = draw_grid(axis, xs, ys, cells, scale)
         axis.set_title(title, fontsize=8)
-        axis.set(xlabel=x, ylabel=y)
+        axis.set(xlabel=panel.x, ylabel=panel.y)
     figure.colorbar(image, ax=axes[0].tolist(), label="x ar")
     return figure
 
 
-def draw_grid(axis: "Axes", cells: tuple, scale: dict) -> object:
-    xs, ys, values = cells
+def draw_grid(
+    axis: "Axes", xs: list[float], ys: list[float], cells: list[list[float]], scale: dict
+) -> "AxesImage":
+    """One panel: cells [y][x] as colours, with their numbers."""
     axis.grid(False)
-    image = axis.imshow(values, origin="lower", **scale)
+    image = axis.imshow(cells, origin="lower", **scale)
     middle = (scale["vmin"] + scale["vmax"]) / 2
-    for j, line in enumerate(values):
+    style = {"ha": "center", "va": "center", "fontsize": 6}
+    for j, line in enumerate(cells):
         for i, value in enumerate(line):
-            colour = "white" if value < middle else "black"
-            axis.text(i, j, f"{value:.2f}", ha="center", va="center", fontsize=6, color=colour)
+            ink = "black"
+            if value < middle:
+                ink = "white"
+            axis.text(i, j, f"{value:.2f}", color=ink, **style)
     axis.set_xticks(range(len(xs)), [f"{x:g}" for x in xs], fontsize=7)
     axis.set_yticks(range(len(ys)), [f"{y:g}" for y in ys], fontsize=7)
     return image
@@ -221,10 +295,10 @@ def staircase(results: Results) -> "Figure":
     times = results.step_times
     title = f"One forward at {times['context']} cached tokens, and its one-row bandwidth floor"
     figure, axis = new_figure(results, title)
-    for role, colour in zip(("target", "draft"), COLOURS, strict=False):
-        axis.plot(times["rows"], times[f"{role}_ms"], "o-", color=colour, label=role)
+    for i, role in enumerate(("target", "draft")):
+        axis.plot(times["rows"], times[f"{role}_ms"], "o-", color=colour(i), label=role)
         floor = times[f"{role}_bytes"] / times["copy_gb_s"] / 1e6
-        axis.axhline(floor, color=colour, linestyle="--", label=f"{role}'s floor")
+        axis.axhline(floor, color=colour(i), linestyle="--", label=f"{role}'s floor")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -236,33 +310,38 @@ def staircase(results: Results) -> "Figure":
     return figure
 
 
-KINDS: dict[
-    str, dict[str, Callable[[Results], "Figure"]]
-] = {  # table -> file name ending -> figure
+KINDS: dict[str, dict[str, Callable[[Results], "Figure"]]] = {
+    # table: file name ending -> figure
     "main": {"": bars, "_depth": depth_lines},
     "ablation": {"": bars_with_progress},
-    "length": {"": lines_by("new_tokens", "new tokens T", "tokens_per_iter", "By text length")},
-    "prompt": {"": lines_by("prompt_tokens", "prompt tokens L", "speedup", "By prompt length")},
-    "sampling": {"": lines_by("temperature", "temperature", "speedup", "By temperature")},
+    "length": {"": length_lines},
+    "prompt": {"": prompt_lines},
+    "sampling": {"": temperature_lines},
     "sweep": {"": heatmaps},
     "steps": {"": staircase},
 }
 
 
-def run(args: argparse.Namespace) -> int:
-    """The command line, once parsed. Returns the exit status."""
+def execute(args: argparse.Namespace) -> int:
+    """Carry out the command line, once parsed. Returns the exit status."""
     if not importlib.util.find_spec("matplotlib"):
         raise UsageError("figures need matplotlib: pip install matplotlib==3.11.2")
-    for file in map(Path, args.files):
+    for name in args.files:
+        file = Path(name)
         for ending, figure in figures(Results.load(file)):
             path = (args.output or file.parent) / f"{file.stem}{ending}.png"
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                figure.savefig(path, dpi=DPI)
-            except OSError as error:
-                raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+            save(figure, path)
             print(path)
     return 0
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Raises UsageError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -271,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="results of bench.py")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="instead of beside the file")
-    return run_command_line(run, parser, arguments)
+    return run_command_line(execute, parser, arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from cli.errors import UsageError
 from cli.models import encode
 
 DATASETS = ("builtin", "wikitext2")
-WIKITEXT_REPOSITORY, WIKITEXT_ZIP = "ggml-org/ci", "wikitext-2-raw-v1.zip"
+WIKITEXT_REPOSITORY = "ggml-org/ci"
+WIKITEXT_ZIP = "wikitext-2-raw-v1.zip"
 WIKITEXT_FILE = "wikitext-2-raw/wiki.test.raw"  # the embedded pair has seen the validation split
 SHORTEST = 200  # characters of a paragraph; shorter ones say too little to go on from
 
@@ -97,13 +98,21 @@ def _read_file(file: Path) -> list[str]:
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
     if file.suffix == ".jsonl":
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
-        texts = [_prompt_field(line, f"{file}, line {n}") for n, line in lines]
+        texts = _prompt_fields(text, file)
+        what = "line"
     else:
         texts = paragraphs(text)
+        what = f"paragraph of {SHORTEST} characters or more"
     if not texts:
-        what = "line" if file.suffix == ".jsonl" else f"paragraph of {SHORTEST} characters or more"
         raise UsageError(f"{file} has no {what} to use as a prompt")
+    return texts
+
+
+def _prompt_fields(text: str, file: Path) -> list[str]:
+    texts = []
+    for n, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            texts.append(_prompt_field(line, f"{file}, line {n}"))
     return texts
 
 
@@ -119,8 +128,9 @@ def _prompt_field(line: str, where: str) -> str:
 
 def paragraphs(text: str) -> list[str]:
     """Lines joined up to a blank line or a WikiText heading (" = Title = "), if long enough."""
-    found, lines = [], []
-    for line in [*text.splitlines(), ""]:
+    found = []
+    lines = []
+    for line in text.splitlines() + [""]:
         is_heading = line.startswith(" = ") and line.rstrip().endswith(" =")
         if line.strip() and not is_heading:
             lines.append(line.strip())
@@ -161,6 +171,8 @@ def cut_prompts(
     encoded = [encode(text, tokenizer, vocab_size) for text in texts]
     usable = [ids[:n_tokens] for ids in encoded if len(ids) >= shortest]
     if len(usable) < n_prompts:
-        size = f" of {shortest} or more tokens" if shortest > 1 else ""
+        size = ""
+        if shortest > 1:
+            size = f" of {shortest} or more tokens"
         raise UsageError(f"{n_prompts} prompts{size} are needed, the dataset has {len(usable)}")
     return [usable[i * len(usable) // n_prompts] for i in range(n_prompts)]

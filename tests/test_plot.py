@@ -7,33 +7,39 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.plot import KINDS, acceptance_by_depth, grid, main
+from benchmark.plot import COLOURS, KINDS, acceptance_by_depth, grid, main, setting
 from benchmark.results import Results, Run
 from benchmark.tables import TABLES
+from methods import METHODS
 
 MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "processor": "P", "threads": 2}
 MACHINE |= {"torch": "2.13.0", "python": "3.11", "commit": "abc"}
 TIMES = {"context": 200, "rows": [1, 2, 4], "target_ms": [4.0, 5.0, 6.0]}
 TIMES |= {"draft_ms": [1.0, 1.0, 2.0], "copy_gb_s": 20.0, "target_bytes": 10, "draft_bytes": 5}
-METRICS = ("throughput", "tokens_per_iter")
+
+
+NAMES = ["ar", "linear", "fixed D=3 B=2 tau=0.1", "dynatree tau_h=0.9 tau_l=0.4"]
+NAMES += ["fixed D=4 B=2 tau=0.1", "fixed D=3 B=3 tau=0.1"]
 
 
 def made_up(table: str) -> Results:
-    """Four runs on two prompts, or a small grid for the sweep."""
-    names = ["ar", "linear", "fixed D=3 B=2 tau=0.1", "dynatree tau_h=0.9 tau_l=0.4"]
-    names += [f"fixed D={d} B={b} tau=0.1" for d, b in ((4, 2), (3, 3))]
+    """A few runs on two prompts, at two sizes where the table varies them."""
+    sizes = [10]
+    if table in ("length", "prompt"):
+        sizes = [10, 20]
     runs = []
-    for name, size in product(names, (10, 20) if table in ("length", "prompt") else (10,)):
-        method, *settings = name.split()
-        where = (size, size, 0.0)
-        label, baseline = f"{name} T={size}", f"ar T={size}"
-        runs.append(Run(label, method, tuple(settings), "keep", *where, baseline))
+    for name, size in product(NAMES, sizes):
+        words = name.split()
+        settings = tuple(words[1:])
+        label = f"{name} T={size}"
+        runs.append(Run(label, words[0], settings, "keep", size, size, 0.0, f"ar T={size}"))
     found = Results(table, [], {"repeats": 1}, MACHINE, {}, {}, runs, step_times=TIMES)
     for i, (run, prompt) in enumerate(product(runs, range(2))):
-        metrics = {name: 50.0 + i for name in METRICS}
-        depths = {"drafted": [40, 20, 20, 9], "accepted": [30, 10 * prompt, 0, 9]} if i > 3 else {}
-        record = {"run": run.label, "prompt": prompt, "repeat": 0, "metrics": metrics}
-        found.records.append(record | ({"depths": depths} if depths else {}) | {"token_ids": []})
+        record = {"run": run.label, "prompt": prompt, "repeat": 0, "token_ids": []}
+        record["metrics"] = {"throughput": 50.0 + i, "tokens_per_iter": 50.0 + i}
+        if i > 3:
+            record["depths"] = {"drafted": [40, 20, 20, 9], "accepted": [30, 10 * prompt, 0, 9]}
+        found.records.append(record)
     return found
 
 
@@ -62,24 +68,24 @@ def test_figures_are_written(
 
 def test_acceptance_by_depth_is_summed_over_prompts() -> None:
     """As deep as enough trees went; at depth 4 there are 18."""
-    results = made_up("main")
-    assert acceptance_by_depth(results) == {
-        run.label: [0.75, 0.25, 0.0] for run in results.runs[2:]
-    }
-    results.records[-1]["depths"] = {"drafted": [40], "accepted": [30]}
-    assert acceptance_by_depth(results)[results.runs[-1].label] == [0.75, 0.0, 0.0]
+    ar, linear, fixed, *_ = made_up("main").rows()
+    assert acceptance_by_depth(ar) == acceptance_by_depth(linear) == []
+    assert acceptance_by_depth(fixed) == [0.75, 0.25, 0.0]
+    fixed.records[1, 0]["depths"] = {"drafted": [40], "accepted": [30]}
+    assert acceptance_by_depth(fixed) == [0.75, 0.0, 0.0]
+
+
+def test_every_method_has_a_colour_of_its_own() -> None:
+    assert len(set(COLOURS)) == len(COLOURS) >= len(METHODS)
 
 
 def test_a_grid_puts_each_run_at_its_settings() -> None:
-    rows = [row for row in made_up("sweep").rows() if row.run.method == "fixed"]
-    xs, ys, values = grid(rows, "B", "D")
+    _, _, first, _, deeper, wider = made_up("sweep").rows()
+    xs, ys, values = grid([first, deeper, wider], "B", "D")
     assert (xs, ys) == ([2, 3], [3, 4])
-    speedups = {row.run.label: row.speedup for row in rows}
-    assert values[0] == [
-        speedups["fixed D=3 B=2 tau=0.1 T=10"],
-        speedups["fixed D=3 B=3 tau=0.1 T=10"],
-    ]
-    assert values[1][0] == speedups["fixed D=4 B=2 tau=0.1 T=10"] and math.isnan(values[1][1])
+    assert values[0] == [first.speedup, wider.speedup]
+    assert values[1][0] == deeper.speedup and math.isnan(values[1][1])
+    assert setting(first, "N_max") == 64  # not named, so the method's default
 
 
 def test_mistakes(
