@@ -81,7 +81,7 @@ class Bench:
         missing = self.missing()
         if self.results.table != "memory" and (missing or not records):
             self.set_up()
-        for turn in tqdm(missing, disable=None, leave=False, unit="run"):
+        for turn in tqdm(missing, disable=None, leave=False, unit="text"):
             records.append(self.measure(turn))
             self.results.save(self.file)
         self.explain_differences()

@@ -1,7 +1,7 @@
 """What a figure depends on besides the options: processor, versions, the code's commit.
 
 machine = describe_machine(pair, models, has_peers=False)
-require_same(previous, machine, prompts)  # of a run that goes on with a results file
+require_same(previous, machine, prompts)  # of a results file that is gone on with
 """
 
 import platform
@@ -60,7 +60,7 @@ def git(*arguments: str) -> str:
 
 
 def require_same(previous: Results, machine: dict, prompts: dict) -> None:
-    """Raise UsageError if an interrupted run would go on under other conditions."""
+    """Raise UsageError if an interrupted table would go on under other conditions."""
     before = previous.machine | {"prompts": previous.prompts}
     now = machine | {"prompts": prompts}
     changed = [f"{name} was {before.get(name)}" for name in now if now[name] != before.get(name)]

@@ -63,8 +63,8 @@ def build_parser() -> Parser:
     add("--repeats", type=int, default=1, metavar="N", help="rounds over all prompts (1)")
     add_model_options(parser)
     add("--output", metavar="FILE", help="results file (results/run_<time>_<table>.json)")
-    add("--resume", metavar="FILE", help="go on with an interrupted run, its options included")
-    add("--show", metavar="FILE", help="print a results file's table again; runs nothing")
+    add("--resume", metavar="FILE", help="go on with an interrupted table, its options included")
+    add("--show", metavar="FILE", help="print a results file's table again; measures nothing")
     add("--format", choices=("text", "markdown"), default="text", help="of the table printed")
     docs = "write docs/results.md from these files, and README's table from the first"
     add("--docs", nargs="+", metavar="FILE", help=docs)
@@ -230,7 +230,7 @@ def describe_prompts(args: argparse.Namespace, prompts: list[list[int]]) -> dict
 
 
 def plain_options(args: argparse.Namespace) -> dict:
-    """What decides a run, for the results file; the rest is about this call alone."""
+    """What decides the figures, for the results file; the rest is about this call alone."""
     return {name: value for name, value in vars(args).items() if name not in ABOUT_THE_CALL}
 
 

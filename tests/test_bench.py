@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -413,6 +414,31 @@ def test_set_up_is_told_apart_from_speed(pair: Pair, tmp_path: Path) -> None:
     one.set_up()
     assert results.setup_s["linear"] > before["linear"] + 90
     assert results.setup_s["ar"] < before["ar"] + 90 and results.records == []
+
+
+def test_peers_are_loaded_in_their_own_set_up_and_take_turns(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a stand-in for transformers, which repeats the prompt's first id."""
+
+    class Repeating:
+        def __init__(self, pair: Pair):
+            time.sleep(0.1)
+
+        def decode(self, name: str, prompt: list[int], max_new_tokens: int) -> list[Step]:
+            return [Step([prompt[0]], verify_ms=1.0) for _ in range(max_new_tokens)]
+
+    monkeypatch.setattr(bench, "Peers", Repeating)
+    results = Results("main", ["exact"], {"repeats": 1, "seed": 0}, {}, {}, {}, [])
+    for name in ("ar", "hf-ar"):
+        results.runs.append(Run(name, name, (), "keep", 2, 4, 0.0, "ar"))
+    one = Bench(results, pair, [[3, 1, 4]], tmp_path / "r.json")
+    one.measure_all()
+    assert results.setup_s["hf-ar"] >= 0.1
+    ar, peer = Results.load(tmp_path / "r.json").records
+    assert peer["token_ids"] == [3] * 4 and len(ar["token_ids"]) == 4
+    assert "depths" in ar and "depths" not in peer
+    assert not one.is_exact()
 
 
 def test_a_run_is_what_its_label_says() -> None:
