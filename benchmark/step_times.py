@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from dynatree import Step
+from dynatree import Step, capture
 from engine.cuda_graphs import ROW_COUNTS
 from engine.stopwatch import Stopwatch
 from gpt_neox import GPTNeoX, KVCache
@@ -87,19 +87,18 @@ def _open_cache(model: GPTNeoX, context: int) -> KVCache:
     """A cache of `context` tokens, for every width and with what CUDA replays for it."""
     cache = model.new_cache(context + ROW_COUNTS[-1], ROW_COUNTS[-1])
     cache.advance(context)
-    lengths = range(context, cache.capacity + 1)
-    model.pool.capture(cache.storage, lengths, context, cache.min_rows)
+    capture(model, cache, context)
     return cache
 
 
 def _forward(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Tensor]:
-    """One forward of n rows, as the loop calls it: masked if n > 1."""
+    """One forward of n rows, as the loop calls it: from the host, masked if n > 1."""
     context = cache.length
-    tokens = torch.arange(n, device=model.device) % model.config.vocab_size
+    tokens = torch.arange(n) % model.config.vocab_size
     mask = None
     if n > 1:
-        mask = torch.ones(n, context + n, dtype=torch.bool, device=model.device).tril_(context)
-    positions = torch.arange(context, context + n, device=model.device)
+        mask = torch.ones(n, context + n, dtype=torch.bool).tril_(context)
+    positions = torch.arange(context, context + n)
 
     @torch.inference_mode()
     def forward() -> torch.Tensor:
