@@ -3,6 +3,7 @@
 Also the checkpoints that are unusual but right, which must pass.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -23,14 +24,15 @@ DRAFT = str(TINY / "draft")
 Captured = pytest.CaptureFixture[str]
 
 
-def error_line(capsys: Captured, *arguments: str) -> str:
+def error_line(capsys: Captured, arguments: list[str]) -> str:
     """The message of a run that must fail as every mistake does."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err
-    *before, last = captured.err.splitlines()
-    assert last.startswith("error: ") and "error: " not in "".join(before), captured.err
-    return last
+    lines = captured.err.splitlines()
+    assert lines[-1].startswith("error: "), captured.err
+    assert captured.err.count("error: ") == 1, captured.err
+    return lines[-1]
 
 
 MISTAKES = {
@@ -90,23 +92,26 @@ def test_a_mistake_is_one_line(
     hint: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hint in error_line(capsys, *arguments)
+    assert hint in error_line(capsys, arguments)
+
+
+def pretend_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
 def test_cuda_asked_for_and_absent(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "--device cpu" in error_line(capsys, "--prompt", "a", "--device", "cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert "cuda:0" in error_line(capsys, "--prompt", "a", "--device", "cuda:1")
+    assert "--device cpu" in error_line(capsys, ["--prompt", "a", "--device", "cuda"])
+    pretend_one_gpu(monkeypatch)
+    assert "cuda:0" in error_line(capsys, ["--prompt", "a", "--device", "cuda:1"])
 
 
 def test_a_gpu_without_bfloat16(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    pretend_one_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
-    line = error_line(capsys, "--prompt", "a", "--dtype", "bfloat16")
+    line = error_line(capsys, ["--prompt", "a", "--dtype", "bfloat16"])
     assert "Old GPU, compute capability 7.5, has none; use --dtype float16" in line
 
 
@@ -114,9 +119,8 @@ def test_no_network(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub name without a network: the line holds the command that needs none."""
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    line = error_line(
-        capsys, "--prompt", "a", "--method", "ar", "--target", "EleutherAI/pythia-70m"
-    )
+    arguments = ["--prompt", "a", "--method", "ar", "--target", "EleutherAI/pythia-70m"]
+    line = error_line(capsys, arguments)
     assert "EleutherAI/pythia-70m" in line and "--target models/tiny/target" in line
 
 
@@ -130,69 +134,97 @@ def copy_target(tmp_path: Path) -> Path:
     return folder
 
 
-def edit_json(file: Path, **changes: object) -> None:
+def as_target(folder: Path) -> list[str]:
+    """The options that run this folder with the embedded draft."""
+    return ["--target", str(folder), "--draft", DRAFT]
+
+
+def edit_json(file: Path, changes: dict[str, object]) -> None:
     """Set the keys given; None removes one."""
-    content = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+    content = json.loads(file.read_text())
+    for name, value in changes.items():
+        if value is None:
+            del content[name]
+        else:
+            content[name] = value
+    file.write_text(json.dumps(content))
 
 
-def truncate(file: Path) -> None:
+def halve(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def reshape_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def write_other_json(file: Path) -> None:
+    file.write_text('{"a": 1}')
+
+
+def drop_rows(file: Path) -> None:
+    tensors = load_file(file)
     tensors["embed_out.weight"] = tensors["embed_out.weight"][:100].clone()
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, file)
 
 
-def spoil_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
+def plant_nan(file: Path) -> None:
+    tensors = load_file(file)
     tensors["embed_out.weight"][7, 7] = float("nan")
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, file)
 
 
-BREAKAGES = {
-    "truncated weights": (lambda f: truncate(f / "model.safetensors"), "model.safetensors"),
-    "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "safetensors"),
-    "weights not finite": (spoil_tensor, "embed_out.weight"),
-    "wrong shape": (reshape_tensor, "embed_out.weight"),
-    "missing field": (lambda f: edit_json(f / "config.json", num_hidden_layers=None), "num_hidden"),
-    "other family": (lambda f: edit_json(f / "config.json", model_type="llama"), "llama"),
-    "broken config": (lambda f: truncate(f / "config.json"), "config.json"),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json"),
-    "broken tokenizer": (lambda f: truncate(f / "tokenizer.json"), "tokenizer.json"),
-    "not a tokenizer": (lambda f: (f / "tokenizer.json").write_text('{"a": 1}'), "tokenizer"),
-    "other normaliser": (
-        lambda f: edit_json(f / "tokenizer.json", normalizer={"type": "Lowercase"}),
-        "normaliser",
-    ),
+DAMAGE = {  # how which file is damaged -> what the line names
+    "truncated weights": (halve, "model.safetensors", "model.safetensors"),
+    "empty weights": (empty, "model.safetensors", "model.safetensors"),
+    "no weights": (Path.unlink, "model.safetensors", "safetensors"),
+    "weights not finite": (plant_nan, "model.safetensors", "embed_out.weight"),
+    "wrong shape": (drop_rows, "model.safetensors", "embed_out.weight"),
+    "broken config": (halve, "config.json", "config.json"),
+    "no tokenizer": (Path.unlink, "tokenizer.json", "tokenizer.json"),
+    "broken tokenizer": (halve, "tokenizer.json", "tokenizer.json"),
+    "not a tokenizer": (write_other_json, "tokenizer.json", "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_one_line(capsys: Captured, tmp_path: Path, name: str) -> None:
+    damage, file, hint = DAMAGE[name]
+    folder = copy_target(tmp_path)
+    damage(folder / file)
+    assert hint in error_line(capsys, ["--prompt", "a"] + as_target(folder))
+
+
+EDITS = {  # the file and its keys to change -> what the line names
+    "missing field": ("config.json", {"num_hidden_layers": None}, "num_hidden"),
+    "other family": ("config.json", {"model_type": "llama"}, "llama"),
+    "other normaliser": ("tokenizer.json", {"normalizer": {"type": "Lowercase"}}, "normaliser"),
     "other pre-tokeniser": (
-        lambda f: edit_json(f / "tokenizer.json", pre_tokenizer={"type": "Whitespace"}),
+        "tokenizer.json",
+        {"pre_tokenizer": {"type": "Whitespace"}},
         "pre-tokeniser",
     ),
 }
 
 
-@pytest.mark.parametrize("name", BREAKAGES)
-def test_a_broken_checkpoint_is_one_line(capsys: Captured, tmp_path: Path, name: str) -> None:
-    breakage, hint = BREAKAGES[name]
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_file_is_one_line(capsys: Captured, tmp_path: Path, name: str) -> None:
+    file, changes, hint = EDITS[name]
     folder = copy_target(tmp_path)
-    breakage(folder)
-    assert hint in error_line(capsys, "--prompt", "a", "--target", str(folder), "--draft", DRAFT)
+    edit_json(folder / file, changes)
+    assert hint in error_line(capsys, ["--prompt", "a"] + as_target(folder))
 
 
 def test_other_vocabulary_and_merges(capsys: Captured, tmp_path: Path) -> None:
-    for part, change in (("vocabulary", "vocab"), ("merges", "merges")):
+    raw = json.loads(Path(TARGET, "tokenizer.json").read_text())
+    longer = copy.deepcopy(raw)
+    longer["model"]["vocab"]["zzzz"] = 4096
+    reversed_merges = copy.deepcopy(raw)
+    reversed_merges["model"]["merges"].reverse()
+    for part, changed in {"vocabulary": longer, "merges": reversed_merges}.items():
         folder = copy_target(tmp_path / part)
-        raw = json.loads((folder / "tokenizer.json").read_text())
-        if change == "vocab":
-            raw["model"]["vocab"]["zzzz"] = 4096
-        else:
-            raw["model"]["merges"].reverse()
-        (folder / "tokenizer.json").write_text(json.dumps(raw))
-        line = error_line(capsys, "--prompt", "a", "--target", str(folder), "--draft", DRAFT)
+        (folder / "tokenizer.json").write_text(json.dumps(changed))
+        line = error_line(capsys, ["--prompt", "a"] + as_target(folder))
         assert "differ" in line and part in line
 
 
@@ -200,9 +232,14 @@ def test_merges_may_be_written_either_way(tmp_path: Path) -> None:
     """ "a b" in older files, ["a", "b"] in newer ones: the same tokenizer."""
     folder = copy_target(tmp_path)
     raw = json.loads((folder / "tokenizer.json").read_text())
-    pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in raw["model"]["merges"]]
+    pairs = []
+    for merge in raw["model"]["merges"]:
+        if isinstance(merge, str):
+            merge = merge.split(" ", 1)
+        pairs.append(merge)
+    joined = [" ".join(pair) for pair in pairs]
     draft = load_tokenizer(Path(DRAFT))
-    for merges in (pairs, [" ".join(pair) for pair in pairs]):
+    for merges in (pairs, joined):
         raw["model"]["merges"] = merges
         (folder / "tokenizer.json").write_text(json.dumps(raw))
         require_same_tokenizer(load_tokenizer(folder), draft)
@@ -210,7 +247,8 @@ def test_merges_may_be_written_either_way(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_truncates_does_not_cut_the_prompt(tmp_path: Path) -> None:
     """Files saved by training code may carry a length limit and padding."""
-    folder, tokenizer = copy_target(tmp_path), Tokenizer.from_file(f"{TARGET}/tokenizer.json")
+    folder = copy_target(tmp_path)
+    tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -225,8 +263,8 @@ def test_a_broken_draft_tokenizer_is_one_line(
 ) -> None:
     folder = copy_target(tmp_path)
     (folder / "tokenizer.json").write_text(content)
-    pair = ["--target", TARGET, "--draft", str(folder)]
-    assert "tokenizer.json" in error_line(capsys, "--prompt", "a", *pair)
+    arguments = ["--prompt", "a", "--target", TARGET, "--draft", str(folder)]
+    assert "tokenizer.json" in error_line(capsys, arguments)
 
 
 def test_non_finite_target_names_the_way_out(capsys: Captured, tmp_path: Path) -> None:
@@ -235,16 +273,16 @@ def test_non_finite_target_names_the_way_out(capsys: Captured, tmp_path: Path) -
     tensors = load_file(folder / "model.safetensors")
     tensors["gpt_neox.layers.0.attention.query_key_value.weight"] *= 30000
     save_file(tensors, folder / "model.safetensors")
-    pair = ["--prompt", "a", "--target", str(folder), "--draft", DRAFT, "--max-new-tokens", "3"]
-    assert "--dtype bfloat16" in error_line(capsys, *pair, "--dtype", "float16")
-    assert main(pair) == 0
+    arguments = ["--prompt", "a", "--max-new-tokens", "3"] + as_target(folder)
+    assert "--dtype bfloat16" in error_line(capsys, arguments + ["--dtype", "float16"])
+    assert main(arguments) == 0
 
 
 def test_past_the_trained_positions_is_a_warning(capsys: Captured, tmp_path: Path) -> None:
     folder = copy_target(tmp_path)
-    edit_json(folder / "config.json", max_position_embeddings=16)
-    arguments = ["--prompt", PROMPT, "--target", str(folder), "--draft", DRAFT]
-    assert main([*arguments, "--max-new-tokens", "20"]) == 0
+    edit_json(folder / "config.json", {"max_position_embeddings": 16})
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "20"] + as_target(folder)
+    assert main(arguments) == 0
     assert "warning: 7 prompt and 20 new tokens exceed the 16 positions" in capsys.readouterr().err
 
 
@@ -257,5 +295,6 @@ def test_prompt_id_past_the_vocabulary(capsys: Captured, tmp_path: Path) -> None
     sizes = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "rotary_pct": 0.5}
     sizes |= {"num_attention_heads": 2, "intermediate_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(raw | sizes))
-    line = error_line(capsys, "--prompt", PROMPT, "--method", "ar", "--target", str(tmp_path))
+    arguments = ["--prompt", PROMPT, "--method", "ar", "--target", str(tmp_path)]
+    line = error_line(capsys, arguments)
     assert "knows 20 ids" in line
