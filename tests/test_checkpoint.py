@@ -46,11 +46,23 @@ def test_eos_styles(eos: int | list[int] | None, ids: tuple[int, ...]) -> None:
     assert Config.from_json(PUBLISHED | {"eos_token_id": eos}).eos_ids == ids
 
 
-@pytest.mark.parametrize("field", sorted(PUBLISHED.keys() - {"torch_dtype"}) + sorted(ROPE)[:-1])
+def without(content: dict[str, object], name: str) -> dict[str, object]:
+    """A copy that lacks one entry."""
+    copy = dict(content)
+    del copy[name]
+    return copy
+
+
+REQUIRED = sorted(PUBLISHED.keys() - {"torch_dtype"})
+REQUIRED_ROPE = ["partial_rotary_factor", "rope_theta"]
+
+
+@pytest.mark.parametrize("field", REQUIRED + REQUIRED_ROPE)
 def test_missing_field_is_named(field: str) -> None:
-    raw = {k: v for k, v in PUBLISHED.items() if k != field}
     if field in ROPE:
-        raw["rope_parameters"] = {k: v for k, v in ROPE.items() if k != field}
+        raw = PUBLISHED | {"rope_parameters": without(ROPE, field)}
+    else:
+        raw = without(PUBLISHED, field)
     with pytest.raises(CheckpointError, match=field):
         Config.from_json(raw)
 
@@ -97,18 +109,26 @@ def write_single(folder: Path, tensors: dict[str, Tensor], **changes: object) ->
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Three shards, every layer spread over all of them."""
     (folder / "config.json").write_text(json.dumps(PUBLISHED))
-    weight_map = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(tensors)}
-    for shard in set(weight_map.values()):
-        save_file({n: t for n, t in tensors.items() if weight_map[n] == shard}, folder / shard)
+    weight_map: dict[str, str] = {}
+    shards: dict[str, dict[str, Tensor]] = {}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        file = f"model-{i % 3}.safetensors"
+        weight_map[name] = file
+        shards.setdefault(file, {})[name] = tensor
+    for file, content in shards.items():
+        save_file(content, folder / file)
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def write_legacy(folder: Path, tensors: dict[str, Tensor]) -> None:
     """With the buffers that old saves carry beside the weights."""
-    buffers = {"bias": torch.ones(1, 1, 8, 8), "masked_bias": torch.tensor(-1e9)}
-    buffers["rotary_emb.inv_freq"] = torch.ones(4)
-    old = {f"gpt_neox.layers.0.attention.{name}": buffers[name] for name in buffers}
-    write_single(folder, tensors | old)
+    attention = "gpt_neox.layers.0.attention"
+    buffers = {
+        f"{attention}.bias": torch.ones(1, 1, 8, 8),
+        f"{attention}.masked_bias": torch.tensor(-1e9),
+        f"{attention}.rotary_emb.inv_freq": torch.ones(4),
+    }
+    write_single(folder, tensors | buffers)
 
 
 def write_halves(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -137,8 +157,13 @@ def test_tied_embeddings(stray: dict[str, Tensor], tmp_path: Path) -> None:
 def test_no_attention_bias_is_a_zero_bias(tmp_path: Path) -> None:
     """Only qkv and the attention's output lose their bias; the MLP keeps its own."""
     tensors = random_tensors(random_config(), 13)
-    zeros = {n: t * 0 for n, t in tensors.items() if "attention." in n and n.endswith("bias")}
-    kept = {n: t for n, t in tensors.items() if n not in zeros}
+    zeros: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if "attention." in name and name.endswith("bias"):
+            zeros[name] = torch.zeros_like(tensor)
+        else:
+            kept[name] = tensor
     assert len(zeros) == 4
     write_single(tmp_path, kept, attention_bias=False)
     expected = run(GPTNeoX(random_config(), tensors | zeros), PREFIX)
@@ -152,19 +177,33 @@ def test_missing_misshapen_and_extra_tensors_are_named(
 ) -> None:
     """A transpose has the right number of elements; a deeper model holds all of a shallower one."""
     tensors = random_tensors(random_config(), 14)
-    wrong = tensors[name].t().contiguous() if tensors[name].ndim == 2 else tensors[name][:-1]
+    if tensors[name].ndim == 2:
+        misshapen = tensors[name].t().contiguous()
+    else:
+        misshapen = tensors[name][:-1]
     extra = "gpt_neox.layers.2.mlp.dense_h_to_4h.bias"
-    for cause, on_disk in {
-        f"lacks .*{name}": {n: t for n, t in tensors.items() if n != name},
-        f"{name} is .*config": tensors | {name: wrong},
+    cases = {
+        f"lacks .*{name}": without(tensors, name),
+        f"{name} is .*config": tensors | {name: misshapen},
         extra: tensors | {extra: torch.zeros(64)},
-    }.items():
+    }
+    for cause, on_disk in cases.items():
         write(tmp_path, on_disk)
         with pytest.raises(CheckpointError, match=cause):
             GPTNeoX.from_pretrained(tmp_path)
 
 
-DAMAGE = {  # file to overwrite, with what or up to which byte -> cause; None removes it
+def damage_file(file: Path, damage: str | int | None) -> None:
+    """Remove the file (None), give it another content (a text), or cut it at a byte (a number)."""
+    if damage is None:
+        file.unlink()
+    elif isinstance(damage, str):
+        file.write_text(damage)
+    else:
+        file.write_bytes(file.read_bytes()[:damage])
+
+
+DAMAGE = {  # which file is damaged, and how -> cause
     "tail": ("model.safetensors", -7, "model.safetensors cannot be read"),
     "header": ("model.safetensors", 100, "model.safetensors cannot be read"),
     "empty": ("model.safetensors", 0, "model.safetensors cannot be read"),
@@ -181,11 +220,12 @@ DAMAGE = {  # file to overwrite, with what or up to which byte -> cause; None re
 def test_damaged_folder_is_one_clear_line(
     name: str, damage: str | int | None, cause: str, tmp_path: Path
 ) -> None:
-    write = write_shards if name in (INDEX, "model-1.safetensors") else write_single
-    write(tmp_path, random_tensors(random_config(), 15))
-    file = tmp_path / name
-    content = damage.encode() if isinstance(damage, str) else file.read_bytes()[:damage]
-    file.unlink() if damage is None else file.write_bytes(content)
+    tensors = random_tensors(random_config(), 15)
+    if name in (INDEX, "model-1.safetensors"):
+        write_shards(tmp_path, tensors)
+    else:
+        write_single(tmp_path, tensors)
+    damage_file(tmp_path / name, damage)
     with pytest.raises(CheckpointError, match=cause) as caught:
         GPTNeoX.from_pretrained(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
@@ -204,17 +244,21 @@ def fake_hub(
     """A hub that knows these files and sizes, or raises; the list receives each call's keywords."""
     calls: list[dict[str, object]] = []
 
-    def answer(result: object, arguments: dict[str, object]) -> object:
+    def model_info(self: object, **arguments: object) -> SimpleNamespace:
         calls.append(arguments)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    if isinstance(info, dict):
+        if isinstance(info, Exception):
+            raise info
         files = [SimpleNamespace(rfilename=name, size=size) for name, size in info.items()]
-        info = SimpleNamespace(siblings=files)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, **k: answer(info, k))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda **k: answer(download, k))
+        return SimpleNamespace(siblings=files)
+
+    def snapshot_download(**arguments: object) -> str:
+        calls.append(arguments)
+        if isinstance(download, Exception):
+            raise download
+        return download
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     return calls
 
 
@@ -244,12 +288,15 @@ def test_hub_download_is_announced_and_takes_no_twin(
 ) -> None:
     """Old repositories hold the same weights twice or more; only what is loaded is fetched."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
-    calls, lines = fake_hub(monkeypatch, used | twin | {"config.json": 600}, str(tmp_path)), []
+    calls = fake_hub(monkeypatch, used | twin | {"config.json": 600}, str(tmp_path))
+    lines: list[str] = []
     assert checkpoint.find_checkpoint(name, lines.append) == tmp_path
-    assert [(call["repo_id"], call["revision"]) for call in calls] == [("org/name", revision)] * 3
-    patterns = calls[2]["allow_patterns"]
-    fetched = {file for file in used | twin if any(fnmatch(file, p) for p in patterns)}
-    assert fetched == used.keys()
+    assert len(calls) == 3
+    for call in calls:
+        assert call["repo_id"] == "org/name" and call["revision"] == revision
+    for file in used | twin:
+        is_fetched = any(fnmatch(file, pattern) for pattern in calls[2]["allow_patterns"])
+        assert is_fetched == (file in used)
     assert len(lines) == 1 and name in lines[0] and "41 MB" in lines[0]
 
 
@@ -286,7 +333,8 @@ def test_hub_refusals_are_told_apart(
     fake_hub(monkeypatch, info, FileNotFoundError("not in the cache"))
     with pytest.raises(CheckpointError, match=f"org/name.*{cause}") as caught:
         checkpoint.find_checkpoint("org/name", pytest.fail)
-    assert isinstance(caught.value, checkpoint.HubUnreachable) == ("fetched" in cause)
+    is_unreachable = "fetched" in cause
+    assert isinstance(caught.value, checkpoint.HubUnreachable) == is_unreachable
 
 
 def test_absurd_sizes_are_refused_before_allocation(tmp_path: Path) -> None:
