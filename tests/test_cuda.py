@@ -23,11 +23,13 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # of a driver's, say
 ]
 TEXT = "The harbour lay quiet under the morning fog, and the boats that had gone out at dawn"
+Pair = tuple[GPTNeoX, GPTNeoX, list[int]]  # target, draft and a prompt
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[GPTNeoX, GPTNeoX, list[int]]:
-    target, draft = (GPTNeoX.from_pretrained(TINY / r, "cuda") for r in ("target", "draft"))
+def pair() -> Pair:
+    target = GPTNeoX.from_pretrained(TINY / "target", "cuda")
+    draft = GPTNeoX.from_pretrained(TINY / "draft", "cuda")
     tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
     return target, draft, tokenizer.encode(TEXT).ids
 
@@ -38,41 +40,46 @@ def use_graphs(has_graphs: bool, *models: GPTNeoX) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_replays_write_what_eager_ar_writes(method: str, pair: tuple) -> None:
+def test_replays_write_what_eager_ar_writes(method: str, pair: Pair) -> None:
     """Across two cache lengths, so that more than one set of graphs is used."""
     target, draft, prompt = pair
+    settings = METHODS[method]()
     use_graphs(False, target, draft)
     expected = token_ids(generate(target, None, prompt, Alone(), 300))
-    assert token_ids(generate(target, draft, prompt, METHODS[method](), 40)) == expected[:40]
+    assert token_ids(generate(target, draft, prompt, settings, 40)) == expected[:40]
     use_graphs(True, target, draft)
-    assert token_ids(generate(target, draft, prompt, METHODS[method](), 300)) == expected
-    n_graphs = target.pool.n_graphs, draft.pool.n_graphs
-    assert token_ids(generate(target, draft, prompt, METHODS[method](), 300)) == expected
-    assert (target.pool.n_graphs, draft.pool.n_graphs) == n_graphs and n_graphs[0], "captured once"
+    assert token_ids(generate(target, draft, prompt, settings, 300)) == expected
+    of_target = target.pool.n_graphs
+    of_draft = draft.pool.n_graphs
+    assert of_target > 0, "captured"
+    assert token_ids(generate(target, draft, prompt, settings, 300)) == expected
+    assert target.pool.n_graphs == of_target, "captured once"
+    assert draft.pool.n_graphs == of_draft, "captured once"
 
 
-def test_the_text_is_the_one_the_cpu_writes(pair: tuple) -> None:
+def test_the_text_is_the_one_the_cpu_writes(pair: Pair) -> None:
     target, draft, prompt = pair
-    expected = token_ids(
-        generate(GPTNeoX.from_pretrained(TINY / "target"), None, prompt, Alone(), 30)
-    )
+    on_cpu = GPTNeoX.from_pretrained(TINY / "target")
+    expected = token_ids(generate(on_cpu, None, prompt, Alone(), 30))
     assert token_ids(generate(target, draft, prompt, DynaTree(), 30)) == expected
 
 
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
-def test_two_generations_at_once(commit: str, pair: tuple) -> None:
+def test_two_generations_at_once(commit: str, pair: Pair) -> None:
     """Each has its own cache, so neither replays over the other's."""
     target, draft, prompt = pair
-    alone = token_ids(generate(target, draft, prompt, DynaTree(), 60, commit=commit))
+    other = prompt[:5]
+    expected = token_ids(generate(target, draft, prompt, DynaTree(), 60, commit=commit))
     first = generate(target, draft, prompt, DynaTree(), 60, commit=commit)
-    second = generate(target, draft, prompt[:5], DynaTree(), 60, commit=commit)
-    expected = token_ids(generate(target, draft, prompt[:5], DynaTree(), 60, commit=commit))
-    steps, others = [next(first)], [next(second)]
-    for step, other in zip(first, second, strict=False):
-        steps.append(step)
-        others.append(other)
-    ours, theirs = token_ids(steps), token_ids(others)
-    assert ours == alone[: len(ours)] and theirs == expected[: len(theirs)]
+    second = generate(target, draft, other, DynaTree(), 60, commit=commit)
+    other_expected = token_ids(generate(target, draft, other, DynaTree(), 60, commit=commit))
+    ids: list[int] = []
+    other_ids: list[int] = []
+    for step, other_step in zip(first, second, strict=False):  # until the shorter one ends
+        ids += step.tokens
+        other_ids += other_step.tokens
+    assert ids and ids == expected[: len(ids)]
+    assert other_ids == other_expected[: len(other_ids)]
 
 
 @pytest.mark.parametrize("n", [1, 3, 8, 60, 128])
@@ -80,16 +87,18 @@ def test_a_replay_gives_the_eager_logits(n: int) -> None:
     config = random_config(max_positions=600)
     model = GPTNeoX(config, {name: t.cuda() for name, t in random_tensors(config, 3).items()})
     prefix = [i % 90 for i in range(240)]
-    results = []
+    added = prefix[:n]
+    logits = []
+    slots = []
     for has_graphs in (False, True):
         use_graphs(has_graphs, model)
         cache = model.new_cache(400)
         model.prefill(prefix, cache)
         capture(model, cache, 240)
-        results.append(model.append([i % 90 for i in range(n)], cache).clone())
-        results.append(cache.kv[:, :, :, : cache.length].clone())
-    assert_close(results[2], results[0])
-    assert_close(results[3], results[1])
+        logits.append(model.append(added, cache).clone())
+        slots.append(cache.kv[:, :, :, : cache.length].clone())
+    assert_close(logits[1], logits[0])
+    assert_close(slots[1], slots[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -98,36 +107,39 @@ def test_attention_obeys_an_arbitrary_mask(n: int, dtype: torch.dtype) -> None:
     """Pythia-2.8B's heads over 2,304 slots. A mask of another dtype than the queries' has been
     silently wrong on some backends, so the error is held against exact arithmetic."""
     generator = torch.Generator("cuda").manual_seed(n)
-    q, k, v = (
-        torch.randn(1, 32, size, 80, generator=generator, device="cuda").to(dtype)
-        for size in (n, 2304, 2304)
-    )
+
+    def random_heads(size: int) -> torch.Tensor:
+        heads = torch.randn(1, 32, size, 80, generator=generator, device="cuda")
+        return heads.to(dtype)
+
+    q = random_heads(n)
+    k = random_heads(2304)
+    v = random_heads(2304)
     seen = torch.rand(n, 2304, generator=generator, device="cuda") < 0.3
     seen[:, 0] = True
     seen[:, 1500:] = False  # as the slots that padding adds
     bias = q.new_full((n, 2304), -torch.inf).masked_fill_(seen, 0.0)
-    exact = [t.double() for t in (q, k, v)]
-    scores = exact[0] @ exact[1].transpose(2, 3) * 80**-0.5 + bias.double()
-    expected = (scores.softmax(-1) @ exact[2])[0]
+    scores = q.double() @ k.double().transpose(2, 3) * 80**-0.5 + bias.double()
+    expected = (scores.softmax(-1) @ v.double())[0]
     error = (attend(q, k, v, bias).double() - expected).abs().max()
     assert error < 0.02 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("settings", [Alone(), DynaTree()])
-def test_half_precision_stays_close(settings: Settings, dtype: torch.dtype, pair: tuple) -> None:
+def test_half_precision_stays_close(settings: Settings, dtype: torch.dtype, pair: Pair) -> None:
     """No claim of equal ids: that the first ones are shows that nothing is broken."""
     target, draft, prompt = pair
     expected = token_ids(generate(target, draft, prompt, settings, 8))
-    half = [GPTNeoX.from_pretrained(TINY / role, "cuda", dtype) for role in ("target", "draft")]
-    assert token_ids(generate(*half, prompt, settings, 8))[:4] == expected[:4]
+    half_target = GPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
+    half_draft = GPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
+    written = token_ids(generate(half_target, half_draft, prompt, settings, 8))
+    assert written[:4] == expected[:4]
 
 
-def test_a_seed_decides_a_sampled_text(pair: tuple) -> None:
+def test_a_seed_decides_a_sampled_text(pair: Pair) -> None:
     target, draft, prompt = pair
     sampling = Sampling(0.8, 0.95, seed=3)
-    first, again = (
-        token_ids(generate(target, draft, prompt, DynaTree(), 40, sampling=sampling))
-        for _ in range(2)
-    )
+    first = token_ids(generate(target, draft, prompt, DynaTree(), 40, sampling=sampling))
+    again = token_ids(generate(target, draft, prompt, DynaTree(), 40, sampling=sampling))
     assert first == again
