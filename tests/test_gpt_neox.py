@@ -385,6 +385,17 @@ def test_padding_changes_no_logits_and_no_kept_slot(
             assert_close(cache.kv[:, :, :, :n], plain_cache.kv[:, :, :, :n])
 
 
+def test_a_pass_does_not_see_what_the_one_before_it_saw() -> None:
+    """The mask is one buffer: a short pass after a long one once saw the long one's last slots."""
+    model = fixed_model(6)
+    cache = prefilled(model, PREFIX, 40)
+    run_tree(model, cache, TREE)
+    cache.rewind(4)
+    plain = random_model(6)
+    expected = run_tree(plain, prefilled(plain, PREFIX[:4], 40), Tree([7], [-1]))
+    assert_close(run_tree(model, cache, Tree([7], [-1])), expected)
+
+
 class Recorder(TorchDispatchMode):
     """Every operation, with the shapes of its tensors and the values of all else."""
 
@@ -472,8 +483,10 @@ def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: Monke
     model.pool.take_back(cache.storage)
     again = model.new_cache(500, n_rows=7)
     assert again.storage is cache.storage and again.length == 0 and not again.passes.is_replaying
+    replays = dict(again.passes.replays)
     model.prefill(PREFIX, again)
     capture(model, again, 10)
+    assert again.passes.replays == replays  # the same, none made anew
     assert model.pool.n_graphs == 18 and again.passes.is_replaying
     assert_close(run_tree(model, again, TREE), expected)
     assert model.new_cache(100).storage is not again.storage
