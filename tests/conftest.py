@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -42,8 +42,9 @@ class Remembering:
         self.rules: list[Rule] = []
 
     def rule(self) -> Rule:
-        self.rules.append(self.settings.rule())
-        return self.rules[-1]
+        rule = self.settings.rule()
+        self.rules.append(rule)
+        return rule
 
 
 def random_settings(method: str, rng: random.Random) -> Settings:
@@ -52,45 +53,57 @@ def random_settings(method: str, rng: random.Random) -> Settings:
     covered by its line in the registry."""
     kind = METHODS[method]
     while True:
-        values = {f.name: random_value(f, rng) for f in fields(kind)}
+        values = {field.name: random_value(field, rng) for field in fields(kind)}
         try:
             return kind(**values)
         except ValueError as error:  # two thresholds out of order: draw again
             assert "break" in str(error), error
 
 
-def random_value(f: Field, rng: random.Random) -> object:
+def random_value(field: Field, rng: random.Random) -> object:
     """One setting, often at an end of its range."""
-    if "options" in f.metadata:
-        return rng.choice(f.metadata["options"]())
-    low = f.metadata["low"]
-    high = f.metadata["high"]
-    if isinstance(f.default, bool):
+    if "options" in field.metadata:
+        return rng.choice(field.metadata["options"]())
+    low = field.metadata["low"]
+    high = field.metadata["high"]
+    if isinstance(field.default, bool):
         return rng.random() < 0.8
-    if isinstance(f.default, float):
-        value = rng.choice([low, f.default, 10 ** rng.uniform(-3, 0)])
+    if isinstance(field.default, float):
+        value = rng.choice([low, field.default, 10 ** rng.uniform(-3, 0)])
         return min(max(value, low), high)
     if high == MAX_ROWS:  # rows of a tree
-        return max(rng.choice([1, 2, 3, 5, 8, 13, 32, 64]), low)
+        n_rows = rng.choice([1, 2, 3, 5, 8, 13, 32, 64])
+        return max(n_rows, low)
     return rng.randint(low, min(low + 5, high))
 
 
 def random_config(**changes: object) -> Config:
     """A model of two layers and two heads of 16; `changes` override fields of Config."""
-    sizes = dict(vocab_size=96, hidden_size=32, n_layers=2, n_heads=2, intermediate_size=64)
-    rest = dict(max_positions=128, rotary_fraction=0.5, rotary_base=10000.0)
-    return Config(**(sizes | rest | changes))
+    config = Config(
+        vocab_size=96,
+        hidden_size=32,
+        n_layers=2,
+        n_heads=2,
+        intermediate_size=64,
+        max_positions=128,
+        rotary_fraction=0.5,
+        rotary_base=10000.0,
+    )
+    return replace(config, **changes)
 
 
-def random_tensors(config: Config, seed: int) -> dict[str, torch.Tensor]:
+def random_tensors(config: Config, seed: int) -> dict[str, Tensor]:
     """Weights large enough for attention to matter and for greedy text to vary."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in expected_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
-        is_norm = "norm" in name and name.endswith("weight")
-        scale = 0.1 if is_norm else 1.0 if "embed" in name else shape[-1] ** -0.5 * 1.5
-        tensors[name] = noise * scale + is_norm
+        if "norm" in name and name.endswith("weight"):
+            tensors[name] = 1 + 0.1 * noise
+        elif "embed" in name:
+            tensors[name] = noise
+        else:
+            tensors[name] = noise * (1.5 * shape[-1] ** -0.5)
     return tensors
 
 
