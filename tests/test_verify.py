@@ -17,36 +17,48 @@ from verify import accept_greedy, tree_mask, tree_positions
 
 def path_to(row: int, parents: list[int]) -> list[int]:
     """Rows from the root to `row`, by walking up."""
-    return [*path_to(parents[row], parents), row] if row >= 0 else []
+    path = []
+    while row >= 0:
+        path.insert(0, row)
+        row = parents[row]
+    return path
 
 
 def make_tree(tokens: list[int], parents: list[int]) -> Tree:
     """A tree from its two defining columns; verifying reads no probability and no draft slot."""
-    paths = [path_to(row, parents) for row in range(len(tokens))]
-    depths = [len(path) - 1 for path in paths]
+    n = len(tokens)
+    depths = []
+    ancestors = torch.zeros(n, n, dtype=torch.bool)
+    for row in range(n):
+        path = path_to(row, parents)
+        depths.append(len(path) - 1)
+        ancestors[row, path] = True
     return Tree(
         tokens=torch.tensor(tokens),
         parents=torch.tensor(parents),
         depths=torch.tensor(depths),
-        logprobs=torch.zeros(len(tokens)),
-        ancestors=torch.tensor([[row in path for row in range(len(tokens))] for path in paths]),
-        draft_slots=torch.full((len(tokens),), -1),
+        logprobs=torch.zeros(n),
+        ancestors=ancestors,
+        draft_slots=torch.full((n,), -1),
         depth=max(depths),
     )
 
 
 def random_tree(rng: random.Random) -> Tree:
     """1 to 24 rows, breadth-first; few distinct tokens, so cousins often carry the same one."""
-    tokens, parents = [rng.randrange(6)], [-1]
+    tokens = [rng.randrange(6)]
+    parents = [-1]
     for row in range(1, rng.randint(1, 24)):
-        parents.append(rng.randint(max(parents[-1], row - 4, 0), row - 1))
-        siblings = [tokens[i] for i in range(1, row) if parents[i] == parents[row]]
-        tokens.append(rng.choice([token for token in range(6) if token not in siblings]))
+        parent = rng.randint(max(parents[-1], row - 4, 0), row - 1)
+        siblings = [tokens[i] for i in range(1, row) if parents[i] == parent]
+        free = [token for token in range(6) if token not in siblings]
+        parents.append(parent)
+        tokens.append(rng.choice(free))
     return make_tree(tokens, parents)
 
 
 def children_of(tree: Tree, row: int) -> list[int]:
-    return [i for i, parent in enumerate(tree.parents.tolist()) if parent == row]
+    return (tree.parents == row).nonzero().flatten().tolist()
 
 
 def random_predictions(tree: Tree, rng: random.Random) -> torch.Tensor:
@@ -59,27 +71,42 @@ def random_predictions(tree: Tree, rng: random.Random) -> torch.Tensor:
     return torch.tensor(predictions)
 
 
+def agreeing_children(tree: Tree, row: int, prediction: int) -> list[int]:
+    """A row's children that carry the predicted token: one or none, as siblings are distinct."""
+    return [child for child in children_of(tree, row) if tree.tokens[child] == prediction]
+
+
 def walk(tree: Tree, predictions: torch.Tensor) -> list[int]:
     """From the root, step to the child that carries the predicted token while there is one."""
-    path, agreeing = [0], [0]
-    while agreeing:
-        wanted = predictions[path[-1]]
-        agreeing = [i for i in children_of(tree, path[-1]) if tree.tokens[i] == wanted]
-        path += agreeing
+    path = []
+    following = [0]
+    while following:
+        path += following
+        last = path[-1]
+        following = agreeing_children(tree, last, int(predictions[last]))
     return path
 
 
+def is_first_child(tree: Tree, row: int) -> bool:
+    return row == children_of(tree, int(tree.parents[row]))[0]
+
+
 def test_accept_greedy_is_the_walk_from_the_root() -> None:
-    rng, lengths, n_second = random.Random(0), Counter(), 0
+    rng = random.Random(0)
+    lengths: Counter[int] = Counter()  # of accepted paths, from 3 on as one
+    n_second = 0  # paths through a child that is not its parent's first
     for _ in range(300):
         tree = random_tree(rng)
         predictions = random_predictions(tree, rng)
         path, tokens = accept_greedy(tree, predictions)
-        assert path == walk(tree, predictions) and tokens == predictions[path].tolist()
+        assert path == walk(tree, predictions)
+        assert tokens == predictions[path].tolist()
         assert path == sorted(set(path))  # the cache moves rows in order, so they must rise
         lengths[min(len(path) - 1, 3)] += 1
-        n_second += any(children_of(tree, int(tree.parents[i]))[0] != i for i in path[1:])
-    assert min(lengths[n] for n in range(4)) >= 20 and n_second >= 20, (lengths, n_second)
+        n_second += not all(is_first_child(tree, row) for row in path[1:])
+    for length in range(4):
+        assert lengths[length] >= 20, f"the cases have become too tame: {lengths}"
+    assert n_second >= 20, f"the cases have become too tame: {n_second}"
 
 
 THE, CAT, DOG, SAT, RAN, AWAY = range(6)
@@ -110,14 +137,16 @@ def test_the_example_of_the_docstring() -> None:
 )
 def test_a_path_ends_where_the_target_disagrees(predictions: list[int], path: list[int]) -> None:
     """A prediction that is no token at all ends the path there."""
-    assert accept_greedy(example(), torch.tensor(predictions))[0] == path
+    accepted, _ = accept_greedy(example(), torch.tensor(predictions))
+    assert accepted == path
 
 
 @pytest.mark.parametrize("last", [-1, THE, CAT, AWAY])
 def test_the_root_needs_no_prediction(last: int) -> None:
     """The root's parent is -1, which as an index is the last row: that one must not judge it."""
     predictions = torch.tensor([CAT, RAN, RAN, AWAY, AWAY, last])
-    assert accept_greedy(example(), predictions)[0] == [0, 1, 4]
+    path, _ = accept_greedy(example(), predictions)
+    assert path == [0, 1, 4]
     assert accept_greedy(make_tree([THE], [-1]), torch.tensor([last])) == ([0], [last])
 
 
@@ -132,7 +161,11 @@ def test_the_mask_of_the_example() -> None:
         "## #.#..#",  # dog ran
     ]
     mask = tree_mask(example().ancestors, 2)
-    assert mask.tolist() == [[mark == "#" for mark in row.replace(" ", "")] for row in drawn]
+    expected = []
+    for row in drawn:
+        marks = row.replace(" ", "")
+        expected.append([mark == "#" for mark in marks])
+    assert mask.tolist() == expected
     assert tree_positions(example().depths, 2).tolist() == [2, 3, 3, 4, 4, 4]
 
 
@@ -142,12 +175,16 @@ def test_a_node_sees_the_prefix_and_its_own_path(length: int) -> None:
     rng = random.Random(length)
     for _ in range(50):
         tree = random_tree(rng)
+        n = len(tree)
         mask = tree_mask(tree.ancestors, length)
         positions = tree_positions(tree.depths, length)
-        assert mask.shape == (len(tree), length + len(tree)) and mask.dtype == torch.bool
-        assert positions.shape == (len(tree),) and positions.dtype == torch.int64
-        for row in range(len(tree)):
+        assert mask.shape == (n, length + n)
+        assert mask.dtype == torch.bool
+        assert positions.shape == (n,)
+        assert positions.dtype == torch.int64
+        prefix = list(range(length))
+        for row in range(n):
             path = path_to(row, tree.parents.tolist())
-            seen = [*range(length), *(length + i for i in path)]
-            assert mask[row].nonzero()[:, 0].tolist() == seen
+            seen = prefix + [length + i for i in path]
+            assert mask[row].nonzero().flatten().tolist() == seen
             assert positions[row] == len(seen) - 1
