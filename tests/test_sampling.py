@@ -13,7 +13,7 @@ from torch import Tensor
 
 import verify
 from cli.metrics import token_ids
-from draft_tree import DynaTree, Settings, Tree, grow
+from draft_tree import Draft, DynaTree, Settings, grow
 from dynatree import generate
 from engine.sampling import Sampler, Sampling
 from methods import METHODS
@@ -25,6 +25,7 @@ from verify import accept_sampled, try_child
 
 CPU = torch.device("cpu")
 N_IDS = 5
+ROOT = torch.tensor([0])
 N_DRAWS = 20_000
 
 
@@ -34,10 +35,20 @@ def logits_table(seed: int, sharpness: float = 1.5) -> Tensor:
     return torch.randn(N_IDS, N_IDS, generator=generator) * sharpness
 
 
+def bigram(table: Tensor) -> Draft:
+    """The draft that a table of logits [V, V] makes."""
+
+    def draft(tokens: Tensor, parents: Tensor | None) -> Tensor:
+        return table[tokens]
+
+    return draft
+
+
 TARGET = logits_table(0)
 # Certain of what the target never writes, and the reverse
 DISJOINT = torch.where(TARGET > TARGET.median(), -1e4, 5.0)
 OTHER = logits_table(1)
+# Never proposes two of the ids
 ZEROS = OTHER.index_fill(1, torch.tensor([1, 3]), -torch.inf)
 DRAFTS = {"equal": TARGET, "other": OTHER, "disjoint": DISJOINT, "zeros": ZEROS}
 
@@ -47,7 +58,8 @@ def test_warping_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
     sampler = Sampling(1.0, top_p=0.75).sampler(CPU)
     kept = torch.tensor([[0, 0.625, 0.375, 0], [0.875, 0.125, 0, 0]])
     torch.testing.assert_close(sampler.warp(logits), kept)
-    torch.testing.assert_close(Sampling(0.5).sampler(CPU).warp(logits)[0, 1], torch.tensor(25 / 36))
+    sharper = Sampling(0.5).sampler(CPU).warp(logits)
+    torch.testing.assert_close(sharper[0, 1], torch.tensor(25 / 36))
     one = Sampling(1.0, top_p=1e-9).sampler(CPU).warp(logits)
     assert one.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
     cold = Sampling(1e-30).sampler(CPU).warp(logits)
@@ -58,20 +70,33 @@ def test_draws_are_without_replacement_and_impossible_tokens_come_last() -> None
     sampler = Sampling(1.0).sampler(CPU)
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2]).expand(N_DRAWS, N_IDS)
     drawn = sampler.draw(probs, 4)
-    assert all(sorted(row[:3]) == [1, 3, 4] and row[3] in (0, 2) for row in drawn.tolist())
-    expected = {
-        (a, b): N_DRAWS * float(probs[0, a] * probs[0, b] / (1 - probs[0, a]))
-        for a, b in itertools.permutations([1, 3, 4], 2)
-    }
-    assert_distributed(Counter(map(tuple, drawn[:, :2].tolist())), expected)
+    for row in drawn.tolist():
+        assert sorted(row[:3]) == [1, 3, 4]
+        assert row[3] in (0, 2)
+    expected = {}
+    for first, second in itertools.permutations([1, 3, 4], 2):
+        left = 1 - probs[0, first]
+        expected[first, second] = N_DRAWS * float(probs[0, first] * probs[0, second] / left)
+    counts = Counter([tuple(pair) for pair in drawn[:, :2].tolist()])
+    assert_distributed(counts, expected)
+
+
+def pearson(counts: Counter, expected: dict[tuple, float]) -> tuple[float, int]:
+    """Pearson's chi-square over the possible outcomes, and its degrees of freedom."""
+    statistic = 0.0
+    n_possible = 0
+    for outcome, mean in expected.items():
+        if mean > 0:
+            statistic += (counts[outcome] - mean) ** 2 / mean
+            n_possible += 1
+    return statistic, n_possible - 1
 
 
 def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
     """Pearson's chi-square at five standard deviations; nothing impossible was drawn."""
-    possible = {outcome: n for outcome, n in expected.items() if n > 0}
-    assert set(counts) <= set(possible)
-    statistic = sum((counts[o] - n) ** 2 / n for o, n in possible.items())
-    freedom = len(possible) - 1
+    for outcome in counts:
+        assert expected.get(outcome, 0.0) > 0, f"{outcome} is impossible"
+    statistic, freedom = pearson(counts, expected)
     assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 5, (statistic, freedom)
 
 
@@ -79,29 +104,42 @@ class Scripted:
     """A sampler whose every choice is fixed beforehand, and the probability that it comes so."""
 
     def __init__(self, settings: Sampling, script: list[int]):
-        self.warp, self.script = settings.sampler(CPU).warp, script
-        self.weight, self.n_options = 1.0, []
+        """script: which of its options each choice takes."""
+        self.warp = settings.sampler(CPU).warp
+        self.script = script
+        self.weight = 1.0  # of all choices so far together
+        self.n_options: list[int] = []  # that each choice has had
 
     def choose(self, weights: list[float]) -> int:
         """One of the options of positive weight, as the script says; the first past its end."""
         possible = [i for i, weight in enumerate(weights) if weight > 0]
         position = len(self.n_options)
         self.n_options.append(len(possible))
-        chosen = possible[self.script[position] if position < len(self.script) else 0]
+        scripted = 0
+        if position < len(self.script):
+            scripted = self.script[position]
+        chosen = possible[scripted]
         self.weight *= weights[chosen]
         return chosen
 
     def draw(self, probs: Tensor, k: int) -> Tensor:
-        rows = []
-        for row in probs.tolist():
-            drawn = []
-            for _ in range(k):
-                left = 1 - sum(row[i] for i in drawn)
-                rest = [0.0 if i in drawn or left < 1e-6 else p / left for i, p in enumerate(row)]
-                impossible = [i for i, p in enumerate(row) if p == 0 and i not in drawn]
-                drawn.append(self.choose(rest) if any(rest) else impossible[0])
-            rows.append(drawn)
-        return torch.tensor(rows)
+        return torch.tensor([self.draw_row(row, k) for row in probs.tolist()])
+
+    def draw_row(self, probs: list[float], k: int) -> list[int]:
+        """Each draw is from what the earlier ones leave; when nothing is left, impossible ids."""
+        drawn: list[int] = []
+        for _ in range(k):
+            left = 1 - sum(probs[i] for i in drawn)
+            rest = [0.0] * len(probs)
+            for i, p in enumerate(probs):
+                if i not in drawn and left >= 1e-6:
+                    rest[i] = p / left
+            if any(rest):
+                drawn.append(self.choose(rest))
+            else:
+                impossible = [i for i, p in enumerate(probs) if p == 0 and i not in drawn]
+                drawn.append(impossible[0])
+        return drawn
 
     def coin(self) -> "Scripted":
         return self
@@ -119,7 +157,8 @@ def every_outcome(trial: Callable[[Scripted], tuple], settings: Sampling) -> dic
     while script is not None:
         sampler = Scripted(settings, script)
         law[trial(sampler)] += sampler.weight
-        taken = [*script, *[0] * (len(sampler.n_options) - len(script))]
+        n_unscripted = len(sampler.n_options) - len(script)
+        taken = script + [0] * n_unscripted
         script = next_script(taken, sampler.n_options)
     return law
 
@@ -128,7 +167,7 @@ def next_script(taken: list[int], n_options: list[int]) -> list[int] | None:
     """The next combination, counting up from the last choice; None after the last one."""
     for i in reversed(range(len(taken))):
         if taken[i] + 1 < n_options[i]:
-            return [*taken[:i], taken[i] + 1]
+            return taken[:i] + [taken[i] + 1]
     return None
 
 
@@ -136,7 +175,7 @@ def two_tokens(rule: Settings, draft: Tensor, depth: int) -> Callable[[Scripted]
     """Draft below token 0, verify, and fill up with the target's own samples."""
 
     def trial(sampler: Scripted) -> tuple:
-        tree = grow(rule.rule(), torch.tensor([0]), lambda t, _: draft[t], depth, sampler)
+        tree = grow(rule.rule(), ROOT, bigram(draft), depth, sampler)
         _, tokens = accept_sampled(tree, sampler.warp(TARGET[tree.tokens]), sampler)
         text = tokens[:2]
         while len(text) < 2:
@@ -147,12 +186,17 @@ def two_tokens(rule: Settings, draft: Tensor, depth: int) -> Callable[[Scripted]
 
 
 def target_law(settings: Sampling) -> dict[tuple, float]:
+    """How the target's own samples of two tokens after token 0 are distributed."""
     probs = settings.sampler(CPU).warp(TARGET)
-    pairs = itertools.product(range(N_IDS), repeat=2)
-    return {(a, b): float(probs[0, a] * probs[a, b]) for a, b in pairs}
+    law = {}
+    for first in range(N_IDS):
+        for second in range(N_IDS):
+            law[first, second] = float(probs[0, first] * probs[first, second])
+    return law
 
 
 def assert_same_law(law: dict[tuple, float], settings: Sampling) -> None:
+    """Each text of two tokens is as likely as from the target alone."""
     for outcome, probability in target_law(settings).items():
         assert law.get(outcome, 0.0) == pytest.approx(probability, abs=2e-5), outcome
 
@@ -203,8 +247,9 @@ def test_drawn_and_grafted_siblings_leave_the_targets_law(settings: Sampling, dr
 
 def test_a_ranked_sibling_is_tried_after_the_drawn_ones() -> None:
     sampler = Sampling(1.0).sampler(CPU)
-    tree = grow(GraftedChain().rule(), torch.tensor([0]), lambda t, _: OTHER[t], 1, sampler)
-    assert tree.is_retrieved.tolist() == [False, False, True, True] and tree.depth == 1
+    tree = grow(GraftedChain().rule(), ROOT, bigram(OTHER), 1, sampler)
+    assert tree.is_retrieved.tolist() == [False, False, True, True]
+    assert tree.depth == 1
     assert tree.draft_probs.shape == (1, N_IDS)
 
 
@@ -222,7 +267,8 @@ def test_a_draft_that_is_not_renormalised_is_caught(monkeypatch: pytest.MonkeyPa
     law = every_outcome(two_tokens(SIBLINGS, DRAFTS["other"], 1), settings)
     with pytest.raises(AssertionError):
         assert_same_law(law, settings)
-    assert chi_square(*RULES["dyspec"], [(Sampling(0.6), "zeros")], 5000) > 5
+    rule, depth = RULES["dyspec"]
+    assert chi_square(rule, depth, [(Sampling(0.6), "zeros")], 5000) > 5
 
 
 def test_a_ranked_child_taken_for_a_drawn_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,14 +276,16 @@ def test_a_ranked_child_taken_for_a_drawn_one_is_caught(monkeypatch: pytest.Monk
     draft_probs = torch.softmax(DRAFTS["other"][0], dim=-1)
 
     def as_if_drawn(token: int, residual: Tensor, _: None, coin: Scripted) -> tuple:
-        return try_child(token, residual, draft_probs, coin)[:2] + (None,)
+        is_accepted, rest, _ = try_child(token, residual, draft_probs, coin)
+        return is_accepted, rest, None
 
     monkeypatch.setattr(verify, "try_child", as_if_drawn)
     settings = Sampling(1.0)
     law = every_outcome(two_tokens(Fixed(D=1, B=2, tau=0.0), DRAFTS["other"], 1), settings)
     with pytest.raises(AssertionError):
         assert_same_law(law, settings)
-    assert chi_square(*RULES["fixed"], [(settings, "other")], 5000) > 5
+    rule, depth = RULES["fixed"]
+    assert chi_square(rule, depth, [(settings, "other")], 5000) > 5
 
 
 RULES = {  # those with siblings, and the depth to draft
@@ -245,25 +293,26 @@ RULES = {  # those with siblings, and the depth to draft
     "fixed": (Fixed(D=1, B=3, tau=0.0), 1),
     "graft": (GraftedChain(), 1),
 }
-HEAT = [Sampling(*heat) for heat in itertools.product((0.6, 1.0), (1.0, 0.7))]
+HEAT = [Sampling(0.6, 1.0), Sampling(0.6, 0.7), Sampling(1.0, 1.0), Sampling(1.0, 0.7)]
+RARE = ("rare",)  # stands for all outcomes that are expected less than five times
 
 
 @torch.inference_mode()
 def draw_pairs(rule: Settings, depth: int, draft: str, sampler: Sampler, n: int) -> list[tuple]:
     """The first two tokens of n texts, by the real generator; one that is missing is ar's."""
-    target_probs, fresh = sampler.warp(TARGET), rule.rule()
-
-    def tree() -> Tree:
-        return grow(fresh, torch.tensor([0]), lambda t, _: DRAFTS[draft][t], depth, sampler)
-
-    ranked = None if fresh.is_drawing else tree()  # always the same
+    target_probs = sampler.warp(TARGET)
+    one_rule = rule.rule()
+    tree = None
     texts = []
     for _ in range(n):
-        grown = ranked or tree()
-        texts.append(accept_sampled(grown, target_probs[grown.tokens], sampler)[1][:2])
-    lone = [text for text in texts if len(text) == 1]
-    following = sampler.draw(target_probs[[text[0] for text in lone]], 1).tolist()
-    for text, second in zip(lone, following, strict=True):
+        if tree is None or one_rule.is_drawing:  # a ranked tree is always the same
+            tree = grow(one_rule, ROOT, bigram(DRAFTS[draft]), depth, sampler)
+        _, tokens = accept_sampled(tree, target_probs[tree.tokens], sampler)
+        texts.append(tokens[:2])
+    short = [text for text in texts if len(text) == 1]
+    last = [text[0] for text in short]
+    following = sampler.draw(target_probs[last], 1).tolist()
+    for text, second in zip(short, following, strict=True):
         text += second
     return [tuple(text) for text in texts]
 
@@ -271,30 +320,34 @@ def draw_pairs(rule: Settings, depth: int, draft: str, sampler: Sampler, n: int)
 def chi_square(rule: Settings, depth: int, conditions: list[tuple], n_draws: int) -> float:
     """How far the first two tokens are from the target's law, in standard deviations.
 
-    Pearson's statistic, summed over conditions (sampling, draft) of n_draws each; outcomes expected
-    less than five times are counted as one.
+    Pearson's statistic, summed over conditions (sampling, draft) of n_draws each.
     """
-    statistic, freedom = 0.0, 0
+    total = 0.0
+    total_freedom = 0
     for seed, (settings, draft) in enumerate(conditions):
         sampler = replace(settings, seed=seed).sampler(CPU)
         counts = Counter(draw_pairs(rule, depth, draft, sampler, n_draws))
         law = target_law(settings)
-        assert all(law[outcome] > 0 for outcome in counts), "an impossible text"
-        cells: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for outcome in counts:
+            assert law[outcome] > 0, f"an impossible text: {outcome}"
+        seen: Counter = Counter()
+        expected: dict[tuple, float] = defaultdict(float)
         for outcome, p in law.items():
-            cell = cells[outcome if p * n_draws >= 5 else ("rare",)]
-            cell[0], cell[1] = cell[0] + counts[outcome], cell[1] + p * n_draws
-        expected = [cell for cell in cells.values() if cell[1] > 0]
-        statistic += sum((seen - mean) ** 2 / mean for seen, mean in expected)
-        freedom += len(expected) - 1
-    return (statistic - freedom) / math.sqrt(2 * freedom)
+            cell = outcome if p * n_draws >= 5 else RARE
+            seen[cell] += counts[outcome]
+            expected[cell] += p * n_draws
+        statistic, freedom = pearson(seen, expected)
+        total += statistic
+        total_freedom += freedom
+    return (total - total_freedom) / math.sqrt(2 * total_freedom)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_drawn_texts_follow_the_targets_law(name: str) -> None:
     """20,000 draws by the generator itself, not a script: every heat with every draft."""
     conditions = list(itertools.product(HEAT, DRAFTS))
-    assert chi_square(*RULES[name], conditions, N_DRAWS // len(conditions)) < 5
+    rule, depth = RULES[name]
+    assert chi_square(rule, depth, conditions, N_DRAWS // len(conditions)) < 5
 
 
 def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
@@ -305,24 +358,34 @@ def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
     assert is_accepted and residual.isfinite().all()
 
 
-REPEATABLE = [Auto(learn=False) if kind is Auto else kind() for kind in METHODS.values()]
+def repeatable(method: str) -> Settings:
+    """A method's defaults; auto without learning, as it learns from a clock."""
+    if method == "auto":
+        return Auto(learn=False)
+    return METHODS[method]()
 
 
-@pytest.mark.parametrize("settings", REPEATABLE)
-def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
-    target, draft = random_model(0), random_model(1, vocab_size=80)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_text(method: str) -> None:
+    settings = repeatable(method)
+    target = random_model(0)
+    draft = random_model(1, vocab_size=80)
 
     def text(seed: int) -> list[int]:
         sampling = Sampling(1.0, top_p=0.9, seed=seed)
         return token_ids(generate(target, draft, [3, 1, 4], settings, 30, sampling=sampling))
 
-    assert text(1) == text(1) != text(2)
-    assert len(text(1)) == 30
+    first = text(1)
+    assert len(first) == 30
+    assert text(1) == first
+    assert text(2) != first
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
-    target, draft = random_model(0), random_model(1)
-    for settings in (kind() for kind in METHODS.values()):
+    target = random_model(0)
+    draft = random_model(1)
+    for kind in METHODS.values():
+        settings = kind()
         greedy = token_ids(generate(target, draft, [3, 1, 4], settings, 30))
         cold = generate(target, draft, [3, 1, 4], settings, 30, sampling=Sampling(1e-6))
         assert token_ids(cold) == greedy
@@ -331,12 +394,12 @@ def test_a_tiny_temperature_is_greedy() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((0.0,), "temperature 0.0 is not a positive number"),
-        ((math.inf,), "temperature inf"),
-        ((1.0, 0.0), r"top-p 0.0 is outside \(0, 1\]"),
-        ((1.0, 1.0, -1), "seed -1 is outside"),
+        ({"temperature": 0.0}, "temperature 0.0 is not a positive number"),
+        ({"temperature": math.inf}, "temperature inf"),
+        ({"temperature": 1.0, "top_p": 0.0}, r"top-p 0.0 is outside \(0, 1\]"),
+        ({"temperature": 1.0, "seed": -1}, "seed -1 is outside"),
     ],
 )
-def test_settings_are_checked(values: tuple, message: str) -> None:
+def test_settings_are_checked(values: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Sampling(*values)
+        Sampling(**values)
