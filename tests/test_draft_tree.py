@@ -146,6 +146,15 @@ def assert_same(tree: Tree, nodes: list[Node]) -> None:
     torch.testing.assert_close(tree.logprobs, torch.stack([node.logprob for node in nodes]))
 
 
+def assert_starts_anew(rule: Rule) -> None:
+    """The same draft gives the same tree, whatever tree the rule has drawn in between."""
+    first = paths(grow(rule, ROOT, FakeDraft(1), 127))
+    other = paths(grow(rule, ROOT, FakeDraft(2), 127))
+    again = paths(grow(rule, ROOT, FakeDraft(1), 127))
+    assert other != first
+    assert again == first
+
+
 def random_settings(rng: random.Random) -> DynaTree:
     """Any that DynaTree allows, history left on, each switch off in one case of five."""
     b_min, b_mid, b_max = sorted(rng.choices([1, 2, 3, 4, 5, VOCAB], [6, 6, 6, 6, 6, 1], k=3))
