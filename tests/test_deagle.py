@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from test_draft_tree import ROOT, FakeDraft, paths
+from test_draft_tree import ROOT, FakeDraft, Path, assert_starts_anew, paths
+from torch import Tensor
 
-from draft_tree import grow
+from draft_tree import Draft, grow
 from methods.deagle import Deagle, votes
 
 SETTINGS = Deagle()
 
 
 @pytest.mark.parametrize(
-    ("sums", "expected"),
+    ("sums", "expected"),  # S_0 to S_d; whether probability, momentum and length vote to stop
     [
         # S_d against 0.15
         ([1.0, 0.16], (False, False, True)),  # E = 0.16 + 0.16 * 0.16 / 0.84 < 1
@@ -32,43 +33,59 @@ def test_votes(sums: list[float], expected: tuple[bool, bool, bool]) -> None:
     assert votes(sums, SETTINGS) == expected
 
 
-def constant(p: float, n_ids: int = 8) -> object:
+def constant(p: float, n_ids: int = 8) -> Draft:
     """A draft whose best id has probability p after everything, the rest even."""
-    logits = torch.full((n_ids,), (1 - p) / (n_ids - 1)).log()
-    logits[3] = torch.tensor(p).log()
-    return lambda tokens, parents: logits.expand(len(tokens), -1)
+    probs = torch.full((n_ids,), (1 - p) / (n_ids - 1))
+    probs[3] = p
+
+    def draft(tokens: Tensor, parents: Tensor | None) -> Tensor:
+        return probs.log().expand(len(tokens), -1)
+
+    return draft
+
+
+def depth_below(draft: Draft) -> int:
+    rule = Deagle(k=2, D_max=12, N_max=128).rule()
+    return grow(rule, ROOT, draft, 127).depth
 
 
 def test_a_flat_draft_stops_earlier_than_a_sharp_one() -> None:
-    depths = [
-        grow(Deagle(k=2, D_max=12, N_max=128).rule(), ROOT, constant(p), 127).depth
-        for p in (0.2, 0.8, 0.99)
-    ]
-    assert depths[0] < depths[1] < depths[2] == 12
+    flat = depth_below(constant(0.2))
+    sharp = depth_below(constant(0.8))
+    sharpest = depth_below(constant(0.99))
+    assert flat < sharp < sharpest == 12
+
+
+def beam_tree(draft: FakeDraft, settings: Deagle) -> list[Path]:
+    """The beam written out node by node: its likeliest rows, the root first."""
+    root = (ROOT.item(),)
+    beam = {root: 0.0}  # path -> log p(u), of the nodes to expand
+    drafted: dict[Path, float] = {}  # of all levels
+    sums = [1.0]
+    for _ in range(settings.D_max):
+        level: dict[Path, float] = {}
+        for path, logprob in beam.items():
+            best = torch.log_softmax(draft.logits(path), -1).topk(settings.k)
+            for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                level[path + (token,)] = logprob + value
+        drafted |= level
+        likeliest = sorted(level, key=level.get, reverse=True)[: settings.k]
+        beam = {path: level[path] for path in likeliest}
+        sums.append(sum(torch.tensor(value).exp().item() for value in beam.values()))
+        if sum(votes(sums, settings)) >= 2:
+            break
+    likeliest = sorted(drafted, key=drafted.get, reverse=True)[: settings.N_max - 1]
+    return [root] + likeliest
 
 
 def test_a_level_expands_the_k_likeliest_and_the_likeliest_rows_are_verified() -> None:
     """Against a beam written out node by node."""
+    settings = Deagle(k=3, N_max=12, D_max=5)
     for seed in range(20):
-        draft, settings = FakeDraft(seed), Deagle(k=3, N_max=12, D_max=5)
+        draft = FakeDraft(seed)
         tree = grow(settings.rule(), ROOT, draft, 127)
-        beam, drafted, sums = [((ROOT.item(),), 0.0)], {}, [1.0]
-        for _ in range(settings.D_max):
-            level = []
-            for path, logprob in beam:
-                best = torch.log_softmax(draft.logits(path), -1).topk(settings.k)
-                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                level += [((*path, i), logprob + value) for i, value in pairs]
-            drafted |= dict(level)
-            beam = sorted(level, key=lambda node: -node[1])[: settings.k]
-            sums.append(sum(torch.tensor(value).exp().item() for _, value in beam))
-            if sum(votes(sums, settings)) >= 2:
-                break
-        best = sorted(drafted, key=lambda path: -drafted[path])[: settings.N_max - 1]
-        assert sorted(paths(tree)) == sorted([(ROOT.item(),), *best])
+        assert sorted(paths(tree)) == sorted(beam_tree(draft, settings))
 
 
 def test_sums_start_anew_with_each_tree() -> None:
-    rule = Deagle().rule()
-    shapes = [paths(grow(rule, ROOT, FakeDraft(seed), 127)) for seed in (1, 2, 1)]
-    assert shapes[0] == shapes[2] != shapes[1]
+    assert_starts_anew(Deagle().rule())
