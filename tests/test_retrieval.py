@@ -3,11 +3,12 @@
 import pytest
 import torch
 from conftest import TINY, Remembering, pretend_capture, random_model
-from test_draft_tree import ROOT, FakeDraft, paths
+from test_draft_tree import ROOT, FakeDraft, assert_starts_anew, paths
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from cli.metrics import measure
-from draft_tree import grow, lone
+from draft_tree import Settings, Tree, grow, lone
 from dynatree import generate
 from gpt_neox import GPTNeoX
 from methods import DRAFTING
@@ -34,23 +35,33 @@ def full_table(n_ids: int = 32, seed: int = 0) -> SuccessorTable:
 
 def ranks_of(shape: Template) -> list[int]:
     """Which successor of its parent each node is; the root has 0."""
-    laid_out = torch.cat([torch.tensor([0]), *(ranks for _, ranks in shape.levels)])
-    return laid_out[shape.place].tolist()
+    ranks = torch.tensor([0])
+    for _, level_ranks in shape.levels:
+        ranks = torch.cat([ranks, level_ranks])
+    return ranks[shape.place].tolist()
 
 
 def test_a_template_is_the_likeliest_tree_of_its_size() -> None:
     shape = template(20, 4)
-    parents, depths, ranks = shape.parents.tolist(), shape.depths.tolist(), ranks_of(shape)
-    assert parents[0] == 0 and all(parents[i] < i for i in range(1, 20)) and max(depths) <= 4
+    parents = shape.parents.tolist()
+    depths = shape.depths.tolist()
+    ranks = ranks_of(shape)
+    assert parents[0] == 0
+    assert max(depths) <= 4
     probs = [1.0]
-    for i in range(1, 20):
-        assert depths[i] == depths[parents[i]] + 1
-        assert shape.ancestors[i].sum() == depths[i] + 1 and shape.ancestors[i, parents[i]]
-        probs.append(probs[parents[i]] * RANK_PROBS[ranks[i]])
+    children = set()
+    for node in range(1, 20):
+        above = parents[node]
+        assert above < node
+        assert depths[node] == depths[above] + 1
+        assert shape.ancestors[node].sum() == depths[node] + 1
+        assert shape.ancestors[node, above]
+        probs.append(probs[above] * RANK_PROBS[ranks[node]])
+        children.add((above, ranks[node]))
+    assert len(children) == 19  # no child twice
     torch.testing.assert_close(shape.logprobs.exp(), torch.tensor(probs))
     rounded = [round(p, 9) for p in probs]
     assert rounded == sorted(rounded, reverse=True)
-    assert len({*zip(parents[1:], ranks[1:], strict=True)}) == 19
 
 
 def test_the_table_holds_the_last_reading_of_each_token() -> None:
@@ -61,49 +72,77 @@ def test_the_table_holds_the_last_reading_of_each_token() -> None:
         logits[row, best + 1] = 8.0
     table.read(torch.tensor([3, 1, 3, 2]), logits)
     assert table.ids[[1, 2, 3], :2].tolist() == [[6, 7], [8, 9], [7, 8]]
-    assert (table.ids[[0, *range(4, 21)]] == table.unknown).all() and table.unknown == 20
+    assert table.unknown == 20
+    never_read = [0] + list(range(4, 21))
+    assert (table.ids[never_read] == table.unknown).all()
     table.read(torch.tensor([1]), logits[:1])
     assert table.ids[[1, 2], 0].tolist() == [5, 8]
 
 
 def test_unrolling_follows_the_table() -> None:
-    table, shape = full_table(), template(16, 4)
-    tokens, ranks = table.unroll(torch.tensor([7]), shape).tolist(), ranks_of(shape)
+    table = full_table()
+    shape = template(16, 4)
+    parents = shape.parents.tolist()
+    ranks = ranks_of(shape)
+    tokens = table.unroll(torch.tensor([7]), shape).tolist()
     assert tokens[0] == 7
-    for i in range(1, 16):
-        assert tokens[i] == table.ids[tokens[shape.parents[i]], ranks[i]]
+    for node in range(1, 16):
+        above = tokens[parents[node]]
+        assert tokens[node] == table.ids[above, ranks[node]]
     table.ids[tokens[1]] = table.unknown  # nothing known of it, so nothing below it
     tokens = table.unroll(torch.tensor([7]), shape).tolist()
-    below = [i for i in range(2, 16) if shape.parents[i] == 1]
-    assert below and all(tokens[i] == table.unknown for i in below)
+    below = [node for node in range(2, 16) if parents[node] == 1]
+    assert below
+    for node in below:
+        assert tokens[node] == table.unknown
+
+
+def agree_at_the_root(table: SuccessorTable, token: Tensor) -> None:
+    """Let the table's best guess after ROOT be this token, and none of its others there."""
+    others = table.ids[ROOT, 1:]
+    table.ids[ROOT, 0] = token
+    table.ids[ROOT, 1:] = torch.where(others == token, 31, others)
+
+
+def assert_holds(merged: Tree, drafted: Tree) -> None:
+    """What was drafted is there, in its old order and with its old slots; the rest is retrieved."""
+    found = paths(merged)
+    is_retrieved = merged.is_retrieved.tolist()
+    kept = [path for path, is_new in zip(found, is_retrieved, strict=True) if not is_new]
+    assert kept == paths(drafted)
+    slots = dict(zip(paths(drafted), drafted.draft_slots.tolist(), strict=True))
+    assert merged.draft_slots.tolist() == [slots.get(path, -1) for path in found]
+
+
+def assert_in_order(merged: Tree) -> None:
+    """Rows by depth, each below its parent, and no grafted row before a drafted sibling."""
+    found = paths(merged)
+    depths = [len(path) - 1 for path in found]
+    assert merged.depths.tolist() == depths == sorted(depths)
+    assert merged.depth == max(depths)
+    parents = merged.parents.tolist()
+    is_retrieved = merged.is_retrieved.tolist()
+    for row in range(1, len(merged)):
+        assert found[parents[row]] == found[row][:-1]
+        assert merged.ancestors[row].sum() == len(found[row])
+        earlier_siblings = [i for i in range(row) if parents[i] == parents[row]]
+        if not is_retrieved[row]:
+            assert not any(is_retrieved[i] for i in earlier_siblings)
 
 
 def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refilled() -> None:
     """Drafted and table's trees share nodes; the budget is full all the same, nothing twice."""
     for seed in range(20):
-        table, draft = full_table(seed=seed), FakeDraft(seed)
-        tree = grow(Fixed(D=3, B=2, tau=0.0).rule(), ROOT, draft, 127)
-        first = tree.tokens[1]  # make the table agree with the draft at the root
-        table.ids[ROOT, 0] = first
-        table.ids[ROOT, 1:] = torch.where(table.ids[ROOT, 1:] == first, 31, table.ids[ROOT, 1:])
+        drafted = grow(Fixed(D=3, B=2, tau=0.0).rule(), ROOT, FakeDraft(seed), 127)
+        table = full_table(seed=seed)
+        agree_at_the_root(table, drafted.tokens[1])
         shape = template(64, 5)
         tokens = table.unroll(ROOT, shape)
-        merged = graft(tree, tokens, shape, tokens < table.unknown, n_rows=30)
+        merged = graft(drafted, tokens, shape, tokens < table.unknown, n_rows=30)
         assert len(merged) == 30
-        found = paths(merged)
-        assert len(set(found)) == 30 and set(paths(tree)) <= set(found)
-        is_retrieved = merged.is_retrieved.tolist()
-        drafted = [path for path, is_new in zip(found, is_retrieved, strict=True) if not is_new]
-        assert drafted == paths(tree)  # in their old order
-        assert merged.depths.tolist() == sorted(len(path) - 1 for path in found)
-        slots = dict(zip(paths(tree), tree.draft_slots.tolist(), strict=True))
-        assert merged.draft_slots.tolist() == [slots.get(path, -1) for path in found]
-        for row, parent in enumerate(merged.parents.tolist()[1:], start=1):
-            above = merged.ancestors[row].nonzero().flatten().tolist()
-            assert found[parent] == found[row][:-1] and len(above) == len(found[row])
-            siblings = [r for r in range(row) if merged.parents[r] == parent]
-            assert not (any(is_retrieved[r] for r in siblings) and not is_retrieved[row])
-        assert merged.depth == int(merged.depths.max())
+        assert len(set(paths(merged))) == 30
+        assert_holds(merged, drafted)
+        assert_in_order(merged)
 
 
 def test_the_budget_identity() -> None:
@@ -119,7 +158,8 @@ def test_the_budget_identity() -> None:
 
 def test_nothing_known_means_nothing_grafted() -> None:
     rule = Recycle(N=8).rule()
-    rule.read(torch.tensor([1, 2]), torch.randn(2, 32))
+    logits = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    rule.read(torch.tensor([1, 2]), logits)
     assert len(grow(rule, torch.tensor([9]), None, 127)) == 1
     assert len(grow(rule, torch.tensor([1]), None, 127)) > 1
 
@@ -133,19 +173,18 @@ def test_no_node_is_deeper_than_the_text_has_room() -> None:
 
 def test_a_checkpoint_stops_the_drafting() -> None:
     """The best path's probability at depth 1 decides whether level 2 is drafted."""
-    for p_1, expected in ((0.0, 4), (1.0, 1)):
-        rule, draft = GraftRule(Chain(K=4).rule(), 5, 3, {1: p_1}), FakeDraft(0)
+    for p_1, n_levels in ((0.0, 4), (1.0, 1)):
+        rule = GraftRule(Chain(K=4).rule(), n_rows=5, graft_depth=3, checkpoints={1: p_1})
         rule.table = full_table()
+        draft = FakeDraft(0)
         assert len(grow(rule, ROOT, draft, 127)) == 5
-        assert draft.n_calls == expected
+        assert draft.n_calls == n_levels
 
 
 @pytest.mark.parametrize("base", ["deagle", "dyspec"])
 def test_the_rule_below_is_told_of_every_new_tree(base: str) -> None:
     """What a base remembers of one tree, sums or best values, once ended with its first level."""
-    rule = Graft(base=base, N=9).rule()
-    first = [paths(grow(rule, ROOT, FakeDraft(seed), 127)) for seed in (1, 2, 1)]
-    assert first[0] == first[2] != first[1]
+    assert_starts_anew(Graft(base=base, N=9).rule())
 
 
 def test_a_grafted_tree_does_not_change_the_drafted_one() -> None:
@@ -155,12 +194,18 @@ def test_a_grafted_tree_does_not_change_the_drafted_one() -> None:
     assert graft(tree, torch.full((8,), 7), shape, is_known, 8) is tree
 
 
+def shapes_of(target: GPTNeoX, draft: GPTNeoX, settings: Settings) -> list[tuple[int, list[int]]]:
+    """The size of each tree of a text, and the path accepted of it."""
+    steps = list(generate(target, draft, [3, 1, 4, 1], settings, 40))
+    return [(len(step.tree), list(step.path)) for step in steps[1:]]
+
+
 def test_the_same_text_twice_and_nothing_learned_in_between() -> None:
-    target, draft = random_model(0), random_model(1)
+    target = random_model(0)
+    draft = random_model(1)
     for settings in (Recycle(), Graft(), Graft(base="linear")):
-        runs = [list(generate(target, draft, [3, 1, 4, 1], settings, 40)) for _ in range(2)]
-        shapes = [[(len(s.tree), list(s.path)) for s in steps[1:]] for steps in runs]
-        assert shapes[0] == shapes[1]
+        first = shapes_of(target, draft, settings)
+        assert shapes_of(target, draft, settings) == first
 
 
 def test_recycle_on_repeated_text_commits_several_tokens_a_pass() -> None:
