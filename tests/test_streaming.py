@@ -16,26 +16,33 @@ from conftest import (
 )
 from test_exactness import DRAFTS, VOCAB, build, check, make_draft, varied_targets
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
 from dynatree import Drafter, generate
 from engine.stopwatch import Stopwatch
 from engine.streaming import Window
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, KVCache
 from methods import METHODS
 from methods.retrieval import Graft, Recycle
 from methods.static import Alone, Chain
 
-N = 10
+N = 10  # dropped
+
+
+def random_tokens(seed: int) -> Tensor:
+    return torch.randint(96, (30,), generator=torch.Generator().manual_seed(seed))
 
 
 def test_dropping_moves_what_follows() -> None:
     """Sinks stay; in the first layer, which sees no context, the rest is a fresh prefill."""
-    for seed, changes in enumerate(({}, {"is_parallel": False}, {"rotary_fraction": 1.0})):
+    kinds = ({}, {"is_parallel": False}, {"rotary_fraction": 1.0})
+    for seed, changes in enumerate(kinds):
         model = random_model(seed, **changes)
-        tokens = torch.randint(96, (30,), generator=torch.Generator().manual_seed(seed)).tolist()
-        cache, fresh = model.new_cache(30), model.new_cache(30)
+        tokens = random_tokens(seed).tolist()
+        cache = model.new_cache(30)
+        fresh = model.new_cache(30)
         with torch.inference_mode():
             model.prefill(tokens, cache)
             model.forget(cache, 4, N)
@@ -47,10 +54,11 @@ def test_dropping_moves_what_follows() -> None:
 def test_what_nobody_saw_is_dropped_without_a_trace() -> None:
     """In every layer the cache is a fresh prefill of the others, at their new positions."""
     model = random_model(3)
-    tokens = torch.randint(96, (30,), generator=torch.Generator().manual_seed(3))
+    tokens = random_tokens(3)
     mask = torch.ones(30, 30, dtype=torch.bool).tril()
-    mask[N:, :N] = False
-    cache, fresh = model.new_cache(30), model.new_cache(30)
+    mask[N:, :N] = False  # nobody but they themselves saw the first N
+    cache = model.new_cache(30)
+    fresh = model.new_cache(30)
     with torch.inference_mode():
         model.forward(tokens, torch.arange(30), cache, mask)
         cache.advance(30)
@@ -66,19 +74,24 @@ def test_what_nobody_saw_is_dropped_without_a_trace() -> None:
 
 def slow_stream(target: GPTNeoX, prompt: list[int], window: Window, n: int) -> list[int]:
     """The definition: one token at a time, a drop whenever the cache is full."""
+    slack = max(window.size // 4, 1)
+    full = window.sinks + window.size + slack
     cache = target.new_cache(window.full)
-    ids, out = list(prompt), []
+    unread = list(prompt)
+    text: list[int] = []
     with torch.inference_mode():
-        while len(out) < n:
-            logits = target.forward(torch.tensor(ids[:1]), torch.tensor([cache.length]), cache)
+        while len(text) < n:
+            token = torch.tensor(unread[:1])
+            logits = target.forward(token, torch.tensor([cache.length]), cache)
             cache.advance(1)
-            if cache.length == window.sinks + window.size + max(window.size // 4, 1):
-                target.forget(cache, window.sinks, max(window.size // 4, 1))
-            del ids[0]
-            if not ids:
-                out.append(int(logits.argmax()))
-                ids = out[-1:]
-    return out
+            if cache.length == full:
+                target.forget(cache, window.sinks, slack)
+            del unread[0]
+            if not unread:
+                following = int(logits.argmax())
+                text.append(following)
+                unread.append(following)
+    return text
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -93,7 +106,8 @@ def test_every_method_equals_ar_over_the_same_window(method: str) -> None:
         settings = random_settings(method, rng)
         size = max(settings.rule().max_rows, rng.choice([1, 5, 16, 24]))
         window = Window(size, rng.choice([0, 1, 4]))
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 40, 90]))]
+        length = rng.choice([1, 7, 40, 90])
+        prompt = [rng.randrange(VOCAB) for _ in range(length)]
         options = {"window": window, "commit": rng.choice(["keep", "keep", "rebuild"])}
         steps = list(generate(target, draft, prompt, settings, 60, **options))
         expected = slow_stream(target, prompt, window, 60)
@@ -105,21 +119,23 @@ def test_every_method_equals_ar_over_the_same_window(method: str) -> None:
 def test_a_drop_that_does_not_turn_the_keys_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted error: the definition above then gives another text."""
     tensors, changes = varied_targets()[1]
-    target, window = build(tensors, **changes), Window(12, 2)
+    target = build(tensors, **changes)
+    window = Window(12, 2)
     expected = slow_stream(target, [3, 1, 4], window, 60)
 
-    def forget(self: GPTNeoX, cache: object, start: int, n: int) -> None:
-        cache.kv[:, :, :, start : cache.length - n] = cache.kv[
-            :, :, :, start + n : cache.length
-        ].clone()
+    def forget(self: GPTNeoX, cache: KVCache, start: int, n: int) -> None:
+        kept = cache.kv[:, :, :, start + n : cache.length].clone()
         cache.rewind(cache.length - n)
+        cache.kv[:, :, :, start : cache.length] = kept
 
     monkeypatch.setattr(GPTNeoX, "forget", forget)
-    assert token_ids(generate(target, None, [3, 1, 4], Alone(), 60, window=window)) != expected
+    steps = generate(target, None, [3, 1, 4], Alone(), 60, window=window)
+    assert token_ids(steps) != expected
 
 
 def test_the_embedded_pair_over_a_window() -> None:
-    target, draft = (GPTNeoX.from_pretrained(TINY / role) for role in ("target", "draft"))
+    target = GPTNeoX.from_pretrained(TINY / "target")
+    draft = GPTNeoX.from_pretrained(TINY / "draft")
     tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
     prompt = tokenizer.encode("The harbour lay quiet under the morning fog, and").ids
 
@@ -134,7 +150,8 @@ def test_the_embedded_pair_over_a_window() -> None:
 
 
 def test_a_window_longer_than_the_text_changes_nothing() -> None:
-    target, draft = random_model(7), random_model(8)
+    target = random_model(7)
+    draft = random_model(8)
     whole = token_ids(generate(target, draft, [3, 1, 4], DynaTree(), 40))
     same = generate(target, draft, [3, 1, 4], DynaTree(), 40, window=Window(64, 4))
     assert token_ids(same) == whole
@@ -142,15 +159,19 @@ def test_a_window_longer_than_the_text_changes_nothing() -> None:
 
 def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of one size, whatever the limit; the list of visible ids never longer than them."""
-    target, draft, window = random_model(7), random_model(8), Window(64, 4)
-    capacities, lengths = [], []
-    new_cache, catch_up = GPTNeoX.new_cache, Drafter.catch_up
+    target = random_model(7)
+    draft = random_model(8)
+    window = Window(64, 4)
+    capacities = []
+    lengths = []
+    new_cache = GPTNeoX.new_cache
+    catch_up = Drafter.catch_up
 
-    def spied_cache(self: GPTNeoX, capacity: int, *rows: int) -> object:
+    def spied_cache(self: GPTNeoX, capacity: int, n_rows: int, min_rows: int) -> KVCache:
         capacities.append(capacity)
-        return new_cache(self, capacity, *rows)
+        return new_cache(self, capacity, n_rows, min_rows)
 
-    def spied_catch_up(self: Drafter) -> torch.Tensor:
+    def spied_catch_up(self: Drafter) -> Tensor:
         lengths.append(len(self.committed))
         return catch_up(self)
 
@@ -160,13 +181,15 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
         steps = generate(target, draft, [3, 1, 4] * 50, Chain(K=3), limit, window=window)
         assert len(token_ids(steps)) == limit
     assert capacities == [84 + 4, 84 + 4] * 2
-    assert max(lengths) <= 84 and len(lengths) > 120
+    assert max(lengths) <= 84
+    assert len(lengths) > 120
 
 
 def test_a_draft_that_lags_behind_keeps_the_sinks() -> None:
     config = random_config()
     draft = GPTNeoX(config, random_tensors(config, 1))
-    visible, window = list(range(20)), Window(12, 2)
+    visible = list(range(20))
+    window = Window(12, 2)
     drafter = Drafter(draft, draft.new_cache(40), 96, visible, Stopwatch(draft.device))
     with torch.inference_mode():
         draft.prefill(visible[:4], drafter.cache)
@@ -181,11 +204,15 @@ def test_a_draft_that_lags_behind_keeps_the_sinks() -> None:
 def test_captured_passes_stream_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every length that a rolling cache comes to, after each drop too, has been captured."""
     pretend_capture(monkeypatch)
-    prompt, texts = [i % 90 for i in range(300)], []
+    prompt = [i % 90 for i in range(300)]
+    texts = []
     for is_fixed in (False, True):
-        models = [random_model(seed, max_positions=700) for seed in (7, 8)]
-        for model in models:
-            model.pool.is_fixed = model.pool.has_graphs = is_fixed
-        steps = generate(*models, prompt, METHODS[method](), 250, window=Window(200, 4))
+        target = random_model(7, max_positions=700)
+        draft = random_model(8, max_positions=700)
+        for model in (target, draft):
+            model.pool.is_fixed = is_fixed
+            model.pool.has_graphs = is_fixed
+        steps = generate(target, draft, prompt, METHODS[method](), 250, window=Window(200, 4))
         texts.append(token_ids(steps))
-    assert texts[0] == texts[1] and models[0].pool.n_graphs > 0
+    assert texts[0] == texts[1]
+    assert target.pool.n_graphs > 0
