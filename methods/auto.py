@@ -18,31 +18,216 @@ future.
 
     python dynatree.py --method auto --prompt "..."
 
+First comes what is learned: costs, worth, chances, the memory; then a node; then the rule, its
+hooks in the order in which they are called.
+
 Shapes: N tree rows, V vocabulary, W rows of one level, k candidates per row.
 """
 
 import math
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, Level, Rule, Tree, mark_ancestors
+from draft_tree import CERTAIN, MAX_ROWS, Level, Rule, Tree, mark_ancestors
 from engine.settings import check_settings, setting
-from methods.learning import Costs, Counts, Memory, Worth
+
+# What an iteration's time is made of, in this order wherever costs are listed
+STEP, TREE, ROW, DRAFTING, LEVEL = range(5)
+
+
+def work_of(n_rows: int, n_levels: int) -> list[float]:
+    """How often an iteration pays each cost: one of n_rows verified, and n_levels drafted."""
+    n_trees = float(n_rows > 1)
+    n_draftings = float(n_levels > 0)
+    return [1.0, n_trees, n_rows - 1.0, n_draftings, float(n_levels)]
+
+
+class Costs:
+    """Milliseconds of an iteration: its work, weighted; the weights are fitted as times come in."""
+
+    def __init__(self, first_guess: list[float]):
+        """first_guess: each cost, in steps of ar."""
+        self.weights = torch.tensor(first_guess, dtype=torch.float64)  # [5]
+        self.spread = torch.diag((self.weights * 0.5).square())  # [5, 5], how unsure they are
+        self.n_seen = 0
+
+    def predict(self, work: list[float]) -> float:
+        """Milliseconds; before the first iteration, steps of ar."""
+        return sum(w * x for w, x in zip(self.weights.tolist(), work, strict=True))
+
+    def fit(self, work: list[float], ms: float) -> float:
+        """Take in one iteration.
+
+        Returns what earlier predictions are to be multiplied with: the first time, a step of ar.
+        """
+        unit = 1.0
+        if self.n_seen == 0:
+            unit = ms / self.predict(work)
+            self.weights = self.weights * unit
+            self.spread = self.spread * unit**2
+        self.n_seen += 1
+        if self.n_seen <= 32 or self.n_seen % 8 == 0:  # later on little is left to learn
+            self.correct(work, ms)
+        return unit
+
+    def correct(self, work: list[float], ms: float) -> None:
+        """Move the weights towards what this iteration took (recursive least squares)."""
+        x = torch.tensor(work, dtype=torch.float64)
+        expected = self.predict(work)
+        limit = 0.5 * expected
+        error = min(max(ms - expected, -limit), limit)  # a hiccup is no cost
+        gain = self.spread @ x
+        gain /= x @ gain + (0.2 * expected) ** 2
+        self.weights = (self.weights + gain * error).clamp(min=1e-9)
+        self.spread -= torch.outer(gain, x @ self.spread)
+
+
+@dataclass
+class Worth:
+    """What iterations of a kind have given and taken lately."""
+
+    tokens: float
+    ms: float
+    n_seen: int = 0
+
+    def take(self, tokens: int, ms: float) -> None:
+        """A mean in which the first guess counts as one iteration, later one of the last ten."""
+        self.n_seen += 1
+        share = max(1 / (self.n_seen + 1), 0.1)
+        self.tokens += share * (tokens - self.tokens)
+        self.ms += share * (ms - self.ms)
+
 
 # Chance of a candidate before anything is counted, by the draft's confidence in it ...
-CONFIDENCE = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)  # bounds of the bins
+CONFIDENCE = torch.tensor([0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])  # bounds of the bins
 DRAFT_GUESS = (0.02, 0.07, 0.14, 0.27, 0.45, 0.65, 0.8, 0.93, 0.98)
 # ... and by the tokens of context the memory knows and the rank of the candidate there
 MEMORY_GUESS = ((0.45, 0.1, 0.05, 0.03), (0.75, 0.08, 0.03, 0.01), (0.85, 0.06, 0.02, 0.01))
 BESIDE_GUESS = 0.4  # of that, where the draft has chosen otherwise
-N_RANKS, MAX_CONTEXT = len(MEMORY_GUESS[0]), len(MEMORY_GUESS)
-MAX_DEPTH = 16  # of what the memory proposes
-PROBE_SHARE = 0.01
-LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
-STEP, TREE, ROW, DRAFTING, LEVEL = range(5)  # the costs
+MAX_CONTEXT = len(MEMORY_GUESS)
+N_RANKS = len(MEMORY_GUESS[0])
+GUESS_WEIGHT = 8.0  # counts that a guess stands for
+COUNT_DECAY = 0.99  # what an iteration leaves of the counts before it
+
+
+def first_guess() -> list[float]:
+    """The chance of each bin: the draft's, the memory's alone, the memory's beside the draft."""
+    alone = []
+    for ranks in MEMORY_GUESS:
+        alone += ranks
+    beside = [BESIDE_GUESS * p for p in alone]
+    return list(DRAFT_GUESS) + alone + beside
+
+
+def memory_bin(n_known: int, is_beside: bool) -> int:
+    """The bin of the best candidate after so many tokens of context; the next ranks' follow it."""
+    bin = len(DRAFT_GUESS) + N_RANKS * (n_known - 1)
+    if is_beside:
+        bin += N_RANKS * MAX_CONTEXT
+    return bin
+
+
+class Counts:
+    """Chances of acceptance by bin: a first guess, then what has been counted, lately more."""
+
+    def __init__(self, guess: list[float]):
+        self.guess = guess
+        self.hits = [GUESS_WEIGHT * p for p in guess]
+        self.tries = [GUESS_WEIGHT] * len(guess)
+        self.chances = list(guess)
+
+    def add(self, outcomes: list[tuple[int, bool]]) -> None:
+        """Take in one iteration's (bin, was it right)."""
+        for bin, p in enumerate(self.guess):  # towards the guess
+            self.hits[bin] += (1 - COUNT_DECAY) * (GUESS_WEIGHT * p - self.hits[bin])
+            self.tries[bin] += (1 - COUNT_DECAY) * (GUESS_WEIGHT - self.tries[bin])
+        for bin, is_right in outcomes:
+            self.hits[bin] += is_right
+            self.tries[bin] += 1
+        for bin, tries in enumerate(self.tries):
+            self.chances[bin] = self.hits[bin] / tries
+
+
+MAX_CONTEXTS = 1 << 16  # in the memory; the oldest is forgotten
+
+Context = tuple[int, ...]  # the text up to a token, as much of it as the memory looks at
+
+
+def continued(context: Context, token: int) -> Context:
+    """The context of the token that follows."""
+    return (*context, token)[-MAX_CONTEXT:]
+
+
+class Memory:
+    """What the target liked best after a context of one to three tokens, the last time it did.
+
+    memory.write((12, 7), [3, 9, 4, 1])  # after 12, 7 the target liked 3 best
+    memory.recall((5, 12, 7))  # 2 tokens of this context are known: (2, [3, 9, 4, 1])
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[Context, list[int]] = {}
+
+    def write(self, context: Context, best: list[int]) -> None:
+        """Also after each shorter end of the context."""
+        for n in range(1, len(context) + 1):
+            end = context[-n:]
+            self.seen.pop(end, None)  # so that it goes to the end: the first is the oldest
+            self.seen[end] = best
+        while len(self.seen) > MAX_CONTEXTS:
+            oldest = next(iter(self.seen))
+            del self.seen[oldest]
+
+    def recall(self, context: Context) -> tuple[int, list[int]]:
+        """The length of the longest end that is known, and the candidates there; 0 if none is."""
+        for n in range(len(context), 0, -1):
+            best = self.seen.get(context[-n:])
+            if best:
+                return n, best
+        return 0, []
+
+
+@dataclass(slots=True)
+class Node:
+    """A node of the tree that is being made; its parent comes before it."""
+
+    row: int  # its place in the tree, for now
+    token: int
+    parent: "Node | None"  # None: the root
+    depth: int
+    context: Context  # the token included
+    chance: float  # of acceptance
+    bin: int  # where that is counted; -1: nowhere, the root is accepted anyway
+    draft_slot: int = -1  # as in Tree
+    is_retrieved: bool = False  # from the memory
+
+
+def expected_tokens(nodes: list[Node]) -> float:
+    """That these nodes are to gain; the root stands for the bonus token."""
+    return sum(node.chance for node in nodes)
+
+
+def as_tree(nodes: list[Node]) -> Tree:
+    """Nodes that stand by depth, each in its row."""
+    parents = [-1]
+    for node in nodes[1:]:
+        parents.append(node.parent.row)
+    parents = torch.tensor(parents)
+    depth = nodes[-1].depth
+    return Tree(
+        tokens=torch.tensor([node.token for node in nodes]),
+        parents=parents,
+        depths=torch.tensor([node.depth for node in nodes]),
+        logprobs=torch.tensor([math.log(node.chance) for node in nodes]),
+        ancestors=mark_ancestors(parents, depth),
+        draft_slots=torch.tensor([node.draft_slot for node in nodes]),
+        depth=depth,
+        is_retrieved=torch.tensor([node.is_retrieved for node in nodes]),
+    )
 
 
 @dataclass(frozen=True)
@@ -64,37 +249,9 @@ class Auto:
         return AutoRule(self)
 
 
-@dataclass
-class Nodes:
-    """A tree on the host, while the memory adds to it; rows in any order, the root first."""
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-    chances: list[float]  # that the row is accepted
-    bins: list[int]  # where that is counted; the root's means nothing
-    draft_slots: list[int]
-    contexts: list[tuple[int, ...]]  # the tokens up to the row, as many as the memory looks at
-
-    def take(self, rows: list[int]) -> "Nodes":
-        """These rows in this order, parents among them."""
-        place = {row: i for i, row in enumerate(rows)} | {-1: -1}
-        taken = Nodes(*([column[row] for row in rows] for column in vars(self).values()))
-        taken.parents = [place[parent] for parent in taken.parents]
-        return taken
-
-    def down_to(self, depth: int) -> "Nodes":
-        """Without the rows below a depth."""
-        return self.take([row for row, d in enumerate(self.depths) if d <= depth])
-
-    def add(self, parent: int, token: int, chance: float, bin: int) -> None:
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
-        self.chances.append(chance)
-        self.bins.append(bin)
-        self.draft_slots.append(-1)
-        self.contexts.append((*self.contexts[parent], token)[-MAX_CONTEXT:])
+MAX_DEPTH = 16  # of what the memory proposes
+PROBE_SHARE = 0.01
+LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
 
 
 class AutoRule(Rule):
@@ -103,145 +260,167 @@ class AutoRule(Rule):
     is_reading = True
 
     def __init__(self, settings: Auto):
-        s = self.settings = settings
+        s = settings
         super().__init__(N_RANKS, s.D_max, max_rows=s.N, max_drafted=s.N)
-        self.memory, self.tail = Memory(), ()  # the text's last tokens, before the root
-        beside = [BESIDE_GUESS * p for ranks in MEMORY_GUESS for p in ranks]
-        self.counts = Counts([*DRAFT_GUESS, *(p for ranks in MEMORY_GUESS for p in ranks), *beside])
+        self.settings = settings
+        self.memory = Memory()
+        self.counts = Counts(first_guess())
         self.costs = Costs([1.0, s.c_tree, s.c_row, s.c_draft, s.c_level])
-        self.drafting = Worth(3.3, self.costs.predict([1.0, 1.0, 8.0, 1.0, 3.0]))  # invites a try
-        self.rate = Worth(1.0, 1.0)
-        self.total_ms = self.probed_ms = 0.0
-        self.nodes: Nodes | None = None  # of the tree that is being made or verified
+        self.overall = Worth(1.0, 1.0)  # all iterations
+        self.drafting = Worth(3.3, self.costs.predict(work_of(9, 3)))  # those; invites a try
+        self.total_ms = 0.0
+        self.probed_ms = 0.0
+        self.recent: Context = ()  # of the last token before the root
+        # All else is of the tree that is being made or verified
+        self.nodes: list[Node] = []
+        self.rate = 1.0  # tokens that a millisecond is worth
+        self.prices: list[float] = []  # tokens that each cost is worth
+        self.is_probe = False
+        self.n_levels = 0  # drafted so far
+        self.log_chances: list[Tensor] = []  # of what was drafted, by level
+        self.bins: list[Tensor] = []
         self.best: list[list[int]] = []  # [N, ranks], what the target likes after each row
-        self.n_levels, self.is_probe = 0, False
-
-    def price(self, cost: int) -> float:
-        """What a cost is worth in tokens."""
-        return self.rate.tokens / self.rate.ms * float(self.costs.weights[cost])
-
-    def read(self, tokens: Tensor, logits: Tensor) -> None:
-        """Remember the prompt at once; of a tree it must first be known what was accepted."""
-        self.best = logits.topk(min(N_RANKS, logits.shape[1])).indices.tolist()
-        if self.nodes:
-            return
-        for token, best in zip(tokens.tolist(), self.best, strict=True):
-            context = (*self.tail, token)
-            self.memory.write(context, best)
-            self.tail = context[1 - MAX_CONTEXT :]
 
     def begin(self, root: Tensor) -> int:
-        """Draft or not; how deep, the levels decide one by one."""
+        """Make the memory's tree, and see whether the draft promises a better one."""
         token = int(root)
-        context = (*self.tail, token)
-        self.nodes = Nodes([token], [-1], [0], [1.0], [0], [-1], [context])
-        self.recall(MAX_DEPTH)
-        self.n_levels, self.values = 0, [torch.zeros_like(root, dtype=torch.float32)]
-        self.bins = [torch.zeros_like(root)]
-        per_ms, n = self.rate.tokens / self.rate.ms, len(self.nodes.tokens)
-        here = [1.0, float(n > 1), n - 1.0, 0.0, 0.0]
-        promise = sum(self.nodes.chances) - per_ms * self.costs.predict(here)
-        is_drafting = self.drafting.tokens - per_ms * self.drafting.ms > promise
+        context = continued(self.recent, token)
+        self.nodes = [Node(0, token, None, 0, context, chance=1.0, bin=-1)]
+        self.n_levels = 0
+        self.log_chances = [CERTAIN]
+        self.bins = [torch.tensor([-1])]
+        self.rate = self.overall.tokens / self.overall.ms
+        self.prices = [self.rate * weight for weight in self.costs.weights.tolist()]
+        self.add_remembered(MAX_DEPTH)
+        n_added = len(self.nodes) - 1
+        if expected_tokens(self.nodes[1:]) <= self.prices[TREE] + self.prices[ROW] * n_added:
+            del self.nodes[1:]
+        is_better = self.is_drafting_better()
         probed_ms = self.probed_ms + self.drafting.ms
-        self.is_probe = not is_drafting and probed_ms < PROBE_SHARE * self.total_ms
-        return self.max_depth if is_drafting or self.is_probe else 0
+        self.is_probe = not is_better and probed_ms < PROBE_SHARE * self.total_ms
+        return self.max_depth if is_better or self.is_probe else 0
 
-    def recall(self, max_depth: int) -> None:
-        """Add the memory's likeliest candidates, best first, as long as each pays for its row.
+    def is_drafting_better(self) -> bool:
+        """Whether iterations that draft have been worth more than what the memory promises."""
+        work = work_of(len(self.nodes), 0)
+        promise = expected_tokens(self.nodes) - self.rate * self.costs.predict(work)
+        return self.drafting.tokens - self.rate * self.drafting.ms > promise
 
-        Takes them back if there is no other node and together they do not pay for a tree.
-        """
-        nodes, floor, heap = self.nodes, self.price(ROW), []
-        siblings = [set() for _ in nodes.tokens]
-        for parent, token in zip(nodes.parents[1:], nodes.tokens[1:], strict=True):
-            siblings[parent].add(token)
-
-        def push(row: int, taken: set[int]) -> None:
-            """The candidates below a row."""
-            if nodes.depths[row] >= max_depth or nodes.chances[row] < floor:
-                return
-            n_known, best = self.memory.recall(nodes.contexts[row])
-            first = len(DRAFT_GUESS) + N_RANKS * (n_known - 1)
-            first += N_RANKS * MAX_CONTEXT * (nodes.draft_slots[row] >= 0)
-            for rank, token in enumerate(best):
-                chance = nodes.chances[row] * self.counts.chance(first + rank)
-                if chance >= floor and token not in taken:
-                    heappush(heap, (-chance, row, token, first + rank))
-
-        n = len(nodes.tokens)
-        for row in range(n):
-            push(row, siblings[row])
-        while heap and len(nodes.tokens) < self.max_rows:
+    def add_remembered(self, max_depth: int) -> None:
+        """Add the memory's likeliest candidates, best first, as long as each pays for its row."""
+        present = {(node.parent.row, node.token) for node in self.nodes[1:]}
+        heap: list[tuple[float, int, int, int]] = []  # - chance, row of the parent, token, bin
+        for node in self.nodes:
+            if node.depth < max_depth:
+                self.offer(heap, node, present)
+        while heap and len(self.nodes) < self.max_rows:
             negative, row, token, bin = heappop(heap)
-            nodes.add(row, token, -negative, bin)
-            push(len(nodes.tokens) - 1, set())
-        gain, cost = sum(nodes.chances[n:]), self.price(TREE) + floor * (len(nodes.tokens) - n)
-        if n == 1 and gain <= cost:
-            self.nodes = nodes.down_to(0)
+            node = self.add(self.nodes[row], token, -negative, bin)
+            node.is_retrieved = True
+            if node.depth < max_depth:
+                self.offer(heap, node, present)
+
+    def offer(self, heap: list, parent: Node, present: set[tuple[int, int]]) -> None:
+        """Put on the heap what the memory knows below a node, if it pays and is not there yet."""
+        price = self.prices[ROW]
+        if parent.chance < price:
+            return
+        n_known, best = self.memory.recall(parent.context)
+        bin = memory_bin(n_known, is_beside=parent.draft_slot >= 0)
+        for token in best:
+            chance = parent.chance * self.counts.chances[bin]
+            if chance >= price and (parent.row, token) not in present:
+                heappush(heap, (-chance, parent.row, token, bin))
+            bin += 1
+
+    def add(self, parent: Node, token: int, chance: float, bin: int) -> Node:
+        """A new node of the tree, in its last row for now."""
+        context = continued(parent.context, token)
+        node = Node(len(self.nodes), token, parent, parent.depth + 1, context, chance, bin)
+        self.nodes.append(node)
+        return node
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        """Candidates that pay for their rows; another level, if together they pay for that."""
         self.n_levels += 1
-        chances = [self.counts.chance(bin) for bin in range(len(DRAFT_GUESS))]
-        bounds = level.logprobs.new_tensor(CONFIDENCE)
-        bins = torch.bucketize(level.logprobs.exp(), bounds, right=True)
-        values = self.values[-1][: len(bins), None] + bounds.new_tensor(chances).log()[bins]
-        add = (values >= math.log(self.price(ROW))) & (level.logprobs > -math.inf)  # [W, k]
-        self.values.append(values[add])
+        bins = torch.bucketize(level.logprobs.exp(), CONFIDENCE, right=True)  # [W, k]
+        chances = torch.tensor(self.counts.chances[: len(DRAFT_GUESS)])
+        above = self.log_chances[-1].unsqueeze(1)  # [W, 1]: if a level runs, all of it does
+        log_chances = above + chances.log()[bins]  # [W, k]
+        add = (log_chances >= math.log(self.prices[ROW])) & (level.logprobs > -math.inf)
+        added = log_chances[add]
+        self.log_chances.append(added)
         self.bins.append(bins[add])
-        is_paying = LEVEL_YIELD * float(values[add].exp().sum()) >= self.price(LEVEL)
+        is_paying = LEVEL_YIELD * float(added.exp().sum()) >= self.prices[LEVEL]
         return add, add & is_paying
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The drafted tree with the memory's candidates, or the memory's alone."""
         if len(tree) > 1:
             self.adopt(tree)
-            self.recall(min(max_depth, MAX_DEPTH))
-        elif max(self.nodes.depths) > max_depth:
-            self.nodes = self.nodes.down_to(max_depth)
-        nodes, n = self.nodes, len(tree)
-        if len(nodes.tokens) == 1:
+            self.add_remembered(min(max_depth, MAX_DEPTH))
+        else:
+            self.nodes = [node for node in self.nodes if node.depth <= max_depth]
+        if len(self.nodes) == 1:
             return tree
-        order = sorted(range(len(nodes.tokens)), key=nodes.depths.__getitem__)  # drafted ones first
-        self.nodes = nodes = nodes.take(order)
-        parents, depth = torch.tensor(nodes.parents), nodes.depths[-1]
-        return Tree(
-            tokens=torch.tensor(nodes.tokens),
-            parents=parents,
-            depths=torch.tensor(nodes.depths),
-            logprobs=torch.tensor([math.log(p) for p in nodes.chances]),
-            ancestors=mark_ancestors(parents, depth),
-            draft_slots=torch.tensor(nodes.draft_slots),
-            depth=depth,
-            is_retrieved=torch.tensor([row >= n for row in order]),
-        )
+        self.nodes.sort(key=attrgetter("depth"))  # of equals, the drafted ones stay first
+        for row, node in enumerate(self.nodes):
+            node.row = row
+        return as_tree(self.nodes)
 
     def adopt(self, tree: Tree) -> None:
         """Take the drafted tree for the one to add to."""
-        n, context = len(tree), self.nodes.contexts[0]
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        chances = torch.cat(self.values)[:n].exp().tolist()
-        bins, slots = torch.cat(self.bins)[:n].tolist(), tree.draft_slots.tolist()
-        contexts = [context]
-        for token, parent in zip(tokens[1:], parents[1:], strict=True):
-            contexts.append((*contexts[parent], token)[-MAX_CONTEXT:])
-        self.nodes = Nodes(tokens, parents, tree.depths.tolist(), chances, bins, slots, contexts)
+        tokens = tree.tokens.tolist()
+        parents = tree.parents.tolist()
+        slots = tree.draft_slots.tolist()
+        chances = torch.cat(self.log_chances).exp().tolist()  # [N or more: the budget may cut]
+        bins = torch.cat(self.bins).tolist()
+        del self.nodes[1:]
+        self.nodes[0].draft_slot = slots[0]
+        for row in range(1, len(tree)):
+            node = self.add(self.nodes[parents[row]], tokens[row], chances[row], bins[row])
+            node.draft_slot = slots[row]
+
+    def read(self, tokens: Tensor, logits: Tensor) -> None:
+        """Remember the prompt at once; of a tree it must first be known what was accepted."""
+        self.best = logits.topk(min(N_RANKS, logits.shape[1])).indices.tolist()
+        if self.nodes:
+            return
+        for row, token in enumerate(tokens.tolist()):
+            self.recent = continued(self.recent, token)
+            self.memory.write(self.recent, self.best[row])
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
-        """Remember every row, count what was right where the text went, and fit the costs."""
-        nodes, n = self.nodes, len(tree)
-        for row in [row for row in range(n) if row not in path] + path:  # what is true comes last
-            self.memory.write(nodes.contexts[row], self.best[row])
-        self.tail = nodes.contexts[path[-1]][1 - MAX_CONTEXT :]
-        tried = [row for row in range(1, n) if nodes.parents[row] in path]
-        self.counts.add([(nodes.bins[row], row in path) for row in tried])
-        done = [1.0, float(n > 1), n - 1.0, float(self.n_levels > 0), float(self.n_levels)]
+        """Remember what the target likes, count what was right, and learn what it cost."""
+        self.remember(path)
+        self.count(path)
+        work = work_of(len(tree), self.n_levels)
         if self.settings.learn:
-            unit = self.costs.fit(done, ms)
-            self.drafting.ms, self.rate.ms = self.drafting.ms * unit, self.rate.ms * unit
+            unit = self.costs.fit(work, ms)
+            self.overall.ms *= unit
+            self.drafting.ms *= unit
         else:
-            ms = self.costs.predict(done)
+            ms = self.costs.predict(work)
+        self.overall.take(len(path), ms)
         if self.n_levels:
             self.drafting.take(len(path), ms)
-        self.rate.take(len(path), ms)
         self.total_ms += ms
-        self.probed_ms += ms * self.is_probe
+        if self.is_probe:
+            self.probed_ms += ms
+
+    def remember(self, path: list[int]) -> None:
+        """Every row, for what is wrong here may be right elsewhere; what is true comes last."""
+        for node in self.nodes:
+            if node.row not in path:
+                self.memory.write(node.context, self.best[node.row])
+        for row in path:
+            self.memory.write(self.nodes[row].context, self.best[row])
+        self.recent = self.nodes[path[-1]].context
+
+    def count(self, path: list[int]) -> None:
+        """The nodes that were tried are those below the path."""
+        outcomes = []
+        for node in self.nodes[1:]:
+            if node.parent.row in path:
+                outcomes.append((node.bin, node.row in path))
+        self.counts.add(outcomes)

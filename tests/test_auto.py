@@ -12,9 +12,17 @@ from cli.metrics import token_ids
 from draft_tree import Tree, grow
 from dynatree import generate
 from gpt_neox import GPTNeoX
-from methods import learning
-from methods.auto import DRAFT_GUESS, MEMORY_GUESS, Auto, AutoRule
-from methods.learning import Costs, Counts, Memory, Worth
+from methods import auto
+from methods.auto import (
+    DRAFT_GUESS,
+    MEMORY_GUESS,
+    Auto,
+    AutoRule,
+    Costs,
+    Counts,
+    Memory,
+    Worth,
+)
 
 N_IDS = 32
 FREE = {"c_tree": 0.0, "c_row": 0.0001, "c_draft": 0.0, "c_level": 0.0}
@@ -32,7 +40,7 @@ def test_memory_recalls_after_the_longest_context_it_knows() -> None:
 
 
 def test_memory_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "MAX_CONTEXTS", 3)
+    monkeypatch.setattr(auto, "MAX_CONTEXTS", 3)
     memory = Memory()
     for token in (1, 2, 3, 1, 4):
         memory.write((token,), [token])
@@ -41,13 +49,13 @@ def test_memory_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_counts_move_from_the_guess_to_what_happens_and_back() -> None:
     counts = Counts([0.5, 0.2])
-    assert counts.chance(0) == 0.5
+    assert counts.chances[0] == 0.5
     for _ in range(300):
         counts.add([(0, True), (0, True), (0, False)])
-    assert 0.6 < counts.chance(0) < 2 / 3 and counts.chance(1) == pytest.approx(0.2)
+    assert 0.6 < counts.chances[0] < 2 / 3 and counts.chances[1] == pytest.approx(0.2)
     for _ in range(2000):
         counts.add([])
-    assert counts.chance(0) == pytest.approx(0.5)
+    assert counts.chances[0] == pytest.approx(0.5)
 
 
 def test_costs_are_found_from_the_times_of_iterations() -> None:
@@ -85,9 +93,9 @@ def taught(settings: Auto, best: dict[int, list[int]]) -> AutoRule:
         for rank, token in enumerate(ids):
             logits[row, token] = 9.0 - rank
     for i, token in enumerate(best):
-        rule.tail = ()  # each on its own: a context of one token
+        rule.recent = ()  # each on its own: a context of one token
         rule.read(torch.tensor([token]), logits[i : i + 1])
-    rule.tail = ()
+    rule.recent = ()
     return rule
 
 
