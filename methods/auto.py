@@ -102,10 +102,10 @@ class Worth:
         self.ms += share * (ms - self.ms)
 
 
-# Chance of a candidate before anything is counted, by the draft's confidence in it ...
+# Candidates are counted in bins, each with a first guess: the draft's by its confidence in them ...
 CONFIDENCE = torch.tensor([0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])  # bounds of the bins
 DRAFT_GUESS = (0.02, 0.07, 0.14, 0.27, 0.45, 0.65, 0.8, 0.93, 0.98)
-# ... and by the tokens of context the memory knows and the rank of the candidate there
+# ... and the memory's by the tokens of context it knows and the rank of the candidate there
 MEMORY_GUESS = ((0.45, 0.1, 0.05, 0.03), (0.75, 0.08, 0.03, 0.01), (0.85, 0.06, 0.02, 0.01))
 BESIDE_GUESS = 0.4  # of that, where the draft has chosen otherwise
 MAX_CONTEXT = len(MEMORY_GUESS)
@@ -132,17 +132,17 @@ def memory_bin(n_known: int, is_beside: bool) -> int:
 
 
 class Counts:
-    """Chances of acceptance by bin: a first guess, then what has been counted, lately more."""
+    """How often candidates have been right where the text came by, lately above all; by bin."""
 
     def __init__(self, guess: list[float]):
         self.guess = guess
         self.hits = [GUESS_WEIGHT * p for p in guess]
         self.tries = [GUESS_WEIGHT] * len(guess)
-        self.chances = list(guess)
+        self.chances = list(guess)  # hits / tries
 
     def add(self, outcomes: list[tuple[int, bool]]) -> None:
         """Take in one iteration's (bin, was it right)."""
-        for bin, p in enumerate(self.guess):  # towards the guess
+        for bin, p in enumerate(self.guess):  # back towards the guess
             self.hits[bin] += (1 - COUNT_DECAY) * (GUESS_WEIGHT * p - self.hits[bin])
             self.tries[bin] += (1 - COUNT_DECAY) * (GUESS_WEIGHT - self.tries[bin])
         for bin, is_right in outcomes:
@@ -200,14 +200,14 @@ class Node:
     parent: "Node | None"  # None: the root
     depth: int
     context: Context  # the token included
-    chance: float  # of acceptance
-    bin: int  # where that is counted; -1: nowhere, the root is accepted anyway
+    chance: float  # of acceptance, all the way from the root
+    bin: int  # where it is counted; -1, nowhere: the root, which is always accepted
     draft_slot: int = -1  # as in Tree
     is_retrieved: bool = False  # from the memory
 
 
 def expected_tokens(nodes: list[Node]) -> float:
-    """That these nodes are to gain; the root stands for the bonus token."""
+    """What the nodes are worth in tokens; the root stands for the bonus token."""
     return sum(node.chance for node in nodes)
 
 
