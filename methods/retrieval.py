@@ -17,7 +17,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -47,31 +46,43 @@ class Template:
 @cache
 def template(n: int, max_depth: int) -> Template:
     """The n likeliest nodes by RANK_PROBS, no deeper than max_depth."""
-    nodes = [(0, 0, 0, 0.0)]  # parent, rank, depth, log-probability
-    heap: list[tuple[float, int, int]] = []  # of children not taken yet: - log-prob, parent, rank
-
-    def push(parent: int) -> None:
-        if nodes[parent][2] < max_depth:
-            for rank, p in enumerate(RANK_PROBS):
-                heapq.heappush(heap, (-nodes[parent][3] - math.log(p), parent, rank))
-
-    push(0)
-    while heap and len(nodes) < n:
+    parents = [0]
+    ranks = [0]
+    depths = [0]
+    logprobs = [0.0]
+    heap: list[tuple[float, int, int]] = []  # - log-probability, parent, rank of each proposal
+    while len(parents) < n:  # the latest node proposes its children, the best proposal is next
+        if depths[-1] < max_depth:
+            propose(heap, len(parents) - 1, logprobs[-1])
+        if not heap:
+            break
         negative, parent, rank = heapq.heappop(heap)
-        nodes.append((parent, rank, nodes[parent][2] + 1, -negative))
-        push(len(nodes) - 1)
-    *columns, logprobs = zip(*nodes, strict=True)
-    parents, ranks, depths = map(torch.tensor, columns)
-    order = depths.sort(stable=True).indices
-    place = order.argsort()
-    widths = depths.bincount().tolist()
-    levels, start = [], 0
-    for above, width in pairwise(widths):
-        level = order[start + above : start + above + width]
+        parents.append(parent)
+        ranks.append(rank)
+        depths.append(depths[parent] + 1)
+        logprobs.append(-negative)
+    return lay_out(
+        torch.tensor(parents), torch.tensor(ranks), torch.tensor(depths), torch.tensor(logprobs)
+    )
+
+
+def propose(heap: list[tuple[float, int, int]], parent: int, logprob: float) -> None:
+    """Put a parent's children on the heap, one of every rank; logprob: the parent's."""
+    for rank, p in enumerate(RANK_PROBS):
+        heapq.heappush(heap, (-logprob - math.log(p), parent, rank))
+
+
+def lay_out(parents: Tensor, ranks: Tensor, depths: Tensor, logprobs: Tensor) -> Template:
+    """Nodes [M], each after its parent, and the levels to unroll them by."""
+    max_depth = int(depths.max())
+    place = depths.argsort(stable=True).argsort()  # with the levels laid end to end
+    levels = []
+    for depth in range(1, max_depth + 1):
+        level = (depths == depth).nonzero().flatten()  # its nodes
+        start = (depths < depth - 1).sum()  # where the level above begins
         levels.append((place[parents[level]] - start, ranks[level]))
-        start += above
-    ancestors = mark_ancestors(parents, len(widths) - 1)
-    return Template(parents, depths, torch.tensor(logprobs), ancestors, levels, place)
+    ancestors = mark_ancestors(parents, max_depth)
+    return Template(parents, depths, logprobs, ancestors, levels, place)
 
 
 class SuccessorTable:
@@ -94,7 +105,8 @@ class SuccessorTable:
         if not len(self.ids):
             shape = (n_ids + 1, len(RANK_PROBS))
             self.ids = torch.full(shape, n_ids)
-        tokens, best = tokens.cpu(), logits.topk(k).indices.cpu()  # [n], [n, k]
+        tokens = tokens.cpu()  # [n]
+        best = logits.topk(k).indices.cpu()  # [n, k]
         order = torch.arange(len(tokens))
         # A token read twice takes its last row: all its writes then write the same, in any order
         last = ((tokens[:, None] == tokens) * order).amax(dim=1)
@@ -102,10 +114,13 @@ class SuccessorTable:
 
     def unroll(self, root: Tensor, shape: Template) -> Tensor:
         """The template's tokens [M] below the root [1]; V where the table knows none."""
+        level = root
         levels = [root]
         for parents, ranks in shape.levels:
-            above = levels[-1].take(parents)
-            levels.append(self.ids.take(torch.add(ranks, above, alpha=self.ids.shape[1])))
+            above = level.take(parents)
+            places = torch.add(ranks, above, alpha=self.ids.shape[1])  # row by row
+            level = self.ids.take(places)  # ids[above, ranks]
+            levels.append(level)
         return torch.cat(levels).take(shape.place)
 
 
@@ -116,33 +131,39 @@ def graft(tree: Tree, tokens: Tensor, shape: Template, is_known: Tensor, n_rows:
     next node of the template takes its place. Rows stay ordered by depth, drafted siblings before
     grafted.
     """
-    n = len(tree)
     ours = path_keys(tree.tokens, tree.depths, tree.ancestors)  # [N]
     theirs = path_keys(tokens, shape.depths, shape.ancestors)  # [M]
     same = theirs[:, None] == ours  # [M, N]
-    is_there, rows = same.max(dim=1)
+    is_there, rows = same.max(dim=1)  # [M] each; the rows in the tree of those that are there
     is_new = is_known & ~is_there
-    added = is_new.nonzero().squeeze(1)[: n_rows - n]  # in the template's order: closed above
+    n_left = n_rows - len(tree)
+    added = is_new.nonzero().squeeze(1)[:n_left]  # in the template's order: parents come first
     if not len(added):
         return tree
-    rows[added] = torch.arange(n, n + len(added))
-    depths = torch.cat([tree.depths, shape.depths[added]])
-    order = depths.sort(stable=True).indices
+    rows[added] = torch.arange(len(tree), len(tree) + len(added))
+    parents = rows[shape.parents[added]]
+    return extended(tree, tokens[added], parents, shape.depths[added], shape.logprobs[added])
+
+
+def extended(tree: Tree, tokens: Tensor, parents: Tensor, depths: Tensor, logprobs: Tensor) -> Tree:
+    """A tree with retrieved nodes [n] behind its rows, then all of them in order of depth."""
+    depths = torch.cat([tree.depths, depths])
+    order = depths.argsort(stable=True)  # of equals the drafted first
     place = order.argsort()  # of each row in that order
-    parents = torch.cat([tree.parents, rows[shape.parents[added]]])[order]
+    parents = torch.cat([tree.parents, parents])[order]
     parents[1:] = place[parents[1:]]  # the root stays first
-    depths = depths[order]
-    depth = int(depths[-1])
+    depth = int(depths.max())
+    not_run = torch.full_like(tokens, -1)
     return Tree(
-        tokens=torch.cat([tree.tokens, tokens[added]])[order],
+        tokens=torch.cat([tree.tokens, tokens])[order],
         parents=parents,
-        depths=depths,
+        depths=depths[order],
         ancestors=mark_ancestors(parents, depth),
-        logprobs=torch.cat([tree.logprobs, shape.logprobs[added]])[order],
-        draft_slots=torch.cat([tree.draft_slots, torch.full_like(added, -1)])[order],
+        logprobs=torch.cat([tree.logprobs, logprobs])[order],
+        draft_slots=torch.cat([tree.draft_slots, not_run])[order],
         depth=depth,
         draft_probs=tree.draft_probs,
-        is_retrieved=order >= n,
+        is_retrieved=order >= len(tree),
     )
 
 
