@@ -15,7 +15,6 @@ projects, E_d = sum of S_t for t <= d, plus S_d r / (1 - r); no vote if r >= 1.
     python dynatree.py --method deagle --set D_max=12 --prompt "..."
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -69,13 +68,20 @@ class DeagleRule(Rule):
 
 def votes(sums: list[float], settings: Deagle) -> tuple[bool, bool, bool]:
     """The three votes to stop, from S_0 = 1, S_1, ..., S_d."""
-    d = len(sums) - 1
-    ratios = [after / before for before, after in zip(sums, sums[1:], strict=False) if before]
-    expected = sum(sums[1:])
-    ratio = ratios[-1] if ratios else 0.0
-    has_length = ratio < 1
-    if has_length:
-        expected += sums[-1] * ratio / (1 - ratio)
+    ratio = 0.0  # S_d / S_(d-1)
+    n_falls = 0
+    for d in range(1, len(sums)):
+        if sums[d - 1]:
+            ratio = sums[d] / sums[d - 1]
+            n_falls += ratio < settings.tau_rho
     is_low = sums[-1] < settings.tau_S
-    is_falling = sum(ratio < settings.tau_rho for ratio in ratios) >= 2
-    return is_low, is_falling, has_length and d >= math.ceil(expected)
+    is_falling = n_falls >= 2
+    return is_low, is_falling, is_long(sums, ratio)
+
+
+def is_long(sums: list[float], ratio: float) -> bool:
+    """Whether d reaches the expected accepted length E_d; ratio: S_d / S_(d-1)."""
+    if ratio >= 1:
+        return False
+    expected = sum(sums[1:]) + sums[-1] * ratio / (1 - ratio)
+    return len(sums) - 1 >= expected  # d is whole: no need to round up
