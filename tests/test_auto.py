@@ -10,10 +10,12 @@ from test_draft_tree import FakeDraft, paths
 
 from cli.metrics import token_ids
 from draft_tree import Tree, grow
-from dynatree import generate
+from dynatree import Step, generate
 from gpt_neox import GPTNeoX
 from methods import auto
 from methods.auto import (
+    BESIDE_GUESS,
+    CONFIDENCE,
     DRAFT_GUESS,
     MEMORY_GUESS,
     Auto,
@@ -22,6 +24,9 @@ from methods.auto import (
     Counts,
     Memory,
     Worth,
+    first_guess,
+    memory_bin,
+    work_of,
 )
 
 N_IDS = 32
@@ -44,7 +49,7 @@ def test_memory_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory()
     for token in (1, 2, 3, 1, 4):
         memory.write((token,), [token])
-    assert [key for (key,) in memory.seen] == [3, 1, 4]
+    assert list(memory.seen) == [(3,), (1,), (4,)]
 
 
 def test_counts_move_from_the_guess_to_what_happens_and_back() -> None:
@@ -60,20 +65,28 @@ def test_counts_move_from_the_guess_to_what_happens_and_back() -> None:
 
 def test_costs_are_found_from_the_times_of_iterations() -> None:
     """In another unit than guessed, each cost twice or half the guess, a hiccup now and then."""
-    true, guess = [5.0, 2.0, 0.1, 2.0, 1.0], [1.0, 0.2, 0.04, 0.2, 0.4]
-
-    def take(done: list[float]) -> float:
-        return sum(w * x for w, x in zip(true, done, strict=True))
-
-    costs, rng = Costs(guess), random.Random(0)
-    assert costs.predict([1, 1, 10, 0, 0]) == pytest.approx(1.6)
+    true = torch.tensor([5.0, 2.0, 0.1, 2.0, 1.0])
+    costs = Costs([1.0, 0.2, 0.04, 0.2, 0.4])
+    assert costs.predict(work_of(11, 0)) == pytest.approx(1.6)
+    rng = random.Random(0)
     for i in range(600):
-        n, levels = rng.choice([0, 1, 5, 20]), rng.choice([0, 0, 1, 4])
-        done = [1.0, float(n > 0), n, float(levels > 0), levels]
-        ms = take(done) * rng.uniform(0.95, 1.05) * (20 if i % 50 == 49 else 1)
-        assert (costs.fit(done, ms) == 1.0) == (i > 0)
-    for done in ([1.0, 0, 0, 0, 0], [1.0, 1, 8, 0, 0], [1.0, 1, 20, 0, 0], [1.0, 1, 8, 1, 3]):
-        assert costs.predict(done) == pytest.approx(take(done), rel=0.15)
+        work = work_of(rng.choice([1, 2, 6, 21]), rng.choice([0, 0, 1, 4]))
+        ms = float(true @ torch.tensor(work)) * rng.uniform(0.95, 1.05)
+        if i % 50 == 49:
+            ms *= 20
+        assert (costs.fit(work, ms) == 1.0) == (i > 0)
+    for n_rows, n_levels in ((1, 0), (9, 0), (21, 0), (9, 3)):
+        work = work_of(n_rows, n_levels)
+        ms = float(true @ torch.tensor(work))
+        assert costs.predict(work) == pytest.approx(ms, rel=0.15)
+
+
+def test_work_is_what_an_iteration_did() -> None:
+    """A step, a tree, its rows below the root, a drafting, its levels."""
+    assert work_of(1, 0) == [1, 0, 0, 0, 0]
+    assert work_of(9, 0) == [1, 1, 8, 0, 0]
+    assert work_of(1, 2) == [1, 0, 0, 1, 2]
+    assert work_of(9, 3) == [1, 1, 8, 1, 3]
 
 
 def test_worth_starts_as_the_guess_and_follows_the_last_ten() -> None:
@@ -88,13 +101,12 @@ def test_worth_starts_as_the_guess_and_follows_the_last_ten() -> None:
 def taught(settings: Auto, best: dict[int, list[int]]) -> AutoRule:
     """A rule that has read each token with these best successors, worst of all ids the others."""
     rule = settings.rule()
-    logits = torch.zeros(len(best), N_IDS)
-    for row, ids in enumerate(best.values()):
-        for rank, token in enumerate(ids):
-            logits[row, token] = 9.0 - rank
-    for i, token in enumerate(best):
+    for token, successors in best.items():
+        logits = torch.zeros(1, N_IDS)
+        for rank, successor in enumerate(successors):
+            logits[0, successor] = 9.0 - rank
         rule.recent = ()  # each on its own: a context of one token
-        rule.read(torch.tensor([token]), logits[i : i + 1])
+        rule.read(torch.tensor([token]), logits)
     rule.recent = ()
     return rule
 
@@ -102,57 +114,83 @@ def taught(settings: Auto, best: dict[int, list[int]]) -> AutoRule:
 BEST = {1: [2, 3, 4, 5], 2: [6, 7, 8, 9], 3: [10, 11, 12, 13], 6: [1, 14, 15, 16]}
 
 
+def expected_chances(price: float) -> dict[tuple[int, ...], float]:
+    """Every path from 1 by BEST that is worth the price: chances multiply along it."""
+    found = {}
+    waiting = [((1,), 1.0)]
+    while waiting:
+        path, chance = waiting.pop()
+        if chance < price:
+            continue
+        found[path] = chance
+        for rank, token in enumerate(BEST.get(path[-1], [])):
+            waiting.append(((*path, token), chance * MEMORY_GUESS[0][rank]))
+    return found
+
+
 def test_the_memory_is_unrolled_best_first_and_each_node_pays() -> None:
-    """Chances multiply along the path; the node set is the literal one above the price."""
+    """The node set is the literal one above the price; of too many, the likeliest."""
     settings = Auto(D_max=0, c_tree=0.0, c_row=0.02, learn=False)
     tree = grow(taught(settings, BEST), torch.tensor([1]), None, 99)
-    ranks = MEMORY_GUESS[0]
-
-    def expected(path: tuple[int, ...], chance: float) -> dict[tuple[int, ...], float]:
-        found = {path: chance}
-        for rank, token in enumerate(BEST.get(path[-1], [])):
-            if chance * ranks[rank] >= 0.02:
-                found |= expected((*path, token), chance * ranks[rank])
-        return found
-
-    wanted = expected((1,), 1.0)
-    chances = dict(zip(paths(tree), tree.logprobs.exp().tolist(), strict=True))
-    assert chances == pytest.approx(wanted) and len(wanted) > 6
-    assert tree.is_retrieved.tolist() == [False] + [True] * (len(tree) - 1)
+    expected = expected_chances(0.02)
+    chances = tree.logprobs.exp().tolist()
+    assert dict(zip(paths(tree), chances, strict=True)) == pytest.approx(expected)
+    assert len(expected) > 6
+    assert not tree.is_retrieved[0] and tree.is_retrieved[1:].all()
     small = grow(taught(Auto(D_max=0, N=4, **FREE), BEST), torch.tensor([1]), None, 99)
-    best = sorted(wanted.values(), reverse=True)[:4]
+    best = sorted(expected.values(), reverse=True)[:4]
     assert sorted(small.logprobs.exp().tolist(), reverse=True) == pytest.approx(best)
+
+
+def test_the_memory_goes_no_deeper_than_asked_and_proposes_nothing_unread() -> None:
+    settings = Auto(D_max=0, c_tree=0.0, c_row=0.02, learn=False)
+    assert grow(taught(settings, BEST), torch.tensor([1]), None, 99).depth > 1
     assert grow(taught(settings, BEST), torch.tensor([1]), None, 1).depth == 1
-    assert len(grow(taught(settings, BEST), torch.tensor([20]), None, 99)) == 1  # never read
+    assert len(grow(taught(settings, BEST), torch.tensor([20]), None, 99)) == 1
 
 
 def test_drafted_and_remembered_nodes_are_never_the_same() -> None:
+    same_for_all = dict.fromkeys(range(N_IDS), [0, 1, 2, 3])
     for seed in range(20):
-        rule = taught(Auto(N=30, D_max=2, **FREE), {token: [*range(4)] for token in range(N_IDS)})
+        rule = taught(Auto(N=30, D_max=2, **FREE), same_for_all)
         rule.drafting.tokens = 1e6  # so that it drafts
         draft = FakeDraft(seed)
         tree = grow(rule, torch.tensor([7]), draft, 99)
         found = paths(tree)
         assert len(tree) == 30 == len(set(found)) and draft.n_calls > 0
-        is_retrieved = tree.is_retrieved.tolist()
-        assert any(is_retrieved) and not all(is_retrieved[1:])
-        assert tree.depths.tolist() == sorted(len(path) - 1 for path in found)
-        for row, parent in enumerate(tree.parents.tolist()[1:], start=1):
-            assert found[parent] == found[row][:-1]
-        slots = tree.draft_slots.tolist()
-        assert all(slots[row] == -1 for row in range(30) if is_retrieved[row])
+        for row in range(1, 30):
+            assert found[tree.parents[row]] == found[row][:-1]
+            assert tree.depths[row] == len(found[row]) - 1
+        assert (tree.depths.diff() >= 0).all()
+        is_retrieved = tree.is_retrieved
+        assert is_retrieved.any() and not is_retrieved[1:].all()
+        assert (tree.draft_slots[is_retrieved] == -1).all()
 
 
 def noisy(seed: int, noise: float) -> tuple[GPTNeoX, GPTNeoX]:
-    config, tensors = random_config(), random_tensors(random_config(), seed)
+    """A target, and a draft that is it but for so much noise."""
+    config = random_config()
+    tensors = random_tensors(config, seed)
     other = random_tensors(config, seed + 1)
     near = {name: t + noise * other[name] for name, t in tensors.items()}
     return GPTNeoX(config, tensors), GPTNeoX(config, near)
 
 
-def n_drafting(steps: list) -> int:
-    """Iterations in which the draft has run."""
-    return sum(bool((step.tree.draft_slots >= 0).any()) for step in steps[1:])
+def adversary(seed: int) -> GPTNeoX:
+    """Its best candidates are the worst of that seed's target."""
+    config = random_config()
+    tensors = random_tensors(config, seed)
+    tensors["embed_out.weight"] = -tensors["embed_out.weight"]
+    return GPTNeoX(config, tensors)
+
+
+def n_drafting(steps: list[Step]) -> int:
+    """Iterations of which a drafted tree came."""
+    n = 0
+    for step in steps[1:]:
+        if step.tree.draft_slots.max() >= 0:
+            n += 1
+    return n
 
 
 def test_when_nothing_pays_it_is_ar() -> None:
@@ -168,10 +206,7 @@ def test_a_perfect_cheap_draft_is_used_and_a_useless_one_is_dropped() -> None:
     target, perfect = noisy(3, 0.0)
     steps = list(generate(target, perfect, [3, 1, 4], cheap, 100))
     assert n_drafting(steps) >= 4 and len(steps) < 40
-    config, tensors = random_config(), random_tensors(random_config(), 3)
-    tensors["embed_out.weight"] = -tensors["embed_out.weight"]
-    adversary = GPTNeoX(config, tensors)
-    steps = list(generate(target, adversary, [3, 1, 4], Auto(learn=False), 200))
+    steps = list(generate(target, adversary(3), [3, 1, 4], Auto(learn=False), 200))
     assert 0 < n_drafting(steps) < len(steps) / 8
 
 
@@ -191,9 +226,12 @@ def test_a_draft_that_is_off_is_probed_for_one_percent_of_the_time() -> None:
 
 def test_fixed_costs_make_a_text_depend_on_nothing_but_itself() -> None:
     target, draft = noisy(5, 0.1)
-    runs = [list(generate(target, draft, [3, 1, 4], Auto(learn=False), 60)) for _ in range(2)]
-    shapes = [[(paths(step.tree), list(step.path)) for step in steps[1:]] for steps in runs]
-    assert shapes[0] == shapes[1]
+
+    def shapes() -> list:
+        steps = list(generate(target, draft, [3, 1, 4], Auto(learn=False), 60))
+        return [(paths(step.tree), list(step.path)) for step in steps[1:]]
+
+    assert shapes() == shapes()
 
 
 def test_a_row_with_non_finite_logits_adds_nothing() -> None:
@@ -209,6 +247,19 @@ def test_a_row_with_non_finite_logits_adds_nothing() -> None:
 
 
 def test_a_small_vocabulary() -> None:
-    target, draft = random_model(0, vocab_size=3), random_model(1, vocab_size=3)
+    target = random_model(0, vocab_size=3)
+    draft = random_model(1, vocab_size=3)
     ids = token_ids(generate(target, draft, [1, 2], Auto(), 20))
-    assert len(ids) == 20 and len(DRAFT_GUESS) == 9
+    assert len(ids) == 20
+
+
+def test_every_bin_has_its_guess() -> None:
+    guess = first_guess()
+    assert len(DRAFT_GUESS) == len(CONFIDENCE) + 1
+    for n_known, ranks in enumerate(MEMORY_GUESS, start=1):
+        alone = memory_bin(n_known, is_beside=False)
+        beside = memory_bin(n_known, is_beside=True)
+        for rank, p in enumerate(ranks):
+            assert guess[alone + rank] == p
+            assert guess[beside + rank] == BESIDE_GUESS * p
+    assert len(guess) == beside + len(ranks)
