@@ -1,16 +1,16 @@
 """auto: no thresholds; every choice by what it has been worth so far in this very text.
 
-Two sources of candidates: the draft model, and a memory of what the target liked best the last time
-it stood after the same one, two or three tokens. What an iteration gains is tokens, what it costs
-is time, and time is worth the current rate of tokens per millisecond. So
+Two sources of candidates: the draft model, and the n-grams of this text: what the target liked best
+the last time it stood after the same one, two or three tokens. What an iteration gains is tokens,
+what it costs is time, and time is worth the current rate of tokens per millisecond. So
 
-    the draft runs if tokens - rate x ms of iterations with it has been higher than what the memory
-        promises now; while it is off, it is probed for at most 1 % of the time
+    the draft runs if tokens - rate x ms of iterations with it has been higher than what the
+        n-grams promise now; while it is off, it is probed for at most 1 % of the time
     another level is drafted if the tokens it may add are worth its time
     a node is verified if its chance of acceptance is worth a row's time
     no tree is verified at all if its nodes together are not worth it: then this is ar
 
-The chance is counted, not believed: for the draft by its confidence, for the memory by the length
+The chance is counted, not believed: for the draft by its confidence, for the n-grams by the length
 of the context and by rank, and apart from these where the draft has chosen otherwise. The costs are
 fitted to the times of the iterations so far. Both start from a first guess, and nothing outlives a
 generation. This is the hardware-aware tree construction that the first DynaTree paper leaves to the
@@ -18,7 +18,7 @@ future.
 
     python dynatree.py --method auto --prompt "..."
 
-First comes what is learned: costs, worth, chances, the memory; then a node; then the rule, its
+First comes what is learned: costs, worth, chances, n-grams; then a node; then the rule, its
 hooks in the order in which they are called.
 
 Shapes: N tree rows, V vocabulary, W rows of one level, k candidates per row.
@@ -105,25 +105,25 @@ class Worth:
 # Candidates are counted in bins, each with a first guess: the draft's by its confidence in them ...
 CONFIDENCE = torch.tensor([0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])  # bounds of the bins
 DRAFT_GUESS = (0.02, 0.07, 0.14, 0.27, 0.45, 0.65, 0.8, 0.93, 0.98)
-# ... and the memory's by the tokens of context it knows and the rank of the candidate there
-MEMORY_GUESS = ((0.45, 0.1, 0.05, 0.03), (0.75, 0.08, 0.03, 0.01), (0.85, 0.06, 0.02, 0.01))
+# ... and the n-grams' by the tokens of context it knows and the rank of the candidate there
+NGRAM_GUESS = ((0.45, 0.1, 0.05, 0.03), (0.75, 0.08, 0.03, 0.01), (0.85, 0.06, 0.02, 0.01))
 BESIDE_GUESS = 0.4  # of that, where the draft has chosen otherwise
-MAX_CONTEXT = len(MEMORY_GUESS)
-N_RANKS = len(MEMORY_GUESS[0])
+MAX_CONTEXT = len(NGRAM_GUESS)
+N_RANKS = len(NGRAM_GUESS[0])
 GUESS_WEIGHT = 8.0  # counts that a guess stands for
 COUNT_DECAY = 0.99  # what an iteration leaves of the counts before it
 
 
 def first_guess() -> list[float]:
-    """The chance of each bin: the draft's, the memory's alone, the memory's beside the draft."""
+    """The chance of each bin: the draft's, the n-grams' alone, the n-grams' beside the draft."""
     alone = []
-    for ranks in MEMORY_GUESS:
+    for ranks in NGRAM_GUESS:
         alone += ranks
     beside = [BESIDE_GUESS * p for p in alone]
     return list(DRAFT_GUESS) + alone + beside
 
 
-def memory_bin(n_known: int, is_beside: bool) -> int:
+def ngram_bin(n_known: int, is_beside: bool) -> int:
     """The bin of the best candidate after so many tokens of context; the next ranks' follow it."""
     bin = len(DRAFT_GUESS) + N_RANKS * (n_known - 1)
     if is_beside:
@@ -152,9 +152,9 @@ class Counts:
             self.chances[bin] = self.hits[bin] / tries
 
 
-MAX_CONTEXTS = 1 << 16  # in the memory; the oldest is forgotten
+MAX_CONTEXTS = 1 << 16  # that are kept; the oldest is forgotten
 
-Context = tuple[int, ...]  # the text up to a token, as much of it as the memory looks at
+Context = tuple[int, ...]  # the text up to a token, as much of it as an n-gram has
 
 
 def continued(context: Context, token: int) -> Context:
@@ -162,11 +162,11 @@ def continued(context: Context, token: int) -> Context:
     return (*context, token)[-MAX_CONTEXT:]
 
 
-class Memory:
+class NGrams:
     """What the target liked best after a context of one to three tokens, the last time it did.
 
-    memory.write((12, 7), [3, 9, 4, 1])  # after 12, 7 the target liked 3 best
-    memory.recall((5, 12, 7))  # 2 tokens of this context are known: (2, [3, 9, 4, 1])
+    ngrams.write((12, 7), [3, 9, 4, 1])  # after 12, 7 the target liked 3 best
+    ngrams.recall((5, 12, 7))  # 2 tokens of this context are known: (2, [3, 9, 4, 1])
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class Node:
     chance: float  # of acceptance, all the way from the root
     bin: int  # where it is counted; -1, nowhere: the root, which is always accepted
     draft_slot: int = -1  # as in Tree
-    is_retrieved: bool = False  # from the memory
+    is_retrieved: bool = False  # from the n-grams
 
 
 def expected_tokens(nodes: list[Node]) -> float:
@@ -249,7 +249,7 @@ class Auto:
         return AutoRule(self)
 
 
-MAX_DEPTH = 16  # of what the memory proposes
+MAX_DEPTH = 16  # of what the n-grams propose
 PROBE_SHARE = 0.01
 LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
 
@@ -263,7 +263,7 @@ class AutoRule(Rule):
         s = settings
         super().__init__(N_RANKS, s.D_max, max_rows=s.N, max_drafted=s.N)
         self.settings = settings
-        self.memory = Memory()
+        self.ngrams = NGrams()
         self.counts = Counts(first_guess())
         self.costs = Costs([1.0, s.c_tree, s.c_row, s.c_draft, s.c_level])
         self.overall = Worth(1.0, 1.0)  # all iterations
@@ -282,7 +282,7 @@ class AutoRule(Rule):
         self.best: list[list[int]] = []  # [N, ranks], what the target likes after each row
 
     def begin(self, root: Tensor) -> int:
-        """Make the memory's tree, and see whether the draft promises a better one."""
+        """Make the n-grams' tree, and see whether the draft promises a better one."""
         token = int(root)
         context = continued(self.recent, token)
         self.nodes = [Node(0, token, None, 0, context, chance=1.0, bin=-1)]
@@ -301,13 +301,13 @@ class AutoRule(Rule):
         return self.max_depth if is_better or self.is_probe else 0
 
     def is_drafting_better(self) -> bool:
-        """Whether iterations that draft have been worth more than what the memory promises."""
+        """Whether iterations that draft have been worth more than what the n-grams promise."""
         work = work_of(len(self.nodes), 0)
         promise = expected_tokens(self.nodes) - self.rate * self.costs.predict(work)
         return self.drafting.tokens - self.rate * self.drafting.ms > promise
 
     def add_remembered(self, max_depth: int) -> None:
-        """Add the memory's likeliest candidates, best first, as long as each pays for its row."""
+        """Add the n-grams' likeliest candidates, best first, as long as each pays for its row."""
         present = {(node.parent.row, node.token) for node in self.nodes[1:]}
         heap: list[tuple[float, int, int, int]] = []  # - chance, row of the parent, token, bin
         for node in self.nodes:
@@ -321,12 +321,12 @@ class AutoRule(Rule):
                 self.offer(heap, node, present)
 
     def offer(self, heap: list, parent: Node, present: set[tuple[int, int]]) -> None:
-        """Put on the heap what the memory knows below a node, if it pays and is not there yet."""
+        """Put on the heap what the n-grams know below a node, if it pays and is not there yet."""
         price = self.prices[ROW]
         if parent.chance < price:
             return
-        n_known, best = self.memory.recall(parent.context)
-        bin = memory_bin(n_known, is_beside=parent.draft_slot >= 0)
+        n_known, best = self.ngrams.recall(parent.context)
+        bin = ngram_bin(n_known, is_beside=parent.draft_slot >= 0)
         for token in best:
             chance = parent.chance * self.counts.chances[bin]
             if chance >= price and (parent.row, token) not in present:
@@ -355,7 +355,7 @@ class AutoRule(Rule):
         return add, add & is_paying
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
-        """The drafted tree with the memory's candidates, or the memory's alone."""
+        """The drafted tree with the n-grams' candidates, or these alone."""
         if len(tree) > 1:
             self.adopt(tree)
             self.add_remembered(min(max_depth, MAX_DEPTH))
@@ -388,7 +388,7 @@ class AutoRule(Rule):
             return
         for row, token in enumerate(tokens.tolist()):
             self.recent = continued(self.recent, token)
-            self.memory.write(self.recent, self.best[row])
+            self.ngrams.write(self.recent, self.best[row])
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         """Remember what the target likes, count what was right, and learn what it cost."""
@@ -412,9 +412,9 @@ class AutoRule(Rule):
         """Every row, for what is wrong here may be right elsewhere; what is true comes last."""
         for node in self.nodes:
             if node.row not in path:
-                self.memory.write(node.context, self.best[node.row])
+                self.ngrams.write(node.context, self.best[node.row])
         for row in path:
-            self.memory.write(self.nodes[row].context, self.best[row])
+            self.ngrams.write(self.nodes[row].context, self.best[row])
         self.recent = self.nodes[path[-1]].context
 
     def count(self, path: list[int]) -> None:

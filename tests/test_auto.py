@@ -17,15 +17,15 @@ from methods.auto import (
     BESIDE_GUESS,
     CONFIDENCE,
     DRAFT_GUESS,
-    MEMORY_GUESS,
+    NGRAM_GUESS,
     Auto,
     AutoRule,
     Costs,
     Counts,
-    Memory,
+    NGrams,
     Worth,
     first_guess,
-    memory_bin,
+    ngram_bin,
     work_of,
 )
 
@@ -33,23 +33,23 @@ N_IDS = 32
 FREE = {"c_tree": 0.0, "c_row": 0.0001, "c_draft": 0.0, "c_level": 0.0}
 
 
-def test_memory_recalls_after_the_longest_context_it_knows() -> None:
-    memory = Memory()
-    memory.write((1, 2, 3), [10, 11])
-    memory.write((9, 2, 3), [20, 21])
-    memory.write((7, 3), [30])
-    assert memory.recall((1, 2, 3)) == (3, [10, 11])
-    assert memory.recall((5, 2, 3)) == (2, [20, 21])  # the last time
-    assert memory.recall((5, 5, 3)) == (1, [30])
-    assert memory.recall((1, 2, 4)) == (0, [])
+def test_ngrams_recall_after_the_longest_context_they_know() -> None:
+    ngrams = NGrams()
+    ngrams.write((1, 2, 3), [10, 11])
+    ngrams.write((9, 2, 3), [20, 21])
+    ngrams.write((7, 3), [30])
+    assert ngrams.recall((1, 2, 3)) == (3, [10, 11])
+    assert ngrams.recall((5, 2, 3)) == (2, [20, 21])  # the last time
+    assert ngrams.recall((5, 5, 3)) == (1, [30])
+    assert ngrams.recall((1, 2, 4)) == (0, [])
 
 
-def test_memory_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ngrams_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "MAX_CONTEXTS", 3)
-    memory = Memory()
+    ngrams = NGrams()
     for token in (1, 2, 3, 1, 4):
-        memory.write((token,), [token])
-    assert list(memory.seen) == [(3,), (1,), (4,)]
+        ngrams.write((token,), [token])
+    assert list(ngrams.seen) == [(3,), (1,), (4,)]
 
 
 def test_counts_move_from_the_guess_to_what_happens_and_back() -> None:
@@ -124,11 +124,11 @@ def expected_chances(price: float) -> dict[tuple[int, ...], float]:
             continue
         found[path] = chance
         for rank, token in enumerate(BEST.get(path[-1], [])):
-            waiting.append(((*path, token), chance * MEMORY_GUESS[0][rank]))
+            waiting.append(((*path, token), chance * NGRAM_GUESS[0][rank]))
     return found
 
 
-def test_the_memory_is_unrolled_best_first_and_each_node_pays() -> None:
+def test_the_ngrams_are_unrolled_best_first_and_each_node_pays() -> None:
     """The node set is the literal one above the price; of too many, the likeliest."""
     settings = Auto(D_max=0, c_tree=0.0, c_row=0.02, learn=False)
     tree = grow(taught(settings, BEST), torch.tensor([1]), None, 99)
@@ -142,7 +142,7 @@ def test_the_memory_is_unrolled_best_first_and_each_node_pays() -> None:
     assert sorted(small.logprobs.exp().tolist(), reverse=True) == pytest.approx(best)
 
 
-def test_the_memory_goes_no_deeper_than_asked_and_proposes_nothing_unread() -> None:
+def test_the_ngrams_go_no_deeper_than_asked_and_propose_nothing_unread() -> None:
     settings = Auto(D_max=0, c_tree=0.0, c_row=0.02, learn=False)
     assert grow(taught(settings, BEST), torch.tensor([1]), None, 99).depth > 1
     assert grow(taught(settings, BEST), torch.tensor([1]), None, 1).depth == 1
@@ -256,9 +256,9 @@ def test_a_small_vocabulary() -> None:
 def test_every_bin_has_its_guess() -> None:
     guess = first_guess()
     assert len(DRAFT_GUESS) == len(CONFIDENCE) + 1
-    for n_known, ranks in enumerate(MEMORY_GUESS, start=1):
-        alone = memory_bin(n_known, is_beside=False)
-        beside = memory_bin(n_known, is_beside=True)
+    for n_known, ranks in enumerate(NGRAM_GUESS, start=1):
+        alone = ngram_bin(n_known, is_beside=False)
+        beside = ngram_bin(n_known, is_beside=True)
         for rank, p in enumerate(ranks):
             assert guess[alone + rank] == p
             assert guess[beside + rank] == BESIDE_GUESS * p
