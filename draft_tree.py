@@ -85,13 +85,13 @@ class Rule:
     begin    a new tree begins                                     who remembers within a tree
     expand   the draft has run a level                             every rule that drafts
     extend   the draft is done                                     who has nodes from elsewhere
-    read     the target has read prompt or tree, before a commit   who keeps what the target likes
+    read     the target has read a tree, or if asked the prompt    who keeps what the target likes
     adapt    an iteration has been committed                       who learns from what was accepted
     """
 
     min_rows = 1  # to which a pass is padded at least
     is_drawing = False
-    is_reading = False  # wants `read` to be called
+    is_reading = False  # `read` is to see the prompt too, which costs all of its logits
 
     def __init__(self, max_branches: int, max_depth: int, max_rows: int, max_drafted: int):
         """max_branches: k, candidates looked at per row. max_depth: levels the draft may run at

@@ -1,7 +1,14 @@
 """What loads models and makes them fast; it knows no tree.
 
 checkpoint    config.json and safetensors: found, checked, loaded
+products      products with matrices, laid out for passes of a few rows
+rotary        rotary embedding as one complex product
+passes        what one pass reads and writes: rows, mask, its part of the cache
 cuda_graphs   passes of a few fixed shapes: captured, replayed
+caches        the memory of caches, lent again with what was captured over it
+memory        whether something fits, asked before it is taken
 sampling      temperature, top-p, drawing without replacement
 streaming     a cache of constant size for text of any length
+stopwatch     milliseconds of an iteration by part
+settings      what a method's settings may be
 """

@@ -147,3 +147,12 @@ def test_other_tools_read_the_tiny_models_as_we_do(model: str) -> None:
     assert generation["eos_token_id"] == generation["pad_token_id"] == config["eos_token_id"]
     for name in ("bos_token", "eos_token", "pad_token"):
         assert tokenizer.token_to_id(tokenizer_config[name]) == config["eos_token_id"]
+
+
+def test_links_lead_somewhere() -> None:
+    """Every relative link of a page, from where the page lies."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    assert len(pages) == 5
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links {target}"

@@ -99,7 +99,9 @@ def execute(args: Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(enlarged, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        shutil.copy(source / "tokenizer.json", folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if name == "tokenizer.json" or (source / name).exists():
+                shutil.copy(source / name, folder)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be written: {first_line(error)}") from error
     return 0
