@@ -185,7 +185,7 @@ class Bench:
     def explain_differences(self) -> None:
         """Find where texts leave ar's, and by how little the target decided there."""
         for row in self.results.rows():
-            for record, ar in row.differing():
+            for record, ar in row.differing():  # of greedy texts, those whose ids are not ar's
                 if "difference" in record:
                     continue
                 at = first_difference(record["token_ids"], ar["token_ids"])

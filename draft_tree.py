@@ -12,7 +12,7 @@ are breadth-first, so a parent always precedes its children. The example of the 
      4   ran       1      2     0.18
      5   ran       2      2     0.24
 
-    tree = grow(Fixed(D=2, B=2, tau=0.15).rule(), root, draft, max_depth=8)
+    tree = grow(Fixed(D=2, B=2, tau=0.15).rule(), root, draft, max_depth=8)  # methods/static.py
 
 All of a tree is on the host, wherever the models are: each level reads its few candidates once, and
 small operations cost no launches.
@@ -59,7 +59,7 @@ class Tree:
     depth: int  # the deepest level
     # [run, V], by draft_slots, on the draft's device: what children were drawn from
     draft_probs: Tensor | None = None
-    is_retrieved: Tensor | None = None  # [N] bool, not from the draft; None if all are
+    is_retrieved: Tensor | None = None  # [N] bool, not from the draft; None: no node is
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -349,14 +349,14 @@ class DynaTreeRule(Rule):
         s = self.now
         log_p = level.path_logprobs  # log p(u) of the children, [W, k]
         confidence = level.logprobs[:, 0].exp().tolist()  # c(u) [W], the best candidate's
-        breadth = torch.tensor([self.breadth(c) for c in confidence])  # B(u) [W]
+        breadth = torch.tensor([self.branching_factor(c) for c in confidence])  # B(u) [W]
         rank = torch.arange(log_p.shape[1])
         add = rank < breadth.unsqueeze(1)  # the B(u) likeliest
         add &= log_p >= log_threshold(s.tau if s.prune else 0.0)
         expand = log_p >= log_threshold(self.least_to_expand(level.depth + 1))
         return add, expand
 
-    def breadth(self, confidence: float) -> int:
+    def branching_factor(self, confidence: float) -> int:
         """B(u) of c(u): few children where the draft is sure, more where it is not."""
         s = self.now
         if not s.breadth:

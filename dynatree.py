@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draft_tree import MAX_ROWS, DynaTree, Rule, Settings, Tree, grow, lone
 from engine.caches import require_caches
+from engine.memory import OutOfMemory
 from engine.sampling import Sampler, Sampling
 from engine.stopwatch import Stopwatch
 from engine.streaming import WHOLE_TEXT, Window
@@ -54,10 +55,10 @@ class Drafter:
     """
 
     def __init__(
-        self, model: GPTNeoX, cache: KVCache, n_ids: int, committed: list[int], watch: Stopwatch
+        self, model: GPTNeoX, cache: KVCache, n_ids: int, visible: list[int], watch: Stopwatch
     ):
-        """n_ids: the target's vocabulary size. committed: the loop's `visible`, the root last."""
-        self.model, self.cache, self.committed, self.watch = model, cache, committed, watch
+        """n_ids: the target's vocabulary size. visible: the loop's, the pending root last."""
+        self.model, self.cache, self.visible, self.watch = model, cache, visible, watch
         self.n_proposable = min(n_ids, model.config.vocab_size)
         self.max_append = cache.passes.n_rows if cache.passes else MAX_ROWS
         self.depth = 0  # of the level that ran last
@@ -77,7 +78,7 @@ class Drafter:
         """Run the committed tokens that are lacking, and the root: its logits [1, V]."""
         n_ids, cache = self.model.config.vocab_size, self.cache
         # An id that the draft cannot embed is read as 0: a worse guess, never a wrong text.
-        lacking = [i if i < n_ids else 0 for i in self.committed[cache.length :]]
+        lacking = [i if i < n_ids else 0 for i in self.visible[cache.length :]]
         if len(lacking) > self.max_append:
             logits = self.model.prefill(lacking, cache)  # [V]
         else:
@@ -104,7 +105,8 @@ class Drafter:
         self.cache.commit([slots[row] for row in path if slots[row] >= 0])
 
     def drop(self, window: Window) -> None:
-        """Drop what the target has just dropped, or all after the sinks if that is not there."""
+        """Drop the `slack` tokens after the sinks, as the target just has; all if not so many are
+        there."""
         if self.cache.length >= window.sinks + window.slack:
             self.model.forget(self.cache, window.sinks, window.slack)
         else:
@@ -178,10 +180,10 @@ def generate(
 ) -> Iterator[Step]:
     """Decode, one Step per commit: the target's own greedy ids, or samples of its distribution.
 
-    draft may be None for ar. eos_ids end the text where they appear. commit: "keep" moves the
-    accepted rows in the cache, "rebuild" runs them again (section 3.5): one more target pass, the
-    same cache. window: what of the text the caches keep. Raises ValueError (arguments) and
-    OutOfMemory at the first step, NonFiniteLogits.
+    draft may be None for a rule that drafts no level. eos_ids end the text where they appear.
+    commit: "keep" moves the accepted rows in the cache, "rebuild" runs them again (section 3.5):
+    one more target pass, the same cache. window: what of the text the caches keep. Raises
+    ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
@@ -222,7 +224,11 @@ def open_caches(
         ]
     )
     cache = target.new_cache(capacity, rule.max_rows, rule.min_rows)
-    draft_cache = draft.new_cache(draft_capacity, n_draft_rows, rule.min_rows)
+    try:
+        draft_cache = draft.new_cache(draft_capacity, n_draft_rows, rule.min_rows)
+    except OutOfMemory:
+        target.pool.take_back(cache.storage)
+        raise
     drafter = Drafter(draft, draft_cache, target.config.vocab_size, visible, watch)
     return cache, drafter
 
@@ -245,7 +251,7 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
         watch.restart()
         # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
         root = torch.tensor(visible[-1:])
-        max_depth = min(left, generation.window.room(cache)) - 1
+        max_depth = min(left, generation.window.until_drop(cache)) - 1
         tree = grow(rule, root, draft, max_depth, sampler)
         # 2 mask and positions: a node sees the prefix and its ancestors, and stands at its depth
         mask = tree_mask(tree.ancestors, cache.length) if tree.depth else None

@@ -5,10 +5,13 @@ position each row stands, to which cache slot it is written, and which slots it 
 cache's whole state is one number, so taking back a rejected tree means moving that number.
 
 How matrices are laid out, how passes are padded and captured on CUDA, and where a cache's memory
-comes from is in engine/; nothing here depends on it.
+comes from is in engine/. All that shows here is that products give their outputs in B blocks of
+`width` columns, [B, n, width], and that a layer's results are put together in one workspace, whose
+views have the shapes that are wanted.
 
 Architecture: Black et al. 2022 (GPT-NeoX-20B); Biderman et al. 2023 (Pythia).
-Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary.
+Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary,
+B blocks of columns.
 
     model = GPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
     cache = model.new_cache(capacity=256)
@@ -47,12 +50,12 @@ class KVCache:
     """Preallocated keys and values; the state is one number, `length`.
 
     Slots [0, length) hold committed tokens, slots above are scratch that the next forward may
-    overwrite. Starts as zeros, because a masked slot still enters attention as 0 x value.
+    overwrite. Never holds anything non-finite: a masked slot enters attention as 0 x value.
     """
 
     def __init__(self, storage: Storage, capacity: int, min_rows: int):
         """min_rows: to which every pass over it is padded at least."""
-        self.storage = storage
+        self.storage = storage  # with the rotary table that its graphs, if any, were captured with
         self.kv = storage.kv  # [2, L, H, slots, D], keys, then values
         self.passes = storage.passes  # in fixed shapes; None where a pass has the shape it needs
         self.capacity, self.min_rows = capacity, min_rows
@@ -99,7 +102,7 @@ class GPTNeoX:
         self.config = config
         self.gelu = ACTIVATIONS[config.activation]
         self.layout = Layout(config)
-        self.embed_out = self.layout.take_head(tensors)  # to [n, V]
+        self.embed_out = self.layout.take_head(tensors)  # from x to scores
         self.embed_in = tensors.pop(EMBED_IN)  # [V, hidden]
         self.device, self.dtype = self.embed_in.device, self.embed_in.dtype
         self.layers = [self.layout.take_layer(tensors, i) for i in range(config.n_layers)]
@@ -172,21 +175,23 @@ class GPTNeoX:
         x = F.embedding(rows.tokens, self.embed_in)  # [n, hidden]
         turns = turns.index_select(0, rows.positions)  # [n, R / 2], how far each row is rotated
         written, layer_slots = open_slots(kv, rows)
-        room = layout.room(x)  # views of x, and room for what a layer adds to it
+        space = layout.workspace(
+            x
+        )  # x in blocks, and where what a layer adds to it is put together
         for layer, slots in zip(self.layers, layer_slots, strict=True):
             if config.is_parallel:
                 # x + attention(norm(x)) + mlp(norm(x)): one product into both, one out of both
-                qkv, inside = layout.split(layer.into(self._norm(x)))  # [3, H, n, D], [n, inside]
-                room.attended.copy_(self._attention(qkv, turns, slots, rows.bias))
-                gelu(inside, self.gelu, room.active)  # [n, inside]
-                room.x.add_(layer.out_of(room.both))  # [n, hidden]
+                qkv, inside = layout.split(layer.into(self._norm(x)))  # [3, H, n, D], [B, n, width]
+                space.attended.copy_(self._attention(qkv, turns, slots, rows.bias))  # [H, n, D]
+                gelu(inside, self.gelu, space.active)  # [B, n, width]
+                space.x.add_(layer.out_of(space.both))  # [B, n, width], which is x
             else:
                 # x + attention(norm(x)), then x + mlp(norm(x))
                 qkv = layout.heads(layer.qkv(self._norm(x)))  # [3, H, n, D]
-                room.attended.copy_(self._attention(qkv, turns, slots, rows.bias))
-                room.x.add_(layer.attention_out(room.attended_rows))  # [n, hidden]
-                gelu(layer.mlp_in(self._norm(x)), self.gelu, room.active)  # [n, inside]
-                room.x.add_(layer.mlp_out(room.active_rows))  # [n, hidden]
+                space.attended.copy_(self._attention(qkv, turns, slots, rows.bias))  # [H, n, D]
+                space.x.add_(layer.attention_out(space.attended_rows))  # [B, n, width]
+                gelu(layer.mlp_in(self._norm(x)), self.gelu, space.active)  # [B, n, width]
+                space.x.add_(layer.mlp_out(space.active_rows))  # [B, n, width]
         if self.overflow_mark:
             has_overflowed = written.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_mark  # [n]
             x = x.masked_fill(has_overflowed[:, None], torch.nan)
@@ -202,13 +207,14 @@ class GPTNeoX:
         # Nothing non-finite may enter the cache: it would leak through the mask (0 x nan is nan)
         # into rows that may not see it. The row itself still gets non-finite logits: float16 can
         # overflow here alone, so there a mark is left; elsewhere only a broken residual gets here.
-        slots.write(qkv[1:], self.overflow_mark)
+        slots.write(qkv[1:], self.overflow_mark)  # keys and values, to the cache
         return attend(qkv[:1], slots.keys, slots.values, bias)
 
     def _scores(self, x: Tensor) -> Tensor:
         """Logits [n, V] of rows [n, hidden], in the model's dtype."""
         x = torch.layer_norm(x, x.shape[-1:], *self.final_norm, self.config.norm_eps)
-        logits = self.embed_out(x).transpose(0, 1).flatten(1)  # [n, V and padding]
+        blocks = self.embed_out(x)  # [B, n, width]
+        logits = blocks.transpose(0, 1).flatten(1)  # [n, V and padding]
         return logits[:, : self.config.vocab_size]
 
     def prefill(

@@ -1,7 +1,8 @@
 """Verifying a tree: which slots each node may see, and which path the target accepts.
 
-Pure functions of tensors: no model, no cache, no tokenizer. In the example of draft_tree.py the
-target says: after "the" comes "cat", after "the cat" comes "ran", after "the cat ran" comes "away":
+Functions of tensors, and for sampled text of a sampler: no model, no cache, no tokenizer. In the
+example of draft_tree.py the target says: after "the" comes "cat", after "the cat" comes "ran",
+after "the cat ran" comes "away":
 
     predictions[row] = cat  ran  ...  ...  away  ...
     accept_greedy(tree, predictions) -> rows [0, 1, 4], tokens [cat, ran, away]; "away" is the bonus
@@ -66,9 +67,9 @@ def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[in
     return path[:n_finite], tokens[:n_finite]
 
 
-def cut(tokens: list[int], eos_ids: Sequence[int], room: int) -> list[int]:
+def cut(tokens: list[int], eos_ids: Sequence[int], limit: int) -> list[int]:
     """Newly committed ids up to the limit and up to the first EOS, which is kept."""
-    tokens = tokens[:room]
+    tokens = tokens[:limit]
     for i, token in enumerate(tokens):
         if token in eos_ids:
             return tokens[: i + 1]

@@ -83,9 +83,9 @@ def measure_memory(
     return {"metrics": metrics, "token_ids": token_ids(steps)}
 
 
-def floor_bytes(model: GPTNeoX, n_slots: int) -> int:
-    """The least that a model needs: its weights, and a cache of n_slots tokens."""
-    return weight_bytes(model.config, model.dtype) + model.pool.bytes(n_slots)
+def floor_bytes(model: GPTNeoX, capacity: int) -> int:
+    """What a model takes: its weights, and a cache for `capacity` tokens."""
+    return weight_bytes(model.config, model.dtype) + model.pool.bytes(capacity)
 
 
 def used_memory(device: torch.device) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, told apart by colour-blind readers too; wine for its yellow, on which
 # nothing white can be read
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#882255", "#000000")
-COLOURS += ("#AA4499",)  # one for each method
+COLOURS += ("#AA4499",)  # then from the start again
 PEER_COLOUR = "#8A8A8A"
 MIN_TREES = 20  # a share of fewer says nothing
 SIZE = (8.0, 4.5)  # inches

@@ -62,8 +62,8 @@ class SequentialLayer(NamedTuple):
     mlp_out: Product
 
 
-class Room(NamedTuple):
-    """x in one pass and room beside it, every view made once: one per layer costs too much."""
+class Workspace(NamedTuple):
+    """x in one pass and what is added to it, each view made once: one per layer costs too much."""
 
     x: Tensor  # [B, n, width], to add products to
     both: Tensor  # [n, hidden + inside], what out_of reads
@@ -137,13 +137,13 @@ class Layout:
         weight = weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
         return Product(weight, bias.view(-1, 1, width), width)
 
-    def room(self, x: Tensor) -> Room:
+    def workspace(self, x: Tensor) -> Workspace:
         """x [n, hidden] and what is put together beside it in one pass."""
         n, hidden = x.shape
         both = x.new_empty(n, hidden + self.n_inside)
         attended_rows = both[:, :hidden]
         active_rows = both[:, hidden:]
-        return Room(
+        return Workspace(
             x=in_blocks(x, self.width),
             both=both,
             attended=in_blocks(attended_rows, self.config.head_size),

@@ -55,7 +55,7 @@ class Window:
         """Cached tokens at which a drop is due; no position ever reaches it."""
         return self.sinks + self.size + self.slack
 
-    def room(self, cache: Cache) -> int:
+    def until_drop(self, cache: Cache) -> int:
         """How many tokens may still be committed before a drop, at least 1."""
         return self.full - cache.length
 

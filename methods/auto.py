@@ -361,6 +361,7 @@ class AutoRule(Rule):
             self.add_remembered(min(max_depth, MAX_DEPTH))
         else:
             self.nodes = [node for node in self.nodes if node.depth <= max_depth]
+            self.nodes[0].draft_slot = int(tree.draft_slots[0])  # the draft may have run the root
         if len(self.nodes) == 1:
             return tree
         self.nodes.sort(key=attrgetter("depth"))  # of equals, the drafted ones stay first

@@ -172,7 +172,7 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
         return new_cache(self, capacity, n_rows, min_rows)
 
     def spied_catch_up(self: Drafter) -> Tensor:
-        lengths.append(len(self.committed))
+        lengths.append(len(self.visible))
         return catch_up(self)
 
     monkeypatch.setattr(GPTNeoX, "new_cache", spied_cache)

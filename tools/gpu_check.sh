@@ -9,10 +9,6 @@
 # memory, every method, the graphs against none (ar eager) and rounding alone (ar rows=16). Leaves
 # results/gpu_<device>.json (nothing when dry) and prints its table last.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-work=$(mktemp -d)
-enlarged=models/enlarged
-trap 'rm -rf "$work" "$enlarged"' EXIT
 
 dry=false
 if [ "${1:-}" = --dry ]; then
@@ -23,6 +19,14 @@ if [ $# -ne 0 ] && [ $# -ne 2 ]; then
   echo "usage: bash tools/gpu_check.sh [--dry] [TARGET DRAFT]" >&2
   exit 2
 fi
+models=()
+if [ $# -eq 2 ]; then
+  models=(--target "$(realpath "$1")" --draft "$(realpath "$2")")
+fi
+cd "$(dirname "$0")/.."
+work=$(mktemp -d)
+enlarged=$(mktemp -d models/enlarged.XXXXXX)  # here, where there is room for the large pair
+trap 'rm -rf "$work" "$enlarged"' EXIT
 
 # Every method there is, rounding alone, and the other way to commit
 methods=$(python -c 'from methods import METHODS; print(",".join(METHODS))')
@@ -59,9 +63,7 @@ check python bench.py "${device[0]}" "${device[1]}" --dtype float32 "${sizes[@]}
   --target models/tiny/target --draft models/tiny/draft \
   --columns throughput,speedup,exact --output "$work/exact.json"
 
-if [ $# -eq 2 ]; then
-  models=(--target "$1" --draft "$2")
-else
+if [ ${#models[@]} -eq 0 ]; then
   step "enlarging the embedded pair"
   python tools/enlarge.py models/tiny/target "$enlarged/target" "${target_shape[@]}"
   python tools/enlarge.py models/tiny/draft "$enlarged/draft" "${draft_shape[@]}"
@@ -76,13 +78,15 @@ check python bench.py --table memory "${device[@]}" "${models[@]}" "${sizes[@]}"
   --methods ar,dynatree --output "$work/memory.json"
 
 step "every method"
-python bench.py "${device[@]}" "${models[@]}" "${sizes[@]}" --methods "$methods" \
+check python bench.py "${device[@]}" "${models[@]}" "${sizes[@]}" --methods "$methods" \
   --output "$work/every.json" >"$work/every.txt"
-mv "$work/every.json" "$file"
 
 step "results"
-python bench.py --show "$file" \
-  --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
+if [ -e "$work/every.json" ]; then  # all of it, or what was measured before something failed
+  mv "$work/every.json" "$file"
+  python bench.py --show "$file" \
+    --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
+fi
 if $failed; then
   echo "error: at least one step failed, see above" >&2
   exit 1
