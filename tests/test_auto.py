@@ -246,6 +246,19 @@ def test_a_row_with_non_finite_logits_adds_nothing() -> None:
     assert len(tree) == 1 and rule.n_levels == 1
 
 
+def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:
+    """It was lost if there were n-grams, and so the draft read the root twice."""
+    rule = taught(Auto(**FREE), BEST)
+    rule.drafting.tokens = 1e6  # so that it drafts
+
+    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
+        return torch.full((len(tokens), N_IDS), math.nan)
+
+    tree = grow(rule, torch.tensor([1]), draft, 99)
+    assert rule.n_levels == 1 and len(tree) > 1
+    assert tree.draft_slots.tolist() == [0] + [-1] * (len(tree) - 1)
+
+
 def test_a_small_vocabulary() -> None:
     target = random_model(0, vocab_size=3)
     draft = random_model(1, vocab_size=3)

@@ -260,6 +260,21 @@ def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
         next(generate(target, target, PROMPT, Chain(K=4), 50))
 
 
+def test_a_cache_is_given_back_if_the_drafts_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was captured over it is never destroyed, so it must be lent again."""
+    target = random_model(7)
+    draft = random_model(8)
+    target.pool.is_fixed = True
+
+    def no_room(*_: int) -> None:
+        raise OutOfMemory("none")
+
+    monkeypatch.setattr(draft.pool, "lend", no_room)
+    with pytest.raises(OutOfMemory):
+        next(generate(target, draft, PROMPT, Chain(K=4), 50))
+    assert len(target.pool.idle) == 1
+
+
 def broken_at(model_seed: int, token: int) -> GPTNeoX:
     tensors = random_tensors(random_config(), model_seed)
     tensors["gpt_neox.embed_in.weight"][token] = float("nan")
