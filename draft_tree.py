@@ -169,18 +169,12 @@ def grow(
     draft_probs = []  # [W, V] by level, if children are drawn
     for depth in range(n_levels):
         logits = draft(tokens, parents)  # [W, V]
-        k = min(rule.max_branches, logits.shape[1])
-        if sampler:
-            draft_probs.append(sampler.warp(logits))
-            values, candidates = draw_candidates(logits, draft_probs[-1], k, sampler)
-        else:
-            values, candidates = torch.log_softmax(logits, dim=-1).topk(k)  # [W, k] each
-        values, candidates = to_host(values, candidates)  # the level's one read
         run_rows += rows.tolist()
-        level = Level(depth, values, logprobs.unsqueeze(1) + values, sampler is not None)
+        level, candidates, probs = look(depth, logits, logprobs, rule.max_branches, sampler)
         add, expand = rule.expand(level)  # [W, k] each
         if sampler:  # what cannot be drawn was not drawn, whatever the rule makes of it
-            add = add & (values > -torch.inf)
+            add = add & (level.logprobs > -torch.inf)
+            draft_probs.append(probs)
         n_rows = len(depths)
         added = add.flatten().nonzero().flatten()  # candidates, in breadth-first order
         added = added[: budget - n_rows]
@@ -188,21 +182,40 @@ def grow(
             break
         tokens = candidates.take(added)
         logprobs = level.path_logprobs.take(added)
-        parents = added // k  # level rows
+        parents = added // candidates.shape[1]  # level rows
         columns.append((tokens, rows.take(parents), logprobs))
         depths += [depth + 1] * len(added)
         growing = expand.take(added).nonzero().flatten()  # among the added
         if len(depths) >= budget or not len(growing):
             break
         rows = growing + n_rows
-        if len(growing) < len(added):
-            tokens = tokens.take(growing)
-            logprobs = logprobs.take(growing)
-            parents = parents.take(growing)
+        tokens = tokens.take(growing)
+        logprobs = logprobs.take(growing)
+        parents = parents.take(growing)
     tree = assemble(columns, depths, run_rows, draft_probs)
     if len(tree) > rule.max_rows:
         tree = likeliest(tree, rule.max_rows)
     return rule.extend(tree, max_depth)
+
+
+def look(
+    depth: int, logits: Tensor, logprobs: Tensor, max_branches: int, sampler: Sampler | None
+) -> tuple[Level, Tensor, Tensor | None]:
+    """What a rule sees of a level's logits [W, V], read once; its candidates [W, k]; and what they
+    were drawn from [W, V], if they were.
+
+    logprobs: [W], log p(u) of the rows.
+    """
+    k = min(max_branches, logits.shape[1])
+    probs = None
+    if sampler:
+        probs = sampler.warp(logits)
+        values, candidates = draw_candidates(logits, probs, k, sampler)
+    else:
+        values, candidates = torch.log_softmax(logits, dim=-1).topk(k)  # [W, k] each
+    values, candidates = to_host(values, candidates)
+    level = Level(depth, values, logprobs.unsqueeze(1) + values, sampler is not None)
+    return level, candidates, probs
 
 
 def to_host(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

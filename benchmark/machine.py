@@ -27,7 +27,7 @@ def describe_machine(pair: Pair, models: dict, has_peers: bool) -> dict:
         machine["transformers"] = version("transformers")
     machine |= models
     machine["processor"] = processor(pair.target.device)
-    machine["commit"] = git_commit()
+    machine["commit"] = revision()
     return machine
 
 
@@ -43,7 +43,7 @@ def processor(device: torch.device) -> str:
     return platform.machine()
 
 
-def git_commit() -> str:
+def revision() -> str:
     """The code's commit, marked if files differ from it; "unknown" outside a repository."""
     try:
         commit = git("rev-parse", "--short=10", "HEAD")
