@@ -276,7 +276,12 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
         )
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line, which ranks above this file. Returns the exit status."""
     from cli.main import main
 
+    return main(arguments)
+
+
+if __name__ == "__main__":
     sys.exit(main())
