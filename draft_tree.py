@@ -178,8 +178,6 @@ def grow(
         n_rows = len(depths)
         added = add.flatten().nonzero().flatten()  # candidates, in breadth-first order
         added = added[: budget - n_rows]
-        if not len(added):
-            break
         tokens = candidates.take(added)
         logprobs = level.path_logprobs.take(added)
         parents = added // candidates.shape[1]  # level rows
