@@ -60,6 +60,7 @@ class Tree:
     # [run, V], by draft_slots, on the draft's device: what children were drawn from
     draft_probs: Tensor | None = None
     is_retrieved: Tensor | None = None  # [N] bool, not from the draft; None: no node is
+    has_overflowed: bool = False  # the draft ran, and no candidate it gave was finite
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -191,9 +192,11 @@ def grow(
         logprobs = logprobs.take(growing)
         parents = parents.take(growing)
     tree = assemble(columns, depths, run_rows, draft_probs)
+    has_overflowed = len(tree) == 1 and not level.logprobs.isfinite().any()
     if len(tree) > rule.max_rows:
         tree = likeliest(tree, rule.max_rows)
-    return rule.extend(tree, max_depth)
+    tree = rule.extend(tree, max_depth)
+    return replace(tree, has_overflowed=True) if has_overflowed else tree
 
 
 def look(

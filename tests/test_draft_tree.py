@@ -362,6 +362,7 @@ def test_broken_logits_end_only_their_own_branch(
     assert len(rest) < len(whole)  # else nothing would have broken
     assert paths(tree) == rest
     assert_well_formed(tree)
+    assert tree.has_overflowed == (row == 0)
 
 
 OUT_OF_RANGE = [
