@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling import Sampler
+from engine.scores import Scores, to_host
 from engine.settings import check_settings, setting
 
 MAX_ROWS = 128  # the widest verify pass any setting may ask for, as in engine.cuda_graphs
@@ -41,9 +42,9 @@ NO_ROW = torch.tensor([-1])
 CERTAIN = torch.tensor([0.0])
 ITSELF = torch.tensor([[True]])
 
-# draft(tokens [W], parents [W] | None) -> logits [W, V], on the model's device: run one level of
-# nodes. parents index the rows of the previous call; None is the root.
-Draft = Callable[[Tensor, Tensor | None], Tensor]
+# draft(tokens [W], parents [W] | None) -> scores of W rows: run one level of nodes. parents index
+# the rows of the previous call; None is the root.
+Draft = Callable[[Tensor, Tensor | None], Scores]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Rule:
 
     min_rows = 1  # to which a pass is padded at least
     is_drawing = False
-    is_reading = False  # `read` is to see the prompt too, which costs all of its logits
+    n_read = 0  # candidates that `read` looks at; if any, also after the prompt's tokens
 
     def __init__(self, max_branches: int, max_depth: int, max_rows: int, max_drafted: int):
         """max_branches: k, candidates looked at per row. max_depth: levels the draft may run at
@@ -121,8 +122,8 @@ class Rule:
         """The drafted tree with nodes from elsewhere added, none deeper than max_depth."""
         return tree
 
-    def read(self, tokens: Tensor, logits: Tensor) -> None:
-        """See what the target says after prompt or tree tokens [n]: logits [n, V]."""
+    def read(self, tokens: Tensor, scores: Scores) -> None:
+        """See what the target says after prompt or tree tokens [n]."""
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         """Learn from one iteration: its tree, the rows accepted of it, and the time it took."""
@@ -169,9 +170,9 @@ def grow(
     run_rows = []  # tree rows in the order of their draft slots
     draft_probs = []  # [W, V] by level, if children are drawn
     for depth in range(n_levels):
-        logits = draft(tokens, parents)  # [W, V]
+        scores = draft(tokens, parents)  # of W rows
         run_rows += rows.tolist()
-        level, candidates, probs = look(depth, logits, logprobs, rule.max_branches, sampler)
+        level, candidates, probs = look(depth, scores, logprobs, rule.max_branches, sampler)
         add, expand = rule.expand(level)  # [W, k] each
         if sampler:  # what cannot be drawn was not drawn, whatever the rule makes of it
             add = add & (level.logprobs > -torch.inf)
@@ -200,34 +201,22 @@ def grow(
 
 
 def look(
-    depth: int, logits: Tensor, logprobs: Tensor, max_branches: int, sampler: Sampler | None
+    depth: int, scores: Scores, logprobs: Tensor, max_branches: int, sampler: Sampler | None
 ) -> tuple[Level, Tensor, Tensor | None]:
-    """What a rule sees of a level's logits [W, V], read once; its candidates [W, k]; and what they
-    were drawn from [W, V], if they were.
+    """What a rule sees of a level's scores, read once; its candidates [W, k]; and what they were
+    drawn from [W, V], if they were.
 
     logprobs: [W], log p(u) of the rows.
     """
-    k = min(max_branches, logits.shape[1])
     probs = None
     if sampler:
-        probs = sampler.warp(logits)
-        values, candidates = draw_candidates(logits, probs, k, sampler)
+        probs = sampler.warp(scores.logits)
+        k = min(max_branches, probs.shape[1])
+        values, candidates = draw_candidates(scores.logits, probs, k, sampler)
     else:
-        values, candidates = torch.log_softmax(logits, dim=-1).topk(k)  # [W, k] each
-    values, candidates = to_host(values, candidates)
+        values, candidates = scores.likeliest(max_branches)  # [W, k] each
     level = Level(depth, values, logprobs.unsqueeze(1) + values, sampler is not None)
     return level, candidates, probs
-
-
-def to_host(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors of one shape, float32 and int64, on the host after one read.
-
-    The ids travel as float32 too, which is exact below 2^24.
-    """
-    if values.device.type == "cpu":
-        return values, ids
-    both = torch.stack((values, ids.float())).cpu()
-    return both[0], both[1].long()
 
 
 def draw_candidates(
@@ -236,7 +225,8 @@ def draw_candidates(
     """Unwarped log-probabilities [W, k], -inf if it cannot be drawn, of k drawn tokens [W, k]."""
     candidates = sampler.draw(draft_probs, k)
     values = torch.log_softmax(logits, dim=-1).gather(1, candidates)
-    return values.masked_fill(draft_probs.gather(1, candidates) == 0, -torch.inf), candidates
+    values = values.masked_fill(draft_probs.gather(1, candidates) == 0, -torch.inf)
+    return to_host(values, candidates)
 
 
 def lone(root: Tensor) -> Tree:

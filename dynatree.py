@@ -21,8 +21,10 @@ from torch import Tensor
 
 from draft_tree import MAX_ROWS, DynaTree, Rule, Settings, Tree, grow, lone
 from engine.caches import require_caches
+from engine.cuda_graphs import Use
 from engine.memory import OutOfMemory
 from engine.sampling import Sampler, Sampling
+from engine.scores import Scores
 from engine.stopwatch import Stopwatch
 from engine.streaming import WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX, KVCache
@@ -54,50 +56,44 @@ class Drafter:
     tokens the draft has not run yet are caught up in place, in one causal block with the root.
     """
 
-    def __init__(
-        self, model: GPTNeoX, cache: KVCache, n_ids: int, visible: list[int], watch: Stopwatch
-    ):
-        """n_ids: the target's vocabulary size. visible: the loop's, the pending root last."""
+    def __init__(self, model: GPTNeoX, cache: KVCache, visible: list[int], watch: Stopwatch):
+        """visible: the ids that the loop has committed, the pending root last."""
         self.model, self.cache, self.visible, self.watch = model, cache, visible, watch
-        self.n_proposable = min(n_ids, model.config.vocab_size)
-        self.max_append = cache.passes.n_rows if cache.passes else MAX_ROWS
         self.depth = 0  # of the level that ran last
         self.cursor = 0  # the slot that the next level is written from
         self.seen = torch.empty(0)  # [W, cursor] bool, the slots that each row of the level attends
 
-    def run(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
-        """One level for draft_tree.grow: logits [W, ids that both models know]."""
+    def run(self, tokens: Tensor, parents: Tensor | None) -> Scores:
+        """One level of W rows, for draft_tree.grow."""
         with self.watch.draft:
             if parents is None:
-                logits = self.catch_up()
-            else:
-                logits = self.run_level(tokens, parents)
-        return logits[:, : self.n_proposable]
+                return self.catch_up()
+            return self.run_level(tokens, parents)
 
-    def catch_up(self) -> Tensor:
-        """Run the committed tokens that are lacking, and the root: its logits [1, V]."""
+    def catch_up(self) -> Scores:
+        """Run the committed tokens that are lacking, and the root: its scores."""
         n_ids, cache = self.model.config.vocab_size, self.cache
         # An id that the draft cannot embed is read as 0: a worse guess, never a wrong text.
         lacking = [i if i < n_ids else 0 for i in self.visible[cache.length :]]
-        if len(lacking) > self.max_append:
-            logits = self.model.prefill(lacking, cache)  # [V]
+        if len(lacking) > cache.use.n_rows:
+            scores = self.model.prefill(lacking, cache)
         else:
-            logits = self.model.append(lacking, cache)  # [V]
+            scores = self.model.append(lacking, cache)
         self.cursor = cache.length
         cache.rewind(cache.length - 1)  # the root stays scratch until it is verified
         self.depth = 0
         self.seen = torch.ones(1, self.cursor, dtype=torch.bool)
-        return logits[None]
+        return scores
 
-    def run_level(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Run nodes whose parents are rows of the level before: logits [W, V]."""
+    def run_level(self, tokens: Tensor, parents: Tensor) -> Scores:
+        """Run nodes whose parents are rows of the level before."""
         itself = torch.eye(len(tokens), dtype=torch.bool)
         self.seen = torch.cat([self.seen[parents], itself], dim=1)  # what its parent saw, and it
         self.depth += 1
         positions = torch.full_like(tokens, self.cache.length + self.depth)
-        logits = self.model.forward(tokens, positions, self.cache, self.seen, self.cursor)
+        scores = self.model.forward(tokens, positions, self.cache, self.seen, self.cursor)
         self.cursor += len(tokens)
-        return logits
+        return scores
 
     def commit(self, tree: Tree, path: list[int]) -> None:
         """Keep the accepted nodes that were run; the rest of the path is caught up later."""
@@ -127,11 +123,11 @@ class Generation:
     watch: Stopwatch
     is_rebuilding: bool
 
-    def prefill(self) -> Tensor:
-        """Read the prompt: its last token's logits [1, V]."""
-        read = self.rule.read if self.rule.is_reading else None
+    def prefill(self) -> Scores:
+        """Read the prompt: its last token's scores."""
+        read = self.rule.read if self.rule.n_read else None
         with self.watch.verify:
-            return self.window.prefill(self.target, self.visible, self.cache, read)[None]
+            return self.window.prefill(self.target, self.visible, self.cache, read)
 
     def commit(self, tree: Tree, path: list[int]) -> None:
         """Keep the accepted rows; or, as the paper does, drop the tree and run them again."""
@@ -162,7 +158,7 @@ class Generation:
 def capture(model: GPTNeoX, cache: KVCache, shortest: int) -> None:
     """Capture the passes over a cache from a length on, where passes are captured at all."""
     lengths = range(shortest, cache.capacity + 1)
-    model.pool.capture(cache.storage, lengths, cache.length, cache.min_rows)
+    model.pool.capture(cache.storage, lengths, cache.length, cache.use)
 
 
 @torch.inference_mode()
@@ -213,24 +209,24 @@ def open_caches(
 ) -> tuple[KVCache, Drafter | None]:
     """The target's cache for n_tokens and a tree, and a drafter with its own, if both fit."""
     capacity = n_tokens + rule.max_rows
+    use = Use(rule.max_rows, rule.min_rows, n_ranked=rule.n_read)
     if not rule.max_depth:
-        return target.new_cache(capacity, rule.max_rows, rule.min_rows), None
+        return target.new_cache(capacity, use), None
     draft_capacity = n_tokens + rule.max_drafted
-    n_draft_rows = min(rule.max_drafted, MAX_ROWS)
-    require_caches(
-        [
-            (target.pool, capacity, rule.max_rows),
-            (draft.pool, draft_capacity, n_draft_rows),
-        ]
+    require_caches([(target.pool, capacity), (draft.pool, draft_capacity)])
+    cache = target.new_cache(capacity, use)
+    draft_use = Use(
+        n_rows=min(rule.max_drafted, MAX_ROWS),
+        min_rows=rule.min_rows,
+        n_ids=target.config.vocab_size,
+        n_ranked=rule.max_branches,
     )
-    cache = target.new_cache(capacity, rule.max_rows, rule.min_rows)
     try:
-        draft_cache = draft.new_cache(draft_capacity, n_draft_rows, rule.min_rows)
+        draft_cache = draft.new_cache(draft_capacity, draft_use)
     except OutOfMemory:
         target.pool.take_back(cache.storage)
         raise
-    drafter = Drafter(draft, draft_cache, target.config.vocab_size, visible, watch)
-    return cache, drafter
+    return cache, Drafter(draft, draft_cache, visible, watch)
 
 
 def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterator[Step]:
@@ -258,10 +254,10 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
         positions = tree_positions(tree.depths, cache.length)
         # 3 verify: one target pass over the whole tree
         with watch.verify:
-            logits = target.forward(tree.tokens, positions, cache, mask)  # [N, V]
+            scores = target.forward(tree.tokens, positions, cache, mask)  # of N rows
         # 4 accept: the path on which the target agrees, then the bonus token
-        path, tokens = accept(tree, logits, sampler)
-        rule.read(tree.tokens, logits)  # now: a later pass may overwrite the logits
+        path, tokens = accept(tree, scores, sampler)
+        rule.read(tree.tokens, scores)  # now: a later pass may overwrite them
         # 5 commit: the accepted rows stay in both caches, the rest is forgotten
         generation.commit(tree, path)
         # 6 adapt

@@ -37,11 +37,12 @@ from engine.checkpoint import (
     read_config,
     weight_bytes,
 )
-from engine.cuda_graphs import ROW_COUNTS, FixedPasses
+from engine.cuda_graphs import FixedPasses, Inputs, Use
 from engine.memory import OutOfMemory, require_memory
 from engine.passes import LayerSlots, Rows, fixed_rows, open_slots, tight_rows
 from engine.products import Affine, Layout, fastest_rows, gelu
 from engine.rotary import rotary_table, rotate_
+from engine.scores import Scores
 
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
 
@@ -53,12 +54,11 @@ class KVCache:
     overwrite. Never holds anything non-finite: a masked slot enters attention as 0 x value.
     """
 
-    def __init__(self, storage: Storage, capacity: int, min_rows: int):
-        """min_rows: to which every pass over it is padded at least."""
+    def __init__(self, storage: Storage, capacity: int, use: Use):
         self.storage = storage  # with the rotary table that its graphs, if any, were captured with
         self.kv = storage.kv  # [2, L, H, slots, D], keys, then values
         self.passes = storage.passes  # in fixed shapes; None where a pass has the shape it needs
-        self.capacity, self.min_rows = capacity, min_rows
+        self.capacity, self.use = capacity, use
         self.length = 0
 
     def require(self, need: int) -> None:
@@ -84,10 +84,9 @@ class KVCache:
         first = self.length
         end = first + len(rows)
         self.require(end)
-        if list(rows) != list(range(len(rows))):  # else in place: a first child's first child ...
-            source = torch.tensor(rows).to(self.kv.device, non_blocking=True) + first
-            moved = self.kv.index_select(3, source)  # copied before written: they overlap
-            self.kv[:, :, :, first:end] = moved
+        for slot, row in enumerate(rows, start=first):
+            if slot != first + row:  # no row left to move lies at or below this slot
+                self.kv[:, :, :, slot] = self.kv[:, :, :, first + row]
         self.length = end
 
 
@@ -112,7 +111,9 @@ class GPTNeoX:
         self.overflow_mark = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
         token_bytes = 2 * config.n_layers * config.hidden_size * self.dtype.itemsize
         min_rows = fastest_rows(self.embed_out, config.hidden_size)
-        self.pool = CachePool(self._make_storage, token_bytes, self.device, min_rows)
+        self.pool = CachePool(
+            self._make_storage, token_bytes, self.device, config.max_positions, min_rows
+        )
 
     @classmethod
     def from_pretrained(
@@ -139,34 +140,30 @@ class GPTNeoX:
         cache: KVCache,
         mask: Tensor | None = None,
         start: int | None = None,
-        logits_rows: Tensor | None = None,
-    ) -> Tensor:
-        """Run n rows against the cache, write their keys and values, return logits.
+        n_last: int | None = None,
+    ) -> Scores:
+        """Run n rows against the cache, write their keys and values, say what follows each.
 
         tokens, positions: [n] int64. mask: [n, S] bool, True = may attend, start + n <= S <=
-        capacity; None means causal with S = start + n. The rows are written to slots
-        [start, start + n); start defaults to cache.length, which does not move. logits_rows: [m]
-        int64, the rows whose logits are wanted, None for all. All tensors may be on the host.
-        Returns float32 [m or n, V]; on CUDA the next pass over this cache may overwrite them.
+        capacity; None means causal with S = start + n. All three are on the host. The rows are
+        written to slots [start, start + n); start defaults to cache.length, which does not move.
+        n_last: the scores of so many rows at the end are wanted, None for all. On CUDA the next
+        pass over this cache may overwrite them.
         """
         if start is None:
             start = cache.length
-        if logits_rows is not None:
-            logits_rows = logits_rows.to(self.device, non_blocking=True)
         cache.require(start + len(tokens))
-        if cache.passes and len(tokens) <= cache.passes.n_rows:
-            logits = cache.passes.forward(tokens, positions, mask, start, cache.min_rows)  # [n, V]
-            return logits if logits_rows is None else logits.index_select(0, logits_rows)
-        x = self._run_tight(tokens, positions, cache, mask, start)  # [n, hidden]
-        if logits_rows is not None:
-            x = x.index_select(0, logits_rows)
-        return self._scores(x).float()
+        n_last = n_last or len(tokens)
+        if cache.passes and len(tokens) <= cache.use.n_rows:
+            return cache.passes.forward(tokens, positions, mask, start, cache.use)[-n_last:]
+        x = self._run_tight(tokens, positions, cache, mask, start)[-n_last:]  # [n_last, hidden]
+        return Scores(self._scores(x).float()[:, : cache.use.n_ids])
 
     def _run_tight(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
         """The layers for as many rows and slots as are wanted, [n, hidden]."""
-        rows = tight_rows(tokens, positions, mask, start, cache.min_rows, self.embed_in)
+        rows = tight_rows(tokens, positions, mask, start, cache.use.min_rows, self.embed_in)
         return self._run(rows, cache.kv, cache.storage.turns)[: len(tokens)]
 
     def _run(self, rows: Rows, kv: Tensor, turns: Tensor) -> Tensor:
@@ -221,36 +218,35 @@ class GPTNeoX:
         self,
         tokens: list[int],
         cache: KVCache,
-        read: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> Tensor:
-        """Append tokens to the cache in chunks and return the last one's logits, float32 [V].
+        read: Callable[[Tensor, Scores], None] | None = None,
+    ) -> Scores:
+        """Append tokens to the cache in chunks and return the last one's scores.
 
-        They are nan if any of the tokens overflowed: what reads one that did is worth nothing.
-        read: called with the ids [n] and the logits [n, V] of every chunk.
+        Its logits are nan if any of the tokens overflowed: what reads one that did is worth
+        nothing. read: called with the ids [n] and the scores of every chunk.
         """
         is_finite = torch.tensor(True, device=self.device)
-        for ids in torch.tensor(tokens, device=self.device).split(PREFILL_CHUNK):
+        for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
             cache.require(cache.length + len(ids))
-            positions = torch.arange(cache.length, cache.length + len(ids), device=self.device)
+            positions = torch.arange(cache.length, cache.length + len(ids))
             x = self._run_tight(ids, positions, cache, None, cache.length)  # [n, hidden]
             is_finite &= x.isfinite().all()
             if read:
-                read(ids, self._scores(x).float())
+                read(ids, Scores(self._scores(x).float()))
             cache.advance(len(ids))
-        return self._scores(x[-1:])[0].float().masked_fill(~is_finite, torch.nan)
+        logits = self._scores(x[-1:]).float()[:, : cache.use.n_ids]
+        return Scores(logits.masked_fill(~is_finite, torch.nan))
 
-    def append(self, tokens: list[int], cache: KVCache) -> Tensor:
+    def append(self, tokens: list[int], cache: KVCache) -> Scores:
         """prefill() of few tokens in one pass: on CUDA of a fixed shape, as every pass of the loop.
 
-        Returns the last one's logits, float32 [V]; they do not tell if another token overflowed.
+        Returns the last one's scores; they do not tell if another token overflowed.
         """
         n = len(tokens)
         positions = torch.arange(cache.length, cache.length + n)
-        ids = torch.tensor(tokens)
-        last = torch.tensor([n - 1])
-        logits = self.forward(ids, positions, cache, logits_rows=last)  # [1, V]
+        scores = self.forward(torch.tensor(tokens), positions, cache, n_last=1)
         cache.advance(n)
-        return logits[0]
+        return scores
 
     def forget(self, cache: KVCache, start: int, n: int) -> None:
         """Drop slots [start, start + n); what follows moves down to them, n positions back.
@@ -263,16 +259,13 @@ class GPTNeoX:
         cache.rewind(cache.length - n)
         cache.kv[:, :, :, start : cache.length] = kept
 
-    def new_cache(self, capacity: int, n_rows: int = ROW_COUNTS[-1], min_rows: int = 1) -> KVCache:
-        """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit.
+    def new_cache(self, capacity: int, use: Use | None = None) -> KVCache:
+        """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
+        use = use or Use()
+        use = use._replace(min_rows=max(use.min_rows, self.pool.min_rows))
+        return KVCache(self.pool.lend(capacity, use.min_rows), capacity, use)
 
-        n_rows: of the widest pass beside prefill. min_rows: to which every pass is padded at least.
-        """
-        min_rows = max(min_rows, self.pool.min_rows)
-        storage = self.pool.lend(capacity, max(n_rows, min_rows), min_rows)
-        return KVCache(storage, capacity, min_rows)
-
-    def _make_storage(self, n_slots: int, n_rows: int) -> Storage:
+    def _make_storage(self, n_slots: int) -> Storage:
         """For the pool: memory of n_slots, and positions for all of them."""
         config = self.config
         if n_slots > len(self.turns):
@@ -282,21 +275,12 @@ class GPTNeoX:
         if not self.pool.is_fixed:
             return Storage(kv, self.turns, None)
         run = partial(self._run_fixed, kv, self.turns)
-        passes = FixedPasses(run, n_rows, n_slots, config.vocab_size, self.device)
+        passes = FixedPasses(run, n_slots, config.vocab_size, self.device)
         return Storage(kv, self.turns, passes)
 
-    def _run_fixed(
-        self,
-        kv: Tensor,
-        turns: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor,
-        start: Tensor,
-        logits: Tensor,
-    ) -> None:
+    def _run_fixed(self, kv: Tensor, turns: Tensor, inputs: Inputs, logits: Tensor) -> None:
         """A whole pass of a fixed shape, for FixedPasses; its logits go to the last argument."""
-        rows = fixed_rows(tokens, positions, mask, start, self.embed_in)
+        rows = fixed_rows(inputs, self.embed_in)
         logits.copy_(self._scores(self._run(rows, kv, turns)))
 
 

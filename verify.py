@@ -14,10 +14,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from draft_tree import Tree, to_host
+from draft_tree import Tree
 from engine.sampling import Sampler
+from engine.scores import Scores
 
 
 class NonFiniteLogits(Exception):
@@ -42,19 +44,18 @@ def tree_positions(depths: Tensor, length: int) -> Tensor:
     return depths + length
 
 
-def accept(tree: Tree, logits: Tensor, sampler: Sampler | None) -> tuple[list[int], list[int]]:
+def accept(tree: Tree, scores: Scores, sampler: Sampler | None) -> tuple[list[int], list[int]]:
     """What a step commits: the accepted rows, root first, and the id that the target puts after
     each, the bonus token last.
 
-    logits: [N, V] of the tree's rows. Raises NonFiniteLogits if the root's are not finite, so that
-    an error takes back nothing that was right; a path ends before any other row whose logits are
-    not.
+    scores: of the tree's rows. Raises NonFiniteLogits if the root's are not finite, so that an
+    error takes back nothing that was right; a path ends before any other row whose logits are not.
     """
-    best, predictions = to_host(*logits.max(dim=-1))  # [N] each, by one read
+    best, predictions = scores.best()  # [N] each
     if sampler is None:
         path, tokens = accept_greedy(tree, predictions)
     else:
-        path, tokens = accept_sampled(tree, sampler.warp(logits), sampler)
+        path, tokens = accept_sampled(tree, scores.logits, sampler)
     best = best.tolist()  # a row that holds inf or nan has it here
     n_finite = 0
     while n_finite < len(path) and math.isfinite(best[path[n_finite]]):
@@ -94,77 +95,133 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> tuple[list[int], list[int]
     return path, [predicted[row] for row in path]
 
 
-def accept_sampled(
-    tree: Tree, target_probs: Tensor, sampler: Sampler
-) -> tuple[list[int], list[int]]:
+def accept_sampled(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
     """Accept a path so that the text is distributed as the target's own samples would be.
 
-    target_probs: [N, V] float32, warped. Returns the accepted rows, root first, and the token that
-    follows each of them, the bonus token last.
+    logits: [N, V]. Returns the accepted rows, root first, and the token that follows each of them,
+    the bonus token last.
 
     At each node the children are tried in order. A rejected child leaves the residual, the target's
     distribution less what the rejection has accounted for; the bonus token is drawn from what is
     left after the last one. Leviathan et al. 2023, section 2; DySpec, Algorithm 3, whose coin
     N(0, 1) is a misprint.
     """
-    children: list[list[int]] = [[] for _ in range(len(tree))]
-    for row, parent in enumerate(tree.parents.tolist()[1:], start=1):
-        children[parent].append(row)
+    families = list_families(tree)
+    chances, residuals = try_families(tree, families, logits, sampler)
     path = [0]
-    tokens = []
-    while True:
-        child, residual = accept_child(tree, children[path[-1]], path[-1], target_probs, sampler)
-        if child is None:
-            bonus = int(sampler.draw(residual[None], 1))
-            return path, [*tokens, bonus]
+    child = first_accepted(families.get(0, []), chances, sampler)
+    while child is not None:
         path.append(child)
-        tokens.append(int(tree.tokens[child]))
-
-
-def accept_child(
-    tree: Tree, children: list[int], row: int, target_probs: Tensor, sampler: Sampler
-) -> tuple[int | None, Tensor]:
-    """The first of a row's children that is accepted, if any, and the residual [V] it leaves."""
-    residual = target_probs[row]  # [V]
-    draft_probs = None
-    slot = int(tree.draft_slots[row])
-    if slot >= 0 and tree.draft_probs is not None:
-        draft_probs = tree.draft_probs[slot]  # [V or fewer], what children were drawn from
-    for child in children:  # the drawn ones first
-        token = int(tree.tokens[child])
-        if tree.is_retrieved is not None and tree.is_retrieved[child]:
-            is_accepted, residual, _ = try_child(token, residual, None, sampler.coin())
-        else:
-            is_accepted, residual, draft_probs = try_child(
-                token, residual, draft_probs, sampler.coin()
-            )
-        if is_accepted:
-            return child, residual
-    return None, residual
-
-
-def try_child(
-    token: int, residual: Tensor, draft_probs: Tensor | None, coin: float
-) -> tuple[bool, Tensor, Tensor | None]:
-    """Whether one child is accepted, and what a rejection leaves of both distributions.
-
-    residual: [V], of the target. draft_probs: [V or fewer], what the child was drawn from; None for
-    a child that the draft's ranking chose.
-    """
-    # A child that was not drawn is drawn from a one-hot distribution: probability 1 on itself.
-    drawn_with = 1.0 if draft_probs is None else draft_probs[token]
-    if coin < residual[token] / drawn_with:
-        return True, residual, draft_probs
-    rest = residual.clone()
-    if draft_probs is None:
-        rest[token] = 0.0
+        child = first_accepted(families.get(child, []), chances, sampler)
+    last = path[-1]
+    if last in families:
+        place = list(families).index(last)
+        residual = residuals[len(families[last]) - 1][place : place + 1]  # [1, V]
     else:
-        rest[: len(draft_probs)] -= draft_probs
-        rest.clamp_(min=0.0)
-        # The next sibling was drawn from what this one left, so its chance is relative to that.
-        draft_probs = draft_probs.index_fill(0, torch.tensor(token, device=rest.device), 0.0)
-        draft_probs /= draft_probs.sum()
-    mass = rest.sum()
-    if mass == 0:  # nothing else is possible: only rounding kept the ratio from 1
-        return True, residual, draft_probs
-    return False, rest / mass, draft_probs
+        residual = sampler.warp(logits[last : last + 1])
+    bonus = int(sampler.draw(residual, 1))
+    return path, [*tree.tokens[path[1:]].tolist(), bonus]
+
+
+def list_families(tree: Tree) -> dict[int, list[int]]:
+    """The children of each row that has any, in order; the largest families first."""
+    families: dict[int, list[int]] = {}
+    for child, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        families.setdefault(parent, []).append(child)
+    return dict(sorted(families.items(), key=lambda family: -len(family[1])))
+
+
+def first_accepted(children: list[int], chances: dict[int, float], sampler: Sampler) -> int | None:
+    """The first child whose coin says yes."""
+    for child in children:
+        if sampler.coin() < chances[child]:
+            return child
+    return None
+
+
+def try_families(
+    tree: Tree, families: dict[int, list[int]], logits: Tensor, sampler: Sampler
+) -> tuple[dict[int, float], list[Tensor]]:
+    """Each child's chance, by row, if its elder siblings are rejected; and by rank the residuals
+    [families that have one of this rank, V] if it is rejected too.
+
+    No coin enters here, so the whole tree is tried at once, eldest children first, and read once.
+    """
+    if not families:
+        return {}, []
+    rows, slots, tokens, is_drawn = lay_out(tree, families, logits.device)
+    residual = sampler.warp(logits.index_select(0, rows))  # [P, V], of P families
+    draft_probs = None
+    if tree.draft_probs is not None:
+        n_unknown = residual.shape[1] - tree.draft_probs.shape[1]  # ids that the draft has not
+        draft_probs = F.pad(tree.draft_probs.index_select(0, slots), (0, n_unknown))  # [P, V]
+    order = []
+    chances = []
+    residuals = []
+    for rank in range(tokens.shape[1]):
+        members = [children[rank] for children in families.values() if len(children) > rank]
+        n = len(members)  # the first n families have one
+        token = tokens[:n, rank : rank + 1]  # [n, 1]
+        drawn_from = one_hot(token, residual.shape[1])
+        if draft_probs is not None:
+            drawn_from = torch.where(is_drawn[:n, rank : rank + 1], draft_probs[:n], drawn_from)
+            draft_probs = without(token, draft_probs[:n])
+        chance, residual = try_children(token, residual[:n], drawn_from)
+        order += members
+        chances.append(chance)
+        residuals.append(residual)
+    return dict(zip(order, torch.cat(chances).tolist(), strict=True)), residuals
+
+
+def lay_out(
+    tree: Tree, families: dict[int, list[int]], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of P families with C children or fewer: the parents' rows and draft slots [P] int64, the
+    children's tokens [P, C], and whether they were drawn [P, C] bool; by one copy."""
+    n_most = len(next(iter(families.values())))
+    tokens = tree.tokens.tolist()
+    slots = tree.draft_slots.tolist()
+    drawn = drawn_rows(tree)
+    lines = []
+    for row, children in families.items():
+        padding = [0] * (n_most - len(children))
+        ids = [tokens[child] for child in children] + padding
+        are_drawn = [drawn[child] for child in children] + padding
+        lines.append([row, max(slots[row], 0)] + ids + are_drawn)
+    table = torch.tensor(lines).to(device, non_blocking=True)
+    return table[:, 0], table[:, 1], table[:, 2 : 2 + n_most], table[:, 2 + n_most :].bool()
+
+
+def drawn_rows(tree: Tree) -> list[bool]:
+    """Which nodes were drawn from the draft's distribution, not chosen by their rank."""
+    if tree.draft_probs is None:
+        return [False] * len(tree)
+    if tree.is_retrieved is None:
+        return [True] * len(tree)
+    return (~tree.is_retrieved).tolist()
+
+
+def one_hot(token: Tensor, n_ids: int) -> Tensor:
+    """What a child that was not drawn is as good as drawn from: [n, V] of its token [n, 1]."""
+    probs = torch.zeros(len(token), n_ids, device=token.device)
+    return probs.scatter_(1, token, 1.0)
+
+
+def without(token: Tensor, draft_probs: Tensor) -> Tensor:
+    """What the next sibling was drawn from, [n, V]: what the draw of a token [n, 1] has left."""
+    rest = draft_probs.scatter(1, token, 0.0)
+    return rest / rest.sum(dim=1, keepdim=True)
+
+
+def try_children(token: Tensor, residual: Tensor, drawn_from: Tensor) -> tuple[Tensor, Tensor]:
+    """One child of each of n parents: its chance of acceptance [n], and what a rejection leaves of
+    the target's distribution [n, V].
+
+    token: [n, 1]. residual, drawn_from: [n, V].
+    """
+    chance = residual.gather(1, token) / drawn_from.gather(1, token)
+    rest = (residual - drawn_from).clamp_(min=0.0)
+    mass = rest.sum(dim=1, keepdim=True)
+    # If nothing else is possible, only rounding keeps the ratio from 1
+    chance = chance.masked_fill(mass == 0, 1.0)
+    return chance.squeeze(1), rest / mass

@@ -19,6 +19,7 @@ import torch
 
 from dynatree import Step, capture
 from engine.cuda_graphs import ROW_COUNTS
+from engine.scores import Scores
 from engine.stopwatch import Stopwatch
 from gpt_neox import GPTNeoX, KVCache
 
@@ -85,7 +86,7 @@ def measure_step_times(
 
 def _open_cache(model: GPTNeoX, context: int) -> KVCache:
     """A cache of `context` tokens, for every width and with what CUDA replays for it."""
-    cache = model.new_cache(context + ROW_COUNTS[-1], ROW_COUNTS[-1])
+    cache = model.new_cache(context + ROW_COUNTS[-1])
     cache.advance(context)
     capture(model, cache, context)
     return cache
@@ -101,7 +102,7 @@ def _forward(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Tenso
     positions = torch.arange(context, context + n)
 
     @torch.inference_mode()
-    def forward() -> torch.Tensor:
+    def forward() -> Scores:
         return model.forward(tokens, positions, cache, mask)
 
     return forward
@@ -116,8 +117,9 @@ def median_ms(passes: Sequence[Callable], watch: Stopwatch, n_rounds: int) -> li
         for i, forward in enumerate(passes):
             for _ in range(BURST):
                 watch.restart()
-                forward()
-                samples[i].append(watch.ms())
+                with watch.verify:
+                    forward()
+                samples[i].append(watch.verify.ms())
     return [statistics.median(ms) for ms in samples]
 
 
@@ -138,8 +140,9 @@ def copy_bandwidth(device: torch.device) -> float:
     ms = []
     for _ in range(6):
         watch.restart()
-        copy.copy_(source)
-        ms.append(watch.ms())
+        with watch.verify:
+            copy.copy_(source)
+        ms.append(watch.verify.ms())
     return 2 * COPY_BYTES / statistics.median(ms[1:]) / 1e6  # the first one touches new memory
 
 

@@ -1,11 +1,12 @@
 """The memory of caches: taken when there is room for it, and lent again with its graphs.
 
 A generation needs a cache for its own length and no longer. On CUDA a cache that is given back is
-kept for the next one that it is large enough for, because what was captured over its memory can be
-replayed there and nowhere else. Elsewhere nothing is kept.
+kept for the next one, because what was captured over its memory can be replayed there and nowhere
+else; so it is made for all the positions that the model has, if there is room. Elsewhere nothing is
+kept.
 
-    pool = CachePool(make, token_bytes=1024, device=device, min_rows=1)
-    storage = pool.lend(capacity=500, n_rows=64)
+    pool = CachePool(make, token_bytes=1024, device=device, max_positions=2048, min_rows=1)
+    storage = pool.lend(capacity=500)
     ...
     pool.take_back(storage)
 
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cuda_graphs import ROW_COUNTS, FixedPasses, row_count, slot_count
-from engine.memory import OutOfMemory, require_memory
+from engine.cuda_graphs import ROW_COUNTS, FixedPasses, Use, row_count, slot_count
+from engine.memory import OutOfMemory, free_memory, require_memory
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,15 @@ class CachePool:
 
     def __init__(
         self,
-        make: Callable[[int, int], Storage],
+        make: Callable[[int], Storage],
         token_bytes: int,
         device: torch.device,
+        max_positions: int,
         min_rows: int,
     ):
-        """make: a storage of n_slots for passes of n_rows. min_rows: of every pass, padded."""
+        """make: a storage of n_slots. min_rows: of every pass, padded."""
         self.make, self.token_bytes, self.device = make, token_bytes, device
+        self.max_positions = max_positions
         self.min_rows = min_rows
         self.is_fixed = device.type == "cuda"
         self.has_graphs = self.is_fixed
@@ -51,9 +54,9 @@ class CachePool:
         self.n_graphs = 0
         self.capture_s = 0.0
 
-    def lend(self, capacity: int, n_rows: int, min_rows: int = 1) -> Storage:
-        """Storage for `capacity` tokens and passes of n_rows. Raises OutOfMemory."""
-        storage = self.find_idle(capacity, n_rows)
+    def lend(self, capacity: int, min_rows: int = 1) -> Storage:
+        """Storage for `capacity` tokens. Raises OutOfMemory."""
+        storage = self.find_idle(capacity)
         if storage:
             self.idle.remove(storage)
             storage.passes.is_replaying = False  # until `capture` has seen to these lengths
@@ -64,18 +67,29 @@ class CachePool:
         try:
             # To be lent again, it must be of use outside inference mode too
             with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_fixed):
-                return self.make(self.n_slots(capacity, min_rows), n_rows)
+                return self.make(self.n_slots(self.ample(capacity), min_rows))
         except failure as error:  # torch has no narrower one on CPU
             size = self.bytes(capacity) / 1e9
             raise OutOfMemory(
                 f"no room for a cache of {capacity} tokens, {size:,.1f} GB"
             ) from error
 
-    def find_idle(self, capacity: int, n_rows: int) -> Storage | None:
+    def ample(self, capacity: int) -> int:
+        """As many tokens, or where the storage is kept all that the model was trained for.
+
+        Else each longer request would need a new one, and graphs over the old one are never freed.
+        If that is half of what is free or more, the draft's cache may need the room.
+        """
+        most = max(capacity, self.max_positions)
+        if not self.is_fixed or self.bytes(most) > free_memory(self.device) / 2:
+            return capacity
+        return most
+
+    def find_idle(self, capacity: int) -> Storage | None:
         """A storage that was given back and is large enough."""
         n_slots = self.n_slots(capacity)
         for storage in self.idle:
-            if storage.kv.shape[3] >= n_slots and storage.passes.n_rows >= n_rows:
+            if storage.kv.shape[3] >= n_slots:
                 return storage
         return None
 
@@ -84,16 +98,21 @@ class CachePool:
         if storage.passes:
             self.idle.append(storage)
 
-    def capture(self, storage: Storage, lengths: range, scratch: int, min_rows: int) -> None:
+    def capture(self, storage: Storage, lengths: range, scratch: int, use: Use) -> None:
         """Capture the passes over these lengths, unless that is done or not wanted.
 
-        scratch: the first slot that may be written to meanwhile.
+        scratch: the first slot that may be written to meanwhile. Raises OutOfMemory.
         """
-        if self.has_graphs:
-            start = time.perf_counter()
-            passes = storage.passes
-            self.n_graphs += passes.capture(lengths[0], lengths[-1], scratch, min_rows)
-            self.capture_s += time.perf_counter() - start
+        if not self.has_graphs:
+            return
+        start = time.perf_counter()
+        try:
+            self.n_graphs += storage.passes.capture(lengths, scratch, use)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"no room for the CUDA graphs of {lengths[-1]} tokens; --no-graphs does without"
+            ) from error
+        self.capture_s += time.perf_counter() - start
 
     def padded(self, n: int, min_rows: int = 1) -> int:
         """The rows that a pass of n rows really has."""
@@ -111,14 +130,15 @@ class CachePool:
         return self.token_bytes * self.n_slots(capacity)
 
 
-def require_caches(needs: list[tuple[CachePool, int, int]]) -> None:
-    """Raise OutOfMemory unless all fit together: (pool, capacity, rows of its widest pass).
+def require_caches(needs: list[tuple[CachePool, int]]) -> None:
+    """Raise OutOfMemory unless caches from these pools fit together, each for so many tokens.
 
     Memory is taken lazily: each alone might be made, and all of them fail when they are filled.
     """
     n_bytes = 0
-    for pool, capacity, n_rows in needs:
-        if not pool.find_idle(capacity, n_rows):
+    for pool, capacity in needs:
+        if not pool.find_idle(capacity):
+            pool.idle.clear()  # too small
             n_bytes += pool.bytes(capacity)
-    sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
+    sizes = " and ".join(str(capacity) for _, capacity in needs)
     require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")

@@ -3,33 +3,36 @@
 A forward of one token launches some hundreds of kernels, and on a fast GPU launching them takes
 longer than running them. A graph launches all at once, but always the same kernels on the same
 memory. So a pass is padded to one of a few numbers of rows and of cache slots, and whatever else
-differs between passes is content of buffers that never move: tokens, positions, the mask, where to
-write. The loop knows nothing of this. Without a capture the same code runs eagerly, which is also
-how it is tested where there is no GPU.
+differs between passes is content of one buffer that never moves: tokens, positions, where to write,
+the mask. It is put together on the host and goes up by one copy. What ranks the logits is a graph,
+too, so that the few numbers that the host wants of them come down by one read. The loop knows
+nothing of this. Without a capture the same code runs eagerly, which is also how it is tested where
+there is no GPU.
 
-    passes = FixedPasses(run, n_rows=64, n_slots=1024, vocab_size=50304, device=device)
-    passes.capture(shortest=200, longest=900, scratch=200)
-    logits = passes.forward(tokens, positions, mask, start)
+    passes = FixedPasses(run, n_slots=1024, vocab_size=50304, device=device)
+    use = Use(n_rows=64, n_ranked=3)
+    passes.capture(range(200, 901), scratch=200, use=use)
+    scores = passes.forward(tokens, positions, mask, start, use)
 
 Shapes: n rows of a pass, S slots it may see, V vocabulary.
 """
 
 import gc
+import sys
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from engine.scores import Scores, rank
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLOT_STEP = 256
 # Every graph: destroying one frees a cuBLAS workspace that the others on its stream go on using
 # (pytorch issue 193402), so none ever is
 KEPT: list[torch.cuda.CUDAGraph] = []
-
-# run(tokens [n], positions [n], mask [n, S] bool, start [1], logits [n, V]): write the rows to the
-# slots from start on and their logits to the last argument, and read nothing back
-Run = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def row_count(n: int) -> int:
@@ -42,87 +45,166 @@ def slot_count(n: int) -> int:
     return -(-n // SLOT_STEP) * SLOT_STEP
 
 
-class FixedPasses:
-    """The passes of at most n_rows rows over one cache of n_slots slots."""
+class Use(NamedTuple):
+    """What a generation asks of the passes over a cache, prefill apart."""
 
-    def __init__(self, run: Run, n_rows: int, n_slots: int, vocab_size: int, device: torch.device):
-        if device.type == "cuda":
-            # cuDNN's attention is reported to refuse one row, so that ar would round otherwise than
-            # a tree, and to plan anew for every length of a prompt (not measured here)
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        n = row_count(n_rows)
-        self.run, self.n_rows = run, n
-        # What a pass does not fill keeps older content: real ids, positions and slots all the same
-        self.tokens, self.positions = torch.zeros(2, n, dtype=torch.int64, device=device)
-        self.start = torch.zeros(1, dtype=torch.int64, device=device)
-        self.mask = torch.zeros(n, n_slots, dtype=torch.bool, device=device)
-        self.mask[:, 0] = True  # a row added, too, needs something to see
-        self.causal = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+    n_rows: int = ROW_COUNTS[-1]  # of the widest
+    min_rows: int = 1  # to which every pass is padded at least
+    n_ids: int = sys.maxsize  # of the vocabulary, the first so many count
+    n_ranked: int = 0  # candidates wanted of each row
+
+
+class Inputs(NamedTuple):
+    """What differs between passes of one shape: views of one buffer of bytes."""
+
+    tokens: Tensor  # [n] int64
+    positions: Tensor  # [n] int64
+    start: Tensor  # [1] int64, the first slot to write
+    mask: Tensor  # [n, S] bool, True = may attend
+
+
+def input_bytes(n_rows: int, n_slots: int) -> int:
+    """What the inputs of a shape take."""
+    return 8 * (n_rows + n_rows + 1) + n_rows * n_slots
+
+
+def as_inputs(buffer: Tensor, n_rows: int, n_slots: int) -> Inputs:
+    """The beginning of a buffer of bytes as the inputs of a shape."""
+    end = 8 * (n_rows + n_rows + 1)
+    tokens, positions, start = buffer[:end].view(torch.int64).split((n_rows, n_rows, 1))
+    mask = buffer[end : input_bytes(n_rows, n_slots)].view(torch.bool)
+    return Inputs(tokens, positions, start, mask.view(n_rows, n_slots))
+
+
+# run(inputs, logits [n, V]): write the rows to the slots from start on and their logits to the last
+# argument, and read nothing back
+Run = Callable[[Inputs, Tensor], None]
+
+
+class FixedPasses:
+    """The passes of at most 128 rows over one cache of n_slots slots."""
+
+    def __init__(self, run: Run, n_slots: int, vocab_size: int, device: torch.device):
+        self.run = run
+        n = ROW_COUNTS[-1]
+        self.buffer = torch.zeros(input_bytes(n, n_slots), dtype=torch.uint8, device=device)
         self.logits = torch.empty(n, vocab_size, device=device)
-        self.replays: dict[tuple[int, int], Callable[[], None]] = {}  # by rows and slots
+        self.captured: dict[tuple, Captured] = {}  # by method and shape
         self.pool: tuple[int, int] | None = None  # the memory that all of them share
         self.is_replaying = False
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, start: int, min_rows: int = 1
-    ) -> Tensor:
-        """GPTNeoX.forward in a fixed shape; logits [n, V] that the next pass overwrites."""
-        n, end = len(tokens), start + len(tokens) if mask is None else mask.shape[1]
-        n_rows, n_slots = row_count(max(n, min_rows)), slot_count(end)
-        self.tokens[:n].copy_(tokens, non_blocking=True)  # from the host, without waiting
-        self.positions[:n].copy_(positions, non_blocking=True)
-        self.start.fill_(start)
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, start: int, use: Use
+    ) -> Scores:
+        """GPTNeoX.forward in a fixed shape; the next pass overwrites the scores."""
+        n = len(tokens)
         if mask is None:
-            self.mask[:n, :start].fill_(True)
-            self.mask[:n, start:end].copy_(self.causal[:n, :n])
-        else:
-            self.mask[:n, :end].copy_(mask, non_blocking=True)
-        self.mask[:n, end:n_slots].fill_(False)
-        if self.is_replaying:
-            self.replays[n_rows, n_slots]()
-        else:
-            self._run(n_rows, n_slots)
-        return self.logits[:n]
+            mask = torch.ones(n, start + n, dtype=torch.bool).tril_(start)
+        n_rows = row_count(max(n, use.min_rows))
+        n_slots = slot_count(mask.shape[1])
+        self.upload(n_rows, n_slots, tokens, positions, mask, start)
+        self.do(self.run_pass, n_rows, n_slots)
+        ranked = self.do(self.rank, row_count(n), use.n_ids, use.n_ranked)
+        return Scores(self.logits[:n, : use.n_ids], ranked[:n])
 
-    def capture(self, shortest: int, longest: int, scratch: int, min_rows: int = 1) -> int:
-        """Capture what is not yet: all passes over shortest to longest slots. Returns how many.
+    def upload(
+        self,
+        n_rows: int,
+        n_slots: int,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        start: int,
+    ) -> None:
+        """Bring a pass from the host to where passes of this shape read it, by one copy.
+
+        Rows added are of token 0 and see the first slot, as every row must see some.
+        """
+        n = len(tokens)
+        size = input_bytes(n_rows, n_slots)
+        # Pinned, so that the copy keeps nobody waiting; torch holds the memory until it is done
+        is_pinned = self.buffer.device.type == "cuda"
+        staged = torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
+        inputs = as_inputs(staged, n_rows, n_slots)
+        inputs.tokens[:n] = tokens
+        inputs.positions[:n] = positions
+        inputs.start[0] = start
+        inputs.mask[:n, : mask.shape[1]] = mask
+        inputs.mask[n:, 0] = True
+        self.buffer[:size].copy_(staged, non_blocking=True)
+
+    def run_pass(self, n_rows: int, n_slots: int) -> None:
+        """The pass that was uploaded for this shape."""
+        self.run(as_inputs(self.buffer, n_rows, n_slots), self.logits[:n_rows])
+
+    def rank(self, n_rows: int, n_ids: int, n_ranked: int) -> Tensor:
+        """What the host wants of its logits, [n_rows, 2 + 2 n_ranked]."""
+        return rank(self.logits[:n_rows, :n_ids], n_ranked)
+
+    def do(self, step: Callable[..., Tensor | None], *shape: int) -> Tensor | None:
+        """One of these two: its replay where it has been captured."""
+        if not self.is_replaying:
+            return step(*shape)
+        captured = self.captured[step, *shape]
+        captured.graph.replay()
+        return captured.result
+
+    def capture(self, lengths: range, scratch: int, use: Use) -> int:
+        """Capture what is not yet: the passes over so many slots. Returns how many.
 
         scratch: the first slot that may be written to meanwhile. Largest first, so that the smaller
         ones find room in the memory of the larger.
         """
-        n_before, was_collecting = len(self.replays), gc.isenabled()
-        self.start.fill_(scratch)
+        n_before, was_collecting = len(self.captured), gc.isenabled()
+        most = row_count(max(use.n_rows, use.min_rows))
+        counts = [n for n in reversed(ROW_COUNTS) if n <= most]
+        no_rows = torch.empty(0, dtype=torch.int64)
+        no_mask = torch.empty(0, 0, dtype=torch.bool)
         gc.disable()  # a tensor or graph that it frees on the way would spoil the capture
         try:
-            for n_slots in range(slot_count(longest), slot_count(shortest) - 1, -SLOT_STEP):
-                for n_rows in reversed(ROW_COUNTS):
-                    if row_count(min_rows) <= n_rows <= self.n_rows:
-                        self._capture(n_rows, n_slots)
+            for n_slots in range(slot_count(lengths[-1]), slot_count(lengths[0]) - 1, -SLOT_STEP):
+                for n_rows in counts:
+                    if n_rows >= use.min_rows:
+                        self.upload(n_rows, n_slots, no_rows, no_rows, no_mask, scratch)
+                        self.record(self.run_pass, n_rows, n_slots)
+            for n_rows in counts:
+                self.record(self.rank, n_rows, use.n_ids, use.n_ranked)
         finally:
             if was_collecting:
                 gc.enable()
         self.is_replaying = True
-        return len(self.replays) - n_before
+        return len(self.captured) - n_before
 
-    def _capture(self, n_rows: int, n_slots: int) -> None:
-        if (n_rows, n_slots) not in self.replays:
-            run = partial(self._run, n_rows, n_slots)
-            replay, self.pool = record(run, self.pool, self.start.device)
-            self.replays[n_rows, n_slots] = replay
+    def record(self, step: Callable[..., Tensor | None], *shape: int) -> None:
+        """Capture one step of a shape, unless it has been."""
+        if (step, *shape) not in self.captured:
+            captured = record(partial(step, *shape), self.pool, self.buffer.device)
+            self.captured[step, *shape] = captured
+            self.pool = captured.graph.pool()
 
-    def _run(self, n_rows: int, n_slots: int) -> None:
-        rows = self.tokens[:n_rows], self.positions[:n_rows], self.mask[:n_rows, :n_slots]
-        self.run(*rows, self.start, self.logits[:n_rows])
+
+class Captured(NamedTuple):
+    """A function as a graph, and the tensor that every replay writes anew."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Tensor | None
 
 
 def record(
-    run: Callable[[], None], pool: tuple[int, int] | None, device: torch.device
-) -> tuple[Callable[[], None], tuple[int, int]]:
-    """Capture a function: its replay, and the memory pool it uses."""
-    with torch.cuda.device(device):
+    run: Callable[[], Tensor | None], pool: tuple[int, int] | None, device: torch.device
+) -> Captured:
+    """Capture a function, over a memory pool to share.
+
+    Always in inference mode: torch up to 2.10 could not capture outside of it what it had once
+    captured inside.
+    """
+    with torch.cuda.device(device), torch.inference_mode():
         run()  # warm up: kernels are chosen and loaded, which no capture may do
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            run()
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                result = run()
+        except RuntimeError as error:  # the end of a broken capture hides what broke it
+            raise error.__context__ or error from None
     KEPT.append(graph)
-    return graph.replay, graph.pool()
+    return Captured(graph, result)

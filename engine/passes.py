@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.cuda_graphs import Inputs
+
 
 class Rows(NamedTuple):
     """The rows of one pass."""
@@ -50,24 +52,20 @@ def tight_rows(
         return Rows(tokens, positions, like.new_zeros(1, start + 1), start)
     if mask is None:
         mask = torch.ones(n, start + n, dtype=torch.bool, device=device).tril_(start)
-    bias = like.new_full((n, mask.shape[1]), -math.inf).masked_fill_(
-        mask.to(device, non_blocking=True), 0.0
-    )
+    n_slots = mask.shape[1]
+    aligned = -(-n_slots // 8) * 8  # CUDA's attention copies, layer by layer, a mask that is not
+    bias = like.new_full((n, aligned), -math.inf)[:, :n_slots]
+    bias.masked_fill_(mask.to(device, non_blocking=True), 0.0)
     if m > n:
         bias = F.pad(bias, (0, 0, 0, m - n), value=-math.inf)
         bias[n:, 0] = 0.0
     return Rows(tokens, positions, bias, start)
 
 
-def fixed_rows(
-    tokens: Tensor, positions: Tensor, mask: Tensor, start: Tensor, like: Tensor
-) -> Rows:
-    """The same of the buffers of FixedPasses: no shape depends on a value, nothing is read back.
-
-    start: [1] int64. mask: [m, S] bool.
-    """
-    bias = like.new_full(mask.shape, -math.inf).masked_fill_(mask, 0.0)
-    return Rows(tokens, positions, bias, start)
+def fixed_rows(inputs: Inputs, like: Tensor) -> Rows:
+    """The same of a pass of a fixed shape: no shape depends on a value, nothing is read back."""
+    bias = like.new_full(inputs.mask.shape, -math.inf).masked_fill_(inputs.mask, 0.0)
+    return Rows(inputs.tokens, inputs.positions, bias, inputs.start)
 
 
 class LayerSlots(NamedTuple):

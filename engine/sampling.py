@@ -32,15 +32,20 @@ class Sampling:
 
     def sampler(self, device: torch.device) -> "Sampler":
         """A fresh sampler, for one generation."""
-        return Sampler(self, torch.Generator(device).manual_seed(self.seed))
+        generator = torch.Generator(device).manual_seed(self.seed)
+        coins = generator
+        if device.type != "cpu":
+            coins = torch.Generator().manual_seed(self.seed)
+        return Sampler(self, generator, coins)
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The settings with a generator, the only source of chance in a generation."""
+    """The settings with what is the only source of chance in a generation."""
 
     settings: Sampling
-    generator: torch.Generator
+    generator: torch.Generator  # on the models' device
+    coins: torch.Generator  # the same, or one on the host: a coin is no reason to wait
 
     def warp(self, logits: Tensor) -> Tensor:
         """logits [n, V] -> probabilities [n, V] float32, those outside the top-p set 0."""
@@ -51,7 +56,8 @@ class Sampler:
             return probs
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         # A token stays if those above it have not reached top_p yet; the first always does
-        ranked *= ranked.cumsum(dim=-1) - ranked < self.settings.top_p
+        above = ranked.cumsum(dim=-1) - ranked
+        ranked *= above < self.settings.top_p
         kept = torch.zeros_like(probs).scatter_(-1, order, ranked)
         return kept / kept.sum(dim=-1, keepdim=True)
 
@@ -68,5 +74,4 @@ class Sampler:
 
     def coin(self) -> float:
         """Uniform on [0, 1)."""
-        generator = self.generator
-        return torch.rand((), generator=generator, device=generator.device).item()
+        return torch.rand((), generator=self.coins).item()

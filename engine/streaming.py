@@ -9,7 +9,7 @@ A drop happens at fixed counts of committed tokens, and no iteration commits acr
 decodes over exactly the cache that ar has, and its text is ar's over the same window.
 
     window = Window(size=256, sinks=4)
-    logits = window.prefill(target, visible, cache)
+    scores = window.prefill(target, visible, cache)
 """
 
 import sys
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from engine.scores import Scores
 
 DEFAULT_SINKS = 4  # the paper's number
 
@@ -32,8 +34,8 @@ class Model(Protocol):
     """GPTNeoX, as far as a window sees it."""
 
     def prefill(
-        self, tokens: list[int], cache: Cache, read: Callable[[Tensor, Tensor], None] | None
-    ) -> Tensor: ...
+        self, tokens: list[int], cache: Cache, read: Callable[[Tensor, Scores], None] | None
+    ) -> Scores: ...
 
     def forget(self, cache: Cache, start: int, n: int) -> None: ...
 
@@ -72,18 +74,18 @@ class Window:
         model: Model,
         visible: list[int],
         cache: Cache,
-        read: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> Tensor:
+        read: Callable[[Tensor, Scores], None] | None = None,
+    ) -> Scores:
         """GPTNeoX.prefill of a text of any length into an empty cache; `visible` keeps its ids.
 
-        Returns the last token's logits, float32 [V]; nan if any token overflowed.
+        Returns the last token's scores, whose logits are nan if any token overflowed.
         """
         while True:
             piece = visible[cache.length : self.full]
-            logits = model.prefill(piece, cache, read)
+            scores = model.prefill(piece, cache, read)
             self.drop(model, visible, cache)
-            if cache.length == len(visible) or logits.isnan().any():
-                return logits
+            if cache.length == len(visible) or scores.best()[0].isnan():
+                return scores
 
 
 WHOLE_TEXT = Window()

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from draft_tree import CERTAIN, MAX_ROWS, Level, Rule, Tree, mark_ancestors
+from engine.scores import Scores
 from engine.settings import check_settings, setting
 
 # What an iteration's time is made of, in this order wherever costs are listed
@@ -257,7 +258,7 @@ LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
 class AutoRule(Rule):
     """One generation of auto: all that it remembers, has counted and timed so far."""
 
-    is_reading = True
+    n_read = N_RANKS
 
     def __init__(self, settings: Auto):
         s = settings
@@ -382,9 +383,9 @@ class AutoRule(Rule):
             node = self.add(self.nodes[parents[row]], tokens[row], chances[row], bins[row])
             node.draft_slot = slots[row]
 
-    def read(self, tokens: Tensor, logits: Tensor) -> None:
+    def read(self, tokens: Tensor, scores: Scores) -> None:
         """Remember the prompt at once; of a tree it must first be known what was accepted."""
-        self.best = logits.topk(min(N_RANKS, logits.shape[1])).indices.tolist()
+        self.best = scores.likeliest_ids(N_RANKS).tolist()
         if self.nodes:
             return
         for row, token in enumerate(tokens.tolist()):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import methods  # the registry, which imports this file: read when a setting is, not before
 from draft_tree import MAX_ROWS, Level, Rule, Tree, log_threshold, mark_ancestors
+from engine.scores import Scores
 from engine.settings import check_settings, choice, setting
 from methods.static import Alone
 
@@ -98,19 +99,17 @@ class SuccessorTable:
     def unknown(self) -> int:
         return len(self.ids) - 1  # V
 
-    def read(self, tokens: Tensor, logits: Tensor) -> None:
-        """Take over the target's k best after each token. tokens: [n]; logits: [n, V]."""
-        n_ids = logits.shape[1]
-        k = min(len(RANK_PROBS), n_ids)
+    def read(self, tokens: Tensor, scores: Scores) -> None:
+        """Take over the target's k best after each token [n]."""
         if not len(self.ids):
+            n_ids = scores.logits.shape[1]
             shape = (n_ids + 1, len(RANK_PROBS))
             self.ids = torch.full(shape, n_ids)
-        tokens = tokens.cpu()  # [n]
-        best = logits.topk(k).indices.cpu()  # [n, k]
+        best = scores.likeliest_ids(len(RANK_PROBS))  # [n, k]
         order = torch.arange(len(tokens))
         # A token read twice takes its last row: all its writes then write the same, in any order
         last = ((tokens[:, None] == tokens) * order).amax(dim=1)
-        self.ids[tokens, :k] = best[last]
+        self.ids[tokens, : best.shape[1]] = best[last]
 
     def unroll(self, root: Tensor, shape: Template) -> Tensor:
         """The template's tokens [M] below the root [1]; V where the table knows none."""
@@ -220,7 +219,7 @@ class Graft:
 class GraftRule(Rule):
     """One generation of recycle or graft: a drafting rule, and the table as it has grown."""
 
-    is_reading = True
+    n_read = len(RANK_PROBS)
 
     def __init__(self, base: Rule, n_rows: int, graft_depth: int, checkpoints: dict[int, float]):
         """checkpoints: depth -> probability of the best path below which drafting stops there."""
@@ -253,8 +252,8 @@ class GraftRule(Rule):
         tokens = self.table.unroll(tree.tokens[:1], shape)
         return graft(tree, tokens, shape, tokens < self.table.unknown, self.max_rows)
 
-    def read(self, tokens: Tensor, logits: Tensor) -> None:
-        self.table.read(tokens, logits)
+    def read(self, tokens: Tensor, scores: Scores) -> None:
+        self.table.read(tokens, scores)
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         self.base.adapt(tree, path, ms)

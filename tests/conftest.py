@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import Field, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 from draft_tree import MAX_ROWS, Rule, Settings
 from engine import cuda_graphs
 from engine.checkpoint import Config, expected_shapes
+from engine.cuda_graphs import Captured
 from gpt_neox import GPTNeoX
 from methods import METHODS
 
@@ -27,11 +28,27 @@ def one_thread() -> None:
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a replay run the pass anew: everything about a graph but CUDA itself."""
 
-    def record(run: Callable[[], None], *_: object) -> tuple[Callable[[], None], None]:
-        run()
-        return run, None
+    def record(run: Callable[[], Tensor | None], *_: object) -> Captured:
+        result = run()
+        return Captured(PretendedGraph(run, result), result)
 
     monkeypatch.setattr(cuda_graphs, "record", record)
+
+
+@dataclass(frozen=True)
+class PretendedGraph:
+    """What has been captured, and the tensor that it writes to."""
+
+    run: Callable[[], Tensor | None]
+    result: Tensor | None
+
+    def replay(self) -> None:
+        result = self.run()
+        if result is not None:
+            self.result.copy_(result)
+
+    def pool(self) -> None:
+        """There is none."""
 
 
 class Remembering:
@@ -119,4 +136,5 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def run(model: GPTNeoX, tokens: list[int]) -> Tensor:
     """The oracle: the whole text in one causal pass over a fresh cache, logits [n, V]."""
     positions = torch.arange(len(tokens))
-    return model.forward(torch.tensor(tokens), positions, model.new_cache(len(tokens)))
+    cache = model.new_cache(len(tokens))
+    return model.forward(torch.tensor(tokens), positions, cache).logits

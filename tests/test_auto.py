@@ -11,6 +11,7 @@ from test_draft_tree import FakeDraft, paths
 from cli.metrics import token_ids
 from draft_tree import Tree, grow
 from dynatree import Step, generate
+from engine.scores import Scores
 from gpt_neox import GPTNeoX
 from methods import auto
 from methods.auto import (
@@ -106,7 +107,7 @@ def taught(settings: Auto, best: dict[int, list[int]]) -> AutoRule:
         for rank, successor in enumerate(successors):
             logits[0, successor] = 9.0 - rank
         rule.recent = ()  # each on its own: a context of one token
-        rule.read(torch.tensor([token]), logits)
+        rule.read(torch.tensor([token]), Scores(logits))
     rule.recent = ()
     return rule
 
@@ -217,7 +218,7 @@ def test_a_draft_that_is_off_is_probed_for_one_percent_of_the_time() -> None:
     for _ in range(1000):
         root = torch.tensor([20])
         tree = grow(rule, root, FakeDraft(0), 99)
-        rule.read(tree.tokens, torch.zeros(len(tree), N_IDS))
+        rule.read(tree.tokens, Scores(torch.zeros(len(tree), N_IDS)))
         rule.adapt(tree, [0], 1.0)
         n_probes += rule.is_probe
         assert rule.probed_ms <= 0.01 * rule.total_ms + 5
@@ -236,11 +237,11 @@ def test_fixed_costs_make_a_text_depend_on_nothing_but_itself() -> None:
 
 def test_a_row_with_non_finite_logits_adds_nothing() -> None:
     rule = Auto(**FREE).rule()
-    rule.read(torch.tensor([1]), torch.zeros(1, N_IDS))
+    rule.read(torch.tensor([1]), Scores(torch.zeros(1, N_IDS)))
     rule.drafting.tokens = 1e6
 
-    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
-        return torch.full((len(tokens), N_IDS), math.nan)
+    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> Scores:
+        return Scores(torch.full((len(tokens), N_IDS), math.nan))
 
     tree: Tree = grow(rule, torch.tensor([9]), draft, 99)
     assert len(tree) == 1 and rule.n_levels == 1
@@ -251,8 +252,8 @@ def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:
     rule = taught(Auto(**FREE), BEST)
     rule.drafting.tokens = 1e6  # so that it drafts
 
-    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
-        return torch.full((len(tokens), N_IDS), math.nan)
+    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> Scores:
+        return Scores(torch.full((len(tokens), N_IDS), math.nan))
 
     tree = grow(rule, torch.tensor([1]), draft, 99)
     assert rule.n_levels == 1 and len(tree) > 1

@@ -27,6 +27,7 @@ from cli.models import Request
 from draft_tree import Settings, Tree
 from dynatree import Step
 from engine.memory import OutOfMemory
+from engine.scores import Scores
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone
@@ -230,11 +231,12 @@ def test_graphs_are_counted_apart(capsys: Captured, monkeypatch: pytest.MonkeyPa
     plain = run_json(capsys, ["--max-new-tokens", "20"])
     monkeypatch.setattr(GPTNeoX, "from_pretrained", as_on_cuda)
     report = run_json(capsys, ["--max-new-tokens", "20", "--compare"])
-    assert report["graphs"]["n"] == 2 * 7 and report["graphs"]["capture_s"] > 0, "1 to 64 rows"
+    assert report["graphs"]["n"] == 2 * (7 + 7), "1 to 64 rows: the pass, and what ranks it"
+    assert report["graphs"]["capture_s"] > 0
     assert report["token_ids"] == plain["token_ids"] and report["compare"]["exact"]
     assert plain["graphs"] == {"n": 0, "capture_s": 0.0}
     assert main(["--prompt", PROMPT, "--max-new-tokens", "5", "--method", "ar"]) == 0
-    told = r"captured 1 graphs in \d+\.\d s, which no figure counts"
+    told = r"captured 2 graphs in \d+\.\d s, which no figure counts"
     assert re.search(told, capsys.readouterr().err)
 
 
@@ -322,11 +324,11 @@ def test_an_error_leaves_the_text_so_far(capsys: Captured, monkeypatch: pytest.M
     real = dynatree.accept
     trees = []
 
-    def fail_later(tree: Tree, logits: torch.Tensor, sampler: None) -> tuple:
+    def fail_later(tree: Tree, scores: Scores, sampler: None) -> tuple:
         trees.append(tree)
         if len(trees) >= 7:
-            logits = logits * math.nan
-        return real(tree, logits, sampler)
+            scores = Scores(scores.logits * math.nan)
+        return real(tree, scores, sampler)
 
     monkeypatch.setattr(dynatree, "accept", fail_later)
     assert main(["--prompt", PROMPT, "--max-new-tokens", "20", "--method", "ar"]) == 2

@@ -6,6 +6,7 @@ from test_draft_tree import ROOT, FakeDraft, Path, assert_starts_anew, paths
 from torch import Tensor
 
 from draft_tree import Draft, grow
+from engine.scores import Scores
 from methods.deagle import Deagle, votes
 
 SETTINGS = Deagle()
@@ -38,8 +39,8 @@ def constant(p: float, n_ids: int = 8) -> Draft:
     probs = torch.full((n_ids,), (1 - p) / (n_ids - 1))
     probs[3] = p
 
-    def draft(tokens: Tensor, parents: Tensor | None) -> Tensor:
-        return probs.log().expand(len(tokens), -1)
+    def draft(tokens: Tensor, parents: Tensor | None) -> Scores:
+        return Scores(probs.log().expand(len(tokens), -1))
 
     return draft
 

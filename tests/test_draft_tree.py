@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draft_tree import DynaTree, DynaTreeRule, Level, Rule, Tree, grow
+from engine.scores import Scores
 from methods.static import Alone, Chain, Fixed
 
 VOCAB = 32
@@ -47,7 +48,7 @@ class FakeDraft:
         logits = heat * torch.randn(VOCAB, generator=generator)
         return self.changed.get(path, logits)
 
-    def __call__(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+    def __call__(self, tokens: Tensor, parents: Tensor | None) -> Scores:
         above = [()]
         if parents is not None:
             above = [self.level[parent] for parent in parents.tolist()]
@@ -56,7 +57,7 @@ class FakeDraft:
             self.level.append(path + (token,))
         self.ran += self.level
         self.n_calls += 1
-        return torch.stack([self.logits(path) for path in self.level])  # [W, V]
+        return Scores(torch.stack([self.logits(path) for path in self.level]))  # [W, V]
 
 
 @dataclass(frozen=True)
@@ -211,11 +212,11 @@ def test_fixed_and_chain_are_algorithm_1_without_its_adaptive_parts() -> None:
     assert seen["cut between siblings"] >= 10, seen
 
 
-def even_draft(tokens: Tensor, parents: Tensor | None) -> Tensor:
+def even_draft(tokens: Tensor, parents: Tensor | None) -> Scores:
     """Two tokens of probability 0.5 and nothing else, exact in float32."""
     logits = torch.full((len(tokens), VOCAB), -math.inf)
     logits[:, :2] = 0.0
-    return logits
+    return Scores(logits)
 
 
 @pytest.mark.parametrize(
@@ -331,8 +332,8 @@ def test_the_example_of_the_docstring() -> None:
     table[cat, [sat, ran, away]] = torch.tensor([0.5, 0.3, 0.2])
     table[dog, [ran, sat]] = torch.tensor([0.8, 0.2])
 
-    def draft(tokens: Tensor, parents: Tensor | None) -> Tensor:
-        return table[tokens].log()
+    def draft(tokens: Tensor, parents: Tensor | None) -> Scores:
+        return Scores(table[tokens].log())
 
     rule = Fixed(D=2, B=2, tau=0.15).rule()
     tree = grow(rule, torch.tensor([the]), draft, max_depth=8)

@@ -13,6 +13,7 @@ from draft_tree import DynaTree, Tree
 from dynatree import Step, generate
 from engine import memory
 from engine.caches import CachePool
+from engine.cuda_graphs import Use
 from engine.memory import OutOfMemory
 from gpt_neox import GPTNeoX, KVCache
 from methods.static import Alone, Chain, Fixed
@@ -30,7 +31,9 @@ class Stub(GPTNeoX):
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.turns = torch.zeros(self.config.max_positions)
-        self.pool = CachePool(self._make_storage, token_bytes=1, device=self.device, min_rows=1)
+        self.pool = CachePool(
+            self._make_storage, token_bytes=1, device=self.device, max_positions=128, min_rows=1
+        )
 
     def _run_tight(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
@@ -98,8 +101,8 @@ def record_caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
     made: list[KVCache] = []
     real = GPTNeoX.new_cache
 
-    def new_cache(model: GPTNeoX, *sizes: int) -> KVCache:
-        cache = real(model, *sizes)
+    def new_cache(model: GPTNeoX, capacity: int, use: Use | None = None) -> KVCache:
+        cache = real(model, capacity, use)
         made.append(cache)
         return cache
 

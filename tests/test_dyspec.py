@@ -17,6 +17,7 @@ from test_draft_tree import (
 )
 
 from draft_tree import Level, grow
+from engine.scores import Scores
 from methods.dyspec import DySpec, DySpecRule, draw_values
 
 DEPTH = 6
@@ -78,10 +79,10 @@ def test_the_set_has_the_highest_total_value_of_all_connected_sets() -> None:
     """Brute force over every connected set of five rows in a tree of two levels, four ids."""
     logits = torch.randn(21, 4, generator=torch.Generator().manual_seed(3))
 
-    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
+    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> Scores:
         if parents is None:
-            return logits[:1]
-        return logits[1 + tokens]
+            return Scores(logits[:1])
+        return Scores(logits[1 + tokens])
 
     probs = torch.softmax(logits, -1).tolist()
     value = {}  # of each path below the root

@@ -57,7 +57,7 @@ def greedy(target: GPTNeoX, prompt: list[int], n: int) -> list[int]:
     """The oracle: the whole text again for every token, no cache reused, no tree."""
     ids = list(prompt)
     for _ in range(n):
-        logits = target.prefill(ids, target.new_cache(len(ids)))  # [V]
+        logits = target.prefill(ids, target.new_cache(len(ids))).logits[0]  # [V]
         ids.append(int(logits.argmax()))
     return ids[len(prompt) :]
 
@@ -139,7 +139,7 @@ def check(target: GPTNeoX, prompt: list[int], steps: list[Step], expected: list[
         return True
     at = first_difference(ids, expected)
     context = prompt + expected[:at]
-    best = target.prefill(context, target.new_cache(len(context))).topk(2).values
+    best = target.prefill(context, target.new_cache(len(context))).logits[0].topk(2).values
     gap = float(best[0] - best[1])
     assert gap < TIE, f"token {at} is {ids[at]}, not {expected[at]}; top-2 gap {gap:.2e}"
     warnings.warn(f"tie at token {at}: top-2 gap {gap:.2e}", stacklevel=1)

@@ -5,6 +5,7 @@ itself, run in a way that leaves no room for the bug in question: whole text, fr
 """
 
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gpt_neox
 from dynatree import capture
 from engine.checkpoint import EMBED_IN
+from engine.cuda_graphs import Inputs, Use
 from engine.memory import OutOfMemory
 from gpt_neox import GPTNeoX, KVCache
 
@@ -73,7 +75,7 @@ def run_tree(model: GPTNeoX, cache: KVCache, tree: Tree, positions: Tensor | Non
         mask[row, torch.tensor(path) + cache.length] = True
     if positions is None:
         positions = torch.tensor([cache.length + len(path) - 1 for path in paths])
-    return model.forward(torch.tensor(tree.tokens), positions, cache, mask)
+    return model.forward(torch.tensor(tree.tokens), positions, cache, mask).logits
 
 
 def random_tree(seed: int) -> Tree:
@@ -113,10 +115,10 @@ def test_golden_greedy_text(golden: Golden) -> None:
     """48 cached steps drift nowhere: the text is the independent implementation's."""
     model, data = golden
     cache = model.new_cache(88)
-    ids = [int(model.prefill(data["input_ids"].tolist(), cache).argmax())]
+    ids = [int(model.prefill(data["input_ids"].tolist(), cache).logits.argmax())]
     while len(ids) < 48:
         at = torch.tensor([cache.length])
-        ids.append(int(model.forward(torch.tensor(ids[-1:]), at, cache).argmax()))
+        ids.append(int(model.forward(torch.tensor(ids[-1:]), at, cache).logits.argmax()))
         cache.advance(1)
     assert ids == data["greedy_ids"].tolist()
 
@@ -133,12 +135,12 @@ def test_cached_equals_whole(
     cache = model.new_cache(24)
     expected = run(model, tokens)
     monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", chunk)
-    assert_close(model.prefill(tokens, cache), expected[-1])
+    assert_close(model.prefill(tokens, cache).logits[0], expected[-1])
     assert cache.length == 20
     assert_close(cache.kv[:, :, :, :20], whole.kv[:, :, :, :20])
     cache.rewind(0)
     for row, token in enumerate(tokens):
-        assert_close(model.prefill([token], cache), expected[row])
+        assert_close(model.prefill([token], cache).logits[0], expected[row])
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -149,20 +151,20 @@ def test_explicit_causal_mask_equals_none(n: int, n_unused: int) -> None:
     tokens = torch.arange(n)
     positions = torch.arange(10, 10 + n)
     cache = prefilled(model, PREFIX, 20)
-    expected = model.forward(tokens, positions, cache)
+    expected = model.forward(tokens, positions, cache).logits
     model.forward(torch.arange(50, 60), torch.arange(10, 20), cache)
     mask = torch.ones(n, 10 + n + n_unused, dtype=torch.bool).tril(10)
-    assert_close(model.forward(tokens, positions, cache, mask), expected)
+    assert_close(model.forward(tokens, positions, cache, mask).logits, expected)
     assert cache.length == 10
 
 
-@pytest.mark.parametrize("rows", [[3], [0, 2], [4, 1, 1]])
-def test_logits_rows_are_rows_of_all_logits(rows: list[int]) -> None:
-    model = random_model(3)
+@pytest.mark.parametrize("n_last", [1, 3, 5])
+def test_the_last_scores_are_the_last_of_all(n_last: int) -> None:
     tokens = torch.arange(5)
-    cache = model.new_cache(5)
-    some = model.forward(tokens, tokens, cache, logits_rows=torch.tensor(rows))
-    assert_close(some, model.forward(tokens, tokens, cache)[rows])
+    for model in (random_model(3), fixed_model(3)):
+        cache = model.new_cache(5)
+        last = model.forward(tokens, tokens, cache, n_last=n_last).logits.clone()
+        assert_close(last, model.forward(tokens, tokens, cache).logits[-n_last:])
 
 
 def test_start_writes_there_and_nowhere_else() -> None:
@@ -174,11 +176,11 @@ def test_start_writes_there_and_nowhere_else() -> None:
     before = cache.kv.clone()
     mask = torch.ones(3, 17, dtype=torch.bool).tril(14)
     mask[:, 10:14] = False
-    there = model.forward(tokens, positions, cache, mask, start=14)
+    there = model.forward(tokens, positions, cache, mask, start=14).logits
     same = (cache.kv == before).flatten(0, 2).all(dim=2)  # [2LH, capacity]
     assert torch.equal(same.any(dim=0), same.all(dim=0)), "every layer, head and half alike"
     assert (~same[0]).nonzero()[:, 0].tolist() == [14, 15, 16] and cache.length == 10
-    assert_close(there, model.forward(tokens, positions, cache))
+    assert_close(there, model.forward(tokens, positions, cache).logits)
 
 
 @pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
@@ -229,7 +231,7 @@ def test_rewind_then_continue_equals_never_having_gone() -> None:
     model = random_model(7)
     cache = prefilled(model, PREFIX + [1, 2, 3, 4, 5], 20)
     cache.rewind(10)
-    assert_close(model.prefill([6, 7], cache), run(model, PREFIX + [6, 7])[-1])
+    assert_close(model.prefill([6, 7], cache).logits[0], run(model, PREFIX + [6, 7])[-1])
     assert_close(cache.kv[:, :, :, :12], prefilled(model, PREFIX + [6, 7], 12).kv)
 
 
@@ -276,7 +278,7 @@ def test_non_finite_row_stays_alone(value: float, bad_row: int, path: list[int])
             assert_close(logits[row], clean_logits[row])
     cache.commit(path)
     mask = torch.ones(1, 20, dtype=torch.bool).tril(cache.length)
-    after = model.forward(torch.tensor([3]), torch.tensor([cache.length]), cache, mask)
+    after = model.forward(torch.tensor([3]), torch.tensor([cache.length]), cache, mask).logits
     assert_close(after[0], run(model, path_text(TREE, path) + [3])[-1])
 
 
@@ -299,7 +301,7 @@ def test_positions_past_the_trained_range() -> None:
     tokens = list(range(30))
     cache = short.new_cache(30)
     short.new_cache(4)  # a smaller cache must not shrink the table
-    assert_close(short.prefill(tokens, cache), run(long, tokens)[-1])
+    assert_close(short.prefill(tokens, cache).logits[0], run(long, tokens)[-1])
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
@@ -324,8 +326,8 @@ def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int) -> None:
     qkv.view(2, 3, 16, 32)[:, part] *= 3e4
     model = GPTNeoX(random_config(), {name: t.half() for name, t in tensors.items()})
     ids = torch.arange(12)
-    assert not model.forward(ids, ids, model.new_cache(12)).isfinite().all()
-    assert model.prefill(ids.tolist(), model.new_cache(12)).isnan().all()
+    assert not model.forward(ids, ids, model.new_cache(12)).logits.isfinite().all()
+    assert model.prefill(ids.tolist(), model.new_cache(12)).logits.isnan().all()
 
 
 @pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
@@ -427,11 +429,11 @@ def test_a_padded_pass_can_be_replayed() -> None:
     addresses: list[list[int]] = []
     real = cache.passes.run
 
-    def recorded(*args: Tensor) -> None:
+    def recorded(inputs: Inputs, logits: Tensor) -> None:
         with Recorder() as recorder:
-            real(*args)
+            real(inputs, logits)
         operations.append(recorder.seen)
-        addresses.append([tensor.data_ptr() for tensor in args])
+        addresses.append([tensor.data_ptr() for tensor in (*inputs, logits)])
 
     cache.passes.run = recorded
     run_tree(model, cache, TREE)
@@ -459,7 +461,7 @@ def test_a_cache_lent_again_for_more_tokens_has_positions_for_them() -> None:
     model = fixed_model(6, max_positions=20)
     model.pool.take_back(model.new_cache(30).storage)
     tokens = [i % 90 for i in range(120)]
-    logits = model.prefill(tokens, model.new_cache(120))
+    logits = model.prefill(tokens, model.new_cache(120)).logits[0]
     assert_close(logits, run(random_model(6, max_positions=120), tokens)[-1])
 
 
@@ -471,23 +473,26 @@ def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: Monke
     plain = random_model(6)
     expected = run_tree(plain, prefilled(plain, PREFIX, 20), TREE)
     model.pool.has_graphs = True
-    cache = model.new_cache(600, n_rows=20)
+    cache = model.new_cache(600, Use(n_rows=20, n_ranked=3))
     model.prefill(PREFIX, cache)
     capture(model, cache, 10)
     shapes = []
     for slots in (768, 512, 256):
         for rows in (32, 16, 8, 4, 2, 1):
-            shapes.append((rows, slots))
-    assert list(cache.passes.replays) == shapes
+            shapes.append([rows, slots])
+    passes = cache.passes
+    ranked = [shape for method, *shape in passes.captured if method == passes.rank]
+    assert [shape for method, *shape in passes.captured if method == passes.run_pass] == shapes
+    assert ranked == [[rows, sys.maxsize, 3] for rows in (32, 16, 8, 4, 2, 1)]
     assert_close(run_tree(model, cache, TREE), expected)
     model.pool.take_back(cache.storage)
-    again = model.new_cache(500, n_rows=7)
+    again = model.new_cache(500, Use(n_rows=7, n_ranked=3))
     assert again.storage is cache.storage and again.length == 0 and not again.passes.is_replaying
-    replays = dict(again.passes.replays)
+    captured = dict(again.passes.captured)
     model.prefill(PREFIX, again)
     capture(model, again, 10)
-    assert again.passes.replays == replays  # the same, none made anew
-    assert model.pool.n_graphs == 18 and again.passes.is_replaying
+    assert again.passes.captured == captured  # the same, none made anew
+    assert model.pool.n_graphs == 18 + 6 and again.passes.is_replaying
     assert_close(run_tree(model, again, TREE), expected)
     assert model.new_cache(100).storage is not again.storage
     model.pool.take_back(again.storage)
@@ -507,7 +512,7 @@ def count_kernels(n_layers: int) -> int:
     model.pool.is_fixed = True
     cache = prefilled(model, PREFIX, 20)
     with Recorder() as recorder:
-        cache.passes._run(4, 256)
+        cache.passes.run_pass(4, 256)
     count = 0
     for operation in recorder.seen:
         name = operation[0].split(".")[1]

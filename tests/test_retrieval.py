@@ -10,6 +10,7 @@ from torch import Tensor
 from cli.metrics import measure
 from draft_tree import Settings, Tree, grow, lone
 from dynatree import generate
+from engine.scores import Scores
 from gpt_neox import GPTNeoX
 from methods import DRAFTING
 from methods.retrieval import (
@@ -29,7 +30,7 @@ def full_table(n_ids: int = 32, seed: int = 0) -> SuccessorTable:
     """Every token has successors, all different."""
     generator = torch.Generator().manual_seed(seed)
     table = SuccessorTable()
-    table.read(torch.arange(n_ids), torch.randn(n_ids, n_ids, generator=generator))
+    table.read(torch.arange(n_ids), Scores(torch.randn(n_ids, n_ids, generator=generator)))
     return table
 
 
@@ -70,12 +71,12 @@ def test_the_table_holds_the_last_reading_of_each_token() -> None:
     for row, best in enumerate([5, 6, 7, 8]):
         logits[row, best] = 9.0
         logits[row, best + 1] = 8.0
-    table.read(torch.tensor([3, 1, 3, 2]), logits)
+    table.read(torch.tensor([3, 1, 3, 2]), Scores(logits))
     assert table.ids[[1, 2, 3], :2].tolist() == [[6, 7], [8, 9], [7, 8]]
     assert table.unknown == 20
     never_read = [0] + list(range(4, 21))
     assert (table.ids[never_read] == table.unknown).all()
-    table.read(torch.tensor([1]), logits[:1])
+    table.read(torch.tensor([1]), Scores(logits[:1]))
     assert table.ids[[1, 2], 0].tolist() == [5, 8]
 
 
@@ -159,7 +160,7 @@ def test_the_budget_identity() -> None:
 def test_nothing_known_means_nothing_grafted() -> None:
     rule = Recycle(N=8).rule()
     logits = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
-    rule.read(torch.tensor([1, 2]), logits)
+    rule.read(torch.tensor([1, 2]), Scores(logits))
     assert len(grow(rule, torch.tensor([9]), None, 127)) == 1
     assert len(grow(rule, torch.tensor([1]), None, 127)) > 1
 

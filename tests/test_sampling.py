@@ -16,12 +16,13 @@ from cli.metrics import token_ids
 from draft_tree import Draft, DynaTree, Settings, grow
 from dynatree import generate
 from engine.sampling import Sampler, Sampling
+from engine.scores import Scores
 from methods import METHODS
 from methods.auto import Auto
 from methods.dyspec import DySpec
 from methods.retrieval import GraftRule
 from methods.static import Chain, Fixed
-from verify import accept_sampled, try_child
+from verify import accept_sampled, try_children
 
 CPU = torch.device("cpu")
 N_IDS = 5
@@ -38,8 +39,8 @@ def logits_table(seed: int, sharpness: float = 1.5) -> Tensor:
 def bigram(table: Tensor) -> Draft:
     """The draft that a table of logits [V, V] makes."""
 
-    def draft(tokens: Tensor, parents: Tensor | None) -> Tensor:
-        return table[tokens]
+    def draft(tokens: Tensor, parents: Tensor | None) -> Scores:
+        return Scores(table[tokens])
 
     return draft
 
@@ -176,7 +177,7 @@ def two_tokens(rule: Settings, draft: Tensor, depth: int) -> Callable[[Scripted]
 
     def trial(sampler: Scripted) -> tuple:
         tree = grow(rule.rule(), ROOT, bigram(draft), depth, sampler)
-        _, tokens = accept_sampled(tree, sampler.warp(TARGET[tree.tokens]), sampler)
+        _, tokens = accept_sampled(tree, TARGET[tree.tokens], sampler)
         text = tokens[:2]
         while len(text) < 2:
             text += sampler.draw(sampler.warp(TARGET[text[-1:]]), 1)[0].tolist()
@@ -235,7 +236,7 @@ class GraftedChain:
 
     def rule(self) -> GraftRule:
         rule = GraftRule(Chain(K=1).rule(), n_rows=4, graft_depth=1, checkpoints={})
-        rule.table.read(torch.arange(N_IDS), OTHER.flip(1))
+        rule.table.read(torch.arange(N_IDS), Scores(OTHER.flip(1)))
         return rule
 
 
@@ -253,16 +254,9 @@ def test_a_ranked_sibling_is_tried_after_the_drawn_ones() -> None:
     assert tree.draft_probs.shape == (1, N_IDS)
 
 
-def forget_to_renormalise(
-    token: int, residual: Tensor, draft_probs: Tensor, coin: Scripted
-) -> tuple:
-    """A planted error: the next sibling's chance is taken from the first one's distribution."""
-    is_accepted, rest, _ = try_child(token, residual, draft_probs, coin)
-    return is_accepted, rest, draft_probs
-
-
 def test_a_draft_that_is_not_renormalised_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "try_child", forget_to_renormalise)
+    """A planted error: the next sibling's chance is taken from the first one's distribution."""
+    monkeypatch.setattr(verify, "without", lambda token, draft_probs: draft_probs)
     settings = Sampling(1.0)
     law = every_outcome(two_tokens(SIBLINGS, DRAFTS["other"], 1), settings)
     with pytest.raises(AssertionError):
@@ -274,12 +268,7 @@ def test_a_draft_that_is_not_renormalised_is_caught(monkeypatch: pytest.MonkeyPa
 def test_a_ranked_child_taken_for_a_drawn_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted error: R[y] / q[y] for a child that was not drawn from q."""
     draft_probs = torch.softmax(DRAFTS["other"][0], dim=-1)
-
-    def as_if_drawn(token: int, residual: Tensor, _: None, coin: Scripted) -> tuple:
-        is_accepted, rest, _ = try_child(token, residual, draft_probs, coin)
-        return is_accepted, rest, None
-
-    monkeypatch.setattr(verify, "try_child", as_if_drawn)
+    monkeypatch.setattr(verify, "one_hot", lambda token, n_ids: draft_probs.expand(len(token), -1))
     settings = Sampling(1.0)
     law = every_outcome(two_tokens(Fixed(D=1, B=2, tau=0.0), DRAFTS["other"], 1), settings)
     with pytest.raises(AssertionError):
@@ -307,7 +296,7 @@ def draw_pairs(rule: Settings, depth: int, draft: str, sampler: Sampler, n: int)
     for _ in range(n):
         if tree is None or one_rule.is_drawing:  # a ranked tree is always the same
             tree = grow(one_rule, ROOT, bigram(DRAFTS[draft]), depth, sampler)
-        _, tokens = accept_sampled(tree, target_probs[tree.tokens], sampler)
+        _, tokens = accept_sampled(tree, TARGET[tree.tokens], sampler)
         texts.append(tokens[:2])
     short = [text for text in texts if len(text) == 1]
     last = [text[0] for text in short]
@@ -354,8 +343,8 @@ def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
     """Nothing is left of the residual: the child is the only token the target can write."""
     only = torch.tensor([0.0, 1.0, 0.0])
     almost = torch.tensor([0.0, 1.0 + 1e-7, 0.0])
-    is_accepted, residual, _ = try_child(1, only, almost, coin=1 - 1e-9)
-    assert is_accepted and residual.isfinite().all()
+    chance, _ = try_children(torch.tensor([[1]]), only[None], almost[None])
+    assert chance.tolist() == [1.0], "above every coin"
 
 
 def repeatable(method: str) -> Settings:

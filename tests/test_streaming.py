@@ -21,6 +21,8 @@ from torch import Tensor
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
 from dynatree import Drafter, generate
+from engine.cuda_graphs import Use
+from engine.scores import Scores
 from engine.stopwatch import Stopwatch
 from engine.streaming import Window
 from gpt_neox import GPTNeoX, KVCache
@@ -67,8 +69,8 @@ def test_what_nobody_saw_is_dropped_without_a_trace() -> None:
         model.prefill(tokens[N:].tolist(), fresh)
         assert_close(cache.kv[:, :, :, :20], fresh.kv[:, :, :, :20])
         following = torch.tensor([5])
-        ours = model.forward(following, torch.tensor([20]), cache)
-        theirs = model.forward(following, torch.tensor([20]), fresh)
+        ours = model.forward(following, torch.tensor([20]), cache).logits
+        theirs = model.forward(following, torch.tensor([20]), fresh).logits
     assert_close(ours, theirs)
 
 
@@ -82,7 +84,7 @@ def slow_stream(target: GPTNeoX, prompt: list[int], window: Window, n: int) -> l
     with torch.inference_mode():
         while len(text) < n:
             token = torch.tensor(unread[:1])
-            logits = target.forward(token, torch.tensor([cache.length]), cache)
+            logits = target.forward(token, torch.tensor([cache.length]), cache).logits
             cache.advance(1)
             if cache.length == full:
                 target.forget(cache, window.sinks, slack)
@@ -167,11 +169,11 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
     new_cache = GPTNeoX.new_cache
     catch_up = Drafter.catch_up
 
-    def spied_cache(self: GPTNeoX, capacity: int, n_rows: int, min_rows: int) -> KVCache:
+    def spied_cache(self: GPTNeoX, capacity: int, use: Use) -> KVCache:
         capacities.append(capacity)
-        return new_cache(self, capacity, n_rows, min_rows)
+        return new_cache(self, capacity, use)
 
-    def spied_catch_up(self: Drafter) -> Tensor:
+    def spied_catch_up(self: Drafter) -> Scores:
         lengths.append(len(self.visible))
         return catch_up(self)
 
@@ -190,13 +192,13 @@ def test_a_draft_that_lags_behind_keeps_the_sinks() -> None:
     draft = GPTNeoX(config, random_tensors(config, 1))
     visible = list(range(20))
     window = Window(12, 2)
-    drafter = Drafter(draft, draft.new_cache(40), 96, visible, Stopwatch(draft.device))
+    drafter = Drafter(draft, draft.new_cache(40), visible, Stopwatch(draft.device))
     with torch.inference_mode():
         draft.prefill(visible[:4], drafter.cache)
         drafter.drop(window)
         assert drafter.cache.length == 2
         del visible[2:5]
-        logits = drafter.run(torch.tensor(visible[-1:]), None)[0]
+        logits = drafter.run(torch.tensor(visible[-1:]), None).logits[0]
     assert_close(logits, run(draft, visible)[-1])
 
 
