@@ -37,7 +37,7 @@ from engine.checkpoint import (
     read_config,
     weight_bytes,
 )
-from engine.cuda_graphs import FixedPasses, Inputs, Use
+from engine.cuda_graphs import FixedPasses, Inputs, Use, settle_kernels
 from engine.memory import OutOfMemory, require_memory
 from engine.passes import LayerSlots, Rows, fixed_rows, open_slots, tight_rows
 from engine.products import Affine, Layout, fastest_rows, gelu
@@ -104,6 +104,7 @@ class GPTNeoX:
         self.embed_out = self.layout.take_head(tensors)  # from x to scores
         self.embed_in = tensors.pop(EMBED_IN)  # [V, hidden]
         self.device, self.dtype = self.embed_in.device, self.embed_in.dtype
+        settle_kernels(self.device, self.dtype)
         self.layers = [self.layout.take_layer(tensors, i) for i in range(config.n_layers)]
         self.final_norm = Affine(tensors[f"{FINAL_NORM}.weight"], tensors[f"{FINAL_NORM}.bias"])
         self.turns = rotary_table(config, config.max_positions, self.device)

@@ -45,6 +45,17 @@ def slot_count(n: int) -> int:
     return -(-n // SLOT_STEP) * SLOT_STEP
 
 
+def settle_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """What all of this process's passes are to be computed with, where torch leaves a choice."""
+    if device.type == "cuda":
+        # cuDNN's attention is reported to refuse one row, so that ar would round otherwise than a
+        # tree, and to plan anew for every length of a prompt (not measured here)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if dtype == torch.float32:
+        # Some environments allow TF32, whose products keep 10 bits: no text would be ar's
+        torch.set_float32_matmul_precision("highest")
+
+
 class Use(NamedTuple):
     """What a generation asks of the passes over a cache, prefill apart."""
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ONE = 2**40  # the probability 1 in whole numbers
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -55,9 +57,11 @@ class Sampler:
         if self.settings.top_p == 1:
             return probs
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-        # A token stays if those above it have not reached top_p yet; the first always does
-        above = ranked.cumsum(dim=-1) - ranked
-        ranked *= above < self.settings.top_p
+        # A token stays if those above it have not reached top_p yet; the first always does. Whole
+        # numbers add up to the same in any order, in which CUDA's sums differ from run to run
+        parts = (ranked * ONE).long()
+        above = parts.cumsum(dim=-1) - parts
+        ranked *= above < max(round(self.settings.top_p * ONE), 1)
         kept = torch.zeros_like(probs).scatter_(-1, order, ranked)
         return kept / kept.sum(dim=-1, keepdim=True)
 

@@ -63,6 +63,8 @@ def test_warping_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
     torch.testing.assert_close(sharper[0, 1], torch.tensor(25 / 36))
     one = Sampling(1.0, top_p=1e-9).sampler(CPU).warp(logits)
     assert one.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    least = Sampling(1.0, top_p=1e-30).sampler(CPU).warp(logits)
+    assert least.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
     cold = Sampling(1e-30).sampler(CPU).warp(logits)
     assert cold.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
 
