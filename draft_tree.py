@@ -149,12 +149,11 @@ def grow(
     max_depth: the caller's own limit, beside the rule's. sampler: for sampled text. When the
     budget cuts a level short, the first candidates in breadth-first order stay.
 
-    Four ways to count, when the draft has run cat and dog of the example, W = 2 and k = 2:
+    Three ways to count, when the draft has run cat and dog of the example:
 
-        candidate    0 sat   1 ran   2 ran   3 sat     all of this level's, row by row
-        level row    0       0       1       1         candidate // k: whose child it is
-        tree row     3       4       5       -         if added; `rows` holds cat's and dog's, 1, 2
-        draft slot   root 0, cat 1, dog 2              in the order the draft ran them
+        tree row     the 0, cat 1, dog 2, sat 3, ...   breadth-first
+        level row    cat 0, dog 1                      the W rows that the draft ran at once
+        draft slot   the 0, cat 1, dog 2               in the order in which it ran them
     """
     n_levels = min(max_depth, rule.begin(root))
     if n_levels < 1 or rule.max_rows < 2:
@@ -164,40 +163,90 @@ def grow(
         sampler = None
     if sampler:
         budget = rule.max_rows  # what was drawn must be tried: there is no choice afterwards
-    tokens, logprobs, rows, parents = root, CERTAIN, ROOT_ROW, None  # of the level to run, [W]
-    columns = [(root, NO_ROW, CERTAIN)]  # tokens, parents and logprobs of the tree, by level
-    depths = [0]
-    run_rows = []  # tree rows in the order of their draft slots
+    sapling = Sapling(int(root), budget)
     draft_probs = []  # [W, V] by level, if children are drawn
+    rows = [0]  # tree rows of the level to run
+    parents = None  # their parents' level rows
     for depth in range(n_levels):
-        scores = draft(tokens, parents)  # of W rows
-        run_rows += rows.tolist()
+        scores = draft(torch.tensor([sapling.tokens[row] for row in rows]), parents)  # of W rows
+        logprobs = torch.tensor([sapling.logprobs[row] for row in rows])
         level, candidates, probs = look(depth, scores, logprobs, rule.max_branches, sampler)
         add, expand = rule.expand(level)  # [W, k] each
         if sampler:  # what cannot be drawn was not drawn, whatever the rule makes of it
             add = add & (level.logprobs > -torch.inf)
             draft_probs.append(probs)
-        n_rows = len(depths)
-        added = add.flatten().nonzero().flatten()  # candidates, in breadth-first order
-        added = added[: budget - n_rows]
-        tokens = candidates.take(added)
-        logprobs = level.path_logprobs.take(added)
-        parents = added // candidates.shape[1]  # level rows
-        columns.append((tokens, rows.take(parents), logprobs))
-        depths += [depth + 1] * len(added)
-        growing = expand.take(added).nonzero().flatten()  # among the added
-        if len(depths) >= budget or not len(growing):
+        rows, parents = sapling.add_level(rows, level, candidates, add, expand)
+        if not rows:
             break
-        rows = growing + n_rows
-        tokens = tokens.take(growing)
-        logprobs = logprobs.take(growing)
-        parents = parents.take(growing)
-    tree = assemble(columns, depths, run_rows, draft_probs)
+    tree = sapling.as_tree(draft_probs)
     has_overflowed = len(tree) == 1 and not level.logprobs.isfinite().any()
     if len(tree) > rule.max_rows:
         tree = likeliest(tree, rule.max_rows)
     tree = rule.extend(tree, max_depth)
     return replace(tree, has_overflowed=True) if has_overflowed else tree
+
+
+class Sapling:
+    """A tree while it grows: plain lists, as a tensor of a few numbers costs microseconds."""
+
+    def __init__(self, root: int, budget: int):
+        """budget: how many rows it may have."""
+        self.budget = budget
+        self.tokens = [root]
+        self.parents = [-1]
+        self.depths = [0]
+        self.logprobs = [0.0]
+        self.draft_slots = [-1]
+        self.n_run = 0
+
+    def add_level(
+        self, rows: list[int], level: Level, candidates: Tensor, add: Tensor, expand: Tensor
+    ) -> tuple[list[int], Tensor]:
+        """Children of the rows [W] that have just been run: those candidates that `add` marks.
+
+        candidates, add, expand: [W, k]. Returns the new rows that may have children in turn, none
+        if the budget is used up, and their parents' level rows.
+        """
+        growing = []
+        parents = []
+        ids = candidates.tolist()
+        logprobs = level.path_logprobs.tolist()
+        may_grow = expand.tolist()
+        for i, is_added in enumerate(add.tolist()):
+            self.draft_slots[rows[i]] = self.n_run + i
+            for rank in range(len(is_added)):
+                if is_added[rank] and len(self.tokens) < self.budget:
+                    if may_grow[i][rank]:
+                        growing.append(len(self.tokens))
+                        parents.append(i)
+                    self.add(ids[i][rank], rows[i], logprobs[i][rank])
+        self.n_run += len(rows)
+        if len(self.tokens) >= self.budget:
+            growing = []
+        return growing, torch.tensor(parents)
+
+    def add(self, token: int, parent: int, logprob: float) -> None:
+        """One row, a level below its parent; logprob: of its path."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.logprobs.append(logprob)
+        self.draft_slots.append(-1)
+
+    def as_tree(self, draft_probs: list[Tensor]) -> Tree:
+        """It has grown. draft_probs: [W, V] by level, none if nothing was drawn."""
+        parents = torch.tensor(self.parents)
+        depth = self.depths[-1]
+        return Tree(
+            tokens=torch.tensor(self.tokens),
+            parents=parents,
+            depths=torch.tensor(self.depths),
+            logprobs=torch.tensor(self.logprobs),
+            ancestors=mark_ancestors(parents, depth),
+            draft_slots=torch.tensor(self.draft_slots),
+            depth=depth,
+            draft_probs=torch.cat(draft_probs) if draft_probs else None,
+        )
 
 
 def look(
@@ -232,30 +281,6 @@ def draw_candidates(
 def lone(root: Tensor) -> Tree:
     """A tree of only its root [1]."""
     return Tree(root, NO_ROW, ROOT_ROW, CERTAIN, ITSELF, NO_ROW, 0)
-
-
-def assemble(
-    columns: list[tuple[Tensor, Tensor, Tensor]],
-    depths: list[int],
-    run_rows: list[int],
-    draft_probs: list[Tensor],
-) -> Tree:
-    """Levels of (tokens, parents, logprobs), and the rows that were run, as one Tree."""
-    tokens, parents, logprobs = zip(*columns, strict=True)
-    parents = torch.cat(parents)
-    draft_slots = [-1] * len(depths)
-    for slot, row in enumerate(run_rows):
-        draft_slots[row] = slot
-    return Tree(
-        tokens=torch.cat(tokens),
-        parents=parents,
-        depths=torch.tensor(depths),
-        logprobs=torch.cat(logprobs),
-        ancestors=mark_ancestors(parents, depths[-1]),
-        draft_slots=torch.tensor(draft_slots),
-        depth=depths[-1],
-        draft_probs=torch.cat(draft_probs) if draft_probs else None,
-    )
 
 
 def mark_ancestors(parents: Tensor, depth: int) -> Tensor:
