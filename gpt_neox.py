@@ -32,12 +32,12 @@ from engine.checkpoint import (
     EMBED_IN,
     FINAL_NORM,
     Config,
-    find_checkpoint,
     load_tensors,
     read_config,
     weight_bytes,
 )
 from engine.cuda_graphs import FixedPasses, Inputs, Use, settle_kernels
+from engine.hub import find_checkpoint
 from engine.memory import OutOfMemory, require_memory
 from engine.passes import LayerSlots, Rows, fixed_rows, open_slots, tight_rows
 from engine.products import Affine, Layout, fastest_rows, gelu

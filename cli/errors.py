@@ -11,7 +11,8 @@ from typing import NoReturn
 
 import torch
 
-from engine.checkpoint import CheckpointError, HubUnreachable, first_line
+from engine.checkpoint import CheckpointError, first_line
+from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory
 from verify import NonFiniteLogits
 

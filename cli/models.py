@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from cli.errors import UsageError
 from draft_tree import Settings
 from dynatree import Step, generate
-from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint, read_json
+from engine.checkpoint import DTYPES, CheckpointError, read_json
+from engine.hub import find_checkpoint
 from gpt_neox import GPTNeoX
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"

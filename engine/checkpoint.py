@@ -1,20 +1,18 @@
-"""A checkpoint: finding its folder, reading its config, loading and checking its tensors.
+"""A checkpoint's folder: reading its config, loading and checking its tensors.
 
 Published Pythia and newer saves, sharded or not, old files with buffers that nothing needs; all
 else is an error that names what is missing, foreign or misshapen.
 
-    folder = find_checkpoint("models/tiny/target")
+    folder = Path("models/tiny/target")
     config = read_config(folder)
     tensors = load_tensors(folder, config, torch.device("cpu"), torch.float32)
 """
 
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -33,16 +31,12 @@ LAYER_NAMES = {  # part of a layer -> name in the checkpoint
 }
 EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 FINAL_NORM = "gpt_neox.final_layer_norm"
-SMALL_FILES = ["config.json", "tokenizer.json", "model.safetensors.index.json"]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 
 
 class CheckpointError(Exception):
     """A checkpoint that cannot be found, read or used; the message is one line for the user."""
-
-
-class HubUnreachable(CheckpointError):
-    """A hub name, but no network and nothing in the hub client's cache."""
 
 
 @dataclass(frozen=True)
@@ -161,46 +155,6 @@ def weight_bytes(config: Config, dtype: torch.dtype) -> int:
     return sum(math.prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
 
 
-def find_checkpoint(
-    name_or_path: str | Path, announce: Callable[[str], None] = lambda line: None
-) -> Path:
-    """The folder of a checkpoint: itself, or a download of hub repository NAME or NAME@REVISION.
-
-    `announce` is told the size before a download. Without a network the hub client's own cache
-    may still have the files. Raises CheckpointError, HubUnreachable among them.
-    """
-    path, text = Path(name_or_path), str(name_or_path)
-    if os.path.isdir(path):
-        return path
-    if os.path.exists(path) or text.startswith((".", "/", "~")):
-        raise CheckpointError(f"{text!r} is not a folder")
-    # Imported here: only hub names need the client, and importing it takes half a second.
-    from huggingface_hub import HfApi, errors, snapshot_download
-
-    name, _, revision = text.partition("@")
-    where = {"repo_id": name, "revision": revision or None}
-    try:
-        info = HfApi().model_info(**where, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-        _require_safetensors(sizes, text)
-        read_config(Path(snapshot_download(**where, allow_patterns=SMALL_FILES)))  # may refuse
-        weights = "model.safetensors" if "model.safetensors" in sizes else "model-*.safetensors"
-        megabytes = sum(size for file, size in sizes.items() if fnmatch(file, weights)) / 1e6
-        announce(f"fetching {text} ({megabytes:,.0f} MB, less what the hub cache already has)")
-        return Path(snapshot_download(**where, allow_patterns=[weights, *SMALL_FILES]))
-    except errors.HFValidationError as error:
-        raise CheckpointError(f"{text!r} is neither a folder nor a hub name") from error
-    except errors.HfHubHTTPError as error:  # unknown, gated, throttled, ...
-        reason = f"{text!r} is not a folder, and the hub refused it"
-        raise CheckpointError(f"{reason}: {first_line(error)}") from error
-    except (errors.HTTPError, OSError) as error:  # no network, or no room to store it
-        try:
-            return Path(snapshot_download(**where, local_files_only=True))
-        except OSError:
-            reason = f"{text!r} is not a folder, and cannot be fetched from the hub"
-            raise HubUnreachable(f"{reason} ({first_line(error)})") from error
-
-
 def read_config(folder: Path) -> Config:
     """The Config of a checkpoint folder. Raises CheckpointError."""
     try:
@@ -219,7 +173,7 @@ def load_tensors(
     """
     shapes = expected_shapes(config)
     tensors = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(file, "pt", device=str(device)) as shard:
                 for name in _wanted(shard, shapes, file):
@@ -249,25 +203,34 @@ def _wanted(shard: safe_open, shapes: dict[str, tuple[int, ...]], file: Path) ->
         yield name
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the shards that model.safetensors.index.json lists."""
-    index = folder / "model.safetensors.index.json"
-    _require_safetensors([f.name for f in folder.iterdir()], folder)
-    if (single := folder / "model.safetensors").exists():
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the shards that its index lists. Raises CheckpointError."""
+    require_safetensors([f.name for f in folder.iterdir()], folder)
+    if (single := folder / SINGLE).exists():
         return [single]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map")
-    files = [folder / name for name in sorted(set(map(str, weight_map.values())))]
+    files = [folder / name for name in shard_names(folder)]
     for file in files:
         if not file.exists():
-            raise CheckpointError(f"{index} lists {file.name}, which is not there")
+            raise CheckpointError(f"{folder / INDEX} lists {file.name}, which is not there")
     return files
 
 
-def _require_safetensors(files: Iterable[str], where: str | Path) -> None:
+def shard_names(folder: Path) -> list[str]:
+    """The files that the folder's index lists. Raises CheckpointError."""
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} lists {name}, which is not safetensors")
+    return names
+
+
+def require_safetensors(files: Iterable[str], where: str | Path) -> None:
     """Raise CheckpointError unless the file names hold a safetensors checkpoint."""
-    if not {"model.safetensors", "model.safetensors.index.json"} & set(files):
+    if not {SINGLE, INDEX} & set(files):
         has_bin = any(name.endswith(".bin") for name in files)
         found = "only .bin weights; convert them to safetensors" if has_bin else "no safetensors"
         raise CheckpointError(f"{where} holds {found}")

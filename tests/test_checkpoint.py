@@ -1,17 +1,12 @@
-"""Reading checkpoints: config, weights on disk, the hub, and errors that name the cause."""
+"""Reading checkpoints: config, weights on disk, and errors that name the cause."""
 
 import json
 from collections.abc import Callable
-from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 from conftest import assert_close, random_config, random_model, random_tensors, run
-from huggingface_hub import errors
-from pytest import MonkeyPatch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -236,105 +231,6 @@ def test_folder_with_only_bin_weights_says_so(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="only .bin weights"):
         GPTNeoX.from_pretrained(tmp_path)
-
-
-def fake_hub(
-    monkeypatch: MonkeyPatch, info: Exception | dict[str, int], download: Exception | str = ""
-) -> list[dict[str, object]]:
-    """A hub that knows these files and sizes, or raises; the list receives each call's keywords."""
-    calls: list[dict[str, object]] = []
-
-    def model_info(self: object, **arguments: object) -> SimpleNamespace:
-        calls.append(arguments)
-        if isinstance(info, Exception):
-            raise info
-        files = [SimpleNamespace(rfilename=name, size=size) for name, size in info.items()]
-        return SimpleNamespace(siblings=files)
-
-    def snapshot_download(**arguments: object) -> str:
-        calls.append(arguments)
-        if isinstance(download, Exception):
-            raise download
-        return download
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return calls
-
-
-@pytest.mark.parametrize("path", ["./nope", "/nope/x", "~/nope", "conftest.py"])
-def test_path_that_is_no_folder_is_never_a_hub_name(path: str, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
-    fake_hub(monkeypatch, {"model.safetensors": 1}, "/cache/folder")
-    with pytest.raises(CheckpointError, match=f"{path}.* is not a folder"):
-        GPTNeoX.from_pretrained(path)
-
-
-SHARDS = {"model-1-of-2.safetensors": 20_500_000, "model-2-of-2.safetensors": 20_500_000}
-DOWNLOADS = [
-    ("org/name", None, {"model.safetensors": 41_000_000}, {"model-1-of-1.safetensors": 41_000_000}),
-    ("org/name@step1", "step1", SHARDS | {INDEX: 900}, {"pytorch_model.bin": 99_000_000}),
-]
-
-
-@pytest.mark.parametrize("name, revision, used, twin", DOWNLOADS)
-def test_hub_download_is_announced_and_takes_no_twin(
-    name: str,
-    revision: str | None,
-    used: dict[str, int],
-    twin: dict[str, int],
-    monkeypatch: MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """Old repositories hold the same weights twice or more; only what is loaded is fetched."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
-    calls = fake_hub(monkeypatch, used | twin | {"config.json": 600}, str(tmp_path))
-    lines: list[str] = []
-    assert checkpoint.find_checkpoint(name, lines.append) == tmp_path
-    assert len(calls) == 3
-    for call in calls:
-        assert call["repo_id"] == "org/name" and call["revision"] == revision
-    for file in used | twin:
-        is_fetched = any(fnmatch(file, pattern) for pattern in calls[2]["allow_patterns"])
-        assert is_fetched == (file in used)
-    assert len(lines) == 1 and name in lines[0] and "41 MB" in lines[0]
-
-
-def test_a_foreign_model_is_refused_before_its_weights_are_fetched(
-    monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | {"model_type": "llama"}))
-    calls = fake_hub(monkeypatch, {"model.safetensors": 9}, str(tmp_path))
-    with pytest.raises(CheckpointError, match="llama"):
-        checkpoint.find_checkpoint("org/name", pytest.fail)
-    assert len(calls) == 2 and "model.safetensors" not in calls[1]["allow_patterns"]
-
-
-def test_hub_without_network_but_cached(monkeypatch: MonkeyPatch) -> None:
-    calls = fake_hub(monkeypatch, OSError("no route"), "/cache/folder")
-    assert checkpoint.find_checkpoint("org/name@main", pytest.fail) == Path("/cache/folder")
-    assert calls[-1] == {"repo_id": "org/name", "revision": "main", "local_files_only": True}
-
-
-ANSWER = SimpleNamespace(headers={}, request=None)
-REFUSALS = [
-    (OSError("no route"), "fetched from the hub .no route"),
-    (errors.RepositoryNotFoundError("401", response=ANSWER), "the hub refused it: 401"),
-    (errors.HfHubHTTPError("429 too many", response=ANSWER), "429 too many"),
-    ({"pytorch_model.bin": 1}, "only .bin weights"),
-]
-
-
-@pytest.mark.parametrize("info, cause", REFUSALS, ids=str)
-def test_hub_refusals_are_told_apart(
-    info: Exception | dict[str, int], cause: str, monkeypatch: MonkeyPatch
-) -> None:
-    """HubUnreachable alone may offer the embedded pair; a misspelt name must not look like it."""
-    fake_hub(monkeypatch, info, FileNotFoundError("not in the cache"))
-    with pytest.raises(CheckpointError, match=f"org/name.*{cause}") as caught:
-        checkpoint.find_checkpoint("org/name", pytest.fail)
-    is_unreachable = "fetched" in cause
-    assert isinstance(caught.value, checkpoint.HubUnreachable) == is_unreachable
 
 
 def test_absurd_sizes_are_refused_before_allocation(tmp_path: Path) -> None:

@@ -115,19 +115,6 @@ def test_a_gpu_without_bfloat16(capsys: Captured, monkeypatch: pytest.MonkeyPatc
     assert "Old GPU, compute capability 7.5, has none; use --dtype float16" in line
 
 
-def test_no_network(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub name without a network: the line holds the command that needs none."""
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    arguments = ["--prompt", "a", "--method", "ar", "--target", "EleutherAI/pythia-70m"]
-    line = error_line(capsys, arguments)
-    assert "EleutherAI/pythia-70m" in line and "--target models/tiny/target" in line
-
-
-def unreachable(*args: object, **kwargs: object) -> None:
-    raise OSError("no route to host")
-
-
 def copy_target(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     shutil.copytree(TARGET, folder)
