@@ -182,7 +182,7 @@ def load_tensors(
                     if not tensors[name].isfinite().all():
                         raise CheckpointError(f"{file}: {name} is not finite in {dtype}")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
+            raise _damaged(file, f"cannot be read: {first_line(error)}") from error
     for name in shapes:
         if name not in tensors:
             raise CheckpointError(f"{folder} lacks the tensor {name}")
@@ -243,10 +243,18 @@ def read_json(file: Path) -> dict:
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is not there") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not JSON: {first_line(error)}") from error
+        raise _damaged(file, f"is not JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} is not a JSON object")
     return content
+
+
+def _damaged(file: Path, what: str) -> CheckpointError:
+    """The line for a file that is not as it should be."""
+    line = f"{file} {what}"
+    if file.is_symlink():  # in the hub client's cache, which fetches nothing that is there
+        line += f"; delete {file.resolve()} and the next run fetches it again"
+    return CheckpointError(line)
 
 
 def first_line(error: Exception) -> str:

@@ -22,7 +22,7 @@ from huggingface_hub import constants
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 
 from cli.main import main
-from engine.checkpoint import CheckpointError
+from engine.checkpoint import CheckpointError, load_tensors, read_config
 from engine.hub import HubUnreachable, find_checkpoint
 from gpt_neox import GPTNeoX
 
@@ -227,6 +227,19 @@ def test_a_file_of_the_wrong_size_is_not_kept(hub: Hub) -> None:
     n_bytes = len(files[WEIGHTS])
     assert f"size {n_bytes + 7} but has size {n_bytes}" in refusal("org/name")
     hub.surplus = 0
+    GPTNeoX.from_pretrained("org/name")
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
+def test_a_damaged_file_in_the_cache_says_what_to_delete(hub: Hub, file: str) -> None:
+    """The cache's folder holds links: without the file behind it, it is fetched again."""
+    hub.add("org/name", golden(SINGLE))
+    folder = find_checkpoint("org/name")
+    os.truncate(folder / file, 300)
+    with pytest.raises(CheckpointError, match=file) as caught:
+        load_tensors(folder, read_config(folder), "cpu", None)
+    to_delete = str(caught.value).partition("; delete ")[2].partition(" and the next run")[0]
+    Path(to_delete).unlink()
     GPTNeoX.from_pretrained("org/name")
 
 
