@@ -180,8 +180,9 @@ def load_pair(
 
     Raises CheckpointError (the two tokenizers must be the same) and OutOfMemory.
     """
-    target_folder = find_checkpoint(target, announce)
+    # The draft first: a mistake in its name is told before gigabytes are fetched
     draft_folder = None if draft is None else find_checkpoint(draft, announce)
+    target_folder = find_checkpoint(target, announce)
     tokenizer = load_tokenizer(target_folder)
     if draft_folder:
         require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))

@@ -16,12 +16,14 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+import torch
 from conftest import TINY
 from hub_server import Files, Hub
 from huggingface_hub import constants
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 
 from cli.main import main
+from cli.models import load_pair
 from engine.checkpoint import CheckpointError, load_tensors, read_config
 from engine.hub import HubUnreachable, find_checkpoint
 from gpt_neox import GPTNeoX
@@ -365,6 +367,14 @@ def test_a_disk_that_fills_up_is_one_line(hub: Hub, monkeypatch: MonkeyPatch) ->
     GPTNeoX.from_pretrained("org/name")
 
 
+def test_a_misspelt_draft_is_told_before_the_target_is_fetched(hub: Hub) -> None:
+    """A target may be gigabytes."""
+    hub.add("org/target", golden(SINGLE))
+    with pytest.raises(CheckpointError, match="'org/drat'.*check the name"):
+        load_pair("org/target", "org/drat", torch.device("cpu"), torch.float32)
+    assert hub.fetched() == []
+
+
 def start(hub: Hub, home: Path, **changes: str) -> subprocess.Popen[str]:
     """The program, as a user starts it."""
     environment = {name: value for name, value in os.environ.items() if name[:3] != "HF_"}
@@ -416,6 +426,6 @@ def test_an_interrupted_download_is_one_line(tmp_path: Path) -> None:
         text, lines = run.communicate(timeout=60)
         assert run.returncode == 130 and text == ""
         assert lines.splitlines()[-1].startswith(
-            "interrupted: the cache keeps what is complete of org/target"
+            "interrupted: the cache keeps what is complete of org/draft"
         )
         assert "Traceback" not in lines
