@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from cli.errors import UsageError
 from cli.models import encode
+from engine.hub import client_errors, hub_error
 
 DATASETS = ("builtin", "wikitext2")
 WIKITEXT_REPOSITORY = "ggml-org/ci"
@@ -142,17 +143,17 @@ def paragraphs(text: str) -> list[str]:
 
 def _fetch_wikitext() -> str:
     """WikiText-2's raw test text, from the hub or the hub client's cache. Raises UsageError."""
-    from huggingface_hub import errors, hf_hub_download  # half a second, for this dataset only
+    from huggingface_hub import hf_hub_download  # half a second, for this dataset only
 
     others = f"use --dataset {DATASETS[0]} or --prompts FILE"
     try:
         file = hf_hub_download(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset")
+    except client_errors() as error:
+        raise UsageError(f"{hub_error('wikitext2', error)}; {others}") from error
+    try:
         with zipfile.ZipFile(file) as archive:
             return archive.read(WIKITEXT_FILE).decode("utf-8")
-    except (errors.HfHubHTTPError, errors.HTTPError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"wikitext2 cannot be fetched ({reason}); {others}") from error
-    except (zipfile.BadZipFile, KeyError, UnicodeDecodeError) as error:
+    except (zipfile.BadZipFile, OSError, KeyError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not the WikiText-2 archive: {error}; {others}") from error
 
 

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,8 @@ from hub_server import Files, Hub
 from huggingface_hub import constants
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 
+from benchmark.prompts import WIKITEXT_FILE, WIKITEXT_REPOSITORY, WIKITEXT_ZIP, load_prompts
+from cli.errors import UsageError
 from cli.main import main
 from cli.models import load_pair
 from engine.checkpoint import CheckpointError, load_tensors, read_config
@@ -365,6 +369,26 @@ def test_a_disk_that_fills_up_is_one_line(hub: Hub, monkeypatch: MonkeyPatch) ->
         patch.setattr("huggingface_hub.file_download.http_get", write)
         assert "(No space left on device); set HF_HOME" in refusal("org/name")
     GPTNeoX.from_pretrained("org/name")
+
+
+def test_wikitext(hub: Hub, monkeypatch: MonkeyPatch) -> None:
+    """The benchmark's dataset is fetched once; every mistake is one line that names the others."""
+    archive = BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr(WIKITEXT_FILE, "word " * 50)
+    files = {WIKITEXT_ZIP: archive.getvalue()}
+    hub.add(f"datasets/{WIKITEXT_REPOSITORY}", files)
+    hub.refusals[WIKITEXT_ZIP] = (500, {})
+    with pytest.raises(UsageError, match="^wikitext2 .*500.*--dataset builtin or --prompts FILE"):
+        load_prompts("wikitext2", None)
+    hub.refusals.clear()
+    assert load_prompts("wikitext2", None) == [("word " * 50).strip()]
+    go_offline(hub, monkeypatch)
+    assert load_prompts("wikitext2", None) == [("word " * 50).strip()]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.add(f"datasets/{WIKITEXT_REPOSITORY}", {WIKITEXT_ZIP: b"not a zip"})
+    with pytest.raises(UsageError, match="not the WikiText-2 archive.*--prompts FILE"):
+        load_prompts("wikitext2", None)
 
 
 def test_a_misspelt_draft_is_told_before_the_target_is_fetched(hub: Hub) -> None:

@@ -1,14 +1,12 @@
-"""Prompts: our own, WikiText-2 from a faked hub, files; every mistake is one UsageError."""
+"""Prompts: our own and of files (WikiText-2: test_hub.py); every mistake is one UsageError."""
 
 import json
-import zipfile
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from conftest import TINY
 
-from benchmark.prompts import BUILTIN, WIKITEXT_FILE, cut_prompts, load_prompts, paragraphs
+from benchmark.prompts import BUILTIN, cut_prompts, load_prompts, paragraphs
 from cli.errors import UsageError
 from cli.models import load_tokenizer
 
@@ -24,33 +22,6 @@ def test_a_dozen_different_prompts_of_our_own() -> None:
 def test_paragraphs_are_joined_up_to_a_blank_line_or_a_heading() -> None:
     assert paragraphs(WIKITEXT) == [f"{LONG.strip()}\nmore of it", LONG.strip()]
     assert paragraphs("a\nb\n") == []
-
-
-def test_wikitext_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "wikitext.zip"
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(WIKITEXT_FILE, WIKITEXT)
-    asked = []
-
-    def download(*what: str, **where: str) -> str:
-        asked.append((*what, where["repo_type"]))
-        return str(file)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert load_prompts("wikitext2", None) == paragraphs(WIKITEXT)
-    assert asked == [("ggml-org/ci", "wikitext-2-raw-v1.zip", "dataset")]
-    file.write_bytes(b"not a zip")
-    with pytest.raises(UsageError, match="not the WikiText-2 archive.*--prompts FILE"):
-        load_prompts("wikitext2", None)
-
-
-def test_without_a_network_the_alternatives_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(*what: str, **where: str) -> str:
-        raise OSError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(UsageError, match="no network.*--dataset builtin or --prompts FILE"):
-        load_prompts("wikitext2", None)
 
 
 def test_files(tmp_path: Path) -> None:
