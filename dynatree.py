@@ -27,6 +27,7 @@ from engine.sampling import Sampler, Sampling
 from engine.scores import Scores
 from engine.stopwatch import Stopwatch
 from engine.streaming import WHOLE_TEXT, Window
+from engine.strict import MAX_DEPTH
 from gpt_neox import GPTNeoX, KVCache
 from verify import NonFiniteLogits, accept, cut, tree_mask, tree_positions
 
@@ -173,13 +174,16 @@ def generate(
     commit: str = "keep",
     sampling: Sampling | None = None,
     window: Window = WHOLE_TEXT,
+    strict: bool = False,
 ) -> Iterator[Step]:
     """Decode, one Step per commit: the target's own greedy ids, or samples of its distribution.
 
     draft may be None for a rule that drafts no level. eos_ids end the text where they appear.
     commit: "keep" moves the accepted rows in the cache, "rebuild" runs them again (section 3.5):
-    one more target pass, the same cache. window: what of the text the caches keep. Raises
-    ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
+    one more target pass, the same cache. window: what of the text the caches keep. strict: the
+    target's logits are ar's bit for bit, if ar's passes have as many rows (engine/strict.py); trees
+    are no deeper than 15. Raises ValueError (arguments) and OutOfMemory at the first step,
+    NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
@@ -187,7 +191,7 @@ def generate(
     watch = Stopwatch(target.device)
     visible = list(prompt)
     n_tokens = min(len(prompt) + max_new_tokens, window.full)
-    cache, drafter = open_caches(target, draft, rule, visible, n_tokens, watch)
+    cache, drafter = open_caches(target, draft, rule, visible, n_tokens, watch, strict)
     sampler = sampling.sampler(target.device) if sampling else None
     is_rebuilding = commit == "rebuild"
     generation = Generation(
@@ -206,10 +210,11 @@ def open_caches(
     visible: list[int],
     n_tokens: int,
     watch: Stopwatch,
+    strict: bool,
 ) -> tuple[KVCache, Drafter | None]:
     """The target's cache for n_tokens and a tree, and a drafter with its own, if both fit."""
     capacity = n_tokens + rule.max_rows
-    use = Use(rule.max_rows, rule.min_rows, n_ranked=rule.n_read)
+    use = Use(rule.max_rows, rule.min_rows, n_ranked=rule.n_read, is_strict=strict)
     if not rule.max_depth:
         return target.new_cache(capacity, use), None
     draft_capacity = n_tokens + rule.max_drafted
@@ -248,6 +253,8 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
         # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
         root = torch.tensor(visible[-1:])
         max_depth = min(left, generation.window.until_drop(cache)) - 1
+        if cache.use.is_strict:
+            max_depth = min(max_depth, MAX_DEPTH)
         tree = grow(rule, root, draft, max_depth, sampler)
         # 2 mask and positions: a node sees the prefix and its ancestors, and stands at its depth
         mask = tree_mask(tree.ancestors, cache.length) if tree.depth else None

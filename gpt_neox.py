@@ -36,13 +36,14 @@ from engine.checkpoint import (
     read_config,
     weight_bytes,
 )
-from engine.cuda_graphs import FixedPasses, Inputs, Use, settle_kernels
+from engine.cuda_graphs import FixedPasses, Inputs, Shape, Use, row_count, settle_kernels
 from engine.hub import find_checkpoint
 from engine.memory import OutOfMemory, require_memory
-from engine.passes import LayerSlots, Rows, fixed_rows, open_slots, tight_rows
+from engine.passes import LayerSlots, Rows, fixed_rows, open_slots, strict_rows, tight_rows
 from engine.products import Affine, Layout, fastest_rows, gelu
 from engine.rotary import rotary_table, rotate_
 from engine.scores import Scores
+from engine.strict import Sight, attend_by_position
 
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
 
@@ -154,11 +155,16 @@ class GPTNeoX:
         if start is None:
             start = cache.length
         cache.require(start + len(tokens))
-        n_last = n_last or len(tokens)
-        if cache.passes and len(tokens) <= cache.use.n_rows:
-            return cache.passes.forward(tokens, positions, mask, start, cache.use)[-n_last:]
+        n, use = len(tokens), cache.use
+        n_last = n_last or n
+        if cache.passes and n <= use.n_rows:
+            return cache.passes.forward(tokens, positions, mask, start, use)[-n_last:]
+        if use.is_strict:
+            rows = strict_rows(tokens, positions, mask, start, use.min_rows, self.embed_in)
+            x = self._run(rows, cache.kv, cache.storage.turns)  # [min_rows, hidden], all scored
+            return Scores(self._scores(x).float()[n - n_last : n, : use.n_ids])
         x = self._run_tight(tokens, positions, cache, mask, start)[-n_last:]  # [n_last, hidden]
-        return Scores(self._scores(x).float()[:, : cache.use.n_ids])
+        return Scores(self._scores(x).float()[:, : use.n_ids])
 
     def _run_tight(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
@@ -180,13 +186,13 @@ class GPTNeoX:
             if config.is_parallel:
                 # x + attention(norm(x)) + mlp(norm(x)): one product into both, one out of both
                 qkv, inside = layout.split(layer.into(self._norm(x)))  # [3, H, n, D], [B, n, width]
-                space.attended.copy_(self._attention(qkv, turns, slots, rows.bias))  # [H, n, D]
+                space.attended.copy_(self._attention(qkv, turns, slots, rows.sight))  # [H, n, D]
                 gelu(inside, self.gelu, space.active)  # [B, n, width]
                 space.x.add_(layer.out_of(space.both))  # [B, n, width], which is x
             else:
                 # x + attention(norm(x)), then x + mlp(norm(x))
                 qkv = layout.heads(layer.qkv(self._norm(x)))  # [3, H, n, D]
-                space.attended.copy_(self._attention(qkv, turns, slots, rows.bias))  # [H, n, D]
+                space.attended.copy_(self._attention(qkv, turns, slots, rows.sight))  # [H, n, D]
                 space.x.add_(layer.attention_out(space.attended_rows))  # [B, n, width]
                 gelu(layer.mlp_in(self._norm(x)), self.gelu, space.active)  # [B, n, width]
                 space.x.add_(layer.mlp_out(space.active_rows))  # [B, n, width]
@@ -199,14 +205,16 @@ class GPTNeoX:
         """x with mean 0 and variance 1; a LayerNorm's scale and shift are in the next product."""
         return torch.layer_norm(x, x.shape[-1:], None, None, self.config.norm_eps)
 
-    def _attention(self, qkv: Tensor, turns: Tensor, slots: LayerSlots, bias: Tensor) -> Tensor:
+    def _attention(
+        self, qkv: Tensor, turns: Tensor, slots: LayerSlots, sight: Tensor | Sight
+    ) -> Tensor:
         """Attended values [H, n, D] of queries, keys and values [3, H, n, D]."""
         rotate_(qkv[:2, ..., : self.config.rotary_dims], turns)  # queries and keys, in place
         # Nothing non-finite may enter the cache: it would leak through the mask (0 x nan is nan)
         # into rows that may not see it. The row itself still gets non-finite logits: float16 can
         # overflow here alone, so there a mark is left; elsewhere only a broken residual gets here.
         slots.write(qkv[1:], self.overflow_mark)  # keys and values, to the cache
-        return attend(qkv[:1], slots.keys, slots.values, bias)
+        return attend(qkv[:1], slots.keys, slots.values, sight)
 
     def _scores(self, x: Tensor) -> Tensor:
         """Logits [n, V] of rows [n, hidden], in the model's dtype."""
@@ -263,8 +271,11 @@ class GPTNeoX:
     def new_cache(self, capacity: int, use: Use | None = None) -> KVCache:
         """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
         use = use or Use()
-        use = use._replace(min_rows=max(use.min_rows, self.pool.min_rows))
-        return KVCache(self.pool.lend(capacity, use.min_rows), capacity, use)
+        min_rows = max(use.min_rows, self.pool.min_rows)
+        if use.is_strict:
+            min_rows = row_count(max(use.n_rows, min_rows))  # and no pass has more
+        use = use._replace(min_rows=min_rows)
+        return KVCache(self.pool.lend(capacity, use), capacity, use)
 
     def _make_storage(self, n_slots: int) -> Storage:
         """For the pool: memory of n_slots, and positions for all of them."""
@@ -279,19 +290,24 @@ class GPTNeoX:
         passes = FixedPasses(run, n_slots, config.vocab_size, self.device)
         return Storage(kv, self.turns, passes)
 
-    def _run_fixed(self, kv: Tensor, turns: Tensor, inputs: Inputs, logits: Tensor) -> None:
+    def _run_fixed(
+        self, kv: Tensor, turns: Tensor, inputs: Inputs, shape: Shape, logits: Tensor
+    ) -> None:
         """A whole pass of a fixed shape, for FixedPasses; its logits go to the last argument."""
-        rows = fixed_rows(inputs, self.embed_in)
+        rows = fixed_rows(inputs, shape, self.embed_in)
         logits.copy_(self._scores(self._run(rows, kv, turns)))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, sight: Tensor | Sight) -> Tensor:
     """Softmax attention [H, n, D] of q [1, H, n, D] over k, v [1, H, S, D].
 
-    bias: [n or 1, S], 0 or -inf.
+    sight: [n or 1, S], 0 or -inf; or a Sight, where the result is to be the same bit for bit
+    wherever a row's ancestors lie.
     """
+    if isinstance(sight, Sight):
+        return attend_by_position(q[0], k[0], v[0], sight)
     if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[2] >= 16:
         # Torch's own kernel takes up to twice the time of two products here (measured).
-        scores = torch.baddbmm(bias, q[0], k[0].transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+        scores = torch.baddbmm(sight, q[0], k[0].transpose(1, 2), alpha=q.shape[-1] ** -0.5)
         return torch.bmm(scores.softmax(-1), v[0])  # [H, n, S] times [H, S, D]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)[0]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=sight)[0]

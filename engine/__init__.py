@@ -1,10 +1,13 @@
 """What loads models and makes them fast; it knows no tree.
 
-checkpoint    config.json and safetensors: found, checked, loaded
+checkpoint    config.json and safetensors: checked, loaded
+hub           finding a checkpoint: a folder, or fetched from the hub
 products      products with matrices, laid out for passes of a few rows
 rotary        rotary embedding as one complex product
 passes        what one pass reads and writes: rows, mask, its part of the cache
 cuda_graphs   passes of a few fixed shapes: captured, replayed
+scores        what a pass says of the token after each row
+strict        attention whose bits depend on position and keys alone
 caches        the memory of caches, lent again with what was captured over it
 memory        whether something fits, asked before it is taken
 sampling      temperature, top-p, drawing without replacement

@@ -6,7 +6,7 @@ else; so it is made for all the positions that the model has, if there is room. 
 kept.
 
     pool = CachePool(make, token_bytes=1024, device=device, max_positions=2048, min_rows=1)
-    storage = pool.lend(capacity=500)
+    storage = pool.lend(capacity=500, use=Use(n_rows=64))
     ...
     pool.take_back(storage)
 
@@ -54,7 +54,7 @@ class CachePool:
         self.n_graphs = 0
         self.capture_s = 0.0
 
-    def lend(self, capacity: int, min_rows: int = 1) -> Storage:
+    def lend(self, capacity: int, use: Use) -> Storage:
         """Storage for `capacity` tokens. Raises OutOfMemory."""
         storage = self.find_idle(capacity)
         if storage:
@@ -67,7 +67,7 @@ class CachePool:
         try:
             # To be lent again, it must be of use outside inference mode too
             with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_fixed):
-                return self.make(self.n_slots(self.ample(capacity), min_rows))
+                return self.make(self.n_slots(self.ample(capacity), use))
         except failure as error:  # torch has no narrower one on CPU
             size = self.bytes(capacity) / 1e9
             raise OutOfMemory(
@@ -119,11 +119,13 @@ class CachePool:
         n = max(n, min_rows, self.min_rows)
         return row_count(n) if self.is_fixed and n <= ROW_COUNTS[-1] else n
 
-    def n_slots(self, capacity: int, min_rows: int = 1) -> int:
+    def n_slots(self, capacity: int, use: Use | None = None) -> int:
         """Slots that a cache needs so that every padded write stays inside."""
+        use = use or Use()
         if self.is_fixed:
             return slot_count(capacity + ROW_COUNTS[-1])
-        return capacity + max(min_rows, self.min_rows) - 1
+        n_slots = capacity + max(use.min_rows, self.min_rows) - 1
+        return slot_count(n_slots) if use.is_strict else n_slots  # which reads whole blocks
 
     def bytes(self, capacity: int) -> int:
         """What a cache for `capacity` tokens takes."""

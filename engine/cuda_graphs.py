@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.scores import Scores, rank
+from engine.strict import NEAR, near_slots
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLOT_STEP = 256
@@ -63,6 +64,7 @@ class Use(NamedTuple):
     min_rows: int = 1  # to which every pass is padded at least
     n_ids: int = sys.maxsize  # of the vocabulary, the first so many count
     n_ranked: int = 0  # candidates wanted of each row
+    is_strict: bool = False  # each row's bits are to depend on its position and its keys alone
 
 
 class Inputs(NamedTuple):
@@ -71,25 +73,41 @@ class Inputs(NamedTuple):
     tokens: Tensor  # [n] int64
     positions: Tensor  # [n] int64
     start: Tensor  # [1] int64, the first slot to write
-    mask: Tensor  # [n, S] bool, True = may attend
+    seen: Tensor  # [n, S] bool, True = may attend; or engine.strict's near slots, [n, NEAR] int64
 
 
-def input_bytes(n_rows: int, n_slots: int) -> int:
-    """What the inputs of a shape take."""
-    return 8 * (n_rows + n_rows + 1) + n_rows * n_slots
+class Shape(NamedTuple):
+    """Of a pass."""
+
+    n_rows: int
+    n_slots: int  # that it may see
+    is_strict: bool
+
+    @property
+    def n_words(self) -> int:
+        """Numbers of 8 bytes in its inputs; a mask comes after them."""
+        n_near = NEAR if self.is_strict else 0
+        return self.n_rows * (2 + n_near) + 1
+
+    @property
+    def n_bytes(self) -> int:
+        n_masked = 0 if self.is_strict else self.n_slots
+        return 8 * self.n_words + self.n_rows * n_masked
+
+    def inputs(self, buffer: Tensor) -> Inputs:
+        """The beginning of a buffer of bytes, as the inputs of this shape."""
+        n = self.n_rows
+        words = buffer[: 8 * self.n_words].view(torch.int64)
+        tokens, positions, start, near = words.split((n, n, 1, len(words) - 2 * n - 1))
+        if self.is_strict:
+            return Inputs(tokens, positions, start, near.view(n, NEAR))
+        mask = buffer[8 * self.n_words : self.n_bytes].view(torch.bool)
+        return Inputs(tokens, positions, start, mask.view(n, self.n_slots))
 
 
-def as_inputs(buffer: Tensor, n_rows: int, n_slots: int) -> Inputs:
-    """The beginning of a buffer of bytes as the inputs of a shape."""
-    end = 8 * (n_rows + n_rows + 1)
-    tokens, positions, start = buffer[:end].view(torch.int64).split((n_rows, n_rows, 1))
-    mask = buffer[end : input_bytes(n_rows, n_slots)].view(torch.bool)
-    return Inputs(tokens, positions, start, mask.view(n_rows, n_slots))
-
-
-# run(inputs, logits [n, V]): write the rows to the slots from start on and their logits to the last
-# argument, and read nothing back
-Run = Callable[[Inputs, Tensor], None]
+# run(inputs, shape, logits [n, V]): write the rows to the slots from start on and their logits to
+# the last argument, and read nothing back
+Run = Callable[[Inputs, Shape, Tensor], None]
 
 
 class FixedPasses:
@@ -98,7 +116,8 @@ class FixedPasses:
     def __init__(self, run: Run, n_slots: int, vocab_size: int, device: torch.device):
         self.run = run
         n = ROW_COUNTS[-1]
-        self.buffer = torch.zeros(input_bytes(n, n_slots), dtype=torch.uint8, device=device)
+        n_bytes = max(Shape(n, n_slots, True).n_bytes, Shape(n, n_slots, False).n_bytes)
+        self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
         self.logits = torch.empty(n, vocab_size, device=device)
         self.captured: dict[tuple, Captured] = {}  # by method and shape
         self.pool: tuple[int, int] | None = None  # the memory that all of them share
@@ -109,44 +128,41 @@ class FixedPasses:
     ) -> Scores:
         """GPTNeoX.forward in a fixed shape; the next pass overwrites the scores."""
         n = len(tokens)
-        if mask is None:
-            mask = torch.ones(n, start + n, dtype=torch.bool).tril_(start)
-        n_rows = row_count(max(n, use.min_rows))
-        n_slots = slot_count(mask.shape[1])
-        self.upload(n_rows, n_slots, tokens, positions, mask, start)
-        self.do(self.run_pass, n_rows, n_slots)
+        n_slots = slot_count(start + n if mask is None else mask.shape[1])
+        shape = Shape(row_count(max(n, use.min_rows)), n_slots, use.is_strict)
+        self.upload(shape, tokens, positions, mask, start)
+        self.do(self.run_pass, *shape)
         ranked = self.do(self.rank, row_count(n), use.n_ids, use.n_ranked)
         return Scores(self.logits[:n, : use.n_ids], ranked[:n])
 
     def upload(
-        self,
-        n_rows: int,
-        n_slots: int,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor,
-        start: int,
+        self, shape: Shape, tokens: Tensor, positions: Tensor, mask: Tensor | None, start: int
     ) -> None:
-        """Bring a pass from the host to where passes of this shape read it, by one copy.
+        """Bring a pass from the host to where passes of its shape read it, by one copy.
 
         Rows added are of token 0 and see the first slot, as every row must see some.
         """
         n = len(tokens)
-        size = input_bytes(n_rows, n_slots)
         # Pinned, so that the copy keeps nobody waiting; torch holds the memory until it is done
         is_pinned = self.buffer.device.type == "cuda"
-        staged = torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
-        inputs = as_inputs(staged, n_rows, n_slots)
+        staged = torch.zeros(shape.n_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        inputs = shape.inputs(staged)
         inputs.tokens[:n] = tokens
         inputs.positions[:n] = positions
         inputs.start[0] = start
-        inputs.mask[:n, : mask.shape[1]] = mask
-        inputs.mask[n:, 0] = True
-        self.buffer[:size].copy_(staged, non_blocking=True)
+        if shape.is_strict:
+            inputs.seen[:n] = near_slots(positions, mask)
+        else:
+            if mask is None:
+                mask = torch.ones(n, start + n, dtype=torch.bool).tril_(start)
+            inputs.seen[:n, : mask.shape[1]] = mask
+            inputs.seen[n:, 0] = True
+        self.buffer[: shape.n_bytes].copy_(staged, non_blocking=True)
 
-    def run_pass(self, n_rows: int, n_slots: int) -> None:
+    def run_pass(self, *shape: int) -> None:
         """The pass that was uploaded for this shape."""
-        self.run(as_inputs(self.buffer, n_rows, n_slots), self.logits[:n_rows])
+        shape = Shape(*shape)
+        self.run(shape.inputs(self.buffer), shape, self.logits[: shape.n_rows])
 
     def rank(self, n_rows: int, n_ids: int, n_ranked: int) -> Tensor:
         """What the host wants of its logits, [n_rows, 2 + 2 n_ranked]."""
@@ -169,15 +185,15 @@ class FixedPasses:
         n_before, was_collecting = len(self.captured), gc.isenabled()
         most = row_count(max(use.n_rows, use.min_rows))
         counts = [n for n in reversed(ROW_COUNTS) if n <= most]
-        no_rows = torch.empty(0, dtype=torch.int64)
-        no_mask = torch.empty(0, 0, dtype=torch.bool)
+        nothing = torch.empty(0, dtype=torch.int64)
         gc.disable()  # a tensor or graph that it frees on the way would spoil the capture
         try:
             for n_slots in range(slot_count(lengths[-1]), slot_count(lengths[0]) - 1, -SLOT_STEP):
                 for n_rows in counts:
                     if n_rows >= use.min_rows:
-                        self.upload(n_rows, n_slots, no_rows, no_rows, no_mask, scratch)
-                        self.record(self.run_pass, n_rows, n_slots)
+                        shape = Shape(n_rows, n_slots, use.is_strict)
+                        self.upload(shape, nothing, nothing, None, scratch)
+                        self.record(self.run_pass, *shape)
             for n_rows in counts:
                 self.record(self.rank, n_rows, use.n_ids, use.n_ranked)
         finally:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.cuda_graphs import Inputs
+from engine.cuda_graphs import Inputs, Shape, slot_count
+from engine.strict import Sight, first_near, near_slots, open_sight
 
 
 class Rows(NamedTuple):
@@ -23,7 +24,7 @@ class Rows(NamedTuple):
 
     tokens: Tensor  # [m] int64
     positions: Tensor  # [m] int64
-    bias: Tensor  # [m or 1, S], 0 where a row may attend, else -inf, in the model's dtype
+    sight: Tensor | Sight  # [m or 1, S], 0 where a row may attend, else -inf, in the model's dtype
     start: int | Tensor  # the first slot to write; a tensor [1] where it must not shape the pass
 
 
@@ -62,10 +63,31 @@ def tight_rows(
     return Rows(tokens, positions, bias, start)
 
 
-def fixed_rows(inputs: Inputs, like: Tensor) -> Rows:
+def strict_rows(
+    tokens: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    start: int,
+    n_rows: int,
+    like: Tensor,
+) -> Rows:
+    """The same, for attention by position: always n_rows."""
+    near = near_slots(positions, mask)
+    n_far = slot_count(int(first_near(positions).max()))
+    padding = n_rows - len(tokens)
+    near = F.pad(near, (0, 0, 0, padding)).to(like.device)
+    tokens = F.pad(tokens, (0, padding)).to(like.device)
+    positions = F.pad(positions, (0, padding)).to(like.device)
+    return Rows(tokens, positions, open_sight(positions, near, n_far), start)
+
+
+def fixed_rows(inputs: Inputs, shape: Shape, like: Tensor) -> Rows:
     """The same of a pass of a fixed shape: no shape depends on a value, nothing is read back."""
-    bias = like.new_full(inputs.mask.shape, -math.inf).masked_fill_(inputs.mask, 0.0)
-    return Rows(inputs.tokens, inputs.positions, bias, inputs.start)
+    if shape.is_strict:
+        sight = open_sight(inputs.positions, inputs.seen, shape.n_slots)
+    else:
+        sight = like.new_full(inputs.seen.shape, -math.inf).masked_fill_(inputs.seen, 0.0)
+    return Rows(inputs.tokens, inputs.positions, sight, inputs.start)
 
 
 class LayerSlots(NamedTuple):
@@ -90,7 +112,9 @@ def open_slots(kv: Tensor, rows: Rows) -> tuple[Tensor, list[LayerSlots]]:
     Views of all layers at once: on a CPU a view of each costs as much as a small product.
     """
     m = len(rows.tokens)
-    seen = kv[:, :, :, : rows.bias.shape[1]]  # [2, L, H, S, D]
+    seen = kv  # [2, L, H, S, D]
+    if isinstance(rows.sight, Tensor):
+        seen = kv[:, :, :, : rows.sight.shape[1]]
     keys, values = seen[:, :, None]  # [L, 1, H, S, D] each
     if isinstance(rows.start, int):
         place = None

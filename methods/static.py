@@ -16,7 +16,9 @@ from engine.settings import check_settings, setting
 class Alone:
     """ar: the target alone; every tree is only its root."""
 
-    rows: int = setting(1, 1, 64, "rows a pass is padded to: shows what rounding alone changes")
+    rows: int = setting(
+        1, 1, MAX_ROWS, "rows a pass is padded to: shows what rounding alone changes"
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

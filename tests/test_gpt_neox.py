@@ -30,7 +30,7 @@ import gpt_neox
 from dynatree import capture
 from engine import caches
 from engine.checkpoint import EMBED_IN
-from engine.cuda_graphs import Inputs, Use, record
+from engine.cuda_graphs import Inputs, Shape, Use, record
 from engine.memory import OutOfMemory
 from engine.passes import tight_rows
 from gpt_neox import GPTNeoX, KVCache
@@ -432,9 +432,9 @@ def test_a_padded_pass_can_be_replayed() -> None:
     addresses: list[list[int]] = []
     real = cache.passes.run
 
-    def recorded(inputs: Inputs, logits: Tensor) -> None:
+    def recorded(inputs: Inputs, shape: Shape, logits: Tensor) -> None:
         with Recorder() as recorder:
-            real(inputs, logits)
+            real(inputs, shape, logits)
         operations.append(recorder.seen)
         addresses.append([tensor.data_ptr() for tensor in (*inputs, logits)])
 
@@ -482,7 +482,7 @@ def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: Monke
     shapes = []
     for slots in (768, 512, 256):
         for rows in (32, 16, 8, 4, 2, 1):
-            shapes.append([rows, slots])
+            shapes.append([rows, slots, False])
     passes = cache.passes
     ranked = [shape for method, *shape in passes.captured if method == passes.rank]
     assert [shape for method, *shape in passes.captured if method == passes.run_pass] == shapes
@@ -570,8 +570,8 @@ def test_the_rows_of_a_mask_are_aligned(n_slots: int) -> None:
     like = torch.zeros(1, dtype=torch.float16)
     tokens = torch.arange(3)
     rows = tight_rows(tokens, tokens, None, n_slots - 3, 1, like)
-    assert rows.bias.shape == (3, n_slots) and rows.bias.stride(0) % 8 == 0
-    assert (rows.bias == 0).sum(dim=1).tolist() == [n_slots - 2, n_slots - 1, n_slots]
+    assert rows.sight.shape == (3, n_slots) and rows.sight.stride(0) % 8 == 0
+    assert (rows.sight == 0).sum(dim=1).tolist() == [n_slots - 2, n_slots - 1, n_slots]
 
 
 VIEWS = {"view", "transpose", "slice", "select", "unbind", "expand", "t", "split_with_sizes"}
@@ -586,7 +586,7 @@ def count_kernels(n_layers: int) -> int:
     model.pool.is_fixed = True
     cache = prefilled(model, PREFIX, 20)
     with Recorder() as recorder:
-        cache.passes.run_pass(4, 256)
+        cache.passes.run_pass(4, 256, False)
     count = 0
     for operation in recorder.seen:
         name = operation[0].split(".")[1]

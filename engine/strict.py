@@ -1,0 +1,105 @@
+"""Attention whose bits depend on a row's position and its keys, and on nothing else.
+
+In half precision two logits often lie so close that rounding decides between them, and a tree's
+pass rounds otherwise than ar's: it has more rows, and the keys of a row's ancestors lie where other
+drafts left them, so sums are grouped otherwise. Here they are not. Every pass of a run has the same
+number of rows, so that a product treats each row alike whatever its place and company (measured, on
+CPU, for every dtype). And a row at position p reads its keys in two parts that p alone decides:
+
+    position   0 ................. p - 15 ................. p
+    slot       the same                   wherever they are
+               far: in place, by blocks   near: gathered, in order of position
+
+What is far is committed in any tree of depth 15 or less, so slot and position agree there. Blocks
+are 256 slots wide, one product of a fixed shape each, added up one after the other; masked slots
+count for exactly 0, so it does not matter how many blocks there are. What is near has 16 places, in
+order of position, empty ones last. All of it is computed in float32.
+
+    near = near_slots(positions, mask)  # on the host
+    sight = open_sight(positions, near, n_slots)
+    attended = attend_by_position(q, k, v, sight)
+
+Shapes: m rows, S cache slots, H heads, D head size.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # slots
+NEAR = 16  # positions up to a row's own that are gathered
+MAX_DEPTH = NEAR - 1  # of a tree
+
+
+class Sight(NamedTuple):
+    """What the rows of a pass attend."""
+
+    far: Tensor  # [m, S] float32, 0 or -inf: the slots before the near ones
+    near: Tensor  # [m * NEAR] int64, slots in order of position, 0 where there is none
+    is_near: Tensor  # [m, NEAR] float32, 0 or -inf
+
+
+def first_near(positions: Tensor) -> Tensor:
+    """The position from which a row's keys are gathered."""
+    return (positions - MAX_DEPTH).clamp(min=0)
+
+
+def near_slots(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """The slots [m, NEAR] of each row's last positions up to its own, then zeros.
+
+    mask: [m, S] bool, a prefix and above it ancestors in order of depth; None if each row's slot is
+    its position.
+    """
+    first = first_near(positions).unsqueeze(1)  # [m, 1]
+    if mask is None:
+        slots = first + torch.arange(NEAR)
+        return slots.where(slots <= positions.unsqueeze(1), 0)
+    start = int(first.min())
+    seen = mask[:, start:]  # all before is seen
+    place = seen.cumsum(dim=1) - 1 + start - first  # of a seen slot among the near ones, if >= 0
+    rows, columns = (seen & (place >= 0)).nonzero(as_tuple=True)
+    slots = torch.zeros(len(positions), NEAR, dtype=torch.int64)
+    slots[rows, place[rows, columns]] = start + columns
+    return slots
+
+
+def open_sight(positions: Tensor, near: Tensor, n_slots: int) -> Sight:
+    """The same as numbers to add. near: [m, NEAR]. n_slots: of all blocks that may hold a key."""
+    first = first_near(positions).unsqueeze(1)  # [m, 1]
+    n_near = positions.unsqueeze(1) - first + 1
+    device = positions.device
+    far = blocked(torch.arange(n_slots, device=device) < first)
+    return Sight(far, near.flatten(), blocked(torch.arange(NEAR, device=device) < n_near))
+
+
+def blocked(seen: Tensor) -> Tensor:
+    """0 where it is seen, else -inf."""
+    bias = torch.full(seen.shape, -math.inf, device=seen.device)
+    return bias.masked_fill_(seen, 0.0)
+
+
+def attend_by_position(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    """Softmax attention [H, m, D] of q [H, m, D] over a cache's k, v [H, S or more, D]."""
+    n_heads, m, size = q.shape
+    near = (n_heads, m, NEAR, size)
+    near_keys = k.index_select(1, sight.near).view(near).float()
+    near_values = v.index_select(1, sight.near).view(near).float()
+    scaled = q.float() * size**-0.5
+    weights = (near_keys * scaled.unsqueeze(2)).sum(dim=3) + sight.is_near  # [H, m, NEAR]
+    highest = weights.amax(dim=2, keepdim=True)
+    blocks = []  # [H, m, BLOCK] each
+    for start in range(0, sight.far.shape[1], BLOCK):
+        keys = k[:, start : start + BLOCK].float().transpose(1, 2)
+        block = torch.baddbmm(sight.far[:, start : start + BLOCK], scaled, keys)
+        highest = torch.maximum(highest, block.amax(dim=2, keepdim=True))
+        blocks.append(block)
+    weights = (weights - highest).exp_()
+    total = weights.sum(dim=2, keepdim=True)
+    attended = (weights.unsqueeze(3) * near_values).sum(dim=2)  # [H, m, D]
+    for i, block in enumerate(blocks):
+        block.sub_(highest).exp_()
+        total += block.sum(dim=2, keepdim=True)
+        attended.baddbmm_(block, v[:, i * BLOCK : (i + 1) * BLOCK].float())
+    return (attended / total).to(q.dtype)

@@ -1,0 +1,271 @@
+"""Strict: the logits of a tree's rows are ar's, bit for bit, in every dtype."""
+
+import random
+
+import pytest
+import torch
+from conftest import TINY, random_config, random_settings, random_tensors
+from pytest import MonkeyPatch
+from torch import Tensor
+
+import dynatree
+import engine.passes
+import gpt_neox
+from draft_tree import Settings, Tree, mark_ancestors
+from dynatree import generate
+from engine import strict
+from engine.checkpoint import Config
+from engine.cuda_graphs import Use, row_count
+from engine.sampling import Sampler
+from engine.scores import Scores
+from engine.streaming import Window
+from gpt_neox import GPTNeoX, KVCache
+from methods import METHODS
+from methods.static import Alone
+from verify import tree_mask, tree_positions
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Around the first near position, the ends of blocks, and where a block is left
+LENGTHS = [1, 14, 15, 16, 17, 31, 33, 48, 254, 256, 257, 270, 271, 272, 512, 527]
+SHAPES = [  # sizes of heads: 16, 32, 64, 80, 256
+    {"hidden_size": 32},
+    {"hidden_size": 64, "is_parallel": False},
+    {"hidden_size": 128, "rotary_fraction": 0.25},
+    {"hidden_size": 160, "rotary_fraction": 0.25},
+    {"hidden_size": 256, "n_heads": 1, "is_parallel": False},
+]
+
+
+def model_of(changes: dict[str, object], dtype: torch.dtype, is_fixed: bool = False) -> GPTNeoX:
+    config: Config = random_config(max_positions=700, **changes)
+    tensors = random_tensors(config, 7)
+    model = GPTNeoX(config, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    model.pool.is_fixed = is_fixed
+    return model
+
+
+def random_tree(rng: random.Random, n_most: int) -> Tree:
+    """Up to n_most rows in breadth-first order, some chains deep and some families large."""
+    n = rng.randint(2, n_most)
+    is_bushy = rng.random() < 0.5
+    above = [(-1, 0)]  # of each node: its parent and its depth
+    for node in range(1, n):
+        parent = rng.randrange(node) if is_bushy or rng.random() < 0.3 else node - 1
+        if above[parent][1] == strict.MAX_DEPTH:
+            parent = 0
+        above.append((parent, above[parent][1] + 1))
+    order = sorted(range(n), key=lambda node: above[node][1])
+    parents = torch.tensor([order.index(above[node][0]) if node else -1 for node in order])
+    depths = torch.tensor([above[node][1] for node in order])
+    tokens = torch.tensor([rng.randrange(90) for _ in range(n)])
+    depth = int(depths[-1])
+    ancestors = mark_ancestors(parents, depth)
+    none = torch.full((n,), -1)
+    return Tree(tokens, parents, depths, torch.zeros(n), ancestors, none, depth)
+
+
+def run_tree(model: GPTNeoX, cache: KVCache, tree: Tree) -> Tensor:
+    """The logits [N, V] of a tree's rows, as the loop asks for them."""
+    mask = tree_mask(tree.ancestors, cache.length)
+    positions = tree_positions(tree.depths, cache.length)
+    return model.forward(tree.tokens, positions, cache, mask).logits.clone()
+
+
+def decode_path(model: GPTNeoX, cache: KVCache, tokens: list[int]) -> Tensor:
+    """The last of these tokens' logits [V], one after the other, as ar has them."""
+    for token in tokens:
+        position = torch.tensor([cache.length])
+        logits = model.forward(torch.tensor([token]), position, cache).logits
+        cache.advance(1)
+    return logits[0]
+
+
+@torch.inference_mode()
+def count_differing(model: GPTNeoX, length: int, n_rows: int, rng: random.Random) -> int:
+    """How many rows of a random tree differ in any bit from their path decoded alone, or leave
+    other keys and values in the cache."""
+    cache = model.new_cache(length + 140, Use(n_rows, is_strict=True))
+    model.prefill([rng.randrange(90) for _ in range(length)], cache)
+    tree = random_tree(rng, n_rows)
+    logits = run_tree(model, cache, tree)
+    leaves = rng.sample(range(len(tree)), min(len(tree), 4))
+    n_differing = 0
+    for leaf in leaves:
+        cache.rewind(length)
+        path = tree.ancestors[leaf].nonzero().flatten().tolist()
+        run_tree(model, cache, tree)
+        cache.commit(path)
+        end = cache.length
+        committed = cache.kv[:, :, :, length:end].clone()
+        cache.rewind(length)
+        alone = decode_path(model, cache, tree.tokens[path].tolist())
+        is_same = torch.equal(alone, logits[leaf])
+        is_same &= torch.equal(cache.kv[:, :, :, length:end], committed)
+        n_differing += not is_same
+    return n_differing
+
+
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["tight", "fixed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_a_row_is_its_path_bit_for_bit(
+    changes: dict[str, object], dtype: torch.dtype, is_fixed: bool
+) -> None:
+    model = model_of(changes, dtype, is_fixed)
+    rng = random.Random(str(changes))
+    for length in LENGTHS:
+        assert count_differing(model, length, rng.choice([2, 8, 32]), rng) == 0, length
+
+
+def test_on_two_threads(monkeypatch: MonkeyPatch) -> None:
+    torch.set_num_threads(2)
+    rng = random.Random(2)
+    for dtype in DTYPES:
+        model = GPTNeoX.from_pretrained(TINY / "target", "cpu", dtype)
+        for length in (30, 257):
+            assert count_differing(model, length, 16, rng) == 0
+
+
+def of_the_root(positions: Tensor) -> Tensor:
+    """A planted error: where the near keys begin depends on where the tree's root is."""
+    is_deeper = positions > positions.min()
+    return (positions - strict.MAX_DEPTH).clamp(min=0) + is_deeper.long()
+
+
+def in_order_of_slots(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """A planted error: a tree's rows first, then the prefix, as if order did not matter."""
+    near = strict.near_slots(positions, mask)
+    n_near = (positions + 1).clamp(max=strict.NEAR)
+    if mask is not None:
+        for row in range(len(near)):
+            n = int(n_near[row])
+            near[row, :n] = near[row, :n].flip(0)
+    return near
+
+
+def unpadded(
+    tokens: Tensor, positions: Tensor, mask: Tensor | None, start: int, n_rows: int, like: Tensor
+) -> engine.passes.Rows:
+    """A planted error: a pass over one token has one row."""
+    if mask is None:
+        n_rows = len(tokens)
+    return strict_rows(tokens, positions, mask, start, n_rows, like)
+
+
+def in_other_blocks(q: Tensor, k: Tensor, v: Tensor, sight: strict.Sight) -> Tensor:
+    """A planted error: a pass that sees more than one block takes them in halves."""
+    width = strict.BLOCK
+    if q.isfinite().all() and is_tree_pass(sight):
+        strict.BLOCK = width // 2
+    attended = strict.attend_by_position(q, k, v, sight)
+    strict.BLOCK = width
+    return attended
+
+
+def is_tree_pass(sight: strict.Sight) -> bool:
+    """Whether a second row is not padding, whose every near slot is 0."""
+    return bool(sight.near.view(-1, strict.NEAR)[1].any())
+
+
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor, sight: strict.Sight) -> Tensor:
+    """A planted error: torch's attention, over the same slots by a mask."""
+    m = q.shape[1]
+    mask = torch.zeros(m, k.shape[1], dtype=torch.bool)
+    mask[:, : sight.far.shape[1]] = sight.far == 0
+    is_near = sight.is_near == 0
+    for row, slots in enumerate(sight.near.view(m, -1)):
+        mask[row, slots[is_near[row]]] = True
+    attended = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], mask)
+    return attended[0]
+
+
+PLANTED = {
+    "near from the root": (strict, "first_near", of_the_root),
+    "near in another order": (engine.passes, "near_slots", in_order_of_slots),
+    "other rows": (gpt_neox, "strict_rows", unpadded),
+    "other blocks": (gpt_neox, "attend_by_position", in_other_blocks),
+    "torch's attention": (gpt_neox, "attend_by_position", by_sdpa),
+}
+strict_rows = engine.passes.strict_rows
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_seen(mistake: str, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(*PLANTED[mistake])
+    rng = random.Random(3)
+    model = GPTNeoX.from_pretrained(TINY / "target")
+    n_differing = 0
+    for length in (40, 300, 500):
+        n_differing += count_differing(model, length, 16, rng)
+    assert n_differing > 0
+
+
+class Recorded:
+    """A run's ids, and the target's logits of each row it committed."""
+
+    def __init__(self, monkeypatch: MonkeyPatch):
+        self.logits: list[Tensor] = []
+        real = dynatree.accept
+
+        def accept(tree: Tree, scores: Scores, sampler: Sampler | None) -> tuple:
+            path, tokens = real(tree, scores, sampler)
+            self.logits += scores.logits[path].clone()
+            return path, tokens
+
+        monkeypatch.setattr(dynatree, "accept", accept)
+
+    def run(self, *arguments: object, **options: object) -> tuple[list[int], Tensor]:
+        """Ids, and logits [ids, V]; of what the last iteration gave too much, neither."""
+        self.logits.clear()
+        ids = []
+        for step in generate(*arguments, strict=True, **options):
+            ids += step.tokens
+        return ids, torch.stack(self.logits[: len(ids)])
+
+
+def rows_of(settings: Settings) -> int:
+    """Of a pass of a run with these settings."""
+    rule = settings.rule()
+    return row_count(max(rule.max_rows, rule.min_rows))
+
+
+OPTIONS = {
+    "greedy": {},
+    "rebuild": {"commit": "rebuild"},
+    "window": {"window": Window(40, 4)},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_writes_ars_bits(
+    method: str, dtype: torch.dtype, option: str, monkeypatch: MonkeyPatch
+) -> None:
+    rng = random.Random(f"{method} {option}")
+    target = model_of({"hidden_size": 64}, dtype)
+    draft = GPTNeoX(target.config, noisy(target.config))
+    recorded = Recorded(monkeypatch)
+    n_drafted = 0
+    for _ in range(3):
+        settings = random_settings(method, rng)
+        if option == "window" and rows_of(settings) > 40:
+            continue
+        prompt = [rng.randrange(90) for _ in range(rng.choice([3, 20, 250]))]
+        given = OPTIONS[option]
+        ids, logits = recorded.run(target, draft, prompt, settings, 50, **given)
+        ar = Alone(rows=rows_of(settings))
+        ar_ids, ar_logits = recorded.run(target, None, prompt, ar, 50, **given)
+        assert ids == ar_ids
+        assert torch.equal(logits, ar_logits)
+        n_drafted += 1
+    assert n_drafted
+
+
+def noisy(config: Config) -> dict[str, Tensor]:
+    """The target's tensors with noise: a draft that is often right."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = random_tensors(config, 7)
+    for name, tensor in tensors.items():
+        tensors[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+    return tensors
