@@ -1,12 +1,14 @@
 """Strict: the logits of a tree's rows are ar's, bit for bit, in every dtype."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import TINY, random_config, random_settings, random_tensors
+from conftest import TINY, pretend_capture, random_config, random_settings, random_tensors
 from pytest import MonkeyPatch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynatree
 import engine.passes
@@ -16,7 +18,7 @@ from dynatree import generate
 from engine import strict
 from engine.checkpoint import Config
 from engine.cuda_graphs import Use, row_count
-from engine.sampling import Sampler
+from engine.sampling import Sampler, Sampling
 from engine.scores import Scores
 from engine.streaming import Window
 from gpt_neox import GPTNeoX, KVCache
@@ -269,3 +271,108 @@ def noisy(config: Config) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         tensors[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
     return tensors
+
+
+def test_a_sampled_texts_logits_are_ars(monkeypatch: MonkeyPatch) -> None:
+    """Another method draws other tokens; whatever it wrote, ar's logits over it are the same."""
+    recorded = Recorded(monkeypatch)
+    target = model_of({"hidden_size": 64}, torch.bfloat16)
+    draft = GPTNeoX(target.config, noisy(target.config))
+    prompt = [3, 1, 4, 1, 5]
+    for method in METHODS:
+        settings = METHODS[method]()
+        sampling = Sampling(0.8, 0.9, seed=1)
+        ids, logits = recorded.run(target, draft, prompt, settings, 40, sampling=sampling)
+        with torch.inference_mode():
+            cache = target.new_cache(200, Use(rows_of(settings), is_strict=True))
+            expected = [target.prefill(prompt, cache).logits[0]]
+            for token in ids[:-1]:
+                expected.append(decode_path(target, cache, [token]).clone())
+        assert torch.equal(logits, torch.stack(expected)), method
+
+
+def test_replays_are_strict_too(monkeypatch: MonkeyPatch) -> None:
+    """As on CUDA, with captures that are only pretended: fixed shapes for every pass."""
+    pretend_capture(monkeypatch)
+    recorded = Recorded(monkeypatch)
+    target = model_of({"hidden_size": 64}, torch.float16, is_fixed=True)
+    draft = GPTNeoX(target.config, noisy(target.config))
+    for model in (target, draft):
+        model.pool.is_fixed = True
+        model.pool.has_graphs = True
+    settings = METHODS["dynatree"](tau=0.01)
+    for prompt in ([3] * 5, [7] * 240):
+        ids, logits = recorded.run(target, draft, prompt, settings, 40)
+        ar_ids, ar_logits = recorded.run(target, None, prompt, Alone(rows=64), 40)
+        assert ids == ar_ids and torch.equal(logits, ar_logits)
+    shapes = {step[1:] for storage in target.pool.idle for step in storage.passes.captured}
+    assert (64, 256, True) in shapes and (64, 512, True) in shapes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strict_attention_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
+    """Both against float64, over contexts of one block and of four."""
+    generator = torch.Generator().manual_seed(0)
+    for length in (200, 1000):
+        q = torch.randn(4, 16, 40, generator=generator).to(dtype)
+        k, v = (2 * torch.randn(2, 4, 1024, 40, generator=generator)).to(dtype)
+        positions = torch.full((16,), length)
+        seen = torch.arange(1024) <= length
+        bias = torch.zeros(1024).masked_fill_(~seen, -torch.inf)
+        scores = q.double() @ k.double().transpose(1, 2) * 40**-0.5 + bias.double()
+        expected = scores.softmax(-1) @ v.double()
+        near = strict.near_slots(positions, None)
+        sight = strict.open_sight(positions, near, 1024)
+        ours = strict.attend_by_position(q, k, v, sight).double()
+        plain = gpt_neox.attend(q[None], k[None], v[None], bias.to(dtype).expand(16, -1)).double()
+        assert (ours - expected).abs().mean() <= 1.1 * (plain - expected).abs().mean()
+
+
+class Outputs(TorchDispatchMode):
+    """Every operation, with what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Callable, types: object, args=(), kwargs=None) -> object:
+        result = func(*args, **(kwargs or {}))
+        is_computed = not func.is_view and "empty" not in str(func)
+        if is_computed and isinstance(result, Tensor) and result.is_floating_point():
+            self.seen.append((str(func), result.clone()))
+        return result
+
+
+N_PROBED = 32  # rows of the probe's passes, unlike any other size of the model
+
+
+@torch.inference_mode()
+def first_differing_operation(model: GPTNeoX) -> str | None:
+    """Of a row that is alone, the others padding, and the same row as the last of many."""
+    runs = []
+    for n in (1, N_PROBED - 1):
+        cache = model.new_cache(100, Use(N_PROBED, N_PROBED, is_strict=True))
+        model.prefill([i % 90 for i in range(40)], cache)
+        ids = torch.tensor([5] * (n - 1) + [9])
+        mask = torch.zeros(n, 40 + N_PROBED, dtype=torch.bool)
+        mask[:, : 40 + n] = tree_mask(torch.eye(n, dtype=torch.bool), 40)
+        with Outputs() as outputs:
+            model.forward(ids, torch.full((n,), 40), cache, mask)
+        runs.append(outputs.seen)
+    for (name, alone), (_, last) in zip(*runs, strict=True):
+        if N_PROBED in alone.shape:
+            rows = alone.shape.index(N_PROBED)
+            if not torch.equal(alone.select(rows, 0), last.select(rows, N_PROBED - 2)):
+                return name
+    return None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_operation_depends_on_a_rows_company(
+    dtype: torch.dtype, monkeypatch: MonkeyPatch
+) -> None:
+    model = model_of({"hidden_size": 160}, dtype)
+    assert first_differing_operation(model) is None
+    norm = GPTNeoX._norm
+    monkeypatch.setattr(GPTNeoX, "_norm", lambda self, x: norm(self, x - x.mean(dim=0)))
+    assert first_differing_operation(model) == "aten.sub.Tensor"
