@@ -25,6 +25,26 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is seen, whatever the machine has, but by tests marked cuda.
+
+    Where one is, no device named means cuda and Pythia, which would be fetched from the hub. The
+    variable is for the processes that a test starts: they choose for themselves.
+    """
+    if not request.node.get_closest_marker("cuda"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def pretend_one_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    """A GPU for what asks of it and computes nothing on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended GPU")
+
+
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a replay run the pass anew: everything about a graph but CUDA itself."""
 
