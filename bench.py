@@ -39,7 +39,7 @@ from cli.compare import TIE, first_difference, top2_gap
 from cli.errors import run_command_line, say
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, token_ids
-from cli.models import Pair, Request
+from cli.models import Pair, Request, overflow_note
 from cli.options import choose_sampling
 from dynatree import Step
 from engine.sampling import Sampling
@@ -74,6 +74,7 @@ class Bench:
         self.file = file
         self.peers: Peers | None = None
         self.has_graphs = not results.options.get("no_graphs")
+        self.has_overflowed = False  # the draft, and it was said
 
     def measure_all(self) -> None:
         """Measure what the results file lacks, saving after each text."""
@@ -151,7 +152,17 @@ class Bench:
         options["sampling"] = self.sampling(turn)
         request = Request(self.pair, self.prompt_ids(turn), options)
         self.pair.use_graphs(self.has_graphs and not run.is_eager)
-        return list(islice(request.decode(settings_of(run)), n_steps))
+        steps = list(islice(request.decode(settings_of(run)), n_steps))
+        self.say_overflow(steps)
+        return steps
+
+    def say_overflow(self, steps: Sequence[Step]) -> None:
+        """Say it the first time that nothing a draft said was finite."""
+        if self.has_overflowed:
+            return
+        self.has_overflowed = any(step.tree and step.tree.has_overflowed for step in steps)
+        if self.has_overflowed:
+            say(overflow_note(self.pair.draft))
 
     def prompt_ids(self, turn: Turn) -> list[int]:
         return self.prompts[turn.prompt][: turn.run.prompt_tokens]

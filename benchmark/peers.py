@@ -8,6 +8,7 @@ The only file that may import transformers, and only when its rows are asked for
 
 import importlib.util
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Clock:
 
 
 class Peers:
-    """Both models as transformers loads them, in the pair's dtype and on its device."""
+    """Both models as transformers loads them, in the pair's dtypes and on its device."""
 
     def __init__(self, pair: Pair):
         from transformers import AutoModelForCausalLM, logging
@@ -60,13 +61,14 @@ class Peers:
 
         self.device = pair.target.device
 
-        def load(folder: str) -> torch.nn.Module:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.target.dtype)
+        def load(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
             model.generation_config.eos_token_id = None  # benchmarks ignore EOS
             model.generation_config.pad_token_id = 0  # else it warns; nothing is padded
             return model.to(self.device).eval()
 
-        self.target, self.draft = load(str(pair.target_folder)), load(str(pair.draft_folder))
+        self.target = load(pair.target_folder, pair.target.dtype)
+        self.draft = load(pair.draft_folder, pair.draft.dtype)
 
     @torch.inference_mode()
     def decode(self, name: str, prompt: list[int], max_new_tokens: int) -> list[Step]:

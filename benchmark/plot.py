@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmark.report import precision_text
 from benchmark.results import Results, Row
 from benchmark.tables import settings_of
 from cli.errors import Parser, UsageError, run_command_line
@@ -52,7 +53,8 @@ def new_figure(results: Results, title: str, n_axes: int = 1, **options: object)
 
     figure, axes = pyplot.subplots(1, n_axes, figsize=SIZE, layout="constrained", **options)
     m = results.machine
-    below = f"{m['target']} + {m['draft']}, {m['dtype']}, {m['processor']}, {m['threads']} threads"
+    where = f"{precision_text(m)}, {m['processor']}, {m['threads']} threads"
+    below = f"{m['target']} + {m['draft']}, {where}"
     figure.suptitle(title, fontsize=11)
     figure.supxlabel(f"{below}, torch {m['torch']}, commit {m['commit']}", fontsize=6.5)
     for axis in figure.axes:

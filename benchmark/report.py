@@ -64,8 +64,17 @@ def machine_text(machine: dict) -> str:
     libraries = f"torch {machine['torch']}"
     if "transformers" in machine:
         libraries += f", transformers {machine['transformers']}"
-    where = f"{machine['dtype']} on {machine['processor']}, {machine['threads']} threads"
+    where = f"{precision_text(machine)} on {machine['processor']}, {machine['threads']} threads"
     return f"{where}, {libraries}, Python {machine['python']}, commit {machine['commit']}"
+
+
+def precision_text(machine: dict) -> str:
+    """The target's dtype, and the draft's where it is another."""
+    precision = machine["dtype"]
+    of_draft = machine.get("draft_dtype", precision)  # files before it had a dtype of its own
+    if of_draft != precision:
+        precision += f" (draft {of_draft})"
+    return precision
 
 
 def notes(results: Results) -> list[str]:

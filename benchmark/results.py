@@ -43,7 +43,7 @@ class Results:
     table: str
     columns: list[str]
     options: dict  # the command line's
-    machine: dict  # versions, processor, models, device, dtype, threads, commit of the code
+    machine: dict  # versions, processor, models, device, dtypes, threads, commit of the code
     prompts: dict  # dataset, how many, their sha256
     sizes: dict[str, Sequence[float]]  # prompt_tokens, new_tokens, temperature
     runs: list[Run]

@@ -15,7 +15,7 @@ import torch
 from cli.compare import Comparison, compare
 from cli.errors import Parser, UsageError, run_command_line, say
 from cli.metrics import Metrics, measure, token_ids, versions
-from cli.models import Pair, Request, encode, open_pair
+from cli.models import Pair, Request, encode, open_pair, overflow_note
 from cli.options import (
     add_model_options,
     add_sampling_options,
@@ -67,11 +67,15 @@ def stream(
     """Write one text, printing as it goes: its steps, and whether Ctrl-C cut it short."""
     steps: list[Step] = []
     is_interrupted = False
+    has_overflowed = False  # the draft, and it was said
     tokenizer = request.pair.tokenizer
     text = TextStream(tokenizer)
     is_streaming = not args.json and not args.show_tree  # trees and text would interleave
     try:
         for step in request.decode(settings):
+            if step.tree and step.tree.has_overflowed and not has_overflowed:
+                has_overflowed = True
+                say_between(text, overflow_note(request.pair.draft))
             steps.append(replace(step, tree=None))  # trees would fill the memory in a long text
             if is_streaming:
                 print(text.push(request.printable(step.tokens)), end="", flush=True)
@@ -86,6 +90,13 @@ def stream(
         elif args.show_tree and not args.json and steps:
             print(tokenizer.decode(request.printable(token_ids(steps))), flush=True)
     return steps, is_interrupted
+
+
+def say_between(text: TextStream, line: str) -> None:
+    """A line on stderr while text streams to stdout: where both meet, on a line of its own."""
+    if text.is_mid_line and sys.stdout.isatty():
+        print(file=sys.stderr)
+    say(line)
 
 
 def summarise_step(step: Step) -> str:
@@ -121,6 +132,8 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     text = read_prompt(args.prompt, args.prompt_file)
     if args.draft and not rule.max_depth:
         say(f"note: --method {args.method} needs no draft; {args.draft} is not loaded")
+    if args.draft_dtype and not rule.max_depth:
+        say(f"note: --method {args.method} needs no draft; --draft-dtype has no effect")
     pair, models = open_pair(args, rule.max_depth > 0, say)
     window = choose_window(args.window, args.sinks, rule.max_rows, pair)
     prompt = encode(text, pair.tokenizer, pair.target.config.vocab_size)
@@ -158,7 +171,7 @@ def execute(args: argparse.Namespace) -> int:
     steps, is_interrupted = stream(request, settings, args)
     if not steps:
         return 130
-    say_summary(args.method, measure(steps), request.pair)
+    say_summary(measure(steps), request.pair)
     comparison = None
     if args.compare and not is_interrupted:
         try:
@@ -178,14 +191,12 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def say_summary(method: str, metrics: Metrics, pair: Pair) -> None:
-    """What ends every text, and what was unusual about it."""
+def say_summary(metrics: Metrics, pair: Pair) -> None:
+    """What ends every text, and what is in no figure of it."""
     say(summarise(metrics))
     n_graphs, capture_s = pair.captured()
     if n_graphs:
         say(f"captured {n_graphs} graphs in {capture_s:.1f} s, which no figure counts")
-    if method != "ar" and metrics.iterations and not metrics.draft_nodes:
-        say("note: nothing was drafted; if the draft overflows in float16, try --dtype bfloat16")
 
 
 def report(request: Request, steps: list[Step], comparison: Comparison | None) -> dict:

@@ -47,17 +47,40 @@ def choose_device(name: str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str | None, device: torch.device, option: str = "--dtype") -> torch.dtype:
     """Pythia's published float16 on CUDA, float32 on CPU, unless named. Raises UsageError."""
     name = name or ("float16" if device.type == "cuda" else "float32")
     if name not in DTYPES:
-        raise UsageError(f"unknown dtype {name!r}; there are {', '.join(DTYPES)}")
-    if device.type == "cuda" and name == "bfloat16":
+        raise UsageError(f"{option} {name}: there are {', '.join(DTYPES)}")
+    if name == "bfloat16" and not has_bfloat16(device):
         major, minor = torch.cuda.get_device_capability(device)
-        if (major, minor) < BFLOAT16_CAPABILITY:
-            what = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-            raise UsageError(f"--dtype bfloat16: {what}, has none; use --dtype float16")
+        what = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        raise UsageError(f"{option} bfloat16: {what}, has none; use {option} float16")
     return DTYPES[name]
+
+
+def choose_draft_dtype(
+    name: str | None, target_dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The target's, but on a GPU bfloat16 for float16 if it has it, unless named.
+
+    A draft's precision can cost acceptance and never correctness, while a product that overflows
+    costs every guess, as small Pythia models do in float16. Raises UsageError.
+    """
+    if name:
+        return choose_dtype(name, device, "--draft-dtype")
+    if target_dtype == torch.float16 and device.type == "cuda" and has_bfloat16(device):
+        return torch.bfloat16
+    return target_dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16; a CPU at least emulates it."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
 
 
 def lacks_instructions(dtype: torch.dtype, flags: str) -> bool:
@@ -73,6 +96,15 @@ def processor_flags() -> str:
     except OSError:
         return ""
     return found[1] if found else ""
+
+
+def warn_of_emulation(dtypes: set[torch.dtype], say: Callable[[str], None]) -> None:
+    """Say which of these this processor is known to have no instructions for."""
+    flags = processor_flags()
+    for dtype in dtypes:
+        if flags and lacks_instructions(dtype, flags):
+            name = dtype_name(dtype)
+            say(f"note: this processor has no {name} instructions and emulates them, slowly")
 
 
 def set_threads(n: int | None) -> None:
@@ -135,6 +167,19 @@ class Request:
         return [i for i in ids if i not in self.options.get("eos_ids", ())]
 
 
+def overflow_note(draft: GPTNeoX) -> str:
+    """What to say when no candidate of this draft is finite."""
+    way_out = "--draft-dtype float32"
+    if draft.dtype == torch.float16 and has_bfloat16(draft.device):
+        way_out = "--draft-dtype bfloat16"
+    elif draft.dtype == torch.float32:
+        way_out = "another --draft"
+    what = f"the draft's logits are not finite in {dtype_name(draft.dtype)}"
+    return (
+        f"note: {what}; until they are, it drafts nothing and saves nothing over ar; try {way_out}"
+    )
+
+
 def default_models(device: torch.device) -> tuple[str, str]:
     """Target and draft: Pythia on CUDA, the embedded pair elsewhere."""
     if device.type == "cuda":
@@ -149,24 +194,34 @@ def open_pair(
     set_threads(args.threads)
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
+    draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
     if is_drafting and args.target and not args.draft:
         raise UsageError("--target also needs --draft: the method drafts")
     target, draft = default_models(device)
     target = args.target or target
     draft = (args.draft or draft) if is_drafting else None
-    dtype_name = str(dtype).removeprefix("torch.")
-    models = f"target {target}, draft {draft}" if draft else f"target {target}"
-    say(f"{models}; {device}, {dtype_name}")
-    flags = processor_flags() if device.type == "cpu" else ""
-    if flags and lacks_instructions(dtype, flags):
-        say(f"note: this processor has no {dtype_name} instructions and emulates them, slowly")
+    found = {"target": target, "draft": draft, "device": str(device), "dtype": dtype_name(dtype)}
+    found["draft_dtype"] = dtype_name(draft_dtype) if draft else None
+    say(announcement(found))
+    if device.type == "cpu":
+        warn_of_emulation({dtype, draft_dtype} if draft else {dtype}, say)
     if args.no_graphs and device.type != "cuda":
         raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
-    pair = load_pair(target, draft, device, dtype, say)
+    pair = load_pair(target, draft, device, dtype, draft_dtype, say)
     if args.no_graphs:
         pair.use_graphs(False)
-    found = {"target": target, "draft": draft, "device": str(device), "dtype": dtype_name}
     return pair, found | {"threads": torch.get_num_threads()}
+
+
+def announcement(found: dict[str, str | None]) -> str:
+    """What is about to run; found: as open_pair reports it."""
+    models = f"target {found['target']}"
+    precision = found["dtype"]
+    if found["draft"]:
+        models += f", draft {found['draft']}"
+        if found["draft_dtype"] != found["dtype"]:
+            precision += f", draft {found['draft_dtype']}"
+    return f"{models}; {found['device']}, {precision}"
 
 
 def load_pair(
@@ -174,11 +229,13 @@ def load_pair(
     draft: str | None,
     device: torch.device,
     dtype: torch.dtype,
+    draft_dtype: torch.dtype | None = None,
     announce: Callable[[str], None] = lambda line: None,
 ) -> Pair:
     """Find, check and load the models; `announce` is told before a download.
 
-    Raises CheckpointError (the two tokenizers must be the same) and OutOfMemory.
+    draft_dtype: the target's if None. Raises CheckpointError (the two tokenizers must be the same)
+    and OutOfMemory.
     """
     # The draft first: a mistake in its name is told before gigabytes are fetched
     draft_folder = None if draft is None else find_checkpoint(draft, announce)
@@ -188,14 +245,14 @@ def load_pair(
         require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     load_s = {}
 
-    def load(role: str, folder: Path) -> GPTNeoX:
+    def load(role: str, folder: Path, dtype: torch.dtype) -> GPTNeoX:
         start = time.perf_counter()
         model = GPTNeoX.from_pretrained(folder, device, dtype)
         load_s[role] = time.perf_counter() - start
         return model
 
-    target_model = load("target", target_folder)
-    draft_model = load("draft", draft_folder) if draft_folder else None
+    target_model = load("target", target_folder, dtype)
+    draft_model = load("draft", draft_folder, draft_dtype or dtype) if draft_folder else None
     return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s)
 
 

@@ -30,6 +30,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--draft", metavar="MODEL", help="the same, of a smaller model with this tokenizer")
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", help=f"{', '.join(DTYPES)} (float16 on cuda, float32 on cpu)")
+    own = "the draft's own (as the target's; bfloat16 for float16 on GPUs that have it)"
+    add("--draft-dtype", metavar="DTYPE", help=own)
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
     add("--no-graphs", action="store_true", help="on cuda, launch every kernel by itself")
 

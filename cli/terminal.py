@@ -23,6 +23,7 @@ class TextStream:
         self.tokenizer = tokenizer
         self.recent: list[int] = []  # enough past ids to decode the next ones in context
         self.shown = 0  # characters of their text already out
+        self.is_mid_line = False  # what came last is out and ends no line
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; all pushes and `finish` add up to decode(all ids)."""
@@ -30,6 +31,8 @@ class TextStream:
         text = self.tokenizer.decode(self.recent)
         final = text.rstrip(INCOMPLETE)
         new = final[self.shown :]
+        if new:
+            self.is_mid_line = not new.endswith("\n")
         self.shown = max(self.shown, len(final))
         if final == text:  # nothing is pending: later text depends on no earlier id but the last
             self.recent = self.recent[-1:]

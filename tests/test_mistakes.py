@@ -10,8 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import TINY, random_config, random_tensors
+from conftest import TINY, pretend_one_gpu, random_config, random_tensors
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -61,7 +60,11 @@ MISTAKES = {
     "unknown device": (["--prompt", "a", "--device", "tpu"], "cuda:N"),
     "odd device": (["--prompt", "a", "--device", "cuda:x"], "cuda:N"),
     "graphs on cpu": (["--prompt", "a", "--device", "cpu", "--no-graphs"], "only cuda has graphs"),
-    "unknown dtype": (["--prompt", "a", "--dtype", "int8"], "bfloat16"),
+    "unknown dtype": (["--prompt", "a", "--dtype", "int8"], "--dtype int8: there are float32, "),
+    "unknown draft dtype": (
+        ["--prompt", "a", "--method", "ar", "--draft-dtype", "int8"],
+        "--draft-dtype int8: there are float32, ",
+    ),
     "cold": (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0 is not a positive"),
     "top-p": (["--prompt", "a", "--temperature", "1", "--top-p", "0"], "outside (0, 1]"),
     "seed": (["--prompt", "a", "--temperature", "1", "--seed", "-1"], "--seed -1 is outside 0"),
@@ -95,24 +98,18 @@ def test_a_mistake_is_one_line(
     assert hint in error_line(capsys, arguments)
 
 
-def pretend_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-
-
 def test_cuda_asked_for_and_absent(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--device cpu" in error_line(capsys, ["--prompt", "a", "--device", "cuda"])
     pretend_one_gpu(monkeypatch)
     assert "cuda:0" in error_line(capsys, ["--prompt", "a", "--device", "cuda:1"])
 
 
 def test_a_gpu_without_bfloat16(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_one_gpu(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
-    line = error_line(capsys, ["--prompt", "a", "--dtype", "bfloat16"])
-    assert "Old GPU, compute capability 7.5, has none; use --dtype float16" in line
+    pretend_one_gpu(monkeypatch, capability=(7, 5))
+    for option in ("--dtype", "--draft-dtype"):
+        line = error_line(capsys, ["--prompt", "a", option, "bfloat16"])
+        why = "Pretended GPU, compute capability 7.5, has none"
+        assert line == f"error: {option} bfloat16: {why}; use {option} float16"
 
 
 def copy_target(tmp_path: Path) -> Path:
