@@ -1,5 +1,7 @@
 """Scripts beside the project.
 
-enlarge        a checkpoint of a larger shape that computes what a small one does
-gpu_check.sh   everything that only a GPU can tell, in one command
+enlarge            a checkpoint of a larger shape that computes what a small one does
+profile_iteration  what an iteration makes a device do, kernel by kernel
+kernel_times       attention two ways, and the products of a layer, by rows
+gpu_check.sh       everything that only a GPU can tell, in one command
 """

@@ -1,0 +1,106 @@
+"""tools/profile_iteration.py and tools/kernel_times.py, on the CPU; tools/enlarge.py has a file."""
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY
+from torch.autograd import DeviceType
+
+from gpt_neox import attend
+from tools import kernel_times, profile_iteration
+
+DRAFT = str(TINY / "draft")
+Captured = pytest.CaptureFixture[str]
+
+
+def test_a_profile_is_a_table_and_a_trace_for_each_method(capsys: Captured, tmp_path: Path) -> None:
+    models = ["--target", str(TINY / "target"), "--draft", DRAFT]
+    arguments = [str(tmp_path / "made"), "--methods", "ar,linear K=2", "--iterations", "2"]
+    assert profile_iteration.main(arguments + models) == 0
+    printed = capsys.readouterr().out
+    for name in ("ar", "linear_K=2"):
+        text = (tmp_path / "made" / f"{name}.txt").read_text()
+        assert text in printed and " ms an iteration, the profiler off" in text
+        assert "  on the host\n" in text and "aten::" in text
+        trace = gzip.decompress((tmp_path / "made" / f"{name}.json.gz").read_bytes())
+        assert json.loads(trace)["traceEvents"]
+
+
+def event(key: str, count: int, device_us: float, cpu_us: float, on_device: bool) -> object:
+    kind = DeviceType.CUDA if on_device else DeviceType.CPU
+    times = {"self_device_time_total": device_us, "self_cpu_time_total": cpu_us}
+    return SimpleNamespace(key=key, count=count, device_type=kind, **times)
+
+
+def test_a_profile_tells_kernels_from_what_the_host_asks_and_computes() -> None:
+    """By hand: two iterations; an operator's kernels are counted where they run, not twice."""
+    events = [
+        event("small kernel", 2, 3.0, 0.0, True),
+        event("large kernel" + "x" * 200, 4, 100.0, 0.0, True),
+        event("cudaGraphLaunch", 6, 0.0, 50.0, False),
+        event("aten::addmm", 4, 100.0, 7.0, False),
+    ]
+    kernels, asked, computed = profile_iteration.describe(events, 2).split("\n\n")
+    long_name = ("large kernel" + "x" * 200)[: profile_iteration.WIDTH]
+    assert kernels.splitlines() == [
+        "   times         us  on the device",
+        f"     2.0       50.0  {long_name}",
+        "     1.0        1.5  small kernel",
+        "     3.0       51.5  all 2",
+    ]
+    assert asked.splitlines()[1:] == [
+        "     3.0       25.0  cudaGraphLaunch",
+        "     3.0       25.0  all 1",
+    ]
+    assert computed.splitlines()[1] == "     2.0        3.5  aten::addmm"
+
+
+def test_a_text_too_short_to_profile_is_one_line(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(profile_iteration, "N_TOKENS", 9)
+    models = ["--target", DRAFT, "--draft", DRAFT, "--methods", "ar"]
+    assert profile_iteration.main([str(tmp_path / "made")] + models) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == "error: 9 tokens are too few for so many --iterations"
+    assert not (tmp_path / "made").exists()
+
+
+def test_kernel_times_have_a_line_for_every_shape(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_times, "SLOTS", (40, 64))
+    monkeypatch.setattr(kernel_times, "ROW_COUNTS", (1, 2))
+    assert kernel_times.main([DRAFT, "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shapes = [line.split()[:2] for line in lines[3:9]]
+    assert shapes == [
+        ["40", "1"],
+        ["40", "8"],
+        ["40", "32"],
+        ["64", "1"],
+        ["64", "8"],
+        ["64", "32"],
+    ]
+    assert "into 896 x 128 us" in lines[10] and "out of 128 x 640 us" in lines[10]
+    assert [line.split()[0] for line in lines[11:13]] == ["1", "2"]
+
+
+@pytest.mark.parametrize("n", [1, 8, 32])
+def test_both_ways_of_attention_are_right(n: int) -> None:
+    """And the error that is printed beside them would show it if they were not."""
+    torch.manual_seed(n)
+    q = torch.randn(1, 2, n, 16)
+    kv = torch.randn(2, 1, 2, 40, 16)
+    seen = torch.ones(n, 40, dtype=torch.bool).tril(40 - n)
+    bias = torch.full((n, 40), -torch.inf).masked_fill_(seen, 0.0)
+    for way in (attend, kernel_times.two_products):
+        assert kernel_times.largest_error(way, q, kv, bias) < 1e-5
+    wrong = torch.zeros(n, 40)
+    wrong[:, 0] = -torch.inf
+    at_odds = kernel_times.two_products(q, kv[0], kv[1], wrong)
+    assert kernel_times.largest_error(lambda *_: at_odds, q, kv, bias) > 1e-3

@@ -1,0 +1,149 @@
+"""How long attention and products take by their rows: of a pass, the kernels that matter.
+
+    python tools/kernel_times.py models/enlarged/target --device cuda --dtype float16
+
+On random tensors of a checkpoint's shapes, of which only config.json is read. On CUDA inside a
+graph, so that nothing is launched between them, and over more memory than a cache holds, as in a
+pass. Attention is timed two ways, as torch has it and as two products with a softmax between, each
+with its largest error beside exact arithmetic; a product stands beside the least that it can take,
+its weight read once at the bandwidth of a large copy.
+
+Shapes: n rows, S cache slots, H heads, D head size.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
+
+from benchmark.report import text_table
+from benchmark.step_times import copy_bandwidth, median_ms
+from cli.errors import Parser, run_command_line
+from cli.models import choose_device, choose_dtype
+from engine.checkpoint import Config, read_config
+from engine.cuda_graphs import ROW_COUNTS, record
+from engine.stopwatch import Stopwatch
+from gpt_neox import attend
+
+TREE_ROWS = (1, 8, 32)
+SLOTS = (512, 2048)
+N_ROUNDS = 3
+CACHE_BYTES = 2 * 10**8  # past the largest cache of a GPU
+MAX_COPIES = 32  # of what is small, as many as the layers of a model
+
+
+def two_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """What `attend` gives of the same arguments, [H, n, D]."""
+    scores = torch.baddbmm(bias, q[0], k[0].transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    return torch.bmm(scores.softmax(-1), v[0])
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where things are timed, and in what precision."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def n_copies(self, n_elements: int) -> int:
+        """Of something of this size, as many as no cache holds; where that is timed at all."""
+        if self.device.type != "cuda":
+            return 1
+        n = CACHE_BYTES // (n_elements * self.dtype.itemsize)
+        return min(max(n, 2), MAX_COPIES)
+
+    def microseconds(self, calls: Sequence[Callable[[], Tensor]]) -> float:
+        """The median time of one of these calls, which are made one after the other."""
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        if self.device.type == "cuda":
+            run, _ = record(run, None, self.device)
+        (ms,) = median_ms([run], Stopwatch(self.device), N_ROUNDS)
+        return ms * 1e3 / len(calls)
+
+
+def attention_table(bench: Bench, config: Config) -> list[list[str]]:
+    """Header and a line for each number of slots and rows: microseconds and error of both ways."""
+    table = [["slots", "rows", "torch us", "error", "two products us", "error"]]
+    for n_slots in SLOTS:
+        for n in TREE_ROWS:
+            q = bench.random(1, config.n_heads, n, config.head_size)
+            seen = torch.ones(n, n_slots, dtype=torch.bool, device=bench.device)
+            seen = seen.tril(n_slots - n)
+            bias = q.new_full((n, n_slots), -torch.inf).masked_fill_(seen, 0.0)
+            shape = (2, 1, config.n_heads, n_slots, config.head_size)  # keys, then values
+            n_layers = bench.n_copies(2 * n_slots * config.hidden_size)
+            caches = [bench.random(*shape) for _ in range(n_layers)]
+            line = [str(n_slots), str(n)]
+            for way in (attend, two_products):
+                us = bench.microseconds([partial(way, q, kv[0], kv[1], bias) for kv in caches])
+                error = largest_error(way, q, caches[0], bias)
+                line += [f"{us:.1f}", f"{error:.0e}"]
+            table.append(line)
+    return table
+
+
+def largest_error(way: Callable[..., Tensor], q: Tensor, kv: Tensor, bias: Tensor) -> float:
+    """Of attention [H, n, D], as a share of its largest value."""
+    scores = q.double() @ kv[0].double().transpose(2, 3) * q.shape[-1] ** -0.5 + bias.double()
+    exact = (scores.softmax(-1) @ kv[1].double())[0]
+    error = (way(q, kv[0], kv[1], bias).double() - exact).abs().max()
+    return float(error / exact.abs().max())
+
+
+def product_table(bench: Bench, config: Config, gb_s: float) -> list[list[str]]:
+    """Header and a line for each number of rows: microseconds and the share of that bandwidth."""
+    hidden, inside = config.hidden_size, config.intermediate_size
+    matrices = {  # of a parallel layer, joined as engine/products.py joins them: [out, in]
+        "into": (3 * hidden + inside, hidden),
+        "out of": (hidden, hidden + inside),
+        "head": (config.vocab_size, hidden),
+    }
+    table = [["rows"]] + [[str(n)] for n in ROW_COUNTS]
+    for name, (n_out, n_in) in matrices.items():
+        table[0] += [f"{name} {n_out} x {n_in} us", "of floor"]
+        bias = bench.random(n_out)
+        weights = [bench.random(n_out, n_in) for _ in range(bench.n_copies(n_out * n_in))]
+        floor_us = weights[0].nbytes / gb_s / 1e3
+        for n, line in zip(ROW_COUNTS, table[1:], strict=True):
+            x = bench.random(n, n_in)
+            us = bench.microseconds([partial(torch.addmm, bias, x, w.t()) for w in weights])
+            line += [f"{us:.1f}", f"{floor_us / us:.0%}"]
+    return table
+
+
+@torch.inference_mode()
+def execute(args: Namespace) -> int:
+    device = choose_device(args.device)
+    bench = Bench(device, choose_dtype(args.dtype, device))
+    config = read_config(Path(args.folder))
+    gb_s = copy_bandwidth(device)
+    print(f"{device}, {bench.dtype}, a large copy reads and writes {gb_s:,.1f} GB/s\n")
+    for table in (attention_table(bench, config), product_table(bench, config, gb_s)):
+        print(text_table(table[0], table[1:], width=100) + "\n", flush=True)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="tools/kernel_times.py", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="a checkpoint's, for its shapes")
+    parser.add_argument("--device", help="as dynatree.py's")
+    parser.add_argument("--dtype", help="as dynatree.py's")
+    return run_command_line(execute, parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

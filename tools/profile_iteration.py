@@ -1,0 +1,126 @@
+"""What an iteration makes the device do, kernel by kernel, and what the host asks of it meanwhile.
+
+    python tools/profile_iteration.py FOLDER --device cuda   # of ar and dynatree
+    python tools/profile_iteration.py FOLDER --methods "auto,dynatree eager"
+
+Takes the options of dynatree.py that name models. Prints a table for each method and leaves it in
+FOLDER, beside a trace that https://ui.perfetto.dev draws.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
+
+from benchmark.prompts import DATASETS, load_prompts
+from benchmark.results import Run
+from benchmark.tables import parse_run, settings_of, split_list
+from cli.errors import Parser, UsageError, run_command_line, say
+from cli.main import WARM_UP_STEPS
+from cli.models import Pair, Request, encode, open_pair
+from cli.options import add_model_options
+from dynatree import Step
+
+N_TOKENS = 512  # enough for any method's iterations here, few enough for one or two cache lengths
+N_NAMES = 25  # of a list, those that take longest
+WIDTH = 90  # of a name: a kernel's goes on for lines
+
+
+def profile_run(pair: Pair, run: Run, n: int) -> tuple[float, profile]:
+    """Milliseconds of an iteration, the mean of n; and a profile of the next n of the same text."""
+    pair.use_graphs(not run.is_eager)
+    prompt = encode(
+        load_prompts(DATASETS[0], None)[0], pair.tokenizer, pair.target.config.vocab_size
+    )
+    steps = Request(pair, prompt, {"max_new_tokens": N_TOKENS}).decode(settings_of(run))
+    take(steps, WARM_UP_STEPS)
+    plain = take(steps, n)
+    ms = sum(step.draft_ms + step.verify_ms + step.other_ms for step in plain) / n
+    kinds = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    with profile(activities=kinds):  # the first time it loads what it needs
+        take(steps, 1)
+    with profile(activities=kinds) as found:
+        take(steps, n)
+    steps.close()
+    return ms, found
+
+
+def take(steps: Iterator[Step], n: int) -> list[Step]:
+    """The next n steps. Raises UsageError if the text ends before."""
+    taken = list(islice(steps, n))
+    if len(taken) < n:
+        raise UsageError(f"{N_TOKENS} tokens are too few for so many --iterations")
+    return taken
+
+
+def describe(events: Sequence[FunctionEventAvg], n: int) -> str:
+    """What n iterations consisted of, by name: how often in one, and for how many microseconds."""
+    kernels = [event for event in events if event.device_type != DeviceType.CPU]
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    asked = [event for event in on_host if event.key.startswith("cu")]  # of the CUDA runtime
+    computed = [event for event in on_host if not event.key.startswith("cu")]
+    parts = [
+        section("on the device", kernels, n, "self_device_time_total"),
+        section("asked of the device", asked, n, "self_cpu_time_total"),
+        section("on the host", computed, n, "self_cpu_time_total"),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def section(title: str, events: list[FunctionEventAvg], n: int, clock: str) -> str:
+    """One line a name, those first that took longest by this field; nothing if there are none."""
+    if not events:
+        return ""
+    lines = [f"{'times':>8} {'us':>10}  {title}"]
+    events = sorted(events, key=lambda event: getattr(event, clock), reverse=True)
+    total_count = 0
+    total_us = 0.0
+    for event in events:
+        us = getattr(event, clock)
+        total_count += event.count
+        total_us += us
+        if len(lines) <= N_NAMES:
+            lines.append(f"{event.count / n:8.1f} {us / n:10.1f}  {event.key[:WIDTH]}")
+    lines.append(f"{total_count / n:8.1f} {total_us / n:10.1f}  all {len(events)}")
+    return "\n".join(lines)
+
+
+def execute(args: Namespace) -> int:
+    runs = [parse_run(text) for text in split_list(args.methods, "--methods")]
+    folder = Path(args.folder)
+    is_drafting = any(settings_of(run).rule().max_depth for run in runs)
+    pair, _ = open_pair(args, is_drafting, say)
+    for run in runs:
+        ms, found = profile_run(pair, run, args.iterations)
+        head = f"{run.label}: {ms:.2f} ms an iteration, the profiler off; of one, the profiler on:"
+        text = f"{head}\n\n{describe(found.key_averages(), args.iterations)}\n"
+        name = run.label.replace(" ", "_")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+            found.export_chrome_trace(str(folder / f"{name}.json.gz"))
+        except OSError as error:
+            raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
+        print(text, flush=True)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="tools/profile_iteration.py", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("folder", help="where the tables and traces go")
+    add("--methods", default="ar,dynatree", metavar="M,...", help="as bench.py's (ar,dynatree)")
+    add("--iterations", type=int, default=8, metavar="N", help="to take the mean of (8)")
+    add_model_options(parser)
+    return run_command_line(execute, parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
