@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Everything about the CUDA path that only a GPU can tell, in one command, without a network:
 #
-#   bash tools/gpu_check.sh                  # the embedded pair, enlarged to Pythia-2.8B and Pythia-70M
-#   bash tools/gpu_check.sh TARGET DRAFT     # two checkpoint folders instead
-#   bash tools/gpu_check.sh --dry            # tiny shapes, on the CPU if need be: does this script run?
+#   bash tools/gpu_check.sh                # the embedded pair, in the shapes of Pythia-2.8B and 70M
+#   bash tools/gpu_check.sh TARGET DRAFT   # two checkpoint folders instead
+#   bash tools/gpu_check.sh --dry          # tiny shapes, the CPU if need be: does this script run?
 #
-# First what is there; the tests marked cuda; exactness in float32. Then, at those shapes, every
-# method, with graphs and without and beside rounding alone (ar rows=...); a profile of one iteration;
+# First what is there, the tests marked cuda, and exactness in float32. Then, at those shapes: every
+# method, with graphs and without, beside rounding alone (ar rows=...); a profile of an iteration;
 # step times in both 16-bit types beside the bandwidth floor; attention and products by themselves;
-# memory at 2,048 tokens. It is meant to take eight minutes on a large GPU, which is not measured.
-# A step that fails, or takes three times the time allowed for, stops no other and is named at the end.
+# memory at 2,048 tokens. It is meant to take eight minutes on a large GPU, which is not measured. A
+# step that fails, or takes three times what is allowed for it, stops no other; the end names it.
 #
-# Leaves its log, tables and profiles in results/run_gpu_<device>_<time>, every method's table also in
-# results/gpu_<device>.json, and prints that one last. A dry run leaves nothing.
+# Leaves its log, tables and profiles in results/run_gpu_<device>_<time>, every method's table also
+# in results/gpu_<device>.json, and prints that one last. A dry run leaves nothing.
 set -euo pipefail
 
 dry=false
@@ -69,7 +69,7 @@ read -r device name methods dtypes < <(python -c "$choose")
 dtype=${dtypes%% *}
 if ! $dry && [ "$device" = cpu ]; then
   versions
-  echo "error: torch sees no GPU; which torch a driver runs: docs/gpu.md, Installing; --dry needs none" >&2
+  echo "error: torch sees no GPU: docs/gpu.md, Installing, has what it wants; --dry needs none" >&2
   exit 2
 fi
 
@@ -81,7 +81,7 @@ if [ "$device" = cuda ]; then
   graphs=("" --no-graphs)
 fi
 # Of step times: the middle of a short text, and where 128 rows end at 2,048 slots
-declare -A contexts=([short]="--prompt-tokens 150 --new-tokens 128" [long]="--prompt-tokens 1856 --new-tokens 128")
+declare -A lengths=([short]=150 [long]=1856)
 patience=3
 if $dry; then
   patience=20  # the machine may be busy, the device pretended
@@ -90,6 +90,7 @@ if $dry; then
   draft_shape=(models/tiny/draft --hidden 256 --layers 2 --vocab 4200)
   sizes=(--n-prompts 1 --prompt-tokens 20 --new-tokens 12)
   full=(--n-prompts 1 --prompt-tokens 20 --new-tokens 12)
+  copies=2
   export OMP_NUM_THREADS=1  # a second thread costs more than it computes at these shapes
 else
   work=$PWD/results/run_gpu_${name}_$(date +%Y%m%d-%H%M%S)
@@ -98,6 +99,7 @@ else
   draft_shape=(models/tiny/draft --hidden 512 --layers 6 --vocab 50304)
   sizes=(--n-prompts 4 --prompt-tokens 150 --new-tokens 128)
   full=(--n-prompts 1 --prompt-tokens 150 --new-tokens 1856)
+  copies=32
 fi
 enlarged=$(mktemp -d models/enlarged.XXXXXX)  # here, where there is room for the large pair
 clean() {
@@ -112,7 +114,7 @@ step() {  # a name, and the seconds that are allowed for it
   limit=$((patience * $2))
   printf '\n== %s (%s s allowed for, %s s so far)\n' "$1" "$2" "$SECONDS"
 }
-check() {  # a command; whatever becomes of it, go on. Interrupted, bench.py keeps what it has
+check() {  # a command, and go on whatever becomes of it; interrupted, bench.py keeps what it has
   timeout --foreground --signal=INT --kill-after=20 "$limit" "$@" && return
   local status=$?
   [ "$status" -ne 130 ] || exit 130  # Ctrl-C
@@ -152,8 +154,9 @@ run_all() {
     for graph in "${graphs[@]}"; do
       for context in short long; do
         step "step times, $type, $context context${graph:+, $graph}" 12
-        # shellcheck disable=SC2086 # the options of a context, and none for graphs
-        check python bench.py --table steps "${models[@]}" --dtype "$type" $graph ${contexts[$context]} \
+        # shellcheck disable=SC2086 # no word at all for graphs
+        check python bench.py --table steps "${models[@]}" --dtype "$type" $graph \
+          --prompt-tokens "${lengths[$context]}" --new-tokens 128 \
           --output "$work/steps_${type}_$context$graph.json"
       done
     done
@@ -162,7 +165,8 @@ run_all() {
   step "attention and products by themselves" 20
   local folder
   for folder in "${models[1]}" "${models[3]}"; do
-    check python tools/kernel_times.py "$folder" --device "$device" --dtype "$dtype"
+    check python tools/kernel_times.py "$folder" --device "$device" --dtype "$dtype" \
+      --copies "$copies"
   done
 
   step "memory, up to 2,048 tokens" 50

@@ -36,7 +36,6 @@ TREE_ROWS = (1, 8, 32)
 SLOTS = (512, 2048)
 N_ROUNDS = 3
 CACHE_BYTES = 2 * 10**8  # past the largest cache of a GPU
-MAX_COPIES = 32  # of what is small, as many as the layers of a model
 
 
 def two_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -47,10 +46,11 @@ def two_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where things are timed, and in what precision."""
+    """Where things are timed, in what precision, and over how much memory."""
 
     device: torch.device
     dtype: torch.dtype
+    max_copies: int
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -60,7 +60,7 @@ class Bench:
         if self.device.type != "cuda":
             return 1
         n = CACHE_BYTES // (n_elements * self.dtype.itemsize)
-        return min(max(n, 2), MAX_COPIES)
+        return min(max(n, 2), self.max_copies)
 
     def microseconds(self, calls: Sequence[Callable[[], Tensor]]) -> float:
         """The median time of one of these calls, which are made one after the other."""
@@ -70,7 +70,7 @@ class Bench:
                 call()
 
         if self.device.type == "cuda":
-            run, _ = record(run, None, self.device)
+            run = record(run, None, self.device).graph.replay
         (ms,) = median_ms([run], Stopwatch(self.device), N_ROUNDS)
         return ms * 1e3 / len(calls)
 
@@ -80,20 +80,24 @@ def attention_table(bench: Bench, config: Config) -> list[list[str]]:
     table = [["slots", "rows", "torch us", "error", "two products us", "error"]]
     for n_slots in SLOTS:
         for n in TREE_ROWS:
-            q = bench.random(1, config.n_heads, n, config.head_size)
-            seen = torch.ones(n, n_slots, dtype=torch.bool, device=bench.device)
-            seen = seen.tril(n_slots - n)
-            bias = q.new_full((n, n_slots), -torch.inf).masked_fill_(seen, 0.0)
-            shape = (2, 1, config.n_heads, n_slots, config.head_size)  # keys, then values
-            n_layers = bench.n_copies(2 * n_slots * config.hidden_size)
-            caches = [bench.random(*shape) for _ in range(n_layers)]
-            line = [str(n_slots), str(n)]
-            for way in (attend, two_products):
-                us = bench.microseconds([partial(way, q, kv[0], kv[1], bias) for kv in caches])
-                error = largest_error(way, q, caches[0], bias)
-                line += [f"{us:.1f}", f"{error:.0e}"]
-            table.append(line)
+            cells = attention_cells(bench, config, n, n_slots)
+            table.append([str(n_slots), str(n)] + cells)
     return table
+
+
+def attention_cells(bench: Bench, config: Config, n: int, n_slots: int) -> list[str]:
+    """For the last n of the slots as rows, each of which sees itself and what is before it."""
+    q = bench.random(1, config.n_heads, n, config.head_size)
+    seen = torch.ones(n, n_slots, dtype=torch.bool, device=bench.device).tril(n_slots - n)
+    bias = q.new_full((n, n_slots), -torch.inf).masked_fill_(seen, 0.0)
+    shape = (2, 1, config.n_heads, n_slots, config.head_size)  # keys, then values
+    n_layers = bench.n_copies(2 * n_slots * config.hidden_size)
+    caches = [bench.random(*shape) for _ in range(n_layers)]
+    cells = []
+    for way in (attend, two_products):
+        us = bench.microseconds([partial(way, q, kv[0], kv[1], bias) for kv in caches])
+        cells += [f"{us:.1f}", f"{largest_error(way, q, caches[0], bias):.0e}"]
+    return cells
 
 
 def largest_error(way: Callable[..., Tensor], q: Tensor, kv: Tensor, bias: Tensor) -> float:
@@ -128,7 +132,7 @@ def product_table(bench: Bench, config: Config, gb_s: float) -> list[list[str]]:
 @torch.inference_mode()
 def execute(args: Namespace) -> int:
     device = choose_device(args.device)
-    bench = Bench(device, choose_dtype(args.dtype, device))
+    bench = Bench(device, choose_dtype(args.dtype, device), args.copies)
     config = read_config(Path(args.folder))
     gb_s = copy_bandwidth(device)
     print(f"{device}, {bench.dtype}, a large copy reads and writes {gb_s:,.1f} GB/s\n")
@@ -139,9 +143,11 @@ def execute(args: Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="tools/kernel_times.py", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", help="a checkpoint's, for its shapes")
-    parser.add_argument("--device", help="as dynatree.py's")
-    parser.add_argument("--dtype", help="as dynatree.py's")
+    add = parser.add_argument
+    add("folder", help="a checkpoint's, for its shapes")
+    add("--device", help="as dynatree.py's")
+    add("--dtype", help="as dynatree.py's")
+    add("--copies", type=int, default=32, metavar="N", help="at most, to go past a cache (32)")
     return run_command_line(execute, parser, arguments)
 
 

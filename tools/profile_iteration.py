@@ -62,10 +62,16 @@ def take(steps: Iterator[Step], n: int) -> list[Step]:
 
 def describe(events: Sequence[FunctionEventAvg], n: int) -> str:
     """What n iterations consisted of, by name: how often in one, and for how many microseconds."""
-    kernels = [event for event in events if event.device_type != DeviceType.CPU]
-    on_host = [event for event in events if event.device_type == DeviceType.CPU]
-    asked = [event for event in on_host if event.key.startswith("cu")]  # of the CUDA runtime
-    computed = [event for event in on_host if not event.key.startswith("cu")]
+    kernels: list[FunctionEventAvg] = []
+    asked: list[FunctionEventAvg] = []  # of the CUDA runtime
+    computed: list[FunctionEventAvg] = []
+    for event in events:
+        if event.device_type != DeviceType.CPU:
+            kernels.append(event)
+        elif event.key.startswith("cu"):
+            asked.append(event)
+        else:
+            computed.append(event)
     parts = [
         section("on the device", kernels, n, "self_device_time_total"),
         section("asked of the device", asked, n, "self_cpu_time_total"),
