@@ -13,7 +13,7 @@ Shapes: N tree rows, W rows of one level, S cache slots, V vocabulary.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,12 +123,19 @@ class Generation:
     visible: list[int]  # the ids in the target's cache, and the pending root
     watch: Stopwatch
     is_rebuilding: bool
+    inspect: Callable[[Tensor], None] | None
 
     def prefill(self) -> Scores:
         """Read the prompt: its last token's scores."""
         read = self.rule.read if self.rule.n_read else None
         with self.watch.verify:
             return self.window.prefill(self.target, self.visible, self.cache, read)
+
+    def show(self, scores: Scores, rows: list[int]) -> None:
+        """Let `inspect` see the rows that a step's tokens were chosen from, in nobody's time."""
+        if self.inspect:
+            with self.watch.paused():
+                self.inspect(scores.logits[rows])
 
     def commit(self, tree: Tree, path: list[int]) -> None:
         """Keep the accepted rows; or, as the paper does, drop the tree and run them again."""
@@ -175,6 +182,7 @@ def generate(
     sampling: Sampling | None = None,
     window: Window = WHOLE_TEXT,
     strict: bool = False,
+    inspect: Callable[[Tensor], None] | None = None,
 ) -> Iterator[Step]:
     """Decode, one Step per commit: the target's own greedy ids, or samples of its distribution.
 
@@ -182,8 +190,9 @@ def generate(
     commit: "keep" moves the accepted rows in the cache, "rebuild" runs them again (section 3.5):
     one more target pass, the same cache. window: what of the text the caches keep. strict: the
     target's logits are ar's bit for bit, if ar's passes have as many rows (engine/strict.py); trees
-    are no deeper than 15. Raises ValueError (arguments) and OutOfMemory at the first step,
-    NonFiniteLogits.
+    are no deeper than 15. inspect: shown, before each step, the target's float32 logits [n, V] that
+    its n tokens were chosen from, where the model is. Raises ValueError (arguments) and OutOfMemory
+    at the first step, NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
@@ -195,7 +204,7 @@ def generate(
     sampler = sampling.sampler(target.device) if sampling else None
     is_rebuilding = commit == "rebuild"
     generation = Generation(
-        target, cache, drafter, rule, sampler, window, visible, watch, is_rebuilding
+        target, cache, drafter, rule, sampler, window, visible, watch, is_rebuilding, inspect
     )
     try:
         yield from iterate(generation, max_new_tokens, eos_ids)
@@ -240,7 +249,9 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
     sampler, visible, watch = generation.sampler, generation.visible, generation.watch
     draft = generation.drafter.run if generation.drafter else None
     root = torch.tensor(visible[-1:])
-    _, tokens = accept(lone(root), generation.prefill(), sampler)
+    scores = generation.prefill()
+    path, tokens = accept(lone(root), scores, sampler)
+    generation.show(scores, path)
     step = Step(cut(tokens, eos_ids, left), **watch.times())
     generation.capture()  # set-up: it has no time
     while True:
@@ -264,13 +275,15 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
             scores = target.forward(tree.tokens, positions, cache, mask)  # of N rows
         # 4 accept: the path on which the target agrees, then the bonus token
         path, tokens = accept(tree, scores, sampler)
+        new = cut(tokens, eos_ids, left)
+        generation.show(scores, path[: len(new)])
         rule.read(tree.tokens, scores)  # now: a later pass may overwrite them
         # 5 commit: the accepted rows stay in both caches, the rest is forgotten
         generation.commit(tree, path)
         # 6 adapt
         rule.adapt(tree, path, watch.ms())
         step = Step(
-            tokens=cut(tokens, eos_ids, left),
+            tokens=new,
             tree=tree,
             path=path,
             bonus=tokens[-1],

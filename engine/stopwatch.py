@@ -7,6 +7,8 @@ watch.times()  # {"draft_ms": ..., "verify_ms": ..., "other_ms": ...}
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -72,6 +74,13 @@ class Stopwatch:
         self.draft.restart()
         self.verify.restart()
         self.start = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens in a `with` of it belongs to nothing."""
+        paused = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - paused
 
     def ms(self) -> float:
         """All that has passed since the start."""

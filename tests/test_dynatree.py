@@ -1,10 +1,11 @@
 """The loop: commit lengths, both caches, EOS and limit, non-finite logits, metrics."""
 
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Remembering, assert_close, random_config, random_model, random_tensors
+from conftest import Remembering, assert_close, random_config, random_model, random_tensors, run
 from torch import Tensor
 
 import gpt_neox
@@ -232,6 +233,29 @@ def test_eos_as_the_first_token_ends_the_text() -> None:
     steps = list(generate(target, target, PROMPT, Chain(K=4), 9, eos_ids=[4]))
     assert len(steps) == 1
     assert steps[0].tokens == [4] and steps[0].tree is None
+
+
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["tight", "fixed"])
+@pytest.mark.parametrize("commit", ["keep", "rebuild"])
+def test_inspect_sees_the_logits_of_each_token(commit: str, is_fixed: bool) -> None:
+    """Of the prompt's last token too, of none after an EOS, and in no one's time."""
+    target = random_model(1)
+    target.pool.is_fixed = is_fixed  # then a later pass overwrites what an earlier one said
+    settings = Fixed(D=3, B=2, tau=0.0)
+    whole = token_ids(generate(target, target, PROMPT, settings, 12))
+    eos = whole[6]  # the second of a step
+    shown = []
+
+    def inspect(logits: Tensor) -> None:
+        time.sleep(0.2)
+        shown.append(logits)
+
+    options = {"eos_ids": [eos], "commit": commit, "inspect": inspect}
+    steps = list(generate(target, target, PROMPT, settings, 12, **options))
+    assert [len(logits) for logits in shown] == [len(step.tokens) for step in steps] == [1, 4, 2]
+    ids = token_ids(steps)
+    assert_close(torch.cat(shown), run(target, PROMPT + ids)[len(PROMPT) - 1 : -1])
+    assert all(step.draft_ms + step.verify_ms + step.other_ms < 200 for step in steps)
 
 
 def test_a_limit_of_one_runs_no_iteration() -> None:

@@ -10,16 +10,15 @@ from pytest import MonkeyPatch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dynatree
 import engine.passes
 import gpt_neox
+from cli.metrics import token_ids
 from draft_tree import Settings, Tree, mark_ancestors
 from dynatree import generate
 from engine import strict
 from engine.checkpoint import Config
 from engine.cuda_graphs import Use, row_count
-from engine.sampling import Sampler, Sampling
-from engine.scores import Scores
+from engine.sampling import Sampling
 from engine.streaming import Window
 from gpt_neox import GPTNeoX, KVCache
 from methods import METHODS
@@ -202,27 +201,11 @@ def test_a_planted_mistake_is_seen(mistake: str, monkeypatch: MonkeyPatch) -> No
     assert n_differing > 0
 
 
-class Recorded:
-    """A run's ids, and the target's logits of each row it committed."""
-
-    def __init__(self, monkeypatch: MonkeyPatch):
-        self.logits: list[Tensor] = []
-        real = dynatree.accept
-
-        def accept(tree: Tree, scores: Scores, sampler: Sampler | None) -> tuple:
-            path, tokens = real(tree, scores, sampler)
-            self.logits += scores.logits[path].clone()
-            return path, tokens
-
-        monkeypatch.setattr(dynatree, "accept", accept)
-
-    def run(self, *arguments: object, **options: object) -> tuple[list[int], Tensor]:
-        """Ids, and logits [ids, V]; of what the last iteration gave too much, neither."""
-        self.logits.clear()
-        ids = []
-        for step in generate(*arguments, strict=True, **options):
-            ids += step.tokens
-        return ids, torch.stack(self.logits[: len(ids)])
+def record(*arguments: object, **options: object) -> tuple[list[int], Tensor]:
+    """A strict run's ids, and the target's logits [ids, V] that each was chosen from."""
+    logits = []
+    ids = token_ids(generate(*arguments, strict=True, inspect=logits.append, **options))
+    return ids, torch.cat(logits)
 
 
 def rows_of(settings: Settings) -> int:
@@ -241,13 +224,10 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_writes_ars_bits(
-    method: str, dtype: torch.dtype, option: str, monkeypatch: MonkeyPatch
-) -> None:
+def test_every_method_writes_ars_bits(method: str, dtype: torch.dtype, option: str) -> None:
     rng = random.Random(f"{method} {option}")
     target = model_of({"hidden_size": 64}, dtype)
     draft = GPTNeoX(target.config, noisy(target.config))
-    recorded = Recorded(monkeypatch)
     n_drafted = 0
     for _ in range(3):
         settings = random_settings(method, rng)
@@ -255,9 +235,9 @@ def test_every_method_writes_ars_bits(
             continue
         prompt = [rng.randrange(90) for _ in range(rng.choice([3, 20, 250]))]
         given = OPTIONS[option]
-        ids, logits = recorded.run(target, draft, prompt, settings, 50, **given)
+        ids, logits = record(target, draft, prompt, settings, 50, **given)
         ar = Alone(rows=rows_of(settings))
-        ar_ids, ar_logits = recorded.run(target, None, prompt, ar, 50, **given)
+        ar_ids, ar_logits = record(target, None, prompt, ar, 50, **given)
         assert ids == ar_ids
         assert torch.equal(logits, ar_logits)
         n_drafted += 1
@@ -273,16 +253,15 @@ def noisy(config: Config) -> dict[str, Tensor]:
     return tensors
 
 
-def test_a_sampled_texts_logits_are_ars(monkeypatch: MonkeyPatch) -> None:
+def test_a_sampled_texts_logits_are_ars() -> None:
     """Another method draws other tokens; whatever it wrote, ar's logits over it are the same."""
-    recorded = Recorded(monkeypatch)
     target = model_of({"hidden_size": 64}, torch.bfloat16)
     draft = GPTNeoX(target.config, noisy(target.config))
     prompt = [3, 1, 4, 1, 5]
     for method in METHODS:
         settings = METHODS[method]()
         sampling = Sampling(0.8, 0.9, seed=1)
-        ids, logits = recorded.run(target, draft, prompt, settings, 40, sampling=sampling)
+        ids, logits = record(target, draft, prompt, settings, 40, sampling=sampling)
         with torch.inference_mode():
             cache = target.new_cache(200, Use(rows_of(settings), is_strict=True))
             expected = [target.prefill(prompt, cache).logits[0]]
@@ -294,7 +273,6 @@ def test_a_sampled_texts_logits_are_ars(monkeypatch: MonkeyPatch) -> None:
 def test_replays_are_strict_too(monkeypatch: MonkeyPatch) -> None:
     """As on CUDA, with captures that are only pretended: fixed shapes for every pass."""
     pretend_capture(monkeypatch)
-    recorded = Recorded(monkeypatch)
     target = model_of({"hidden_size": 64}, torch.float16, is_fixed=True)
     draft = GPTNeoX(target.config, noisy(target.config))
     for model in (target, draft):
@@ -302,8 +280,8 @@ def test_replays_are_strict_too(monkeypatch: MonkeyPatch) -> None:
         model.pool.has_graphs = True
     settings = METHODS["dynatree"](tau=0.01)
     for prompt in ([3] * 5, [7] * 240):
-        ids, logits = recorded.run(target, draft, prompt, settings, 40)
-        ar_ids, ar_logits = recorded.run(target, None, prompt, Alone(rows=64), 40)
+        ids, logits = record(target, draft, prompt, settings, 40)
+        ar_ids, ar_logits = record(target, None, prompt, Alone(rows=64), 40)
         assert ids == ar_ids and torch.equal(logits, ar_logits)
     shapes = {step[1:] for storage in target.pool.idle for step in storage.passes.captured}
     assert (64, 256, True) in shapes and (64, 512, True) in shapes
