@@ -6,7 +6,8 @@ makes it fair stands here, in this order:
 turns      all runs on a prompt before the next prompt, each time another one first
 set-up     loading and warming up come before, are timed apart, and are in no speed
 record     one for each text, by the one definition of every metric (cli/metrics.py)
-exactness  every greedy text is held against ar's on the same prompt, token for token
+exactness  every greedy text is held against ar's on the same prompt, token for token; a strict
+           one, whose passes round otherwise than plain ar's, against that of strict ar
 
 `ar`, the baseline, runs with the same cache and the same forward as everything else.
 
@@ -138,7 +139,7 @@ class Bench:
         if turn.run.method in PEERS:
             return record
         record["depths"] = count_depths(steps)
-        if self.results.step_times:
+        if self.results.step_times and not turn.run.is_strict:  # they are of plain passes
             record["predicted_ms"] = self.predict_ms(turn, steps)
         return record
 
@@ -149,6 +150,7 @@ class Bench:
             n_tokens = min(n_steps or run.new_tokens, run.new_tokens)
             return self.peers.decode(run.method, self.prompt_ids(turn), n_tokens)
         options = {"max_new_tokens": run.new_tokens, "commit": run.commit}
+        options["strict"] = run.is_strict
         options["sampling"] = self.sampling(turn)
         request = Request(self.pair, self.prompt_ids(turn), options)
         self.pair.use_graphs(self.has_graphs and not run.is_eager)
@@ -194,9 +196,9 @@ class Bench:
         return StepTimes(**self.results.step_times).predict_ms(drafts, verifies)
 
     def explain_differences(self) -> None:
-        """Find where texts leave ar's, and by how little the target decided there."""
+        """Find where texts leave their reference's, and by how little the target decided there."""
         for row in self.results.rows():
-            for record, ar in row.differing():  # of greedy texts, those whose ids are not ar's
+            for record, ar in row.differing():
                 if "difference" in record:
                     continue
                 at = first_difference(record["token_ids"], ar["token_ids"])
@@ -206,11 +208,15 @@ class Bench:
                 record["difference"] = {"at": at, "gap": gap, "is_tie": is_tie}
 
     def is_exact(self) -> bool:
-        """Whether no text differs from ar's that, in float32, had to be the same."""
-        if self.pair.target.dtype != torch.float32:
-            return True
-        found = [record.get("difference") for record in self.results.records]
-        return not any(difference and not difference["is_tie"] for difference in found)
+        """Whether every text is its reference's that had to be: a strict one, and in float32 any
+        but for near-ties."""
+        is_float32 = self.pair.target.dtype == torch.float32
+        for row in self.results.rows():
+            for record, _ in row.differing():
+                has_to_be = is_float32 and not record["difference"]["is_tie"]
+                if row.run.is_strict or has_to_be:
+                    return False
+        return True
 
     def close(self, kind: str) -> None:
         """Show and save what was measured; leave no file if nothing was."""

@@ -66,7 +66,8 @@ def measure_memory(
     rule = settings.rule()
     pair, _ = open_pair(argparse.Namespace(**options), rule.max_depth > 0, lambda line: None)
     pair.use_graphs(not (run.is_eager or options.get("no_graphs")))
-    how = {"max_new_tokens": run.new_tokens, "commit": run.commit, "sampling": sampling}
+    how = {"max_new_tokens": run.new_tokens, "commit": run.commit, "strict": run.is_strict}
+    how["sampling"] = sampling
     request = Request(pair, prompt, how)
     steps = list(request.decode(settings))
     end = len(prompt) + run.new_tokens

@@ -48,9 +48,10 @@ def build_parser() -> Parser:
     parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help=f"{', '.join(TABLES)} (main)")
-    rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager]"'
+    rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager] [strict]"'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show")
+    add("--strict", action="store_true", help="every row strict, held against strict ar")
     add("--peers", action="store_true", help=f"also {', '.join(PEERS)}; needs transformers")
     add("--dataset", default=DATASETS[0], metavar="D", help=f"{', '.join(DATASETS)} (builtin)")
     add("--prompts", metavar="FILE", help='.jsonl with "prompt" fields, or text in paragraphs')
@@ -117,7 +118,7 @@ def open_table(args: argparse.Namespace) -> tuple[Results, Pair, list[list[int]]
         previous = Results.load(args.resume)
         args = argparse.Namespace(**(vars(args) | previous.options))
     table = choose_table(args)
-    runs = at_every_size(choose_runs(table, args.methods, args.peers), table.sizes())
+    runs = at_every_size(choose_runs(table, args.methods, args.peers, args.strict), table.sizes())
     check_options(args, table, runs)
     texts = load_prompts(args.dataset, args.prompts)
     file = choose_file(args)

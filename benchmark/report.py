@@ -101,19 +101,24 @@ def slower_notes(rows: list[Row]) -> list[str]:
 
 
 def exactness_notes(rows: list[Row], is_summed: bool) -> list[str]:
-    """A sentence for each text that is not ar's, or if they are summed for each row with some."""
+    """A sentence for each text that is not its reference's, or if they are summed for each row that
+    has some."""
     found = []
     for row in rows:
         differing = [record for record, _ in row.differing()]
         if differing and is_summed:
             found.append(sum_up_differences(row, differing))
         else:
-            found += [describe_difference(record) for record in differing]
-    return found or ["Every greedy text is ar's, token for token."]
+            found += [describe_difference(row, record) for record in differing]
+    if not found:
+        found.append("Every greedy text is ar's, token for token.")
+    if any(row.run.is_strict for row in rows):
+        found.append("A strict row is held against strict ar with as many rows a pass.")
+    return found
 
 
 def sum_up_differences(row: Row, differing: list[dict]) -> str:
-    """One sentence for all of a row's records that are not ar's."""
+    """One sentence for all of a row's records that are not the reference's."""
     found = [record["difference"] for record in differing if "difference" in record]
     first = min((difference["at"] for difference in found), default="?")
     gaps = [difference["gap"] for difference in found if difference["gap"] is not None]
@@ -122,12 +127,19 @@ def sum_up_differences(row: Row, differing: list[dict]) -> str:
         gap = f"at most {max(gaps):.1e}"
     count = f"{len(differing)} of {len(row.compared())} texts"
     return (
-        f"{row.run.label} differs from ar on {count}, from token {first} at the earliest "
-        f"(top-2 gap in float32 there {gap})."
+        f"{row.run.label} differs from {reference_of(row)} on {count}, from token {first} at the "
+        f"earliest (top-2 gap in float32 there {gap})."
     )
 
 
-def describe_difference(record: dict) -> str:
+def reference_of(row: Row) -> str:
+    """What a row's texts are held against, for a sentence."""
+    if row.run.is_strict:
+        return row.run.reference
+    return "ar"
+
+
+def describe_difference(row: Row, record: dict) -> str:
     at, gap, kind = "?", "not known", ""
     if "difference" in record:
         found = record["difference"]
@@ -136,8 +148,8 @@ def describe_difference(record: dict) -> str:
             gap = f"{found['gap']:.1e}"
         if found["is_tie"]:
             kind = ": a tie"
-    where = f"prompt {record['prompt']} from token {at} on"
-    return f"{record['run']} differs from ar on {where} (top-2 gap in float32 {gap}{kind})."
+    where = f"{reference_of(row)} on prompt {record['prompt']} from token {at} on"
+    return f"{record['run']} differs from {where} (top-2 gap in float32 {gap}{kind})."
 
 
 def step_notes(times: dict) -> list[str]:

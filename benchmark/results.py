@@ -34,6 +34,8 @@ class Run:
     temperature: float  # 0 is greedy
     baseline: str  # label of ar on the same prompts and limits
     is_eager: bool = False  # on CUDA, without graphs
+    is_strict: bool = False  # the target's logits are to be the reference's, bit for bit
+    reference: str = ""  # label of the run whose ids are to be its own; the baseline if empty
 
 
 @dataclass
@@ -97,7 +99,9 @@ class Results:
         for run in self.runs:
             records = by_run[run.label]
             if records:
-                found.append(Row(run, records, by_run[run.baseline], self.setup_s.get(run.label)))
+                baseline = by_run[run.baseline]
+                reference = by_run[run.reference or run.baseline]
+                found.append(Row(run, records, baseline, reference, self.setup_s.get(run.label)))
         return found
 
 
@@ -107,25 +111,32 @@ def load_run(content: dict) -> Run:
 
 
 class Row:
-    """One run's records, and ar's on the same prompts."""
+    """One run's records, and on the same prompts ar's and those of its reference."""
 
-    def __init__(self, run: Run, records: dict, baseline: dict, setup_s: float | None):
-        """records, baseline: (prompt, repeat) -> record."""
+    def __init__(
+        self, run: Run, records: dict, baseline: dict, reference: dict, setup_s: float | None
+    ):
+        """records, baseline, reference: (prompt, repeat) -> record."""
         self.run = run
         self.records = records
         self.baseline = baseline
+        self.reference = reference
         self.setup_s = setup_s
         self.is_peer = run.method in PEERS
         self.speedups = self.measure_speedups()
 
     def beside_ar(self) -> list[tuple[dict, dict]]:
         """Records, each with ar's on the same prompt and in the same round; none for ar itself."""
-        if self.run.label == self.run.baseline:
+        return self.beside(self.baseline)
+
+    def beside(self, others: dict) -> list[tuple[dict, dict]]:
+        """Records, each with another run's on the same prompt; none for a run beside itself."""
+        if others is self.records:
             return []
         pairs = []
         for key, record in self.records.items():
-            if key in self.baseline:
-                pairs.append((record, self.baseline[key]))
+            if key in others:
+                pairs.append((record, others[key]))
         return pairs
 
     def measure_speedups(self) -> list[float]:
@@ -156,12 +167,12 @@ class Row:
         return statistics.median(ratios)
 
     def compared(self) -> list[tuple[dict, dict]]:
-        """Records whose ids are to be ar's, each with ar's; none if sampled."""
+        """Records whose ids are to be the reference's, each with it; none if sampled."""
         if self.run.temperature:
             return []
-        return self.beside_ar()
+        return self.beside(self.reference)
 
     def differing(self) -> list[tuple[dict, dict]]:
-        """Of the compared ones, those whose ids are not ar's."""
+        """Of the compared ones, those whose ids are not the reference's."""
         pairs = self.compared()
-        return [(record, ar) for record, ar in pairs if record["token_ids"] != ar["token_ids"]]
+        return [pair for pair in pairs if pair[0]["token_ids"] != pair[1]["token_ids"]]

@@ -12,7 +12,7 @@ from itertools import product
 from benchmark.peers import PEERS
 from benchmark.report import COLUMNS
 from benchmark.results import Run
-from cli.compare import CONTROL_ROWS
+from cli.compare import CONTROL_ROWS, strict_reference
 from cli.errors import UsageError
 from cli.options import parse_settings
 from draft_tree import Settings
@@ -21,7 +21,7 @@ from methods import METHODS
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}
 SPEED = ["throughput", "speedup", "spread"]
 SPLIT = ["draft", "verify", "other"]
-WORDS = ("rebuild", "eager")  # of a row, beside its settings
+WORDS = ("rebuild", "eager", "strict")  # of a row, beside its settings
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def parse_temperatures(text: str | None, default: tuple[float, ...]) -> tuple[fl
 
 
 def parse_run(text: str) -> Run:
-    """A run from "method NAME=VALUE ... [rebuild] [eager]", no sizes. Raises UsageError."""
+    """A run from "method NAME=VALUE ... [rebuild] [eager] [strict]", no sizes; UsageError."""
     words = text.split()
     method = words.pop(0)
     settings = tuple(word for word in words if word not in WORDS)
@@ -178,7 +178,8 @@ def parse_run(text: str) -> Run:
     if "rebuild" in words:
         commit = "rebuild"
     label = " ".join(text.split())
-    return Run(label, method, settings, commit, 0, 0, 0.0, "", is_eager="eager" in words)
+    run = Run(label, method, settings, commit, 0, 0, 0.0, "")
+    return replace(run, is_eager="eager" in words, is_strict="strict" in words)
 
 
 def settings_of(run: Run) -> Settings:
@@ -197,11 +198,18 @@ def choose_columns(text: str | None, default: list[str]) -> list[str]:
     return columns
 
 
-def choose_runs(table: Table, methods: str | None, with_peers: bool) -> list[Run]:
-    """The table's methods or those asked for, ar always first. Raises UsageError."""
+def choose_runs(
+    table: Table, methods: str | None, with_peers: bool, is_strict: bool = False
+) -> list[Run]:
+    """The table's methods or those asked for, ar always first. Raises UsageError.
+
+    is_strict: they are strict, one and all, and beside them plain ar.
+    """
     texts = list(table.methods)
     if methods is not None:
         texts = split_list(methods, "--methods")
+    if is_strict:
+        texts = [add_strict(text) for text in texts]
     if with_peers:
         texts += [name for name in PEERS if name not in texts]
     runs = [parse_run(text) for text in texts]
@@ -210,7 +218,33 @@ def choose_runs(table: Table, methods: str | None, with_peers: bool) -> list[Run
         raise UsageError(f"--methods {methods!r} names a row twice")
     if not runs:
         return []
-    return [parse_run("ar")] + [run for run in runs if run.label != "ar"]
+    return [parse_run("ar")] + with_references([run for run in runs if run.label != "ar"])
+
+
+def add_strict(text: str) -> str:
+    """A row with the word after its method, unless it is there or means nothing."""
+    words = text.split()
+    if words[0] not in PEERS and "strict" not in words:
+        words.insert(1, "strict")
+    return " ".join(words)
+
+
+def with_references(runs: Sequence[Run]) -> list[Run]:
+    """Strict runs told whose ids they must have: those of strict ar at as many rows a pass, which
+    comes first if it is not among them."""
+    labels = {run.label for run in runs}
+    added = []
+    found = []
+    for run in runs:
+        if run.is_strict:
+            rows = strict_reference(settings_of(run)).rows
+            label = f"ar strict rows={rows}" if rows > 1 else "ar strict"
+            if label not in labels:
+                labels.add(label)
+                added.append(replace(parse_run(label), reference=label))
+            run = replace(run, reference=label)
+        found.append(run)
+    return added + found
 
 
 def at_every_size(variants: Sequence[Run], sizes: dict[str, tuple[float, ...]]) -> list[Run]:
@@ -226,5 +260,7 @@ def at_every_size(variants: Sequence[Run], sizes: dict[str, tuple[float, ...]]) 
             if len(sizes[name]) > 1:
                 suffix += f" {SYMBOLS[name]}={value}"
         for run in variants:
-            runs.append(replace(run, label=run.label + suffix, baseline=f"ar{suffix}", **size))
+            labels = {"label": run.label + suffix, "baseline": f"ar{suffix}"}
+            labels["reference"] = (run.reference or "ar") + suffix
+            runs.append(replace(run, **labels, **size))
     return runs

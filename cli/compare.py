@@ -11,7 +11,9 @@ import torch
 
 from cli.metrics import measure, token_ids
 from cli.models import Pair, Request
+from draft_tree import Settings
 from dynatree import Step
+from engine.cuda_graphs import row_count
 from engine.memory import OutOfMemory
 from engine.streaming import WHOLE_TEXT, Window
 from methods.static import Alone
@@ -77,6 +79,12 @@ def compare(request: Request, steps: Sequence[Step]) -> Comparison:
         padded = token_ids(request.decode(Alone(rows=CONTROL_ROWS)))
         control = {"rows": CONTROL_ROWS, "first_difference": first_difference(padded, theirs)}
     return Comparison(ar, speedup, at is None, at, gap, control)
+
+
+def strict_reference(settings: Settings) -> Alone:
+    """The ar that a strict run is held against: its passes have as many rows."""
+    rule = settings.rule()
+    return Alone(rows=row_count(max(rule.max_rows, rule.min_rows)))
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from conftest import random_model
 
 import bench
 from bench import Bench, Turn, main, take_turns
-from benchmark.memory import in_own_process
+from benchmark.memory import in_own_process, measure_memory
 from benchmark.options import warn_of_positions
 from benchmark.report import table_cells
 from benchmark.results import Results, Run
@@ -26,10 +27,17 @@ from benchmark.step_times import (
     measure_step_times,
     step_bytes,
 )
-from benchmark.tables import TABLES, Table, choose_runs, settings_of, with_controls
+from benchmark.tables import (
+    TABLES,
+    Table,
+    at_every_size,
+    choose_runs,
+    settings_of,
+    with_controls,
+)
 from cli import models
 from cli.models import Pair
-from draft_tree import DynaTree
+from draft_tree import DynaTree, Settings
 from dynatree import Step, generate
 from engine.memory import OutOfMemory
 from gpt_neox import GPTNeoX
@@ -445,3 +453,110 @@ def test_a_run_is_what_its_label_says() -> None:
     run = choose_runs(TABLES["main"], "fixed D=3  B=4 rebuild", False)[1]
     expected = Run("fixed D=3 B=4 rebuild", "fixed", ("D=3", "B=4"), "rebuild", 0, 0, 0.0, "")
     assert run == expected and settings_of(run) == Fixed(D=3, B=4)
+
+
+def test_strict_rows_are_held_against_strict_ar() -> None:
+    """At as many rows a pass: added once for each number of rows, after ar; plain rows are not."""
+    methods = "dynatree,dynatree strict,linear K=3 strict,fixed strict rebuild,ar rows=4 strict"
+    runs = at_every_size(choose_runs(TABLES["main"], methods, False), {"new_tokens": (4, 8)})
+    assert [(run.label, run.reference) for run in runs[:7]] == [
+        ("ar T=4", "ar T=4"),
+        ("ar strict rows=64 T=4", "ar strict rows=64 T=4"),
+        ("ar strict rows=4 T=4", "ar strict rows=4 T=4"),
+        ("dynatree T=4", "ar T=4"),
+        ("dynatree strict T=4", "ar strict rows=64 T=4"),
+        ("linear K=3 strict T=4", "ar strict rows=4 T=4"),
+        ("fixed strict rebuild T=4", "ar strict rows=64 T=4"),
+    ]
+    assert runs[7].reference == runs[2].label and len(runs) == 16
+    assert {run.baseline for run in runs} == {"ar T=4", "ar T=8"}
+    assert [run.is_strict for run in runs[:5]] == [False, True, True, False, True]
+    asked = choose_runs(TABLES["main"], "linear K=3 strict,ar strict rows=4,ar strict", False)
+    labels = ["ar", "linear K=3 strict", "ar strict rows=4", "ar strict"]
+    assert [run.label for run in asked] == labels
+
+
+def test_a_whole_table_can_be_strict(capsys: Captured, tmp_path: Path) -> None:
+    runs = choose_runs(TABLES["main"], "ar,linear K=3,fixed strict,hf-ar", False, is_strict=True)
+    labels = ["ar", "ar strict rows=4", "ar strict rows=64", "ar strict", "linear strict K=3"]
+    assert [run.label for run in runs] == labels + ["fixed strict", "hf-ar"]
+    options = ["--methods", "linear", "--columns", "exact", "--strict"]
+    results, _ = run_bench(capsys, tmp_path / "r.json", *FEW, *options)
+    assert [run.label for run in results.runs] == ["ar", "ar strict rows=8", "linear strict"]
+
+
+def spy_on_strict(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
+    """What every text is generated with from now on."""
+    real = models.generate
+    seen = []
+
+    def generate(*args: object, **options: object) -> Iterator[Step]:
+        seen.append((args[3], options["strict"]))
+        return real(*args, **options)
+
+    monkeypatch.setattr(models, "generate", generate)
+    return seen
+
+
+def test_a_strict_row_is_generated_strictly(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = spy_on_strict(monkeypatch)
+    options = FEW + ["--methods", "linear,linear strict"]
+    options += ["--columns", "speedup,predicted,exact"]
+    results, printed = run_bench(capsys, tmp_path / "r.json", *options, "--dtype", "bfloat16")
+    expected = {(Alone(), False), (Alone(rows=8), True), (Chain(), False), (Chain(), True)}
+    assert set(seen) == expected
+    cells = {row[0]: row[1:] for row in table_cells(results)[1]}
+    assert cells["ar strict rows=8"][0].endswith("x") and cells["linear strict"][0].endswith("x")
+    assert cells["ar strict rows=8"][2] == "" and cells["linear strict"][2] == "2/2"
+    assert cells["linear strict"][1] == "", "single forwards are timed without it"
+    assert "A strict row is held against strict ar with as many rows a pass." in printed
+
+
+def test_memory_of_a_strict_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = spy_on_strict(monkeypatch)
+    options = {name: None for name in ("target", "draft", "device", "dtype", "threads")}
+    options |= {"draft_dtype": None, "no_graphs": False}
+    for run in choose_runs(TABLES["memory"], "ar strict", False):
+        measure_memory(options, replace(run, new_tokens=3), [3, 1, 4], None, 0)
+    assert seen == [(Alone(), False), (Alone(), True)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_strict_text_that_differs_is_wrong_whatever_the_gap(
+    dtype: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Plain ar's text is of no matter to it, nor that the target's choice was a tie."""
+    real = models.generate
+    wrong = set()
+
+    def generate(*args: object, **options: object) -> list[Step]:
+        steps = list(real(*args, **options))
+        if (args[3], options["strict"]) in wrong:
+            steps[1].tokens[0] += 1
+        return steps
+
+    monkeypatch.setattr(models, "generate", generate)
+    monkeypatch.setattr(bench, "top2_gap", lambda *_: 1e-6)
+    options = FEW + ["--methods", "linear strict", "--columns", "exact", "--dtype", dtype]
+    wrong.add((Alone(), False))
+    assert main(options + ["--output", str(tmp_path / "right.json")]) == 0
+    assert "Every greedy text is ar's" in capsys.readouterr().out
+    wrong.add((Chain(), True))
+    assert main(options + ["--output", str(tmp_path / "wrong.json")]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "linear strict differs from ar strict rows=8 on " in printed
+
+
+def test_files_from_before_there_was_strict(capsys: Captured, tmp_path: Path) -> None:
+    """Each run's reference is its baseline."""
+    file = tmp_path / "r.json"
+    _, printed = run_bench(capsys, file, *FEW, "--methods", "linear", "--columns", "exact")
+    content = json.loads(file.read_text())
+    for run in content["runs"]:
+        del run["is_strict"], run["reference"]
+    del content["options"]["strict"]
+    file.write_text(json.dumps(content))
+    assert main(["--show", str(file)]) == 0 and capsys.readouterr().out == printed
+    assert main(["--resume", str(file)]) == 0 and "2/2" in printed

@@ -39,7 +39,8 @@ def profile_run(pair: Pair, run: Run, n: int) -> tuple[float, profile]:
     prompt = encode(
         load_prompts(DATASETS[0], None)[0], pair.tokenizer, pair.target.config.vocab_size
     )
-    steps = Request(pair, prompt, {"max_new_tokens": N_TOKENS}).decode(settings_of(run))
+    options = {"max_new_tokens": N_TOKENS, "strict": run.is_strict}
+    steps = Request(pair, prompt, options).decode(settings_of(run))
     take(steps, WARM_UP_STEPS)
     plain = take(steps, n)
     ms = sum(step.draft_ms + step.verify_ms + step.other_ms for step in plain) / n
