@@ -1,6 +1,7 @@
 """Tiny random GPT-NeoX models for the tests; everything is seeded."""
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +16,9 @@ from engine.checkpoint import Config, expected_shapes
 from engine.cuda_graphs import Captured
 from gpt_neox import GPTNeoX
 from methods import METHODS
+
+if "pretend_cuda" not in sys.modules:
+    collect_ignore = ["pretend_cuda"]  # tests on a pretended device: python tests/pretend_cuda
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 

@@ -1,0 +1,59 @@
+"""scaled_dot_product_attention, counted as the kernel that a GPU would choose.
+
+The rules are those of torch's sdp_utils.cpp for compute capability 9.0, without dropout and
+gradients. Whichever it is, the host's own function computes the values.
+"""
+
+import torch
+from torch import Tensor
+
+from .dispatch import Operation, run
+from .tensors import CudaTensor
+from .timeline import project_line
+
+host_attention = torch.nn.functional.scaled_dot_product_attention
+MATH = Operation("attention by single operations", n_kernels=8)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    options = (dropout_p, is_causal)
+    named = {"scale": scale, "enable_gqa": enable_gqa}
+    given = [query, key, value] + ([] if attn_mask is None else [attn_mask])
+    if not any(isinstance(tensor, CudaTensor) for tensor in given):
+        return host_attention(query, key, value, attn_mask, *options, **named)
+    if not all(isinstance(tensor, CudaTensor) for tensor in given):
+        raise RuntimeError(f"Expected all tensors to be on the same device, at {project_line()}")
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
+        raise RuntimeError("Expected attn_mask dtype to be bool or to match query dtype")
+    known = choose(query, key, value, attn_mask)
+    return run(host_attention, known, (query, key, value, attn_mask, *options), named)
+
+
+def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Operation:
+    """The first of the kernels that are enabled and take these tensors."""
+    backends = torch.backends.cuda
+    is_half = query.dtype != torch.float32
+    if backends.cudnn_sdp_enabled() and is_half and query.shape[2] > 1:
+        return Operation("attention by cuDNN")
+    is_fitting = query.shape[:2] == key.shape[:2]
+    for tensor in (query, key, value):
+        is_aligned = tensor.shape[-1] * tensor.dtype.itemsize % 16 == 0
+        is_fitting = is_fitting and tensor.ndim == 4 and tensor.stride(-1) == 1 and is_aligned
+    if backends.flash_sdp_enabled() and is_half and is_fitting and mask is None:
+        return Operation("flash attention")
+    if not backends.mem_efficient_sdp_enabled() or not is_fitting:
+        return MATH
+    if mask is None or mask.stride(-1) == 1 and mask.stride(-2) % 8 == 0:
+        return Operation("memory-efficient attention")
+    if mask.stride(-1) == 1:
+        return Operation("memory-efficient attention, mask copied", n_kernels=3)
+    return MATH

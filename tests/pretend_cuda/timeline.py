@@ -1,0 +1,112 @@
+"""What the host asks of the device, in order, and how much of it the host has waited for.
+
+All is carried out at once, where a GPU would lag behind. So the order is kept: `now` counts what
+was asked for, `done` how much of that is known to be done, and a transfer of pinned memory stays
+open until `done` has come past it.
+
+    timeline.wait("synchronize")   # done = now
+    timeline.counts["sync"]        # 1
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+HERE = f"{Path(__file__).parent}/"
+ROOT = f"{Path(__file__).parents[2]}/"
+
+
+class Transfer(Protocol):
+    """A copy that may not have been made yet."""
+
+    moment: int
+
+    def settle(self) -> None:
+        """It is made now; raise if the host has not left its memory alone."""
+
+
+class Capture(Protocol):
+    """The graph that records what happens, in place of the device."""
+
+    id: tuple[int, int]  # of its pool
+    nodes: Counter[str]  # kernels by name
+    peak: int  # bytes that the device has held meanwhile
+    is_spoiled: bool
+
+    def own(self, result: torch.Tensor) -> None:
+        """A tensor was made meanwhile."""
+
+
+class Timeline:
+    """Of the one device that there is."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.done = 0
+        self.open: list[Transfer] = []
+        self.capture: Capture | None = None
+        self.counts: Counter[str] = Counter()  # by kind
+        self.sites: Counter[tuple[str, str, str]] | None = None  # by kind, what and line
+
+    def count(self, kind: str, what: str = "", n: int = 1) -> None:
+        self.counts[kind] += n
+        if self.sites is not None:
+            self.sites[kind, what, project_line()] += n
+
+    def submit(self, kind: str, what: str = "", n: int = 1) -> int:
+        """Something is asked of the device; returns its moment."""
+        self.count(kind, what, n)
+        self.now += 1
+        return self.now
+
+    def wait(self, what: str, moment: int | None = None) -> None:
+        """The host waits for the device: for all, or all up to a moment."""
+        if self.capture is not None:
+            self.capture.is_spoiled = True
+            raise torch.AcceleratorError(
+                "CUDA error: operation not permitted when stream is capturing: "
+                f"{what} at {project_line()}"
+            )
+        self.count("sync", what)
+        self.settle(self.now if moment is None else moment)
+
+    def finish(self) -> None:
+        """All is done, though nobody waits for it."""
+        self.settle(self.now)
+
+    def settle(self, moment: int) -> None:
+        """Everything up to a moment is done."""
+        self.done = max(self.done, moment)
+        settled = [transfer for transfer in self.open if transfer.moment <= self.done]
+        self.open = [transfer for transfer in self.open if transfer.moment > self.done]
+        for transfer in settled:
+            transfer.settle()
+
+    @contextmanager
+    def traced(self) -> Iterator[Counter[tuple[str, str, str]]]:
+        """Also count by what was done and by the project's line."""
+        self.sites = Counter()
+        try:
+            yield self.sites
+        finally:
+            self.sites = None
+
+
+def project_line() -> str:
+    """The innermost line of the project on the stack, the pretended device left out."""
+    frame = sys._getframe(1)
+    while frame:
+        file = frame.f_code.co_filename
+        is_device = file.startswith(HERE) and not file.startswith(f"{HERE}test_")
+        if file.startswith(ROOT) and not is_device and "site-packages" not in file:
+            return f"{file.removeprefix(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+timeline = Timeline()
