@@ -1,0 +1,115 @@
+"""What an iteration of each method asks of the device: launches, waits, copies, and from where.
+
+    python tests/pretend_cuda -m pretend_cuda.counts [--sampled] [METHOD ...]
+
+Of the embedded pair, once the passes are captured and the draft has read the prompt: a table, then
+the lines of the project that ask for most.
+"""
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+
+from conftest import TINY, random_config, random_tensors
+from tokenizers import Tokenizer
+
+from dynatree import capture, generate
+from engine.sampling import Sampling
+from gpt_neox import GPTNeoX
+from methods import METHODS
+
+from .timeline import timeline
+
+TEXT = "The harbour lay quiet under the morning fog, and the boats that had gone out at dawn"
+N_TOKENS = 60
+N_SET_UP = 2  # steps: prefill and capture, then the tree for which the draft reads the prompt
+KINDS = {  # as they are counted, and in the table
+    "kernel": "launches",
+    "replay": "replays",
+    "sync": "waits",
+    "h2d": "copies up",
+    "event": "events",
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of all iterations of one text."""
+
+    n_iterations: int
+    sites: Counter[tuple[str, str, str]]  # by kind, what and line
+
+    def of_each(self, kind: str) -> float:
+        """The mean of an iteration."""
+        total = sum(n for site, n in self.sites.items() if site[0] == kind)
+        return total / self.n_iterations
+
+    def lines(self, n_lines: int) -> list[str]:
+        """The sites that ask for most."""
+        lines = []
+        for (kind, what, line), n in self.sites.most_common():
+            if kind in KINDS:
+                name = f"{KINDS[kind]} {what}"
+                lines.append(f"{n / self.n_iterations:6.1f}  {name:30} {line}")
+        return lines[:n_lines]
+
+
+def load_pair(device: str) -> tuple[GPTNeoX, GPTNeoX, list[int]]:
+    """The embedded target and draft, and a prompt."""
+    target = GPTNeoX.from_pretrained(TINY / "target", device)
+    draft = GPTNeoX.from_pretrained(TINY / "draft", device)
+    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+    return target, draft, tokenizer.encode(TEXT).ids
+
+
+def count_iterations(
+    pair: tuple[GPTNeoX, GPTNeoX, list[int]], method: str, sampling: Sampling | None = None
+) -> Counts:
+    """Write one text, and count from its second tree on."""
+    target, draft, prompt = pair
+    settings = METHODS[method]()
+    if method == "auto":
+        settings = METHODS[method](learn=False)  # else the clock decides what is drafted
+    steps = generate(target, draft, prompt, settings, N_TOKENS, sampling=sampling)
+    list(islice(steps, N_SET_UP))
+    with timeline.traced() as sites:
+        n_iterations = len(list(steps))
+    return Counts(n_iterations, sites)
+
+
+def nodes_of_layer() -> float:
+    """Graph nodes that one layer more adds to a pass, in the mean over all widths."""
+    means = []
+    for n_layers in (2, 3):
+        tensors = random_tensors(random_config(n_layers=n_layers), 0)
+        model = GPTNeoX(
+            random_config(n_layers=n_layers), {name: t.cuda() for name, t in tensors.items()}
+        )
+        before = timeline.counts.copy()
+        capture(model, model.new_cache(100), 50)
+        made = timeline.counts - before
+        means.append(made["node"] / made["capture"])
+    return means[1] - means[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("methods", nargs="*", default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--sampled", action="store_true", help="at temperature 0.8, top-p 0.95")
+    args = parser.parse_args()
+    sampling = Sampling(0.8, 0.95, seed=1) if args.sampled else None
+    pair = load_pair("cuda")
+    counted = {method: count_iterations(pair, method, sampling) for method in args.methods}
+    print("of an iteration" + "".join(f"{name:>11}" for name in KINDS.values()))
+    for method, counts in counted.items():
+        cells = "".join(f"{counts.of_each(kind):11.1f}" for kind in KINDS)
+        print(f"{method:15}{cells}")
+    print(f"graph nodes of a layer: {nodes_of_layer():.1f}")
+    for method, counts in counted.items():
+        print(f"\n{method}, of each of {counts.n_iterations} iterations:")
+        print("\n".join(counts.lines(20)))
+
+
+if __name__ == "__main__":
+    main()
