@@ -1,0 +1,102 @@
+"""Claim: every method writes on the device the ids that it writes on the CPU, in every way.
+
+In float32, where nothing but a mistake can make them differ here: the values come from the CPU's
+own kernels. Half precision is left to a GPU.
+"""
+
+import json
+
+import pytest
+import test_exactness
+from conftest import TINY, random_config
+from test_exactness import random_case
+from torch import Tensor
+
+from cli.main import main
+from cli.metrics import token_ids
+from dynatree import generate
+from engine.sampling import Sampling
+from engine.streaming import Window
+from gpt_neox import GPTNeoX
+from methods import METHODS
+from verify import cut
+
+from .counts import TEXT, load_pair
+
+pytestmark = pytest.mark.cuda
+Pair = tuple[GPTNeoX, GPTNeoX, list[int]]  # target, draft and a prompt
+WAYS = {
+    "greedy": {},
+    "rebuild": {"commit": "rebuild"},
+    "window": {"window": Window(64, sinks=4)},
+    "sampled": {"sampling": Sampling(0.8, 0.9, seed=3)},
+    "no graphs": {},
+    "long prompt": {},
+}
+N_TOKENS = {"window": 100, "long prompt": 20}  # where not 60
+N_COMPARED = 30
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> Pair:
+    return load_pair("cuda")
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Pair:
+    return load_pair("cpu")
+
+
+def write(pair: Pair, method: str, way: str) -> list[int]:
+    target, draft, prompt = pair
+    settings = METHODS[method]()
+    if method == "auto":  # else the clock decides which of the samples are drafted
+        settings = METHODS[method](learn=False)
+    if way == "long prompt":
+        prompt = prompt * 30  # more than one chunk of prefill, and than any pass of a fixed shape
+    for model in (target, draft):
+        model.pool.has_graphs = model.pool.is_fixed and way != "no graphs"
+    n_tokens = N_TOKENS.get(way, 60)
+    return token_ids(generate(target, draft, prompt, settings, n_tokens, **WAYS[way]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_ids_are_those_of_the_cpu(method: str, way: str, on_cuda: Pair, on_cpu: Pair) -> None:
+    expected = write(on_cpu, method, way)
+    assert len(expected) == N_TOKENS.get(way, 60)
+    assert write(on_cuda, method, way) == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_command_line_compares(
+    method: str, on_cpu: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--compare warms up, writes and runs ar, all over the same graphs."""
+    arguments = ["--device", "cuda", "--dtype", "float32", "--prompt", TEXT, "--method", method]
+    arguments += ["--max-new-tokens", str(N_COMPARED), "--ignore-eos", "--compare", "--json"]
+    arguments += ["--target", str(TINY / "target")]
+    if METHODS[method]().rule().max_depth:
+        arguments += ["--draft", str(TINY / "draft")]
+    assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["compare"]["exact"] and report["graphs"]["n"] > 0
+    assert report["token_ids"] == write(on_cpu, "ar", "greedy")[:N_COMPARED]
+
+
+def build_on_cuda(tensors: dict[str, Tensor], **changes: object) -> GPTNeoX:
+    """test_exactness.build, but on the device."""
+    moved = {name: tensor.cuda() for name, tensor in tensors.items()}
+    return GPTNeoX(random_config(**changes), moved)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 6, 9])
+@pytest.mark.parametrize("method", METHODS)
+def test_random_pairs_and_trees(method: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the exactness suite's cases; their text is from the CPU."""
+    expected = random_case(method, "fixed", number)
+    monkeypatch.setattr(test_exactness, "build", build_on_cuda)
+    case = random_case(method, "fixed", number)
+    options = {"eos_ids": case.eos_ids, "commit": case.commit}
+    steps = generate(case.target, case.draft, case.prompt, case.settings, case.limit, **options)
+    assert token_ids(steps) == cut(expected.greedy, expected.eos_ids, expected.limit)
