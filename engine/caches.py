@@ -24,7 +24,7 @@ from engine.cuda_graphs import ROW_COUNTS, FixedPasses, Use, row_count, slot_cou
 from engine.memory import OutOfMemory, free_memory, require_memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # itself, not its tensors, is looked for among others
 class Storage:
     """What a cache is made of."""
 

@@ -119,7 +119,7 @@ class FixedPasses:
         n_bytes = max(Shape(n, n_slots, True).n_bytes, Shape(n, n_slots, False).n_bytes)
         self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
         self.logits = torch.empty(n, vocab_size, device=device)
-        self.captured: dict[tuple, Captured] = {}  # by method and shape
+        self.captured: dict[tuple, Captured] = {}  # by what was captured, and its shape
         self.pool: tuple[int, int] | None = None  # the memory that all of them share
         self.is_replaying = False
 
@@ -129,6 +129,8 @@ class FixedPasses:
         """GPTNeoX.forward in a fixed shape; the next pass overwrites the scores."""
         n = len(tokens)
         n_slots = slot_count(start + n if mask is None else mask.shape[1])
+        if mask is None and not use.is_strict:
+            mask = torch.ones(n, start + n, dtype=torch.bool).tril_(start)
         shape = Shape(row_count(max(n, use.min_rows)), n_slots, use.is_strict)
         self.upload(shape, tokens, positions, mask, start)
         self.do(self.run_pass, *shape)
@@ -153,8 +155,6 @@ class FixedPasses:
         if shape.is_strict:
             inputs.seen[:n] = near_slots(positions, mask)
         else:
-            if mask is None:
-                mask = torch.ones(n, start + n, dtype=torch.bool).tril_(start)
             inputs.seen[:n, : mask.shape[1]] = mask
             inputs.seen[n:, 0] = True
         self.buffer[: shape.n_bytes].copy_(staged, non_blocking=True)
@@ -172,7 +172,7 @@ class FixedPasses:
         """One of these two: its replay where it has been captured."""
         if not self.is_replaying:
             return step(*shape)
-        captured = self.captured[step, *shape]
+        captured = self.captured[step.__name__, *shape]
         captured.graph.replay()
         return captured.result
 
@@ -186,13 +186,14 @@ class FixedPasses:
         most = row_count(max(use.n_rows, use.min_rows))
         counts = [n for n in reversed(ROW_COUNTS) if n <= most]
         nothing = torch.empty(0, dtype=torch.int64)
+        no_mask = None if use.is_strict else torch.empty(0, 0, dtype=torch.bool)
         gc.disable()  # a tensor or graph that it frees on the way would spoil the capture
         try:
             for n_slots in range(slot_count(lengths[-1]), slot_count(lengths[0]) - 1, -SLOT_STEP):
                 for n_rows in counts:
                     if n_rows >= use.min_rows:
                         shape = Shape(n_rows, n_slots, use.is_strict)
-                        self.upload(shape, nothing, nothing, None, scratch)
+                        self.upload(shape, nothing, nothing, no_mask, scratch)
                         self.record(self.run_pass, *shape)
             for n_rows in counts:
                 self.record(self.rank, n_rows, use.n_ids, use.n_ranked)
@@ -204,10 +205,10 @@ class FixedPasses:
 
     def record(self, step: Callable[..., Tensor | None], *shape: int) -> None:
         """Capture one step of a shape, unless it has been."""
-        if (step, *shape) not in self.captured:
-            captured = record(partial(step, *shape), self.pool, self.buffer.device)
-            self.captured[step, *shape] = captured
-            self.pool = captured.graph.pool()
+        key = (step.__name__, *shape)  # the method itself would keep all of this alive
+        if key not in self.captured:
+            self.captured[key] = record(partial(step, *shape), self.pool, self.buffer.device)
+            self.pool = self.captured[key].graph.pool()
 
 
 class Captured(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ONE = 2**40  # the probability 1 in whole numbers
+LAST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -29,25 +30,23 @@ class Sampling:
             raise ValueError(f"temperature {self.temperature} is not a positive number")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p {self.top_p} is outside (0, 1]")
-        if not 0 <= self.seed < 2**63:
+        if not 0 <= self.seed <= LAST_SEED:
             raise ValueError(f"seed {self.seed} is outside 0 to 2^63 - 1")
 
     def sampler(self, device: torch.device) -> "Sampler":
         """A fresh sampler, for one generation."""
         generator = torch.Generator(device).manual_seed(self.seed)
-        coins = generator
-        if device.type != "cpu":
-            coins = torch.Generator().manual_seed(self.seed)
+        coins = torch.Generator().manual_seed(LAST_SEED - self.seed)  # one seed gives one series
         return Sampler(self, generator, coins)
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The settings with what is the only source of chance in a generation."""
+    """The settings with the only sources of chance in a generation."""
 
     settings: Sampling
     generator: torch.Generator  # on the models' device
-    coins: torch.Generator  # the same, or one on the host: a coin is no reason to wait
+    coins: torch.Generator  # on the host: a coin is no reason to wait for the device
 
     def warp(self, logits: Tensor) -> Tensor:
         """logits [n, V] -> probabilities [n, V] float32, those outside the top-p set 0."""

@@ -226,7 +226,12 @@ def reset_peak_memory_stats(device: object = None) -> None:
 
 
 def memory_snapshot() -> list[dict]:
-    segments = [{"total_size": memory.allocated, "segment_pool_id": (0, 0)}]
+    segments = [segment((0, 0), memory.allocated)]
     for pool, size in memory.pools.items():
-        segments.append({"total_size": size, "segment_pool_id": pool})
+        segments.append(segment(pool, size))
     return segments
+
+
+def segment(pool: tuple[int, int], size: int) -> dict:
+    """All of a pool, and none of it unused."""
+    return {"device": 0, "segment_pool_id": pool, "total_size": size, "allocated_size": size}
