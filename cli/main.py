@@ -12,7 +12,7 @@ from itertools import islice
 
 import torch
 
-from cli.compare import Comparison, compare
+from cli.compare import Comparison, Digests, compare, reference_of
 from cli.errors import Parser, UsageError, run_command_line, say
 from cli.metrics import Metrics, measure, token_ids, versions
 from cli.models import Pair, Request, encode, open_pair, overflow_note
@@ -28,10 +28,11 @@ from cli.terminal import TextStream, describe, draw_tree
 from draft_tree import Settings
 from dynatree import COMMITS, Step
 from engine.streaming import WHOLE_TEXT, Window
+from engine.strict import MAX_DEPTH
 from methods import METHODS
-from methods.static import Alone
 
 WARM_UP_STEPS = 8
+DEPTHS = ("K", "D", "D_max")  # settings that say how deep a tree may be
 
 
 def build_parser() -> Parser:
@@ -53,6 +54,7 @@ def build_parser() -> Parser:
     add("--sinks", type=int, metavar="N", help="and with a window the first N (4)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
     add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
+    add("--strict", action="store_true", help="ar's logits bit for bit, in every --dtype")
     add_model_options(parser)
     add("--ignore-eos", action="store_true", help="go on past end-of-text")
     add("--compare", action="store_true", help="also run ar: speedup, and are the ids equal?")
@@ -62,7 +64,7 @@ def build_parser() -> Parser:
 
 
 def stream(
-    request: Request, settings: Settings, args: argparse.Namespace
+    request: Request, settings: Settings, args: argparse.Namespace, inspect: Digests | None
 ) -> tuple[list[Step], bool]:
     """Write one text, printing as it goes: its steps, and whether Ctrl-C cut it short."""
     steps: list[Step] = []
@@ -72,7 +74,7 @@ def stream(
     text = TextStream(tokenizer)
     is_streaming = not args.json and not args.show_tree  # trees and text would interleave
     try:
-        for step in request.decode(settings):
+        for step in request.decode(settings, inspect):
             if step.tree and step.tree.has_overflowed and not has_overflowed:
                 has_overflowed = True
                 say_between(text, overflow_note(request.pair.draft))
@@ -134,12 +136,15 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
         say(f"note: --method {args.method} needs no draft; {args.draft} is not loaded")
     if args.draft_dtype and not rule.max_depth:
         say(f"note: --method {args.method} needs no draft; --draft-dtype has no effect")
+    if args.strict:
+        note_depth(settings)
     pair, models = open_pair(args, rule.max_depth > 0, say)
     window = choose_window(args.window, args.sinks, rule.max_rows, pair)
     prompt = encode(text, pair.tokenizer, pair.target.config.vocab_size)
     warn_of_length(len(prompt), args.max_new_tokens, window, pair)
     eos_ids = () if args.ignore_eos else pair.target.config.eos_ids
     options = {"max_new_tokens": args.max_new_tokens, "eos_ids": eos_ids, "commit": args.commit}
+    options["strict"] = args.strict
     reported = {"method": args.method, **asdict(settings), **models, **options}
     reported["prompt_tokens"] = len(prompt)
     reported["sampling"] = asdict(sampling) if sampling else None
@@ -147,6 +152,13 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     options["sampling"] = sampling
     options["window"] = window
     return Request(pair, prompt, options), settings, reported
+
+
+def note_depth(settings: Settings) -> None:
+    """Say if a strict tree will be less deep than these settings allow."""
+    for name, value in asdict(settings).items():
+        if name in DEPTHS and value > MAX_DEPTH:
+            say(f"note: {name}={value}, but with --strict a tree is {MAX_DEPTH} deep at most")
 
 
 def warn_of_length(n_prompt: int, n_new: int, window: Window, pair: Pair) -> None:
@@ -166,16 +178,17 @@ def execute(args: argparse.Namespace) -> int:
     """The command line, once parsed. Returns the exit status."""
     request, settings, reported = prepare(args)
     if args.compare:  # warm up, so that whichever is first does not pay for it
-        for warm_up in (settings, Alone()):
+        for warm_up in (settings, reference_of(request, settings)):
             list(islice(request.decode(warm_up), WARM_UP_STEPS))
-    steps, is_interrupted = stream(request, settings, args)
+    digests = Digests() if args.compare and args.strict else None
+    steps, is_interrupted = stream(request, settings, args, digests)
     if not steps:
         return 130
     say_summary(measure(steps), request.pair)
     comparison = None
     if args.compare and not is_interrupted:
         try:
-            comparison = compare(request, steps)
+            comparison = compare(request, settings, steps, digests)
             say(comparison.line())
             if comparison.control:
                 say(comparison.control_line())
@@ -186,7 +199,8 @@ def execute(args: argparse.Namespace) -> int:
         print(json.dumps(found | {"settings": reported, "interrupted": is_interrupted}))
     if is_interrupted:
         return 130
-    if comparison and comparison.is_wrong and request.pair.target.dtype == torch.float32:
+    is_exact = args.strict or request.pair.target.dtype == torch.float32  # or ought to be
+    if comparison and comparison.is_wrong and is_exact:
         return 1
     return 0
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from cli.errors import UsageError
 from draft_tree import Settings
@@ -158,9 +159,13 @@ class Request:
     prompt: list[int]
     options: dict[str, object]  # of dynatree.generate, by keyword
 
-    def decode(self, settings: Settings) -> Iterator[Step]:
+    def decode(
+        self, settings: Settings, inspect: Callable[[Tensor], None] | None = None
+    ) -> Iterator[Step]:
+        """inspect: as dynatree.generate has it."""
         pair = self.pair
-        return generate(pair.target, pair.draft, self.prompt, settings, **self.options)
+        options = self.options | {"inspect": inspect}
+        return generate(pair.target, pair.draft, self.prompt, settings, **options)
 
     def printable(self, ids: Iterable[int]) -> list[int]:
         """EOS is counted, not printed."""
