@@ -137,6 +137,28 @@ def test_half_precision_stays_close(settings: Settings, dtype: torch.dtype, pair
     assert written[:4] == expected[:4]
 
 
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_strict_logits_are_ars_bit_for_bit(
+    dtype: torch.dtype, has_graphs: bool, pair: Pair
+) -> None:
+    """Across two cache lengths, of a tree and of a text that is run again by what was captured."""
+    prompt = (pair[2] * 20)[:235]
+    target = GPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
+    draft = GPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
+    use_graphs(has_graphs, target, draft)
+    written = []
+    for settings in (DynaTree(), Alone(rows=64), DynaTree()):
+        logits = []
+        options = {"strict": True, "inspect": logits.append}
+        ids = token_ids(generate(target, draft, prompt, settings, 40, **options))
+        written.append((ids, torch.cat(logits).cpu()))
+    (ids, logits), (ar_ids, ar_logits), (again, again_logits) = written
+    assert ids == ar_ids == again
+    assert torch.equal(logits, ar_logits) and torch.equal(again_logits, ar_logits)
+    assert (target.pool.n_graphs > 0) == has_graphs
+
+
 def test_a_seed_decides_a_sampled_text(pair: Pair) -> None:
     target, draft, prompt = pair
     sampling = Sampling(0.8, 0.95, seed=3)

@@ -143,7 +143,9 @@ run_all() {
   models+=(--device "$device")
 
   step "every method, $dtype" 90
-  check python bench.py "${models[@]}" --dtype "$dtype" "${sizes[@]}" --methods "$methods" \
+  # Of the strict rows, too, every text must be its reference's: else this step fails
+  check python bench.py "${models[@]}" --dtype "$dtype" "${sizes[@]}" \
+    --methods "$methods,dynatree strict,recycle strict" \
     --output "$work/every.json" >"$work/every.txt"
 
   step "profile of one iteration, $dtype" 25
