@@ -149,7 +149,8 @@ def try_families(
     """
     if not families:
         return {}, []
-    rows, slots, tokens, is_drawn = lay_out(tree, families, logits.device)
+    drawn = drawn_rows(tree)
+    rows, slots, tokens, is_drawn = lay_out(tree, families, drawn, logits.device)
     residual = sampler.warp(logits.index_select(0, rows))  # [P, V], of P families
     draft_probs = None
     if tree.draft_probs is not None:
@@ -162,11 +163,15 @@ def try_families(
         members = [children[rank] for children in families.values() if len(children) > rank]
         n = len(members)  # the first n families have one
         token = tokens[:n, rank : rank + 1]  # [n, 1]
-        drawn_from = one_hot(token, residual.shape[1])
-        if draft_probs is not None:
-            drawn_from = torch.where(is_drawn[:n, rank : rank + 1], draft_probs[:n], drawn_from)
-            draft_probs = without(token, draft_probs[:n])
-        chance, residual = try_children(token, residual[:n], drawn_from)
+        residual = residual[:n]
+        drawn_from = None
+        if any(drawn[child] for child in members):
+            drawn_from = draft_probs = draft_probs[:n]
+            draft_probs = without(token, draft_probs)
+            if not all(drawn[child] for child in members):
+                others = one_hot(token, residual.shape[1])
+                drawn_from = torch.where(is_drawn[:n, rank : rank + 1], drawn_from, others)
+        chance, residual = try_children(token, residual, drawn_from)
         order += members
         chances.append(chance)
         residuals.append(residual)
@@ -174,14 +179,13 @@ def try_families(
 
 
 def lay_out(
-    tree: Tree, families: dict[int, list[int]], device: torch.device
+    tree: Tree, families: dict[int, list[int]], drawn: list[bool], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of P families with C children or fewer: the parents' rows and draft slots [P] int64, the
     children's tokens [P, C], and whether they were drawn [P, C] bool; by one copy."""
     n_most = len(next(iter(families.values())))
     tokens = tree.tokens.tolist()
     slots = tree.draft_slots.tolist()
-    drawn = drawn_rows(tree)
     lines = []
     for row, children in families.items():
         padding = [0] * (n_most - len(children))
@@ -202,7 +206,7 @@ def drawn_rows(tree: Tree) -> list[bool]:
 
 
 def one_hot(token: Tensor, n_ids: int) -> Tensor:
-    """What a child that was not drawn is as good as drawn from: [n, V] of its token [n, 1]."""
+    """A distribution [n, V] of probability 1 on each token [n, 1]."""
     probs = torch.zeros(len(token), n_ids, device=token.device)
     return probs.scatter_(1, token, 1.0)
 
@@ -213,14 +217,21 @@ def without(token: Tensor, draft_probs: Tensor) -> Tensor:
     return rest / rest.sum(dim=1, keepdim=True)
 
 
-def try_children(token: Tensor, residual: Tensor, drawn_from: Tensor) -> tuple[Tensor, Tensor]:
+def try_children(
+    token: Tensor, residual: Tensor, drawn_from: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """One child of each of n parents: its chance of acceptance [n], and what a rejection leaves of
     the target's distribution [n, V].
 
-    token: [n, 1]. residual, drawn_from: [n, V].
+    token: [n, 1]. residual, drawn_from: [n, V]; None for children that were not drawn, which is as
+    if each had been drawn from a distribution of probability 1 on itself.
     """
-    chance = residual.gather(1, token) / drawn_from.gather(1, token)
-    rest = (residual - drawn_from).clamp_(min=0.0)
+    chance = residual.gather(1, token)
+    if drawn_from is None:
+        rest = residual.scatter(1, token, 0.0)
+    else:
+        chance = chance / drawn_from.gather(1, token)
+        rest = (residual - drawn_from).clamp_(min=0.0)
     mass = rest.sum(dim=1, keepdim=True)
     # If nothing else is possible, only rounding keeps the ratio from 1
     chance = chance.masked_fill(mass == 0, 1.0)

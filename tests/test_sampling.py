@@ -270,7 +270,11 @@ def test_a_draft_that_is_not_renormalised_is_caught(monkeypatch: pytest.MonkeyPa
 def test_a_ranked_child_taken_for_a_drawn_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted error: R[y] / q[y] for a child that was not drawn from q."""
     draft_probs = torch.softmax(DRAFTS["other"][0], dim=-1)
-    monkeypatch.setattr(verify, "one_hot", lambda token, n_ids: draft_probs.expand(len(token), -1))
+
+    def as_if_drawn(token: Tensor, residual: Tensor, drawn_from: None) -> tuple[Tensor, Tensor]:
+        return try_children(token, residual, draft_probs.expand(len(token), -1))
+
+    monkeypatch.setattr(verify, "try_children", as_if_drawn)
     settings = Sampling(1.0)
     law = every_outcome(two_tokens(Fixed(D=1, B=2, tau=0.0), DRAFTS["other"], 1), settings)
     with pytest.raises(AssertionError):
