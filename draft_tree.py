@@ -99,8 +99,9 @@ class Rule:
         """max_branches: k, candidates looked at per row. max_depth: levels the draft may run at
         most, 0 for a rule without a draft. max_rows: verified, root included. max_drafted: rows
         while growing; of more than max_rows the likeliest are verified, and if it is max_rows the
-        first in breadth-first order.
+        first in breadth-first order. max_rows is at most MAX_ROWS, the widest pass there is.
         """
+        assert max_rows <= MAX_ROWS, f"{max_rows} rows, {MAX_ROWS} is the most"
         self.max_branches = max_branches
         self.max_depth = max_depth
         self.max_rows = max_rows

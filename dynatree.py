@@ -227,14 +227,14 @@ def open_caches(
     if not rule.max_depth:
         return target.new_cache(capacity, use), None
     draft_capacity = n_tokens + rule.max_drafted
-    require_caches([(target.pool, capacity), (draft.pool, draft_capacity)])
-    cache = target.new_cache(capacity, use)
     draft_use = Use(
         n_rows=min(rule.max_drafted, MAX_ROWS),
         min_rows=rule.min_rows,
         n_ids=target.config.vocab_size,
         n_ranked=rule.max_branches,
     )
+    require_caches([(target.pool, capacity, use), (draft.pool, draft_capacity, draft_use)])
+    cache = target.new_cache(capacity, use)
     try:
         draft_cache = draft.new_cache(draft_capacity, draft_use)
     except OutOfMemory:
@@ -253,13 +253,14 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
     path, tokens = accept(lone(root), scores, sampler)
     generation.show(scores, path)
     step = Step(cut(tokens, eos_ids, left), **watch.times())
-    generation.capture()  # set-up: it has no time
     while True:
         visible += step.tokens
         left -= len(step.tokens)
         yield step
         if not left or visible[-1] in eos_ids:
             return
+        if step.tree is None:  # the first: the passes to come are known now
+            generation.capture()  # set-up, which has no time
         watch.restart()
         # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
         root = torch.tensor(visible[-1:])

@@ -15,7 +15,7 @@ B blocks of columns.
 
     model = GPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
     cache = model.new_cache(capacity=256)
-    logits = model.prefill(prompt_ids, cache)  # [V]
+    scores = model.prefill(prompt_ids, cache)  # of the last token
 """
 
 from collections.abc import Callable, Sequence

@@ -115,7 +115,7 @@ def compare(
     ar = measure(reference).throughput
     speedup = measure(steps).throughput / ar if ar else 1.0
     if request.options.get("sampling"):
-        return Comparison(ar, speedup, exact=None, is_strict=bool(digests))
+        return Comparison(ar, speedup, exact=None, is_strict=bool(request.options.get("strict")))
     gap = None
     at = first_difference(ours, theirs)
     if digests:

@@ -62,14 +62,14 @@ class CachePool:
             storage.passes.is_replaying = False  # until `capture` has seen to these lengths
             return storage
         self.idle.clear()  # too small
-        require_memory(self.bytes(capacity), self.device, f"a cache of {capacity} tokens")
+        require_memory(self.bytes(capacity, use), self.device, f"a cache of {capacity} tokens")
         failure = RuntimeError if self.device.type == "cpu" else torch.OutOfMemoryError
         try:
             # To be lent again, it must be of use outside inference mode too
             with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_fixed):
                 return self.make(self.n_slots(self.ample(capacity), use))
         except failure as error:  # torch has no narrower one on CPU
-            size = self.bytes(capacity) / 1e9
+            size = self.bytes(capacity, use) / 1e9
             raise OutOfMemory(
                 f"no room for a cache of {capacity} tokens, {size:,.1f} GB"
             ) from error
@@ -127,20 +127,20 @@ class CachePool:
         n_slots = capacity + max(use.min_rows, self.min_rows) - 1
         return slot_count(n_slots) if use.is_strict else n_slots  # which reads whole blocks
 
-    def bytes(self, capacity: int) -> int:
+    def bytes(self, capacity: int, use: Use | None = None) -> int:
         """What a cache for `capacity` tokens takes."""
-        return self.token_bytes * self.n_slots(capacity)
+        return self.token_bytes * self.n_slots(capacity, use)
 
 
-def require_caches(needs: list[tuple[CachePool, int]]) -> None:
+def require_caches(needs: list[tuple[CachePool, int, Use]]) -> None:
     """Raise OutOfMemory unless caches from these pools fit together, each for so many tokens.
 
     Memory is taken lazily: each alone might be made, and all of them fail when they are filled.
     """
     n_bytes = 0
-    for pool, capacity in needs:
+    for pool, capacity, use in needs:
         if not pool.find_idle(capacity):
             pool.idle.clear()  # too small
-            n_bytes += pool.bytes(capacity)
-    sizes = " and ".join(str(capacity) for _, capacity in needs)
+            n_bytes += pool.bytes(capacity, use)
+    sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
     require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")

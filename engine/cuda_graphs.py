@@ -58,7 +58,7 @@ def settle_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 
 class Use(NamedTuple):
-    """What a generation asks of the passes over a cache, prefill apart."""
+    """What a generation asks of the passes over a cache; prefill obeys min_rows and n_ids alone."""
 
     n_rows: int = ROW_COUNTS[-1]  # of the widest
     min_rows: int = 1  # to which every pass is padded at least
@@ -119,7 +119,7 @@ class FixedPasses:
         n_bytes = max(Shape(n, n_slots, True).n_bytes, Shape(n, n_slots, False).n_bytes)
         self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
         self.logits = torch.empty(n, vocab_size, device=device)
-        self.captured: dict[tuple, Captured] = {}  # by what was captured, and its shape
+        self.captured: dict[tuple, Captured] = {}  # by what was captured, and its arguments
         self.pool: tuple[int, int] | None = None  # the memory that all of them share
         self.is_replaying = False
 
@@ -133,7 +133,7 @@ class FixedPasses:
             mask = torch.ones(n, start + n, dtype=torch.bool).tril_(start)
         shape = Shape(row_count(max(n, use.min_rows)), n_slots, use.is_strict)
         self.upload(shape, tokens, positions, mask, start)
-        self.do(self.run_pass, *shape)
+        self.do(self.run_pass, shape)
         ranked = self.do(self.rank, row_count(n), use.n_ids, use.n_ranked)
         return Scores(self.logits[:n, : use.n_ids], ranked[:n])
 
@@ -159,20 +159,19 @@ class FixedPasses:
             inputs.seen[n:, 0] = True
         self.buffer[: shape.n_bytes].copy_(staged, non_blocking=True)
 
-    def run_pass(self, *shape: int) -> None:
+    def run_pass(self, shape: Shape) -> None:
         """The pass that was uploaded for this shape."""
-        shape = Shape(*shape)
         self.run(shape.inputs(self.buffer), shape, self.logits[: shape.n_rows])
 
     def rank(self, n_rows: int, n_ids: int, n_ranked: int) -> Tensor:
         """What the host wants of its logits, [n_rows, 2 + 2 n_ranked]."""
         return rank(self.logits[:n_rows, :n_ids], n_ranked)
 
-    def do(self, step: Callable[..., Tensor | None], *shape: int) -> Tensor | None:
+    def do(self, step: Callable[..., Tensor | None], *arguments: Shape | int) -> Tensor | None:
         """One of these two: its replay where it has been captured."""
         if not self.is_replaying:
-            return step(*shape)
-        captured = self.captured[step.__name__, *shape]
+            return step(*arguments)
+        captured = self.captured[step.__name__, *arguments]
         captured.graph.replay()
         return captured.result
 
@@ -194,7 +193,7 @@ class FixedPasses:
                     if n_rows >= use.min_rows:
                         shape = Shape(n_rows, n_slots, use.is_strict)
                         self.upload(shape, nothing, nothing, no_mask, scratch)
-                        self.record(self.run_pass, *shape)
+                        self.record(self.run_pass, shape)
             for n_rows in counts:
                 self.record(self.rank, n_rows, use.n_ids, use.n_ranked)
         finally:
@@ -203,11 +202,11 @@ class FixedPasses:
         self.is_replaying = True
         return len(self.captured) - n_before
 
-    def record(self, step: Callable[..., Tensor | None], *shape: int) -> None:
-        """Capture one step of a shape, unless it has been."""
-        key = (step.__name__, *shape)  # the method itself would keep all of this alive
+    def record(self, step: Callable[..., Tensor | None], *arguments: Shape | int) -> None:
+        """Capture one of the two, unless it has been."""
+        key = (step.__name__, *arguments)  # the method itself would keep all of this alive
         if key not in self.captured:
-            self.captured[key] = record(partial(step, *shape), self.pool, self.buffer.device)
+            self.captured[key] = record(partial(step, *arguments), self.pool, self.buffer.device)
             self.pool = self.captured[key].graph.pool()
 
 

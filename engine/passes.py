@@ -75,6 +75,7 @@ def strict_rows(
     near = near_slots(positions, mask)
     n_far = slot_count(int(first_near(positions).max()))
     padding = n_rows - len(tokens)
+    assert padding >= 0, f"{len(tokens)} rows in a strict pass of {n_rows}"
     near = F.pad(near, (0, 0, 0, padding)).to(like.device)
     tokens = F.pad(tokens, (0, padding)).to(like.device)
     positions = F.pad(positions, (0, padding)).to(like.device)

@@ -1,4 +1,4 @@
-"""Temperature and top-p, and drawing from what they leave, with one seeded generator.
+"""Temperature and top-p, and drawing from what they leave, from one seed.
 
 Both models' distributions are warped alike; greedy decoding is argmax and never comes here.
 

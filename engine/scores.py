@@ -26,9 +26,6 @@ class Scores:
         self.logits = logits
         self.ranked = ranked  # [n, 2 + 2 k] on the device, then on the host
 
-    def __len__(self) -> int:
-        return self.logits.shape[0]
-
     def __getitem__(self, rows: slice) -> "Scores":
         return Scores(self.logits[rows], None if self.ranked is None else self.ranked[rows])
 

@@ -2,9 +2,10 @@
 
 In half precision two logits often lie so close that rounding decides between them, and a tree's
 pass rounds otherwise than ar's: it has more rows, and the keys of a row's ancestors lie where other
-drafts left them, so sums are grouped otherwise. Here they are not. Every pass of a run has the same
-number of rows, so that a product treats each row alike whatever its place and company (measured, on
-CPU, for every dtype). And a row at position p reads its keys in two parts that p alone decides:
+drafts left them, so sums are grouped otherwise. Here they are not. Every pass after the prompt has
+the same number of rows, so that a product treats each row alike whatever its place and company
+(measured, on CPU, for every dtype). And a row at position p reads its keys in two parts that p
+alone decides:
 
     position   0 ................. p - 15 ................. p
     slot       the same                   wherever they are

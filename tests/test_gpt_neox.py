@@ -479,7 +479,7 @@ def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: Monke
     shapes = []
     for slots in (768, 512, 256):
         for rows in (32, 16, 8, 4, 2, 1):
-            shapes.append([rows, slots, False])
+            shapes.append([Shape(rows, slots, False)])
     passes = cache.passes
     ranked = [shape for step, *shape in passes.captured if step == "rank"]
     assert [shape for step, *shape in passes.captured if step == "run_pass"] == shapes
@@ -534,7 +534,7 @@ def count_kernels(n_layers: int) -> int:
     model.pool.is_fixed = True
     cache = prefilled(model, PREFIX, 20)
     with Recorder() as recorder:
-        cache.passes.run_pass(4, 256, False)
+        cache.passes.run_pass(Shape(4, 256, False))
     count = 0
     for operation in recorder.seen:
         name = operation[0].split(".")[1]
