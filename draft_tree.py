@@ -30,11 +30,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.cuda_graphs import ROW_COUNTS
 from engine.sampling import Sampler
 from engine.scores import Scores, to_host
 from engine.settings import check_settings, setting
 
-MAX_ROWS = 128  # the widest verify pass any setting may ask for, as in engine.cuda_graphs
+MAX_ROWS = ROW_COUNTS[-1]  # the widest verify pass any setting may ask for
 LOWEST = torch.finfo(torch.float32).min  # the log-probability of whatever is possible at all
 # A root's columns, made once and never written to: every tree begins with them, ar's ends there
 ROOT_ROW = torch.tensor([0])

@@ -179,9 +179,7 @@ class GPTNeoX:
         x = F.embedding(rows.tokens, self.embed_in)  # [n, hidden]
         turns = turns.index_select(0, rows.positions)  # [n, R / 2], how far each row is rotated
         written, layer_slots = open_slots(kv, rows)
-        space = layout.workspace(
-            x
-        )  # x in blocks, and where what a layer adds to it is put together
+        space = layout.workspace(x)  # x in blocks, and where what is added to it is put together
         for layer, slots in zip(self.layers, layer_slots, strict=True):
             if config.is_parallel:
                 # x + attention(norm(x)) + mlp(norm(x)): one product into both, one out of both

@@ -373,6 +373,15 @@ def test_a_divergence_in_half_precision_names_strict(
     assert "--strict" not in equal.line() + equal.control_line()
 
 
+def test_a_sampled_texts_logits_are_not_kept_to_compare_nothing(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.main.Digests", lambda: pytest.fail("not compared"))
+    options = ["--strict", "--compare", "--temperature", "0.8", "--max-new-tokens", "3"]
+    assert main(["--prompt", PROMPT] + options) == 0
+    assert "the ids are sampled, not compared" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -522,3 +522,9 @@ def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
         assert_same(after, draft_tree(as_moved, draft, 127, Counter()))
         n_changed[seed % 2] += paths(before) != paths(after)
     assert min(n_changed[0], n_changed[1]) >= 10, n_changed
+
+
+def test_a_rule_of_more_rows_than_the_widest_pass_is_refused() -> None:
+    """On a CPU it would have run; on CUDA it failed in the middle of a text."""
+    with pytest.raises(AssertionError, match="200 rows, 128 is the most"):
+        Rule(max_branches=2, max_depth=7, max_rows=200, max_drafted=200)

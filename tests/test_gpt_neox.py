@@ -26,11 +26,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt_neox
-from dynatree import capture
+from dynatree import capture, generate
 from engine.checkpoint import EMBED_IN
 from engine.cuda_graphs import Inputs, Shape, Use
 from engine.memory import OutOfMemory
 from gpt_neox import GPTNeoX, KVCache
+from methods.static import Alone
 
 Golden = tuple[GPTNeoX, dict[str, Tensor]]
 Overflow = Callable[[GPTNeoX, KVCache], object]
@@ -510,6 +511,20 @@ def test_capture_begins_where_the_text_is(monkeypatch: MonkeyPatch) -> None:
         cache.use = use
         capture(model, cache, 240)
         assert run_tree(model, cache, Tree([7], [-1])).isfinite().all()
+
+
+def test_a_text_that_ends_with_its_first_token_captures_nothing(monkeypatch: MonkeyPatch) -> None:
+    """And any other is captured for once that token is out."""
+    pretend_capture(monkeypatch)
+    model = fixed_model(6)
+    model.pool.has_graphs = True
+    assert len(list(generate(model, None, PREFIX, Alone(), 1))) == 1
+    assert model.pool.n_graphs == 0
+    steps = generate(model, None, PREFIX, Alone(), 3)
+    next(steps)
+    assert model.pool.n_graphs == 0
+    next(steps)
+    assert model.pool.n_graphs == 2, "the pass of one row, and what ranks it"
 
 
 def test_the_one_of_several_kept_caches_that_fits_is_lent() -> None:

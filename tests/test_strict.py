@@ -306,6 +306,14 @@ def test_strict_attention_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
         assert (ours - expected).abs().mean() <= 1.1 * (plain - expected).abs().mean()
 
 
+def test_a_strict_pass_of_too_many_rows_is_refused() -> None:
+    """Cropped to the run's rows it once gave two logits for five rows."""
+    model = model_of({"hidden_size": 32}, torch.float32)
+    cache = model.new_cache(100, Use(2, is_strict=True))
+    with pytest.raises(AssertionError, match="5 rows in a strict pass of 2"):
+        model.forward(torch.arange(5), torch.arange(5), cache)
+
+
 class Outputs(TorchDispatchMode):
     """Every operation, with what it gave."""
 
