@@ -70,11 +70,16 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a rule sees: the rows the draft has just run, and their best k candidates."""
+    """What a rule sees: the rows the draft has just run, and their k candidates, in order.
+
+    Log-probabilities are of the distribution that candidates come from: the draft's own if they are
+    ranked, the warped one if they are drawn.
+    """
 
     depth: int  # of the rows; their children are one deeper
-    logprobs: Tensor  # [W, k] log-probability of each candidate given its path, in order
+    logprobs: Tensor  # [W, k] of each candidate given its path; -inf if it cannot be drawn
     path_logprobs: Tensor  # [W, k] log p(child): the path's and the candidate's together
+    values: Tensor  # [W, k] log of the chance to be reached and accepted, as far as it is known
     is_drawn: bool  # the candidates, in draw order; else they are ranked
 
 
@@ -82,9 +87,12 @@ class Rule:
     """Which nodes a tree gets; one object per generation, so that none learns from another.
 
     Candidates are the k likeliest tokens, best first. A rule that draws gets drawn ones instead
-    when the text is sampled; which of them it adds must not depend on what they are.
+    when the text is sampled. Which of these it adds must not depend on what they are, nor on what
+    follows them: their values are known before they are drawn (DySpec, Eq. 11). Which of them it
+    expands may.
 
     hook     when it is called                                     who needs it
+    start    a text begins, its prompt not read yet                who looks at the text itself
     begin    a new tree begins                                     who remembers within a tree
     expand   the draft has run a level                             every rule that drafts
     extend   the draft is done                                     who has nodes from elsewhere
@@ -96,17 +104,28 @@ class Rule:
     is_drawing = False
     n_read = 0  # candidates that `read` looks at; if any, also after the prompt's tokens
 
-    def __init__(self, max_branches: int, max_depth: int, max_rows: int, max_drafted: int):
+    def __init__(
+        self,
+        max_branches: int,
+        max_depth: int,
+        max_rows: int,
+        max_drafted: int,
+        max_kept: int | None = None,
+    ):
         """max_branches: k, candidates looked at per row. max_depth: levels the draft may run at
-        most, 0 for a rule without a draft. max_rows: verified, root included. max_drafted: rows
-        while growing; of more than max_rows the likeliest are verified, and if it is max_rows the
-        first in breadth-first order. max_rows is at most MAX_ROWS, the widest pass there is.
+        most, 0 for a rule without a draft. max_rows: verified, root included; at most MAX_ROWS, the
+        widest pass there is. max_drafted: rows while growing, the first in breadth-first order.
+        max_kept: of those, the ones of the highest values that are verified; max_rows if not given.
         """
         assert max_rows <= MAX_ROWS, f"{max_rows} rows, {MAX_ROWS} is the most"
         self.max_branches = max_branches
         self.max_depth = max_depth
         self.max_rows = max_rows
         self.max_drafted = max_drafted
+        self.max_kept = max_rows if max_kept is None else max_kept
+
+    def start(self, prompt: list[int]) -> None:
+        """A text begins, with these ids."""
 
     def begin(self, root: Tensor) -> int:
         """A new tree begins below this root [1]: how many levels the draft may run."""
@@ -160,19 +179,16 @@ def grow(
     n_levels = min(max_depth, rule.begin(root))
     if n_levels < 1 or rule.max_rows < 2:
         return rule.extend(lone(root), max_depth)
-    budget = rule.max_drafted
     if not rule.is_drawing:
         sampler = None
-    if sampler:
-        budget = rule.max_rows  # what was drawn must be tried: there is no choice afterwards
-    sapling = Sapling(int(root), budget)
+    sapling = Sapling(int(root), rule.max_drafted)
     draft_probs = []  # [W, V] by level, if children are drawn
     rows = [0]  # tree rows of the level to run
     parents = None  # their parents' level rows
     for depth in range(n_levels):
         scores = draft(torch.tensor([sapling.tokens[row] for row in rows]), parents)  # of W rows
-        logprobs = torch.tensor([sapling.logprobs[row] for row in rows])
-        level, candidates, probs = look(depth, scores, logprobs, rule.max_branches, sampler)
+        above = torch.tensor([[sapling.logprobs[row], sapling.values[row]] for row in rows])
+        level, candidates, probs = look(depth, scores, above, rule.max_branches, sampler)
         add, expand = rule.expand(level)  # [W, k] each
         if sampler:  # what cannot be drawn was not drawn, whatever the rule makes of it
             add = add & (level.logprobs > -torch.inf)
@@ -182,8 +198,8 @@ def grow(
             break
     tree = sapling.as_tree(draft_probs)
     has_overflowed = len(tree) == 1 and not level.logprobs.isfinite().any()
-    if len(tree) > rule.max_rows:
-        tree = likeliest(tree, rule.max_rows)
+    if len(tree) > rule.max_kept:
+        tree = best_of(tree, torch.tensor(sapling.values), rule.max_kept)
     tree = rule.extend(tree, max_depth)
     return replace(tree, has_overflowed=True) if has_overflowed else tree
 
@@ -198,6 +214,7 @@ class Sapling:
         self.parents = [-1]
         self.depths = [0]
         self.logprobs = [0.0]
+        self.values = [0.0]
         self.draft_slots = [-1]
         self.n_run = 0
 
@@ -213,6 +230,7 @@ class Sapling:
         parents = []
         ids = candidates.tolist()
         logprobs = level.path_logprobs.tolist()
+        values = level.values.tolist()
         may_grow = expand.tolist()
         for i, is_added in enumerate(add.tolist()):
             self.draft_slots[rows[i]] = self.n_run + i
@@ -221,18 +239,19 @@ class Sapling:
                     if may_grow[i][rank]:
                         growing.append(len(self.tokens))
                         parents.append(i)
-                    self.add(ids[i][rank], rows[i], logprobs[i][rank])
+                    self.add(ids[i][rank], rows[i], logprobs[i][rank], values[i][rank])
         self.n_run += len(rows)
         if len(self.tokens) >= self.budget:
             growing = []
         return growing, torch.tensor(parents)
 
-    def add(self, token: int, parent: int, logprob: float) -> None:
+    def add(self, token: int, parent: int, logprob: float, value: float) -> None:
         """One row, a level below its parent; logprob: of its path."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.logprobs.append(logprob)
+        self.values.append(value)
         self.draft_slots.append(-1)
 
     def as_tree(self, draft_probs: list[Tensor]) -> Tree:
@@ -252,32 +271,37 @@ class Sapling:
 
 
 def look(
-    depth: int, scores: Scores, logprobs: Tensor, max_branches: int, sampler: Sampler | None
+    depth: int, scores: Scores, above: Tensor, max_branches: int, sampler: Sampler | None
 ) -> tuple[Level, Tensor, Tensor | None]:
     """What a rule sees of a level's scores, read once; its candidates [W, k]; and what they were
     drawn from [W, V], if they were.
 
-    logprobs: [W], log p(u) of the rows.
+    above: [W, 2], log p(u) and value of the rows.
     """
-    probs = None
-    if sampler:
-        probs = sampler.warp(scores.logits)
-        k = min(max_branches, probs.shape[1])
-        values, candidates = draw_candidates(scores.logits, probs, k, sampler)
-    else:
-        values, candidates = scores.likeliest(max_branches)  # [W, k] each
-    level = Level(depth, values, logprobs.unsqueeze(1) + values, sampler is not None)
-    return level, candidates, probs
+    if sampler is None:
+        logprobs, candidates = scores.likeliest(max_branches)  # [W, k] each
+        path_logprobs = above[:, :1] + logprobs
+        return Level(depth, logprobs, path_logprobs, path_logprobs, False), candidates, None
+    draft_probs = sampler.warp_draft(scores.logits)  # [W, V]
+    drawn = sampler.draw(draft_probs, min(max_branches, draft_probs.shape[1]))
+    probs, candidates = to_host(draft_probs.gather(1, drawn), drawn)  # [W, k] each
+    logprobs = probs.log()
+    values = value_draws(probs, above)
+    return Level(depth, logprobs, above[:, :1] + logprobs, values, True), candidates, draft_probs
 
 
-def draw_candidates(
-    logits: Tensor, draft_probs: Tensor, k: int, sampler: Sampler
-) -> tuple[Tensor, Tensor]:
-    """Unwarped log-probabilities [W, k], -inf if it cannot be drawn, of k drawn tokens [W, k]."""
-    candidates = sampler.draw(draft_probs, k)
-    values = torch.log_softmax(logits, dim=-1).gather(1, candidates)
-    values = values.masked_fill(draft_probs.gather(1, candidates) == 0, -torch.inf)
-    return to_host(values, candidates)
+def value_draws(probs: Tensor, above: Tensor) -> Tensor:
+    """Log values [W, k] of drawn candidates, each known before it is drawn (DySpec, Eq. 9 and 11).
+
+    The chance that the path is accepted and every elder sibling is not, if the draft is right: the
+    path's probability, times what the elder siblings have left undrawn. probs: [W, k], of each
+    candidate, 0 if it cannot be drawn. above: as in `look`.
+    """
+    elder = probs.cumsum(dim=1) - probs
+    values = above[:, :1] + (1 - elder).clamp(min=0).log()
+    # What is left may round up: nothing is worth more than its parent or its elder sibling
+    values = torch.minimum(values, above[:, 1:]).cummin(dim=1).values
+    return values.masked_fill(probs == 0, -torch.inf)
 
 
 def lone(root: Tensor) -> Tree:
@@ -298,12 +322,13 @@ def mark_ancestors(parents: Tensor, depth: int) -> Tensor:
     return ancestors
 
 
-def likeliest(tree: Tree, n: int) -> Tree:
-    """The tree of its n likeliest rows; of equals, the earlier.
+def best_of(tree: Tree, values: Tensor, n: int) -> Tree:
+    """The tree of its n rows of the highest values [N]; of equals, the earlier.
 
-    No path is likelier than its own beginning, so whatever is kept hangs together.
+    No row is worth more than its parent, so whatever is kept hangs together; of siblings the elder
+    stay. A drawn row's value was known before it was drawn, so this takes no notice of the draw.
     """
-    ranked = tree.logprobs.sort(descending=True, stable=True).indices
+    ranked = values.sort(descending=True, stable=True).indices
     kept = ranked[:n].sort().values
     new_rows = torch.empty_like(tree.tokens)
     new_rows[kept] = torch.arange(n)
@@ -368,12 +393,13 @@ class DynaTree:
 class DynaTreeRule(Rule):
     """One generation of DynaTree: its settings as history has moved them so far."""
 
-    def __init__(self, start: DynaTree):
-        max_branches = start.B_max if start.breadth else start.B_mid
-        super().__init__(max_branches, start.D_max, max_rows=start.N_max, max_drafted=start.N_max)
-        self.start = start
-        self.now = start
-        self.reaches: deque[float] = deque(maxlen=start.W)  # of the last W trees
+    def __init__(self, settings: DynaTree):
+        s = settings
+        max_branches = s.B_max if s.breadth else s.B_mid
+        super().__init__(max_branches, s.D_max, max_rows=s.N_max, max_drafted=s.N_max)
+        self.settings = settings
+        self.now = settings
+        self.reaches: deque[float] = deque(maxlen=s.W)  # of the last W trees
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         """Lines 17 to 30 of Algorithm 1 for a whole level; `grow` counts up to N_max."""
@@ -418,7 +444,7 @@ class DynaTreeRule(Rule):
         """a_r of one tree, accepted tokens / deepest level: the mean over the last W trees moves
         D0, tau_h and rho_deep."""
         self.reaches.append(reach)
-        if not self.start.history or len(self.reaches) < self.start.W:
+        if not self.settings.history or len(self.reaches) < self.settings.W:
             return
         mean = sum(self.reaches) / len(self.reaches)
         mean = round(mean, 9)  # ten times 3 / 5 is not 6 in floats
@@ -430,7 +456,7 @@ class DynaTreeRule(Rule):
     def move(self, d0: int, tau_h: float, rho_deep: float) -> None:
         """Step the three thresholds, each within its bounds and over the one below it."""
         s = self.now
-        start = self.start
+        start = self.settings
         d0 = nudge(s.D0, d0, start.D0, 2, start.D_max - 1)
         tau_h = nudge(s.tau_h, tau_h, start.tau_h, 0.5, 0.95, above=s.tau_l)
         rho_deep = nudge(s.rho_deep, rho_deep, start.rho_deep, 0.3, 0.8, above=s.rho_stop)

@@ -48,6 +48,8 @@ class Step:
     verify_ms: float = 0.0  # forwards of the target: prefill, verification, rebuild
     other_ms: float = 0.0  # everything else
     n_drafted: int = 0  # nodes of the tree, the root not counted
+    predictions: Tensor | None = None  # [N] int64 on the host, the target's best id after each row
+    draft_rows: tuple[int, ...] = ()  # of each of the draft's passes, the catch-up first
 
 
 class Drafter:
@@ -63,6 +65,7 @@ class Drafter:
         self.depth = 0  # of the level that ran last
         self.cursor = 0  # the slot that the next level is written from
         self.seen = torch.empty(0)  # [W, cursor] bool, the slots that each row of the level attends
+        self.n_run: list[int] = []  # rows of each pass since they were last asked for
 
     def run(self, tokens: Tensor, parents: Tensor | None) -> Scores:
         """One level of W rows, for draft_tree.grow."""
@@ -76,6 +79,7 @@ class Drafter:
         n_ids, cache = self.model.config.vocab_size, self.cache
         # An id that the draft cannot embed is read as 0: a worse guess, never a wrong text.
         lacking = [i if i < n_ids else 0 for i in self.visible[cache.length :]]
+        self.n_run.append(len(lacking))
         if len(lacking) > cache.use.n_rows:
             scores = self.model.prefill(lacking, cache)
         else:
@@ -88,6 +92,7 @@ class Drafter:
 
     def run_level(self, tokens: Tensor, parents: Tensor) -> Scores:
         """Run nodes whose parents are rows of the level before."""
+        self.n_run.append(len(tokens))
         itself = torch.eye(len(tokens), dtype=torch.bool)
         self.seen = torch.cat([self.seen[parents], itself], dim=1)  # what its parent saw, and it
         self.depth += 1
@@ -95,6 +100,12 @@ class Drafter:
         scores = self.model.forward(tokens, positions, self.cache, self.seen, self.cursor)
         self.cursor += len(tokens)
         return scores
+
+    def take_rows(self) -> tuple[int, ...]:
+        """The rows of each pass since the last call."""
+        rows = tuple(self.n_run)
+        self.n_run.clear()
+        return rows
 
     def commit(self, tree: Tree, path: list[int]) -> None:
         """Keep the accepted nodes that were run; the rest of the path is caught up later."""
@@ -249,6 +260,7 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
     sampler, visible, watch = generation.sampler, generation.visible, generation.watch
     draft = generation.drafter.run if generation.drafter else None
     root = torch.tensor(visible[-1:])
+    rule.start(list(visible))
     scores = generation.prefill()
     path, tokens = accept(lone(root), scores, sampler)
     generation.show(scores, path)
@@ -289,6 +301,8 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
             path=path,
             bonus=tokens[-1],
             n_drafted=len(tree) - 1,
+            predictions=scores.best()[1],
+            draft_rows=generation.drafter.take_rows() if generation.drafter else (),
             **watch.times(),
         )
 

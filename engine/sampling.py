@@ -1,6 +1,7 @@
 """Temperature and top-p, and drawing from what they leave, from one seed.
 
-Both models' distributions are warped alike; greedy decoding is argmax and never comes here.
+Both models' distributions are warped alike, unless the draft has a temperature of its own; greedy
+decoding is argmax and never comes here.
 
     sampler = Sampling(temperature=0.8, top_p=0.95, seed=0).sampler(device)
     probs = sampler.warp(logits)  # [n, V]
@@ -24,10 +25,13 @@ class Sampling:
     temperature: float  # > 0; divides the logits
     top_p: float = 1.0  # in (0, 1]; the likeliest tokens that together reach it are kept
     seed: int = 0
+    draft_temperature: float | None = None  # of what is drawn from the draft; None: the same
 
     def __post_init__(self) -> None:
         if not (0 < self.temperature < math.inf):
             raise ValueError(f"temperature {self.temperature} is not a positive number")
+        if self.draft_temperature is not None and not (0 < self.draft_temperature < math.inf):
+            raise ValueError(f"draft-temperature {self.draft_temperature} is not a positive number")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p {self.top_p} is outside (0, 1]")
         if not 0 <= self.seed <= LAST_SEED:
@@ -49,9 +53,16 @@ class Sampler:
     coins: torch.Generator  # on the host: a coin is no reason to wait for the device
 
     def warp(self, logits: Tensor) -> Tensor:
-        """logits [n, V] -> probabilities [n, V] float32, those outside the top-p set 0."""
+        """The target's logits [n, V] -> probabilities [n, V] float32, 0 outside the top-p set."""
+        return self.warp_at(self.settings.temperature, logits)
+
+    def warp_draft(self, logits: Tensor) -> Tensor:
+        """The same of the draft's logits."""
+        return self.warp_at(self.settings.draft_temperature or self.settings.temperature, logits)
+
+    def warp_at(self, temperature: float, logits: Tensor) -> Tensor:
         # Shifted first: a tiny temperature may then send all but the best to -inf, never to nan
-        scaled = (logits - logits.max(dim=-1, keepdim=True).values) / self.settings.temperature
+        scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
         probs = torch.softmax(scaled, dim=-1)
         if self.settings.top_p == 1:
             return probs

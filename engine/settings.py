@@ -22,6 +22,12 @@ def choice(default: str, options: Callable[[], Sequence[str]], meaning: str) -> 
     return field(default=default, metadata={"options": options, "meaning": meaning})
 
 
+def text(default: str, parse: Callable[[str], object], meaning: str) -> str:
+    """A dataclass field for a setting written as a word, such as 4:2:1; parse: its reader, which
+    raises ValueError saying what is wrong with it."""
+    return field(default=default, metadata={"parse": parse, "meaning": meaning})
+
+
 def check_settings(settings: object) -> None:
     """Raise ValueError for a setting of the wrong type or outside its range."""
     for f in fields(settings):
@@ -31,6 +37,12 @@ def check_settings(settings: object) -> None:
             if value not in known:
                 known = ", ".join(known)
                 raise ValueError(f"{f.name}={value} is not one of {known}")
+            continue
+        if "parse" in f.metadata:
+            try:
+                f.metadata["parse"](value)
+            except ValueError as error:
+                raise ValueError(f"{f.name}={value}: {error}") from error
             continue
         kind = type(f.default)
         if kind is not float and type(value) is not kind:

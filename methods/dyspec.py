@@ -2,13 +2,15 @@
 
 A node's value estimates the chance that its guess is reached and accepted. Ranked children
 (greedy): p(u), the draft's probability of the path. Drawn children (sampling): the chance that the
-path is accepted and every earlier sibling is not, known before the child itself is drawn.
+path is accepted and every elder sibling is not, known before the child itself is drawn (Eq. 11;
+`value_draws` in draft_tree.py).
 
-Two forms. Exact (Algorithm 1): the N highest values; since values fall along every path and from
-sibling to sibling, growing by levels and keeping the N best so far gives the heap's set with one
-draft pass a level. Threshold (Algorithm 2, whose `while v < t` is a misprint for >=): all nodes of
-value t or more. A sampled text needs the threshold form, because a drawn child cannot be taken
-back: whether it is kept would depend on what was drawn.
+Two forms. Exact (Algorithm 1): the N highest values. Algorithm 1 takes them off a heap one by one,
+each the child or the younger sibling of one before it, and no value is higher than that of the node
+it follows. So growing by levels, with one draft pass each, and keeping the N best so far gives the
+heap's set; and as no value knows of its own draw, or of anything below or after it, a sampled text
+loses nothing by that choice. Threshold (Algorithm 2, whose `while v < t` is a misprint for >=): all
+nodes of value t or more, up to N.
 
     python dynatree.py --method dyspec --set N=32 --prompt "..."
 """
@@ -29,7 +31,7 @@ class DySpec:
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
     t: float = setting(0.05, 0.0, 1.0, "a node of value below t is not added (threshold form)")
     D_max: int = setting(16, 1, MAX_ROWS - 1, "hard limit of depth")
-    exact: bool = setting(True, False, True, "the N best; off, or if sampled: all from t up to N")
+    exact: bool = setting(True, False, True, "the N best; off: all of value t or more, up to N")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -57,20 +59,10 @@ class DySpecRule(Rule):
         return self.max_depth
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        values = level.path_logprobs
-        if level.is_drawn:
-            values = draw_values(level)
-        if level.is_drawn or not self.settings.exact:
-            add = values >= log_threshold(self.settings.t)
-            return add, add
-        both = torch.cat([self.best, values.flatten()])
-        self.best = both.topk(min(self.settings.N - 1, len(both))).values
-        add = values >= self.best[-1].clamp(min=LOWEST)
-        return add, add
-
-
-def draw_values(level: Level) -> Tensor:
-    """Log value of each draw [W, k]: the path's, times what the earlier draws left undrawn."""
-    probs = level.logprobs.exp()
-    left = (1 - (probs.cumsum(dim=1) - probs)).clamp(min=0)
-    return (level.path_logprobs - level.logprobs)[:, :1] + left.log()
+        least = log_threshold(self.settings.t)
+        if self.settings.exact:
+            both = torch.cat([self.best, level.values.flatten()])
+            self.best = both.topk(min(self.settings.N - 1, len(both))).values
+            least = max(float(self.best[-1]), LOWEST)
+        # What may follow a node is worth no more than its path
+        return level.values >= least, level.path_logprobs >= least

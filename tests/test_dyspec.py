@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import math
+from zlib import crc32
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from test_draft_tree import (
     paths,
 )
 
-from draft_tree import Level, grow
+from draft_tree import grow, value_draws
+from engine.sampling import Sampler, Sampling
 from engine.scores import Scores
-from methods.dyspec import DySpec, DySpecRule, draw_values
+from methods.dyspec import DySpec, DySpecRule
 
 DEPTH = 6
 
@@ -102,16 +104,89 @@ def test_the_set_has_the_highest_total_value_of_all_connected_sets() -> None:
 
 
 def test_a_draw_is_valued_before_it_is_drawn() -> None:
-    """p(u) times what the earlier siblings left; the drawn token itself does not matter."""
-    probs = torch.tensor([[0.5, 0.3, 0.1], [0.1, 0.1, 0.7]])
-    above = torch.tensor([[0.5], [0.25]])
-    level = Level(1, probs.log(), (above * probs).log(), is_drawn=True)
-    expected = torch.tensor([[0.5, 0.25, 0.1], [0.25, 0.225, 0.2]])
-    torch.testing.assert_close(draw_values(level).exp(), expected)
-    rule = DySpec(t=0.21).rule()
-    rule.begin(ROOT)
-    add, expand = rule.expand(level)
-    assert add.tolist() == expand.tolist() == [[True, True, False], [True, True, False]]
+    """What its elder siblings left; the drawn token itself does not matter (Eq. 8 and 9)."""
+    probs = torch.tensor([[0.5, 0.3, 0.2]])
+    above = torch.zeros(1, 2)
+    values = value_draws(probs, above).exp()
+    torch.testing.assert_close(values, torch.tensor([[1.0, 0.5, 0.2]]))
+    sampler = Sampling(1.0, draft_temperature=0.6).sampler(torch.device("cpu"))
+    warped = sampler.warp_draft(probs.log())
+    torch.testing.assert_close(warped, torch.tensor([[0.608, 0.260, 0.132]]), atol=5e-4, rtol=0)
+    values = value_draws(warped, above).exp()
+    torch.testing.assert_close(values, torch.tensor([[1.0, 0.392, 0.132]]), atol=5e-4, rtol=0)
+    # Eq. 8: of what the first left, the second is drawn with .3 / (1 - .5); Eq. 9: their product
+    second = probs[0, 1] / (1 - probs[0, 0])
+    torch.testing.assert_close((1 - probs[0, 0]) * (1 - second), torch.tensor(0.2))
+
+
+def test_no_value_exceeds_the_one_it_follows() -> None:
+    """Below a path of p .25 that was worth .3; nothing is left for the last to be drawn from."""
+    above = torch.tensor([[0.25, 0.3]]).log()
+    values = value_draws(torch.tensor([[0.6, 0.4 + 1e-6, 0.0]]), above)
+    torch.testing.assert_close(values[0, :2].exp(), torch.tensor([0.25, 0.1]))
+    assert values[0, 2] == -torch.inf
+    rounded = torch.tensor([[0.25, 0.2499999]]).log()
+    assert value_draws(torch.tensor([[0.6, 0.4]]), rounded)[0, 0] == rounded[0, 1]
+
+
+class Drawing(Sampler):
+    """The i-th draw below a path is told beforehand, so that two ways of growing agree on it."""
+
+    def __init__(self, settings: Sampling, draft: FakeDraft, seed: int):
+        super().__init__(settings, torch.Generator(), torch.Generator())
+        self.draft = draft
+        self.seed = seed
+
+    def draws(self, path: Path, probs: torch.Tensor) -> list[int]:
+        """All tokens that can be drawn below a path, in order."""
+        generator = torch.Generator().manual_seed(crc32(repr((self.seed, path)).encode()))
+        n = int((probs > 0).sum())
+        return torch.multinomial(probs, n, generator=generator).tolist()
+
+    def draw(self, probs: torch.Tensor, k: int) -> torch.Tensor:
+        """For the level that the draft has just run."""
+        rows = []
+        for path, row in zip(self.draft.level, probs, strict=True):
+            drawn = self.draws(path, row)
+            others = [token for token in range(VOCAB) if token not in drawn]
+            rows.append((drawn + others)[:k])
+        return torch.tensor(rows)
+
+
+def drawn_heap_tree(
+    draft: FakeDraft, sampler: Drawing, n_rows: int, max_depth: int
+) -> dict[Path, float]:
+    """Algorithm 1 as it stands: pop the most valuable guess, draw it, push its two followers."""
+    root = (ROOT.item(),)
+    tree = {root: 1.0}
+    heap = [(-1.0, 0, root, 0)]  # - value, for ties depth, parent, rank among siblings
+    path_prob = {root: 1.0}
+    while heap and len(tree) < n_rows:
+        negative, _, parent, rank = heapq.heappop(heap)
+        probs = sampler.warp_draft(draft.logits(parent)[None])[0]
+        draws = sampler.draws(parent, probs)
+        if len(parent) > max_depth or rank == len(draws):
+            continue
+        token = draws[rank]
+        left = 1 - sum(float(probs[elder]) for elder in draws[:rank])
+        rate = float(probs[token]) / left  # R[y], of the residual
+        path = parent + (token,)
+        tree[path] = -negative
+        path_prob[path] = -negative * rate
+        heapq.heappush(heap, (negative * rate, len(path), path, 0))
+        heapq.heappush(heap, (negative * (1 - rate), len(parent), parent, rank + 1))
+    return tree
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("n_rows", [2, 3, 7, 24])
+def test_of_drawn_children_the_exact_form_is_the_heaps_set_too(seed: int, n_rows: int) -> None:
+    draft = FakeDraft(seed)
+    settings = Sampling(1.0, top_p=(1.0, 0.8)[seed % 2], draft_temperature=0.6)
+    sampler = Drawing(settings, draft, seed)
+    tree = grow(DySpec(N=n_rows, D_max=DEPTH).rule(), ROOT, draft, 127, sampler)
+    assert sorted(paths(tree)) == sorted(drawn_heap_tree(draft, sampler, n_rows, DEPTH))
+    assert draft.n_calls <= DEPTH
 
 
 def test_a_tree_remembers_nothing_of_the_one_before() -> None:

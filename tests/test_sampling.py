@@ -11,6 +11,7 @@ import torch
 from conftest import random_model
 from torch import Tensor
 
+import draft_tree
 import verify
 from cli.metrics import token_ids
 from draft_tree import Draft, DynaTree, Settings, grow
@@ -33,7 +34,7 @@ N_DRAWS = 20_000
 def logits_table(seed: int, sharpness: float = 1.5) -> Tensor:
     """A bigram model: logits [V, V] of the next token after each token."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(N_IDS, N_IDS, generator=generator) * sharpness
+    return torch.randn(N_IDS, N_IDS, generator=generator).double() * sharpness
 
 
 def bigram(table: Tensor) -> Draft:
@@ -109,6 +110,7 @@ class Scripted:
     def __init__(self, settings: Sampling, script: list[int]):
         """script: which of its options each choice takes."""
         self.warp = settings.sampler(CPU).warp
+        self.warp_draft = settings.sampler(CPU).warp_draft
         self.script = script
         self.weight = 1.0  # of all choices so far together
         self.n_options: list[int] = []  # that each choice has had
@@ -174,37 +176,46 @@ def next_script(taken: list[int], n_options: list[int]) -> list[int] | None:
     return None
 
 
-def two_tokens(rule: Settings, draft: Tensor, depth: int) -> Callable[[Scripted], tuple]:
+def two_tokens(
+    rule: Settings, draft: Tensor, depth: int, target: Tensor = TARGET
+) -> Callable[[Scripted], tuple]:
     """Draft below token 0, verify, and fill up with the target's own samples."""
 
     def trial(sampler: Scripted) -> tuple:
         tree = grow(rule.rule(), ROOT, bigram(draft), depth, sampler)
-        _, tokens = accept_sampled(tree, TARGET[tree.tokens], sampler)
+        _, tokens = accept_sampled(tree, target[tree.tokens], sampler)
         text = tokens[:2]
         while len(text) < 2:
-            text += sampler.draw(sampler.warp(TARGET[text[-1:]]), 1)[0].tolist()
+            text += sampler.draw(sampler.warp(target[text[-1:]]), 1)[0].tolist()
         return tuple(text)
 
     return trial
 
 
-def target_law(settings: Sampling) -> dict[tuple, float]:
+def target_law(settings: Sampling, target: Tensor = TARGET) -> dict[tuple, float]:
     """How the target's own samples of two tokens after token 0 are distributed."""
-    probs = settings.sampler(CPU).warp(TARGET)
+    probs = settings.sampler(CPU).warp(target)
     law = {}
-    for first in range(N_IDS):
-        for second in range(N_IDS):
-            law[first, second] = float(probs[0, first] * probs[first, second])
+    for first, second in itertools.product(range(len(target)), repeat=2):
+        law[first, second] = float(probs[0, first] * probs[first, second])
     return law
 
 
-def assert_same_law(law: dict[tuple, float], settings: Sampling) -> None:
+def error_of(law: dict[tuple, float], settings: Sampling, target: Tensor = TARGET) -> float:
+    """By how much any text of two tokens is likelier, or less likely, than from the target."""
+    expected = target_law(settings, target)
+    return max(abs(law.get(outcome, 0.0) - p) for outcome, p in expected.items())
+
+
+def assert_same_law(law: dict[tuple, float], settings: Sampling, target: Tensor = TARGET) -> None:
     """Each text of two tokens is as likely as from the target alone."""
-    for outcome, probability in target_law(settings).items():
-        assert law.get(outcome, 0.0) == pytest.approx(probability, abs=2e-5), outcome
+    assert error_of(law, settings, target) < 2e-8
+    assert sum(law.values()) == pytest.approx(1.0, abs=2e-8)
 
 
-CASES = list(itertools.product([Sampling(0.6), Sampling(1.0), Sampling(1.0, 0.5)], DRAFTS))
+OWN_HEAT = Sampling(1.0, draft_temperature=0.4)  # the draft's distribution, warped otherwise
+HEATS = [Sampling(0.6), Sampling(1.0), Sampling(1.0, 0.5), OWN_HEAT]
+CASES = list(itertools.product(HEATS, DRAFTS))
 
 
 @pytest.mark.parametrize(("settings", "draft"), CASES)
@@ -213,7 +224,8 @@ def test_drawn_chains_leave_the_targets_law(settings: Sampling, draft: str) -> N
     assert_same_law(law, settings)
 
 
-SIBLINGS = DySpec(N=4, D_max=1, t=0.001)  # up to three of them, drawn without replacement
+# Up to three of them, drawn without replacement
+SIBLINGS = DySpec(N=4, D_max=1, t=0.001, exact=False)
 
 
 @pytest.mark.parametrize(("settings", "draft"), CASES)
@@ -221,6 +233,36 @@ SIBLINGS = DySpec(N=4, D_max=1, t=0.001)  # up to three of them, drawn without r
 def test_drawn_siblings_leave_the_targets_law(t: float, settings: Sampling, draft: str) -> None:
     law = every_outcome(two_tokens(replace(SIBLINGS, t=t), DRAFTS[draft], 1), settings)
     assert_same_law(law, settings)
+
+
+# Of three ids only: whole trees of two drawn levels, in every combination of all their draws
+FEW_TARGET = TARGET[:3, :3]
+FEW_DRAFTS = {"other": OTHER[:3, :3], "zeros": ZEROS[:3, :3], "flat": OTHER[:3, :3] / 4}
+
+
+@pytest.mark.parametrize("n_rows", [3, 4])
+@pytest.mark.parametrize(("settings", "draft"), list(itertools.product(HEATS, FEW_DRAFTS)))
+def test_the_best_of_all_drawn_nodes_leave_the_targets_law(
+    n_rows: int, settings: Sampling, draft: str
+) -> None:
+    """More is drawn than verified, and what is left out is chosen by value."""
+    rule = DySpec(N=n_rows, D_max=2)
+    trial = two_tokens(rule, FEW_DRAFTS[draft], 2, FEW_TARGET)
+    assert_same_law(every_outcome(trial, settings), settings, FEW_TARGET)
+
+
+def test_choosing_by_what_was_drawn_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted error: the likeliest of the drawn nodes are verified."""
+    by_value = draft_tree.best_of
+    monkeypatch.setattr(
+        draft_tree, "best_of", lambda tree, values, n: by_value(tree, tree.logprobs, n)
+    )
+    errors = []
+    for draft in FEW_DRAFTS.values():
+        trial = two_tokens(DySpec(N=3, D_max=2), draft, 2, FEW_TARGET)
+        law = every_outcome(trial, Sampling(1.0))
+        errors.append(error_of(law, Sampling(1.0), FEW_TARGET))
+    assert max(errors) > 0.1
 
 
 @pytest.mark.parametrize(("settings", "draft"), CASES)
@@ -284,11 +326,12 @@ def test_a_ranked_child_taken_for_a_drawn_one_is_caught(monkeypatch: pytest.Monk
 
 
 RULES = {  # those with siblings, and the depth to draft
-    "dyspec": (SIBLINGS, 1),
+    "dyspec": (DySpec(N=4, D_max=2), 2),
     "fixed": (Fixed(D=1, B=3, tau=0.0), 1),
     "graft": (GraftedChain(), 1),
 }
-HEAT = [Sampling(0.6, 1.0), Sampling(0.6, 0.7), Sampling(1.0, 1.0), Sampling(1.0, 0.7)]
+HEAT = [Sampling(0.6, 1.0), Sampling(0.6, 0.7), Sampling(1.0, 1.0, draft_temperature=0.6)]
+HEAT.append(Sampling(1.0, 0.7))
 RARE = ("rare",)  # stands for all outcomes that are expected less than five times
 
 
