@@ -137,7 +137,8 @@ def test_sampled_text(method: str, capsys: Captured) -> None:
     other = run_json(capsys, hot)
     assert first["token_ids"] == again["token_ids"]
     assert other["token_ids"] != first["token_ids"]
-    assert first["settings"]["sampling"] == {"temperature": 1.0, "top_p": 0.9, "seed": 3}
+    sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "draft_temperature": None}
+    assert first["settings"]["sampling"] == sampling
 
 
 def test_a_sampled_text_is_not_held_against_ars(capsys: Captured) -> None:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 import gpt_neox
 from cli.metrics import Metrics, measure, token_ids
-from draft_tree import DynaTree, Tree
+from draft_tree import LOWEST, DynaTree, Tree
 from dynatree import Step, generate
 from engine import memory
 from engine.caches import CachePool
 from engine.cuda_graphs import Use
 from engine.memory import OutOfMemory
 from gpt_neox import GPTNeoX, KVCache
-from methods.static import Alone, Chain, Fixed
+from methods.static import Alone, Chain, Fixed, StaticRule
 from verify import NonFiniteLogits, cut
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -425,3 +425,28 @@ def test_the_loop_leaves_no_shared_state() -> None:
         ids += step.tokens
         other_ids += other_step.tokens
     assert ids == alone and other_ids == alone
+
+
+def test_a_rule_is_told_the_prompt_and_a_step_what_the_target_chose() -> None:
+    """The target's choice after each row, and the rows of each of the draft's passes."""
+    target = random_model(0)
+    draft = random_model(1)
+    prompts = []
+
+    class Listening(StaticRule):
+        def start(self, prompt: list[int]) -> None:
+            prompts.append(prompt)
+
+    class Wide:
+        def rule(self) -> Listening:
+            return Listening(max_branches=2, max_depth=2, n_rows=7, least=LOWEST)
+
+    first, *steps = generate(target, draft, [3, 1, 4], Wide(), 20)
+    assert prompts == [[3, 1, 4]]
+    assert first.predictions is None and first.draft_rows == ()
+    assert steps[0].draft_rows == (4, 2)  # the prompt and the root, then two nodes
+    for step in steps:
+        after_path = step.predictions[list(step.path)].tolist()
+        assert after_path[: len(step.tokens)] == step.tokens
+        assert len(step.predictions) == len(step.tree)
+        assert len(step.draft_rows) == step.tree.depth
