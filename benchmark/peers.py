@@ -1,4 +1,4 @@
-"""transformers on the same weights, for comparison rows: greedy, and its assisted generation.
+"""transformers on the same weights, for comparison rows: greedy, and its two ways to speculate.
 
 The only file that may import transformers, and only when its rows are asked for.
 
@@ -17,14 +17,19 @@ from cli.errors import UsageError
 from cli.models import Pair
 from dynatree import Step
 
-PEERS = {"hf-ar": "transformers generate, greedy", "hf-assisted": "its assisted generation"}
+PEERS = {
+    "hf-ar": "transformers generate, greedy",
+    "hf-assisted": "its assisted generation",
+    "hf-lookup": "its prompt lookup",
+}
+N_COPIED = 10  # tokens of a lookup, as many as our own copies
 
 
 def require_transformers() -> None:
     """Raise UsageError if transformers is not installed."""
     if not importlib.util.find_spec("transformers"):
         raise UsageError(
-            f"{' and '.join(PEERS)} need transformers: pip install transformers, or leave them out"
+            f"{', '.join(PEERS)} need transformers: pip install transformers, or leave them out"
         )
 
 
@@ -41,7 +46,8 @@ class Clock:
         if self.is_prompt:
             self.is_prompt = False
             return
-        now, tokens = time.perf_counter(), ids.flatten().tolist()
+        now = time.perf_counter()
+        tokens = ids.flatten().tolist()
         path = range(len(tokens))  # its last token is the target's own, as a bonus token is
         self.steps.append(Step(tokens, path=path, verify_ms=(now - self.last) * 1e3))
         self.last = now
@@ -72,10 +78,12 @@ class Peers:
 
     @torch.inference_mode()
     def decode(self, name: str, prompt: list[int], max_new_tokens: int) -> list[Step]:
-        """Greedy Steps without trees; an assisted step's path is the ids it committed."""
+        """Greedy Steps without trees; a speculative step's path is the ids it committed."""
         clock = Clock()
         options = {"max_new_tokens": max_new_tokens, "do_sample": False, "streamer": clock}
         if name == "hf-assisted":
             options["assistant_model"] = self.draft
+        if name == "hf-lookup":
+            options["prompt_lookup_num_tokens"] = N_COPIED
         self.target.generate(torch.tensor([prompt], device=self.device), **options)
         return clock.steps

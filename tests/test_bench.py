@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import bench
 from bench import Bench, Turn, main, take_turns
 from benchmark.memory import in_own_process, measure_memory
 from benchmark.options import warn_of_positions
+from benchmark.peers import PEERS, Peers
 from benchmark.report import table_cells
 from benchmark.results import Results, Run
 from benchmark.step_times import (
@@ -323,7 +325,26 @@ def test_half_precision_on_the_cpu(capsys: Captured, tmp_path: Path) -> None:
 def test_peers_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     line = error_line(capsys, *FEW, "--peers")
-    assert "hf-ar and hf-assisted need transformers: pip install transformers" in line
+    assert "hf-ar, hf-assisted, hf-lookup need transformers: pip install transformers" in line
+
+
+def test_each_peer_asks_for_its_own_way() -> None:
+    """Of a model that only notes what it was asked for; all of them greedily."""
+    asked = []
+
+    def note(prompt: torch.Tensor, **options: object) -> None:
+        asked.append(options)
+
+    peers = SimpleNamespace(target=SimpleNamespace(generate=note), draft="draft", device="cpu")
+    for name in PEERS:
+        Peers.decode(peers, name, [3, 1], 4)
+    ways = []
+    for options in asked:
+        assert not options.pop("do_sample")
+        assert options.pop("max_new_tokens") == 4
+        del options["streamer"]
+        ways.append(options)
+    assert ways == [{}, {"assistant_model": "draft"}, {"prompt_lookup_num_tokens": 10}]
 
 
 def test_a_warning_past_the_trained_positions(pair: Pair, capsys: Captured) -> None:
