@@ -8,6 +8,7 @@ static      ar, linear, fixed: trees whose shape is settled beforehand
 dyspec      the nodes of the highest estimated value, whatever shape they make
 deagle      a beam as deep as two of three votes allow
 retrieval   recycle and graft: candidates from a table of successors
+lookup      what followed the text's own end the last time
 auto        both sources, each level and node only while it pays
 """
 
@@ -15,6 +16,7 @@ from draft_tree import DynaTree, Settings
 from methods.auto import Auto
 from methods.deagle import Deagle
 from methods.dyspec import DySpec
+from methods.lookup import Lookup
 from methods.retrieval import Graft, Recycle
 from methods.static import Alone, Chain, Fixed
 
@@ -29,6 +31,7 @@ METHODS: dict[str, type[Settings]] = {
     "ar": Alone,
     **DRAFTING,
     "recycle": Recycle,
+    "lookup": Lookup,
     "graft": Graft,
     "auto": Auto,
 }

@@ -21,6 +21,7 @@ from engine.scores import Scores
 from methods import METHODS
 from methods.auto import Auto
 from methods.dyspec import DySpec
+from methods.lookup import Lookup, LookupRule
 from methods.retrieval import GraftRule
 from methods.static import Chain, Fixed
 from verify import accept_sampled, try_children
@@ -296,6 +297,24 @@ def test_a_ranked_sibling_is_tried_after_the_drawn_ones() -> None:
     assert tree.is_retrieved.tolist() == [False, False, True, True]
     assert tree.depth == 1
     assert tree.draft_probs.shape == (1, N_IDS)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The two tokens that followed 0 before; no draft has a say."""
+
+    def rule(self) -> LookupRule:
+        rule = Lookup(K=2).rule()
+        rule.start([0, 2, 1, 3])
+        return rule
+
+
+@pytest.mark.parametrize("settings", HEATS)
+def test_a_copy_leaves_the_targets_law(settings: Sampling) -> None:
+    tree = grow(Copied().rule(), ROOT, None, 2)
+    assert tree.tokens.tolist() == [0, 2, 1]
+    law = every_outcome(two_tokens(Copied(), OTHER, 2), settings)
+    assert_same_law(law, settings)
 
 
 def test_a_draft_that_is_not_renormalised_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,107 @@
+"""lookup: the text copies itself, no draft model (prompt lookup decoding, Saxena 2023).
+
+The longest end of the text, of n tokens or fewer, that has occurred before is found again, and what
+followed its latest earlier occurrence is proposed: a chain of K tokens. A copy that reaches the end
+of the text goes on into what it has itself copied, as LZ77 does, so a short repetition is continued
+for K tokens. In transformers this is `prompt_lookup_num_tokens`, in llama.cpp its lookup example.
+
+    python dynatree.py --method lookup --set n=2 --prompt "..."
+
+Every n-gram of the text is indexed as it is committed, so a lookup is n looks into a dictionary,
+however long the text.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from draft_tree import MAX_ROWS, Rule, Tree
+from engine.settings import check_settings, setting
+from methods.retrieval import extended
+
+# How often a copied token is right after one, two, or three and more tokens that agree with what is
+# before it there, those copied before it among them: measured as retrieval.RANK_PROBS were
+COPY_PROBS = (0.33, 0.56, 0.91)
+MEMORY = 1 << 16  # tokens that are remembered at least
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """lookup: what followed the text's own end the last time, no draft model (prompt lookup)."""
+
+    n: int = setting(3, 1, 16, "longest n-gram looked up; then n - 1, ..., 1")
+    K: int = setting(10, 1, MAX_ROWS - 1, "tokens copied per iteration")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def rule(self) -> Rule:
+        return LookupRule(self)
+
+
+class LookupRule(Rule):
+    """One generation of lookup: its text so far, and where in it each n-gram was last."""
+
+    def __init__(self, settings: Lookup):
+        super().__init__(max_branches=1, max_depth=0, max_rows=1 + settings.K, max_drafted=1)
+        self.settings = settings
+        self.text: list[int] = []  # up to the pending root, which is not part of it
+        self.after: dict[tuple[int, ...], int] = {}  # the place after an n-gram's last occurrence
+
+    def start(self, prompt: list[int]) -> None:
+        for token in prompt:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """The text is longer by one token, and by the n-grams that end in it."""
+        if len(self.text) == 2 * MEMORY:
+            self.forget()
+        self.text.append(token)
+        for n in range(1, min(self.settings.n, len(self.text)) + 1):
+            self.after[tuple(self.text[-n:])] = len(self.text)
+
+    def forget(self) -> None:
+        """Keep the latest half of the text, so that memory stays as it is, however long it gets."""
+        latest = self.text[-MEMORY:]
+        self.text = []
+        self.after = {}
+        for token in latest:
+            self.append(token)
+
+    def find(self, root: int) -> tuple[int, int]:
+        """The longest end of text and root that has occurred before: how many tokens it has, and
+        the place after its latest earlier occurrence; 0 tokens if none has."""
+        for n in range(min(self.settings.n, len(self.text) + 1), 0, -1):
+            end = tuple(self.text[len(self.text) + 1 - n :] + [root])
+            if end in self.after:
+                return n, self.after[end]
+        return 0, 0
+
+    def extend(self, tree: Tree, max_depth: int) -> Tree:
+        """The root with the chain that is copied below it."""
+        root = int(tree.tokens[0])
+        n_known, place = self.find(root)
+        n_copied = min(self.settings.K, max_depth)
+        if not n_known or n_copied < 1:
+            return tree
+        source = self.text[place : place + n_copied] + [root]  # the root only if it comes so far
+        span = [source[i % len(source)] for i in range(n_copied)]
+        rows = torch.arange(n_copied)
+        logprobs = path_logprobs(n_known, n_copied)
+        return extended(tree, torch.tensor(span), rows, rows + 1, torch.tensor(logprobs))
+
+    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
+        for token in tree.tokens[path].tolist():
+            self.append(token)
+
+
+def path_logprobs(n_known: int, n_copied: int) -> list[float]:
+    """The estimate for each copied token and all before it, after n_known tokens that agree."""
+    found = []
+    logprob = 0.0
+    for i in range(n_copied):
+        n_agreeing = min(n_known + i, len(COPY_PROBS))
+        logprob += math.log(COPY_PROBS[n_agreeing - 1])
+        found.append(logprob)
+    return found

@@ -1,0 +1,165 @@
+"""lookup: what is copied, against a plain search; and that it follows what is committed."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from conftest import TINY, Remembering, random_model
+from tokenizers import Tokenizer
+
+from cli.metrics import measure, token_ids
+from draft_tree import Tree, grow
+from dynatree import Step, generate
+from engine.streaming import WHOLE_TEXT, Window
+from gpt_neox import GPTNeoX
+from methods import lookup
+from methods.lookup import COPY_PROBS, Lookup, path_logprobs
+
+
+def literal_copy(text: list[int], n: int, n_tokens: int) -> tuple[list[int], int, int]:
+    """The definition: search backwards for each end of the text, copy one token after another.
+
+    text: the pending root last. Returns the copied tokens, none if no end occurred before, how many
+    tokens that end has, and where the copy begins.
+    """
+    for length in range(min(n, len(text) - 1), 0, -1):
+        for first in reversed(range(len(text) - length)):
+            if text[first : first + length] == text[-length:]:
+                whole = list(text)
+                for i in range(n_tokens):
+                    whole.append(whole[first + length + i])
+                return whole[len(text) :], length, first + length
+    return [], 0, 0
+
+
+def assert_chain(tree: Tree, root: int, copied: list[int]) -> None:
+    """The root and what was copied below it, each node with its one child."""
+    n_rows = 1 + len(copied)
+    assert tree.tokens.tolist() == [root] + copied
+    assert tree.parents.tolist() == list(range(-1, n_rows - 1))
+    assert tree.depths.tolist() == list(range(n_rows))
+    assert tree.depth == n_rows - 1
+    assert torch.equal(tree.ancestors, torch.ones(n_rows, n_rows).tril().bool())
+    assert tree.draft_slots.tolist() == [-1] * n_rows
+    if copied:
+        assert tree.is_retrieved.tolist() == [False] + [True] * len(copied)
+
+
+def test_a_copy_is_what_a_plain_search_finds() -> None:
+    rng = random.Random(0)
+    seen: Counter = Counter()
+    for _ in range(600):
+        n_ids = rng.randint(1, 6)
+        text = [rng.randrange(n_ids) for _ in range(rng.choice([1, 2, 4, 12, 40]))]
+        settings = Lookup(n=rng.randint(1, 6), K=rng.randint(1, 12))
+        max_depth = rng.randint(0, 14)
+        n_tokens = min(settings.K, max_depth)
+        copied, length, place = literal_copy(text, settings.n, n_tokens)
+        rule = settings.rule()
+        rule.start(text[:-1])
+        tree = grow(rule, torch.tensor(text[-1:]), None, max_depth)
+        assert_chain(tree, text[-1], copied)
+        if copied:
+            expected = path_logprobs(length, n_tokens)
+            assert tree.logprobs.tolist() == pytest.approx([0.0] + expected)
+        seen[f"end of {length}"] += 1
+        seen["copies itself"] += length > 0 and place + n_tokens > len(text)
+        seen["no room"] += max_depth == 0
+        seen["cut by depth"] += 0 < max_depth < settings.K and length > 0
+        seen["shorter than n"] += len(text) <= settings.n
+    wanted = [f"end of {length}" for length in range(7)]
+    wanted += ["copies itself", "no room", "cut by depth", "shorter than n"]
+    assert min(seen[what] for what in wanted) >= 5, seen
+
+
+def test_the_latest_occurrence_of_the_longest_end_is_copied() -> None:
+    rule = Lookup(n=2, K=3).rule()
+    rule.start([1, 2, 7, 8, 1, 2, 9, 8, 2, 5, 1])
+    tree = grow(rule, torch.tensor([2]), None, 9)
+    assert tree.tokens.tolist() == [2, 9, 8, 2]  # after the second 1, 2; not after the last 2
+
+
+def copies_of(
+    steps: list[Step], prompt: list[int], settings: Lookup, limit: int, is_whole: bool
+) -> int:
+    """How many trees copied K tokens. Every tree is the plain search's over prompt and steps before
+    it; is_whole: as deep, too, as the limit allows; a window may allow less.
+    """
+    text = list(prompt)
+    n_full = 0
+    for step in steps:
+        if step.tree is not None:
+            n_tokens = min(settings.K, limit - len(text) + len(prompt) - 1)
+            copied, _, _ = literal_copy(text, settings.n, n_tokens)
+            if not is_whole:
+                copied = copied[: step.tree.depth]
+            assert_chain(step.tree, text[-1], copied)
+            n_full += step.tree.depth == settings.K
+        text += step.tokens
+    return n_full
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 2
+WINDOWS = {"whole": WHOLE_TEXT, "window": Window(24, 4)}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("commit", ["keep", "rebuild"])
+def test_the_text_is_followed_as_it_is_committed(name: str, commit: str) -> None:
+    """Bonus tokens too, and what has left the window; up to EOS and to the limit."""
+    target = random_model(7)
+    options = {"window": WINDOWS[name], "commit": commit}
+    written = token_ids(generate(target, None, PROMPT, Lookup(), 90, **options))
+    eos = written[70]
+    n_full = n_partly = 0
+    for limit, eos_ids in ((90, []), (17, []), (90, [eos])):
+        settings = Lookup(n=3, K=6)
+        remembering = Remembering(settings)
+        steps = list(generate(target, None, PROMPT, remembering, limit, eos_ids=eos_ids, **options))
+        assert token_ids(steps) == written[: len(token_ids(steps))]
+        n_full += copies_of(steps, PROMPT, settings, limit, name == "whole")
+        n_partly += sum(0 < len(step.path) - 1 < step.tree.depth for step in steps[1:])
+        text = PROMPT + token_ids(steps[:-1])
+        text += steps[-1].tree.tokens[steps[-1].path[1:]].tolist()  # before any cut
+        assert remembering.rules[0].text == text
+    assert n_full > 5 and n_partly > 2
+
+
+def test_nothing_outlives_a_generation() -> None:
+    target = random_model(7)
+    settings = Lookup(K=6)
+    for prompt in (PROMPT, [3, 8, 4], PROMPT):
+        steps = list(generate(target, None, prompt, settings, 30))
+        copies_of(steps, prompt, settings, 30, is_whole=True)
+
+
+def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier half is forgotten; what is left is looked up as if it were all."""
+    monkeypatch.setattr(lookup, "MEMORY", 10)
+    rng = random.Random(1)
+    rule = Lookup(n=3, K=4).rule()
+    text = [rng.randrange(3) for _ in range(200)]
+    for end in range(1, 200):
+        rule.start(text[end - 1 : end])
+        assert min(end, 10) <= len(rule.text) <= 20
+        assert len(rule.after) <= 3 * 20
+        known = text[end - len(rule.text) : end + 1]
+        copied, _, _ = literal_copy(known, 3, 4)
+        assert_chain(grow(rule, torch.tensor(text[end : end + 1]), None, 9), text[end], copied)
+
+
+def test_a_copy_is_the_surer_the_longer_it_agrees() -> None:
+    assert list(COPY_PROBS) == sorted(COPY_PROBS)
+    first, second, third = COPY_PROBS
+    chances = torch.tensor([second, third, third])
+    torch.testing.assert_close(torch.tensor(path_logprobs(2, 3)), chances.log().cumsum(0))
+    assert path_logprobs(1, 1) == pytest.approx(torch.tensor([first]).log().tolist())
+
+
+def test_on_repeated_text_several_tokens_are_committed_a_pass() -> None:
+    target = GPTNeoX.from_pretrained(TINY / "target")
+    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+    prompt = tokenizer.encode("The king sat by the fire and the queen sang. " * 6).ids
+    metrics = measure(list(generate(target, None, prompt, Lookup(), 80)))
+    assert metrics.tokens_per_iter >= 2.5
