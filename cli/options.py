@@ -8,7 +8,6 @@ Every mistake raises a UsageError whose message is one line that says what is wr
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +15,8 @@ from cli.errors import UsageError
 from cli.models import Pair
 from engine.checkpoint import DTYPES
 from engine.sampling import Sampling
+from engine.settings import read_values
 from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
-
-SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 Kind = TypeVar("Kind")
 
@@ -75,20 +73,10 @@ def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pai
 
 def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
     """A settings dataclass with NAME=VALUE changes. Raises UsageError naming what is wrong."""
-    types = {f.name: type(f.default) for f in fields(kind)}
-    values = {}
-    for assignment in assignments:
-        name, _, text = (part.strip() for part in assignment.partition("="))
-        if name not in types:
-            known = ", ".join(types)
-            raise UsageError(f"--set {assignment}: this method has no {name!r}; it has {known}")
-        try:
-            values[name] = SWITCH[text.lower()] if types[name] is bool else types[name](text)
-        except (ValueError, KeyError) as error:
-            expected = (
-                "on or off" if types[name] is bool else f"a value of type {types[name].__name__}"
-            )
-            raise UsageError(f"--set {assignment}: {name} takes {expected}") from error
+    try:
+        values = read_values(kind, assignments)
+    except ValueError as error:
+        raise UsageError(f"--set {error}") from error
     try:
         return kind(**values)
     except ValueError as error:

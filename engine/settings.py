@@ -6,10 +6,15 @@ class Chain:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    Chain(**read_values(Chain, ["K=8"]))
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
+
+SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+Words = Callable[[], Sequence[str]]  # told when they are asked for, not before
 
 
 def setting(default: float, low: float, high: float, meaning: str) -> float:
@@ -17,15 +22,22 @@ def setting(default: float, low: float, high: float, meaning: str) -> float:
     return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
 
 
-def choice(default: str, options: Callable[[], Sequence[str]], meaning: str) -> str:
-    """A dataclass field for a setting that is one of several words, told when it is asked."""
+def choice(default: str, options: Words, meaning: str) -> str:
+    """A dataclass field for a setting that is one of several words."""
     return field(default=default, metadata={"options": options, "meaning": meaning})
 
 
-def text(default: str, parse: Callable[[str], object], meaning: str) -> str:
+def text(
+    default: str, parse: Callable[[str], object], meaning: str, examples: Words | None = None
+) -> str:
     """A dataclass field for a setting written as a word, such as 4:2:1; parse: its reader, which
-    raises ValueError saying what is wrong with it."""
-    return field(default=default, metadata={"parse": parse, "meaning": meaning})
+    raises ValueError saying what is wrong with it. examples: other words that it can read."""
+
+    def only_default() -> Sequence[str]:
+        return (default,)
+
+    metadata = {"parse": parse, "meaning": meaning, "examples": examples or only_default}
+    return field(default=default, metadata=metadata)
 
 
 def check_settings(settings: object) -> None:
@@ -51,3 +63,35 @@ def check_settings(settings: object) -> None:
         high = f.metadata["high"]
         if not low <= value <= high:
             raise ValueError(f"{f.name}={value} is outside {low} to {high}")
+
+
+def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
+    """What NAME=VALUE assignments give the fields of a settings dataclass, ranges not checked.
+
+    Raises ValueError naming the assignment that is wrong.
+    """
+    types = {f.name: type(f.default) for f in fields(kind)}
+    values = {}
+    for assignment in assignments:
+        name, _, word = assignment.partition("=")
+        name = name.strip()
+        if name not in types:
+            known = ", ".join(types)
+            raise ValueError(f"{assignment}: this method has no {name!r}; it has {known}")
+        try:
+            values[name] = read_value(types[name], word.strip())
+        except ValueError as error:
+            raise ValueError(f"{assignment}: {name} takes {error}") from error
+    return values
+
+
+def read_value(kind: type, word: str) -> object:
+    """A word as a value of this type. Raises ValueError naming what it should be."""
+    if kind is bool:
+        if word.lower() not in SWITCH:
+            raise ValueError("on or off")
+        return SWITCH[word.lower()]
+    try:
+        return kind(word)
+    except ValueError as error:
+        raise ValueError(f"a value of type {kind.__name__}") from error

@@ -90,8 +90,8 @@ class Remembering:
 
 def random_settings(method: str, rng: random.Random) -> Settings:
     """Small settings of every shape, switched-off parts included; KeyError if there is no such
-    method. They are drawn from the ranges that the fields themselves name, so a new method is
-    covered by its line in the registry."""
+    method. They are drawn from the ranges, options and examples that the fields themselves name, so
+    a new method is covered by its line in the registry."""
     kind = METHODS[method]
     while True:
         values = {field.name: random_value(field, rng) for field in fields(kind)}
@@ -105,6 +105,8 @@ def random_value(field: Field, rng: random.Random) -> object:
     """One setting, often at an end of its range."""
     if "options" in field.metadata:
         return rng.choice(field.metadata["options"]())
+    if "parse" in field.metadata:
+        return rng.choice(field.metadata["examples"]())
     low = field.metadata["low"]
     high = field.metadata["high"]
     if isinstance(field.default, bool):
