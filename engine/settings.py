@@ -44,6 +44,9 @@ def check_settings(settings: object) -> None:
     """Raise ValueError for a setting of the wrong type or outside its range."""
     for f in fields(settings):
         value = getattr(settings, f.name)
+        kind = type(f.default)
+        if kind is not float and type(value) is not kind:
+            raise ValueError(f"{f.name}={value} is not of type {kind.__name__}")
         if "options" in f.metadata:
             known = f.metadata["options"]()
             if value not in known:
@@ -56,9 +59,6 @@ def check_settings(settings: object) -> None:
             except ValueError as error:
                 raise ValueError(f"{f.name}={value}: {error}") from error
             continue
-        kind = type(f.default)
-        if kind is not float and type(value) is not kind:
-            raise ValueError(f"{f.name}={value} is not of type {kind.__name__}")
         low = f.metadata["low"]
         high = f.metadata["high"]
         if not low <= value <= high:

@@ -3,17 +3,18 @@
 The table holds, for every token id, the k tokens that the target liked best the last time it read
 that token: in the prompt, or in a verified tree, whether accepted or not. Unrolled from the root by
 one gather a level it gives a tree for nearly nothing. Alone this is recycle (Luo et al. 2024, Token
-Recycling); graft (Graft, section 3) lets a drafting rule go first, stops it early where its best
-path is unlikely, and fills the rows that this leaves of the budget from the table.
+Recycling); graft (Graft, section 3) lets a drafting rule go first, stops it at checkpoints if its
+best path is unlikely there, and fills the rows that are left of the budget from the table.
 
     python dynatree.py --method recycle --set N=16 --prompt "..."
-    python dynatree.py --method graft --set base=fixed --prompt "..."
+    python dynatree.py --method graft --set base=deagle:k=4:N_max=24 --prompt "..."
 
 Shapes: V vocabulary, k successors, M nodes of the template, N tree rows.
 """
 
 import heapq
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor
 
 import methods  # the registry, which imports this file: read when a setting is, not before
-from draft_tree import MAX_ROWS, Level, Rule, Tree, log_threshold, mark_ancestors
+from draft_tree import MAX_ROWS, Level, Rule, Settings, Tree, log_threshold, mark_ancestors
 from engine.scores import Scores
-from engine.settings import check_settings, choice, setting
+from engine.settings import check_settings, read_values, setting, text
 from methods.static import Alone
 
 # How often the target's next token is the successor of this rank: measured on 24 texts of the
@@ -111,16 +112,16 @@ class SuccessorTable:
         last = ((tokens[:, None] == tokens) * order).amax(dim=1)
         self.ids[tokens, : best.shape[1]] = best[last]
 
-    def unroll(self, root: Tensor, shape: Template) -> Tensor:
-        """The template's tokens [M] below the root [1]; V where the table knows none."""
-        level = root
-        levels = [root]
+    def unroll(self, roots: Tensor, shape: Template) -> Tensor:
+        """The template's tokens [L, M] below each root [L]; V where the table knows none."""
+        level = roots.unsqueeze(1)
+        levels = [level]
         for parents, ranks in shape.levels:
-            above = level.take(parents)
+            above = level.index_select(1, parents)
             places = torch.add(ranks, above, alpha=self.ids.shape[1])  # row by row
             level = self.ids.take(places)  # ids[above, ranks]
             levels.append(level)
-        return torch.cat(levels).take(shape.place)
+        return torch.cat(levels, dim=1).index_select(1, shape.place)
 
 
 def graft(tree: Tree, tokens: Tensor, shape: Template, is_known: Tensor, n_rows: int) -> Tree:
@@ -191,29 +192,69 @@ class Recycle:
         return GraftRule(Alone().rule(), self.N, self.D_max, checkpoints={})
 
 
-def bases() -> Sequence[str]:
-    """The methods that graft may go over."""
-    return tuple(methods.DRAFTING)
+def parse_base(word: str) -> Settings:
+    """A drafting method with settings of its own, as in deagle:k=4:N_max=24. Raises ValueError."""
+    parts = re.split(r":(?=\s*\w+\s*=)", word)  # only before NAME=: a value may have colons too
+    name = parts[0]
+    if name not in methods.DRAFTING:
+        known = ", ".join(methods.DRAFTING)
+        raise ValueError(f"no drafting method is called {name!r}; there are {known}")
+    kind = methods.DRAFTING[name]
+    return kind(**read_values(kind, parts[1:]))
+
+
+def example_bases() -> Sequence[str]:
+    return list(methods.DRAFTING) + ["linear:K=3", "deagle:k=4:N_max=24"]
+
+
+def parse_checkpoints(word: str) -> dict[int, float]:
+    """Thresholds by depth, as in 1@0.5:3@0.3; none for off. Raises ValueError."""
+    thresholds: dict[int, float] = {}
+    if word == "off":
+        return thresholds
+    deepest = 0
+    for part in word.split(":"):
+        before, _, after = part.partition("@")
+        try:
+            depth = int(before)
+            threshold = float(after)
+        except ValueError as error:
+            raise ValueError(f"{part!r} is not DEPTH@P such as 1@0.5") from error
+        if depth <= deepest:
+            raise ValueError("depths rise, from 1 on")
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"{threshold} is no probability")
+        thresholds[depth] = threshold
+        deepest = depth
+    return thresholds
+
+
+def example_checkpoints() -> Sequence[str]:
+    return ("1@0.5:3@0.3:5@0.2", "2@0.1", "off")
 
 
 @dataclass(frozen=True)
 class Graft:
     """graft: a drafting rule, stopped early where unlikely, then the successor table (Graft, 3)."""
 
-    base: str = choice("dynatree", bases, "the drafting rule, with its defaults")
+    base: str = text(
+        "dynatree", parse_base, "the drafting rule, its own settings after it", example_bases
+    )
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included: drafted, then grafted")
-    D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth of what is grafted")
-    p_1: float = setting(0.5, 0.0, 1.0, "checkpoint: stop at depth 1 if the best path is below")
-    p_3: float = setting(0.3, 0.0, 1.0, "the same at depth 3")
-    p_5: float = setting(0.2, 0.0, 1.0, "the same at depth 5")
+    D_max: int = setting(8, 1, MAX_ROWS - 1, "levels grafted at most")
+    checkpoints: str = text(
+        "1@0.5:3@0.3:5@0.2",
+        parse_checkpoints,
+        "DEPTH@P: drafting stops there if its best path is below P",
+        example_checkpoints,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
 
     def rule(self) -> Rule:
-        checkpoints = {1: self.p_1, 3: self.p_3, 5: self.p_5}
-        base = methods.DRAFTING[self.base]()
-        return GraftRule(base.rule(), self.N, self.D_max, checkpoints)
+        base = parse_base(self.base).rule()
+        return GraftRule(base, self.N, self.D_max, parse_checkpoints(self.checkpoints))
 
 
 class GraftRule(Rule):
@@ -223,13 +264,21 @@ class GraftRule(Rule):
 
     def __init__(self, base: Rule, n_rows: int, graft_depth: int, checkpoints: dict[int, float]):
         """checkpoints: depth -> probability of the best path below which drafting stops there."""
-        n_drafted = max(base.max_drafted, n_rows)
-        super().__init__(base.max_branches, base.max_depth, n_rows, n_drafted)
+        super().__init__(
+            base.max_branches,
+            base.max_depth,
+            max_rows=n_rows,
+            max_drafted=base.max_drafted,
+            max_kept=min(base.max_kept, n_rows),
+        )
         self.is_drawing = base.is_drawing
         self.base = base
         self.graft_depth = graft_depth
         self.checkpoints = checkpoints
         self.table = SuccessorTable()
+
+    def start(self, prompt: list[int]) -> None:
+        self.base.start(prompt)
 
     def begin(self, root: Tensor) -> int:
         return self.base.begin(root)
@@ -244,12 +293,12 @@ class GraftRule(Rule):
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """Fill the rows that drafting left."""
-        if len(tree) >= self.max_rows or max_depth < 1:
+        depth = min(self.graft_depth, max_depth)
+        if len(tree) >= self.max_rows or depth < 1:
             return tree
         # Twice the nodes: some merge with drafted ones, of some the table knows nothing
-        depth = min(self.graft_depth, max_depth)
         shape = template(2 * self.max_rows, depth)
-        tokens = self.table.unroll(tree.tokens[:1], shape)
+        tokens = self.table.unroll(tree.tokens[:1], shape)[0]
         return graft(tree, tokens, shape, tokens < self.table.unknown, self.max_rows)
 
     def read(self, tokens: Tensor, scores: Scores) -> None:

@@ -1,4 +1,8 @@
-"""recycle and graft: the table, the template, merging and refilling, budget, determinism."""
+"""recycle and graft: table, template, merging and refilling, tails, checkpoints, budget."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,11 +12,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from cli.metrics import measure
-from draft_tree import Settings, Tree, grow, lone
+from draft_tree import DynaTree, Settings, Tree, grow, lone
 from dynatree import generate
 from engine.scores import Scores
+from engine.settings import setting, text
 from gpt_neox import GPTNeoX
 from methods import DRAFTING
+from methods.deagle import Deagle
+from methods.dyspec import DySpec
 from methods.retrieval import (
     RANK_PROBS,
     Graft,
@@ -21,6 +28,8 @@ from methods.retrieval import (
     SuccessorTable,
     Template,
     graft,
+    parse_base,
+    parse_checkpoints,
     template,
 )
 from methods.static import Chain, Fixed
@@ -85,13 +94,14 @@ def test_unrolling_follows_the_table() -> None:
     shape = template(16, 4)
     parents = shape.parents.tolist()
     ranks = ranks_of(shape)
-    tokens = table.unroll(torch.tensor([7]), shape).tolist()
-    assert tokens[0] == 7
-    for node in range(1, 16):
-        above = tokens[parents[node]]
-        assert tokens[node] == table.ids[above, ranks[node]]
+    roots = torch.tensor([7, 3, 7])
+    for root, tokens in zip(roots.tolist(), table.unroll(roots, shape).tolist(), strict=True):
+        assert tokens[0] == root
+        for node in range(1, 16):
+            above = tokens[parents[node]]
+            assert tokens[node] == table.ids[above, ranks[node]]
     table.ids[tokens[1]] = table.unknown  # nothing known of it, so nothing below it
-    tokens = table.unroll(torch.tensor([7]), shape).tolist()
+    (tokens,) = table.unroll(roots[:1], shape).tolist()
     below = [node for node in range(2, 16) if parents[node] == 1]
     assert below
     for node in below:
@@ -138,7 +148,7 @@ def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refille
         table = full_table(seed=seed)
         agree_at_the_root(table, drafted.tokens[1])
         shape = template(64, 5)
-        tokens = table.unroll(ROOT, shape)
+        (tokens,) = table.unroll(ROOT, shape)
         merged = graft(drafted, tokens, shape, tokens < table.unknown, n_rows=30)
         assert len(merged) == 30
         assert len(set(paths(merged))) == 30
@@ -146,15 +156,32 @@ def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refille
         assert_in_order(merged)
 
 
-def test_the_budget_identity() -> None:
+@pytest.mark.parametrize("base", DRAFTING)
+def test_the_budget_identity(base: str) -> None:
     """Retained + grafted is the budget whenever the table offers that many nodes."""
-    for base in DRAFTING:
-        for n_rows in (1, 2, 9, 24):
-            rule = Graft(base=base, N=n_rows).rule()
-            rule.table = full_table()
-            tree = grow(rule, ROOT, FakeDraft(3), 127)
-            assert len(tree) == n_rows
-            assert len(grow(rule, ROOT, FakeDraft(3), 0)) == 1
+    for n_rows in (1, 2, 9, 24):
+        rule = Graft(base=base, N=n_rows).rule()
+        rule.table = full_table()
+        tree = grow(rule, ROOT, FakeDraft(3), 127)
+        assert len(tree) == n_rows
+        assert len(grow(rule, ROOT, FakeDraft(3), 0)) == 1
+
+
+def test_the_base_keeps_to_its_own_settings() -> None:
+    """Its budget while growing, the best of it that it keeps, and its depth are its own."""
+    for base, own in (
+        ("fixed:D=3:B=2:tau=0:N_max=9", Fixed(D=3, B=2, tau=0.0, N_max=9)),
+        ("deagle:k=3:N_max=7:tau_S=0", Deagle(k=3, N_max=7, tau_S=0.0)),
+        ("dyspec:N=12", DySpec(N=12)),
+        ("linear:K=4", Chain(K=4)),
+    ):
+        own_tree = grow(own.rule(), ROOT, FakeDraft(5), 127)
+        rule = Graft(base=base, checkpoints="off", N=32).rule()
+        assert rule.max_drafted == own.rule().max_drafted
+        rule.table = full_table()
+        tree = grow(rule, ROOT, FakeDraft(5), 127)
+        assert len(tree) == 32
+        assert_holds(tree, own_tree)
 
 
 def test_nothing_known_means_nothing_grafted() -> None:
@@ -172,14 +199,73 @@ def test_no_node_is_deeper_than_the_text_has_room() -> None:
     assert depths == [0, 1, 2, 5, 6]
 
 
-def test_a_checkpoint_stops_the_drafting() -> None:
-    """The best path's probability at depth 1 decides whether level 2 is drafted."""
-    for p_1, n_levels in ((0.0, 4), (1.0, 1)):
-        rule = GraftRule(Chain(K=4).rule(), n_rows=5, graft_depth=3, checkpoints={1: p_1})
+def test_checkpoints_stop_the_drafting() -> None:
+    """At their depths, and nowhere else, if the best path is below the threshold there."""
+    stopped_at = Counter()
+    for seed in range(60):
+        chain = grow(Chain(K=6).rule(), ROOT, FakeDraft(seed), 127)
+        expected = 6
+        for depth, threshold in ((4, 0.3), (2, 0.4)):
+            if chain.logprobs[depth].exp() < threshold:
+                expected = depth
+        rule = Graft(base="linear:K=6", checkpoints="2@0.4:4@0.3", N=7).rule()
         rule.table = full_table()
-        draft = FakeDraft(0)
-        assert len(grow(rule, ROOT, draft, 127)) == 5
-        assert draft.n_calls == n_levels
+        draft = FakeDraft(seed)
+        tree = grow(rule, ROOT, draft, 127)
+        assert draft.n_calls == expected
+        kept = [path for path in paths(tree) if path in paths(chain)]
+        assert kept[: expected + 1] == paths(chain)[: expected + 1]  # that level is kept itself
+        stopped_at[expected] += 1
+    assert min(stopped_at[depth] for depth in (2, 4, 6)) >= 5, stopped_at
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"checkpoints": "1"}, "checkpoints=1: '1' is not DEPTH@P such as 1@0.5"),
+        ({"checkpoints": ""}, "'' is not DEPTH@P"),
+        ({"checkpoints": "1@0.5:off"}, "'off' is not DEPTH@P"),
+        ({"checkpoints": "3@0.5:1@0.2"}, "depths rise, from 1 on"),
+        ({"checkpoints": "1@0.5:1@0.2"}, "depths rise, from 1 on"),
+        ({"checkpoints": "0@0.5"}, "depths rise, from 1 on"),
+        ({"checkpoints": "1@1.5"}, "1.5 is no probability"),
+        ({"checkpoints": "1@nan"}, "nan is no probability"),
+        ({"base": "recycle"}, "base=recycle: no drafting method is called 'recycle'; there are"),
+        ({"base": "linear:K"}, "no drafting method is called 'linear:K'"),
+        ({"base": "linear:K=x"}, "base=linear:K=x: K=x: K takes a value of type int"),
+        ({"base": "linear:B=2"}, "B=2: this method has no 'B'; it has K"),
+        ({"base": "linear:K=500"}, "K=500 is outside 0 to 127"),
+        ({"base": None}, "base=None is not of type str"),
+    ],
+)
+def test_settings_are_checked(values: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Graft(**values)
+
+
+def test_checkpoints_and_bases_are_read_as_they_are_written() -> None:
+    assert parse_checkpoints("1@0.5:3@0.3:12@.25") == {1: 0.5, 3: 0.3, 12: 0.25}
+    assert parse_checkpoints("off") == {}
+    assert parse_base("deagle:k=2:N_max=5") == Deagle(k=2, N_max=5)
+    assert parse_base("dynatree:history=off:tau = 0.2") == DynaTree(history=False, tau=0.2)
+
+
+def test_a_value_of_the_base_may_have_colons(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Wordy:
+        widths: str = text("1", str, "")
+        n: int = setting(1, 0, 9, "")
+
+    monkeypatch.setitem(DRAFTING, "wordy", Wordy)
+    assert parse_base("wordy:widths=4:2:1:n=3") == Wordy("4:2:1", 3)
+
+
+def test_the_base_is_told_the_prompt() -> None:
+    base = Chain(K=2).rule()
+    told = []
+    base.start = told.append
+    GraftRule(base, n_rows=4, graft_depth=2, checkpoints={}).start([3, 1, 4])
+    assert told == [[3, 1, 4]]
 
 
 @pytest.mark.parametrize("base", ["deagle", "dyspec"])
