@@ -9,7 +9,14 @@ best path is unlikely there, and fills the rows that are left of the budget from
     python dynatree.py --method recycle --set N=16 --prompt "..."
     python dynatree.py --method graft --set base=deagle:k=4:N_max=24 --prompt "..."
 
-Shapes: V vocabulary, k successors, M nodes of the template, N tree rows.
+The paper's other forms are settings of graft. Pruning alone is `graft=off`, grafting alone
+`checkpoints=off`. Its Graft(ROOT) and Graft(TAIL) of section 2.2, static trees of which a part goes
+to what is retrieved, hung below the root or below the ends of the branches:
+
+    checkpoints=off base=fixed:N_max=24 N=32 at=root
+    checkpoints=off base=fixed:N_max=24 N=32 at=tail
+
+Shapes: V vocabulary, k successors, M nodes of the template, N tree rows, L leaves.
 """
 
 import heapq
@@ -25,7 +32,7 @@ from torch import Tensor
 import methods  # the registry, which imports this file: read when a setting is, not before
 from draft_tree import MAX_ROWS, Level, Rule, Settings, Tree, log_threshold, mark_ancestors
 from engine.scores import Scores
-from engine.settings import check_settings, read_values, setting, text
+from engine.settings import check_settings, choice, read_values, setting, text
 from methods.static import Alone
 
 # How often the target's next token is the successor of this rank: measured on 24 texts of the
@@ -145,6 +152,40 @@ def graft(tree: Tree, tokens: Tensor, shape: Template, is_known: Tensor, n_rows:
     return extended(tree, tokens[added], parents, shape.depths[added], shape.logprobs[added])
 
 
+def graft_tails(
+    tree: Tree, table: SuccessorTable, shape: Template, n_rows: int, max_depth: int
+) -> Tree:
+    """Unroll the template below every leaf; add the likeliest of it until the tree has n_rows.
+
+    A leaf has no children that could merge. No node is deeper than max_depth.
+    """
+    leaves = leaf_rows(tree)  # [L]
+    tokens = table.unroll(tree.tokens[leaves], shape)  # [L, M]
+    logprobs = tree.logprobs[leaves].unsqueeze(1) + shape.logprobs  # [L, M], of paths
+    depths = tree.depths[leaves].unsqueeze(1) + shape.depths
+    is_new = (tokens < table.unknown) & (depths <= max_depth)
+    is_new[:, 0] = False  # the leaves themselves
+    n_added = min(n_rows - len(tree), int(is_new.sum()))
+    if n_added == 0:
+        return tree
+    # No node is as likely as its parent, so whatever is taken hangs together
+    ranked = logprobs.masked_fill(~is_new, -torch.inf).flatten().sort(descending=True, stable=True)
+    added = ranked.indices[:n_added]
+    rows = torch.empty_like(tokens)
+    rows[:, 0] = leaves
+    rows.view(-1)[added] = torch.arange(len(tree), len(tree) + n_added)
+    leaf = added // len(shape.parents)
+    parents = rows[leaf, shape.parents[added % len(shape.parents)]]
+    return extended(tree, tokens.take(added), parents, depths.take(added), logprobs.take(added))
+
+
+def leaf_rows(tree: Tree) -> Tensor:
+    """The rows [L] without children; the root if it is alone."""
+    is_leaf = torch.ones(len(tree), dtype=torch.bool)
+    is_leaf[tree.parents[1:]] = False
+    return is_leaf.nonzero().squeeze(1)
+
+
 def extended(tree: Tree, tokens: Tensor, parents: Tensor, depths: Tensor, logprobs: Tensor) -> Tree:
     """A tree with retrieved nodes [n] behind its rows, then all of them in order of depth."""
     depths = torch.cat([tree.depths, depths])
@@ -233,6 +274,11 @@ def example_checkpoints() -> Sequence[str]:
     return ("1@0.5:3@0.3:5@0.2", "2@0.1", "off")
 
 
+def places() -> Sequence[str]:
+    """Below which drafted nodes the template is unrolled."""
+    return ("root", "tail")
+
+
 @dataclass(frozen=True)
 class Graft:
     """graft: a drafting rule, stopped early where unlikely, then the successor table (Graft, 3)."""
@@ -248,22 +294,31 @@ class Graft:
         "DEPTH@P: drafting stops there if its best path is below P",
         example_checkpoints,
     )
+    at: str = choice("root", places, "below what to graft: tail is the ends of the branches")
+    graft: bool = setting(True, False, True, "fill up from the table; off: pruning alone")
 
     def __post_init__(self) -> None:
         check_settings(self)
 
     def rule(self) -> Rule:
         base = parse_base(self.base).rule()
-        return GraftRule(base, self.N, self.D_max, parse_checkpoints(self.checkpoints))
+        rule = GraftRule(base, self.N, self.D_max, parse_checkpoints(self.checkpoints))
+        rule.is_at_tail = self.at == "tail"
+        if not self.graft:
+            rule.graft_depth = 0
+            rule.n_read = 0
+        return rule
 
 
 class GraftRule(Rule):
     """One generation of recycle or graft: a drafting rule, and the table as it has grown."""
 
     n_read = len(RANK_PROBS)
+    is_at_tail = False  # graft below the ends of the branches, not the root
 
     def __init__(self, base: Rule, n_rows: int, graft_depth: int, checkpoints: dict[int, float]):
-        """checkpoints: depth -> probability of the best path below which drafting stops there."""
+        """graft_depth: levels grafted at most, 0 for none. checkpoints: depth -> probability of the
+        best path below which drafting stops there."""
         super().__init__(
             base.max_branches,
             base.max_depth,
@@ -298,11 +353,14 @@ class GraftRule(Rule):
             return tree
         # Twice the nodes: some merge with drafted ones, of some the table knows nothing
         shape = template(2 * self.max_rows, depth)
+        if self.is_at_tail:
+            return graft_tails(tree, self.table, shape, self.max_rows, max_depth)
         tokens = self.table.unroll(tree.tokens[:1], shape)[0]
         return graft(tree, tokens, shape, tokens < self.table.unknown, self.max_rows)
 
     def read(self, tokens: Tensor, scores: Scores) -> None:
-        self.table.read(tokens, scores)
+        if self.graft_depth:
+            self.table.read(tokens, scores)
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         self.base.adapt(tree, path, ms)

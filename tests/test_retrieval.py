@@ -1,13 +1,15 @@
 """recycle and graft: table, template, merging and refilling, tails, checkpoints, budget."""
 
+import math
+import random
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from conftest import TINY, Remembering, pretend_capture, random_model
-from test_draft_tree import ROOT, FakeDraft, assert_starts_anew, paths
+from test_draft_tree import ROOT, FakeDraft, Path, assert_starts_anew, paths
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -156,15 +158,19 @@ def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refille
         assert_in_order(merged)
 
 
+@pytest.mark.parametrize("at", ["root", "tail"])
 @pytest.mark.parametrize("base", DRAFTING)
-def test_the_budget_identity(base: str) -> None:
+def test_the_budget_identity(base: str, at: str) -> None:
     """Retained + grafted is the budget whenever the table offers that many nodes."""
     for n_rows in (1, 2, 9, 24):
-        rule = Graft(base=base, N=n_rows).rule()
+        rule = Graft(base=base, N=n_rows, at=at).rule()
         rule.table = full_table()
         tree = grow(rule, ROOT, FakeDraft(3), 127)
         assert len(tree) == n_rows
         assert len(grow(rule, ROOT, FakeDraft(3), 0)) == 1
+
+
+NO_CHECKPOINTS = {"checkpoints": "off", "N": 32}
 
 
 def test_the_base_keeps_to_its_own_settings() -> None:
@@ -176,12 +182,35 @@ def test_the_base_keeps_to_its_own_settings() -> None:
         ("linear:K=4", Chain(K=4)),
     ):
         own_tree = grow(own.rule(), ROOT, FakeDraft(5), 127)
-        rule = Graft(base=base, checkpoints="off", N=32).rule()
-        assert rule.max_drafted == own.rule().max_drafted
-        rule.table = full_table()
-        tree = grow(rule, ROOT, FakeDraft(5), 127)
-        assert len(tree) == 32
-        assert_holds(tree, own_tree)
+        pruned = Graft(base=base, **NO_CHECKPOINTS, graft=False).rule()
+        assert paths(grow(pruned, ROOT, FakeDraft(5), 127)) == paths(own_tree)
+        for at in ("root", "tail"):
+            rule = Graft(base=base, **NO_CHECKPOINTS, at=at).rule()
+            assert rule.max_drafted == own.rule().max_drafted
+            rule.table = full_table()
+            tree = grow(rule, ROOT, FakeDraft(5), 127)
+            assert len(tree) == 32
+            assert_holds(tree, own_tree)
+
+
+def test_a_smaller_budget_keeps_the_best_that_the_base_drafts() -> None:
+    every = grow(Fixed(D=3, B=2, tau=0.0).rule(), ROOT, FakeDraft(5), 127)
+    best = every.logprobs.topk(6).indices.tolist()
+    rule = Graft(base="fixed:D=3:B=2:tau=0", checkpoints="off", N=6, graft=False).rule()
+    tree = grow(rule, ROOT, FakeDraft(5), 127)
+    assert set(paths(tree)) == {paths(every)[row] for row in best}
+
+
+def test_without_grafting_the_target_is_not_asked() -> None:
+    target = random_model(0)
+    draft = random_model(1)
+    settings = Remembering(Graft(base="linear", graft=False))
+    steps = list(generate(target, draft, [3, 1, 4, 1], settings, 40))
+    (rule,) = settings.rules
+    assert rule.n_read == 0
+    assert len(rule.table.ids) == 0
+    assert all(step.tree.is_retrieved is None for step in steps[1:])
+    assert any(0 < len(step.tree) - 1 < 5 for step in steps[1:])  # a checkpoint stopped it
 
 
 def test_nothing_known_means_nothing_grafted() -> None:
@@ -219,6 +248,15 @@ def test_checkpoints_stop_the_drafting() -> None:
     assert min(stopped_at[depth] for depth in (2, 4, 6)) >= 5, stopped_at
 
 
+def test_the_best_path_decides_not_every_path() -> None:
+    """One likely path lets the whole level go on."""
+    drafted = grow(Fixed(D=2, B=2, tau=0.0).rule(), ROOT, FakeDraft(1), 127)
+    best, other = drafted.logprobs[1:3].exp().tolist()
+    checkpoints = f"1@{(best + other) / 2}"
+    rule = Graft(base="fixed:D=2:B=2:tau=0", checkpoints=checkpoints, graft=False).rule()
+    assert paths(grow(rule, ROOT, FakeDraft(1), 127)) == paths(drafted)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -236,6 +274,7 @@ def test_checkpoints_stop_the_drafting() -> None:
         ({"base": "linear:B=2"}, "B=2: this method has no 'B'; it has K"),
         ({"base": "linear:K=500"}, "K=500 is outside 0 to 127"),
         ({"base": None}, "base=None is not of type str"),
+        ({"at": "top"}, "at=top is not one of root, tail"),
     ],
 )
 def test_settings_are_checked(values: dict[str, str], message: str) -> None:
@@ -258,6 +297,93 @@ def test_a_value_of_the_base_may_have_colons(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setitem(DRAFTING, "wordy", Wordy)
     assert parse_base("wordy:widths=4:2:1:n=3") == Wordy("4:2:1", 3)
+
+
+# Graft(TAIL): below the ends of the branches.
+
+
+def literal_tails(drafted: Tree, table: SuccessorTable, shape: Template) -> dict[Path, float]:
+    """All that the table knows below the leaves, node by node, with the log-probabilities."""
+    found = paths(drafted)
+    parents = shape.parents.tolist()
+    ranks = ranks_of(shape)
+    offered = {}
+    for row, leaf in enumerate(found):
+        if row in drafted.parents.tolist():
+            continue
+        below = {0: (leaf, float(drafted.logprobs[row]))}  # by node of the template
+        for node in range(1, len(parents)):
+            if parents[node] not in below:
+                continue
+            path, logprob = below[parents[node]]
+            token = int(table.ids[path[-1], ranks[node]])
+            if token != table.unknown:
+                below[node] = (path + (token,), logprob + math.log(RANK_PROBS[ranks[node]]))
+                offered[path + (token,)] = below[node][1]
+    return offered
+
+
+def assert_likeliest(
+    tree: Tree, drafted: Tree, offered: dict[Path, float], n_rows: int
+) -> set[Path]:
+    """What was added to the drafted tree is the best of what was offered, up to n_rows."""
+    added = set(paths(tree)) - set(paths(drafted))
+    assert len(added) == min(n_rows - len(drafted), len(offered))
+    if not added:
+        return added
+    assert_holds(tree, drafted)
+    assert_in_order(tree)
+    for path, logprob in zip(paths(tree), tree.logprobs.tolist(), strict=True):
+        if path in added:
+            assert logprob == pytest.approx(offered[path], abs=1e-4)
+    least = min(offered[path] for path in added)
+    for path in set(offered) - added:
+        assert offered[path] <= least + 1e-4
+    return added
+
+
+def test_tails_are_the_likeliest_continuations_of_the_branches() -> None:
+    rng = random.Random(0)
+    seen: Counter = Counter()
+    for seed in range(150):
+        n_drafted = rng.choice([1, 2, 5, 12, 40])
+        n_rows = rng.randint(1, 40)
+        levels = rng.randint(1, 5)
+        max_depth = rng.randint(0, 7)
+        base = f"fixed:D={rng.randint(1, 4)}:B={rng.randint(1, 3)}:tau=0.03:N_max={n_drafted}"
+        settings = Graft(base=base, checkpoints="off", N=n_rows, D_max=levels, at="tail")
+        rule = settings.rule()
+        rule.table = full_table(seed=seed)
+        unread = rng.sample(range(32), rng.choice([0, 10, 31]))
+        rule.table.ids[unread] = rule.table.unknown
+        tree = grow(rule, ROOT, FakeDraft(seed), max_depth)
+        pruned = replace(settings, graft=False)
+        drafted = grow(pruned.rule(), ROOT, FakeDraft(seed), max_depth)
+        shape = template(2 * n_rows, min(levels, max_depth))
+        offered = literal_tails(drafted, rule.table, shape)
+        n_offered = len(offered)
+        offered = {path: p for path, p in offered.items() if len(path) - 1 <= max_depth}
+        added = assert_likeliest(tree, drafted, offered, n_rows)
+        n_left = n_rows - len(drafted)
+        seen["full"] += len(added) == n_left > 0
+        seen["not full"] += 0 < len(added) < n_left
+        seen["nothing known"] += n_left > 0 and not n_offered and max_depth > 0
+        seen["too deep"] += len(offered) < n_offered and 0 < len(added)
+        seen["below several leaves"] += len({path[:2] for path in added}) > 1
+        leaf_depths = {len(path) for path in paths(drafted) if len(path) > 1}
+        seen["leaves at several depths"] += len(leaf_depths) > 1 and len(added) > 0
+    assert min(seen.values()) >= 5 and len(seen) == 6, seen
+
+
+def test_a_lone_root_is_its_own_leaf() -> None:
+    trees = []
+    for at in ("root", "tail"):
+        rule = Graft(base="linear:K=0", N=20, at=at).rule()
+        rule.table = full_table()
+        trees.append(grow(rule, ROOT, None, 5))
+    assert len(trees[0]) == 20
+    assert paths(trees[0]) == paths(trees[1])
+    torch.testing.assert_close(trees[0].logprobs, trees[1].logprobs)
 
 
 def test_the_base_is_told_the_prompt() -> None:

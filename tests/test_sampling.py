@@ -22,7 +22,7 @@ from methods import METHODS
 from methods.auto import Auto
 from methods.dyspec import DySpec
 from methods.lookup import Lookup, LookupRule
-from methods.retrieval import GraftRule
+from methods.retrieval import Graft, GraftRule
 from methods.static import Chain, Fixed
 from verify import accept_sampled, try_children
 
@@ -297,6 +297,45 @@ def test_a_ranked_sibling_is_tried_after_the_drawn_ones() -> None:
     assert tree.is_retrieved.tolist() == [False, False, True, True]
     assert tree.depth == 1
     assert tree.draft_probs.shape == (1, N_IDS)
+
+
+@dataclass(frozen=True)
+class Known:
+    """graft, when the table has read every token; over a rule that draws."""
+
+    settings: Graft
+    best: Tensor  # [V, V], by falling logit what the table holds after each token
+
+    def rule(self) -> GraftRule:
+        rule = self.settings.rule()
+        assert rule.is_drawing
+        rule.table.read(torch.arange(len(self.best)), Scores(self.best))
+        return rule
+
+
+@pytest.mark.parametrize(("settings", "draft"), CASES)
+def test_what_is_grafted_below_a_drawn_leaf_leaves_the_targets_law(
+    settings: Sampling, draft: str
+) -> None:
+    rule = Known(Graft(base="linear:K=1", N=4, at="tail"), OTHER.flip(1))
+    law = every_outcome(two_tokens(rule, DRAFTS[draft], 2), settings)
+    assert_same_law(law, settings)
+    tree = grow(rule.rule(), ROOT, bigram(DRAFTS[draft]), 2, settings.sampler(CPU))
+    assert tree.depths.tolist() == [0, 1, 2, 2]
+    assert tree.is_retrieved.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("at", ["root", "tail"])
+@pytest.mark.parametrize("base", ["dyspec:N=3:D_max=2", "dyspec:N=4:D_max=1"])
+@pytest.mark.parametrize(("settings", "draft"), list(itertools.product(HEATS, FEW_DRAFTS)))
+def test_graft_over_the_best_of_all_drawn_nodes_leaves_the_targets_law(
+    base: str, at: str, settings: Sampling, draft: str
+) -> None:
+    """What was drawn is kept whatever it is; what is grafted beside it depends on it."""
+    grafted = Graft(base=base, checkpoints="1@0.4", N=5, at=at)
+    rule = Known(grafted, OTHER[:3, :3].flip(1))
+    law = every_outcome(two_tokens(rule, FEW_DRAFTS[draft], 2, FEW_TARGET), settings)
+    assert_same_law(law, settings, FEW_TARGET)
 
 
 @dataclass(frozen=True)
