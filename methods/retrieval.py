@@ -23,7 +23,7 @@ import heapq
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -363,4 +363,9 @@ class GraftRule(Rule):
             self.table.read(tokens, scores)
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
+        """Tell the base of its own nodes: how far the retrieved ones reach says nothing of it."""
+        if tree.is_retrieved is not None:
+            is_drafted = ~tree.is_retrieved
+            path = [row for row in path if is_drafted[row]]
+            tree = replace(tree, depth=int(tree.depths[is_drafted].max()))
         self.base.adapt(tree, path, ms)

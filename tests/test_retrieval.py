@@ -394,6 +394,22 @@ def test_the_base_is_told_the_prompt() -> None:
     assert told == [[3, 1, 4]]
 
 
+def test_the_base_learns_from_its_own_nodes() -> None:
+    """History once took a grafted level for a drafted one, and a draft that was right for wrong."""
+    rule = Graft(base="dynatree:D_max=2:D0=1", checkpoints="off", at="tail").rule()
+    rule.table = full_table()
+    tree = grow(rule, ROOT, FakeDraft(5), 127)
+    drafted = (~tree.is_retrieved).nonzero().flatten().tolist()
+    assert tree.depth > 2 == int(tree.depths[drafted].max())
+    row = drafted[-1]
+    path = tree.ancestors[row].nonzero().flatten().tolist()
+    below = (tree.parents == row).nonzero().flatten().tolist()
+    assert tree.is_retrieved[below[0]]
+    for committed, reach in ((path + below[:1], 1.0), (path[:2], 0.5), (path[:1], 0.0)):
+        rule.adapt(tree, committed, 1.0)
+        assert rule.base.reaches[-1] == reach
+
+
 @pytest.mark.parametrize("base", ["deagle", "dyspec"])
 def test_the_rule_below_is_told_of_every_new_tree(base: str) -> None:
     """What a base remembers of one tree, sums or best values, once ended with its first level."""
