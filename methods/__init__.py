@@ -6,7 +6,7 @@ and the GPU's check follow from it.
 
 static      ar, linear, fixed: trees whose shape is settled beforehand
 dyspec      the nodes of the highest estimated value, whatever shape they make
-deagle      a beam as deep as two of three votes allow
+deagle      beam and deagle: the likeliest nodes of each level, as deep as votes allow
 retrieval   recycle and graft: candidates from a table of successors
 lookup      what followed the text's own end the last time
 auto        both sources, each level and node only while it pays
@@ -14,7 +14,7 @@ auto        both sources, each level and node only while it pays
 
 from draft_tree import DynaTree, Settings
 from methods.auto import Auto
-from methods.deagle import Deagle
+from methods.deagle import Beam, Deagle
 from methods.dyspec import DySpec
 from methods.lookup import Lookup
 from methods.retrieval import Graft, Recycle
@@ -25,6 +25,7 @@ DRAFTING: dict[str, type[Settings]] = {  # by a draft model alone, so graft may 
     "fixed": Fixed,
     "dynatree": DynaTree,
     "dyspec": DySpec,
+    "beam": Beam,
     "deagle": Deagle,
 }
 METHODS: dict[str, type[Settings]] = {

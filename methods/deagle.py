@@ -1,27 +1,87 @@
-"""deagle: a beam of the likeliest nodes, as deep as two of three votes allow (DEAGLE, section 3.4).
+"""beam and deagle: a beam of the likeliest nodes, to a fixed depth or as deep as votes allow.
 
 Every level expands its k likeliest nodes and gives each k children; at the end the likeliest nodes
-of all levels are verified. After each level three signals vote on stopping, where S_d is the sum of
-the k best path probabilities at depth d and S_0 = 1:
+of all levels are verified. That is beam (the tree of EAGLE-2). deagle (DEAGLE, section 3.4) stops
+it early: after each level three signals vote, and two votes stop. S_d is the sum of the k best path
+probabilities at depth d, S_0 = 1:
 
-    low probability      S_d < tau_S
-    momentum             S_d / S_(d-1) < tau_rho for the second time in this tree
-    length               d >= ceil(E_d), the expected accepted length
+    low         S_d < tau_S
+    momentum    S_d / S_(d-1) < tau_rho for the second time in this tree
+    length      d >= ceil(E_d), the expected accepted length
 
-E_d departs from the paper, whose sums (Eq. 22 and 26) never exceed d and so would vote to stop at
-every depth: here the sum up to d is continued by the tail that the last ratio r = S_d / S_(d-1)
-projects, E_d = sum of S_t for t <= d, plus S_d r / (1 - r); no vote if r >= 1.
+The paper defines the ratio twice: Eq. 25 has it upside down, and the text below it means what
+stands here.
+
+Its E_d (Eq. 26) is the sum of p over the active leaves at depth d. Their paths are distinct, so it
+is at most 1, and this vote is cast from depth 1 on: one of the other two is then enough. Nor does
+the sum of Eq. 22 help, along a branch down to d, which is at most d. Both say what has been grown
+so far and not what might still come, and the length vote alone would end every tree at depth 1,
+with two tokens an iteration at most, where the paper's Table 4 has it 3.9 times as fast as ar. So
+by default the sum down to d is continued by the tail that the last ratio r = S_d / S_(d-1)
+projects, E_d = S_1 + ... + S_d + S_d r / (1 - r), and there is no vote if r >= 1.
+`length=literal` is Eq. 26.
 
     python dynatree.py --method deagle --set D_max=12 --prompt "..."
+    python dynatree.py --method deagle --set length=literal --prompt "..."
+
+The rows of the paper's Table 4, each vote as the only one:
+
+    Exp         --set votes=1 --set low=off --set momentum=off
+    Momentum    --set votes=1 --set low=off --set length=off
+    Prob        --set votes=1 --set momentum=off --set length=off
+    Voting      the defaults
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draft_tree import LOWEST, MAX_ROWS, Level, Rule
-from engine.settings import check_settings, setting
+from engine.settings import check_settings, choice, setting
+
+
+@dataclass(frozen=True)
+class Beam:
+    """beam: the k likeliest nodes of every level, the likeliest of all verified (EAGLE-2)."""
+
+    k: int = setting(4, 1, 32, "nodes expanded per level, and children of each")
+    N_max: int = setting(32, 1, MAX_ROWS, "rows verified, root included: the likeliest drafted")
+    D_max: int = setting(6, 1, MAX_ROWS - 1, "depth of the tree")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def rule(self) -> Rule:
+        return BeamRule(self.k, self.N_max, self.D_max)
+
+
+class BeamRule(Rule):
+    """One generation of a beam."""
+
+    def __init__(self, k: int, n_rows: int, max_depth: int):
+        # The root's children, then k of each of the k that every level expands
+        n_drafted = 1 + k + k**2 * (max_depth - 1)
+        super().__init__(k, max_depth, max_rows=n_rows, max_drafted=max(n_drafted, n_rows))
+
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        values = level.path_logprobs
+        n = min(self.max_branches, values.numel())
+        beam = values.flatten().topk(n)
+        expand = torch.zeros_like(values, dtype=torch.bool)
+        if not self.is_over(beam.values):
+            expand.view(-1)[beam.indices] = True
+        return values >= LOWEST, expand
+
+    def is_over(self, logprobs: Tensor) -> bool:
+        """Whether these, the k best log p(u) of a level, are the last to be drafted."""
+        return False
+
+
+def lengths() -> tuple[str, ...]:
+    """What the length vote may go by."""
+    return ("projected", "literal", "off")
 
 
 @dataclass(frozen=True)
@@ -31,24 +91,32 @@ class Deagle:
     k: int = setting(4, 1, 32, "nodes expanded per level, and children of each")
     N_max: int = setting(32, 1, MAX_ROWS, "rows verified, root included: the likeliest drafted")
     D_max: int = setting(10, 1, MAX_ROWS - 1, "hard limit of depth")
-    tau_S: float = setting(0.15, 0.0, 128.0, "low-probability vote: S_d below it")
+    tau_S: float = setting(0.15, 0.0, 128.0, "low vote: S_d below it")
     tau_rho: float = setting(0.6, 0.0, 1.0, "momentum vote: S_d / S_(d-1) below it twice")
+    low: bool = setting(True, False, True, "cast the low vote")
+    momentum: bool = setting(True, False, True, "cast the momentum vote")
+    length: str = choice("projected", lengths, "E_d of the length vote; literal: Eq. 26")
+    votes: int = setting(2, 1, 3, "votes that stop the tree")
 
     def __post_init__(self) -> None:
         check_settings(self)
+        n_on = self.low + self.momentum + (self.length != "off")
+        if self.votes > n_on:
+            on = f"low={self.low}, momentum={self.momentum} and length={self.length}"
+            raise ValueError(
+                f"votes={self.votes} with {on} break votes <= how many are on ({n_on}); to stop at "
+                "no vote is the method beam"
+            )
 
     def rule(self) -> Rule:
         return DeagleRule(self)
 
 
-class DeagleRule(Rule):
+class DeagleRule(BeamRule):
     """One generation of DEAGLE; between the levels of a tree it holds S_0, S_1, ..."""
 
     def __init__(self, settings: Deagle):
-        s = settings
-        # The root's children, then k of each of the k that every level expands
-        n_drafted = 1 + s.k + s.k**2 * (s.D_max - 1)
-        super().__init__(s.k, s.D_max, max_rows=s.N_max, max_drafted=max(n_drafted, s.N_max))
+        super().__init__(settings.k, settings.N_max, settings.D_max)
         self.settings = settings
         self.sums: list[float] = []
 
@@ -56,32 +124,42 @@ class DeagleRule(Rule):
         self.sums = [1.0]
         return self.max_depth
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        values = level.path_logprobs
-        beam = values.flatten().topk(min(self.settings.k, values.numel()))
-        self.sums.append(beam.values.exp().sum().item())
-        expand = torch.zeros_like(values, dtype=torch.bool)
-        if sum(votes(self.sums, self.settings)) < 2:
-            expand.view(-1)[beam.indices] = True
-        return values >= LOWEST, expand
+    def is_over(self, logprobs: Tensor) -> bool:
+        self.sums.append(logprobs.exp().sum().item())
+        return sum(votes(self.sums, self.settings)) >= self.settings.votes
 
 
 def votes(sums: list[float], settings: Deagle) -> tuple[bool, bool, bool]:
-    """The three votes to stop, from S_0 = 1, S_1, ..., S_d."""
-    ratio = 0.0  # S_d / S_(d-1)
-    n_falls = 0
-    for d in range(1, len(sums)):
-        if sums[d - 1]:
-            ratio = sums[d] / sums[d - 1]
-            n_falls += ratio < settings.tau_rho
-    is_low = sums[-1] < settings.tau_S
-    is_falling = n_falls >= 2
-    return is_low, is_falling, is_long(sums, ratio)
+    """The votes to stop that are cast, from S_0 = 1, S_1, ..., S_d: low, momentum, length."""
+    s = settings
+    ratios = momenta(sums)
+    n_falls = sum(ratio < s.tau_rho for ratio in ratios)
+    is_low = s.low and sums[-1] < s.tau_S
+    is_falling = s.momentum and n_falls >= 2
+    depth = len(ratios)
+    is_long = depth >= expected_length(sums, s.length)  # depth is whole: no need to round up
+    return is_low, is_falling, is_long
 
 
-def is_long(sums: list[float], ratio: float) -> bool:
-    """Whether d reaches the expected accepted length E_d; ratio: S_d / S_(d-1)."""
-    if ratio >= 1:
-        return False
-    expected = sum(sums[1:]) + sums[-1] * ratio / (1 - ratio)
-    return len(sums) - 1 >= expected  # d is whole: no need to round up
+def momenta(sums: list[float]) -> list[float]:
+    """rho_1 to rho_d, each S_t / S_(t-1); 0 where nothing was left."""
+    ratios = []
+    before = sums[0]
+    for now in sums[1:]:
+        ratio = 0.0
+        if before:
+            ratio = now / before
+        ratios.append(ratio)
+        before = now
+    return ratios
+
+
+def expected_length(sums: list[float], length: str) -> float:
+    """E_d, as the setting `length` has it; infinite if it gives no reason to stop."""
+    last = sums[-1]
+    if length == "literal":
+        return min(last, 1.0)  # of distinct paths: what is more is rounding
+    ratio = momenta(sums)[-1]
+    if length == "off" or ratio >= 1:
+        return math.inf
+    return sum(sums[1:]) + last * ratio / (1 - ratio)
