@@ -3,7 +3,8 @@
 tables      the papers' tables as lists of runs and columns
 options     bench.py's options: read, checked, and made into a table to measure
 machine     what a figure depends on besides the options
-prompts     our own prompts, WikiText-2, files
+prompts     our own prompts, WikiText-2, PG-19, files
+pg19        PG-19's books, fetched
 step_times  what one forward costs by its rows, the bandwidth floor, predicted times
 memory      peak memory, in a process of its own
 peers       transformers on the same weights, for comparison rows

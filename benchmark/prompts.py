@@ -1,22 +1,31 @@
-"""Prompts to benchmark on: a dozen of our own, WikiText-2 from the hub, or a file of the user's.
+"""Prompts to benchmark on: a dozen of our own, WikiText-2, PG-19, or a file of the user's.
 
 No silent fallback: a dataset that cannot be had is an error that names the others.
 
     texts = load_prompts("wikitext2", None)
     prompts = cut_prompts(texts, tokenizer, vocab_size, n_tokens=150, n_prompts=8)
+
+Our own are short. Where a length is asked for that they have not, the target can write them on:
+
+    prompts = lengthened(prompts, pair, n_tokens=800)
 """
 
 import json
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from benchmark.pg19 import fetch_opening, list_books
 from cli.errors import UsageError
-from cli.models import encode
+from cli.metrics import token_ids
+from cli.models import Pair, Request, encode
 from engine.hub import client_errors, hub_error
+from engine.sampling import Sampling
+from methods.static import Alone
 
-DATASETS = ("builtin", "wikitext2")
+DATASETS = ("builtin", "wikitext2", "pg19")
 WIKITEXT_REPOSITORY = "ggml-org/ci"
 WIKITEXT_ZIP = "wikitext-2-raw-v1.zip"
 WIKITEXT_FILE = "wikitext-2-raw/wiki.test.raw"  # the embedded pair has seen the validation split
@@ -76,11 +85,12 @@ BUILTIN = (
 )
 
 
-def load_prompts(dataset: str, file: str | None) -> list[str]:
+def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]:
     """The texts of a dataset, or of a file if one is given.
 
     A .jsonl file has one {"prompt": ...} a line; any other file is plain text, of which paragraphs
-    of at least 200 characters count. Raises UsageError.
+    of at least 200 characters count. n_books: how many of PG-19's are fetched, evenly spread over
+    the hundred, each a request. Raises UsageError.
     """
     if file is not None:
         return _read_file(Path(file))
@@ -88,6 +98,8 @@ def load_prompts(dataset: str, file: str | None) -> list[str]:
         return list(BUILTIN)
     if dataset == "wikitext2":
         return paragraphs(_fetch_wikitext())
+    if dataset == "pg19":
+        return [fetch_opening(book) for book in spread(list_books(), n_books)]
     raise UsageError(f"unknown dataset {dataset!r}; there are {', '.join(DATASETS)}, or --prompts")
 
 
@@ -165,15 +177,36 @@ def cut_prompts(
     n_prompts: int,
     shortest: int = 1,
 ) -> list[list[int]]:
-    """n_prompts of the texts, evenly spread over them, as ids, each cut to n_tokens.
+    """n_prompts of the texts, evenly spread over them, as ids, each cut to n_tokens; as many as
+    there are if they are fewer.
 
-    shortest: texts of fewer tokens are left out first. Raises UsageError if too few are left.
+    shortest: texts of fewer tokens are left out first. Raises UsageError if none is left.
     """
     encoded = [encode(text, tokenizer, vocab_size) for text in texts]
     usable = [ids[:n_tokens] for ids in encoded if len(ids) >= shortest]
-    if len(usable) < n_prompts:
-        size = ""
-        if shortest > 1:
-            size = f" of {shortest} or more tokens"
-        raise UsageError(f"{n_prompts} prompts{size} are needed, the dataset has {len(usable)}")
-    return [usable[i * len(usable) // n_prompts] for i in range(n_prompts)]
+    if not usable:
+        raise UsageError(f"the dataset has no prompt of {shortest} tokens or more")
+    return spread(usable, n_prompts)
+
+
+def spread(items: Sequence, n: int) -> list:
+    """n of the items, evenly spread over them; all if they are fewer."""
+    n = min(n, len(items))
+    return [items[i * len(items) // n] for i in range(n)]
+
+
+def lengthened(prompts: list[list[int]], pair: Pair, n_tokens: int) -> list[list[int]]:
+    """Prompts of n_tokens: the shorter ones go on with what the target itself writes, sampled at
+    temperature 1 from seed 0, so that they do not loop as its greedy text does.
+
+    It is a model's text and no person's: a table made of it has to say so.
+    """
+    found = []
+    for prompt in prompts:
+        text = list(prompt)
+        n_lacking = n_tokens - len(prompt)
+        if n_lacking > 0:
+            options = {"max_new_tokens": n_lacking, "sampling": Sampling(temperature=1.0, seed=0)}
+            text += token_ids(Request(pair, prompt, options).decode(Alone()))
+        found.append(text[:n_tokens])
+    return found

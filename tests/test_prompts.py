@@ -1,14 +1,27 @@
-"""Prompts: our own and of files (WikiText-2: test_hub.py); every mistake is one UsageError."""
+"""Prompts: our own, files', PG-19's (WikiText-2: test_hub.py); each mistake is one UsageError."""
 
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from conftest import TINY
+from conftest import TINY, random_model
+from pytest import MonkeyPatch
 
-from benchmark.prompts import BUILTIN, cut_prompts, load_prompts, paragraphs
+from benchmark import pg19
+from benchmark.prompts import (
+    BUILTIN,
+    cut_prompts,
+    lengthened,
+    load_prompts,
+    paragraphs,
+    spread,
+)
 from cli.errors import UsageError
-from cli.models import load_tokenizer
+from cli.models import Pair, load_tokenizer
 
 LONG = "word " * 50
 WIKITEXT = f" \n = Title = \n \n {LONG}\n more of it \n \n = = Part = = \n \n short \n \n {LONG}\n"
@@ -57,8 +70,8 @@ def test_no_such_file_or_dataset(tmp_path: Path) -> None:
         load_prompts("builtin", str(tmp_path / "none.txt"))
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         load_prompts("builtin", str(tmp_path))
-    with pytest.raises(UsageError, match="unknown dataset 'pg19'; there are builtin, wikitext2"):
-        load_prompts("pg19", None)
+    with pytest.raises(UsageError, match="unknown dataset 'c4'; there are builtin, wikitext2, "):
+        load_prompts("c4", None)
 
 
 def test_cut_prompts_are_spread_over_the_dataset() -> None:
@@ -68,7 +81,118 @@ def test_cut_prompts_are_spread_over_the_dataset() -> None:
     cut = cut_prompts(texts, tokenizer, 4096, n_tokens=5, n_prompts=2)
     assert cut == [whole[0][:5], whole[2][:5]]
     assert cut_prompts(texts, tokenizer, 4096, 999, 4) == whole
-    with pytest.raises(UsageError, match="5 prompts are needed, the dataset has 4"):
-        cut_prompts(texts, tokenizer, 4096, 5, 5)
-    with pytest.raises(UsageError, match="1 prompts of 99 or more tokens are needed"):
+    assert cut_prompts(texts, tokenizer, 4096, 5, 9) == [ids[:5] for ids in whole], "all there are"
+    long = max(map(len, whole))
+    longest = [ids for ids in whole if len(ids) == long]
+    assert cut_prompts(texts, tokenizer, 4096, long, 4, shortest=long) == longest
+    with pytest.raises(UsageError, match="the dataset has no prompt of 99 tokens or more"):
         cut_prompts(texts, tokenizer, 4096, 99, 1, shortest=99)
+
+
+def test_spread() -> None:
+    assert spread("abcdefgh", 3) == ["a", "c", "f"]
+    assert spread("ab", 3) == ["a", "b"] and spread("", 3) == []
+
+
+def test_a_short_prompt_goes_on_with_what_the_target_samples() -> None:
+    target = random_model(0)
+    pair = Pair(target, random_model(1), None, Path(), None, {})
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7]]
+    short, long, other = lengthened(prompts, pair, 8)
+    assert short[:3] == [3, 1, 4] and len(short) == 8
+    assert long == [1, 5, 9, 2, 6, 5, 3, 5], "cut, as any prompt"
+    assert other[:2] == [2, 7] and len(other) == 8
+    assert lengthened(prompts, pair, 8) == [short, long, other], "the same every time"
+    assert lengthened([[3, 1, 4]], pair, 20)[0][:8] == short, "a longer one begins as a shorter"
+    assert prompts[0] == [3, 1, 4]
+
+
+BOOKS = {"test/1.txt": b"One. " * 9, "test/2.txt": "ééé".encode(), "test/3.txt": b"Three."}
+
+
+class Bucket(ThreadingHTTPServer):
+    """As much of the host of PG-19 as is asked for, and its failures."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), BucketHandler)
+        self.answers: dict[str, bytes] = dict(BOOKS)  # by path; others are 404
+        names = [{"name": name} for name in ("test/", *BOOKS)]
+        self.answers["storage/v1/b/deepmind-gutenberg/o"] = json.dumps({"items": names}).encode()
+        self.is_whole = False  # parts are not to be had
+        self.n_lacking = 0  # bytes that every answer is short of
+
+
+class BucketHandler(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing on stderr."""
+
+    def do_GET(self) -> None:
+        bucket: Bucket = self.server
+        url = urlsplit(self.path)
+        body = bucket.answers.get(url.path.removeprefix("/").removeprefix("deepmind-gutenberg/"))
+        if body is None:
+            return self.send_error(404)
+        if url.query:
+            assert parse_qs(url.query) == {"prefix": ["test/"]}
+        elif not bucket.is_whole:
+            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+            body = body[int(first) : int(last) + 1]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body) + bucket.n_lacking))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def bucket(monkeypatch: MonkeyPatch) -> Iterator[Bucket]:
+    with Bucket() as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setattr(pg19, "HOST", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_openings_of_books(bucket: Bucket, is_whole: bool, monkeypatch: MonkeyPatch) -> None:
+    """So many bytes of each and no half character, also from a host that sends all the same."""
+    bucket.is_whole = is_whole
+    monkeypatch.setattr(pg19, "N_BYTES", 5)
+    assert load_prompts("pg19", None) == ["One. ", "éé", "Three"]
+    assert load_prompts("pg19", None, n_books=2) == ["One. ", "éé"]
+    monkeypatch.setattr(pg19, "N_BYTES", 100)
+    assert load_prompts("pg19", None)[1:] == ["ééé", "Three."]
+
+
+def test_books_that_cannot_be_had(bucket: Bucket, monkeypatch: MonkeyPatch) -> None:
+    """Each is one line that names where and the other datasets."""
+
+    def error() -> str:
+        with pytest.raises(UsageError) as found:
+            load_prompts("pg19", None)
+        line = str(found.value)
+        assert line.startswith(f"pg19: {pg19.HOST}/") and "\n" not in line
+        assert line.endswith("; use --dataset builtin or wikitext2, or --prompts FILE")
+        return line
+
+    bucket.n_lacking = 3
+    assert "cannot be fetched: IncompleteRead" in error()
+    bucket.n_lacking = 0
+    bucket.answers["test/2.txt"] = b"\xe9\xe9\xe9\xe9"
+    assert "/deepmind-gutenberg/test/2.txt is not UTF-8" in error()
+    del bucket.answers["test/2.txt"]
+    assert "test/2.txt cannot be fetched: HTTP Error 404" in error()
+    for listing in (b"<html>sign in</html>", b"[]", b'{"kind": "storage#objects"}', b"\xff"):
+        bucket.answers["storage/v1/b/deepmind-gutenberg/o"] = listing
+        assert "gave no list of books" in error()
+    monkeypatch.setattr(pg19, "HOST", "http://127.0.0.1:1")
+    assert "Connection refused" in error()
+
+
+def test_a_silent_host(monkeypatch: MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BucketHandler) as server:  # accepts, answers nothing
+        monkeypatch.setattr(pg19, "HOST", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(pg19, "TIMEOUT_S", 0.05)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        with pytest.raises(UsageError, match="timed out; use --dataset builtin"):
+            load_prompts("pg19", None)

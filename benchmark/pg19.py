@@ -1,0 +1,55 @@
+"""PG-19's test books (Rae et al. 2019), as much of them as a prompt needs; kept in no file.
+
+texts = [fetch_opening(book) for book in list_books()[:12]]
+"""
+
+import codecs
+import json
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from cli.errors import UsageError
+
+BUCKET = "deepmind-gutenberg"
+HOST = "https://storage.googleapis.com"
+PREFIX = "test/"
+N_BYTES = 40_000  # of each book, some ten thousand tokens
+TIMEOUT_S = 30.0  # without a byte
+
+
+def list_books() -> list[str]:
+    """Their names in the bucket, as test/10146.txt."""
+    where = f"{HOST}/storage/v1/b/{BUCKET}/o?prefix={PREFIX}"
+    try:
+        names = [item["name"] for item in json.loads(fetch(where))["items"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise failure(f"{where} gave no list of books") from error
+    return [name for name in names if name.endswith(".txt")]
+
+
+def fetch_opening(name: str) -> str:
+    """The whole characters of a book's first N_BYTES."""
+    where = f"{HOST}/{BUCKET}/{name}"
+    content = fetch(where, {"Range": f"bytes=0-{N_BYTES - 1}"})
+    try:
+        text, _ = codecs.utf_8_decode(content[:N_BYTES])  # a host may send all the same
+    except UnicodeDecodeError as error:
+        raise failure(f"{where} is not UTF-8: {error}") from error
+    return text
+
+
+def fetch(where: str, headers: dict[str, str] | None = None) -> bytes:
+    """What lies at an address. Raises UsageError."""
+    try:
+        with urlopen(Request(where, headers=headers or {}), timeout=TIMEOUT_S) as answer:
+            return answer.read()
+    except HTTPError as error:
+        error.close()  # it is an answer, too
+        raise failure(f"{where} cannot be fetched: {error}") from error
+    except (OSError, HTTPException) as error:
+        raise failure(f"{where} cannot be fetched: {error}") from error
+
+
+def failure(what: str) -> UsageError:
+    return UsageError(f"pg19: {what}; use --dataset builtin or wikitext2, or --prompts FILE")
