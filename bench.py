@@ -39,7 +39,7 @@ from benchmark.tables import settings_of
 from cli.compare import TIE, first_difference, top2_gap
 from cli.errors import run_command_line, say
 from cli.main import WARM_UP_STEPS
-from cli.metrics import measure, token_ids
+from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Pair, Request, overflow_note
 from cli.options import choose_sampling
 from dynatree import Step
@@ -138,6 +138,7 @@ class Bench:
         record["token_ids"] = token_ids(steps)
         if turn.run.method in PEERS:
             return record
+        record["metrics"] |= measure_acceptance(steps, settings_of(turn.run))
         record["depths"] = count_depths(steps)
         if self.results.step_times and not turn.run.is_strict:  # they are of plain passes
             record["predicted_ms"] = self.predict_ms(turn, steps)

@@ -267,6 +267,40 @@ def own_number(title: str, metric: str, digits: int) -> Column:
     return Column(title, cell)
 
 
+def values(row: Row, name: str) -> list[float]:
+    """One metric of every text; none if some lack it, as those of older files do."""
+    found = [record["metrics"].get(name) for record in row.records.values()]
+    if None in found:
+        return []
+    return found
+
+
+def mean_cell(found: list[float], digits: int) -> str:
+    """Mean and standard deviation over the texts, as the papers report them."""
+    if not found:
+        return ""
+    mean = f"{statistics.mean(found):.{digits}f}"
+    if len(found) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(found):.{digits}f}"
+
+
+def throughput_mean_cell(row: Row) -> str:
+    return mean_cell(values(row, "throughput"), 1)
+
+
+def speedup_mean_cell(row: Row) -> str:
+    return mean_cell(row.speedups, 2)
+
+
+def code_acceptance_cell(row: Row) -> str:
+    """The mean, as in table 3, whose figures it is there to be held against."""
+    found = values(row, "code_acceptance")
+    if not found:
+        return ""
+    return f"{statistics.mean(found):.1%}"
+
+
 def speedup_cell(row: Row) -> str:
     if not row.speedups:
         return ""
@@ -311,6 +345,8 @@ COLUMNS = {
     "throughput": number("tok/s", "throughput", 1),
     "speedup": Column("x ar", speedup_cell),
     "spread": Column("min-max", spread_cell),
+    "throughput_mean": Column("tok/s mean", throughput_mean_cell),
+    "speedup_mean": Column("x ar mean", speedup_mean_cell),
     "predicted": Column("predicted", predicted_cell),
     "end_to_end": number("end-to-end tok/s", "end_to_end", 1),
     "setup": Column("set-up s", setup_cell),
@@ -319,8 +355,11 @@ COLUMNS = {
     "tokens_per_iter": number("tok/iter", "tokens_per_iter", 2),
     "path_length": number("path", "path_length", 2),
     "acceptance": own_number("accept", "acceptance", 2),
+    "matching": own_number("match", "matching", 2),
+    "code_acceptance": Column("accept (code)", code_acceptance_cell),
     "draft_nodes": own_number("nodes", "draft_nodes", 1),
     "iterations": number("iters", "iterations", 0),
+    "draft_passes": own_number("passes", "draft_passes", 2),
     "draft": own_number("draft ms", "draft_ms", 2),
     "verify": own_number("verify ms", "verify_ms", 2),
     "other": own_number("other ms", "other_ms", 2),

@@ -369,6 +369,7 @@ def iteration(
         verify_ms=verify_ms,
         other_ms=1.0,
         n_drafted=n_drafted,
+        draft_rows=(2,) + (1,) * (n_drafted - 1),
     )
 
 
@@ -394,6 +395,7 @@ def test_metrics_of_a_trace_worked_out_by_hand() -> None:
         draft_ms=2.0,
         verify_ms=5.0,
         other_ms=1.0,
+        draft_passes=9 / 3,
         repetition=0.0,
     )
     assert vars(measure(steps)) == pytest.approx(vars(expected))

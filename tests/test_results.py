@@ -59,6 +59,41 @@ def test_cells_are_medians_over_prompts_and_speedups_are_by_prompt(results: Resu
     ]
 
 
+def test_means_and_deviations_are_over_prompts(results: Results) -> None:
+    """As the papers print them: 100, 80 and 60; 200, 80 and 30 are 2, 1 and 0.5 times as fast."""
+    results.columns = ["throughput_mean", "speedup_mean"]
+    header, body = table_cells(results)
+    assert header == ["method", "tok/s mean", "x ar mean"]
+    assert body[:2] == [["ar", "80.0 ± 20.0", ""], ["fixed", "103.3 ± 87.4", "1.17 ± 0.76"]]
+    results.records = results.records[:2]  # one prompt has no deviation
+    assert table_cells(results)[1] == [["ar", "100.0", ""], ["fixed", "200.0", "2.00"]]
+
+
+def test_three_acceptances_each_by_its_name(results: Results) -> None:
+    """The code's as a mean, as its table has it, and above 100 %; where there is none, nothing."""
+    results.columns = ["acceptance", "matching", "code_acceptance", "draft_passes"]
+    for value, texts in zip((1.0, 1.0, 1.3), (0, 3, 6), strict=True):
+        results.records[texts]["metrics"] |= {"acceptance": 0.0, "matching": 0.0}
+        results.records[texts + 1]["metrics"] |= {"matching": 0.75, "code_acceptance": value}
+    header, body = table_cells(results)
+    assert header == ["method", "accept", "match", "accept (code)", "passes"]
+    assert body == [
+        ["ar", "0.00", "0.00", "", "0.50"],
+        ["fixed", "0.50", "0.75", "110.0%", "0.50"],
+        ["hf-assisted", "", "", "", ""],
+    ]
+
+
+def test_a_file_from_before_a_metric_shows_empty_cells(results: Results) -> None:
+    """Those of the committed files that were measured earlier are shown again and again."""
+    results.columns = ["acceptance", "matching", "code_acceptance", "draft_passes"]
+    results.columns += ["throughput_mean"]
+    for text in results.records:
+        del text["metrics"]["draft_passes"]
+        del text["metrics"]["throughput"]
+    assert table_cells(results)[1][1] == ["fixed", "0.50", "", "", "", ""]
+
+
 def test_a_run_cut_short_shows_what_there_is(results: Results) -> None:
     """Neither a row without records nor one whose ar is missing is in the way."""
     results.records = [r for r in results.records if r["run"] == "fixed"]
