@@ -6,12 +6,14 @@ print(text_report(results, width=80))
 
 import statistics
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmark.results import Results, Row
 
 MANY = 8  # rows, after which a note counts instead of naming them
+FEW = 3  # settings of a method from which one of them is called the fastest
 PAPERS = "The papers' own figures: docs/results.md."
 
 
@@ -81,6 +83,7 @@ def notes(results: Results) -> list[str]:
     """Sentences below the table: what is slower than ar, what is not exact, the floor."""
     rows = [row for row in results.rows() if row.speedups]
     found = slower_notes(rows)
+    found += best_notes(results)
     if rows and "exact" in results.columns:
         is_summed = results.machine["dtype"] != "float32"  # then rounding makes many
         found += exactness_notes(rows, is_summed)
@@ -98,6 +101,37 @@ def slower_notes(rows: list[Row]) -> list[str]:
         return [f"{len(slower)} of {len(rows)} rows are slower than ar."]
     names = ", ".join(f"{row.run.label} ({row.speedup:.2f}x)" for row in slower)
     return [f"Slower than ar on the median prompt: {names}."]
+
+
+def best_notes(results: Results) -> list[str]:
+    """Which settings of a method are the fastest at each text length (v1, table 4)."""
+    found = []
+    for (place, method), rows in contests(results).items():
+        best = max(rows, key=speedup_of)
+        speed = f"{best.median('throughput'):.1f} tok/s, {best.speedup:.2f}x"
+        name = best.run.label.removesuffix(f" {place}")
+        found.append(f"Fastest of {len(rows)} {method} rows at {place}: {name} ({speed}).")
+    return found
+
+
+def contests(results: Results) -> dict[tuple[str, str], list[Row]]:
+    """Rows that differ in their settings alone, FEW or more of them, by place and method; none
+    unless text lengths differ, too."""
+    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    if len(results.sizes["new_tokens"]) > 1:
+        for row in results.rows():
+            if row.speedups:
+                found[place_of(row), row.run.method].append(row)
+    return {key: rows for key, rows in found.items() if len(rows) >= FEW}
+
+
+def place_of(row: Row) -> str:
+    """What a run's label says of its sizes, as "T=100"; empty if the table has one of each."""
+    return row.run.baseline.removeprefix("ar").strip()
+
+
+def speedup_of(row: Row) -> float:
+    return row.speedup
 
 
 def exactness_notes(rows: list[Row], is_summed: bool) -> list[str]:

@@ -94,6 +94,30 @@ def test_a_file_from_before_a_metric_shows_empty_cells(results: Results) -> None
     assert table_cells(results)[1][1] == ["fixed", "0.50", "", "", "", ""]
 
 
+def swept(lengths: list[int], depths: list[int]) -> Results:
+    """fixed at every depth and length; twice as fast as ar at depth = length, 1.5 times beside."""
+    sizes = {"prompt_tokens": [150], "new_tokens": lengths, "temperature": [0.0]}
+    found = Results("sweep", COLUMNS, {"repeats": 1}, MACHINE, {}, sizes, [])
+    for length in lengths:
+        suffix = f" T={length}" if len(lengths) > 1 else ""
+        for name in ["ar"] + [f"fixed D={depth}" for depth in depths]:
+            run = replace(run_of(name + suffix, name.split()[0]), baseline=f"ar{suffix}")
+            found.runs.append(run)
+            speed = {"ar": 100.0, f"fixed D={length}": 200.0}.get(name, 150.0)
+            found.records.append(record(run.label, 0, speed, 1.0, [1]))
+    return found
+
+
+def test_the_fastest_settings_are_told_by_text_length() -> None:
+    """Table 4 of v1; one length, or two rows of a method, are no contest."""
+    assert notes(swept([4, 6], [4, 5, 6]))[:2] == [
+        "Fastest of 3 fixed rows at T=4: fixed D=4 (200.0 tok/s, 2.00x).",
+        "Fastest of 3 fixed rows at T=6: fixed D=6 (200.0 tok/s, 2.00x).",
+    ]
+    for results in (swept([4], [4, 5, 6]), swept([4, 6], [4, 5])):
+        assert not any("Fastest" in note for note in notes(results))
+
+
 def test_a_run_cut_short_shows_what_there_is(results: Results) -> None:
     """Neither a row without records nor one whose ar is missing is in the way."""
     results.records = [r for r in results.records if r["run"] == "fixed"]
