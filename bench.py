@@ -30,11 +30,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from benchmark.counts import count_calibration, count_depths, count_passes, padded
 from benchmark.memory import in_own_process, measure_memory, used_memory
 from benchmark.options import build_parser, is_about_files, open_table, show, show_files
 from benchmark.peers import PEERS, Peers
 from benchmark.results import Results, Run
-from benchmark.step_times import StepTimes, count_depths, count_passes, measure_step_times
+from benchmark.step_times import StepTimes, measure_step_times
 from benchmark.tables import settings_of
 from cli.compare import TIE, first_difference, top2_gap
 from cli.errors import run_command_line, say
@@ -140,6 +141,7 @@ class Bench:
             return record
         record["metrics"] |= measure_acceptance(steps, settings_of(turn.run))
         record["depths"] = count_depths(steps)
+        record["calibration"] = count_calibration(steps)
         if self.results.step_times and not turn.run.is_strict:  # they are of plain passes
             record["predicted_ms"] = self.predict_ms(turn, steps)
         return record
@@ -187,13 +189,9 @@ class Bench:
     def predict_ms(self, turn: Turn, steps: Sequence[Step]) -> float:
         """What the forwards of these steps would take alone, by the measured step times."""
         min_rows = settings_of(turn.run).rule().min_rows
-        pool = self.pair.target.pool
-
-        def padded(n_rows: int) -> int:
-            return pool.padded(n_rows, min_rows)
-
-        n_prompt = len(self.prompt_ids(turn))
-        drafts, verifies = count_passes(steps, n_prompt, turn.run.commit, padded)
+        drafts, verifies = count_passes(steps, turn.run.commit)
+        drafts = padded(drafts, self.pair.draft.pool, min_rows)
+        verifies = padded(verifies, self.pair.target.pool, min_rows)
         return StepTimes(**self.results.step_times).predict_ms(drafts, verifies)
 
     def explain_differences(self) -> None:

@@ -3,21 +3,19 @@
 A decode step reads every weight once, so bytes / bandwidth is its floor. Speculation pays when a
 pass over a whole tree costs little more than a pass over one token; these times, with the rows that
 a generation really ran, predict its speed, and the measured speed shows what is lost beside them.
-Those rows are counted here from the generation's steps, and how deep its trees went.
+Those rows are counted in counts.py.
 
     times = measure_step_times(target, draft, context=200)
     times.predict_ms(drafts={1: 40, 3: 35}, verifies={7: 40})
 """
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
-from dynatree import Step, capture
+from dynatree import capture
 from engine.cuda_graphs import ROW_COUNTS
 from engine.scores import Scores
 from engine.stopwatch import Stopwatch
@@ -144,40 +142,3 @@ def copy_bandwidth(device: torch.device) -> float:
             copy.copy_(source)
         ms.append(watch.verify.ms())
     return 2 * COPY_BYTES / statistics.median(ms[1:]) / 1e6  # the first one touches new memory
-
-
-def count_passes(
-    steps: Sequence[Step], n_prompt: int, commit: str, padded: Callable[[int], int] = int
-) -> tuple[Counter, Counter]:
-    """Forwards after prefill by their rows, padding included: the draft's, the target's."""
-    drafts: Counter[int] = Counter()
-    verifies: Counter[int] = Counter()
-    length = n_prompt  # committed tokens
-    n_known = 0  # how many of them the draft has run
-    for before, step in pairwise(steps):
-        length += len(before.tokens)
-        verifies[padded(len(step.tree))] += 1
-        if commit == "rebuild":
-            verifies[padded(len(step.path))] += 1
-        was_run = step.tree.draft_slots >= 0
-        if not was_run[0]:
-            continue
-        drafts[padded(length - n_known)] += 1  # the catch-up, which ends with the root
-        for width in step.tree.depths[was_run].bincount()[1:].tolist():
-            drafts[padded(width)] += 1
-        n_known = length - 1 + int(was_run[list(step.path)].sum())
-    return drafts, verifies
-
-
-def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
-    """Iterations whose tree reached depth 1, 2, ...; and whose accepted path did."""
-    trees = [step for step in steps if step.tree]
-    deepest = max((step.tree.depth for step in trees), default=0)
-    drafted = [0] * deepest
-    accepted = [0] * deepest
-    for step in trees:
-        for i in range(step.tree.depth):
-            drafted[i] += 1
-        for i in range(len(step.path) - 1):
-            accepted[i] += 1
-    return {"drafted": drafted, "accepted": accepted}

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import random_model
 
 import bench
@@ -23,8 +22,6 @@ from benchmark.report import table_cells
 from benchmark.results import Results, Run
 from benchmark.step_times import (
     StepTimes,
-    count_depths,
-    count_passes,
     interpolate,
     measure_step_times,
     step_bytes,
@@ -39,10 +36,9 @@ from benchmark.tables import (
 )
 from cli import models
 from cli.models import Pair
-from draft_tree import DynaTree, Settings
-from dynatree import Step, generate
+from draft_tree import Settings
+from dynatree import Step
 from engine.memory import OutOfMemory
-from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone, Chain, Fixed
 
@@ -382,36 +378,6 @@ def test_measured_step_times_cover_every_width() -> None:
     times = measure_step_times(random_model(0), random_model(1), context=5, n_rounds=1)
     assert times.rows[-1] == 128 and len(times.draft_ms) == len(times.target_ms) == 8
     assert min(times.draft_ms + times.target_ms + [times.copy_gb_s]) > 0
-
-
-@pytest.mark.parametrize("commit", ["keep", "rebuild"])
-@pytest.mark.parametrize("settings", [Alone(), Chain(K=3), Fixed(D=3, B=2), DynaTree(tau=0.01)])
-def test_counted_passes_are_those_that_ran(
-    settings: Alone, commit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The widths the prediction rests on are those of the forwards, catch-up included."""
-    target = random_model(0)
-    draft = random_model(1)
-    ran = {id(target): [], id(draft): []}
-    real = GPTNeoX._run_tight
-
-    def spy(self: GPTNeoX, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
-        ran[id(self)].append(len(tokens))
-        return real(self, tokens, *rest)
-
-    monkeypatch.setattr(GPTNeoX, "_run_tight", spy)
-    steps = list(generate(target, draft, [3, 1, 4, 1, 5], settings, 30, commit=commit))
-    drafts, verifies = count_passes(steps, 5, commit)
-    assert sorted(drafts.elements()) == sorted(ran[id(draft)])
-    assert sorted(verifies.elements()) == sorted(ran[id(target)][1:])  # the first is prefill
-
-
-def test_depths_reached_and_accepted() -> None:
-    target = random_model(0)
-    steps = list(generate(target, target, [3, 1, 4], Chain(K=3), 13))
-    depths = count_depths(steps)  # the draft is the target: everything is accepted
-    assert depths == {"drafted": [3, 3, 3], "accepted": [3, 3, 3]}
-    assert count_depths(steps[:1]) == {"drafted": [], "accepted": []}
 
 
 def kill_oneself() -> dict:

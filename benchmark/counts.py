@@ -1,0 +1,83 @@
+"""What is counted from a generation's steps: passes and their rows, depths, matches by confidence.
+
+drafts, verifies = count_passes(steps, commit="keep")
+depths = count_depths(steps)
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from cli.metrics import matches
+from draft_tree import Tree
+from dynatree import Step
+from engine.caches import CachePool
+
+N_BINS = 20  # of a probability
+
+
+def count_passes(steps: Sequence[Step], commit: str) -> tuple[Counter, Counter]:
+    """Forwards after prefill by their rows: the draft's, the target's."""
+    drafts: Counter[int] = Counter()
+    verifies: Counter[int] = Counter()
+    for step in steps[1:]:
+        drafts.update(step.draft_rows)
+        verifies[len(step.tree)] += 1
+        if commit == "rebuild":
+            verifies[len(step.path)] += 1
+    return drafts, verifies
+
+
+def padded(passes: Mapping[int, int], pool: CachePool, min_rows: int) -> Counter:
+    """The same by the rows that a model's passes really have."""
+    found: Counter[int] = Counter()
+    for n_rows, n in passes.items():
+        found[pool.padded(n_rows, min_rows)] += n
+    return found
+
+
+def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
+    """For depth 1, 2, ...: how many trees reached it (drafted), how many accepted paths came to a
+    node with a child at it (tried), and how many went on to it (accepted)."""
+    trees = [step for step in steps if step.tree]
+    deepest = max((step.tree.depth for step in trees), default=0)
+    drafted = [0] * deepest
+    tried = [0] * deepest
+    accepted = [0] * deepest
+    for step in trees:
+        n_accepted = len(step.path) - 1
+        for i in range(step.tree.depth):
+            drafted[i] += 1
+        for i in range(n_accepted):
+            tried[i] += 1
+            accepted[i] += 1
+        if step.path[-1] in step.tree.parents:
+            tried[n_accepted] += 1
+    return {"drafted": drafted, "tried": tried, "accepted": accepted}
+
+
+def count_calibration(steps: Sequence[Step]) -> dict[str, list[int]]:
+    """Drafted nodes, and those of them that are the target's best token after their path, by N_BINS
+    bins of the probability that their rule gave them after their parent.
+
+    That is the draft's own, warped if they were drawn from it; auto's is its counted chance.
+    """
+    drafted = torch.zeros(N_BINS, dtype=torch.int64)
+    matching = torch.zeros(N_BINS, dtype=torch.int64)
+    for step in steps[1:]:
+        tree = step.tree
+        chances = (tree.logprobs[1:] - tree.logprobs[tree.parents[1:]]).exp()  # [N - 1]
+        bins = (chances * N_BINS).long().clamp(max=N_BINS - 1)
+        counts = are_drafted(tree)
+        drafted += bins[counts].bincount(minlength=N_BINS)
+        matching += bins[counts & matches(step)].bincount(minlength=N_BINS)
+    return {"drafted": drafted.tolist(), "matching": matching.tolist()}
+
+
+def are_drafted(tree: Tree) -> Tensor:
+    """Which nodes [N - 1], the root left out, are the draft's."""
+    if tree.is_retrieved is None:
+        return torch.ones(len(tree) - 1, dtype=torch.bool)
+    return ~tree.is_retrieved[1:]
