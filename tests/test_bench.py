@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -378,6 +378,23 @@ def test_measured_step_times_cover_every_width() -> None:
     times = measure_step_times(random_model(0), random_model(1), context=5, n_rounds=1)
     assert times.rows[-1] == 128 and len(times.draft_ms) == len(times.target_ms) == 8
     assert min(times.draft_ms + times.target_ms + [times.copy_gb_s]) > 0
+
+
+def test_predicted_passes_are_padded_as_each_models_own_are(pair: Pair, tmp_path: Path) -> None:
+    """The draft's were padded as the target's. Here a forward takes a millisecond a row."""
+    run = replace(
+        choose_runs(TABLES["main"], "linear K=2", False)[1], prompt_tokens=5, new_tokens=9
+    )
+    results = Results("main", [], {"repeats": 1, "seed": 0}, {}, {}, {}, [run])
+    results.step_times = asdict(StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0))
+    pair.target.pool.min_rows = 4
+    pair.draft.pool.min_rows = 16
+    one = Bench(results, pair, [[3, 1, 4, 1, 5]], tmp_path / "r.json")
+    steps = one.decode(Turn(0, 0, run))
+    rows = [n for step in steps for n in step.draft_rows]
+    assert len(rows) > 4 and max(rows) < 16
+    expected = 4 * (len(steps) - 1) + 16 * len(rows)
+    assert one.predict_ms(Turn(0, 0, run), steps) == pytest.approx(expected)
 
 
 def kill_oneself() -> dict:
