@@ -109,8 +109,9 @@ def best_notes(results: Results) -> list[str]:
     for (place, method), rows in contests(results).items():
         best = max(rows, key=speedup_of)
         speed = f"{best.median('throughput'):.1f} tok/s, {best.speedup:.2f}x"
-        name = best.run.label.removesuffix(f" {place}")
-        found.append(f"Fastest of {len(rows)} {method} rows at {place}: {name} ({speed}).")
+        found.append(
+            f"{place}: of {len(rows)} {method} rows {name_of(best)} is the fastest, {speed}."
+        )
     return found
 
 
@@ -126,8 +127,15 @@ def contests(results: Results) -> dict[tuple[str, str], list[Row]]:
 
 
 def place_of(row: Row) -> str:
-    """What a run's label says of its sizes, as "T=100"; empty if the table has one of each."""
-    return row.run.baseline.removeprefix("ar").strip()
+    """What of a row's label its dataset and sizes are, as "on pg19 T=100"; empty if the table has
+    one of each."""
+    words = row.run.baseline.split()[1:]  # of ar there
+    return " ".join(word for word in words if not word.startswith(("window=", "sinks=")))
+
+
+def name_of(row: Row) -> str:
+    """The rest of its label: method, settings, words."""
+    return row.run.label.removesuffix(f" {place_of(row)}")
 
 
 def speedup_of(row: Row) -> float:
