@@ -22,7 +22,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,7 +36,7 @@ from benchmark.options import build_parser, is_about_files, open_table, show, sh
 from benchmark.peers import PEERS, Peers
 from benchmark.results import Results, Run
 from benchmark.step_times import StepTimes, measure_step_times
-from benchmark.tables import settings_of
+from benchmark.tables import settings_of, window_of
 from cli.compare import TIE, first_difference, top2_gap
 from cli.errors import run_command_line, say
 from cli.main import WARM_UP_STEPS
@@ -56,20 +56,28 @@ class Turn:
     run: Run
 
 
-def take_turns(runs: Sequence[Run], n_prompts: int, n_repeats: int) -> Iterator[Turn]:
-    """All runs on a prompt before the next, each time another one first."""
-    order = list(runs)
+def take_turns(runs: Sequence[Run], n_prompts: Mapping[str, int], n_repeats: int) -> Iterator[Turn]:
+    """All runs on a prompt before the next, each time another one first; dataset by dataset.
+
+    n_prompts: by dataset, in this order.
+    """
+    orders = {name: [run for run in runs if run.dataset == name] for name in n_prompts}
     for repeat in range(n_repeats):
-        for prompt in range(n_prompts):
-            for run in order:
-                yield Turn(repeat, prompt, run)
-            order = order[1:] + order[:1]
+        for dataset, n in n_prompts.items():
+            for prompt in range(n):
+                order = orders[dataset]
+                for run in order:
+                    yield Turn(repeat, prompt, run)
+                orders[dataset] = order[1:] + order[:1]
 
 
 class Bench:
     """The models, the prompts and the results of one table."""
 
-    def __init__(self, results: Results, pair: Pair, prompts: list[list[int]], file: Path):
+    def __init__(
+        self, results: Results, pair: Pair, prompts: dict[str, list[list[int]]], file: Path
+    ):
+        """prompts: by dataset."""
         self.results = results
         self.pair = pair
         self.prompts = prompts
@@ -82,7 +90,7 @@ class Bench:
         """Measure what the results file lacks, saving after each text."""
         records = self.results.records
         missing = self.missing()
-        if self.results.table != "memory" and (missing or not records):
+        if not self.results.is_memory and (missing or not records):
             self.set_up()
         for turn in tqdm(missing, disable=None, leave=False, unit="text"):
             records.append(self.measure(turn))
@@ -93,7 +101,8 @@ class Bench:
         """The turns that the results file has no record of, in their order."""
         done = {(r["repeat"], r["prompt"], r["run"]) for r in self.results.records}
         repeats = self.results.options["repeats"]
-        turns = take_turns(self.results.runs, len(self.prompts), repeats)
+        n_prompts = {dataset: len(prompts) for dataset, prompts in self.prompts.items()}
+        turns = take_turns(self.results.runs, n_prompts, repeats)
         return [turn for turn in turns if (turn.repeat, turn.prompt, turn.run.label) not in done]
 
     def set_up(self) -> None:
@@ -132,7 +141,7 @@ class Bench:
     def measure(self, turn: Turn) -> dict:
         """One record: a run's metrics and ids on one prompt."""
         record = {"run": turn.run.label, "prompt": turn.prompt, "repeat": turn.repeat}
-        if self.results.table == "memory":
+        if self.results.is_memory:
             return record | self.measure_memory(turn)
         steps = self.decode(turn)
         record["metrics"] = asdict(measure(steps))
@@ -142,7 +151,8 @@ class Bench:
         record["metrics"] |= measure_acceptance(steps, settings_of(turn.run))
         record["depths"] = count_depths(steps)
         record["calibration"] = count_calibration(steps)
-        if self.results.step_times and not turn.run.is_strict:  # they are of plain passes
+        is_plain = not turn.run.is_strict and turn.run.window is None
+        if self.results.step_times and is_plain:  # they are of plain passes over a whole text
             record["predicted_ms"] = self.predict_ms(turn, steps)
         return record
 
@@ -155,6 +165,7 @@ class Bench:
         options = {"max_new_tokens": run.new_tokens, "commit": run.commit}
         options["strict"] = run.is_strict
         options["sampling"] = self.sampling(turn)
+        options["window"] = window_of(run, self.pair)
         request = Request(self.pair, self.prompt_ids(turn), options)
         self.pair.use_graphs(self.has_graphs and not run.is_eager)
         steps = list(islice(request.decode(settings_of(run)), n_steps))
@@ -170,14 +181,15 @@ class Bench:
             say(overflow_note(self.pair.draft))
 
     def prompt_ids(self, turn: Turn) -> list[int]:
-        return self.prompts[turn.prompt][: turn.run.prompt_tokens]
+        return self.prompts[turn.run.dataset][turn.prompt][: turn.run.prompt_tokens]
 
     def sampling(self, turn: Turn) -> Sampling | None:
         """Another seed for every prompt and repeat, the same for every method."""
         options = self.results.options
         if not turn.run.temperature:
             return None
-        seed = (options["seed"] or 0) + turn.repeat * len(self.prompts) + turn.prompt
+        n_prompts = len(self.prompts[turn.run.dataset])
+        seed = (options["seed"] or 0) + turn.repeat * n_prompts + turn.prompt
         return choose_sampling(turn.run.temperature, options["top_p"], seed)
 
     def measure_memory(self, turn: Turn) -> dict:
@@ -201,8 +213,9 @@ class Bench:
                 if "difference" in record:
                     continue
                 at = first_difference(record["token_ids"], ar["token_ids"])
-                prompt = self.prompts[record["prompt"]][: row.run.prompt_tokens]
-                gap = top2_gap(self.pair, prompt + ar["token_ids"][:at])
+                prompt = self.prompt_ids(Turn(record["repeat"], record["prompt"], row.run))
+                window = window_of(row.run, self.pair)
+                gap = top2_gap(self.pair, prompt + ar["token_ids"][:at], window)
                 is_tie = gap is not None and gap < TIE
                 record["difference"] = {"at": at, "gap": gap, "is_tie": is_tie}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmark.results import Run
-from benchmark.tables import settings_of
+from benchmark.tables import settings_of, window_of
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Request, open_pair
@@ -68,9 +68,11 @@ def measure_memory(
     pair.use_graphs(not (run.is_eager or options.get("no_graphs")))
     how = {"max_new_tokens": run.new_tokens, "commit": run.commit, "strict": run.is_strict}
     how["sampling"] = sampling
+    window = window_of(run, pair)
+    how["window"] = window
     request = Request(pair, prompt, how)
     steps = list(request.decode(settings))
-    end = len(prompt) + run.new_tokens
+    end = min(len(prompt) + run.new_tokens, window.full)
     floor = floor_bytes(pair.target, end + rule.max_rows)
     if pair.draft:
         floor += floor_bytes(pair.draft, end + rule.max_drafted)

@@ -22,13 +22,16 @@ from benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from benchmark.report import COLUMNS, markdown_report, text_report
 from benchmark.results import Results, Run
 from benchmark.tables import (
+    SIZED_WORDS,
     TABLES,
+    Part,
     Table,
-    at_every_size,
     choose_columns,
+    choose_parts,
     choose_runs,
     parse_sizes,
     parse_temperatures,
+    window_of,
     with_controls,
 )
 from cli.errors import Parser, UsageError, say
@@ -48,12 +51,14 @@ def build_parser() -> Parser:
     parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help=f"{', '.join(TABLES)} (main)")
-    rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager] [strict]"'
+    rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager] [strict] [window=N] [sinks=S]"'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show")
     add("--strict", action="store_true", help="every row strict, held against strict ar")
+    add("--window", type=int, metavar="N", help="every row over a window, held against ar over it")
+    add("--sinks", type=int, metavar="N", help="and with a window the first N tokens (4)")
     add("--peers", action="store_true", help=f"also {', '.join(PEERS)}; needs transformers")
-    add("--dataset", default=DATASETS[0], metavar="D", help=f"{', '.join(DATASETS)} (builtin)")
+    add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (the table's, most often builtin)")
     add("--prompts", metavar="FILE", help='.jsonl with "prompt" fields, or text in paragraphs')
     add("--n-prompts", type=int, metavar="N", help="prompts, evenly spread over the dataset")
     add("--prompt-tokens", metavar="N,...", help="lengths to cut the prompts to")
@@ -107,10 +112,10 @@ def show(results: Results, kind: str) -> None:
         print(text_report(results, shutil.get_terminal_size().columns), flush=True)
 
 
-def open_table(args: argparse.Namespace) -> tuple[Results, Pair, list[list[int]], Path]:
+def open_table(args: argparse.Namespace) -> tuple[Results, Pair, dict[str, list[list[int]]], Path]:
     """Check the options, load models and prompts; continue a results file or begin one.
 
-    Returns the results so far, the models, the prompts' ids, and the results file.
+    Returns the results so far, the models, the prompts' ids by dataset, and the results file.
     """
     previous = None
     if args.resume:
@@ -118,43 +123,69 @@ def open_table(args: argparse.Namespace) -> tuple[Results, Pair, list[list[int]]
         previous = Results.load(args.resume)
         args = argparse.Namespace(**(vars(args) | previous.options))
     table = choose_table(args)
-    runs = at_every_size(choose_runs(table, args.methods, args.peers, args.strict), table.sizes())
+    runs = choose_runs(table, args.methods, args.peers, words_everywhere(args))
     check_options(args, table, runs)
-    texts = load_prompts(args.dataset, args.prompts)
+    texts = {}
+    for part in table.parts:
+        texts[part.dataset] = load_prompts(part.dataset, args.prompts)
     file = choose_file(args)
     pair, models = open_pair(args, is_drafting=True, say=say)
     machine = describe_machine(pair, models, has_peers(runs))
-    warn_of_positions(pair, table)
-    prompts = choose_prompts(texts, pair, table)
-    described = describe_prompts(args, prompts)
+    for run in runs:
+        window_of(run, pair)  # which raises UsageError if there can be none such
+    warn_of_positions(pair, runs)
+    prompts = {}
+    for part in table.parts:
+        prompts[part.dataset] = choose_prompts(texts[part.dataset], pair, part)
+    described = describe_prompts(table, prompts)
     if previous:
         require_same(previous, machine, described)
         return previous, pair, prompts, file
     options = plain_options(args)
-    columns = table.columns
-    results = Results(args.table, columns, options, machine, described, table.sizes(), runs)
+    results = Results(args.table, table.columns, options, machine, described, table.sizes(), runs)
+    results.is_memory = table.is_memory
     results.save(file)  # now, so that a file that cannot be written costs no measurement
     return results, pair, prompts, file
 
 
 def choose_table(args: argparse.Namespace) -> Table:
-    """The table asked for, with the columns and sizes asked for. Raises UsageError."""
+    """The table asked for, with the columns, datasets and sizes asked for. Raises UsageError."""
     if args.table not in TABLES:
         raise UsageError(f"unknown table {args.table!r}; there are {', '.join(TABLES)}")
     device = choose_device(args.device)
     is_half = choose_dtype(args.dtype, device) != torch.float32
-    table = with_controls(args.table, device.type == "cuda", not args.no_graphs, is_half)
-    n_prompts = table.n_prompts
+    table = with_controls(TABLES[args.table], device.type == "cuda", not args.no_graphs, is_half)
+    parts = []
+    for part in choose_parts(table, args.dataset, args.prompts):
+        parts.append(choose_sizes(part, args))
+    columns = choose_columns(args.columns, table.columns)
+    return replace(table, columns=columns, parts=tuple(parts))
+
+
+def choose_sizes(part: Part, args: argparse.Namespace) -> Part:
+    """A part with the sizes asked for. Raises UsageError."""
+    n_prompts = part.n_prompts
     if args.n_prompts is not None:
         n_prompts = args.n_prompts
     return replace(
-        table,
-        columns=choose_columns(args.columns, table.columns),
+        part,
         n_prompts=n_prompts,
-        prompt_tokens=parse_sizes(args.prompt_tokens, table.prompt_tokens, "--prompt-tokens"),
-        new_tokens=parse_sizes(args.new_tokens, table.new_tokens, "--new-tokens"),
-        temperature=parse_temperatures(args.temperature, table.temperature),
+        prompt_tokens=parse_sizes(args.prompt_tokens, part.prompt_tokens, "--prompt-tokens"),
+        new_tokens=parse_sizes(args.new_tokens, part.new_tokens, "--new-tokens"),
+        temperature=parse_temperatures(args.temperature, part.temperature),
     )
+
+
+def words_everywhere(args: argparse.Namespace) -> list[str]:
+    """What the options add to every row."""
+    words = []
+    if args.strict:
+        words.append("strict")
+    for name in SIZED_WORDS:
+        value = getattr(args, name)
+        if value is not None:
+            words.append(f"{name}={value}")
+    return words
 
 
 def has_peers(runs: Sequence[Run]) -> bool:
@@ -163,30 +194,33 @@ def has_peers(runs: Sequence[Run]) -> bool:
 
 def check_options(args: argparse.Namespace, table: Table, runs: Sequence[Run]) -> None:
     """Raise UsageError for options that are wrong together, or that nothing would use."""
-    hot = [value for value in table.temperature if value]
-    is_varied = any(len(values) > 1 for values in table.sizes().values())
+    sizes = table.sizes()
+    hot = [value for value in sizes["temperature"] if value]
+    is_varied = any(len(values) > 1 for values in sizes.values())
     if args.table == "steps" and (runs or hot or is_varied):
         raise UsageError("--table steps runs no methods, and at one length")
     if has_peers(runs):
-        check_peers(args, is_sampling=bool(hot))
+        check_peers(args, table, is_sampling=bool(hot))
     for value in hot or [0.0]:
         choose_sampling(value, args.top_p, args.seed)
-    if args.prompts and args.dataset != DATASETS[0]:
+    if args.prompts and args.dataset not in (None, DATASETS[0]):
         raise UsageError("give either --dataset or --prompts")
-    if args.repeats < 1 or table.n_prompts < 1:
+    if args.repeats < 1 or min(part.n_prompts for part in table.parts) < 1:
         raise UsageError("--n-prompts and --repeats are at least 1")
     device = choose_device(args.device)
     if device.type != "cuda" and any(run.is_eager for run in runs):
         raise UsageError(f'"eager" has no effect on {device}: only cuda has graphs')
 
 
-def check_peers(args: argparse.Namespace, is_sampling: bool) -> None:
+def check_peers(args: argparse.Namespace, table: Table, is_sampling: bool) -> None:
     """Raise UsageError where transformers cannot be measured."""
     names = ", ".join(PEERS)
-    if args.table == "memory":
-        raise UsageError(f"--table memory does not measure {names}")
+    if table.is_memory:
+        raise UsageError(f"--table {args.table} does not measure {names}")
     if is_sampling:
         raise UsageError(f"{names} are measured at temperature 0 only")
+    if args.window is not None:
+        raise UsageError(f"{names} have no --window")
     require_transformers()
 
 
@@ -204,30 +238,37 @@ def choose_file(args: argparse.Namespace) -> Path:
     return file
 
 
-def warn_of_positions(pair: Pair, table: Table) -> None:
-    longest = max(table.prompt_tokens) + max(table.new_tokens)
+def warn_of_positions(pair: Pair, runs: Sequence[Run]) -> None:
+    """Say how long the longest text will be, if the target was not trained for that."""
+    lengths = [run.prompt_tokens + run.new_tokens for run in runs if run.window is None]
+    longest = max(lengths, default=0)
     trained = pair.target.config.max_positions
     if longest > trained:
         say(f"warning: up to {longest} tokens, but the target was trained for {trained} positions")
 
 
-def choose_prompts(texts: list[str], pair: Pair, table: Table) -> list[list[int]]:
+def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
     """The prompts as ids, as long as the longest run wants them."""
-    longest = max(table.prompt_tokens)
+    longest = max(part.prompt_tokens)
     shortest = 1
-    if len(table.prompt_tokens) > 1:  # then each length must be what it says; else it is the most
+    if len(part.prompt_tokens) > 1:  # then each length must be what it says; else it is the most
         shortest = longest
     vocab_size = pair.target.config.vocab_size
-    return cut_prompts(texts, pair.tokenizer, vocab_size, longest, table.n_prompts, shortest)
+    return cut_prompts(texts, pair.tokenizer, vocab_size, longest, part.n_prompts, shortest)
 
 
-def describe_prompts(args: argparse.Namespace, prompts: list[list[int]]) -> dict:
+def describe_prompts(table: Table, prompts: dict[str, list[list[int]]]) -> dict:
     """For the results file: whose prompts, how many, and what tells them from any others."""
-    dataset = args.dataset
-    if args.prompts:
-        dataset = Path(args.prompts).name
-    sha256 = hashlib.sha256(repr(prompts).encode()).hexdigest()
-    return {"dataset": dataset, "n": len(prompts), "sha256": sha256}
+    names = []
+    found: list[list[int]] = []
+    for part in table.parts:
+        name = part.dataset
+        if len(table.parts) > 1:
+            name = f"{len(prompts[name])} {name}"
+        names.append(name)
+        found += prompts[part.dataset]
+    sha256 = hashlib.sha256(repr(found).encode()).hexdigest()
+    return {"dataset": ", ".join(names), "n": len(found), "sha256": sha256}
 
 
 def plain_options(args: argparse.Namespace) -> dict:

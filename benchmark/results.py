@@ -36,6 +36,11 @@ class Run:
     is_eager: bool = False  # on CUDA, without graphs
     is_strict: bool = False  # the target's logits are to be the reference's, bit for bit
     reference: str = ""  # label of the run whose ids are to be its own; the baseline if empty
+    dataset: str = ""  # of its prompts
+    window: int | None = None  # latest tokens that the caches keep; None: all of the text
+    sinks: int | None = None  # first tokens that they keep beside a window
+    draft_temperature: float | None = None  # of what a sampled run drafts; None: the target's
+    published: dict[str, str] = field(default_factory=dict)  # by column: a paper's own figure
 
 
 @dataclass
@@ -46,12 +51,14 @@ class Results:
     columns: list[str]
     options: dict  # the command line's
     machine: dict  # versions, processor, models, device, dtypes, threads, commit of the code
-    prompts: dict  # dataset, how many, their sha256
+    prompts: dict  # datasets, how many, their sha256
     sizes: dict[str, Sequence[float]]  # prompt_tokens, new_tokens, temperature
     runs: list[Run]
     setup_s: dict[str, float] = field(default_factory=dict)  # by label: loading and warming up
     step_times: dict | None = None  # step_times.StepTimes
     records: list[dict] = field(default_factory=list)
+    is_memory: bool = False  # peak memory was measured, and no speed
+    title: str = ""  # of a paper's table: which it is, and what is different here
     format: int = FORMAT
 
     @classmethod
@@ -61,7 +68,7 @@ class Results:
             content = json.loads(Path(file).read_text(encoding="utf-8"))
             if content.get("format") != FORMAT:
                 raise UsageError(f"{file} has format {content.get('format')}, not {FORMAT}")
-            content["runs"] = [load_run(run) for run in content["runs"]]
+            fill_in(content)
             results = cls(**content)
             results.require_known_runs()
             return results
@@ -105,9 +112,14 @@ class Results:
         return found
 
 
-def load_run(content: dict) -> Run:
-    """A Run from its JSON object, which has a list for the tuple."""
-    return Run(**(content | {"settings": tuple(content["settings"])}))
+def fill_in(content: dict) -> None:
+    """Make the runs of a file's JSON object, and what it lacks if it is from before."""
+    content.setdefault("is_memory", content["table"] == "memory")
+    dataset = {"dataset": content["prompts"].get("dataset", "")}  # there was one for all runs
+    runs = []
+    for run in content["runs"]:
+        runs.append(Run(**(dataset | run | {"settings": tuple(run["settings"])})))
+    content["runs"] = runs
 
 
 class Row:

@@ -28,9 +28,11 @@ from benchmark.step_times import (
 )
 from benchmark.tables import (
     TABLES,
+    Part,
     Table,
-    at_every_size,
+    choose_parts,
     choose_runs,
+    parse_run,
     settings_of,
     with_controls,
 )
@@ -39,6 +41,7 @@ from cli.models import Pair
 from draft_tree import Settings
 from dynatree import Step
 from engine.memory import OutOfMemory
+from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 from methods.static import Alone, Chain, Fixed
 
@@ -67,7 +70,7 @@ SMALL = {  # what makes a table quick, beside FEW
     "steps": ["--n-prompts", "1"],
     "length": ["--new-tokens", "4,9"],
     "prompt": ["--prompt-tokens", "4,9"],
-    "sweep": ["--methods", ",".join(TABLES["sweep"].methods[::20])],  # some of the hundred
+    "sweep": ["--methods", ",".join(TABLES["sweep"].parts[0].methods[::20])],  # some of the hundred
     "memory": ["--n-prompts", "1", "--methods", "ar,dynatree"],  # a process each
 }
 
@@ -126,18 +129,19 @@ def test_sampled_runs_have_a_seed_for_every_prompt(capsys: Captured, tmp_path: P
 
 @pytest.mark.parametrize("table", TABLES.values())
 def test_every_row_of_a_table_is_a_valid_run(table: Table) -> None:
-    runs = choose_runs(table, None, False)
+    runs = choose_runs(table)
     for run in runs:
         settings_of(run)
-    if table.methods:
-        assert runs[0].label == "ar"
+    if table.parts[0].methods:
+        assert runs[0].method == "ar"
     else:
         assert runs == []
 
 
 def test_runs_take_turns_prompt_by_prompt() -> None:
-    runs = choose_runs(TABLES["main"], "ar,linear,fixed", False)
-    order = [(turn.repeat, turn.prompt, turn.run.label) for turn in take_turns(runs, 2, 2)]
+    runs = choose_runs(TABLES["main"], "ar,linear,fixed")
+    turns = take_turns(runs, {"builtin": 2}, 2)
+    order = [(turn.repeat, turn.prompt, turn.run.label) for turn in turns]
     assert order == [
         (0, 0, "ar"),
         (0, 0, "linear"),
@@ -290,6 +294,12 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--docs", "none.json", "--seed", "1"], "--seed has no effect beside --docs"),
         (["--docs", "none.json"], "none.json cannot be read"),
         (["--target", "none/none"], "--target also needs --draft"),
+        (["--window", "63"], "fixed window=63: --window 63: 64 to 1635"),
+        (["--methods", "linear window=5"], "linear window=5: --window 5: 6 to 1635"),
+        (["--methods", "linear window=x"], "'linear window=x': window takes a whole number"),
+        (["--methods", "linear sinks=4"], "'linear sinks=4': sinks need a window"),
+        (["--sinks", "4"], "sinks need a window"),
+        (["--window", "64", "--peers"], "hf-ar, hf-assisted have no --window"),
         (["--unknown"], "unrecognized arguments"),
     ],
 )
@@ -298,12 +308,13 @@ def test_mistakes(arguments: list[str], message: str, capsys: Captured) -> None:
 
 
 def test_what_a_table_shows_beside_on_a_gpu_and_in_half_precision() -> None:
-    main_table = with_controls("main", True, True, True)
-    assert main_table.methods == tuple(METHODS) + ("ar rows=16", "ar eager")
-    assert with_controls("main", False, False, False) == TABLES["main"]
-    assert with_controls("memory", True, True, True).columns[-2:] == ["pools", "context"]
-    assert with_controls("steps", True, True, True) == TABLES["steps"]
-    runs = choose_runs(TABLES["main"], "ar eager,dynatree tau=0.1 rebuild eager", False)
+    (main_part,) = with_controls(TABLES["main"], True, True, True).parts
+    assert main_part.methods == tuple(METHODS) + ("ar rows=16", "ar eager")
+    assert with_controls(TABLES["main"], False, False, False) == TABLES["main"]
+    memory = with_controls(TABLES["memory"], True, True, True)
+    assert memory.columns[-2:] == ["pools", "context"]
+    assert with_controls(TABLES["steps"], True, True, True) == TABLES["steps"]
+    runs = choose_runs(TABLES["main"], "ar eager,dynatree tau=0.1 rebuild eager")
     assert [run.is_eager for run in runs] == [False, True, True]
     assert runs[2].settings == ("tau=0.1",) and runs[2].commit == "rebuild"
 
@@ -343,10 +354,13 @@ def test_each_peer_asks_for_its_own_way() -> None:
 
 
 def test_a_warning_past_the_trained_positions(pair: Pair, capsys: Captured) -> None:
-    table = replace(TABLES["main"], prompt_tokens=(5, 28), new_tokens=(100,))
-    warn_of_positions(pair, table)
+    part = Part(("ar",), prompt_tokens=(5, 28), new_tokens=(100,))
+    runs = choose_runs(Table("", [], (part,)))
+    warn_of_positions(pair, runs)
+    longer = replace(runs[-1], new_tokens=101)
+    warn_of_positions(pair, runs + [replace(longer, window=64)])
     assert capsys.readouterr().err == ""
-    warn_of_positions(pair, replace(table, new_tokens=(100, 101)))
+    warn_of_positions(pair, runs + [longer])
     assert "warning: up to 129 tokens" in capsys.readouterr().err
 
 
@@ -382,14 +396,12 @@ def test_measured_step_times_cover_every_width() -> None:
 
 def test_predicted_passes_are_padded_as_each_models_own_are(pair: Pair, tmp_path: Path) -> None:
     """The draft's were padded as the target's. Here a forward takes a millisecond a row."""
-    run = replace(
-        choose_runs(TABLES["main"], "linear K=2", False)[1], prompt_tokens=5, new_tokens=9
-    )
+    run = replace(choose_runs(TABLES["main"], "linear K=2")[1], prompt_tokens=5, new_tokens=9)
     results = Results("main", [], {"repeats": 1, "seed": 0}, {}, {}, {}, [run])
     results.step_times = asdict(StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0))
     pair.target.pool.min_rows = 4
     pair.draft.pool.min_rows = 16
-    one = Bench(results, pair, [[3, 1, 4, 1, 5]], tmp_path / "r.json")
+    one = Bench(results, pair, {"builtin": [[3, 1, 4, 1, 5]]}, tmp_path / "r.json")
     steps = one.decode(Turn(0, 0, run))
     rows = [n for step in steps for n in step.draft_rows]
     assert len(rows) > 4 and max(rows) < 16
@@ -415,10 +427,10 @@ def pair() -> Pair:
 def test_set_up_is_told_apart_from_speed(pair: Pair, tmp_path: Path) -> None:
     """Loading and warming up, by what the method needs; no record comes of it."""
     runs = []
-    for run in choose_runs(TABLES["main"], "ar,linear", False):
+    for run in choose_runs(TABLES["main"], "ar,linear"):
         runs.append(replace(run, prompt_tokens=5, new_tokens=4, baseline="ar"))
     results = Results("main", ["throughput"], {"repeats": 1, "seed": 0}, {}, {}, {}, runs)
-    one = Bench(results, pair, [[3, 1, 4, 1, 5]], tmp_path / "r.json")
+    one = Bench(results, pair, {"builtin": [[3, 1, 4, 1, 5]]}, tmp_path / "r.json")
     one.set_up()
     before = dict(results.setup_s)
     pair.load_s["draft"] += 100
@@ -442,8 +454,8 @@ def test_peers_are_loaded_in_their_own_set_up_and_take_turns(
     monkeypatch.setattr(bench, "Peers", Repeating)
     results = Results("main", ["exact"], {"repeats": 1, "seed": 0}, {}, {}, {}, [])
     for name in ("ar", "hf-ar"):
-        results.runs.append(Run(name, name, (), "keep", 2, 4, 0.0, "ar"))
-    one = Bench(results, pair, [[3, 1, 4]], tmp_path / "r.json")
+        results.runs.append(Run(name, name, (), "keep", 2, 4, 0.0, "ar", dataset="own"))
+    one = Bench(results, pair, {"own": [[3, 1, 4]]}, tmp_path / "r.json")
     one.measure_all()
     assert results.setup_s["hf-ar"] >= 0.1
     ar, peer = Results.load(tmp_path / "r.json").records
@@ -453,15 +465,17 @@ def test_peers_are_loaded_in_their_own_set_up_and_take_turns(
 
 
 def test_a_run_is_what_its_label_says() -> None:
-    run = choose_runs(TABLES["main"], "fixed D=3  B=4 rebuild", False)[1]
-    expected = Run("fixed D=3 B=4 rebuild", "fixed", ("D=3", "B=4"), "rebuild", 0, 0, 0.0, "")
+    run = parse_run("fixed D=3  B=4 rebuild window=64 sinks=2")
+    label = "fixed D=3 B=4 rebuild window=64 sinks=2"
+    expected = Run(label, "fixed", ("D=3", "B=4"), "rebuild", 0, 0, 0.0, "", window=64, sinks=2)
     assert run == expected and settings_of(run) == Fixed(D=3, B=4)
+    assert parse_run("linear K=3 strict").is_strict and parse_run("ar eager").is_eager
 
 
 def test_strict_rows_are_held_against_strict_ar() -> None:
     """At as many rows a pass: added once for each number of rows, after ar; plain rows are not."""
     methods = "dynatree,dynatree strict,linear K=3 strict,fixed strict rebuild,ar rows=4 strict"
-    runs = at_every_size(choose_runs(TABLES["main"], methods, False), {"new_tokens": (4, 8)})
+    runs = choose_runs(Table("", [], (Part((), new_tokens=(4, 8)),)), methods)
     assert [(run.label, run.reference) for run in runs[:7]] == [
         ("ar T=4", "ar T=4"),
         ("ar strict rows=64 T=4", "ar strict rows=64 T=4"),
@@ -474,13 +488,13 @@ def test_strict_rows_are_held_against_strict_ar() -> None:
     assert runs[7].reference == runs[2].label and len(runs) == 16
     assert {run.baseline for run in runs} == {"ar T=4", "ar T=8"}
     assert [run.is_strict for run in runs[:5]] == [False, True, True, False, True]
-    asked = choose_runs(TABLES["main"], "linear K=3 strict,ar strict rows=4,ar strict", False)
+    asked = choose_runs(TABLES["main"], "linear K=3 strict,ar strict rows=4,ar strict")
     labels = ["ar", "linear K=3 strict", "ar strict rows=4", "ar strict"]
     assert [run.label for run in asked] == labels
 
 
 def test_a_whole_table_can_be_strict(capsys: Captured, tmp_path: Path) -> None:
-    runs = choose_runs(TABLES["main"], "ar,linear K=3,fixed strict,hf-ar", False, is_strict=True)
+    runs = choose_runs(TABLES["main"], "ar,linear K=3,fixed strict,hf-ar", everywhere=["strict"])
     labels = ["ar", "ar strict rows=4", "ar strict rows=64", "ar strict", "linear strict K=3"]
     assert [run.label for run in runs] == labels + ["fixed strict", "hf-ar"]
     options = ["--methods", "linear", "--columns", "exact", "--strict"]
@@ -521,7 +535,7 @@ def test_memory_of_a_strict_row(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = spy_on_strict(monkeypatch)
     options = {name: None for name in ("target", "draft", "device", "dtype", "threads")}
     options |= {"draft_dtype": None, "no_graphs": False}
-    for run in choose_runs(TABLES["memory"], "ar strict", False):
+    for run in choose_runs(TABLES["memory"], "ar strict"):
         measure_memory(options, replace(run, new_tokens=3), [3, 1, 4], None, 0)
     assert seen == [(Alone(), False), (Alone(), True)]
 
@@ -563,3 +577,169 @@ def test_files_from_before_there_was_strict(capsys: Captured, tmp_path: Path) ->
     file.write_text(json.dumps(content))
     assert main(["--show", str(file)]) == 0 and capsys.readouterr().out == printed
     assert main(["--resume", str(file)]) == 0 and "2/2" in printed
+
+
+TWO_PARTS = Table(
+    "two datasets",
+    ["throughput", "speedup", "exact"],
+    (
+        Part(("ar", "linear K=2"), n_prompts=2, prompt_tokens=(8,), new_tokens=(4, 6)),
+        Part(("ar", "linear K=3"), "wikitext2", 1, prompt_tokens=(12,), new_tokens=(5,)),
+    ),
+)
+
+
+@pytest.fixture
+def two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of two datasets, "two", and texts for any of them without a network."""
+
+    def load(dataset: str, *_: object) -> list[str]:
+        return [f"{dataset} is what text {n} of it begins with, and so it goes on" for n in "abc"]
+
+    monkeypatch.setitem(TABLES, "two", TWO_PARTS)
+    monkeypatch.setattr("benchmark.options.load_prompts", load)
+
+
+def test_a_table_of_two_datasets(two_parts: None, capsys: Captured, tmp_path: Path) -> None:
+    """Each part has its own rows, sizes, prompts and baseline; a label says whose it is."""
+    file = tmp_path / "r.json"
+    results, printed = run_bench(capsys, file, "--table", "two")
+    small = ["ar on builtin T=4", "linear K=2 on builtin T=4"]
+    large = ["ar on builtin T=6", "linear K=2 on builtin T=6"]
+    others = ["ar on wikitext2", "linear K=3 on wikitext2"]
+    assert [run.label for run in results.runs] == small + large + others
+    held_against = [small[0]] * 2 + [large[0]] * 2 + [others[0]] * 2
+    assert [run.baseline for run in results.runs] == held_against
+    assert [run.reference for run in results.runs] == held_against
+    counts = [len(row.records) for row in results.rows()]
+    assert counts == [2, 2, 2, 2, 1, 1] and len(results.records) == 10
+    assert results.prompts["n"] == 3 and results.prompts["dataset"] == "2 builtin, 1 wikitext2"
+    assert "3 prompts (2 builtin, 1 wikitext2) of up to 8 / 12 tokens, 4 / 6 / 5 new" in printed
+    texts = {record["run"]: record["token_ids"] for record in results.records}
+    assert texts["ar on builtin T=4"] != texts["ar on wikitext2"][:4]
+    assert main(["--resume", str(file)]) == 0
+    assert Results.load(file).records == results.records
+
+
+def test_turns_go_from_dataset_to_dataset() -> None:
+    """And in each another row begins every prompt, from round to round."""
+    part = Part(("ar", "linear"))
+    parts = (part, replace(part, dataset="pg19"))
+    turns = take_turns(choose_runs(Table("", [], parts)), {"builtin": 1, "pg19": 2}, 2)
+    order = [f"{turn.repeat} {turn.prompt} {turn.run.label}" for turn in turns]
+    assert order == [
+        "0 0 ar on builtin",
+        "0 0 linear on builtin",
+        "0 0 ar on pg19",
+        "0 0 linear on pg19",
+        "0 1 linear on pg19",
+        "0 1 ar on pg19",
+        "1 0 linear on builtin",
+        "1 0 ar on builtin",
+        "1 0 ar on pg19",
+        "1 0 linear on pg19",
+        "1 1 linear on pg19",
+        "1 1 ar on pg19",
+    ]
+
+
+def test_options_change_every_part(two_parts: None, capsys: Captured, tmp_path: Path) -> None:
+    options = ["--table", "two", "--new-tokens", "3", "--n-prompts", "1", "--methods", "fixed"]
+    results, _ = run_bench(capsys, tmp_path / "r.json", *options)
+    labels = ["ar on builtin", "fixed on builtin", "ar on wikitext2", "fixed on wikitext2"]
+    assert [run.label for run in results.runs] == labels
+    assert [(run.prompt_tokens, run.new_tokens) for run in results.runs[1:3]] == [(8, 3), (12, 3)]
+    assert len(results.records) == 4
+
+
+def test_which_parts_a_dataset_keeps() -> None:
+    first, second = TWO_PARTS.parts
+    assert choose_parts(TWO_PARTS, None, None) == (first, second)
+    assert choose_parts(TWO_PARTS, "wikitext2", None) == (second,)
+    assert choose_parts(TWO_PARTS, "pg19", None) == (replace(first, dataset="pg19"),)
+    assert choose_parts(TWO_PARTS, None, "a/b.txt") == (replace(first, dataset="b.txt"),)
+
+
+def test_files_from_before_there_were_datasets(capsys: Captured, tmp_path: Path) -> None:
+    """Its runs are on the one dataset that the file names, and it is gone on with there."""
+    file = tmp_path / "r.json"
+    prompts = tmp_path / "own.jsonl"
+    prompts.write_text('{"prompt": "The ship sailed at dawn"}\n')
+    options = FEW + ["--n-prompts", "1", "--prompts", str(prompts), "--methods", "linear"]
+    results, _ = run_bench(capsys, file, *options, "--columns", "exact")
+    content = json.loads(file.read_text())
+    del content["is_memory"], content["title"], content["records"][1]
+    content["options"]["dataset"] = "builtin"
+    for name in ("window", "sinks"):
+        del content["options"][name]
+    for run in content["runs"]:
+        for name in ("dataset", "window", "sinks", "draft_temperature", "published"):
+            del run[name]
+    file.write_text(json.dumps(content))
+    assert main(["--resume", str(file)]) == 0 and "1/1" in capsys.readouterr().out
+    resumed = Results.load(file)
+    assert resumed.records[1]["token_ids"] == results.records[1]["token_ids"]
+    assert [run.dataset for run in resumed.runs] == ["own.jsonl"] * 2
+
+
+def windows(monkeypatch: pytest.MonkeyPatch) -> list[Window]:
+    """The window of every text that is generated from now on."""
+    real = models.generate
+    seen = []
+
+    def generate(*args: object, **options: object) -> Iterator[Step]:
+        seen.append(options["window"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(models, "generate", generate)
+    return seen
+
+
+LONG = ["--n-prompts", "1", "--prompt-tokens", "40", "--new-tokens", "60"]
+
+
+def test_a_row_over_a_window_is_held_against_ar_over_it(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which is not plain ar's text: after 62 tokens the window has dropped some."""
+    seen = windows(monkeypatch)
+    times = StepTimes(100, [1, 2], [1.0, 1.0], [1.0, 1.0], 1, 1, 1.0)
+    monkeypatch.setattr(bench, "measure_step_times", lambda *_: times)
+    methods = "linear K=3,linear K=3 window=48 sinks=2,linear K=2 window=48 sinks=2 strict"
+    columns = ["--columns", "speedup,predicted,exact"]
+    results, _ = run_bench(capsys, tmp_path / "r.json", *LONG, "--methods", methods, *columns)
+    labels = ["ar", "ar window=48 sinks=2", "ar strict rows=4 window=48 sinks=2"]
+    assert [run.label for run in results.runs[:3]] == labels
+    assert [run.reference for run in results.runs[3:]] == labels
+    assert {run.baseline for run in results.runs} == {"ar"}
+    texts = {row.run.label: row.records[0, 0]["token_ids"] for row in results.rows()}
+    assert texts["ar"] != texts["ar window=48 sinks=2"], "no token was dropped"
+    assert set(seen) == {WHOLE_TEXT, Window(48, 2)}
+    cells = {row[0]: row[1:] for row in table_cells(results)[1]}
+    assert cells["linear K=3 window=48 sinks=2"][1] == "", "forwards are timed over a whole text"
+    assert [cells[run.label][2] for run in results.runs[3:]] == ["1/1"] * 3
+
+
+def test_a_whole_table_over_a_window(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The baseline, too."""
+    seen = windows(monkeypatch)
+    options = ["--window", "64", "--methods", "linear,fixed sinks=1", "--columns", "speedup,exact"]
+    results, _ = run_bench(capsys, tmp_path / "r.json", *FEW, *options)
+    labels = ["ar window=64", "ar window=64 sinks=1", "linear window=64", "fixed window=64 sinks=1"]
+    assert [run.label for run in results.runs] == labels
+    assert {run.baseline for run in results.runs} == {"ar window=64"}
+    assert set(seen) == {Window(64, 4), Window(64, 1)}
+
+
+def test_memory_of_a_row_over_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its floor has the cache that the window fills, however long the text."""
+    seen = windows(monkeypatch)
+    options = {name: None for name in ("target", "draft", "device", "dtype", "threads")}
+    options |= {"draft_dtype": None, "no_graphs": False}
+    floors = []
+    for n in (20, 40):
+        run = replace(parse_run("ar window=8"), new_tokens=n)
+        floors.append(measure_memory(options, run, [3, 1, 4], None, 0)["metrics"]["floor_mb"])
+    assert floors[0] == floors[1] and set(seen) == {Window(8, 4)}
