@@ -18,7 +18,7 @@ import torch
 from benchmark.documents import write_documents
 from benchmark.machine import ROOT, describe_machine, require_same
 from benchmark.peers import PEERS, require_transformers
-from benchmark.prompts import DATASETS, cut_prompts, load_prompts
+from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import COLUMNS, markdown_report, text_report
 from benchmark.results import Results, Run
 from benchmark.tables import (
@@ -127,7 +127,7 @@ def open_table(args: argparse.Namespace) -> tuple[Results, Pair, dict[str, list[
     check_options(args, table, runs)
     texts = {}
     for part in table.parts:
-        texts[part.dataset] = load_prompts(part.dataset, args.prompts)
+        texts[part.dataset] = load_prompts(part.dataset, args.prompts, part.n_prompts)
     file = choose_file(args)
     pair, models = open_pair(args, is_drafting=True, say=say)
     machine = describe_machine(pair, models, has_peers(runs))
@@ -135,9 +135,11 @@ def open_table(args: argparse.Namespace) -> tuple[Results, Pair, dict[str, list[
         window_of(run, pair)  # which raises UsageError if there can be none such
     warn_of_positions(pair, runs)
     prompts = {}
+    names = {}
     for part in table.parts:
-        prompts[part.dataset] = choose_prompts(texts[part.dataset], pair, part)
-    described = describe_prompts(table, prompts)
+        name = part.dataset
+        prompts[name], names[name] = choose_prompts(texts[name], pair, part)
+    described = describe_prompts(prompts, names)
     if previous:
         require_same(previous, machine, described)
         return previous, pair, prompts, file
@@ -247,28 +249,43 @@ def warn_of_positions(pair: Pair, runs: Sequence[Run]) -> None:
         say(f"warning: up to {longest} tokens, but the target was trained for {trained} positions")
 
 
-def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
-    """The prompts as ids, as long as the longest run wants them."""
+def choose_prompts(texts: list[str], pair: Pair, part: Part) -> tuple[list[list[int]], str]:
+    """The prompts as ids, as long as the longest run wants them; and what they are to be called.
+
+    Of several lengths each must be what it says, while a single one is the most: our own prompts
+    are then written on, of other texts only the long ones count. Says so, and if there are too few.
+    """
     longest = max(part.prompt_tokens)
+    is_varied = len(part.prompt_tokens) > 1
+    is_own = part.dataset == DATASETS[0]
     shortest = 1
-    if len(part.prompt_tokens) > 1:  # then each length must be what it says; else it is the most
+    which = "prompts"
+    if is_varied and not is_own:
         shortest = longest
+        which = f"prompts of {longest} tokens or more"
     vocab_size = pair.target.config.vocab_size
-    return cut_prompts(texts, pair.tokenizer, vocab_size, longest, part.n_prompts, shortest)
+    prompts = cut_prompts(texts, pair.tokenizer, vocab_size, longest, part.n_prompts, shortest)
+    if len(prompts) < part.n_prompts:
+        say(f"note: {part.dataset} has {len(prompts)} {which}, not {part.n_prompts}")
+    name = part.dataset
+    if is_varied and is_own and min(len(prompt) for prompt in prompts) < longest:
+        say(f"note: the target writes our own prompts on, to {longest} tokens")
+        prompts = lengthened(prompts, pair, longest)
+        name += ", written on by the target"
+    return prompts, name
 
 
-def describe_prompts(table: Table, prompts: dict[str, list[list[int]]]) -> dict:
+def describe_prompts(prompts: dict[str, list[list[int]]], names: dict[str, str]) -> dict:
     """For the results file: whose prompts, how many, and what tells them from any others."""
-    names = []
+    described = []
     found: list[list[int]] = []
-    for part in table.parts:
-        name = part.dataset
-        if len(table.parts) > 1:
-            name = f"{len(prompts[name])} {name}"
-        names.append(name)
-        found += prompts[part.dataset]
+    for dataset, own in prompts.items():
+        found += own
+        described.append(f"{len(own)} {names[dataset]}")
+    if len(names) == 1:
+        described = list(names.values())
     sha256 = hashlib.sha256(repr(found).encode()).hexdigest()
-    return {"dataset": ", ".join(names), "n": len(found), "sha256": sha256}
+    return {"dataset": ", ".join(described), "n": len(found), "sha256": sha256}
 
 
 def plain_options(args: argparse.Namespace) -> dict:

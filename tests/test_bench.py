@@ -16,7 +16,7 @@ from conftest import random_model
 import bench
 from bench import Bench, Turn, main, take_turns
 from benchmark.memory import in_own_process, measure_memory
-from benchmark.options import warn_of_positions
+from benchmark.options import build_parser, open_table, warn_of_positions
 from benchmark.peers import PEERS, Peers
 from benchmark.report import table_cells
 from benchmark.results import Results, Run
@@ -46,6 +46,7 @@ from methods import METHODS
 from methods.static import Alone, Chain, Fixed
 
 Captured = pytest.CaptureFixture[str]
+LICENSE = Path(__file__).parent.parent / "LICENSE"
 FEW = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
 
 
@@ -282,7 +283,7 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--seed", "1"], "need a --temperature above 0"),
         (["--n-prompts", "0"], "at least 1"),
         (["--repeats", "0"], "at least 1"),
-        (["--table", "prompt"], "no prompt of 1000 tokens or more"),
+        (["--table", "prompt", "--prompts", str(LICENSE)], "no prompt of 1000 tokens or more"),
         (["--table", "steps", "--methods", "ar"], "runs no methods"),
         (["--table", "steps", "--new-tokens", "4,5"], "at one length"),
         (["--table", "memory", "--methods", "hf-ar"], "does not measure hf-ar"),
@@ -680,6 +681,29 @@ def test_files_from_before_there_were_datasets(capsys: Captured, tmp_path: Path)
     resumed = Results.load(file)
     assert resumed.records[1]["token_ids"] == results.records[1]["token_ids"]
     assert [run.dataset for run in resumed.runs] == ["own.jsonl"] * 2
+
+
+def test_as_many_prompts_as_there_are(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    options = FEW + ["--n-prompts", "13", "--new-tokens", "1", "--methods", "ar"]
+    assert main(options + ["--columns", "exact", "--output", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert "note: builtin has 12 prompts, not 13\n" in captured.err
+    assert Results.load(file).prompts["n"] == 12 and "12 prompts (builtin)" in captured.out
+
+
+def test_our_own_prompts_are_written_on(capsys: Captured, tmp_path: Path) -> None:
+    """Where a table compares prompt lengths, each is as long as it says, and the caption tells."""
+    file = tmp_path / "r.json"
+    options = ["--table", "prompt", "--prompt-tokens", "4,200", "--new-tokens", "2"]
+    options += ["--n-prompts", "1", "--methods", "ar", "--columns", "exact", "--output", str(file)]
+    assert main(options) == 0
+    captured = capsys.readouterr()
+    assert "note: the target writes our own prompts on, to 200 tokens\n" in captured.err
+    assert Results.load(file).prompts["dataset"] == "builtin, written on by the target"
+    args = build_parser().parse_args(["--resume", str(file)])
+    _, _, prompts, _ = open_table(args)
+    assert [len(prompt) for prompt in prompts["builtin"]] == [200]
 
 
 def windows(monkeypatch: pytest.MonkeyPatch) -> list[Window]:
