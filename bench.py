@@ -190,7 +190,9 @@ class Bench:
             return None
         n_prompts = len(self.prompts[turn.run.dataset])
         seed = (options["seed"] or 0) + turn.repeat * n_prompts + turn.prompt
-        return choose_sampling(turn.run.temperature, options["top_p"], seed)
+        return choose_sampling(
+            turn.run.temperature, options["top_p"], seed, turn.run.draft_temperature
+        )
 
     def measure_memory(self, turn: Turn) -> dict:
         """Peak memory and ids, from a process that does nothing else."""

@@ -31,12 +31,13 @@ from benchmark.tables import (
     choose_runs,
     parse_sizes,
     parse_temperatures,
+    settings_of,
     window_of,
     with_controls,
 )
 from cli.errors import Parser, UsageError, say
 from cli.models import Pair, choose_device, choose_dtype, open_pair
-from cli.options import add_model_options, choose_sampling
+from cli.options import add_model_options, choose_sampling, require_drawing
 
 ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs")  # options that decide no figure
 
@@ -66,6 +67,7 @@ def build_parser() -> Parser:
     add("--temperature", metavar="X,...", help="0 is greedy (0)")
     add("--top-p", type=float, metavar="P", help="of the sampled runs (1)")
     add("--seed", type=int, metavar="N", help="of the sampled runs; each prompt has its own (0)")
+    add("--draft-temperature", type=float, metavar="X", help="of what sampled runs draw (the same)")
     add("--repeats", type=int, default=1, metavar="N", help="rounds over all prompts (1)")
     add_model_options(parser)
     add("--output", metavar="FILE", help="results file (results/run_<time>_<table>.json)")
@@ -166,12 +168,12 @@ def choose_table(args: argparse.Namespace) -> Table:
 
 def choose_sizes(part: Part, args: argparse.Namespace) -> Part:
     """A part with the sizes asked for. Raises UsageError."""
-    n_prompts = part.n_prompts
     if args.n_prompts is not None:
-        n_prompts = args.n_prompts
+        part = replace(part, n_prompts=args.n_prompts)
+    if args.draft_temperature is not None:
+        part = replace(part, draft_temperature=args.draft_temperature)
     return replace(
         part,
-        n_prompts=n_prompts,
         prompt_tokens=parse_sizes(args.prompt_tokens, part.prompt_tokens, "--prompt-tokens"),
         new_tokens=parse_sizes(args.new_tokens, part.new_tokens, "--new-tokens"),
         temperature=parse_temperatures(args.temperature, part.temperature),
@@ -204,7 +206,10 @@ def check_options(args: argparse.Namespace, table: Table, runs: Sequence[Run]) -
     if has_peers(runs):
         check_peers(args, table, is_sampling=bool(hot))
     for value in hot or [0.0]:
-        choose_sampling(value, args.top_p, args.seed)
+        choose_sampling(value, args.top_p, args.seed, args.draft_temperature)
+    for run in runs:
+        if run.draft_temperature is not None and run.method != "ar":
+            require_drawing(run.label, settings_of(run).rule())
     if args.prompts and args.dataset not in (None, DATASETS[0]):
         raise UsageError("give either --dataset or --prompts")
     if args.repeats < 1 or min(part.n_prompts for part in table.parts) < 1:

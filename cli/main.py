@@ -23,6 +23,7 @@ from cli.options import (
     choose_window,
     parse_settings,
     read_prompt,
+    require_drawing,
 )
 from cli.terminal import TextStream, describe, draw_tree
 from draft_tree import Settings
@@ -130,7 +131,9 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
     settings = parse_settings(METHODS[args.method], args.set)
     rule = settings.rule()
-    sampling = choose_sampling(args.temperature, args.top_p, args.seed)
+    sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
+    if args.draft_temperature is not None:
+        require_drawing(args.method, rule)
     text = read_prompt(args.prompt, args.prompt_file)
     if args.draft and not rule.max_depth:
         say(f"note: --method {args.method} needs no draft; {args.draft} is not loaded")

@@ -13,10 +13,12 @@ from typing import TypeVar
 
 from cli.errors import UsageError
 from cli.models import Pair
+from draft_tree import Rule
 from engine.checkpoint import DTYPES
 from engine.sampling import Sampling
 from engine.settings import read_values
 from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
+from methods import METHODS
 
 Kind = TypeVar("Kind")
 
@@ -40,18 +42,34 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens reaching P (1)")
     add("--seed", type=int, metavar="N", help="of the sampling (0)")
+    add("--draft-temperature", type=float, metavar="X", help="of drawn guesses (--temperature's)")
 
 
-def choose_sampling(temperature: float, top_p: float | None, seed: int | None) -> Sampling | None:
+def choose_sampling(
+    temperature: float, top_p: float | None, seed: int | None, draft_temperature: float | None
+) -> Sampling | None:
     """None for greedy. Raises UsageError, also for options that greedy decoding ignores."""
+    given = {"--top-p": top_p, "--seed": seed, "--draft-temperature": draft_temperature}
     if temperature == 0:
-        if top_p is not None or seed is not None:
-            raise UsageError("--top-p and --seed need a --temperature above 0")
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(f"{name} needs a --temperature above 0")
         return None
+    if top_p is None:
+        top_p = 1.0
     try:
-        return Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0)
+        return Sampling(temperature, top_p, seed or 0, draft_temperature)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
+
+
+def require_drawing(row: str, rule: Rule) -> None:
+    """Raise UsageError, naming the row, if its guesses are not drawn from the draft."""
+    if rule.is_drawing:
+        return
+    drawing = [name for name, kind in METHODS.items() if kind().rule().is_drawing]
+    why = f"no guess of {row} is drawn; those of {', '.join(drawing)} are"
+    raise UsageError(f"--draft-temperature has no effect: {why}")
 
 
 def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pair") -> Window:

@@ -280,7 +280,9 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--temperature", "0,0"], "names one twice"),
         (["--temperature", "nan"], "temperature nan is not a positive number"),
         (["--temperature", "0.5", "--top-p", "2"], "top-p 2.0 is outside (0, 1]"),
-        (["--seed", "1"], "need a --temperature above 0"),
+        (["--seed", "1"], "--seed needs a --temperature above 0"),
+        (["--draft-temperature", "1"], "--draft-temperature needs a --temperature above 0"),
+        (["--temperature", "0,1", "--draft-temperature", "1"], "no guess of fixed t=1.0 is drawn"),
         (["--n-prompts", "0"], "at least 1"),
         (["--repeats", "0"], "at least 1"),
         (["--table", "prompt", "--prompts", str(LICENSE)], "no prompt of 1000 tokens or more"),
@@ -501,6 +503,28 @@ def test_a_whole_table_can_be_strict(capsys: Captured, tmp_path: Path) -> None:
     options = ["--methods", "linear", "--columns", "exact", "--strict"]
     results, _ = run_bench(capsys, tmp_path / "r.json", *FEW, *options)
     assert [run.label for run in results.runs] == ["ar", "ar strict rows=8", "linear strict"]
+
+
+def test_what_a_draft_temperature_is_for(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Sampled runs; ar draws from no draft, and greedy runs draw nothing."""
+    real = models.generate
+    seen = {}
+
+    def generate(*args: object, **options: object) -> Iterator[Step]:
+        sampling = options["sampling"]
+        seen[type(args[3]), sampling is None] = sampling
+        return real(*args, **options)
+
+    monkeypatch.setattr(models, "generate", generate)
+    options = FEW + ["--methods", "linear", "--temperature", "0,0.8", "--columns", "exact"]
+    options += ["--draft-temperature", "0.5"]
+    results, _ = run_bench(capsys, tmp_path / "r.json", *options)
+    assert [run.draft_temperature for run in results.runs] == [None, None, 0.5, 0.5]
+    sampling = seen[Chain, False]
+    assert (sampling.temperature, sampling.draft_temperature) == (0.8, 0.5)
+    assert len(seen) == 4
 
 
 def spy_on_strict(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:

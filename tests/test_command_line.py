@@ -141,6 +141,12 @@ def test_sampled_text(method: str, capsys: Captured) -> None:
     assert first["settings"]["sampling"] == sampling
 
 
+def test_the_drafts_own_temperature(capsys: Captured) -> None:
+    hot = ["--method", "dyspec", "--temperature", "1", "--max-new-tokens", "2"]
+    sampling = run_json(capsys, hot + ["--draft-temperature", "0.6"])["settings"]["sampling"]
+    assert (sampling["temperature"], sampling["draft_temperature"]) == (1.0, 0.6)
+
+
 def test_a_sampled_text_is_not_held_against_ars(capsys: Captured) -> None:
     arguments = ["--prompt", PROMPT, "--temperature", "1", "--max-new-tokens", "12"]
     assert main(arguments + ["--compare", "--json"]) == 0

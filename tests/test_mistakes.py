@@ -20,6 +20,7 @@ from cli.models import encode, load_tokenizer, require_same_tokenizer
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
 DRAFT = str(TINY / "draft")
+HOT = ["--prompt", "a", "--temperature", "1"]
 Captured = pytest.CaptureFixture[str]
 
 
@@ -68,7 +69,10 @@ MISTAKES = {
     "cold": (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0 is not a positive"),
     "top-p": (["--prompt", "a", "--temperature", "1", "--top-p", "0"], "outside (0, 1]"),
     "seed": (["--prompt", "a", "--temperature", "1", "--seed", "-1"], "--seed -1 is outside 0"),
-    "greedy seed": (["--prompt", "a", "--seed", "1"], "need a --temperature above 0"),
+    "greedy seed": (["--prompt", "a", "--seed", "1"], "--seed needs a --temperature above 0"),
+    "greedy draft": (["--prompt", "a", "--draft-temperature", "1"], "needs a --temperature above"),
+    "ranked guesses": (HOT + ["--draft-temperature", "1"], "no guess of dynatree is drawn; those"),
+    "cold draft": (HOT + ["--method", "linear", "--draft-temperature", "0"], "not a positive"),
     "small window": (["--prompt", "a", "--window", "63"], "--window 63: 64 to 1635"),
     "wide window": (["--prompt", "a", "--window", "1636"], "--window 1636: 64 to 1635"),
     "many sinks": (["--prompt", "a", "--window", "64", "--sinks", "2000"], "--sinks 2000 leaves"),
