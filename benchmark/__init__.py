@@ -1,6 +1,7 @@
 """What bench.py measures with and shows its measurements by.
 
-tables      the papers' tables as lists of runs and columns
+tables      tables as lists of rows and columns, and what makes runs of them
+presets     the papers' own tables, and what they print
 options     bench.py's options: read, checked, and made into a table to measure
 machine     what a figure depends on besides the options
 prompts     our own prompts, WikiText-2, PG-19, files

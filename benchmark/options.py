@@ -18,6 +18,7 @@ import torch
 from benchmark.documents import write_documents
 from benchmark.machine import ROOT, describe_machine, require_same
 from benchmark.peers import PEERS, require_transformers
+from benchmark.presets import PRESETS
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import COLUMNS, markdown_report, text_report
 from benchmark.results import Results, Run
@@ -51,7 +52,7 @@ def build_parser() -> Parser:
     )
     parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
     add = parser.add_argument
-    add("--table", default="main", metavar="T", help=f"{', '.join(TABLES)} (main)")
+    add("--table", default="main", metavar="T", help="one of those below (main)")
     rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager] [strict] [window=N] [sinks=S]"'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show")
@@ -81,12 +82,21 @@ def build_parser() -> Parser:
 
 def describe_tables() -> str:
     """The end of --help: every table and every column."""
-    lines = ["tables:"]
-    for name, table in TABLES.items():
-        lines.append(textwrap.fill(f"  {name:<9} {table.title}", 80, subsequent_indent=" " * 12))
-    lines.append("")
-    lines.append(textwrap.fill(f"columns: {', '.join(COLUMNS)}", 80, subsequent_indent="  "))
+    titles = {name: table.title for name, table in TABLES.items()}
+    papers = {name: table.title for name, table in PRESETS.items()}
+    lines = ["tables:"] + describe(titles, 9)
+    lines += ["", "the papers' own, beside what they print:"] + describe(papers, 14)
+    lines += ["", textwrap.fill(f"columns: {', '.join(COLUMNS)}", 80, subsequent_indent="  ")]
     return "\n".join(lines)
+
+
+def describe(titles: dict[str, str], width: int) -> list[str]:
+    """A paragraph for each name, all as far to the right."""
+    margin = " " * (width + 3)
+    return [
+        textwrap.fill(f"  {name:<{width}} {title}", 80, subsequent_indent=margin)
+        for name, title in titles.items()
+    ]
 
 
 def is_about_files(args: argparse.Namespace) -> bool:
@@ -148,17 +158,20 @@ def open_table(args: argparse.Namespace) -> tuple[Results, Pair, dict[str, list[
     options = plain_options(args)
     results = Results(args.table, table.columns, options, machine, described, table.sizes(), runs)
     results.is_memory = table.is_memory
+    if args.table in PRESETS:
+        results.title = table.title
     results.save(file)  # now, so that a file that cannot be written costs no measurement
     return results, pair, prompts, file
 
 
 def choose_table(args: argparse.Namespace) -> Table:
     """The table asked for, with the columns, datasets and sizes asked for. Raises UsageError."""
-    if args.table not in TABLES:
-        raise UsageError(f"unknown table {args.table!r}; there are {', '.join(TABLES)}")
+    tables = TABLES | PRESETS
+    if args.table not in tables:
+        raise UsageError(f"unknown table {args.table!r}; there are {', '.join(tables)}")
     device = choose_device(args.device)
     is_half = choose_dtype(args.dtype, device) != torch.float32
-    table = with_controls(TABLES[args.table], device.type == "cuda", not args.no_graphs, is_half)
+    table = with_controls(tables[args.table], device.type == "cuda", not args.no_graphs, is_half)
     parts = []
     for part in choose_parts(table, args.dataset, args.prompts):
         parts.append(choose_sizes(part, args))

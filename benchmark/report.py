@@ -80,15 +80,27 @@ def precision_text(machine: dict) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """Sentences below the table: what is slower than ar, what is not exact, the floor."""
+    """Sentences below the table: what it is, what is slower than ar, what is not exact, the
+    floor."""
     rows = [row for row in results.rows() if row.speedups]
-    found = slower_notes(rows)
+    found = title_notes(results)
+    found += slower_notes(rows)
     found += best_notes(results)
     if rows and "exact" in results.columns:
         is_summed = results.machine["dtype"] != "float32"  # then rounding makes many
         found += exactness_notes(rows, is_summed)
     if results.step_times:
         found += step_notes(results.step_times)
+    return found
+
+
+def title_notes(results: Results) -> list[str]:
+    """Of a paper's table: which it is, and what its own figures are."""
+    found = []
+    if results.title:
+        found.append(f"{results.title}.")
+    if any(run.published for run in results.runs):
+        found.append("The paper's figures are of its own models, prompts, machine and baseline.")
     return found
 
 
@@ -217,11 +229,17 @@ def table_cells(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 def run_cells(results: Results, names: list[str]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, as text: each run's label and its columns of these names."""
-    columns = [COLUMNS[name] for name in names]
+    """Header and rows, as text: each run's label and its columns of these names, beside each what
+    a paper printed there."""
+    rows = results.rows()
+    columns = []
+    for name in names:
+        columns.append(COLUMNS[name])
+        if any(name in row.run.published for row in rows):
+            columns.append(published(name))
     header = ["method"] + [column.title for column in columns]
     body = []
-    for row in results.rows():
+    for row in rows:
         body.append([row.run.label] + [column.cell(row) for column in columns])
     return header, body
 
@@ -341,6 +359,15 @@ def code_acceptance_cell(row: Row) -> str:
     if not found:
         return ""
     return f"{statistics.mean(found):.1%}"
+
+
+def published(name: str) -> Column:
+    """What a paper printed in a column; its speed-ups are over a baseline of its own."""
+
+    def cell(row: Row) -> str:
+        return row.run.published.get(name, "")
+
+    return Column("paper " + COLUMNS[name].title.replace("x ar", "x"), cell)
 
 
 def speedup_cell(row: Row) -> str:
