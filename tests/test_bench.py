@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import random_model
 
 import bench
@@ -302,7 +303,7 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--methods", "linear window=x"], "'linear window=x': window takes a whole number"),
         (["--methods", "linear sinks=4"], "'linear sinks=4': sinks need a window"),
         (["--sinks", "4"], "sinks need a window"),
-        (["--window", "64", "--peers"], "hf-ar, hf-assisted have no --window"),
+        (["--window", "64", "--peers"], "hf-lookup have no --window"),
         (["--unknown"], "unrecognized arguments"),
     ],
 )
