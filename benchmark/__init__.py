@@ -13,5 +13,5 @@ peers       transformers on the same weights, for comparison rows
 results     results files: what was measured on what, and one record for every prompt
 report      what is shown of them: columns, tables, captions, notes
 documents   the figures that README.md and docs/results.md show, made of results files
-plot        results files as figures
+plot        results files as figures: which; plot_canvas, _bars, _lines and _sweeps draw them
 """
