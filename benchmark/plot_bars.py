@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmark.plot_canvas import SIZE, colour, colours, distinct, new_figure
+from benchmark.plot_canvas import SIZE, add_legend, colour, colours, distinct, new_figure
 from benchmark.report import COLUMNS, name_of, place_of, values
 from benchmark.results import Results, Row
 
@@ -70,7 +70,7 @@ def name_places(axis: "Axes", bars: Sequence[Bar]) -> None:
 
 
 def make_room(axis: "Axes") -> None:
-    """Above what is drawn, for a legend."""
+    """Above what is drawn, for what stands there."""
     axis.set_ylim(0, axis.get_ylim()[1] * 1.2)
 
 
@@ -130,7 +130,8 @@ def latency_bars(results: Results) -> "Figure":
             style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "rotation": 90}
             axis.annotate(place_of(bar.row), (bar.x, bottom), (0, 3), **style)
     axis.set_ylabel("ms per token after the first")
-    axis.legend(fontsize=8, frameon=False)
+    make_room(axis)
+    add_legend(figure, axis)
     return figure
 
 

@@ -211,8 +211,10 @@ def calibration_lines(results: Results) -> "Figure":
         found = shares(matching, drafted)
         draw_points(left, zip(middles, found, strict=True), **style)
         draw_points(right, zip(middles, of_all, strict=True), label=label, **style)
-    left.set(xlabel="the draft's probability", ylabel="matches the target's choice", ylim=(0, 1.02))
-    right.set(xlabel="the draft's probability", ylabel="share of the drafted nodes")
+    for axis in (left, right):
+        axis.set_xlabel("the draft's probability (auto: its estimate)")
+    left.set(ylabel="matches the target's choice", ylim=(0, 1.02))
+    right.set_ylabel("share of the drafted nodes")
     right.set_ylim(bottom=0)
     add_legend(figure, right)
     return figure

@@ -111,7 +111,7 @@ def grid(rows: Sequence[Row], x: str, y: str) -> tuple[list[float], list[float],
 def heatmaps(results: Results, rows: Sequence[Row]) -> "Figure":
     """The speedups of one place's rows, a panel a grid."""
     panels = grid_panels(rows)
-    title = f"Speedup over ar by settings {place_of(rows[0])}"
+    title = titled("Speedup over ar by settings", rows)
     figure, axes = panel_figure(results, title, len(panels))
     speedups = []
     for panel in panels:
@@ -126,11 +126,19 @@ def heatmaps(results: Results, rows: Sequence[Row]) -> "Figure":
     return figure
 
 
+def titled(what: str, rows: Sequence[Row]) -> str:
+    """And where, if there are several places."""
+    place = place_of(rows[0])
+    if not place:
+        return what
+    return f"{what} ({place})"
+
+
 def panel_figure(results: Results, title: str, n: int) -> tuple["Figure", list["Axes"]]:
     """A figure of n axes, in rows of three at most."""
     n_columns = min(n, 3)
     n_rows = -(-n // n_columns)
-    figure, axes = new_figure(results, title.strip(), n_rows, n_columns)
+    figure, axes = new_figure(results, title, n_rows, n_columns)
     for axis in axes[n:]:
         axis.remove()
     return figure, axes[:n]
@@ -171,7 +179,7 @@ def setting_panels(rows: Sequence[Row]) -> list[Panel]:
 def setting_lines(results: Results, rows: Sequence[Row]) -> "Figure":
     """Speedups against each setting, a line through rows that differ in it alone (v1, Figure 4; v2,
     Figures 6 and 7)."""
-    title = f"Speedup over ar by each setting {place_of(rows[0])}"
+    title = titled("Speedup over ar by each setting", rows)
     return panel_lines(results, title, setting_panels(rows), "x ar", speedup_of)
 
 
@@ -187,7 +195,7 @@ def pass_panels(rows: Sequence[Row]) -> list[Panel]:
 def pass_lines(results: Results, rows: Sequence[Row]) -> "Figure":
     """Forwards of the draft for a text, against the depth that the settings allow (DEAGLE, Figure
     2)."""
-    title = f"Forwards of the draft for a text {place_of(rows[0])}"
+    title = titled("Forwards of the draft for a text", rows)
     return panel_lines(results, title, pass_panels(rows), "draft passes", draft_passes)
 
 
@@ -229,5 +237,5 @@ def draw_panel(axis: "Axes", panel: Panel, value: Value) -> None:
         axis.plot(xs, means, "o-", color="#000000", label="mean")
     if len(xs) <= FEW:
         axis.set_xticks(xs, [f"{x:g}" for x in xs], fontsize=8)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.08 * max(value(row) for row in panel.rows))
     axis.legend(frameon=False, fontsize=6)
