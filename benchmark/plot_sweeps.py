@@ -236,6 +236,6 @@ def draw_panel(axis: "Axes", panel: Panel, value: Value) -> None:
             )
         axis.plot(xs, means, "o-", color="#000000", label="mean")
     if len(xs) <= FEW:
-        axis.set_xticks(xs, [f"{x:g}" for x in xs], fontsize=8)
+        axis.set_xticks(xs, [f"{x:g}" for x in xs], fontsize=6)
     axis.set_ylim(0, 1.08 * max(value(row) for row in panel.rows))
     axis.legend(frameon=False, fontsize=6)

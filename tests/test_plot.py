@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmark.plot import drawings, figures, main
+from benchmark.plot import CROWD, drawings, figures, main
 from benchmark.plot_bars import place_bars
 from benchmark.plot_canvas import COLOURS
 from benchmark.plot_lines import shares, summed
 from benchmark.plot_sweeps import grid, grid_panels, group, setting, setting_panels
+from benchmark.presets import PRESETS
+from benchmark.report import name_of
 from benchmark.results import Results, Run
-from benchmark.tables import SYMBOLS
+from benchmark.tables import SYMBOLS, TABLES, choose_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +54,10 @@ def made_up(
     names: Sequence[str] = METHODS, places: Sequence[str] = ("",), table: str = "main"
 ) -> Results:
     """These rows at these places on two prompts; the throughputs are 50, 51, 52, ..."""
-    runs = [run_of(name, place) for place, name in product(places, names)]
+    return results_of([run_of(name, place) for place, name in product(places, names)], table)
+
+
+def results_of(runs: Sequence[Run], table: str) -> Results:
     sizes: dict[str, list[float]] = {}
     for field in SYMBOLS:
         sizes[field] = sorted({getattr(run, field) for run in runs})
@@ -71,8 +76,8 @@ def made_up(
     return found
 
 
-def of_memory(names: Sequence[str] = METHODS[:3], places: Sequence[str] = ("",)) -> Results:
-    results = made_up(names, places, "memory")
+def of_memory(runs: Sequence[Run]) -> Results:
+    results = results_of(runs, "memory")
     for i, record in enumerate(results.records):
         record["metrics"] = {"peak_mb": 300.0 + i, "floor_mb": 100.0}
     return results
@@ -112,8 +117,8 @@ CASES = {
         made_up(("ar", "linear K=2", "linear K=3", "linear K=4", "linear", "linear K=9")),
         BARS | {"_settings", "_passes"},
     ),
-    "memory": (of_memory(), {""}),
-    "memory on two datasets": (of_memory(places=DATASETS), {""}),
+    "memory": (of_memory(made_up(METHODS[:3]).runs), {""}),
+    "memory on two datasets": (of_memory(made_up(METHODS[:3], DATASETS).runs), {""}),
     "steps": (steps(), {""}),
 }
 
@@ -123,6 +128,23 @@ def test_what_is_drawn_follows_from_what_is_there(case: str) -> None:
     """And not from the table's name, which may be any paper's."""
     results, endings = CASES[case]
     assert set(drawings(results)) == endings
+
+
+@pytest.mark.parametrize("table", TABLES | PRESETS)
+def test_every_table_has_figures(table: str) -> None:
+    """All of its rows are in one of them at least."""
+    shown = (TABLES | PRESETS)[table]
+    runs = choose_runs(shown)
+    results = results_of(runs, table)
+    if shown.is_memory:
+        results = of_memory(runs)
+    endings = set(drawings(results))
+    names = {name_of(row) for row in results.rows()}
+    if len(names) > CROWD:
+        assert {ending.split("_")[1] for ending in endings} >= {"grid", "settings"}
+    else:
+        assert "" in endings
+    assert ("_optimum" in endings) == (table == "v1-4")
 
 
 def png_size(file: Path) -> tuple[int, int]:
@@ -189,7 +211,7 @@ def test_latency_adds_up_to_the_time_per_token() -> None:
 
 
 def test_memory_beside_ar() -> None:
-    (axis,) = drawn(of_memory()).axes
+    (axis,) = drawn(of_memory(made_up(METHODS[:3]).runs)).axes
     heights = [patch.get_height() for patch in axis.patches]
     assert heights == [300.5, 100.0, 302.5, 100.0, 304.5, 100.0]
     assert [text.get_text() for text in axis.texts] == ["", "+0.7%", "+1.3%"]
