@@ -83,9 +83,11 @@ def drawings_of_all(results: Results, rows: Sequence[Row]) -> dict[str, Drawing]
 def varied_sizes(rows: Sequence[Row]) -> list[str]:
     """The sizes that labels name, as they do those of which there are several on one dataset."""
     words = " ".join(place_of(row) for row in rows).split()
-    return [
-        size for size, symbol in SYMBOLS.items() if any(w.startswith(f"{symbol}=") for w in words)
-    ]
+    found = []
+    for size, symbol in SYMBOLS.items():
+        if any(word.startswith(f"{symbol}=") for word in words):
+            found.append(size)
+    return found
 
 
 def is_ablation(rows: Sequence[Row]) -> bool:

@@ -74,7 +74,8 @@ def group(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[Row]]:
         groups[others(row, names)].append(row)
     found = {}
     for alike in groups.values():
-        found[max((label_without(row, names) for row in alike), key=len)] = alike
+        labels = [label_without(row, names) for row in alike]
+        found[max(labels, key=len)] = alike
     return found
 
 
@@ -221,19 +222,18 @@ def panel_lines(
 def draw_panel(axis: "Axes", panel: Panel, value: Value) -> None:
     """Lines with a legend if they are few, else pale ones and their mean."""
     lines = group(panel.rows, (panel.x,))
-    xs = sorted({setting(row, panel.x) for row in panel.rows})
     for i, (label, rows) in enumerate(lines.items()):
         points = sorted((setting(row, panel.x), value(row)) for row in rows)
         style = line_style(i) | {"label": label or panel.title}
         if len(lines) > FEW:
             style = {"color": "#888888", "alpha": 0.35, "linewidth": 0.8}
         axis.plot(*zip(*points, strict=True), marker=".", **style)
+    found: dict[float, list[float]] = defaultdict(list)
+    for row in panel.rows:
+        found[setting(row, panel.x)].append(value(row))
+    xs = sorted(found)
     if len(lines) > FEW:
-        means = []
-        for x in xs:
-            means.append(
-                statistics.mean(value(row) for row in panel.rows if setting(row, panel.x) == x)
-            )
+        means = [statistics.mean(found[x]) for x in xs]
         axis.plot(xs, means, "o-", color="#000000", label="mean")
     if len(xs) <= FEW:
         axis.set_xticks(xs, [f"{x:g}" for x in xs], fontsize=6)
