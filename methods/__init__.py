@@ -6,6 +6,7 @@ and the GPU's check follow from it.
 
 static      ar, linear, fixed: trees whose shape is settled beforehand
 dyspec      the nodes of the highest estimated value, whatever shape they make
+opttree     the same, until a level adds too little
 deagle      beam and deagle: the likeliest nodes of each level, as deep as votes allow
 retrieval   recycle and graft: candidates from a table of successors
 lookup      what followed the text's own end the last time
@@ -17,6 +18,7 @@ from methods.auto import Auto
 from methods.deagle import Beam, Deagle
 from methods.dyspec import DySpec
 from methods.lookup import Lookup
+from methods.opttree import OptTree
 from methods.retrieval import Graft, Recycle
 from methods.static import Alone, Chain, Fixed
 
@@ -25,6 +27,7 @@ DRAFTING: dict[str, type[Settings]] = {  # by a draft model alone, so graft may 
     "fixed": Fixed,
     "dynatree": DynaTree,
     "dyspec": DySpec,
+    "opttree": OptTree,
     "beam": Beam,
     "deagle": Deagle,
 }

@@ -1,0 +1,117 @@
+"""opttree: the paper's algorithm taken literally, and what its threshold means."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from test_draft_tree import (
+    ROOT,
+    FakeDraft,
+    Path,
+    assert_starts_anew,
+    assert_well_formed,
+    even_draft,
+    paths,
+)
+from torch import Tensor
+
+from draft_tree import grow
+from engine.sampling import Sampling
+from engine.scores import Scores
+from methods.dyspec import DySpec
+from methods.opttree import OptTree
+
+DEPTH = 6
+
+
+def literal_tree(draft: FakeDraft, settings: OptTree) -> tuple[list[Path], int]:
+    """Draft a layer: n children of each node of the layer before, of all of them the n likeliest.
+    Add up the n likeliest of all layers: E(A). Stop if that is no more than delta above the last
+    E(A). Returns the root and these n, and how many layers were drafted."""
+    n = settings.N - 1
+    root = (ROOT.item(),)
+    layer = {root: 0.0}  # path -> log p
+    drafted: dict[Path, float] = {}
+    expected = 0.0  # E(A)
+    n_layers = 0
+    while n_layers < settings.D_max:
+        children: dict[Path, float] = {}
+        for path, logprob in layer.items():
+            best = torch.log_softmax(draft.logits(path), -1).sort(descending=True)
+            for token, value in zip(best.indices[:n].tolist(), best.values.tolist(), strict=False):
+                children[path + (token,)] = logprob + value
+        kept = sorted(children, key=children.get, reverse=True)[:n]
+        layer = {path: children[path] for path in kept}
+        drafted |= layer
+        n_layers += 1
+        likeliest = sorted(drafted, key=drafted.get, reverse=True)[:n]
+        now = sum(math.exp(drafted[path]) for path in likeliest)
+        if now - expected <= settings.delta:
+            break
+        expected = now
+    return [root] + likeliest, n_layers
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.05, 0.2, 0.4, 0.7])
+@pytest.mark.parametrize("n_rows", [2, 3, 8, 24])
+def test_the_tree_is_the_papers(n_rows: int, delta: float) -> None:
+    n_layers: Counter[int] = Counter()
+    for seed in range(12):
+        draft = FakeDraft(seed)
+        settings = OptTree(N=n_rows, D_max=DEPTH, delta=delta)
+        tree = grow(settings.rule(), ROOT, draft, 127)
+        expected, n = literal_tree(draft, settings)
+        assert sorted(paths(tree)) == sorted(expected)
+        assert draft.n_calls == n
+        assert_well_formed(tree)
+        n_layers[n] += 1
+    assert len(n_layers) > 1 or n_rows == 2, f"the cases have become too tame: {n_layers}"
+
+
+def test_without_a_threshold_it_is_dyspec() -> None:
+    for seed in range(12):
+        tree = grow(OptTree(N=12, D_max=DEPTH, delta=0.0).rule(), ROOT, FakeDraft(seed), 127)
+        other = grow(DySpec(N=12, D_max=DEPTH).rule(), ROOT, FakeDraft(seed), 127)
+        assert paths(tree) == paths(other)
+
+
+def test_what_a_level_adds_by_hand() -> None:
+    """Two tokens of p 0.5 after everything. Three nodes: the first level gives .5 + .5, the second
+    .25 in the third place, which was empty; a third level has nothing to give."""
+    for delta, n_rows in ((0.0, 4), (0.25, 4), (0.3, 4), (1.0, 3)):
+        tree = grow(OptTree(N=4, delta=delta).rule(), ROOT, even_draft, 127)
+        assert len(tree) == n_rows, delta
+
+
+class Counting:
+    """even_draft, and how often it has run."""
+
+    n_calls = 0
+
+    def __call__(self, tokens: Tensor, parents: Tensor | None) -> Scores:
+        self.n_calls += 1
+        return even_draft(tokens, parents)
+
+
+def test_it_stops_by_what_the_last_level_added() -> None:
+    """Eight nodes: the levels add two of p .5, four of .25 and two of .125."""
+    n_drafted = []
+    for delta in (0.0, 0.2, 0.25, 0.99, 1.0):
+        draft = Counting()
+        grow(OptTree(N=9, delta=delta).rule(), ROOT, draft, 127)
+        n_drafted.append(draft.n_calls)
+    assert n_drafted == [4, 4, 3, 3, 1]
+
+
+def test_candidates_are_ranked_also_when_the_text_is_sampled() -> None:
+    """A stop that looks at what was drawn would decide whether it is tried."""
+    sampler = Sampling(1.0, seed=3).sampler(torch.device("cpu"))
+    rule = OptTree(N=8).rule()
+    tree = grow(rule, ROOT, FakeDraft(2), 127, sampler)
+    assert tree.draft_probs is None
+    assert paths(tree) == paths(grow(rule, ROOT, FakeDraft(2), 127))
+
+
+def test_a_tree_remembers_nothing_of_the_one_before() -> None:
+    assert_starts_anew(OptTree(N=9, D_max=DEPTH).rule())
