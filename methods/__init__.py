@@ -4,7 +4,7 @@ A method is a frozen dataclass of settings whose `rule()` returns a fresh Rule (
 add one: a file here, and a line below; --help, graft's bases, the benchmark, the exactness suite
 and the GPU's check follow from it.
 
-static      ar, linear, fixed: trees whose shape is settled beforehand
+static      ar, linear, confident, fixed, specinfer: trees whose shape is settled beforehand
 dyspec      the nodes of the highest estimated value, whatever shape they make
 opttree     the same, until a level adds too little
 deagle      beam and deagle: the likeliest nodes of each level, as deep as votes allow
@@ -20,11 +20,13 @@ from methods.dyspec import DySpec
 from methods.lookup import Lookup
 from methods.opttree import OptTree
 from methods.retrieval import Graft, Recycle
-from methods.static import Alone, Chain, Fixed
+from methods.static import Alone, Chain, ConfidentChain, Fixed, SpecInfer
 
 DRAFTING: dict[str, type[Settings]] = {  # by a draft model alone, so graft may go over them
     "linear": Chain,
+    "confident": ConfidentChain,
     "fixed": Fixed,
+    "specinfer": SpecInfer,
     "dynatree": DynaTree,
     "dyspec": DySpec,
     "opttree": OptTree,

@@ -1,15 +1,28 @@
-"""ar, linear and fixed: trees whose shape is settled beforehand.
+"""ar, linear, confident, fixed, specinfer: trees whose shape is settled beforehand.
 
-python dynatree.py --method linear --set K=8 --prompt "..."
-python dynatree.py --method fixed --set D=4 --set B=3 --prompt "..."
+linear is a chain of tokens (Leviathan et al. 2023). confident is one that ends where the draft is
+unsure: a token of less than p_min has nothing after it (Mamou et al. 2024; transformers has it as
+assistant_confidence_threshold; llama.cpp's p-min does not send that token along). fixed has B
+children everywhere (section 4.3), specinfer as many as `widths` says for each depth (Miao et al.
+2024; the paper's own are 1:1:3:1:1:1:1:1).
+
+When the text is sampled, linear, confident and specinfer draw: confident always adds what it has
+drawn and only then looks at its probability, so it loses nothing by that. specinfer draws without
+replacement, a departure from its paper: a token drawn a second time has been rejected already, and
+cannot pass (DySpec).
+
+    python dynatree.py --method linear --set K=8 --prompt "..."
+    python dynatree.py --method specinfer --set widths=3:2:1 --prompt "..."
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from draft_tree import LOWEST, MAX_ROWS, Level, Rule, log_threshold
-from engine.settings import check_settings, setting
+from engine.settings import check_settings, setting, text
 
 
 @dataclass(frozen=True)
@@ -39,8 +52,22 @@ class Chain:
         check_settings(self)
 
     def rule(self) -> Rule:
-        rule = StaticRule(max_branches=1, max_depth=self.K, n_rows=self.K + 1, least=LOWEST)
-        rule.is_drawing = True
+        return StaticRule([1] * self.K, n_rows=self.K + 1, is_drawing=True)
+
+
+@dataclass(frozen=True)
+class ConfidentChain:
+    """confident: a chain that ends with the first token of less than p_min (Mamou et al. 2024)."""
+
+    K: int = setting(16, 0, MAX_ROWS - 1, "tokens drafted per iteration at most")
+    p_min: float = setting(0.2, 0.0, 1.0, "a token to which the draft gives less is the last")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def rule(self) -> Rule:
+        rule = StaticRule([1] * self.K, n_rows=self.K + 1, is_drawing=True)
+        rule.least_to_expand = log_threshold(self.p_min)
         return rule
 
 
@@ -57,17 +84,69 @@ class Fixed:
         check_settings(self)
 
     def rule(self) -> Rule:
-        return StaticRule(self.B, self.D, self.N_max, log_threshold(self.tau))
+        rule = StaticRule([self.B] * self.D, self.N_max, is_drawing=False)
+        rule.least_to_add = log_threshold(self.tau)
+        return rule
+
+
+def parse_widths(word: str) -> list[int]:
+    """Children per node at each depth. Raises ValueError unless the tree fits in a pass."""
+    widths = []
+    for part in word.split(":"):
+        if not part.isdecimal() or int(part) == 0:
+            raise ValueError("children per node, by depth, are whole numbers such as 4:2:1")
+        widths.append(int(part))
+    n_rows = count_rows(widths)
+    if n_rows > MAX_ROWS:
+        raise ValueError(f"its tree has {n_rows} rows, {MAX_ROWS} is the most")
+    return widths
+
+
+def count_rows(widths: Sequence[int]) -> int:
+    """Of the tree with so many children per node at each depth, root included."""
+    n_rows = 1
+    n_nodes = 1  # of the level
+    for width in widths:
+        n_nodes *= width
+        n_rows += n_nodes
+    return n_rows
+
+
+def example_widths() -> Sequence[str]:
+    return ("1:1:3:1:1:1:1:1", "4:2", "1")
+
+
+@dataclass(frozen=True)
+class SpecInfer:
+    """specinfer: as many children per node as is said for its depth (Miao et al. 2024)."""
+
+    widths: str = text(
+        "3:2:1:1:1", parse_widths, "children per node, at depth 0, 1, ...", example_widths
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def rule(self) -> Rule:
+        widths = parse_widths(self.widths)
+        return StaticRule(widths, count_rows(widths), is_drawing=True)
 
 
 class StaticRule(Rule):
-    """Every candidate whose path is likely enough, in breadth-first order up to n_rows."""
+    """As many children per node as its depth allows, in breadth-first order up to n_rows."""
 
-    def __init__(self, max_branches: int, max_depth: int, n_rows: int, least: float):
-        """least: the lowest log p(u) of a child that is added."""
-        super().__init__(max_branches, max_depth, max_rows=n_rows, max_drafted=n_rows)
-        self.least = least
+    least_to_add = LOWEST  # log p(u) of a child that is added
+    least_to_expand = LOWEST  # log-probability, given its path, of a child that has children
+
+    def __init__(self, widths: Sequence[int], n_rows: int, is_drawing: bool):
+        """widths: children per node, by depth."""
+        widest = max(widths, default=1)
+        super().__init__(widest, len(widths), max_rows=n_rows, max_drafted=n_rows)
+        self.is_drawing = is_drawing
+        self.widths = widths
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        add = level.path_logprobs >= self.least  # [W, k]
-        return add, add
+        rank = torch.arange(level.logprobs.shape[1])
+        add = level.path_logprobs >= self.least_to_add  # [W, k]
+        add &= rank < self.widths[level.depth]
+        return add, level.logprobs >= self.least_to_expand

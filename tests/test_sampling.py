@@ -14,7 +14,7 @@ from torch import Tensor
 import draft_tree
 import verify
 from cli.metrics import token_ids
-from draft_tree import Draft, DynaTree, Settings, grow
+from draft_tree import Draft, DynaTree, Level, Settings, grow
 from dynatree import generate
 from engine.sampling import Sampler, Sampling
 from engine.scores import Scores
@@ -23,7 +23,7 @@ from methods.auto import Auto
 from methods.dyspec import DySpec
 from methods.lookup import Lookup, LookupRule
 from methods.retrieval import Graft, GraftRule
-from methods.static import Chain, Fixed
+from methods.static import Chain, ConfidentChain, Fixed, SpecInfer, StaticRule
 from verify import accept_sampled, try_children
 
 CPU = torch.device("cpu")
@@ -354,6 +354,39 @@ def test_a_copy_leaves_the_targets_law(settings: Sampling) -> None:
     assert tree.tokens.tolist() == [0, 2, 1]
     law = every_outcome(two_tokens(Copied(), OTHER, 2), settings)
     assert_same_law(law, settings)
+
+
+@pytest.mark.parametrize(("settings", "draft"), CASES)
+def test_a_chain_that_stops_by_what_was_drawn_leaves_the_targets_law(
+    settings: Sampling, draft: str
+) -> None:
+    rule = ConfidentChain(K=2, p_min=0.3)
+    law = every_outcome(two_tokens(rule, DRAFTS[draft], 2), settings)
+    assert_same_law(law, settings)
+
+
+SHAPES = [SpecInfer("2:2"), SpecInfer("1:3")]
+
+
+@pytest.mark.parametrize("rule", SHAPES)
+@pytest.mark.parametrize(("settings", "draft"), list(itertools.product(HEATS, FEW_DRAFTS)))
+def test_drawn_trees_of_a_settled_shape_leave_the_targets_law(
+    rule: Settings, settings: Sampling, draft: str
+) -> None:
+    trial = two_tokens(rule, FEW_DRAFTS[draft], 2, FEW_TARGET)
+    assert_same_law(every_outcome(trial, settings), settings, FEW_TARGET)
+
+
+def test_leaving_out_an_unlikely_draw_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted error: a chain without the unsure token, as one may have it that is greedy."""
+
+    def expand(rule: StaticRule, level: Level) -> tuple[Tensor, Tensor]:
+        is_sure = level.logprobs >= rule.least_to_expand
+        return is_sure, is_sure
+
+    monkeypatch.setattr(StaticRule, "expand", expand)
+    trial = two_tokens(ConfidentChain(K=2, p_min=0.3), OTHER, 2)
+    assert error_of(every_outcome(trial, Sampling(1.0)), Sampling(1.0)) > 0.01
 
 
 def test_a_draft_that_is_not_renormalised_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,137 @@
+"""confident and specinfer, node for node; linear and fixed are in test_draft_tree.py."""
+
+from collections import Counter
+
+import pytest
+import torch
+from test_draft_tree import (
+    ROOT,
+    VOCAB,
+    FakeDraft,
+    Path,
+    assert_starts_anew,
+    assert_well_formed,
+    even_draft,
+    paths,
+)
+
+from draft_tree import MAX_ROWS, grow
+from engine.sampling import Sampling
+from methods.static import ConfidentChain, SpecInfer
+
+CPU = torch.device("cpu")
+
+
+def confident_chain(draft: FakeDraft, settings: ConfidentChain) -> list[Path]:
+    """Token by token: add the likeliest, and stop if the draft gave it less than p_min."""
+    path = (ROOT.item(),)
+    chain = [path]
+    while len(chain) <= settings.K:
+        probs = torch.softmax(draft.logits(path), -1)
+        path += (int(probs.argmax()),)
+        chain.append(path)
+        if probs.max() < settings.p_min:
+            break
+    return chain
+
+
+def test_a_confident_chain_ends_with_its_first_unsure_token() -> None:
+    lengths: Counter[int] = Counter()
+    for seed in range(60):
+        draft = FakeDraft(seed)
+        settings = ConfidentChain(K=4, p_min=(0.3, 0.6, 0.9)[seed % 3])
+        tree = grow(settings.rule(), ROOT, draft, 127)
+        assert paths(tree) == confident_chain(draft, settings)
+        assert draft.n_calls == tree.depth, "a pass whose token nobody asked for"
+        lengths[tree.depth] += 1
+    assert set(lengths) == {1, 2, 3, 4}, lengths
+
+
+def test_a_token_at_the_threshold_goes_on() -> None:
+    """Every token of this draft has probability 0.5, exact in float32."""
+    depths = []
+    for p_min in (0.0, 0.5, 0.51):
+        rule = ConfidentChain(K=6, p_min=p_min).rule()
+        depths.append(grow(rule, ROOT, even_draft, 127).depth)
+    assert depths == [6, 6, 1]
+
+
+def test_a_drawn_chain_goes_by_what_was_drawn() -> None:
+    """By the token's own probability, in the distribution it was drawn from; it is added anyway."""
+    n_ended = 0
+    for seed in range(40):
+        draft = FakeDraft(seed)
+        sampler = Sampling(0.5, seed=seed).sampler(CPU)
+        tree = grow(ConfidentChain(K=4, p_min=0.4).rule(), ROOT, draft, 127, sampler)
+        rows = paths(tree)
+        confidences = []
+        for path in rows[1:]:
+            probs = sampler.warp_draft(draft.logits(path[:-1])[None])[0]
+            confidences.append(float(probs[path[-1]]))
+        assert all(p >= 0.4 for p in confidences[:-1])
+        assert tree.depth == 4 or confidences[-1] < 0.4
+        n_ended += tree.depth < 4
+    assert 5 < n_ended < 35
+
+
+def widest_tree(draft: FakeDraft, widths: list[int]) -> list[Path]:
+    """Breadth-first: the likeliest children of every node, as many as its depth says."""
+    level = [(ROOT.item(),)]
+    tree = list(level)
+    for width in widths:
+        below = []
+        for path in level:
+            for token in draft.logits(path).argsort(descending=True)[:width].tolist():
+                below.append(path + (token,))
+        tree += below
+        level = below
+    return tree
+
+
+@pytest.mark.parametrize("widths", [[3, 2, 1, 1], [1, 1, 3, 1, 1], [2, 4, 3], [1], [40, 2]])
+def test_specinfer_is_as_wide_as_it_is_told(widths: list[int]) -> None:
+    """And no more rows are asked for than that tree has; a vocabulary may have too few ids."""
+    word = ":".join([str(width) for width in widths])
+    for seed in range(5):
+        draft = FakeDraft(seed)
+        rule = SpecInfer(word).rule()
+        tree = grow(rule, ROOT, draft, 127)
+        assert paths(tree) == widest_tree(draft, widths)
+        assert len(tree) == rule.max_rows or max(widths) > VOCAB
+        assert draft.n_calls == len(widths)
+
+
+def test_drawn_children_are_as_many_and_distinct() -> None:
+    for seed in range(10):
+        sampler = Sampling(1.0, seed=seed).sampler(CPU)
+        tree = grow(SpecInfer("3:1:2").rule(), ROOT, FakeDraft(seed), 127, sampler)
+        assert_well_formed(tree)
+        assert torch.bincount(tree.depths).tolist() == [1, 3, 3, 6]
+        assert torch.bincount(tree.parents[1:]).tolist() == [3, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        ("128", "its tree has 129 rows, 128 is the most"),
+        ("2:2:2:2:2:2:2", "its tree has 255 rows"),
+        ("", "whole numbers such as 4:2:1"),
+        ("3:0:1", "whole numbers"),
+        ("3:-1", "whole numbers"),
+        ("3:1.5", "whole numbers"),
+        ("3,2", "whole numbers"),
+    ],
+)
+def test_widths_that_make_no_tree(widths: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"widths={widths}: .*{message}"):
+        SpecInfer(widths)
+
+
+def test_the_widest_tree_there_may_be() -> None:
+    assert SpecInfer("127").rule().max_rows == MAX_ROWS
+    assert SpecInfer("1:126").rule().max_rows == MAX_ROWS
+
+
+@pytest.mark.parametrize("settings", [ConfidentChain(), SpecInfer()])
+def test_nothing_is_remembered_of_the_tree_before(settings: ConfidentChain | SpecInfer) -> None:
+    assert_starts_anew(settings.rule())
