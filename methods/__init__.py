@@ -5,6 +5,7 @@ add one: a file here, and a line below; --help, graft's bases, the benchmark, th
 and the GPU's check follow from it.
 
 static      ar, linear, confident, fixed, specinfer: trees whose shape is settled beforehand
+sequoia     the static tree that is best for measured chances by rank
 dyspec      the nodes of the highest estimated value, whatever shape they make
 opttree     the same, until a level adds too little
 deagle      beam and deagle: the likeliest nodes of each level, as deep as votes allow
@@ -20,6 +21,7 @@ from methods.dyspec import DySpec
 from methods.lookup import Lookup
 from methods.opttree import OptTree
 from methods.retrieval import Graft, Recycle
+from methods.sequoia import Sequoia
 from methods.static import Alone, Chain, ConfidentChain, Fixed, SpecInfer
 
 DRAFTING: dict[str, type[Settings]] = {  # by a draft model alone, so graft may go over them
@@ -27,6 +29,7 @@ DRAFTING: dict[str, type[Settings]] = {  # by a draft model alone, so graft may 
     "confident": ConfidentChain,
     "fixed": Fixed,
     "specinfer": SpecInfer,
+    "sequoia": Sequoia,
     "dynatree": DynaTree,
     "dyspec": DySpec,
     "opttree": OptTree,

@@ -23,6 +23,7 @@ from methods.auto import Auto
 from methods.dyspec import DySpec
 from methods.lookup import Lookup, LookupRule
 from methods.retrieval import Graft, GraftRule
+from methods.sequoia import Sequoia
 from methods.static import Chain, ConfidentChain, Fixed, SpecInfer, StaticRule
 from verify import accept_sampled, try_children
 
@@ -365,7 +366,7 @@ def test_a_chain_that_stops_by_what_was_drawn_leaves_the_targets_law(
     assert_same_law(law, settings)
 
 
-SHAPES = [SpecInfer("2:2"), SpecInfer("1:3")]
+SHAPES = [SpecInfer("2:2"), SpecInfer("1:3"), Sequoia(N=6, D_max=2, p="0.6:0.3:0.1")]
 
 
 @pytest.mark.parametrize("rule", SHAPES)

@@ -1,0 +1,146 @@
+"""sequoia: one tree for all iterations, the best for measured chances by rank (Chen et al. 2024).
+
+That a child is accepted, once its parent is, is taken to depend on its rank alone; `p` lists the
+chances, rank by rank. A node then adds the product of the chances along its path to the expected
+accepted length, and dynamic programming finds the N rows with the highest sum. A child is tried
+after its elder siblings, so none is there without them. `python tools/calibrate.py` measures the
+chances, and which N and D_max fit the machine.
+
+When the text is sampled children are drawn, without replacement: the shape never depends on what
+they are.
+
+    python dynatree.py --method sequoia --set N=24 --set p=0.6:0.15:0.05 --prompt "..."
+
+Shapes: D depth, k ranks, n nodes.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from draft_tree import LOWEST, MAX_ROWS, Level, Rule
+from engine.settings import check_settings, setting, text
+
+# Of the embedded pair, greedily: tools/calibrate.py on 24 texts of its training corpus
+P_TINY = "0.815:0.115:0.026:0.01"
+
+Chances = tuple[float, ...]  # of acceptance, by rank
+Shape = list[list[int]]  # the children of each node, nodes in breadth-first order
+
+
+def parse_chances(word: str) -> Chances:
+    """Chances of acceptance by rank. Raises ValueError."""
+    chances = []
+    for part in word.split(":"):
+        try:
+            chance = float(part)
+        except ValueError:
+            chance = -1.0
+        if not 0 <= chance <= 1:
+            raise ValueError("chances by rank are numbers from 0 to 1, such as 0.6:0.15:0.05")
+        chances.append(chance)
+    return tuple(chances)
+
+
+def example_chances() -> Sequence[str]:
+    return ("0.6:0.15:0.05", "0.2:0.5:0.0:0.3", "0.0")
+
+
+@dataclass(frozen=True)
+class Sequoia:
+    """sequoia: the static tree of the highest expected length, by rank (Chen et al. 2024)."""
+
+    N: int = setting(16, 1, MAX_ROWS, "rows per tree, root included")
+    D_max: int = setting(6, 1, MAX_ROWS - 1, "hard limit of depth")
+    p: str = text(P_TINY, parse_chances, "chances of acceptance by rank", example_chances)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def rule(self) -> Rule:
+        n_nodes = self.N - 1
+        shape = plan(n_nodes, self.D_max, parse_chances(self.p)).shape(n_nodes, self.D_max)
+        return SequoiaRule(shape, self.D_max)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is best below a node, for each number of levels and of nodes that may follow it, if its
+    children of a rank below k are there: tables [D + 1, k + 1, n + 1]."""
+
+    lengths: Tensor  # float64, what the n nodes add to the expected accepted length
+    shares: Tensor  # int64, those of the n that go to the child of rank k; 0: there is none
+
+    def shape(self, n_nodes: int, max_depth: int) -> Shape:
+        """The best tree of n_nodes below its root; of fewer if they have no room."""
+        shape = []
+        waiting = deque([(n_nodes, max_depth)])  # nodes and levels to go below each node
+        n_named = 1
+        while waiting:
+            n, depth = waiting.popleft()
+            family = []
+            share = int(self.shares[depth, 0, n])
+            while share:
+                family.append(n_named)
+                n_named += 1
+                waiting.append((share - 1, depth - 1))
+                n -= share
+                share = int(self.shares[depth, len(family), n])
+            shape.append(family)
+        return shape
+
+
+@cache
+def plan(n_nodes: int, max_depth: int, chances: Chances) -> Plan:
+    """Sequoia's dynamic programming, for so many nodes and levels below the root, and for fewer."""
+    n_ranks = len(chances)
+    lengths = torch.zeros(max_depth + 1, n_ranks + 1, n_nodes + 1, dtype=torch.float64)
+    shares = torch.zeros(lengths.shape, dtype=torch.int64)
+    n = torch.arange(n_nodes + 1)
+    left = n.unsqueeze(1) - n  # [n + 1, n + 1], what each share leaves of n nodes
+    for depth in range(1, max_depth + 1):
+        for rank in reversed(range(n_ranks)):
+            eldest = torch.zeros(n_nodes + 1, dtype=torch.float64)  # by its share
+            eldest[1:] = chances[rank] * (1 + lengths[depth - 1, 0, :-1])
+            younger = lengths[depth, rank + 1][left.clamp(min=0)]
+            younger[:, 0] = 0.0
+            both = (eldest + younger).masked_fill(left < 0, -torch.inf)
+            best = both.max(dim=1)
+            lengths[depth, rank] = best.values
+            shares[depth, rank] = best.indices
+    return Plan(lengths, shares)
+
+
+class SequoiaRule(Rule):
+    """One generation of Sequoia; between the levels of a tree it knows which nodes have run."""
+
+    is_drawing = True
+
+    def __init__(self, shape: Shape, max_depth: int):
+        widest = max(len(family) for family in shape)
+        n_rows = len(shape)
+        super().__init__(max(widest, 1), max_depth, max_rows=n_rows, max_drafted=n_rows)
+        self.shape = shape
+        self.nodes: list[int] = []  # of the shape, one for each row that the draft runs next
+
+    def begin(self, root: Tensor) -> int:
+        self.nodes = [0]
+        return self.max_depth
+
+    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+        add = level.path_logprobs >= LOWEST  # [W, k]; what cannot be drawn has no row to run
+        expand = torch.zeros_like(add)
+        growing = []
+        for row, is_possible in enumerate(add.tolist()):
+            family = self.shape[self.nodes[row]]
+            add[row, len(family) :] = False
+            for rank, child in enumerate(family):
+                if rank < len(is_possible) and is_possible[rank] and self.shape[child]:
+                    expand[row, rank] = True
+                    growing.append(child)
+        self.nodes = growing
+        return add, expand

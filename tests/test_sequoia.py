@@ -1,0 +1,193 @@
+"""sequoia: the best shape, against the paper's own recursion and a heap; the tree of that shape."""
+
+import heapq
+import itertools
+import math
+
+import pytest
+import torch
+from test_draft_tree import (
+    ROOT,
+    VOCAB,
+    FakeDraft,
+    Path,
+    assert_starts_anew,
+    assert_well_formed,
+    paths,
+)
+from torch import Tensor
+
+from draft_tree import LOWEST, grow
+from engine.sampling import Sampling
+from methods.sequoia import Chances, Sequoia, SequoiaRule, Shape, parse_chances, plan
+
+FALLING = (0.7, 0.12, 0.04, 0.02)
+RISING = (0.1, 0.5, 0.2)  # a rank may be worth less than the next, which needs it all the same
+ZEROS = (0.4, 0.0, 0.3)
+CHANCES = [FALLING, RISING, ZEROS, (0.9,), (0.0,), (0.5, 0.5)]
+
+
+def papers_length(n_rows: int, max_depth: int, chances: Chances) -> float:
+    """Section 4.1 taken literally: T[n][d][b], the expected tokens of a tree of n rows, the root
+    among them, d levels of rows at most, whose root has b children. Its last child gets some rows,
+    the tree with one child less the others."""
+    n_levels = max_depth + 1
+    n_ranks = len(chances)
+    t = [[[-math.inf] * (n_ranks + 1) for _ in range(n_levels + 1)] for _ in range(n_rows + 1)]
+    for depth in range(1, n_levels + 1):
+        t[1][depth][0] = 1.0
+    for n in range(2, n_rows + 1):
+        for depth in range(2, n_levels + 1):
+            for b in range(1, n_ranks + 1):
+                for last in range(1, n):
+                    others = t[n - last][depth][b - 1]
+                    value = others + chances[b - 1] * max(t[last][depth - 1])
+                    t[n][depth][b] = max(t[n][depth][b], value)
+    return max(max(t[n][n_levels]) for n in range(1, n_rows + 1))
+
+
+def heap_length(n_rows: int, max_depth: int, chances: Chances) -> float:
+    """For chances that do not rise the best nodes make a tree: take them one by one."""
+    total = 1.0
+    heap = [(-p, 1) for p in chances]
+    heapq.heapify(heap)
+    for _ in range(n_rows - 1):
+        if not heap:
+            break
+        negative, depth = heapq.heappop(heap)
+        total -= negative
+        if depth < max_depth:
+            for p in chances:
+                heapq.heappush(heap, (negative * p, depth + 1))
+    return total
+
+
+def length(shape: Shape, chances: Chances) -> float:
+    """The expected tokens of an iteration: each node's chance to be accepted, added up."""
+    reached = {0: 1.0}
+    for node, family in enumerate(shape):
+        for p, child in zip(chances, family, strict=False):
+            reached[child] = reached[node] * p
+    return sum(reached.values())
+
+
+def depth_of(shape: Shape) -> int:
+    depths = {0: 0}
+    for node, family in enumerate(shape):
+        for child in family:
+            depths[child] = depths[node] + 1
+    return max(depths.values())
+
+
+@pytest.mark.parametrize("chances", CHANCES)
+@pytest.mark.parametrize("max_depth", [1, 2, 3, 7])
+def test_the_shape_is_the_papers_optimum(max_depth: int, chances: Chances) -> None:
+    for n_rows in (1, 2, 3, 4, 7, 12, 20):
+        best = papers_length(n_rows, max_depth, chances)
+        shape = plan(n_rows - 1, max_depth, chances).shape(n_rows - 1, max_depth)
+        assert length(shape, chances) == pytest.approx(best, abs=1e-9)
+        assert len(shape) <= n_rows and depth_of(shape) <= max_depth
+        assert max(len(family) for family in shape) <= len(chances)
+        children = [child for family in shape for child in family]
+        assert children == list(range(1, len(shape))), "breadth-first, each once"
+        if chances == FALLING:
+            assert len(shape) == min(n_rows, sum(4**depth for depth in range(max_depth + 1)))
+            assert heap_length(n_rows, max_depth, chances) == pytest.approx(best, abs=1e-9)
+
+
+def test_a_plan_holds_every_smaller_one() -> None:
+    """What tools/calibrate.py chooses among."""
+    large = plan(20, 6, FALLING)
+    for n_rows, max_depth in itertools.product((1, 2, 5, 21), (1, 2, 6)):
+        shape = large.shape(n_rows - 1, max_depth)
+        assert shape == plan(n_rows - 1, max_depth, FALLING).shape(n_rows - 1, max_depth)
+        expected = 1 + float(large.lengths[max_depth, 0, n_rows - 1])
+        assert expected == pytest.approx(length(shape, FALLING))
+
+
+def test_a_small_shape_by_hand() -> None:
+    """Of p .6, .3: the nodes are worth .6, .36, .3, .216, and .18 twice at depth 2."""
+    assert plan(4, 8, (0.6, 0.3)).shape(4, 8) == [[1, 2], [3], [], [4], []]
+    assert plan(5, 2, (0.6, 0.3)).shape(5, 2) == [[1, 2], [3, 4], [5], [], [], []]
+    assert plan(4, 1, (0.6, 0.3)).shape(4, 1) == [[1, 2], [], []]
+
+
+class Choosy(FakeDraft):
+    """A FakeDraft that gives some of the paths only one or two tokens, and one of them none."""
+
+    def logits(self, path: Path) -> Tensor:
+        logits = super().logits(path)
+        n_possible = (VOCAB, 1, VOCAB, 2, 0)[sum(path[1:]) % 5]
+        if len(path) == 1:
+            n_possible = 3
+        impossible = logits.argsort(descending=True)[n_possible:]
+        return logits.index_fill(0, impossible, -math.inf)
+
+
+def shaped_tree(draft: FakeDraft, shape: Shape) -> list[Path]:
+    """Node by node: the likeliest tokens, one for each child that the shape has here."""
+    queue = [((ROOT.item(),), 0)]
+    for path, node in queue:  # which grows meanwhile
+        best = torch.log_softmax(draft.logits(path), -1).sort(descending=True)
+        for rank, child in enumerate(shape[node]):
+            if best.values[rank] >= LOWEST:
+                queue.append((path + (int(best.indices[rank]),), child))
+    return [path for path, _ in queue]
+
+
+@pytest.mark.parametrize("kind", [FakeDraft, Choosy])
+@pytest.mark.parametrize("chances", [FALLING, RISING, (0.5, 0.5)])
+def test_the_tree_has_that_shape(kind: type[FakeDraft], chances: Chances) -> None:
+    """Node by node, also where tokens lack: the rows that the draft runs then have a gap."""
+    shape = plan(23, 5, chances).shape(23, 5)
+    n_rows = set()
+    for seed in range(30):
+        draft = kind(seed)
+        tree = grow(SequoiaRule(shape, 5), ROOT, draft, 127)
+        assert paths(tree) == shaped_tree(draft, shape)
+        assert_well_formed(tree)
+        n_rows.add(len(tree))
+    assert (n_rows == {24}) == (kind is FakeDraft)
+
+
+@pytest.mark.parametrize("kind", [FakeDraft, Choosy])
+def test_a_drawn_tree_has_that_shape_too(kind: type[FakeDraft]) -> None:
+    """How many children a node has is up to the shape and the tokens there are, no draw."""
+    shape = plan(23, 5, FALLING).shape(23, 5)
+    for seed in range(30):
+        draft = kind(seed)
+        sampler = Sampling(1.0, top_p=0.99999, seed=seed).sampler(torch.device("cpu"))
+        tree = grow(SequoiaRule(shape, 5), ROOT, draft, 127, sampler)
+        assert_well_formed(tree)
+        families: dict[Path, list[int]] = {path: [] for path in paths(tree)}
+        for path in paths(tree)[1:]:
+            families[path[:-1]].append(path[-1])
+        queue = [((ROOT.item(),), 0)]
+        for path, node in queue:
+            n_possible = int((sampler.warp_draft(draft.logits(path)[None]) > 0).sum())
+            assert len(families[path]) == min(len(shape[node]), n_possible)
+            for token, child in zip(families[path], shape[node], strict=False):
+                queue.append((path + (token,), child))
+        assert len(queue) == len(tree)
+
+
+def test_settings_make_the_rule() -> None:
+    rule = Sequoia(N=6, D_max=2, p="0.6:0.3").rule()
+    assert rule.shape == [[1, 2], [3, 4], [5], [], [], []]
+    assert (rule.max_branches, rule.max_depth, rule.max_rows, rule.max_drafted) == (2, 2, 6, 6)
+    assert len(grow(Sequoia(N=1).rule(), ROOT, FakeDraft(0), 127)) == 1
+    assert len(grow(Sequoia(p="0.0").rule(), ROOT, FakeDraft(0), 127)) == 1
+
+
+def test_chances_are_read() -> None:
+    assert parse_chances("0.6:.15:1e-2:0") == (0.6, 0.15, 0.01, 0.0)
+
+
+@pytest.mark.parametrize("p", ["", "0.6:", "0.6,0.1", "1.5", "-0.1", "nan", "many"])
+def test_chances_that_are_none(p: str) -> None:
+    with pytest.raises(ValueError, match=f"p={p}: chances by rank are numbers from 0 to 1"):
+        Sequoia(p=p)
+
+
+def test_a_tree_remembers_nothing_of_the_one_before() -> None:
+    assert_starts_anew(Sequoia().rule())
