@@ -3,5 +3,6 @@
 enlarge            a checkpoint of a larger shape that computes what a small one does
 profile_iteration  what an iteration makes a device do, kernel by kernel
 kernel_times       attention two ways, and the products of a layer, by rows
+calibrate          the settings of sequoia for a pair and a machine
 gpu_check.sh       everything that only a GPU can tell, in one command
 """
