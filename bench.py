@@ -58,19 +58,17 @@ class Turn:
     run: Run
 
 
-def take_turns(runs: Sequence[Run], n_prompts: Mapping[str, int], n_repeats: int) -> Iterator[Turn]:
-    """All runs on a prompt before the next, each time another one first; dataset by dataset.
-
-    n_prompts: by dataset, in this order.
-    """
-    orders = {name: [run for run in runs if run.dataset == name] for name in n_prompts}
+def take_turns(
+    runs: Sequence[Run], prompts: Mapping[str, Sequence], n_repeats: int
+) -> Iterator[Turn]:
+    """All runs on a prompt before the next, each time another one first; dataset by dataset."""
     for repeat in range(n_repeats):
-        for dataset, n in n_prompts.items():
-            for prompt in range(n):
-                order = orders[dataset]
-                for run in order:
+        for dataset, own in prompts.items():
+            order = [run for run in runs if run.dataset == dataset]
+            for prompt in range(len(own)):
+                first = (repeat * len(own) + prompt) % max(len(order), 1)
+                for run in order[first:] + order[:first]:
                     yield Turn(repeat, prompt, run)
-                orders[dataset] = order[1:] + order[:1]
 
 
 class Bench:
@@ -103,8 +101,7 @@ class Bench:
         """The turns that the results file has no record of, in their order."""
         done = {(r["repeat"], r["prompt"], r["run"]) for r in self.results.records}
         repeats = self.results.options["repeats"]
-        n_prompts = {dataset: len(prompts) for dataset, prompts in self.prompts.items()}
-        turns = take_turns(self.results.runs, n_prompts, repeats)
+        turns = take_turns(self.results.runs, self.prompts, repeats)
         return [turn for turn in turns if (turn.repeat, turn.prompt, turn.run.label) not in done]
 
     def set_up(self) -> None:

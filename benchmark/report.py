@@ -168,6 +168,8 @@ def exactness_notes(rows: list[Row], is_summed: bool) -> list[str]:
         found.append("Every greedy text is ar's, token for token.")
     if any(row.run.is_strict for row in rows):
         found.append("A strict row is held against strict ar with as many rows a pass.")
+    if any(row.run.window is not None for row in rows):
+        found.append("A row over a window is held against ar over it, not over the whole text.")
     return found
 
 
@@ -188,7 +190,7 @@ def sum_up_differences(row: Row, differing: list[dict]) -> str:
 
 def reference_of(row: Row) -> str:
     """What a row's texts are held against, for a sentence."""
-    if row.run.is_strict:
+    if row.run.is_strict or row.run.window is not None:
         return row.run.reference
     return "ar"
 

@@ -142,7 +142,7 @@ def test_every_row_of_a_table_is_a_valid_run(table: Table) -> None:
 
 def test_runs_take_turns_prompt_by_prompt() -> None:
     runs = choose_runs(TABLES["main"], "ar,linear,fixed")
-    turns = take_turns(runs, {"builtin": 2}, 2)
+    turns = take_turns(runs, {"builtin": range(2)}, 2)
     order = [(turn.repeat, turn.prompt, turn.run.label) for turn in turns]
     assert order == [
         (0, 0, "ar"),
@@ -651,7 +651,8 @@ def test_turns_go_from_dataset_to_dataset() -> None:
     """And in each another row begins every prompt, from round to round."""
     part = Part(("ar", "linear"))
     parts = (part, replace(part, dataset="pg19"))
-    turns = take_turns(choose_runs(Table("", [], parts)), {"builtin": 1, "pg19": 2}, 2)
+    prompts = {"builtin": range(1), "pg19": range(2)}
+    turns = take_turns(choose_runs(Table("", [], parts)), prompts, 2)
     order = [f"{turn.repeat} {turn.prompt} {turn.run.label}" for turn in turns]
     assert order == [
         "0 0 ar on builtin",
@@ -731,6 +732,18 @@ def test_our_own_prompts_are_written_on(capsys: Captured, tmp_path: Path) -> Non
     assert [len(prompt) for prompt in prompts["builtin"]] == [200]
 
 
+@pytest.mark.parametrize("table", ["memory", "main"])
+def test_a_file_of_memory_from_before_is_one(table: str, tmp_path: Path) -> None:
+    """It had only its table's name; going on with it must not measure speed."""
+    file = tmp_path / "r.json"
+    results = Results(table, [], {}, {}, {"dataset": "builtin"}, {}, [])
+    results.save(file)
+    content = json.loads(file.read_text())
+    del content["is_memory"]
+    file.write_text(json.dumps(content))
+    assert Results.load(file).is_memory == (table == "memory")
+
+
 def windows(monkeypatch: pytest.MonkeyPatch) -> list[Window]:
     """The window of every text that is generated from now on."""
     real = models.generate
@@ -767,6 +780,29 @@ def test_a_row_over_a_window_is_held_against_ar_over_it(
     cells = {row[0]: row[1:] for row in table_cells(results)[1]}
     assert cells["linear K=3 window=48 sinks=2"][1] == "", "forwards are timed over a whole text"
     assert [cells[run.label][2] for run in results.runs[3:]] == ["1/1"] * 3
+
+
+def test_where_a_text_over_a_window_parts_is_looked_at_over_it(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the target chose from there is what its window shows it, not the whole text."""
+    real = models.generate
+    seen = []
+
+    def wrong(*args: object, **options: object) -> list[Step]:
+        steps = list(real(*args, **options))
+        if not isinstance(args[3], Alone):
+            steps[1].tokens[0] += 1
+        return steps
+
+    monkeypatch.setattr(models, "generate", wrong)
+    monkeypatch.setattr(bench, "top2_gap", lambda pair, ids, window: seen.append(window))
+    options = FEW + ["--n-prompts", "1", "--columns", "exact", "--output", str(tmp_path / "r.json")]
+    assert main(options + ["--methods", "linear,linear window=64"]) == 1
+    assert seen == [WHOLE_TEXT, Window(64, 4)]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "linear window=64 differs from ar window=64 on prompt 0 from token 1 on" in printed
+    assert "A row over a window is held against ar over it" in printed
 
 
 def test_a_whole_table_over_a_window(
