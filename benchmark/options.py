@@ -18,7 +18,7 @@ import torch
 from benchmark.documents import write_documents
 from benchmark.machine import ROOT, describe_machine, require_same
 from benchmark.peers import PEERS, require_transformers
-from benchmark.presets import PRESETS
+from benchmark.presets import NOT_HERE, PRESETS
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import COLUMNS, markdown_report, text_report
 from benchmark.results import Results, Run
@@ -86,6 +86,7 @@ def describe_tables() -> str:
     papers = {name: table.title for name, table in PRESETS.items()}
     lines = ["tables:"] + describe(titles, 9)
     lines += ["", "the papers' own, beside what they print:"] + describe(papers, 14)
+    lines += ["", "and what theirs need that is not here:"] + describe(NOT_HERE, 14)
     lines += ["", textwrap.fill(f"columns: {', '.join(COLUMNS)}", 80, subsequent_indent="  ")]
     return "\n".join(lines)
 
@@ -167,6 +168,8 @@ def open_table(args: argparse.Namespace) -> tuple[Results, Pair, dict[str, list[
 def choose_table(args: argparse.Namespace) -> Table:
     """The table asked for, with the columns, datasets and sizes asked for. Raises UsageError."""
     tables = TABLES | PRESETS
+    if args.table in NOT_HERE:
+        raise UsageError(f"--table {args.table} is not here: it needs {NOT_HERE[args.table]}")
     if args.table not in tables:
         raise UsageError(f"unknown table {args.table!r}; there are {', '.join(tables)}")
     device = choose_device(args.device)

@@ -264,6 +264,49 @@ def v2_sensitivity() -> Iterator[str]:
         yield f"dynatree D0={d0} D_max={d_max}"
 
 
+def of_every_depth(method: str, votes: str = "") -> list[str]:
+    """A method of DEAGLE's tables at each of their depths; the tree is that of EAGLE's code, as
+    they print none."""
+    return [f"{method} k=10 N_max=60 D_max={depth}{votes}" for depth in range(6, 19, 2)]
+
+
+def speedups(rows: Sequence[str], values: str, size: str = "") -> Printed:
+    """Rows at one size, with what is printed for them."""
+    found: Printed = {}
+    for i, value in enumerate(values.split()):
+        found[rows[i] + size] = {"speedup": f"{value}x"}
+    return found
+
+
+BEAM = of_every_depth("beam")
+DEAGLE = of_every_depth("deagle")
+ONE_VOTE = {  # of table 4: which of three are switched off
+    "Exp": of_every_depth("deagle", " votes=1 low=off momentum=off"),
+    "Momentum": of_every_depth("deagle", " votes=1 low=off length=off"),
+    "Prob": of_every_depth("deagle", " votes=1 momentum=off length=off"),
+}
+# Vicuna-13B on MT-Bench; EAGLE-3, then DEAGLE
+DEAGLE_1 = speedups(BEAM, "4.12 4.37 4.37 4.30 4.16 3.99 3.78", " t=0.0")
+DEAGLE_1 |= speedups(DEAGLE, "4.20 4.41 4.52 4.56 4.54 4.53 4.45", " t=0.0")
+DEAGLE_1 |= speedups(BEAM, "3.62 3.69 3.56 3.39 3.35 3.12 3.07", " t=1.0")
+DEAGLE_1 |= speedups(DEAGLE, "3.59 3.69 3.77 3.65 3.66 3.71 3.58", " t=1.0")
+# Llama3-8B on MT-Bench
+DEAGLE_4 = speedups(ONE_VOTE["Exp"], "3.73 3.85 3.84 3.90 3.88 3.87 3.88")
+DEAGLE_4 |= speedups(ONE_VOTE["Momentum"], "3.59 3.77 3.77 3.69 3.69 3.63 3.65")
+DEAGLE_4 |= speedups(ONE_VOTE["Prob"], "3.56 3.76 3.78 3.78 3.75 3.75 3.77")
+DEAGLE_4 |= speedups(DEAGLE, "3.75 3.95 3.96 3.92 3.90 3.89 3.94")
+INSTRUCTIONS = Part((), "wikitext2", n_prompts=80)  # as many as of each of its benchmarks
+
+
+def graft_budgets() -> Iterator[str]:
+    """A beam of N rows, as many from the table, and both."""
+    yield "ar"
+    for n in (8, 16, 32, 64, 128):
+        yield f"beam N_max={n}"
+        yield f"recycle N={n}"
+        yield f"graft base=beam:N_max={n} N={n}"
+
+
 PRESETS = {
     "v1-1": Table(
         "DynaTree v1, table 1: main results; transformers' row with --peers; the window is that of "
@@ -356,4 +399,63 @@ PRESETS = {
         SPEED + ["ttft"] + CHECKS,
         (replace(WIKITEXT, methods=V2_FOUR, prompt_tokens=(100, 200, 300, 500, 750, 1000)),),
     ),
+    "deagle-1": Table(
+        "DEAGLE, tables 1 to 3: depth, at temperature 0 and 1; a draft model where it has "
+        "EAGLE-3's heads, WikiText-2 where it has instructions, and 128 new tokens",
+        ["throughput", "speedup", "tokens_per_iter", "draft_passes", "draft_nodes"] + CHECKS,
+        (
+            replace(
+                INSTRUCTIONS,
+                methods=("ar",) + tuple(BEAM + DEAGLE),
+                temperature=(0.0, 1.0),
+                published=DEAGLE_1,
+            ),
+        ),
+    ),
+    "deagle-4": Table(
+        "DEAGLE, table 4: each vote alone, then all; as deagle-1, at temperature 0",
+        ["throughput", "speedup", "tokens_per_iter", "draft_passes"] + CHECKS,
+        (replace(INSTRUCTIONS, methods=("ar",) + tuple(DEAGLE_4), published=DEAGLE_4),),
+    ),
+    "deagle-fig2": Table(
+        "DEAGLE, figure 2: the draft's passes by depth, in each iteration where it has the extra "
+        "ones in each prompt; as deagle-1, at temperature 0",
+        ["draft_passes", "iterations", "tokens_per_iter", "path_length"] + CHECKS,
+        (replace(INSTRUCTIONS, methods=("ar",) + tuple(BEAM + DEAGLE)),),
+    ),
+    "graft-n": Table(
+        "Graft, 4: a beam, retrieval and both, by N, the rows of a tree; as graft-t",
+        ["throughput", "speedup", "tokens_per_iter", "draft_passes", "draft_nodes"] + CHECKS,
+        (replace(INSTRUCTIONS, methods=tuple(graft_budgets())),),
+    ),
+    "graft-ablation": Table(
+        "Graft, 2.2 and figure 2: the beam alone, pruned, part of it retrieved at the root and at "
+        "the ends of the branches, then pruned and grafted, 32 rows each",
+        ["throughput", "speedup", "tokens_per_iter", "draft_passes", "draft_nodes"] + CHECKS,
+        (
+            replace(
+                INSTRUCTIONS,
+                methods=(
+                    "ar",
+                    "beam",
+                    "graft base=beam graft=off",
+                    "graft base=beam:N_max=24 checkpoints=off",
+                    "graft base=beam:N_max=24 checkpoints=off at=tail",
+                    "graft base=beam",
+                ),
+            ),
+        ),
+    ),
+}
+
+NOT_HERE = {  # a paper's table -> what it needs that this project has not
+    "dyspec-2": "Llama2-13B, which is no GPT-NeoX model; dyspec-1 has the rows",
+    "dyspec-3": "Llama2-70B on a CPU beside the GPU; dyspec-1 has the rows",
+    "dyspec-4": "768 rows a tree, and MAX_ROWS is 128; dyspec-1 has the methods",
+    "dyspec-5": "an attention kernel that skips blocks",
+    "deagle-2": "Llama3-8B and EAGLE-3's heads for it; deagle-1 has the rows",
+    "deagle-3": "Llama3-70B and EAGLE-3's heads for it; deagle-1 has the rows",
+    "graft-long": "LLaMA3.1-8B and Qwen3-14B, with EAGLE-3's heads for long contexts",
+    "graft-large": "Qwen3-235B and EAGLE-3's heads for it",
+    "graft-block": "DFlash, a draft that writes blocks at once",
 }

@@ -9,7 +9,7 @@ import bench
 from bench import main
 from benchmark.options import build_parser, check_options, choose_table
 from benchmark.peers import PEERS
-from benchmark.presets import PRESETS
+from benchmark.presets import NOT_HERE, PRESETS
 from benchmark.report import COLUMNS, table_cells
 from benchmark.results import Results, Run
 from benchmark.tables import TABLES, Table, choose_runs, settings_of
@@ -57,12 +57,18 @@ def test_printed_figures_stand_beside_their_rows(name: str) -> None:
 
 
 def test_names() -> None:
-    """A name is one thing only; and every paper's every table is here."""
-    names = list(TABLES) + list(PRESETS)
+    """A name is one thing only; and every paper's every table is here or said not to be."""
+    names = list(TABLES) + list(PRESETS) + list(NOT_HERE)
     assert len(set(names)) == len(names)
-    for paper, n_tables in {"v1": 7, "v2": 5}.items():
+    for paper, n_tables in {"v1": 7, "v2": 5, "deagle": 4, "dyspec": 5}.items():
         for n in range(1, n_tables + 1):
-            assert f"{paper}-{n}" in names
+            assert f"{paper}-{n}" in names or (paper, n) == ("dyspec", 1)
+
+
+def test_what_is_not_here_says_why(capsys: Captured) -> None:
+    assert main(["--table", "dyspec-4"]) == 2
+    expected = "error: --table dyspec-4 is not here: it needs 768 rows a tree, and MAX_ROWS is 128"
+    assert capsys.readouterr().err.startswith(expected)
 
 
 def test_the_sizes_of_v1_table_4() -> None:
