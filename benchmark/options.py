@@ -94,10 +94,11 @@ def describe_tables() -> str:
 def describe(titles: dict[str, str], width: int) -> list[str]:
     """A paragraph for each name, all as far to the right."""
     margin = " " * (width + 3)
-    return [
-        textwrap.fill(f"  {name:<{width}} {title}", 80, subsequent_indent=margin)
-        for name, title in titles.items()
-    ]
+    paragraphs = []
+    for name, title in titles.items():
+        head = f"  {name:<{width}} "
+        paragraphs.append(textwrap.fill(head + title, 80, subsequent_indent=margin))
+    return paragraphs
 
 
 def is_about_files(args: argparse.Namespace) -> bool:
@@ -147,12 +148,7 @@ def open_table(args: argparse.Namespace) -> tuple[Results, Pair, dict[str, list[
     for run in runs:
         window_of(run, pair)  # which raises UsageError if there can be none such
     warn_of_positions(pair, runs)
-    prompts = {}
-    names = {}
-    for part in table.parts:
-        name = part.dataset
-        prompts[name], names[name] = choose_prompts(texts[name], pair, part)
-    described = describe_prompts(prompts, names)
+    prompts, described = cut_all(table, texts, pair)
     if previous:
         require_same(previous, machine, described)
         return previous, pair, prompts, file
@@ -270,6 +266,25 @@ def warn_of_positions(pair: Pair, runs: Sequence[Run]) -> None:
         say(f"warning: up to {longest} tokens, but the target was trained for {trained} positions")
 
 
+def cut_all(
+    table: Table, texts: dict[str, list[str]], pair: Pair
+) -> tuple[dict[str, list[list[int]]], dict]:
+    """The prompts' ids by dataset, of the texts by dataset; and for the results file whose they
+    are, how many, and what tells them from any others."""
+    prompts = {}
+    names = []
+    every: list[list[int]] = []
+    for part in table.parts:
+        own, name = choose_prompts(texts[part.dataset], pair, part)
+        if len(table.parts) > 1:
+            name = f"{len(own)} {name}"
+        prompts[part.dataset] = own
+        names.append(name)
+        every += own
+    sha256 = hashlib.sha256(repr(every).encode()).hexdigest()
+    return prompts, {"dataset": ", ".join(names), "n": len(every), "sha256": sha256}
+
+
 def choose_prompts(texts: list[str], pair: Pair, part: Part) -> tuple[list[list[int]], str]:
     """The prompts as ids, as long as the longest run wants them; and what they are to be called.
 
@@ -294,19 +309,6 @@ def choose_prompts(texts: list[str], pair: Pair, part: Part) -> tuple[list[list[
         prompts = lengthened(prompts, pair, longest)
         name += ", written on by the target"
     return prompts, name
-
-
-def describe_prompts(prompts: dict[str, list[list[int]]], names: dict[str, str]) -> dict:
-    """For the results file: whose prompts, how many, and what tells them from any others."""
-    described = []
-    found: list[list[int]] = []
-    for dataset, own in prompts.items():
-        found += own
-        described.append(f"{len(own)} {names[dataset]}")
-    if len(names) == 1:
-        described = list(names.values())
-    sha256 = hashlib.sha256(repr(found).encode()).hexdigest()
-    return {"dataset": ", ".join(described), "n": len(found), "sha256": sha256}
 
 
 def plain_options(args: argparse.Namespace) -> dict:
