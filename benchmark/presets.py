@@ -297,6 +297,20 @@ DEAGLE_4 |= speedups(ONE_VOTE["Prob"], "3.56 3.76 3.78 3.78 3.75 3.75 3.77")
 DEAGLE_4 |= speedups(DEAGLE, "3.75 3.95 3.96 3.92 3.90 3.89 3.94")
 INSTRUCTIONS = Part((), "wikitext2", n_prompts=80)  # as many as of each of its benchmarks
 
+DYSPEC_1 = printed(  # JF68M and Llama2-7B on C4; seconds there
+    "tpot tokens_per_iter",
+    {
+        "ar t=0.0": "23.03 -",
+        "specinfer widths=4:2:2:1:1 t=0.0": "12.89 3.32",
+        "sequoia N=64 t=0.0": "8.71 4.99",
+        "dyspec N=64 t=0.0": "7.30 5.25",
+        "ar t=0.6": "21.91 -",
+        "specinfer widths=4:2:2:1:1 t=0.6": "12.15 3.44",
+        "sequoia N=64 t=0.6": "11.85 3.45",
+        "dyspec N=64 t=0.6": "9.94 3.71",
+    },
+)
+
 
 def graft_budgets() -> Iterator[str]:
     """A beam of N rows, as many from the table, and both."""
@@ -401,7 +415,8 @@ PRESETS = {
     ),
     "deagle-1": Table(
         "DEAGLE, tables 1 to 3: depth, at temperature 0 and 1; a draft model where it has "
-        "EAGLE-3's heads, WikiText-2 where it has instructions, and 128 new tokens",
+        "EAGLE-3's heads, WikiText-2 where it has instructions, and 128 new tokens; its figures "
+        "are Vicuna-13B's on MT-Bench",
         ["throughput", "speedup", "tokens_per_iter", "draft_passes", "draft_nodes"] + CHECKS,
         (
             replace(
@@ -413,7 +428,8 @@ PRESETS = {
         ),
     ),
     "deagle-4": Table(
-        "DEAGLE, table 4: each vote alone, then all; as deagle-1, at temperature 0",
+        "DEAGLE, table 4: each vote alone, then all; as deagle-1, at temperature 0, and figures "
+        "of Llama3-8B",
         ["throughput", "speedup", "tokens_per_iter", "draft_passes"] + CHECKS,
         (replace(INSTRUCTIONS, methods=("ar",) + tuple(DEAGLE_4), published=DEAGLE_4),),
     ),
@@ -422,6 +438,36 @@ PRESETS = {
         "ones in each prompt; as deagle-1, at temperature 0",
         ["draft_passes", "iterations", "tokens_per_iter", "path_length"] + CHECKS,
         (replace(INSTRUCTIONS, methods=("ar",) + tuple(BEAM + DEAGLE)),),
+    ),
+    "dyspec-1": Table(
+        "DySpec, tables 1 to 3: 64 rows a tree, temperature 0 and 0.6, guesses drawn at 0.6; "
+        "WikiText-2 where it has C4, OpenWebText and CNN, and widths that it does not print; its "
+        "figures are table 1's on C4",
+        ["tpot", "tokens_per_iter", "speedup", "draft_nodes"] + CHECKS,
+        (
+            Part(
+                ("ar", "specinfer widths=4:2:2:1:1", "sequoia N=64", "dyspec N=64"),
+                "wikitext2",
+                n_prompts=1000,
+                prompt_tokens=(128,),
+                temperature=(0.0, 0.6),
+                draft_temperature=0.6,
+                published=DYSPEC_1,
+            ),
+        ),
+    ),
+    "graft-t": Table(
+        "Graft, 4: pruning, retrieval and both, by temperature; a draft model where it has "
+        "EAGLE-3's heads, so none of its figures is here",
+        ["throughput", "speedup", "tokens_per_iter", "draft_passes"] + CHECKS,
+        (
+            replace(
+                INSTRUCTIONS,
+                methods=("ar", "lookup", "recycle", "confident", "beam", "deagle")
+                + ("graft base=beam",),
+                temperature=(0.0, 1.0),
+            ),
+        ),
     ),
     "graft-n": Table(
         "Graft, 4: a beam, retrieval and both, by N, the rows of a tree; as graft-t",

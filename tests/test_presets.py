@@ -62,7 +62,7 @@ def test_names() -> None:
     assert len(set(names)) == len(names)
     for paper, n_tables in {"v1": 7, "v2": 5, "deagle": 4, "dyspec": 5}.items():
         for n in range(1, n_tables + 1):
-            assert f"{paper}-{n}" in names or (paper, n) == ("dyspec", 1)
+            assert f"{paper}-{n}" in names
 
 
 def test_what_is_not_here_says_why(capsys: Captured) -> None:
