@@ -68,10 +68,12 @@ def error_line(capsys: Captured, *arguments: str) -> str:
     return last
 
 
+SEVERAL = "linear,dynatree,dyspec,recycle,auto"
 SMALL = {  # what makes a table quick, beside FEW
     "steps": ["--n-prompts", "1"],
-    "length": ["--new-tokens", "4,9"],
-    "prompt": ["--prompt-tokens", "4,9"],
+    "length": ["--new-tokens", "4,9", "--methods", SEVERAL],
+    "prompt": ["--prompt-tokens", "4,9", "--methods", SEVERAL],
+    "sampling": ["--n-prompts", "1"],
     "sweep": ["--methods", ",".join(TABLES["sweep"].parts[0].methods[::20])],  # some of the hundred
     "memory": ["--n-prompts", "1", "--methods", "ar,dynatree"],  # a process each
 }

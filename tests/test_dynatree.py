@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gpt_neox
 from cli.metrics import Metrics, measure, token_ids
-from draft_tree import LOWEST, DynaTree, Tree
+from draft_tree import DynaTree, Tree
 from dynatree import Step, generate
 from engine import memory
 from engine.caches import CachePool
@@ -441,7 +441,7 @@ def test_a_rule_is_told_the_prompt_and_a_step_what_the_target_chose() -> None:
 
     class Wide:
         def rule(self) -> Listening:
-            return Listening(max_branches=2, max_depth=2, n_rows=7, least=LOWEST)
+            return Listening(widths=[2, 2], n_rows=7, is_drawing=False)
 
     first, *steps = generate(target, draft, [3, 1, 4], Wide(), 20)
     assert prompts == [[3, 1, 4]]

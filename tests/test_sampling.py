@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 N_IDS = 5
 ROOT = torch.tensor([0])
 N_DRAWS = 20_000
+N_TEXTS = 8_000
 
 
 def logits_table(seed: int, sharpness: float = 1.5) -> Tensor:
@@ -474,10 +475,10 @@ def chi_square(rule: Settings, depth: int, conditions: list[tuple], n_draws: int
 
 @pytest.mark.parametrize("name", RULES)
 def test_drawn_texts_follow_the_targets_law(name: str) -> None:
-    """20,000 draws by the generator itself, not a script: every heat with every draft."""
+    """Drawn by the generator itself, not a script: every heat with every draft."""
     conditions = list(itertools.product(HEAT, DRAFTS))
     rule, depth = RULES[name]
-    assert chi_square(rule, depth, conditions, N_DRAWS // len(conditions)) < 5
+    assert chi_square(rule, depth, conditions, N_TEXTS // len(conditions)) < 5
 
 
 def test_a_rejection_that_rounding_alone_allows_is_none() -> None:

@@ -222,17 +222,16 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_writes_ars_bits(method: str, dtype: torch.dtype, option: str) -> None:
+def test_every_method_writes_ars_bits(method: str, option: str) -> None:
+    """Other settings and another prompt in each type."""
     rng = random.Random(f"{method} {option}")
-    target = model_of({"hidden_size": 64}, dtype)
-    draft = GPTNeoX(target.config, noisy(target.config))
-    n_drafted = 0
-    for _ in range(3):
+    for dtype in DTYPES:
+        target = model_of({"hidden_size": 64}, dtype)
+        draft = GPTNeoX(target.config, noisy(target.config))
         settings = random_settings(method, rng)
-        if option == "window" and rows_of(settings) > 40:
-            continue
+        while option == "window" and rows_of(settings) > 40:
+            settings = random_settings(method, rng)
         prompt = [rng.randrange(90) for _ in range(rng.choice([3, 20, 250]))]
         given = OPTIONS[option]
         ids, logits = record(target, draft, prompt, settings, 50, **given)
@@ -240,8 +239,6 @@ def test_every_method_writes_ars_bits(method: str, dtype: torch.dtype, option: s
         ar_ids, ar_logits = record(target, None, prompt, ar, 50, **given)
         assert ids == ar_ids
         assert torch.equal(logits, ar_logits)
-        n_drafted += 1
-    assert n_drafted
 
 
 def noisy(config: Config) -> dict[str, Tensor]:
