@@ -1,15 +1,15 @@
 """ar, linear, confident, fixed, specinfer: trees whose shape is settled beforehand.
 
 linear is a chain of tokens (Leviathan et al. 2023). confident is one that ends where the draft is
-unsure: a token of less than p_min has nothing after it (Mamou et al. 2024; transformers has it as
-assistant_confidence_threshold; llama.cpp's p-min does not send that token along). fixed has B
-children everywhere (section 4.3), specinfer as many as `widths` says for each depth (Miao et al.
-2024; the paper's own are 1:1:3:1:1:1:1:1).
+unsure: a token of less than p_min has nothing after it. So stops transformers, by its
+assistant_confidence_threshold (after Mamou et al. 2024, who train a model for it); llama.cpp, by
+its p-min, does not send that token along. fixed has B children everywhere (section 4.3), specinfer
+as many as `widths` says for each depth (Miao et al. 2024; the paper's own are 1:1:3:1:1:1:1:1).
 
-When the text is sampled, linear, confident and specinfer draw: confident always adds what it has
+When the text is sampled, linear, confident and specinfer draw. confident always adds what it has
 drawn and only then looks at its probability, so it loses nothing by that. specinfer draws without
-replacement, a departure from its paper: a token drawn a second time has been rejected already, and
-cannot pass (DySpec).
+replacement, a departure from its paper: where a token has been rejected, the target's residual has
+none of it left, and a second draw of it can never pass (DySpec says so, too).
 
     python dynatree.py --method linear --set K=8 --prompt "..."
     python dynatree.py --method specinfer --set widths=3:2:1 --prompt "..."
