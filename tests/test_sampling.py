@@ -22,6 +22,7 @@ from methods import METHODS
 from methods.auto import Auto
 from methods.dyspec import DySpec
 from methods.lookup import Lookup, LookupRule
+from methods.opttree import OptTree, OptTreeRule
 from methods.retrieval import Graft, GraftRule
 from methods.sequoia import Sequoia
 from methods.static import Chain, ConfidentChain, Fixed, SpecInfer, StaticRule
@@ -389,6 +390,23 @@ def test_leaving_out_an_unlikely_draw_is_caught(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(StaticRule, "expand", expand)
     trial = two_tokens(ConfidentChain(K=2, p_min=0.3), OTHER, 2)
     assert error_of(every_outcome(trial, Sampling(1.0)), Sampling(1.0)) > 0.01
+
+
+def test_a_stop_that_decides_which_draws_are_tried_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A planted error: opttree with drawn children. By hand, of four rows: a (.6) is drawn first
+    and goes on for sure, the second child is worth .4. If it is b (.3), level 2 adds .5 and level 3
+    is drafted, whose row takes b's; if it is c (.1), level 2 adds .3 and c is tried."""
+    a_first = [0.0, 0.6, 0.3, 0.1]
+    draft = torch.tensor([a_first] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
+    target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
+    rule = OptTree(N=4, D_max=3, delta=0.4)
+    law = every_outcome(two_tokens(rule, draft, 3, target), Sampling(1.0))
+    assert_same_law(law, Sampling(1.0), target)
+    monkeypatch.setattr(OptTreeRule, "is_drawing", True)
+    law = every_outcome(two_tokens(rule, draft, 3, target), Sampling(1.0))
+    assert error_of(law, Sampling(1.0), target) > 0.01
 
 
 def test_a_draft_that_is_not_renormalised_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
