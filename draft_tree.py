@@ -89,7 +89,8 @@ class Rule:
     Candidates are the k likeliest tokens, best first. A rule that draws gets drawn ones instead
     when the text is sampled. Which of these it adds must not depend on what they are, nor on what
     follows them: their values are known before they are drawn (DySpec, Eq. 11). Which of them it
-    expands may.
+    expands may, if all that is drafted is kept; else only where no value of what follows could
+    have displaced a node.
 
     hook     when it is called                                     who needs it
     start    a text begins, its prompt not read yet                who looks at the text itself
