@@ -37,8 +37,8 @@ from benchmark.memory import in_own_process, measure_memory, used_memory
 from benchmark.options import build_parser, is_about_files, open_table, show, show_files
 from benchmark.peers import PEERS, Peers
 from benchmark.results import Results, Run
+from benchmark.rows import settings_of, window_of
 from benchmark.step_times import StepTimes, measure_step_times
-from benchmark.tables import settings_of, window_of
 from cli.compare import TIE, first_difference, top2_gap
 from cli.errors import run_command_line, say
 from cli.main import WARM_UP_STEPS

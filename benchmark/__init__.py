@@ -1,7 +1,8 @@
 """What bench.py measures with and shows its measurements by.
 
-tables      tables as lists of rows and columns, and what makes runs of them
+tables      tables: their datasets, sizes, rows and columns
 presets     the papers' own tables, and what they print
+rows        a table's rows read, and made into runs
 options     bench.py's options: read, checked, and made into a table to measure
 machine     what a figure depends on besides the options
 prompts     our own prompts, WikiText-2, PG-19, files
@@ -11,7 +12,8 @@ counts      passes, depths and matches, counted from a generation's steps
 memory      peak memory, in a process of its own
 peers       transformers on the same weights, for comparison rows
 results     results files: what was measured on what, and one record for every prompt
-report      what is shown of them: columns, tables, captions, notes
+columns     what each column says of a row
+report      what is shown of results: tables, captions, notes
 documents   the figures that README.md and docs/results.md show, made of results files
 plot        results files as figures: which; plot_canvas, _bars, _lines and _sweeps draw them
 """

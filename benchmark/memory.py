@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmark.results import Run
-from benchmark.tables import settings_of, window_of
+from benchmark.rows import settings_of, window_of
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Request, open_pair

@@ -15,25 +15,23 @@ from pathlib import Path
 
 import torch
 
+from benchmark.columns import COLUMNS
 from benchmark.documents import write_documents
 from benchmark.machine import ROOT, describe_machine, require_same
 from benchmark.peers import PEERS, require_transformers
 from benchmark.presets import NOT_HERE, PRESETS
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
-from benchmark.report import COLUMNS, markdown_report, text_report
+from benchmark.report import markdown_report, text_report
 from benchmark.results import Results, Run
+from benchmark.rows import SIZED_WORDS, choose_runs, settings_of, window_of
 from benchmark.tables import (
-    SIZED_WORDS,
     TABLES,
     Part,
     Table,
     choose_columns,
     choose_parts,
-    choose_runs,
     parse_sizes,
     parse_temperatures,
-    settings_of,
-    window_of,
     with_controls,
 )
 from cli.errors import Parser, UsageError, say

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmark import plot_bars, plot_lines, plot_sweeps
+from benchmark.columns import values
 from benchmark.plot_canvas import DPI
-from benchmark.report import contests, name_of, place_of, values
+from benchmark.report import contests, name_of, place_of
 from benchmark.results import Results, Row
 from benchmark.tables import SYMBOLS
 from cli.errors import Parser, UsageError, run_command_line, say

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmark.columns import COLUMNS, values
 from benchmark.plot_canvas import SIZE, add_legend, colour, colours, distinct, new_figure
-from benchmark.report import COLUMNS, name_of, place_of, values
+from benchmark.report import name_of, place_of
 from benchmark.results import Results, Row
 
 if TYPE_CHECKING:

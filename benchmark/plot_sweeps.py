@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from benchmark.plot_canvas import line_style, new_figure
 from benchmark.report import name_of, place_of, speedup_of
 from benchmark.results import Results, Row
-from benchmark.tables import settings_of
+from benchmark.rows import settings_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,22 +21,14 @@ from benchmark.options import build_parser, open_table, warn_of_positions
 from benchmark.peers import PEERS, Peers
 from benchmark.report import table_cells
 from benchmark.results import Results, Run
+from benchmark.rows import choose_runs, parse_run, settings_of
 from benchmark.step_times import (
     StepTimes,
     interpolate,
     measure_step_times,
     step_bytes,
 )
-from benchmark.tables import (
-    TABLES,
-    Part,
-    Table,
-    choose_parts,
-    choose_runs,
-    parse_run,
-    settings_of,
-    with_controls,
-)
+from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
 from cli import models
 from cli.models import Pair
 from draft_tree import Settings

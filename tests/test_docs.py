@@ -16,6 +16,8 @@ from conftest import TINY
 from pytest import MonkeyPatch
 from tokenizers import Tokenizer
 
+from benchmark.presets import PRESETS
+from benchmark.tables import TABLES
 from methods import DRAFTING, METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +110,14 @@ def test_names_in_the_papers_tables_exist() -> None:
     missing = [(name, file) for name, file in mentioned if name not in defined(ROOT / file)]
     assert not missing and len(mentioned) > 20
     assert all((ROOT / file).exists() for file in re.findall(r"[\w/]+\.py", rows))
+
+
+def test_tables_named_in_the_documents_exist() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        names = re.findall(r"--table ([\w-]+)", page.read_text(encoding="utf-8"))
+        assert set(names) <= set(TABLES | PRESETS), page.name
+    paper = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    assert all(f"--table {name}`" in paper for name in PRESETS)
 
 
 def test_the_readmes_file_tree_is_the_projects() -> None:

@@ -18,7 +18,8 @@ from benchmark.plot_sweeps import grid, grid_panels, group, setting, setting_pan
 from benchmark.presets import PRESETS
 from benchmark.report import name_of
 from benchmark.results import Results, Run
-from benchmark.tables import SYMBOLS, TABLES, choose_runs
+from benchmark.rows import choose_runs
+from benchmark.tables import SYMBOLS, TABLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

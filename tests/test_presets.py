@@ -7,12 +7,14 @@ import pytest
 
 import bench
 from bench import main
+from benchmark.columns import COLUMNS
 from benchmark.options import build_parser, check_options, choose_table
 from benchmark.peers import PEERS
 from benchmark.presets import NOT_HERE, PRESETS
-from benchmark.report import COLUMNS, table_cells
+from benchmark.report import table_cells
 from benchmark.results import Results, Run
-from benchmark.tables import TABLES, Table, choose_runs, settings_of
+from benchmark.rows import choose_runs, settings_of
+from benchmark.tables import TABLES, Table
 
 Captured = pytest.CaptureFixture[str]
 

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a fil
 
 from benchmark.prompts import DATASETS, load_prompts
 from benchmark.results import Run
-from benchmark.tables import parse_run, settings_of, split_list
+from benchmark.rows import parse_run, settings_of
+from benchmark.tables import split_list
 from cli.errors import Parser, UsageError, run_command_line, say
 from cli.main import WARM_UP_STEPS
 from cli.models import Pair, Request, encode, open_pair

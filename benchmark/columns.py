@@ -1,0 +1,159 @@
+"""The columns of tables: what each says of one row, as text.
+
+    title, cell = COLUMNS["speedup"].title, COLUMNS["speedup"].cell(row)
+
+What a metric is stands in cli/metrics.py, for readers in docs/results.md.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmark.results import Row
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    title: str
+    cell: Callable[[Row], str]  # empty where there is nothing to say
+
+
+def number(title: str, metric: str, digits: int) -> Column:
+    """A column of one metric's medians; empty where it is not measured."""
+
+    def cell(row: Row) -> str:
+        value = row.median(metric)
+        if value is None:
+            return ""
+        return f"{value:.{digits}f}"
+
+    return Column(title, cell)
+
+
+def own_number(title: str, metric: str, digits: int) -> Column:
+    """The same for a metric that the peers do not tell."""
+    column = number(title, metric, digits)
+
+    def cell(row: Row) -> str:
+        if row.is_peer:
+            return ""
+        return column.cell(row)
+
+    return Column(title, cell)
+
+
+def values(row: Row, name: str) -> list[float]:
+    """One metric of every text; none if some lack it, as those of older files do."""
+    found = [record["metrics"].get(name) for record in row.records.values()]
+    if None in found:
+        return []
+    return found
+
+
+def mean_cell(found: list[float], digits: int) -> str:
+    """Mean and standard deviation over the texts, as the papers report them."""
+    if not found:
+        return ""
+    mean = f"{statistics.mean(found):.{digits}f}"
+    if len(found) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(found):.{digits}f}"
+
+
+def throughput_mean_cell(row: Row) -> str:
+    return mean_cell(values(row, "throughput"), 1)
+
+
+def speedup_mean_cell(row: Row) -> str:
+    return mean_cell(row.speedups, 2)
+
+
+def code_acceptance_cell(row: Row) -> str:
+    """The mean, as in table 3, whose figures it is there to be held against."""
+    found = values(row, "code_acceptance")
+    if not found:
+        return ""
+    return f"{statistics.mean(found):.1%}"
+
+
+def published(name: str) -> Column:
+    """What a paper printed in a column; its speed-ups are over a baseline of its own."""
+
+    def cell(row: Row) -> str:
+        return row.run.published.get(name, "")
+
+    return Column("paper " + COLUMNS[name].title.replace("x ar", "x"), cell)
+
+
+def speedup_cell(row: Row) -> str:
+    if not row.speedups:
+        return ""
+    return f"{row.speedup:.2f}x"
+
+
+def spread_cell(row: Row) -> str:
+    if not row.speedups:
+        return ""
+    return f"{min(row.speedups):.2f}-{max(row.speedups):.2f}"
+
+
+def predicted_cell(row: Row) -> str:
+    is_predicted = all("predicted_ms" in record for record in row.records.values())
+    if row.is_peer or not row.speedups or not is_predicted:
+        return ""
+    return f"{row.predicted():.2f}x"
+
+
+def exact_cell(row: Row) -> str:
+    n_compared = len(row.compared())
+    if not n_compared:
+        return ""
+    return f"{n_compared - len(row.differing())}/{n_compared}"
+
+
+def more_memory_cell(row: Row) -> str:
+    pairs = row.beside_ar()
+    ar = [record["metrics"].get("peak_mb") for _, record in pairs]
+    if not pairs or None in ar:
+        return ""
+    return f"{row.median('peak_mb') / statistics.median(ar) - 1:+.1%}"
+
+
+def setup_cell(row: Row) -> str:
+    if row.setup_s is None:
+        return ""
+    return f"{row.setup_s:.2f}"
+
+
+COLUMNS = {
+    "throughput": number("tok/s", "throughput", 1),
+    "speedup": Column("x ar", speedup_cell),
+    "spread": Column("min-max", spread_cell),
+    "throughput_mean": Column("tok/s mean", throughput_mean_cell),
+    "speedup_mean": Column("x ar mean", speedup_mean_cell),
+    "predicted": Column("predicted", predicted_cell),
+    "end_to_end": number("end-to-end tok/s", "end_to_end", 1),
+    "setup": Column("set-up s", setup_cell),
+    "ttft": number("TTFT ms", "ttft_ms", 1),
+    "tpot": number("TPOT ms", "tpot_ms", 2),
+    "tokens_per_iter": number("tok/iter", "tokens_per_iter", 2),
+    "path_length": number("path", "path_length", 2),
+    "acceptance": own_number("accept", "acceptance", 2),
+    "matching": own_number("match", "matching", 2),
+    "code_acceptance": Column("accept (code)", code_acceptance_cell),
+    "draft_nodes": own_number("nodes", "draft_nodes", 1),
+    "iterations": number("iters", "iterations", 0),
+    "draft_passes": own_number("passes", "draft_passes", 2),
+    "draft": own_number("draft ms", "draft_ms", 2),
+    "verify": own_number("verify ms", "verify_ms", 2),
+    "other": own_number("other ms", "other_ms", 2),
+    "repetition": number("repeat", "repetition", 2),
+    "exact": Column("exact", exact_cell),
+    "peak": number("peak MB", "peak_mb", 0),
+    "more_memory": Column("over ar", more_memory_cell),
+    "floor": number("weights + caches MB", "floor_mb", 0),
+    "pools": number("graph pools MB", "pools_mb", 0),
+    "context": number("beside torch MB", "context_mb", 0),
+}
