@@ -18,16 +18,25 @@ MOST = """
                    launches    waits    copies up
 ar                      0.0      1.0          1.0
 linear                  0.0      5.8          5.8
+confident               0.0      3.2          3.2
 fixed                   1.1      3.6          3.6
+specinfer               5.2      5.8          5.8
+sequoia                 4.8      6.5          6.5
 dynatree                0.8      3.0          3.0
 dyspec                  3.4      5.2          5.2
+opttree                 2.8      4.2          4.2
+beam                    4.2      6.7          6.7
 deagle                  1.8      3.1          3.1
 recycle                 0.3      1.0          1.0
+lookup                  0.0      1.0          1.0
 graft                   0.9      2.0          2.0
 auto                    0.7      1.5          1.5
 linear sampled        180.1      7.5          6.5
+confident sampled      96.1      4.7          3.7
+specinfer sampled     202.8      7.8          6.8
+sequoia sampled       199.0      8.2          7.2
 dynatree sampled       48.1      4.9          3.9
-dyspec sampled        423.0      4.1          3.1
+dyspec sampled        423.0      4.7          3.7
 graft sampled          50.8      4.0          3.0
 """
 MOST_NODES = 12  # of a layer, in a graph, in float16
