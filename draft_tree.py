@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cuda_graphs import ROW_COUNTS
@@ -298,7 +299,7 @@ def value_draws(probs: Tensor, above: Tensor) -> Tensor:
     path's probability, times what the elder siblings have left undrawn. probs: [W, k], of each
     candidate, 0 if it cannot be drawn. above: as in `look`.
     """
-    elder = probs.cumsum(dim=1) - probs
+    elder = F.pad(probs[:, :-1].cumsum(dim=1), (1, 0))  # without its own, even in rounding
     values = above[:, :1] + (1 - elder).clamp(min=0).log()
     # What is left may round up: nothing is worth more than its parent or its elder sibling
     values = torch.minimum(values, above[:, 1:]).cummin(dim=1).values

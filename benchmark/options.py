@@ -182,12 +182,15 @@ def choose_sizes(part: Part, args: argparse.Namespace) -> Part:
         part = replace(part, n_prompts=args.n_prompts)
     if args.draft_temperature is not None:
         part = replace(part, draft_temperature=args.draft_temperature)
-    return replace(
+    chosen = replace(
         part,
         prompt_tokens=parse_sizes(args.prompt_tokens, part.prompt_tokens, "--prompt-tokens"),
         new_tokens=parse_sizes(args.new_tokens, part.new_tokens, "--new-tokens"),
         temperature=parse_temperatures(args.temperature, part.temperature),
     )
+    if chosen.temperature != part.temperature:  # what a paper printed is of its own
+        chosen = replace(chosen, published={})
+    return chosen
 
 
 def words_everywhere(args: argparse.Namespace) -> list[str]:
@@ -217,9 +220,10 @@ def check_options(args: argparse.Namespace, table: Table, runs: Sequence[Run]) -
         check_peers(args, table, is_sampling=bool(hot))
     for value in hot or [0.0]:
         choose_sampling(value, args.top_p, args.seed, args.draft_temperature)
-    for run in runs:
-        if run.draft_temperature is not None and run.method != "ar":
-            require_drawing(run.label, settings_of(run).rule())
+    if args.draft_temperature is not None:
+        for run in runs:
+            if run.temperature and run.method != "ar":
+                require_drawing(run.label, settings_of(run).rule())
     if args.prompts and args.dataset not in (None, DATASETS[0]):
         raise UsageError("give either --dataset or --prompts")
     if args.repeats < 1 or min(part.n_prompts for part in table.parts) < 1:

@@ -98,7 +98,9 @@ def title_notes(results: Results) -> list[str]:
     if results.title:
         found.append(f"{results.title}.")
     if any(run.published for run in results.runs):
-        found.append("The paper's figures are of its own models, prompts, machine and baseline.")
+        found.append(
+            "The paper's figures are of its own models, prompts, lengths, machine and baseline."
+        )
     return found
 
 
@@ -162,7 +164,7 @@ def exactness_notes(rows: list[Row], is_summed: bool) -> list[str]:
             found.append(sum_up_differences(row, differing))
         else:
             found += [describe_difference(row, record) for record in differing]
-    if not found:
+    if not found and any(row.compared() for row in rows):
         found.append("Every greedy text is ar's, token for token.")
     if any(row.run.is_strict for row in rows):
         found.append("A strict row is held against strict ar with as many rows a pass.")

@@ -66,6 +66,11 @@ def settings_of(run: Run) -> Settings:
     return parse_settings(METHODS[run.method], run.settings)
 
 
+def is_drawing(run: Run) -> bool:
+    """Whether its guesses are drawn from the draft where the text is sampled."""
+    return settings_of(run).rule().is_drawing
+
+
 def window_of(run: Run, pair: Pair) -> Window:
     """What the caches keep. Raises UsageError, naming the run, if it is too little for its trees or
     too much for the models."""
@@ -171,13 +176,14 @@ def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run
         for name, value in size.items():
             if len(sizes[name]) > 1:
                 varied += f" {SYMBOLS[name]}={value}"
-        if size["temperature"]:
-            size["draft_temperature"] = part.draft_temperature
         end = suffix + varied
         for row in rows:
+            own = None
+            if size["temperature"] and row.method in METHODS and is_drawing(row):
+                own = part.draft_temperature
             labels = {"label": row.label + end, "baseline": rows[0].label + end}
             labels["reference"] = row.reference + end
             published = dict(part.published.get(row.label + varied, {}))
             run = replace(row, dataset=part.dataset, published=published, **labels, **size)
-            runs.append(run)
+            runs.append(replace(run, draft_temperature=own))
     return runs

@@ -56,7 +56,7 @@ class DySpecRule(Rule):
 
     def begin(self, root: Tensor) -> int:
         self.best = torch.empty(0)
-        return self.max_depth
+        return self.max_depth if self.settings.N > 1 else 0
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         least = log_threshold(self.settings.t)

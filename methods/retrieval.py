@@ -319,11 +319,16 @@ class GraftRule(Rule):
     def __init__(self, base: Rule, n_rows: int, graft_depth: int, checkpoints: dict[int, float]):
         """graft_depth: levels grafted at most, 0 for none. checkpoints: depth -> probability of the
         best path below which drafting stops there."""
+        n_drafted = base.max_drafted
+        if base.is_drawing and n_drafted <= base.max_kept:
+            # All that it draws is kept, so here, too: which rows a budget cuts off depends on what
+            # was drawn, and they must not decide which drawn nodes are worth keeping
+            n_drafted = min(n_drafted, n_rows)
         super().__init__(
             base.max_branches,
             base.max_depth,
             max_rows=n_rows,
-            max_drafted=base.max_drafted,
+            max_drafted=n_drafted,
             max_kept=min(base.max_kept, n_rows),
         )
         self.is_drawing = base.is_drawing
@@ -342,8 +347,8 @@ class GraftRule(Rule):
         add, expand = self.base.expand(level)
         threshold = self.checkpoints.get(level.depth + 1, 0.0)
         if threshold:
-            is_likely = level.path_logprobs.max() >= log_threshold(threshold)
-            expand = expand & is_likely
+            added = level.path_logprobs.masked_fill(~add, -torch.inf)
+            expand = expand & (added.max() >= log_threshold(threshold))
         return add, expand
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:

@@ -15,6 +15,7 @@ none of it left, and a second draw of it can never pass (DySpec says so, too).
     python dynatree.py --method specinfer --set widths=3:2:1 --prompt "..."
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ def parse_widths(word: str) -> list[int]:
     """Children per node at each depth. Raises ValueError unless the tree fits in a pass."""
     widths = []
     for part in word.split(":"):
-        if not part.isdecimal() or int(part) == 0:
+        if not re.fullmatch("[0-9]{1,3}", part) or int(part) == 0:
             raise ValueError("children per node, by depth, are whole numbers such as 4:2:1")
         widths.append(int(part))
     n_rows = count_rows(widths)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from cli.metrics import measure
-from draft_tree import DynaTree, Settings, Tree, grow, lone
+from draft_tree import DynaTree, Level, Settings, Tree, grow, lone
 from dynatree import generate
 from engine.scores import Scores
 from engine.settings import setting, text
@@ -34,7 +34,7 @@ from methods.retrieval import (
     parse_checkpoints,
     template,
 )
-from methods.static import Chain, Fixed
+from methods.static import Alone, Chain, Fixed, StaticRule
 
 
 def full_table(n_ids: int = 32, seed: int = 0) -> SuccessorTable:
@@ -460,3 +460,37 @@ def test_the_table_reads_logits_before_another_pass_overwrites_them(
         assert any(len(step.path) > 2 for step in steps)
         tables.append(settings.rules[0].table)
     assert torch.equal(tables[0].ids, tables[1].ids)
+
+
+LEAST = ["linear:K=0", "confident:K=0", "fixed:N_max=1", "specinfer:widths=1", "sequoia:N=1"]
+LEAST += ["dynatree:N_max=1", "dyspec:N=1", "opttree:N=1", "beam:N_max=1", "deagle:N_max=1"]
+
+
+@pytest.mark.parametrize("base", LEAST)
+def test_a_base_of_the_least_settings_is_grafted_over(base: str) -> None:
+    assert {word.partition(":")[0] for word in LEAST} == set(DRAFTING)
+    target = random_model(0)
+    expected = [step.tokens for step in generate(target, None, [3, 1, 4], Alone(), 12)]
+    text = []
+    for step in generate(target, random_model(1), [3, 1, 4], Graft(base=base, N=8), 12):
+        text += step.tokens
+    assert text == sum(expected, [])
+
+
+def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
+    """The draft's only node at depth 1 is unlikely; a candidate that was not added is no reason."""
+    logits = torch.tensor([[-9.0, 1.0, 0.9, 0.8]])
+
+    def draft(tokens: Tensor, parents: Tensor | None) -> Scores:
+        return Scores(logits.expand(len(tokens), -1))
+
+    class Second(StaticRule):
+        def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+            add = torch.zeros_like(level.logprobs, dtype=torch.bool)
+            add[:, 1] = True
+            return add, add
+
+    base = Second(widths=[2, 2, 2], n_rows=8, is_drawing=False)
+    best = float(torch.log_softmax(logits, -1).max().exp())
+    rule = GraftRule(base, 8, 0, checkpoints={1: best - 1e-3})
+    assert grow(rule, ROOT, draft, 3).depth == 1

@@ -269,6 +269,17 @@ def test_choosing_by_what_was_drawn_is_caught(monkeypatch: pytest.MonkeyPatch) -
     assert max(errors) > 0.1
 
 
+def test_what_a_budget_cuts_off_does_not_choose_among_drawn_nodes() -> None:
+    """Graft's own rows are fewer than those of its base, whose threshold form has a budget."""
+    base = "dyspec:exact=off:t=0.2:N=6:D_max=3"
+    rule = Graft(base=base, N=4, checkpoints="off", graft=False)
+    draft = torch.eye(4, dtype=torch.float64).log()  # certain, but for the root
+    draft[0] = torch.tensor([0.0, 0.6, 0.3, 0.1]).log()
+    target = TARGET[:4, :4]
+    law = every_outcome(two_tokens(rule, draft, 3, target), Sampling(1.0))
+    assert_same_law(law, Sampling(1.0), target)
+
+
 @pytest.mark.parametrize(("settings", "draft"), CASES)
 @pytest.mark.parametrize("rule", [Fixed(D=2, B=3, tau=0.0), DynaTree(tau=0.0, rho_stop=0.01)])
 def test_ranked_children_leave_the_targets_law(
