@@ -1,7 +1,7 @@
 """What bench.py measures with and shows its measurements by.
 
 tables      tables: their datasets, sizes, rows and columns
-presets     the papers' own tables, and what they print
+presets     DynaTree's own tables, and what they print; presets_others: the other papers'
 rows        a table's rows read, and made into runs
 options     bench.py's options: read, checked, and made into a table to measure
 machine     what a figure depends on besides the options

@@ -7,16 +7,16 @@ what they print beside what is measured here.
 v1 and v2 are the two versions of the DynaTree paper, whose trees in v1 are static: our `fixed`.
 Their prompts are ten, the first two to warm up, which is done apart here; and the
 rows and lengths of their figures are those of the authors' scripts, which count the prompts' 800 in
-characters. A title says what else is different here.
+characters. A title says what else is different here. The tables of the other papers are in
+benchmark/presets_others.py.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmark.peers import PEERS
+from benchmark.presets_others import CHECKS, OTHERS, Printed
 from benchmark.tables import Part, Table
-
-Printed = dict[str, dict[str, str]]  # row, and its sizes if they vary -> column -> as printed
 
 WIKITEXT = Part((), "wikitext2", n_prompts=8, prompt_tokens=(800,), new_tokens=(1500,))
 PG19 = replace(WIKITEXT, dataset="pg19", prompt_tokens=(1000,))
@@ -27,7 +27,6 @@ LESS = "; trees of 64 rows at most where it has 256"
 LEAST = "; trees of 128 rows at most where it has 256"  # which tau=0.01 would fill
 
 SPEED = ["throughput_mean", "speedup_mean", "speedup"]
-CHECKS = ["repetition", "exact"]
 MEMORY = ["peak", "more_memory", "floor"]
 
 
@@ -264,63 +263,6 @@ def v2_sensitivity() -> Iterator[str]:
         yield f"dynatree D0={d0} D_max={d_max}"
 
 
-def of_every_depth(method: str, votes: str = "") -> list[str]:
-    """A method of DEAGLE's tables at each of their depths; the tree is that of EAGLE's code, as
-    they print none."""
-    return [f"{method} k=10 N_max=60 D_max={depth}{votes}" for depth in range(6, 19, 2)]
-
-
-def speedups(rows: Sequence[str], values: str, size: str = "") -> Printed:
-    """Rows at one size, with what is printed for them."""
-    found: Printed = {}
-    for i, value in enumerate(values.split()):
-        found[rows[i] + size] = {"speedup": f"{value}x"}
-    return found
-
-
-BEAM = of_every_depth("beam")
-DEAGLE = of_every_depth("deagle")
-ONE_VOTE = {  # of table 4: which of three are switched off
-    "Exp": of_every_depth("deagle", " votes=1 low=off momentum=off"),
-    "Momentum": of_every_depth("deagle", " votes=1 low=off length=off"),
-    "Prob": of_every_depth("deagle", " votes=1 momentum=off length=off"),
-}
-# Vicuna-13B on MT-Bench; EAGLE-3, then DEAGLE
-DEAGLE_1 = speedups(BEAM, "4.12 4.37 4.37 4.30 4.16 3.99 3.78", " t=0.0")
-DEAGLE_1 |= speedups(DEAGLE, "4.20 4.41 4.52 4.56 4.54 4.53 4.45", " t=0.0")
-DEAGLE_1 |= speedups(BEAM, "3.62 3.69 3.56 3.39 3.35 3.12 3.07", " t=1.0")
-DEAGLE_1 |= speedups(DEAGLE, "3.59 3.69 3.77 3.65 3.66 3.71 3.58", " t=1.0")
-# Llama3-8B on MT-Bench
-DEAGLE_4 = speedups(ONE_VOTE["Exp"], "3.73 3.85 3.84 3.90 3.88 3.87 3.88")
-DEAGLE_4 |= speedups(ONE_VOTE["Momentum"], "3.59 3.77 3.77 3.69 3.69 3.63 3.65")
-DEAGLE_4 |= speedups(ONE_VOTE["Prob"], "3.56 3.76 3.78 3.78 3.75 3.75 3.77")
-DEAGLE_4 |= speedups(DEAGLE, "3.75 3.95 3.96 3.92 3.90 3.89 3.94")
-INSTRUCTIONS = Part((), "wikitext2", n_prompts=80)  # as many as of each of its benchmarks
-
-DYSPEC_1 = printed(  # JF68M and Llama2-7B on C4; seconds there
-    "tpot tokens_per_iter",
-    {
-        "ar t=0.0": "23.03 -",
-        "specinfer widths=4:2:2:1:1 t=0.0": "12.89 3.32",
-        "sequoia N=64 t=0.0": "8.71 4.99",
-        "dyspec N=64 t=0.0": "7.30 5.25",
-        "ar t=0.6": "21.91 -",
-        "specinfer widths=4:2:2:1:1 t=0.6": "12.15 3.44",
-        "sequoia N=64 t=0.6": "11.85 3.45",
-        "dyspec N=64 t=0.6": "9.94 3.71",
-    },
-)
-
-
-def graft_budgets() -> Iterator[str]:
-    """A beam of N rows, as many from the table, and both."""
-    yield "ar"
-    for n in (8, 16, 32, 64, 128):
-        yield f"beam N_max={n}"
-        yield f"recycle N={n}"
-        yield f"graft base=beam:N_max={n} N={n}"
-
-
 PRESETS = {
     "v1-1": Table(
         "DynaTree v1, table 1: main results; transformers' row with --peers; the window is that of "
@@ -413,94 +355,12 @@ PRESETS = {
         SPEED + ["ttft"] + CHECKS,
         (replace(WIKITEXT, methods=V2_FOUR, prompt_tokens=(100, 200, 300, 500, 750, 1000)),),
     ),
-    "deagle-1": Table(
-        "DEAGLE, tables 1 to 3: depth, at temperature 0 and 1; a draft model where it has "
-        "EAGLE-3's heads, WikiText-2 where it has instructions, and 128 new tokens; its figures "
-        "are Vicuna-13B's on MT-Bench",
-        ["throughput", "speedup", "tokens_per_iter", "draft_passes", "draft_nodes"] + CHECKS,
-        (
-            replace(
-                INSTRUCTIONS,
-                methods=("ar",) + tuple(BEAM + DEAGLE),
-                temperature=(0.0, 1.0),
-                published=DEAGLE_1,
-            ),
-        ),
-    ),
-    "deagle-4": Table(
-        "DEAGLE, table 4: each vote alone, then all; as deagle-1, at temperature 0, and figures "
-        "of Llama3-8B",
-        ["throughput", "speedup", "tokens_per_iter", "draft_passes"] + CHECKS,
-        (replace(INSTRUCTIONS, methods=("ar",) + tuple(DEAGLE_4), published=DEAGLE_4),),
-    ),
-    "deagle-fig2": Table(
-        "DEAGLE, figure 2: the draft's passes by depth, in each iteration where it has the extra "
-        "ones in each prompt; as deagle-1, at temperature 0",
-        ["draft_passes", "iterations", "tokens_per_iter", "path_length"] + CHECKS,
-        (replace(INSTRUCTIONS, methods=("ar",) + tuple(BEAM + DEAGLE)),),
-    ),
-    "dyspec-1": Table(
-        "DySpec, tables 1 to 3: 64 rows a tree, temperature 0 and 0.6, guesses drawn at 0.6; "
-        "WikiText-2 where it has C4, OpenWebText and CNN, and widths that it does not print; its "
-        "figures are table 1's on C4",
-        ["tpot", "tokens_per_iter", "speedup", "draft_nodes"] + CHECKS,
-        (
-            Part(
-                ("ar", "specinfer widths=4:2:2:1:1", "sequoia N=64", "dyspec N=64"),
-                "wikitext2",
-                n_prompts=1000,
-                prompt_tokens=(128,),
-                temperature=(0.0, 0.6),
-                draft_temperature=0.6,
-                published=DYSPEC_1,
-            ),
-        ),
-    ),
-    "graft-t": Table(
-        "Graft, 4: pruning, retrieval and both, by temperature; a draft model where it has "
-        "EAGLE-3's heads, so none of its figures is here",
-        ["throughput", "speedup", "tokens_per_iter", "draft_passes"] + CHECKS,
-        (
-            replace(
-                INSTRUCTIONS,
-                methods=("ar", "lookup", "recycle", "confident", "beam", "deagle")
-                + ("graft base=beam",),
-                temperature=(0.0, 1.0),
-            ),
-        ),
-    ),
-    "graft-n": Table(
-        "Graft, 4: a beam, retrieval and both, by N, the rows of a tree; as graft-t",
-        ["throughput", "speedup", "tokens_per_iter", "draft_passes", "draft_nodes"] + CHECKS,
-        (replace(INSTRUCTIONS, methods=tuple(graft_budgets())),),
-    ),
-    "graft-ablation": Table(
-        "Graft, 2.2 and figure 2: the beam alone, pruned, part of it retrieved at the root and at "
-        "the ends of the branches, then pruned and grafted, 32 rows each",
-        ["throughput", "speedup", "tokens_per_iter", "draft_passes", "draft_nodes"] + CHECKS,
-        (
-            replace(
-                INSTRUCTIONS,
-                methods=(
-                    "ar",
-                    "beam",
-                    "graft base=beam graft=off",
-                    "graft base=beam:N_max=24 checkpoints=off",
-                    "graft base=beam:N_max=24 checkpoints=off at=tail",
-                    "graft base=beam",
-                ),
-            ),
-        ),
-    ),
 }
+PRESETS |= OTHERS
 
 NOT_HERE = {  # a paper's table -> what it needs that this project has not
-    "dyspec-2": "Llama2-13B, which is no GPT-NeoX model; dyspec-1 has the rows",
-    "dyspec-3": "Llama2-70B on a CPU beside the GPU; dyspec-1 has the rows",
     "dyspec-4": "768 rows a tree, and MAX_ROWS is 128; dyspec-1 has the methods",
     "dyspec-5": "an attention kernel that skips blocks",
-    "deagle-2": "Llama3-8B and EAGLE-3's heads for it; deagle-1 has the rows",
-    "deagle-3": "Llama3-70B and EAGLE-3's heads for it; deagle-1 has the rows",
     "graft-long": "LLaMA3.1-8B and Qwen3-14B, with EAGLE-3's heads for long contexts",
     "graft-large": "Qwen3-235B and EAGLE-3's heads for it",
     "graft-block": "DFlash, a draft that writes blocks at once",

@@ -93,6 +93,41 @@ def test_each_dataset_has_the_rows_of_its_own_table() -> None:
     assert by_label["dynatree D_max=9 on pg19"].published["speedup_mean"] == "1.70x"
 
 
+def cells_of(name: str) -> dict[str, dict[str, str]]:
+    """What a table of one part prints, by row."""
+    _, runs = options(name)
+    return {run.label: run.published for run in runs}
+
+
+def test_deagles_tables_differ_in_what_they_print() -> None:
+    """The rows of all three are the same; in a cell stand its four benchmarks, in its order."""
+    first, second, third = cells_of("deagle-1"), cells_of("deagle-2"), cells_of("deagle-3")
+    assert list(first) == list(second) == list(third) and len(first) == 30
+    row = "deagle k=10 N_max=60 D_max=18 t=1.0"
+    assert first[row] == {"speedup": "3.58x / 4.50x / 3.47x / 3.49x"}
+    assert third[row] == {"speedup": "3.99x / 4.85x / 4.38x / 4.58x"}
+    row = "beam k=10 N_max=60 D_max=6 t=0.0"
+    assert second[row] == {"speedup": "3.73x / 4.02x / 3.91x / 3.87x"}
+
+
+def test_deagles_tables_agree_where_they_print_the_same_runs() -> None:
+    """Table 4's last column is table 2's on MT-Bench: neither is copied wrong."""
+    votes, depths = cells_of("deagle-4"), cells_of("deagle-2")
+    for depth in range(6, 19, 2):
+        row = f"deagle k=10 N_max=60 D_max={depth}"
+        assert depths[f"{row} t=0.0"]["speedup"].startswith(votes[row]["speedup"] + " / ")
+
+
+def test_dyspecs_tables_differ_in_what_they_print() -> None:
+    """Seconds there, milliseconds here; tokens an iteration of all but ar."""
+    seventy = cells_of("dyspec-3")
+    assert list(cells_of("dyspec-1")) == list(cells_of("dyspec-2")) == list(seventy)
+    assert cells_of("dyspec-1")["dyspec N=64 t=0.0"]["tpot"] == "7.30 / 9.60 / 9.26"
+    assert cells_of("dyspec-2")["ar t=0.6"] == {"tpot": "28.24 / 28.27 / 28.12"}
+    expected = {"tpot": "889.20 / 918.15 / 907.51", "tokens_per_iter": "6.08 / 6.41 / 6.42"}
+    assert seventy["sequoia N=64 t=0.0"] == expected
+
+
 TINY = ["--n-prompts", "1", "--prompt-tokens", "12", "--new-tokens", "6"]
 
 
