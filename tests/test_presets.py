@@ -118,6 +118,15 @@ def test_deagles_tables_agree_where_they_print_the_same_runs() -> None:
         assert depths[f"{row} t=0.0"]["speedup"].startswith(votes[row]["speedup"] + " / ")
 
 
+def test_deagles_table_4_has_both_readings_of_the_length_vote() -> None:
+    """Alone and among three: each beside what the paper prints, which says not which it is."""
+    votes = cells_of("deagle-4")
+    literal = [row for row in votes if row.endswith(" length=literal")]
+    assert len(literal) == 4 and len(votes) == 1 + 4 * 7 + 4
+    for row in literal:
+        assert votes[row] == votes[row.removesuffix(" length=literal")]
+
+
 def test_dyspecs_tables_differ_in_what_they_print() -> None:
     """Seconds there, milliseconds here; tokens an iteration of all but ar."""
     seventy = cells_of("dyspec-3")
