@@ -516,7 +516,7 @@ def test_what_a_draft_temperature_is_for(
     options = FEW + ["--methods", "linear", "--temperature", "0,0.8", "--columns", "exact"]
     options += ["--draft-temperature", "0.5"]
     results, _ = run_bench(capsys, tmp_path / "r.json", *options)
-    assert [run.draft_temperature for run in results.runs] == [None, None, 0.5, 0.5]
+    assert [run.draft_temperature for run in results.runs] == [None, None, None, 0.5]
     sampling = seen[Chain, False]
     assert (sampling.temperature, sampling.draft_temperature) == (0.8, 0.5)
     assert len(seen) == 4

@@ -157,7 +157,8 @@ def test_a_preset_is_measured_and_shows_what_is_printed(capsys: Captured, tmp_pa
     assert "paper x ar" not in header and "paper exact" not in header
     printed = " ".join(capsys.readouterr().out.split())
     assert PRESETS["v2-1"].title + "." in printed
-    assert "The paper's figures are of its own models, prompts, machine and baseline." in printed
+    own = "models, prompts, lengths, machine and baseline"
+    assert f"The paper's figures are of its own {own}." in printed
     results.runs = [replace(run, published={}) for run in results.runs]
     assert not any(title.startswith("paper") for title in table_cells(results)[0])
 
@@ -177,3 +178,15 @@ def test_a_papers_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     results = run_preset("v2-5", tmp_path / "r.json", "--methods", "ar")
     assert results.is_memory and "paper peak MB" in table_cells(results)[0]
     assert results.records[0]["metrics"]["peak_mb"] > 0
+
+
+def test_a_greedy_figure_stands_beside_no_sampled_row(capsys: Captured, tmp_path: Path) -> None:
+    results = run_preset("v2-1", tmp_path / "r.json", "--temperature", "0.8", "--methods", "linear")
+    assert not any(run.published for run in results.runs)
+    assert "token for token" not in capsys.readouterr().out
+
+
+def test_a_tables_draft_temperature_is_for_the_rows_that_draw(tmp_path: Path) -> None:
+    results = run_preset("dyspec-1", tmp_path / "r.json", "--methods", "linear,fixed")
+    own = {run.label: run.draft_temperature for run in results.runs if run.temperature}
+    assert own == {"ar t=0.6": None, "linear t=0.6": 0.6, "fixed t=0.6": None}
