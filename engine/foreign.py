@@ -1,0 +1,252 @@
+"""Files that somebody else may have written, or cut short: read whole, then checked, or refused.
+
+Nothing of such a file is believed: not that it is a file, nor its size, encoding and nesting, nor
+the types and ranges of what it says. Each kind of file has one declared schema; a key that no
+schema names is left as it is. Whatever is wrong is one line that names the file and the key.
+
+    CONFIG = {"vocab_size": Number(int, 1, 10**9), "is_tied": Optional(Switch(), False)}
+    content = checked(read_json(Path("config.json")), CONFIG, "config.json")
+"""
+
+import errno
+import json
+import os
+import reprlib
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+LIMIT = 2**26  # bytes of a file; parsed, they may take 20 times as much
+LARGEST = sys.float_info.max
+KINDS = {  # of what is no regular file
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class ForeignFile(Exception):
+    """A file that cannot be read, or says what it may not; the message is one line for the user."""
+
+
+def require_file(file: Path) -> None:
+    """Raise ForeignFile, saying what it is, unless this is a regular file or a link to one."""
+    try:
+        mode = os.stat(file).st_mode
+    except (OSError, ValueError) as error:
+        raise unreadable(file, error) from error
+    if not stat.S_ISREG(mode):
+        raise ForeignFile(f"{file} is {KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
+
+
+def unreadable(file: Path, error: OSError | ValueError) -> ForeignFile:
+    """What to say of a path that the system refused."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.ENAMETOOLONG:
+        name = str(file)
+        return ForeignFile(f"{name[:60]}... is longer than a name may be: {len(name)} characters")
+    if code == errno.ELOOP:
+        return ForeignFile(f"{file} is a link that leads back to itself")
+    if code == errno.ENOENT and os.path.islink(file):
+        return ForeignFile(f"{file} is a link to {os.readlink(file)}, which is not there")
+    if code == errno.ENOENT:
+        return ForeignFile(f"{file} is not there")
+    if code is None:  # a null character, or half of a surrogate pair
+        return ForeignFile(f"{str(file)!r} cannot be a file's name")
+    return ForeignFile(f"{file} cannot be read: {error.strerror}")
+
+
+def read_bytes(file: Path, limit: int = LIMIT) -> bytes:
+    """A regular file's content. Raises ForeignFile, also for more than `limit` bytes."""
+    require_file(file)
+    try:
+        with open(file, "rb") as stream:
+            content = stream.read(limit + 1)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    if len(content) > limit:
+        raise ForeignFile(f"{file} is larger than {limit / 1e6:,.1f} MB, too large for what it is")
+    return content
+
+
+def read_json(file: Path, limit: int = LIMIT) -> object:
+    """What a JSON file says. Raises ForeignFile."""
+    try:
+        text = read_bytes(file, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ForeignFile(f"{file} is not JSON: no UTF-8 from byte {error.start} on") from error
+    return parse_json(text, str(file))
+
+
+def parse_json(text: str, where: str) -> object:
+    """What a JSON text says; `where` it stands is named in errors. Raises ForeignFile."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ForeignFile(f"{where} is not JSON: {constant} is no number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ForeignFile(f"{where} is not JSON of any use: it is nested too deep") from error
+    except json.JSONDecodeError as error:
+        raise ForeignFile(f"{where} is not JSON: {error}") from error
+    except ValueError as error:  # Python reads no number of more than 4,300 digits
+        raise ForeignFile(f"{where} is not JSON of any use: a number is too long") from error
+
+
+class Kind(Protocol):
+    """What a value may be."""
+
+    def accept(self, value: object, where: str) -> object:
+        """The value, with defaults filled in. Raises ForeignFile naming `where` it stands."""
+
+
+Schema = Mapping[str, Kind]
+
+
+def checked(content: object, schema: Schema, where: str) -> dict:
+    """A parsed file as its schema has it, defaults filled in, unknown keys left as they are.
+
+    where: the file, for errors. Raises ForeignFile naming the key: it is lacking, of another type,
+    out of range.
+    """
+    if not isinstance(content, dict):
+        raise ForeignFile(f"{where} is not a JSON object")
+    return _accept_fields(content, schema, where, f"{where}: ")
+
+
+def _accept_fields(content: dict, schema: Schema, where: str, prefix: str) -> dict:
+    found = dict(content)
+    for key, kind in schema.items():
+        if key in content:
+            found[key] = kind.accept(content[key], prefix + key)
+        elif isinstance(kind, Optional):
+            found[key] = kind.default
+        else:
+            raise ForeignFile(f"{where} has no {key}")
+    return found
+
+
+def wrong(where: str, value: object, expected: object) -> ForeignFile:
+    """The error for a value that is not what its schema expects."""
+    return ForeignFile(f"{where} is {short(value)}, not {expected}")
+
+
+def short(value: object) -> str:
+    """A JSON value on part of a line, whatever its size and depth."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return reprlib.repr(value)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A whole number, or if `kind` is float any; never true, nor what is not finite."""
+
+    kind: type  # int or float
+    low: float = -LARGEST
+    high: float = LARGEST
+
+    def accept(self, value: object, where: str) -> object:
+        is_number = type(value) is int or type(value) is self.kind  # a bool is an int, too
+        if is_number and self.low <= value <= self.high:
+            return value
+        raise wrong(where, value, self)
+
+    def __str__(self) -> str:
+        noun = "a whole number" if self.kind is int else "a number"
+        if self.high < LARGEST:
+            return f"{noun} from {self.low:,} to {self.high:,}"
+        if self.low > -LARGEST:
+            return f"{noun} of at least {self.low:,}"
+        return noun
+
+
+@dataclass(frozen=True)
+class Switch:
+    """true or false, and nothing that only looks like it."""
+
+    def accept(self, value: object, where: str) -> object:
+        if isinstance(value, bool):
+            return value
+        raise wrong(where, value, "true or false")
+
+
+@dataclass(frozen=True)
+class Word:
+    """A text; one of the options if there are any."""
+
+    options: tuple[str, ...] = ()
+
+    def accept(self, value: object, where: str) -> object:
+        if isinstance(value, str) and (not self.options or value in self.options):
+            return value
+        raise wrong(where, value, f"one of {', '.join(self.options)}" if self.options else "a text")
+
+
+@dataclass(frozen=True)
+class List:
+    """A list of values of one kind."""
+
+    of: Kind
+
+    def accept(self, value: object, where: str) -> object:
+        if not isinstance(value, list):
+            raise wrong(where, value, "a list")
+        return [self.of.accept(item, f"{where}[{i}]") for i, item in enumerate(value)]
+
+
+@dataclass(frozen=True)
+class Map:
+    """An object with keys of any name and values of one kind."""
+
+    of: Kind
+
+    def accept(self, value: object, where: str) -> object:
+        if not isinstance(value, dict):
+            raise wrong(where, value, "an object")
+        return {key: self.of.accept(item, f"{where}.{key}") for key, item in value.items()}
+
+
+@dataclass(frozen=True)
+class Object:
+    """An object with a schema of its own."""
+
+    schema: Schema
+
+    def accept(self, value: object, where: str) -> object:
+        if not isinstance(value, dict):
+            raise wrong(where, value, "an object")
+        return _accept_fields(value, self.schema, where, f"{where}.")
+
+
+@dataclass(frozen=True)
+class Either:
+    """A value of one of two kinds; errors are those of the second."""
+
+    first: Kind
+    second: Kind
+
+    def accept(self, value: object, where: str) -> object:
+        try:
+            return self.first.accept(value, where)
+        except ForeignFile:
+            return self.second.accept(value, where)
+
+
+@dataclass(frozen=True)
+class Optional:
+    """A key that may be absent or null; `default` stands for it then."""
+
+    of: Kind
+    default: object = None
+
+    def accept(self, value: object, where: str) -> object:
+        if value is None:
+            return self.default
+        return self.of.accept(value, where)
