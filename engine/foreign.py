@@ -15,9 +15,8 @@ import reprlib
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 LIMIT = 2**26  # bytes of a file; parsed, they may take 20 times as much
 LARGEST = sys.float_info.max
@@ -144,8 +143,7 @@ def short(value: object) -> str:
     return reprlib.repr(value)
 
 
-@dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     """A whole number, or if `kind` is float any; never true, nor what is not finite."""
 
     kind: type  # int or float
@@ -167,7 +165,6 @@ class Number:
         return noun
 
 
-@dataclass(frozen=True)
 class Switch:
     """true or false, and nothing that only looks like it."""
 
@@ -177,8 +174,7 @@ class Switch:
         raise wrong(where, value, "true or false")
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """A text; one of the options if there are any."""
 
     options: tuple[str, ...] = ()
@@ -189,8 +185,7 @@ class Word:
         raise wrong(where, value, f"one of {', '.join(self.options)}" if self.options else "a text")
 
 
-@dataclass(frozen=True)
-class List:
+class List(NamedTuple):
     """A list of values of one kind."""
 
     of: Kind
@@ -201,8 +196,7 @@ class List:
         return [self.of.accept(item, f"{where}[{i}]") for i, item in enumerate(value)]
 
 
-@dataclass(frozen=True)
-class Map:
+class Map(NamedTuple):
     """An object with keys of any name and values of one kind."""
 
     of: Kind
@@ -213,8 +207,7 @@ class Map:
         return {key: self.of.accept(item, f"{where}.{key}") for key, item in value.items()}
 
 
-@dataclass(frozen=True)
-class Object:
+class Object(NamedTuple):
     """An object with a schema of its own."""
 
     schema: Schema
@@ -225,8 +218,7 @@ class Object:
         return _accept_fields(value, self.schema, where, f"{where}.")
 
 
-@dataclass(frozen=True)
-class Either:
+class Either(NamedTuple):
     """A value of one of two kinds; errors are those of the second."""
 
     first: Kind
@@ -239,8 +231,7 @@ class Either:
             return self.second.accept(value, where)
 
 
-@dataclass(frozen=True)
-class Optional:
+class Optional(NamedTuple):
     """A key that may be absent or null; `default` stands for it then."""
 
     of: Kind
