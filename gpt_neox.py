@@ -38,10 +38,10 @@ from engine.checkpoint import (
 )
 from engine.cuda_graphs import FixedPasses, Inputs, Shape, Use, row_count, settle_kernels
 from engine.hub import find_checkpoint
-from engine.memory import OutOfMemory, require_memory
+from engine.memory import OutOfMemory, memory_for, require_memory
 from engine.passes import LayerSlots, Rows, fixed_rows, open_slots, strict_rows, tight_rows
 from engine.products import Affine, Layout, fastest_rows, gelu
-from engine.rotary import rotary_table, rotate_
+from engine.rotary import FIRST_POSITIONS, rotary_table, rotate_
 from engine.scores import Scores
 from engine.strict import Sight, attend_by_position
 
@@ -108,7 +108,8 @@ class GPTNeoX:
         settle_kernels(self.device, self.dtype)
         self.layers = [self.layout.take_layer(tensors, i) for i in range(config.n_layers)]
         self.final_norm = Affine(tensors[f"{FINAL_NORM}.weight"], tensors[f"{FINAL_NORM}.bias"])
-        self.turns = rotary_table(config, config.max_positions, self.device)
+        n_positions = min(config.max_positions, FIRST_POSITIONS)
+        self.turns = rotary_table(config, n_positions, self.device)
         # Stands in the cache for a key or value that overflowed in float16: its largest number
         self.overflow_mark = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
         token_bytes = 2 * config.n_layers * config.hidden_size * self.dtype.itemsize
@@ -132,8 +133,10 @@ class GPTNeoX:
         folder = find_checkpoint(name_or_path)
         config = read_config(folder)
         device = torch.device(device)
-        require_memory(weight_bytes(config, dtype), device, f"the weights of {name_or_path}")
-        return cls(config, load_tensors(folder, config, device, dtype))
+        what = f"the weights of {name_or_path}"
+        require_memory(weight_bytes(config, dtype), device, what)
+        with memory_for(what):
+            return cls(config, load_tensors(folder, config, device, dtype))
 
     def forward(
         self,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda_graphs import ROW_COUNTS, FixedPasses, Use, row_count, slot_count
-from engine.memory import OutOfMemory, free_memory, require_memory
+from engine.memory import OutOfMemory, free_memory, memory_for, require_memory
 
 
 @dataclass(frozen=True, eq=False)  # itself, not its tensors, is looked for among others
@@ -62,17 +62,13 @@ class CachePool:
             storage.passes.is_replaying = False  # until `capture` has seen to these lengths
             return storage
         self.idle.clear()  # too small
-        require_memory(self.bytes(capacity, use), self.device, f"a cache of {capacity} tokens")
-        failure = RuntimeError if self.device.type == "cpu" else torch.OutOfMemoryError
-        try:
-            # To be lent again, it must be of use outside inference mode too
-            with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_fixed):
-                return self.make(self.n_slots(self.ample(capacity), use))
-        except failure as error:  # torch has no narrower one on CPU
-            size = self.bytes(capacity, use) / 1e9
-            raise OutOfMemory(
-                f"no room for a cache of {capacity} tokens, {size:,.1f} GB"
-            ) from error
+        what = f"a cache of {capacity} tokens"
+        n_bytes = self.bytes(capacity, use)
+        require_memory(n_bytes, self.device, what)
+        # To be lent again, it must be of use outside inference mode too
+        is_inference = torch.is_inference_mode_enabled() and not self.is_fixed
+        with memory_for(f"{what}, {n_bytes / 1e9:,.1f} GB"), torch.inference_mode(is_inference):
+            return self.make(self.n_slots(self.ample(capacity), use))
 
     def ample(self, capacity: int) -> int:
         """As many tokens, or where the storage is kept all that the model was trained for.

@@ -8,16 +8,33 @@ else is an error that names what is missing, foreign or misshapen.
     tensors = load_tensors(folder, config, torch.device("cpu"), torch.float32)
 """
 
-import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from engine import foreign
+from engine.foreign import (
+    Either,
+    ForeignFile,
+    List,
+    Map,
+    Number,
+    Object,
+    Optional,
+    Switch,
+    Word,
+    checked,
+    require_file,
+    short,
+    unreadable,
+)
 
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu's approximate=
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -32,6 +49,7 @@ LAYER_NAMES = {  # part of a layer -> name in the checkpoint
 EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 FINAL_NORM = "gpt_neox.final_layer_norm"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 
 
@@ -59,25 +77,15 @@ class Config:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "n_layers", "n_heads", "intermediate_size")
-        for name in (*sizes, "max_positions"):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} is {getattr(self, name)}")
         if self.hidden_size % self.n_heads:
             raise CheckpointError(
                 f"hidden_size {self.hidden_size} is not a multiple of {self.n_heads} heads"
             )
-        if not (self.rotary_base > 0 and self.norm_eps > 0):
-            base, eps = self.rotary_base, self.norm_eps
-            raise CheckpointError(f"rotary base {base} and layer_norm_eps {eps} must be positive")
         if not 0 < self.rotary_fraction <= 1:
             raise CheckpointError(f"rotary fraction {self.rotary_fraction} is outside (0, 1]")
         if self.rotary_dims < 2 or self.rotary_dims % 2 or self.head_size % 2:
             dims = f"{self.rotary_dims} rotary dims of {self.head_size}"
             raise CheckpointError(f"{dims} cannot be rotated in pairs")
-        if self.activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise CheckpointError(f"hidden_act {self.activation!r} is not one of {known}")
 
     @property
     def head_size(self) -> int:
@@ -91,39 +99,61 @@ class Config:
     def from_json(cls, raw: dict) -> "Config":
         """Read a parsed config.json. Raises CheckpointError naming what is missing or foreign."""
         if raw.get("model_type") != "gpt_neox":
-            raise CheckpointError(f"model_type is {raw.get('model_type')!r}, not 'gpt_neox'")
+            raise CheckpointError(f"model_type is {short(raw.get('model_type'))}, not 'gpt_neox'")
         rope = raw.get("rope_parameters")
         rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
         scaling = raw.get("rope_scaling") or rope_type
         if scaling not in (None, "default"):
-            raise CheckpointError(f"rope scaling {scaling!r} is not supported")
-        eos = raw.get("eos_token_id")
-        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            raise CheckpointError(f"rope scaling {short(scaling)} is not supported")
         try:
-            if rope:  # newer saves
-                fraction, base = rope["partial_rotary_factor"], rope["rope_theta"]
-            else:
-                fraction, base = raw["rotary_pct"], raw["rotary_emb_base"]
-            return cls(
-                vocab_size=int(raw["vocab_size"]),
-                hidden_size=int(raw["hidden_size"]),
-                n_layers=int(raw["num_hidden_layers"]),
-                n_heads=int(raw["num_attention_heads"]),
-                intermediate_size=int(raw["intermediate_size"]),
-                max_positions=int(raw["max_position_embeddings"]),
-                rotary_fraction=float(fraction),
-                rotary_base=float(base),
-                activation=str(raw.get("hidden_act", cls.activation)),
-                norm_eps=float(raw.get("layer_norm_eps", cls.norm_eps)),
-                is_parallel=bool(raw.get("use_parallel_residual", cls.is_parallel)),
-                is_tied=bool(raw.get("tie_word_embeddings", cls.is_tied)),
-                has_attention_bias=bool(raw.get("attention_bias", cls.has_attention_bias)),
-                eos_ids=tuple(int(i) for i in eos_ids),
-            )
-        except KeyError as error:
-            raise CheckpointError(f"config.json lacks {error}") from error
-        except (TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"config.json has a bad value: {error}") from error
+            found = checked(raw, NEWER if rope else PUBLISHED, "config.json")
+        except ForeignFile as error:
+            raise CheckpointError(str(error)) from error
+        if rope:
+            fraction = found["rope_parameters"]["partial_rotary_factor"]
+            base = found["rope_parameters"]["rope_theta"]
+        else:
+            fraction = found["rotary_pct"]
+            base = found["rotary_emb_base"]
+        eos = found["eos_token_id"]
+        return cls(
+            vocab_size=found["vocab_size"],
+            hidden_size=found["hidden_size"],
+            n_layers=found["num_hidden_layers"],
+            n_heads=found["num_attention_heads"],
+            intermediate_size=found["intermediate_size"],
+            max_positions=found["max_position_embeddings"],
+            rotary_fraction=float(fraction),
+            rotary_base=float(base),
+            activation=found["hidden_act"],
+            norm_eps=float(found["layer_norm_eps"]),
+            is_parallel=found["use_parallel_residual"],
+            is_tied=found["tie_word_embeddings"],
+            has_attention_bias=found["attention_bias"],
+            eos_ids=tuple(eos if isinstance(eos, list) else [eos]),
+        )
+
+
+SIZE = Number(int, 1, 10**15)
+POSITIVE = Number(float, 1e-37, 3e38)  # in float32, too
+SHARED = {  # by both styles of config.json
+    "vocab_size": SIZE,
+    "hidden_size": SIZE,
+    "num_hidden_layers": Number(int, 1, 10_000),  # the tensors of each are named one by one
+    "num_attention_heads": SIZE,
+    "intermediate_size": SIZE,
+    "max_position_embeddings": SIZE,
+    "hidden_act": Optional(Word(tuple(ACTIVATIONS)), Config.activation),
+    "layer_norm_eps": Optional(POSITIVE, Config.norm_eps),
+    "use_parallel_residual": Optional(Switch(), Config.is_parallel),
+    "tie_word_embeddings": Optional(Switch(), Config.is_tied),
+    "attention_bias": Optional(Switch(), Config.has_attention_bias),
+    "eos_token_id": Optional(Either(List(Number(int)), Number(int)), []),
+}
+ROPE = {"partial_rotary_factor": Number(float), "rope_theta": POSITIVE}
+PUBLISHED = SHARED | {"rotary_pct": Number(float), "rotary_emb_base": POSITIVE}
+NEWER = SHARED | {"rope_parameters": Object(ROPE)}
+WEIGHT_MAP = {"weight_map": Map(Word())}  # of an index: the file of each tensor
 
 
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -182,7 +212,7 @@ def load_tensors(
                     if not tensors[name].isfinite().all():
                         raise CheckpointError(f"{file}: {name} is not finite in {dtype}")
         except (SafetensorError, OSError) as error:
-            raise _damaged(file, f"cannot be read: {first_line(error)}") from error
+            raise _damaged(file, f"{file} cannot be read: {first_line(error)}") from error
     for name in shapes:
         if name not in tensors:
             raise CheckpointError(f"{folder} lacks the tensor {name}")
@@ -190,13 +220,19 @@ def load_tensors(
 
 
 def _wanted(shard: safe_open, shapes: dict[str, tuple[int, ...]], file: Path) -> Iterator[str]:
-    """The names to load from a shard; raises CheckpointError on a foreign name or shape."""
+    """The names to load from a shard; raises CheckpointError on a foreign name, type or shape."""
     for name in shard.keys():
         is_tied_copy = name == EMBED_OUT and name not in shapes
         if is_tied_copy or LEGACY_BUFFERS.search(name):
             continue
         if name not in shapes:
             raise CheckpointError(f"{file} has a tensor that GPT-NeoX does not: {name}")
+        dtype = shard.get_slice(name).get_dtype()
+        if dtype not in FLOATS:
+            raise CheckpointError(
+                f"{file}: {name} is {dtype}; only floating types load ({', '.join(FLOATS)}): "
+                "convert the checkpoint to one of them"
+            )
         shape = tuple(shard.get_slice(name).get_shape())
         if shape != shapes[name]:
             raise CheckpointError(f"{file}: {name} is {shape}, config.json asks for {shapes[name]}")
@@ -205,26 +241,38 @@ def _wanted(shard: safe_open, shapes: dict[str, tuple[int, ...]], file: Path) ->
 
 def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the shards that its index lists. Raises CheckpointError."""
-    require_safetensors([f.name for f in folder.iterdir()], folder)
-    if (single := folder / SINGLE).exists():
-        return [single]
-    files = [folder / name for name in shard_names(folder)]
-    for file in files:
-        if not file.exists():
-            raise CheckpointError(f"{folder / INDEX} lists {file.name}, which is not there")
-    return files
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise CheckpointError(str(unreadable(folder, error))) from error
+    require_safetensors(names, folder)
+    if SINGLE in names:
+        return [_weight_file(folder, SINGLE)]
+    return [_weight_file(folder, name) for name in shard_names(folder)]
+
+
+def _weight_file(folder: Path, name: str) -> Path:
+    try:
+        require_file(folder / name)
+    except ForeignFile as error:
+        listed = "" if name == SINGLE else f"{folder / INDEX} lists {name}, but "
+        raise CheckpointError(f"{listed}{error}") from error
+    return folder / name
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The files that the folder's index lists. Raises CheckpointError."""
+    """The files that the folder's index lists, all inside of it. Raises CheckpointError."""
     index = folder / INDEX
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map")
-    names = sorted(set(map(str, weight_map.values())))
+    try:
+        weight_map = checked(read_json(index), WEIGHT_MAP, str(index))["weight_map"]
+    except ForeignFile as error:
+        raise CheckpointError(str(error)) from error
+    names = sorted(set(weight_map.values()))
     for name in names:
         if not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} lists {name}, which is not safetensors")
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise CheckpointError(f"{index} lists {name}, which lies outside its folder")
     return names
 
 
@@ -239,20 +287,14 @@ def require_safetensors(files: Iterable[str], where: str | Path) -> None:
 def read_json(file: Path) -> dict:
     """A file that must hold one JSON object. Raises CheckpointError."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is not there") from error
-    except (OSError, ValueError) as error:
-        raise _damaged(file, f"is not JSON: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return content
+        return checked(foreign.read_json(file), {}, str(file))
+    except ForeignFile as error:
+        raise _damaged(file, str(error)) from error
 
 
-def _damaged(file: Path, what: str) -> CheckpointError:
+def _damaged(file: Path, line: str) -> CheckpointError:
     """The line for a file that is not as it should be."""
-    line = f"{file} {what}"
-    if file.is_symlink():  # in the hub client's cache, which fetches nothing that is there
+    if file.is_symlink() and file.is_file():  # in the hub client's cache, which fetches what is not
         line += f"; delete {file.resolve()} and the next run fetches it again"
     return CheckpointError(line)
 

@@ -1,7 +1,16 @@
-"""Whether something fits in memory, asked before it is taken."""
+"""Whether something fits in memory, asked before it is taken; and what to say if it did not.
+
+require_memory(n_bytes, device, "the weights of models/tiny/target")
+with memory_for("the weights of models/tiny/target"):
+    ...  # MemoryError and what else means that there is none becomes OutOfMemory
+"""
 
 import os
 import re
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,6 +18,8 @@ import torch
 # On CUDA, for what comes with the first passes: kernels, cuBLAS's workspaces, graphs and their
 # pools, logits. Others tell of 0.3 to 0.7 GB; not measured here
 CUDA_RESERVE = 750_000_000
+# In torch's words for its allocator on CPU and for a mapped file, in the system's own, oneDNN's
+REFUSED = re.compile("allocate memory|out of memory|could not create a (memory|primitive)", re.I)
 
 
 class OutOfMemory(Exception):
@@ -22,6 +33,20 @@ def require_memory(need: int, device: torch.device, what: str) -> None:
         raise OutOfMemory(
             f"{what} would take {need / 1e9:,.1f} GB on {device}, {free / 1e9:,.1f} GB are free"
         )
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raise OutOfMemory, naming what it was for, for every way in which memory is refused."""
+    try:
+        yield
+    except OutOfMemory:  # which says it better
+        raise
+    except Exception as error:  # torch and safetensors raise nothing narrower on CPU
+        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_memory and not REFUSED.search(str(error)):
+            raise
+        raise OutOfMemory(f"there is no memory for {what}") from error
 
 
 def free_memory(device: torch.device) -> int:
@@ -46,4 +71,13 @@ def free_host_memory() -> int:
     found = re.search(r"MemAvailable: *(\d+) kB", text)
     if not found:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(found[1]) * 1024
+    return min(int(found[1]) * 1024, allowed_memory())
+
+
+def allowed_memory() -> int:
+    """Bytes of addresses that Linux still lets this process have, if a limit is set (ulimit -v)."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    n_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return max(limit - n_pages * os.sysconf("SC_PAGE_SIZE"), 0)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from engine.checkpoint import Config
 
+FIRST_POSITIONS = 2**15  # a model's table has no more from the start; longer caches bring theirs
+
 
 def rotary_table(config: Config, n_positions: int, device: torch.device) -> Tensor:
     """What a position turns each pair of dimensions by: complex64 [n_positions, R / 2]."""

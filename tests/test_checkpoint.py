@@ -1,12 +1,15 @@
 """Reading checkpoints: config, weights on disk, and errors that name the cause."""
 
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import assert_close, random_config, random_model, random_tensors, run
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -75,7 +78,24 @@ FOREIGN = [
     ("8 rotary dims of 15", {"hidden_size": 30, "rotary_pct": 0.55}),
     ("'last'", {"eos_token_id": ["last"]}),
     ("many", {"vocab_size": "many"}),
-    ("NoneType", {"hidden_size": None}),
+    ("hidden_size is null", {"hidden_size": None}),
+    ("vocab_size is true", {"vocab_size": True}),
+    (r"intermediate_size is 64\.5", {"intermediate_size": 64.5}),
+    ("num_hidden_layers is 100000000, .* 10,000", {"num_hidden_layers": 10**8}),
+    ("max_position_embeddings is 1000000", {"max_position_embeddings": 10**20}),
+    ("'false', not true or false", {"use_parallel_residual": "false"}),
+    ("tie_word_embeddings is 0, not", {"tie_word_embeddings": 0}),
+    ("attention_bias is 1, not", {"attention_bias": 1}),
+    ("eos_token_id is true", {"eos_token_id": True}),
+    ("rotary_emb_base is inf", {"rotary_emb_base": math.inf}),
+    ("rope_theta is inf", {"rope_parameters": ROPE | {"rope_theta": math.inf}}),
+    ("rope_theta is -1", {"rope_parameters": ROPE | {"rope_theta": -1}}),
+    (r"rotary_emb_base is 1e\+39", {"rotary_emb_base": 1e39}),
+    ("layer_norm_eps is inf", {"layer_norm_eps": math.inf}),
+    ("layer_norm_eps is 1e-46", {"layer_norm_eps": 1e-46}),
+    ("layer_norm_eps is nan", {"layer_norm_eps": math.nan}),
+    ("hidden_act is 7", {"hidden_act": 7}),
+    ("rope_parameters is true", {"rope_parameters": True}),
 ]
 
 
@@ -208,6 +228,10 @@ DAMAGE = {  # which file is damaged, and how -> cause
     "index": (INDEX, 40, "is not JSON"),
     "no_map": (INDEX, '{"metadata": {}}', "no weight_map"),
     "list": (INDEX, "[]", "not a JSON object"),
+    "no_text": (INDEX, '{"weight_map": {"a": 3}}', "weight_map.a is 3, not a text"),
+    "outside": (INDEX, '{"weight_map": {"a": "../x.safetensors"}}', "lies outside its folder"),
+    "absolute": (INDEX, '{"weight_map": {"a": "/x.safetensors"}}', "lies outside its folder"),
+    "deep": (INDEX, "[" * 10**5, "nested too deep"),
 }
 
 
@@ -224,6 +248,149 @@ def test_damaged_folder_is_one_clear_line(
     with pytest.raises(CheckpointError, match=cause) as caught:
         GPTNeoX.from_pretrained(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_shard_outside_the_folder_is_refused_where_it_exists(tmp_path: Path) -> None:
+    """It was read: an index may come from anyone, and what lies beside its folder may not."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_single(folder, random_tensors(random_config(), 15))
+    outside = tmp_path / "model.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    for name in ("../model.safetensors", "sub/../../model.safetensors", str(outside)):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {EMBED_IN: name}}))
+        with pytest.raises(CheckpointError, match="outside its folder"):
+            GPTNeoX.from_pretrained(folder)
+
+
+def as_fifo(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def as_folder(file: Path) -> None:
+    file.mkdir()
+
+
+def as_broken_link(file: Path) -> None:
+    file.symlink_to("nothing")
+
+
+def as_own_link(file: Path) -> None:
+    file.symlink_to(file.name)
+
+
+NO_FILES = {
+    as_fifo: "is a pipe, not a file",
+    as_folder: "is a folder, not a file",
+    as_broken_link: "is a link to nothing, which is not there",
+    as_own_link: "is a link that leads back to itself",
+}
+
+
+@pytest.mark.parametrize(("make", "cause"), NO_FILES.items())
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX, "model-1.safetensors"])
+def test_what_is_no_file_is_named(
+    name: str, make: Callable[[Path], None], cause: str, tmp_path: Path
+) -> None:
+    """A fifo was waited for without an end."""
+    tensors = random_tensors(random_config(), 15)
+    if name in (INDEX, "model-1.safetensors"):
+        write_shards(tmp_path, tensors)
+    else:
+        write_single(tmp_path, tensors)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} {cause}"):
+        GPTNeoX.from_pretrained(tmp_path)
+
+
+NO_FLOATS = {"I8": torch.int8, "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool}
+NO_FLOATS |= {"C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
+NO_FLOATS |= {"F4": torch.float4_e2m1fn_x2}
+
+
+@pytest.mark.parametrize(("name", "dtype"), NO_FLOATS.items())
+def test_only_floating_types_load(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Whole numbers were cast to float in silence: a quantised checkpoint then wrote nonsense."""
+    tensors = random_tensors(random_config(), 15)
+    n_bytes = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.zeros(96, 32 * n_bytes, dtype=torch.uint8)
+    tensors[EMBED_IN] = raw.view(dtype)
+    write_single(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=f"{EMBED_IN} is {name}; only floating types load"):
+        GPTNeoX.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_every_floating_type_loads(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {name: t.to(dtype) for name, t in random_tensors(random_config(), 15).items()}
+    write_single(tmp_path, tensors)
+    expected = GPTNeoX(random_config(), {name: t.float() for name, t in tensors.items()})
+    assert torch.equal(run(GPTNeoX.from_pretrained(tmp_path), PREFIX), run(expected, PREFIX))
+
+
+@pytest.mark.parametrize("n_positions", [10**9, 10**15])
+def test_a_model_of_many_positions_takes_memory_for_those_in_use(
+    n_positions: int, tmp_path: Path
+) -> None:
+    """The rotary table was made for all of them: 10^9 ended in a RuntimeError of the allocator."""
+    tensors = random_tensors(random_config(), 15)
+    write_single(tmp_path, tensors, max_position_embeddings=n_positions)
+    model = GPTNeoX.from_pretrained(tmp_path)
+    assert len(model.turns) < 10**5
+    expected = run(GPTNeoX(random_config(), tensors), PREFIX)
+    assert torch.equal(run(model, PREFIX), expected)
+
+
+def test_positions_beyond_the_first_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache longer than the table brings its own; the numbers are those of a whole one."""
+    tokens = list(range(40))
+    expected = run(random_model(3), tokens)
+    monkeypatch.setattr("gpt_neox.FIRST_POSITIONS", 16)
+    model = random_model(3)
+    assert len(model.turns) == 16
+    assert torch.equal(run(model, tokens), expected) and len(model.turns) == 40
+
+
+REFUSALS = [  # of memory
+    MemoryError(),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+    RuntimeError("unable to mmap 20048144 bytes from file <x>: Cannot allocate memory (12)"),
+    SafetensorError("Error while deserializing header: Cannot allocate memory (os error 12)"),
+    OSError(12, "Cannot allocate memory"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["engine.checkpoint.safe_open", "gpt_neox.Layout.lay_out"])
+def test_memory_that_is_refused_while_loading_is_named(
+    place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may have less than the machine, and only learns it when it asks."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    write_single(tmp_path, random_tensors(random_config(), 15))
+    monkeypatch.setattr(place, refuse)
+    with pytest.raises(OutOfMemory, match=f"no memory for the weights of {tmp_path}"):
+        GPTNeoX.from_pretrained(tmp_path)
+
+
+def test_memory_that_is_refused_to_a_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise REFUSALS[1]
+
+    model = random_model(0)
+    monkeypatch.setattr("torch.zeros", refuse)
+    with pytest.raises(OutOfMemory, match="no memory for a cache of 20 tokens, 0.0 GB"):
+        model.new_cache(20)
+    monkeypatch.undo()
+    monkeypatch.setattr(model.pool, "make", lambda n_slots: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.new_cache(20)
 
 
 def test_folder_with_only_bin_weights_says_so(tmp_path: Path) -> None:
