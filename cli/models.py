@@ -21,8 +21,9 @@ from torch import Tensor
 from cli.errors import UsageError
 from draft_tree import Settings
 from dynatree import Step, generate
-from engine.checkpoint import DTYPES, CheckpointError, read_json
+from engine.checkpoint import DTYPES, CheckpointError, first_line, read_json
 from engine.hub import find_checkpoint
+from engine.memory import memory_for
 from gpt_neox import GPTNeoX
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
@@ -245,9 +246,10 @@ def load_pair(
     # The draft first: a mistake in its name is told before gigabytes are fetched
     draft_folder = None if draft is None else find_checkpoint(draft, announce)
     target_folder = find_checkpoint(target, announce)
-    tokenizer = load_tokenizer(target_folder)
-    if draft_folder:
-        require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
+    with memory_for("the tokenizer"):
+        tokenizer = load_tokenizer(target_folder)
+        if draft_folder:
+            require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     load_s = {}
 
     def load(role: str, folder: Path, dtype: torch.dtype) -> GPTNeoX:
@@ -268,7 +270,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{folder}/tokenizer.json is not a tokenizer: {error}") from error
+        raise CheckpointError(f"{file} is not a tokenizer: {first_line(error)}") from error
     tokenizer.no_truncation()  # a file may carry either, meant for training
     tokenizer.no_padding()
     return tokenizer
@@ -293,7 +295,11 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
 def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """The prompt's ids, no special token added. Raises UsageError if the model cannot read them."""
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    try:
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    except Exception as error:  # the library raises nothing narrower
+        why = f"{first_line(error)}; leave out what no token stands for"
+        raise UsageError(f"the tokenizer cannot encode the prompt: {why}") from error
     if not ids:
         raise UsageError("the prompt is empty: the tokenizer makes no token of it")
     if max(ids) >= vocab_size:
