@@ -16,6 +16,7 @@ from torch import Tensor
 
 ONE = 2**40  # the probability 1 in whole numbers
 LAST_SEED = 2**63 - 1
+FLOAT32 = torch.finfo(torch.float32)  # in which logits are divided and probabilities added up
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Sampling:
     draft_temperature: float | None = None  # of what is drawn from the draft; None: the same
 
     def __post_init__(self) -> None:
-        if not (0 < self.temperature < math.inf):
-            raise ValueError(f"temperature {self.temperature} is not a positive number")
-        if self.draft_temperature is not None and not (0 < self.draft_temperature < math.inf):
-            raise ValueError(f"draft-temperature {self.draft_temperature} is not a positive number")
+        require_float32("temperature", self.temperature)
+        if self.draft_temperature is not None:
+            require_float32("draft-temperature", self.draft_temperature)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p {self.top_p} is outside (0, 1]")
+        require_float32("top-p", self.top_p)
         if not 0 <= self.seed <= LAST_SEED:
             raise ValueError(f"seed {self.seed} is outside 0 to 2^63 - 1")
 
@@ -42,6 +43,15 @@ class Sampling:
         generator = torch.Generator(device).manual_seed(self.seed)
         coins = torch.Generator().manual_seed(LAST_SEED - self.seed)  # one seed gives one series
         return Sampler(self, generator, coins)
+
+
+def require_float32(name: str, value: float) -> None:
+    """Raise ValueError unless the value is a positive number that is one in float32, too."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} {value} is not a positive number")
+    if not FLOAT32.tiny <= value <= FLOAT32.max:
+        least, most = f"{FLOAT32.tiny:.2g}", f"{FLOAT32.max:.2g}"
+        raise ValueError(f"{name} {value} is out of float32's range, {least} to {most}")
 
 
 @dataclass(frozen=True)

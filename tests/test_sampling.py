@@ -556,10 +556,17 @@ def test_a_tiny_temperature_is_greedy() -> None:
     [
         ({"temperature": 0.0}, "temperature 0.0 is not a positive number"),
         ({"temperature": math.inf}, "temperature inf"),
+        ({"temperature": math.nan}, "temperature nan is not"),
+        ({"temperature": 1e-46}, "temperature 1e-46 is out of float32's range, 1.2e-38 to 3.4e"),
+        ({"temperature": 5e-324}, "temperature 5e-324 is out of float32's range"),
+        ({"temperature": 1e39}, r"temperature 1e\+39 is out of float32's range"),
+        ({"temperature": 1.0, "draft_temperature": 1e-46}, "draft-temperature 1e-46 is out of"),
+        ({"temperature": 1.0, "top_p": 1e-46}, "top-p 1e-46 is out of float32's range"),
         ({"temperature": 1.0, "top_p": 0.0}, r"top-p 0.0 is outside \(0, 1\]"),
         ({"temperature": 1.0, "seed": -1}, "seed -1 is outside"),
     ],
 )
 def test_settings_are_checked(values: dict[str, float], message: str) -> None:
+    """What is 0 in float32 once gave id 0 every time: 0 / 0 is NaN."""
     with pytest.raises(ValueError, match=message):
         Sampling(**values)
