@@ -9,6 +9,7 @@ HF_ENDPOINT and HF_HUB_OFFLINE are the client's and mean what they mean everywhe
 """
 
 import errno
+import importlib
 import os
 import shutil
 from collections.abc import Callable
@@ -24,12 +25,15 @@ from engine.checkpoint import (
     shard_names,
     weight_files,
 )
+from engine.foreign import ForeignFile, Number, Optional, Word, checked, unreadable
 
 SMALL_FILES = ("config.json", "tokenizer.json", INDEX)
 CHECK_ACCESS = "check the name; what is private or gated needs an HF_TOKEN that may read it"
+CHECK_SETTINGS = "check HF_TOKEN, HF_ENDPOINT and the proxies that are set"
 LATER = "try again later"
 WHAT_TO_DO = {401: CHECK_ACCESS, 403: CHECK_ACCESS, 404: CHECK_ACCESS}  # by HTTP status
 WHAT_TO_DO |= {429: "wait some minutes, or set HF_TOKEN, with which the hub allows more"}
+LISTED = {"rfilename": Word(), "size": Optional(Number(int, 0, 2**63), 0)}  # of each file
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -46,15 +50,21 @@ def find_checkpoint(
     a complete copy in the cache serves. Raises CheckpointError, HubUnreachable among them.
     """
     path, text = Path(name_or_path), str(name_or_path)
-    if os.path.isdir(path):
+    if text and os.path.isdir(path):
         return path
-    if os.path.exists(path) or text.startswith((".", "/", "~")):
-        raise CheckpointError(f"{text!r} is not a folder")
-    return _find_repository(text, announce)
+    line = f"{text[:500]!r} is not a folder"
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as error:
+        is_absent = isinstance(error, FileNotFoundError) and not path.is_symlink()
+        if is_absent and not text.startswith((".", "/", "~")):
+            return _find_repository(text, announce)
+        line += f": {unreadable(path, error)}"
+    raise CheckpointError(line)
 
 
 def _find_repository(text: str, announce: Callable[[str], None]) -> Path:
-    # Imported here: only hub names need the client, and importing it takes half a second.
+    require_client()
     from huggingface_hub import errors
 
     name, revision = _split(text)
@@ -78,6 +88,18 @@ def _find_repository(text: str, announce: Callable[[str], None]) -> Path:
         raise
 
 
+def require_client() -> None:
+    """Import the hub's client, which only hub names need: it takes half a second.
+
+    Raises CheckpointError if a variable that it reads has a value that it cannot use.
+    """
+    try:
+        importlib.import_module("huggingface_hub.hf_api")  # and all that it needs
+    except ValueError as error:
+        why = f"the hub's client does not start ({first_line(error)})"
+        raise CheckpointError(f"{why}; check HF_ENDPOINT and all HF_ variables") from error
+
+
 def _split(text: str) -> tuple[str, str | None]:
     """NAME@REVISION, or NAME alone and None."""
     name, _, revision = text.partition("@")
@@ -86,12 +108,10 @@ def _split(text: str) -> tuple[str, str | None]:
 
 def _fetch(text: str, announce: Callable[[str], None]) -> Path:
     """The cache's folder of a repository at a revision, once all that a run reads is in it."""
-    from huggingface_hub import HfApi, constants, hf_hub_download
+    from huggingface_hub import hf_hub_download
 
     name, revision = _split(text)
-    timeout = constants.HF_HUB_ETAG_TIMEOUT  # seconds; without one a dead network takes minutes
-    info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=timeout)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    sizes = _list_files(name, revision)
     require_safetensors(sizes, text)
     if "config.json" not in sizes:
         raise CheckpointError(f"{text} holds no config.json")
@@ -111,6 +131,23 @@ def _fetch(text: str, announce: Callable[[str], None]) -> Path:
     for file in missing:
         hf_hub_download(name, file, revision=folder.name)
     return folder
+
+
+def _list_files(name: str, revision: str | None) -> dict[str, int]:
+    """The sizes of a repository's files. Raises what the client does, ValueError among it."""
+    from huggingface_hub import HfApi, constants
+
+    timeout = constants.HF_HUB_ETAG_TIMEOUT  # seconds; without one a dead network takes minutes
+    sizes = {}
+    try:
+        info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=timeout)
+        for file in info.siblings or []:
+            listed = checked(vars(file), LISTED, "a file in the answer")
+            sizes[listed["rfilename"]] = listed["size"]
+    except (AttributeError, LookupError, RecursionError, TypeError, ForeignFile) as error:
+        # The client takes for granted that a hub has answered
+        raise ValueError(f"no answer of a hub: {first_line(error)}") from error
+    return sizes
 
 
 def _announce_size(text: str, n_bytes: int, announce: Callable[[str], None]) -> None:
@@ -146,8 +183,9 @@ def client_errors() -> tuple[type[Exception], ...]:
     """What the hub client raises if it cannot fetch: a refusal, no network, no room, and more."""
     from huggingface_hub import errors
 
+    http = importlib.import_module(errors.HTTPError.__module__)  # by its version one or another
     # A ValueError: the answer is no hub's. An ImportError: a kind of proxy that needs a package
-    return (errors.HTTPError, OSError, ValueError, ImportError)
+    return (errors.HTTPError, http.InvalidURL, OSError, ValueError, ImportError)
 
 
 def hub_error(what: str, error: Exception) -> CheckpointError:
@@ -167,4 +205,4 @@ def hub_error(what: str, error: Exception) -> CheckpointError:
         return CheckpointError(f"{fetched} ({status}: {said}); {to_do}")
     if isinstance(error, (errors.HTTPError, errors.OfflineModeIsEnabled)):
         return HubUnreachable(f"{fetched} ({first_line(error)})")
-    return CheckpointError(f"{fetched} ({first_line(error)}); check HF_ENDPOINT, or {LATER}")
+    return CheckpointError(f"{fetched} ({first_line(error)}); {CHECK_SETTINGS}, or {LATER}")

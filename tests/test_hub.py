@@ -333,6 +333,64 @@ def test_without_the_hub_a_part_does_not_serve(
     assert "neither a folder nor complete in the hub client's cache" in line and said in line
 
 
+ODD_ANSWERS = {  # of a hub that was asked for a repository's files
+    "list": b"[]",
+    "number": b"3",
+    "no name": b'{"sha": "a", "siblings": []}',
+    "siblings no list": b'{"id": "org/name", "siblings": 5}',
+    "a file without a name": b'{"id": "org/name", "siblings": [{"size": 5}]}',
+    "a file of no size": b'{"id": "org/name", "siblings": [{"rfilename": "a", "size": "x"}]}',
+    "a file below 0": b'{"id": "org/name", "siblings": [{"rfilename": "a", "size": -5}]}',
+    "a number for a name": b'{"id": "org/name", "siblings": [{"rfilename": 5}]}',
+    "deep": b"[" * 10**5,
+    "not UTF-8": b"\xff\xfe{}",
+    "no time": b'{"id": "org/name", "lastModified": "noon"}',
+}
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)
+def test_an_answer_that_is_no_hubs_is_one_line(hub: Hub, answer: bytes) -> None:
+    """The client takes the answer's shape for granted and ended in a TypeError or a KeyError."""
+    hub.page = answer
+    line = refusal("org/name")
+    assert f"cannot be fetched from {hub.endpoint}" in line and "HF_ENDPOINT" in line
+
+
+ODD_SETTINGS = {  # a variable, its value -> what is said
+    "proxy": ("ALL_PROXY", "foo://x", "foo://x"),
+    "proxy port": ("ALL_PROXY", "http://x:port", "port"),
+    "token": ("HF_TOKEN", "hf_tök", "HF_TOKEN"),
+}
+
+
+@pytest.mark.parametrize(("variable", "value", "said"), ODD_SETTINGS.values(), ids=ODD_SETTINGS)
+def test_a_setting_that_the_client_cannot_use_is_one_line(
+    hub: Hub, monkeypatch: MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    huggingface_hub.close_session()
+    assert said in refusal("org/name")
+
+
+@pytest.mark.parametrize("endpoint", ["http://[bad", "http://x:port", "nothing", "ftp://x"])
+def test_a_malformed_endpoint_is_one_line(endpoint: str, tmp_path: Path) -> None:
+    """The client reads it when it is imported, so only a new process can tell."""
+    with Hub() as hub:
+        run = start(hub, tmp_path, HF_ENDPOINT=endpoint)
+        text, lines = run.communicate(timeout=60)
+    assert run.returncode == 2 and text == "" and "Traceback" not in lines
+    assert "HF_ENDPOINT" in lines.splitlines()[-1] or endpoint in lines.splitlines()[-1]
+
+
+def test_a_shard_outside_the_repository_is_not_asked_for(hub: Hub) -> None:
+    files = golden(SINGLE, lacking=WEIGHTS)
+    files[INDEX] = b'{"weight_map": {"a": "../../x.safetensors"}}'
+    hub.add("org/name", files | {"../../x.safetensors": b"x"})
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        find_checkpoint("org/name", pytest.fail)
+    assert hub.fetched() == ["config.json", "tokenizer.json", INDEX]
+
+
 def test_no_network_offers_the_embedded_pair(
     hub: Hub, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
@@ -343,12 +401,25 @@ def test_no_network_offers_the_embedded_pair(
     assert line.startswith("error: 'org/name'") and "--target models/tiny/target" in line
 
 
-@pytest.mark.parametrize("path", ["./nope", "/nope/x", "~/nope", "conftest.py"])
+@pytest.mark.parametrize(
+    "path", ["./nope", "/nope/x", "~/nope", "conftest.py", "conftest.py/x", "", "/" + "a" * 300]
+)
 def test_a_path_that_is_no_folder_is_never_a_hub_name(
     hub: Hub, path: str, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parent)
     assert "is not a folder" in refusal(path)
+    assert hub.asked == []
+
+
+def test_a_link_that_leads_nowhere_is_never_a_hub_name(
+    hub: Hub, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken").symlink_to("nothing")
+    Path("circular").symlink_to("circular")
+    assert "is a link to nothing, which is not there" in refusal("broken")
+    assert "is a link that leads back to itself" in refusal("circular")
     assert hub.asked == []
 
 
