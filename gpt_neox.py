@@ -131,11 +131,11 @@ class GPTNeoX:
         a truncated file) and OutOfMemory.
         """
         folder = find_checkpoint(name_or_path)
-        config = read_config(folder)
         device = torch.device(device)
         what = f"the weights of {name_or_path}"
-        require_memory(weight_bytes(config, dtype), device, what)
         with memory_for(what):
+            config = read_config(folder)
+            require_memory(weight_bytes(config, dtype), device, what)
             return cls(config, load_tensors(folder, config, device, dtype))
 
     def forward(

@@ -23,7 +23,7 @@ from draft_tree import Settings
 from dynatree import Step, generate
 from engine.checkpoint import DTYPES, CheckpointError, first_line, read_json
 from engine.hub import find_checkpoint
-from engine.memory import memory_for
+from engine.memory import memory_for, require_memory
 from gpt_neox import GPTNeoX
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
@@ -243,10 +243,10 @@ def load_pair(
     draft_dtype: the target's if None. Raises CheckpointError (the two tokenizers must be the same)
     and OutOfMemory.
     """
-    # The draft first: a mistake in its name is told before gigabytes are fetched
-    draft_folder = None if draft is None else find_checkpoint(draft, announce)
-    target_folder = find_checkpoint(target, announce)
     with memory_for("the tokenizer"):
+        # The draft first: a mistake in its name is told before gigabytes are fetched
+        draft_folder = None if draft is None else find_checkpoint(draft, announce)
+        target_folder = find_checkpoint(target, announce)
         tokenizer = load_tokenizer(target_folder)
         if draft_folder:
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
@@ -267,8 +267,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer.json. Raises CheckpointError."""
     file = folder / "tokenizer.json"
     read_json(file)  # its errors are the clearer ones
+    text = file.read_text(encoding="utf-8")
+    # The library ends the whole process if it gets none (tiny's takes 20 times its file)
+    require_memory(40 * len(text) + 2**25, torch.device("cpu"), "the tokenizer")
     try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{file} is not a tokenizer: {first_line(error)}") from error
     tokenizer.no_truncation()  # a file may carry either, meant for training

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda_graphs import ROW_COUNTS, FixedPasses, Use, row_count, slot_count
-from engine.memory import OutOfMemory, free_memory, memory_for, require_memory
+from engine.memory import OutOfMemory, free_memory, in_bytes, memory_for, require_memory
 
 
 @dataclass(frozen=True, eq=False)  # itself, not its tensors, is looked for among others
@@ -67,7 +67,7 @@ class CachePool:
         require_memory(n_bytes, self.device, what)
         # To be lent again, it must be of use outside inference mode too
         is_inference = torch.is_inference_mode_enabled() and not self.is_fixed
-        with memory_for(f"{what}, {n_bytes / 1e9:,.1f} GB"), torch.inference_mode(is_inference):
+        with memory_for(f"{what}, {in_bytes(n_bytes)}"), torch.inference_mode(is_inference):
             return self.make(self.n_slots(self.ample(capacity), use))
 
     def ample(self, capacity: int) -> int:

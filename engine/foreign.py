@@ -33,14 +33,16 @@ class ForeignFile(Exception):
     """A file that cannot be read, or says what it may not; the message is one line for the user."""
 
 
-def require_file(file: Path) -> None:
-    """Raise ForeignFile, saying what it is, unless this is a regular file or a link to one."""
+def require_file(file: Path) -> int:
+    """The bytes of a regular file or of what a link leads to. Raises ForeignFile if it is none."""
     try:
-        mode = os.stat(file).st_mode
+        found = os.stat(file)
     except (OSError, ValueError) as error:
         raise unreadable(file, error) from error
-    if not stat.S_ISREG(mode):
-        raise ForeignFile(f"{file} is {KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
+    if not stat.S_ISREG(found.st_mode):
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise ForeignFile(f"{file} is {kind}, not a file")
+    return found.st_size
 
 
 def unreadable(file: Path, error: OSError | ValueError) -> ForeignFile:
@@ -62,15 +64,13 @@ def unreadable(file: Path, error: OSError | ValueError) -> ForeignFile:
 
 def read_bytes(file: Path, limit: int = LIMIT) -> bytes:
     """A regular file's content. Raises ForeignFile, also for more than `limit` bytes."""
-    require_file(file)
+    if require_file(file) > limit:
+        raise ForeignFile(f"{file} is larger than {limit / 1e6:,.1f} MB, too large for what it is")
     try:
         with open(file, "rb") as stream:
-            content = stream.read(limit + 1)
+            return stream.read()
     except OSError as error:
         raise unreadable(file, error) from error
-    if len(content) > limit:
-        raise ForeignFile(f"{file} is larger than {limit / 1e6:,.1f} MB, too large for what it is")
-    return content
 
 
 def read_json(file: Path, limit: int = LIMIT) -> object:

@@ -31,8 +31,13 @@ def require_memory(need: int, device: torch.device, what: str) -> None:
     free = free_memory(device)
     if need > free:
         raise OutOfMemory(
-            f"{what} would take {need / 1e9:,.1f} GB on {device}, {free / 1e9:,.1f} GB are free"
+            f"{what} would take {in_bytes(need)} on {device}, {in_bytes(free)} are free"
         )
+
+
+def in_bytes(n: int) -> str:
+    """A size as one reads it."""
+    return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB"
 
 
 @contextmanager

@@ -385,7 +385,7 @@ def test_memory_that_is_refused_to_a_cache_is_named(monkeypatch: pytest.MonkeyPa
 
     model = random_model(0)
     monkeypatch.setattr("torch.zeros", refuse)
-    with pytest.raises(OutOfMemory, match="no memory for a cache of 20 tokens, 0.0 GB"):
+    with pytest.raises(OutOfMemory, match="no memory for a cache of 20 tokens, 0.0 MB"):
         model.new_cache(20)
     monkeypatch.undo()
     monkeypatch.setattr(model.pool, "make", lambda n_slots: 1 / 0)
