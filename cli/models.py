@@ -301,8 +301,9 @@ def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     try:
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     except Exception as error:  # the library raises nothing narrower
-        why = f"{first_line(error)}; leave out what no token stands for"
-        raise UsageError(f"the tokenizer cannot encode the prompt: {why}") from error
+        why = first_line(error).rpartition(": ")[2]  # after the name of its kind of model
+        to_do = "leave out what no token stands for"
+        raise UsageError(f"the tokenizer cannot encode the prompt ({why}); {to_do}") from error
     if not ids:
         raise UsageError("the prompt is empty: the tokenizer makes no token of it")
     if max(ids) >= vocab_size:

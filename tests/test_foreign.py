@@ -211,6 +211,18 @@ def test_a_mutated_file_is_read_right_or_refused(
     assert gigabytes < 2
 
 
+def test_a_tokenizer_without_an_unknown_token_is_one_line(tmp_path: Path, capsys: Captured) -> None:
+    """It raises where it is asked to encode a word that it does not have."""
+    write_checkpoint(tmp_path)
+    changed = TOKENIZER | {"model": WORD_LEVEL | {"unk_token": "absent"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    arguments = ["--method", "ar", "--target", str(tmp_path), "--prompt"]
+    assert main([*arguments, "the whale"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: the tokenizer cannot encode the prompt (Missing [UNK]")
+    assert main([*arguments, "the ship"]) == 0
+
+
 SCHEMA = {
     "size": Number(int, 1, 100),
     "rate": Number(float),
