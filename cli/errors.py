@@ -32,8 +32,30 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help lists everything)")
 
 
+def shown(text: str) -> str:
+    """Foreign text on one line, for a terminal to show and never to obey.
+
+    What is not printable is written as Python writes it: controls and escapes, the ends of lines,
+    characters that turn the direction of writing, lone surrogates.
+    """
+    if text.isprintable():
+        return text
+    parts = []
+    for character in text:
+        if not character.isprintable():
+            character = ascii(character)[1:-1]
+        parts.append(character)
+    return "".join(parts)
+
+
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """One line on stderr, whatever the names in it."""
+    tell(shown(line))
+
+
+def tell(text: str) -> None:
+    """Text of our own making on stderr, as it is: a drawing, with its colours."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def run_command_line(
@@ -56,5 +78,5 @@ def run_command_line(
         lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
         say(f"error: {first_line(error)}{lower}")
     except (UsageError, CheckpointError, NonFiniteLogits) as error:
-        say(f"error: {' '.join(str(error).split())}")
+        say(f"error: {error}")
     return 2

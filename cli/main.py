@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 
 from cli.compare import Comparison, Digests, compare, reference_of
-from cli.errors import Parser, UsageError, run_command_line, say
+from cli.errors import Parser, UsageError, run_command_line, say, tell
 from cli.metrics import Metrics, measure, token_ids, versions
 from cli.models import Pair, Request, encode, open_pair, overflow_note
 from cli.options import (
@@ -84,7 +84,8 @@ def stream(
                 print(text.push(request.printable(step.tokens)), end="", flush=True)
             if args.show_tree and step.tree:
                 say(f"iteration {len(steps) - 1}: {summarise_step(step)}")
-                say(draw_tree(step.tree, step.path, step.bonus, tokenizer, sys.stderr.isatty()))
+                has_color = sys.stderr.isatty()
+                tell(draw_tree(step.tree, step.path, step.bonus, tokenizer, has_color))
     except KeyboardInterrupt:
         is_interrupted = True
     finally:  # an error, too, leaves the text so far on the screen

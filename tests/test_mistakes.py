@@ -14,6 +14,7 @@ from conftest import TINY, pretend_one_gpu, random_config, random_tensors
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from cli.errors import say, shown
 from cli.main import main
 from cli.models import encode, load_tokenizer, require_same_tokenizer
 
@@ -33,6 +34,23 @@ def error_line(capsys: Captured, arguments: list[str]) -> str:
     assert lines[-1].startswith("error: "), captured.err
     assert captured.err.count("error: ") == 1, captured.err
     return lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("naïve 日本 'a b' \\n", "naïve 日本 'a b' \\n"),
+        ("a\x1b[31mb\x07", "a\\x1b[31mb\\x07"),
+        ("two\nlines\r\x85and\u2028more", "two\\nlines\\r\\x85and\\u2028more"),
+        ("txt\u202eexe", "txt\\u202eexe"),
+        ("\udcff", "\\udcff"),
+    ],
+)
+def test_foreign_text_is_shown_and_not_obeyed(text: str, line: str, capsys: Captured) -> None:
+    """An escape in a file's name turned the terminal red, a newline made two lines of one."""
+    assert shown(text) == line
+    say(text)
+    assert capsys.readouterr().err == f"{line}\n"
 
 
 MISTAKES = {
