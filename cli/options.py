@@ -8,7 +8,6 @@ Every mistake raises a UsageError whose message is one line that says what is wr
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from cli.errors import UsageError
@@ -21,6 +20,7 @@ from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 from methods import METHODS
 
 Kind = TypeVar("Kind")
+MAX_PROMPT_BYTES = 4_000_000  # of a file: a long novel, some 500 times Pythia's positions
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -104,20 +104,36 @@ def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
 def read_prompt(text: str | None, file: str | None) -> str:
     """The prompt given as text, or as a file (- is standard input).
 
-    Raises UsageError: none or both given, empty, unreadable, not UTF-8.
+    Raises UsageError: none or both given, empty, too long, unreadable, not UTF-8.
     """
     if (text is None) == (file is None):
         raise UsageError("give either --prompt or --prompt-file")
     try:
-        if text is not None:
-            raw = text.encode("utf-8", "surrogateescape")
+        if text is None:
+            raw = read_file(file)
         else:
-            raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+            raw = text.encode("utf-8", "surrogateescape")
         prompt = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise UsageError(f"the prompt is not UTF-8: {error}") from error
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
     if not prompt:
         raise UsageError("the prompt is empty")
     return prompt
+
+
+def read_file(name: str) -> bytes:
+    """A prompt's file, which may be a pipe. Raises UsageError."""
+    if name == "-" and sys.stdin is None:
+        raise UsageError("--prompt-file -: standard input is closed")
+    try:
+        if name == "-":
+            raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        else:
+            with open(name, "rb") as file:
+                raw = file.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error
+    if len(raw) > MAX_PROMPT_BYTES:  # a device never ends
+        most = f"{MAX_PROMPT_BYTES // 1_000_000} MB"
+        raise UsageError(f"{name} is longer than a prompt may be, {most}; give a part of it")
+    return raw

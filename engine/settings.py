@@ -78,6 +78,8 @@ def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
         if name not in types:
             known = ", ".join(types)
             raise ValueError(f"{assignment}: this method has no {name!r}; it has {known}")
+        if name in values:
+            raise ValueError(f"{assignment}: {name} is set twice")
         try:
             values[name] = read_value(types[name], word.strip())
         except ValueError as error:
