@@ -20,6 +20,11 @@ The tables are in benchmark/tables.py, the papers' in benchmark/presets.py, the 
 benchmark/options.py.
 """
 
+if __name__ == "__main__":  # before torch, whose import takes a second
+    from cli.interrupts import end_quietly
+
+    end_quietly()
+
 import argparse
 import os
 import sys

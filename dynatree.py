@@ -12,6 +12,11 @@ token. The text is exactly what the target alone would write. Paper: DynaTree v2
 Shapes: N tree rows, W rows of one level, S cache slots, V vocabulary.
 """
 
+if __name__ == "__main__":  # before torch, whose import takes a second
+    from cli.interrupts import end_quietly
+
+    end_quietly()
+
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

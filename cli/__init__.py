@@ -7,4 +7,5 @@ terminal    streamed text, drawn trees, the help of every setting
 metrics     one generation in numbers
 compare     --compare: a method's run beside ar's, and what explains a difference
 errors      one line for every mistake, and the exit status
+interrupts  what Ctrl-C does, and when
 """

@@ -4,23 +4,33 @@ sys.exit(run_command_line(execute, parser, arguments))
 """
 
 import argparse
+import errno
 import io
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from contextlib import redirect_stdout
+from typing import NoReturn, TextIO
 
 import torch
 
+from cli.interrupts import INTERRUPTED, handling_interrupts, interrupts
 from engine.checkpoint import CheckpointError, first_line
 from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory
 from verify import NonFiniteLogits
 
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
+READER_GONE, MISTAKE, UNFORESEEN = 1, 2, 70  # exit statuses, the last from sysexits.h
 
 
 class UsageError(Exception):
     """A request that cannot be carried out; the message is one line for the user."""
+
+
+class OutputLost(OSError):
+    """Standard output takes no more."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,8 +38,23 @@ class Parser(argparse.ArgumentParser):
 
     less_memory = ""  # what lowers the memory that is needed
 
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
+        self.register("type", None, not_empty)  # of every option that names no other type
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists everything)")
+
+    def print_help(self, file: TextIO | None = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)  # argparse's own hides a failure
+
+
+def not_empty(word: str) -> str:
+    """An option's value as it is given. Raises argparse.ArgumentTypeError if it is empty, which a
+    variable that is not set makes it: that is not the same as no option."""
+    if not word:
+        raise argparse.ArgumentTypeError("is empty")
+    return word
 
 
 def shown(text: str) -> str:
@@ -55,28 +80,105 @@ def say(line: str) -> None:
 
 def tell(text: str) -> None:
     """Text of our own making on stderr, as it is: a drawing, with its colours."""
-    print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # a full device, a reader that has gone: the text itself comes all the same
+        silence(sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Drop what a stream that has failed still holds and gets; Python, too, would write it at the
+    very end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def mend_streams() -> None:
+    """Open what was closed before we began (`>&-`), and let no character be too much for either.
+
+    Python leaves None there: what is printed to stdout would vanish without a word, and what is
+    printed to stderr would appear in stdout.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w")  # each write fails, as it ought to
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
+        # python -u: of a write that a signal cuts short the rest would be lost
+        sys.stdout = open(sys.stdout.fileno(), "w", encoding=sys.stdout.encoding, closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+class Output:
+    """Standard output, whose failures are told from those of any other file: OutputLost."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            raise OutputLost(error.errno, error.strerror) from error
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError as error:
+            raise OutputLost(error.errno, error.strerror) from error
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
 
 
 def run_command_line(
     execute: Callable[[argparse.Namespace], int], parser: Parser, arguments: Sequence[str] | None
 ) -> int:
-    """Parse and execute; a mistake is one line on stderr and status 2. Returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to stop
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    try:
-        return execute(parser.parse_args(arguments))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
-        sys.stdout = None
-        return 1
-    except HubUnreachable as error:
-        say(f"error: {error}; without a network: python {parser.prog} {WITHOUT_NETWORK}")
-    except (OutOfMemory, torch.OutOfMemoryError) as error:
-        lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
-        say(f"error: {first_line(error)}{lower}")
-    except (UsageError, CheckpointError, NonFiniteLogits) as error:
-        say(f"error: {error}")
-    return 2
+    """Parse and execute; returns the exit status.
+
+    Here, and nowhere else, every exception becomes one line on stderr: status 2 for a mistake, 70
+    for what nobody foresaw. Ctrl-C is 130. --debug shows the traceback as well.
+    """
+    mend_streams()
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    is_debugging = False
+    with handling_interrupts(), redirect_stdout(Output(sys.stdout)):
+        try:
+            with interrupts(raised=True):
+                try:
+                    args = parser.parse_args(arguments)
+                    is_debugging = vars(args).pop("debug")
+                    return execute(args)
+                finally:
+                    sys.stdout.flush()  # now, and not at the very end, where nothing can be said
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except Exception as error:
+            if is_debugging:
+                for line in "".join(traceback.format_exception(error)).splitlines():
+                    say(line)
+            return conclude(error, parser)
+
+
+def conclude(error: Exception, parser: Parser) -> int:
+    """Say in one line what went wrong. Returns the exit status."""
+    status = MISTAKE
+    match error:
+        case OutputLost():
+            silence(sys.stdout)
+            if error.errno == errno.EPIPE:  # the reader has gone, as `| head` does
+                return READER_GONE
+            line = f"standard output cannot be written: {error.strerror}"
+        case HubUnreachable():
+            line = f"{error}; without a network: python {parser.prog} {WITHOUT_NETWORK}"
+        case OutOfMemory() | torch.OutOfMemoryError() | MemoryError():
+            lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
+            line = f"{first_line(error)}{lower}"
+        case UsageError() | CheckpointError() | NonFiniteLogits():
+            line = str(error)
+        case _:
+            status = UNFORESEEN
+            line = f"{type(error).__name__}: {error}; nobody foresaw this, --debug shows where"
+    say(f"error: {line}")
+    return status

@@ -10,11 +10,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TINY, pretend_one_gpu, random_config, random_tensors
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from cli.errors import say, shown
+from cli import options
+from cli.errors import UsageError, say, shown
 from cli.main import main
 from cli.models import encode, load_tokenizer, require_same_tokenizer
 
@@ -55,10 +57,16 @@ def test_foreign_text_is_shown_and_not_obeyed(text: str, line: str, capsys: Capt
 
 MISTAKES = {
     "no prompt": ([], "--prompt"),
+    "no prompt's name": (["--prompt-file", ""], "--prompt-file: is empty"),
+    "no target's name": (["--prompt", "a", "--target", ""], "--target: is empty"),
+    "no draft's name": (["--prompt", "a", "--draft="], "--draft: is empty"),
+    "no device's name": (["--prompt", "a", "--device", ""], "--device: is empty"),
+    "no dtype's name": (["--prompt", "a", "--draft-dtype", ""], "--draft-dtype: is empty"),
     "two prompts": (["--prompt", "a", "--prompt-file", "b"], "--prompt"),
     "empty prompt": (["--prompt", ""], "empty"),
     "prompt not UTF-8": (["--prompt", "\udcff"], "UTF-8"),
     "no such prompt file": (["--prompt-file", "no/such/file"], "no/such/file"),
+    "prompt without an end": (["--prompt-file", "/dev/zero"], "/dev/zero is longer than a prompt"),
     "prompt file is a folder": (["--prompt-file", "."], "cannot be read"),
     "limit of 0": (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
     "limit below 0": (["--prompt", "a", "--max-new-tokens", "-5"], "--max-new-tokens -5"),
@@ -73,6 +81,10 @@ MISTAKES = {
     "setting without value": (["--prompt", "a", "--set", "tau"], "tau"),
     "setting not a number": (["--prompt", "a", "--set", "D0=deep"], "int"),
     "setting not a switch": (["--prompt", "a", "--set", "history=maybe"], "on or off"),
+    "setting given twice": (
+        ["--prompt", "a", "--set", "tau=0.1", "--set", "tau = 0.1"],
+        "tau = 0.1: tau is set twice",
+    ),
     "setting out of range": (["--prompt", "a", "--set", "N_max=256"], "N_max=256"),
     "setting not finite": (["--prompt", "a", "--set", "tau=nan"], "tau=nan"),
     "settings out of order": (["--prompt", "a", "--set", "tau_h=0.3"], "tau_l < tau_h"),
@@ -118,6 +130,60 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert hint in error_line(capsys, arguments)
+
+
+def test_an_escape_in_a_name_is_shown(capsys: Captured) -> None:
+    arguments = ["--prompt", "a", "--target", "./no\x1b[31mne\nerror: x", "--method", "ar"]
+    assert main(arguments) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "./no\\x1b[31mne\\nerror: x" in line and "\x1b" not in line
+
+
+def test_a_prompt_of_the_largest_size_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "MAX_PROMPT_BYTES", 10)
+    file = tmp_path / "prompt"
+    file.write_bytes(b"0123456789")
+    assert options.read_prompt(None, str(file)) == "0123456789"
+    file.write_bytes(b"0123456789a")
+    with pytest.raises(UsageError, match="is longer than a prompt may be"):
+        options.read_prompt(None, str(file))
+
+
+def test_standard_input_that_is_closed(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert "standard input is closed" in error_line(capsys, ["--prompt-file", "-"])
+
+
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_what_nobody_foresaw_is_one_line(
+    is_debugging: bool, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 70, the exception's name, and a traceback for those who ask for it."""
+
+    def fail(*arguments: object) -> None:
+        raise KeyError("two\nlines")
+
+    monkeypatch.setattr("cli.main.prepare", fail)
+    assert main(["--prompt", "a"] + ["--debug"] * is_debugging) == 70
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert lines[-1].startswith("error: KeyError: ") and "--debug shows where" in lines[-1]
+    assert ("Traceback" in captured.err) is is_debugging
+    assert is_debugging or len(lines) == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("no room")])
+def test_out_of_memory_names_what_lowers_it(
+    error: Exception, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("cli.main.prepare", fail)
+    assert "; these lower it: a 16-bit --dtype" in error_line(capsys, ["--prompt", "a"])
 
 
 def test_cuda_asked_for_and_absent(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

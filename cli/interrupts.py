@@ -1,0 +1,85 @@
+"""Ctrl-C, from a program's first line to its last.
+
+As long as nothing is written, as in the second that importing torch takes, it ends the process.
+Once a command line runs, the first raises KeyboardInterrupt where the work is; where what was
+written is being summed up, which is short and must not be lost, it waits. Another one within a
+second is the same, from a key held down or a shell that sends it twice; a later one ends the
+process at once.
+
+    if __name__ == "__main__":  # before anything slow is imported
+        from cli.interrupts import end_quietly
+
+        end_quietly()
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+INTERRUPTED = 130  # the exit status, a shell's for SIGINT
+SAME_S = 1.0  # seconds after the first in which others are no more than that
+
+
+def end_quietly() -> None:
+    """From here on Ctrl-C ends the process without a traceback."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as nohup and a script's & leave it
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    os._exit(INTERRUPTED)
+
+
+class CtrlC:
+    """The handler of SIGINT while a command line runs."""
+
+    def __init__(self) -> None:
+        self.came_at: float | None = None  # the first, by time.monotonic
+        self.is_pending = False  # it came and has not been raised
+        self.is_raising = False  # now
+
+    def __call__(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        if self.came_at is None:
+            self.came_at = now
+            self.is_pending = True
+            self.deliver()
+        elif now - self.came_at > SAME_S:
+            os._exit(INTERRUPTED)
+
+    def deliver(self) -> None:
+        """Raise KeyboardInterrupt if one has come and need not wait."""
+        if self.is_pending and self.is_raising:
+            self.is_pending = False
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def handling_interrupts() -> Iterator[None]:
+    """Handle Ctrl-C as this file says; it waits for the first place that lets it be raised."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, CtrlC())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupts(raised: bool) -> Iterator[None]:
+    """Whether Ctrl-C is raised in here as KeyboardInterrupt, or waits until that is so again."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not isinstance(handler, CtrlC):  # a caller who handles it otherwise
+        yield
+        return
+    before = handler.is_raising
+    try:
+        handler.is_raising = raised
+        handler.deliver()
+        yield
+    finally:
+        handler.is_raising = before
+    handler.deliver()
