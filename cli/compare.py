@@ -1,6 +1,6 @@
 """--compare: a method's run beside ar's on the same prompt, and what explains a difference.
 
-comparison = compare(request, settings, steps)
+comparison = compare(request, settings, tally(steps))
 print(comparison.line())
 """
 
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cli.metrics import measure, token_ids
+from cli.metrics import Tally, tally
 from cli.models import Pair, Request
 from draft_tree import Settings
-from dynatree import Step
 from engine.cuda_graphs import row_count
 from engine.memory import OutOfMemory
 from engine.streaming import WHOLE_TEXT, Window
@@ -102,18 +101,18 @@ def reference_of(request: Request, settings: Settings) -> Alone:
 
 
 def compare(
-    request: Request, settings: Settings, steps: Sequence[Step], digests: Digests | None = None
+    request: Request, settings: Settings, written: Tally, digests: Digests | None = None
 ) -> Comparison:
-    """Run ar and hold the given steps against it (metrics `speedup` and `exact`).
+    """Run ar and hold what was written against it (metrics `speedup` and `exact`).
 
     digests: of a strict run's logits, to be compared bit for bit.
     """
     of_ar = Digests() if digests else None
-    reference = list(request.decode(reference_of(request, settings), of_ar))
-    ours = token_ids(steps)
-    theirs = token_ids(reference)
-    ar = measure(reference).throughput
-    speedup = measure(steps).throughput / ar if ar else 1.0
+    reference = tally(request.decode(reference_of(request, settings), of_ar))
+    ours = written.ids.tolist()
+    theirs = reference.ids.tolist()
+    ar = reference.metrics().throughput
+    speedup = written.metrics().throughput / ar if ar else 1.0
     if request.options.get("sampling"):
         return Comparison(ar, speedup, exact=None, is_strict=bool(request.options.get("strict")))
     gap = None
@@ -126,7 +125,7 @@ def compare(
         gap = top2_gap(request.pair, request.prompt + theirs[:at], window)
     control = None
     if request.pair.target.dtype != torch.float32:
-        padded = token_ids(request.decode(Alone(rows=CONTROL_ROWS)))
+        padded = tally(request.decode(Alone(rows=CONTROL_ROWS))).ids.tolist()
         control = {"rows": CONTROL_ROWS, "first_difference": first_difference(padded, theirs)}
     return Comparison(ar, speedup, at is None, at, gap, control)
 

@@ -7,14 +7,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 
 import torch
 
 from cli.compare import Comparison, Digests, compare, reference_of
 from cli.errors import Parser, UsageError, run_command_line, say, tell
-from cli.metrics import Metrics, measure, token_ids, versions
+from cli.interrupts import interrupts
+from cli.metrics import Metrics, Tally, versions
 from cli.models import Pair, Request, encode, open_pair, overflow_note
 from cli.options import (
     add_model_options,
@@ -25,7 +26,7 @@ from cli.options import (
     read_prompt,
     require_drawing,
 )
-from cli.terminal import TextStream, describe, draw_tree
+from cli.terminal import TextStream, describe, draw_tree, harmless, has_color
 from draft_tree import Settings
 from dynatree import COMMITS, Step
 from engine.streaming import WHOLE_TEXT, Window
@@ -34,20 +35,26 @@ from methods import METHODS
 
 WARM_UP_STEPS = 8
 DEPTHS = ("K", "D", "D_max")  # settings that say how deep a tree may be
+ENDINGS = """exit status:
+  0    or 1 if --compare finds a text that is not ar's, or whoever reads this one has gone
+  2    a mistake, in one line
+  70   an error that nobody foresaw, in one line; --debug shows where
+  130  Ctrl-C: the text, its summary and its --json object are kept as far as they came;
+       another one, more than a second later, ends at once"""
 
 
 def build_parser() -> Parser:
     parser = Parser(
         prog="dynatree.py",
         description="Write text with a GPT-NeoX target, sped up by a draft model's token trees.",
-        epilog=describe(METHODS),
+        epilog=f"{describe(METHODS)}\n\n{ENDINGS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     less = "a 16-bit --dtype, fewer --max-new-tokens, a --window, a smaller --target"
     parser.less_memory = less
     add = parser.add_argument
     add("--prompt", metavar="TEXT", help="the text to continue")
-    add("--prompt-file", metavar="F", help="a UTF-8 file to continue; - is standard input")
+    add("--prompt-file", metavar="F", help="a UTF-8 file, to 4 MB; - is standard input")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="limit (default 128)")
     add("--method", default="dynatree", metavar="M", help=f"{', '.join(METHODS)} (dynatree)")
     add_sampling_options(parser)
@@ -65,41 +72,50 @@ def build_parser() -> Parser:
 
 
 def stream(
-    request: Request, settings: Settings, args: argparse.Namespace, inspect: Digests | None
-) -> tuple[list[Step], bool]:
-    """Write one text, printing as it goes: its steps, and whether Ctrl-C cut it short."""
-    steps: list[Step] = []
-    is_interrupted = False
+    request: Request,
+    settings: Settings,
+    args: argparse.Namespace,
+    written: Tally,
+    inspect: Digests | None,
+) -> None:
+    """Write one text, printing as it goes and adding it up; what ends it early leaves both."""
     has_overflowed = False  # the draft, and it was said
     tokenizer = request.pair.tokenizer
     text = TextStream(tokenizer)
     is_streaming = not args.json and not args.show_tree  # trees and text would interleave
     try:
-        for step in request.decode(settings, inspect):
-            if step.tree and step.tree.has_overflowed and not has_overflowed:
-                has_overflowed = True
-                say_between(text, overflow_note(request.pair.draft))
-            steps.append(replace(step, tree=None))  # trees would fill the memory in a long text
-            if is_streaming:
-                print(text.push(request.printable(step.tokens)), end="", flush=True)
-            if args.show_tree and step.tree:
-                say(f"iteration {len(steps) - 1}: {summarise_step(step)}")
-                has_color = sys.stderr.isatty()
-                tell(draw_tree(step.tree, step.path, step.bonus, tokenizer, has_color))
-    except KeyboardInterrupt:
-        is_interrupted = True
-    finally:  # an error, too, leaves the text so far on the screen
-        if is_streaming and steps:
-            print(text.finish(), flush=True)
-        elif args.show_tree and not args.json and steps:
-            print(tokenizer.decode(request.printable(token_ids(steps))), flush=True)
-    return steps, is_interrupted
+        with interrupts(raised=True):
+            for step in request.decode(settings, inspect):
+                if step.tree and step.tree.has_overflowed and not has_overflowed:
+                    has_overflowed = True
+                    say_between(text, overflow_note(request.pair.draft))
+                written.add(step)
+                if is_streaming:
+                    put(text.push(request.printable(step.tokens)))
+                if args.show_tree and step.tree:
+                    say(f"iteration {written.n_steps - 1}: {summarise_step(step)}")
+                    colors = has_color(sys.stderr)
+                    tell(draw_tree(step.tree, step.path, step.bonus, tokenizer, colors))
+    finally:
+        if is_streaming and written.ids:
+            put(text.finish() + "\n")
+        elif args.show_tree and not args.json and written.ids:
+            put(tokenizer.decode(request.printable(written.ids.tolist())) + "\n")
+        if written.ids:
+            say_summary(written.metrics(), request.pair)
+
+
+def put(text: str) -> None:
+    """Text of the model's on stdout."""
+    if sys.stdout.isatty():
+        text = harmless(text)
+    print(text, end="", flush=True)
 
 
 def say_between(text: TextStream, line: str) -> None:
     """A line on stderr while text streams to stdout: where both meet, on a line of its own."""
     if text.is_mid_line and sys.stdout.isatty():
-        print(file=sys.stderr)
+        tell("")
     say(line)
 
 
@@ -186,28 +202,36 @@ def execute(args: argparse.Namespace) -> int:
             list(islice(request.decode(warm_up), WARM_UP_STEPS))
     is_compared = args.compare and args.strict and not request.options["sampling"]
     digests = Digests() if is_compared else None
-    steps, is_interrupted = stream(request, settings, args, digests)
-    if not steps:
-        return 130
-    say_summary(measure(steps), request.pair)
+    written = Tally()
     comparison = None
-    if args.compare and not is_interrupted:
+    is_interrupted = True  # or failed, until all is done
+    with interrupts(raised=False):  # but where the work is: what was written is not to be lost
         try:
-            comparison = compare(request, settings, steps, digests)
-            say(comparison.line())
-            if comparison.control:
-                say(comparison.control_line())
-        except KeyboardInterrupt:
-            is_interrupted = True
-    if args.json:
-        found = report(request, steps, comparison)
-        print(json.dumps(found | {"settings": reported, "interrupted": is_interrupted}))
-    if is_interrupted:
-        return 130
+            stream(request, settings, args, written, digests)
+            if args.compare:
+                comparison = compare_aloud(request, settings, written, digests)
+            is_interrupted = False
+        finally:
+            if args.json and written.ids:
+                found = report(request, written, comparison)
+                found |= {"settings": reported, "interrupted": is_interrupted}
+                print(json.dumps(found), flush=True)
     is_exact = args.strict or request.pair.target.dtype == torch.float32  # or ought to be
     if comparison and comparison.is_wrong and is_exact:
         return 1
     return 0
+
+
+def compare_aloud(
+    request: Request, settings: Settings, written: Tally, digests: Digests | None
+) -> Comparison:
+    """Hold the text against ar's, and say the result."""
+    with interrupts(raised=True):
+        comparison = compare(request, settings, written, digests)
+        say(comparison.line())
+        if comparison.control:
+            say(comparison.control_line())
+        return comparison
 
 
 def say_summary(metrics: Metrics, pair: Pair) -> None:
@@ -218,14 +242,14 @@ def say_summary(metrics: Metrics, pair: Pair) -> None:
         say(f"captured {n_graphs} graphs in {capture_s:.1f} s, which no figure counts")
 
 
-def report(request: Request, steps: list[Step], comparison: Comparison | None) -> dict:
+def report(request: Request, written: Tally, comparison: Comparison | None) -> dict:
     """The object of --json, but for what was asked."""
-    ids = token_ids(steps)
+    ids = written.ids.tolist()
     n_graphs, capture_s = request.pair.captured()
     found = {
         "token_ids": ids,
         "text": request.pair.tokenizer.decode(request.printable(ids)),
-        "metrics": asdict(measure(steps)),
+        "metrics": asdict(written.metrics()),
         "versions": versions(),
         "graphs": {"n": n_graphs, "capture_s": capture_s},
     }

@@ -13,10 +13,12 @@ code_acceptance  what the authors' code computes and table 3 prints: tokens per 
 """
 
 import platform
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
+import torch
 from torch import Tensor
 
 from draft_tree import DynaTree, Settings
@@ -45,6 +47,11 @@ class Metrics:
     repetition: float  # 1 - distinct 4-grams / 4-grams of the generated ids
 
 
+def new_ids() -> array:
+    """Room for the ids of a text, four bytes each."""
+    return array("i")
+
+
 def token_ids(steps: Iterable[Step]) -> list[int]:
     """All generated ids."""
     ids = []
@@ -53,36 +60,71 @@ def token_ids(steps: Iterable[Step]) -> list[int]:
     return ids
 
 
-def measure(steps: Sequence[Step]) -> Metrics:
+@dataclass(slots=True)
+class Tally:
+    """What the metrics need of a text's steps, added up as they come: however long the text, no
+    more is kept than its ids."""
+
+    ids: array = field(default_factory=new_ids)
+    n_steps: int = 0  # the first, prefill's token, included
+    ttft_ms: float = 0.0  # of the first; all else is of the later ones
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    other_ms: float = 0.0
+    n_accepted: int = 0
+    n_drafted: int = 0
+    n_draft_passes: int = 0
+
+    def add(self, step: Step) -> None:
+        """The ids last: Ctrl-C may come between any two lines, and what has ids can be measured."""
+        if self.n_steps:
+            self.draft_ms += step.draft_ms
+            self.verify_ms += step.verify_ms
+            self.other_ms += step.other_ms
+            self.n_accepted += len(step.path) - 1
+            self.n_drafted += step.n_drafted
+            self.n_draft_passes += len(step.draft_rows)
+        else:
+            self.ttft_ms = step.draft_ms + step.verify_ms + step.other_ms
+        self.n_steps += 1
+        self.ids.extend(step.tokens)
+
+    def metrics(self) -> Metrics:
+        """Of one step or more."""
+        n_tokens = len(self.ids)
+        n_iterations = self.n_steps - 1
+        n = max(n_iterations, 1)  # to divide by
+        decode = self.draft_ms + self.verify_ms + self.other_ms
+        return Metrics(
+            new_tokens=n_tokens,
+            throughput=(n_tokens - 1) / decode * 1e3 if n_iterations else 0.0,
+            end_to_end=n_tokens / (self.ttft_ms + decode) * 1e3,
+            ttft_ms=self.ttft_ms,
+            tpot_ms=decode / (n_tokens - 1) if n_iterations else 0.0,
+            iterations=n_iterations,
+            tokens_per_iter=(self.n_accepted + n_iterations) / n,
+            path_length=self.n_accepted / n,
+            draft_nodes=self.n_drafted / n,
+            acceptance=self.n_accepted / self.n_drafted if self.n_drafted else 0.0,
+            draft_ms=self.draft_ms / n,
+            verify_ms=self.verify_ms / n,
+            other_ms=self.other_ms / n,
+            draft_passes=self.n_draft_passes / n,
+            repetition=repetition(self.ids),
+        )
+
+
+def tally(steps: Iterable[Step]) -> Tally:
+    """All steps of a text, added up; none is kept."""
+    total = Tally()
+    for step in steps:
+        total.add(step)
+    return total
+
+
+def measure(steps: Iterable[Step]) -> Metrics:
     """The metrics of one generation from its steps, in the one definition used everywhere."""
-    ids = token_ids(steps)
-    first = steps[0]
-    later = steps[1:]
-    n = max(len(later), 1)  # of the iterations, to divide by
-    draft = sum(step.draft_ms for step in later)
-    verify = sum(step.verify_ms for step in later)
-    other = sum(step.other_ms for step in later)
-    ttft = first.draft_ms + first.verify_ms + first.other_ms
-    decode = draft + verify + other
-    accepted = sum(len(step.path) - 1 for step in later)
-    drafted = sum(step.n_drafted for step in later)
-    return Metrics(
-        new_tokens=len(ids),
-        throughput=(len(ids) - 1) / decode * 1e3 if later else 0.0,
-        end_to_end=len(ids) / (ttft + decode) * 1e3,
-        ttft_ms=ttft,
-        tpot_ms=decode / (len(ids) - 1) if later else 0.0,
-        iterations=len(later),
-        tokens_per_iter=(accepted + len(later)) / n,
-        path_length=accepted / n,
-        draft_nodes=drafted / n,
-        acceptance=accepted / drafted if drafted else 0.0,
-        draft_ms=draft / n,
-        verify_ms=verify / n,
-        other_ms=other / n,
-        draft_passes=sum(len(step.draft_rows) for step in later) / n,
-        repetition=repetition(ids),
-    )
+    return tally(steps).metrics()
 
 
 def measure_acceptance(steps: Sequence[Step], settings: Settings) -> dict[str, float]:
@@ -133,10 +175,12 @@ def code_acceptance(settings: Settings, tokens_per_iter: float) -> float | None:
     return None
 
 
-def repetition(ids: list[int], n: int = 4) -> float:
+def repetition(ids: Sequence[int], n: int = 4) -> float:
     """1 - distinct n-grams / n-grams."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    if len(ids) < n:
+        return 0.0
+    grams = torch.tensor(ids).unfold(0, n, 1)  # [n-grams, n]
+    return 1 - len(grams.unique(dim=0)) / len(grams)
 
 
 def versions() -> dict[str, str]:

@@ -5,15 +5,20 @@ print(stream.push(step.tokens), end="")
 """
 
 import dataclasses
+import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 from tokenizers import Tokenizer
 
+from cli.errors import shown
 from draft_tree import Tree
 
 INCOMPLETE = "\ufffd"  # what a tokenizer prints for bytes that are not a whole character (yet)
 ACCEPTED, REJECTED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 
 class TextStream:
@@ -47,8 +52,23 @@ class TextStream:
         return rest
 
 
+def harmless(text: str) -> str:
+    """The model's own text for a terminal: escapes in it are shown, not obeyed."""
+    return CONTROLS.sub(show_control, text)
+
+
+def show_control(found: re.Match) -> str:
+    return shown(found[0])
+
+
+def has_color(stream: TextIO) -> bool:
+    """Whether a stream is a terminal whose user has not declined colours (no-color.org)."""
+    is_declined = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not is_declined
+
+
 def draw_tree(
-    tree: Tree, path: Sequence[int], bonus: int, tokenizer: Tokenizer, has_color: bool
+    tree: Tree, path: Sequence[int], bonus: int, tokenizer: Tokenizer, is_colored: bool
 ) -> str:
     """One iteration's tree, a line per node: token, p(path), * if accepted, + if retrieved."""
     parents = tree.parents.tolist()
@@ -59,7 +79,7 @@ def draw_tree(
 
     def visit(row: int, lead: str, branch: str, below: str) -> None:
         label = describe_node(tree, row, row in path, tokenizer)
-        if has_color:
+        if is_colored:
             label = f"{ACCEPTED if row in path else REJECTED}{label}{PLAIN}"
         lines.append(lead + branch + label)
         for child in children[row]:
@@ -69,13 +89,13 @@ def draw_tree(
                 visit(child, lead + below, "|-- ", "|   ")
 
     visit(0, "", "", "")
-    lines.append(f"bonus: {shown(tokenizer, bonus)}")
+    lines.append(f"bonus: {quoted(tokenizer, bonus)}")
     return "\n".join(lines)
 
 
 def describe_node(tree: Tree, row: int, is_accepted: bool, tokenizer: Tokenizer) -> str:
     """A node's token, p(path) and marks."""
-    label = f"{shown(tokenizer, int(tree.tokens[row]))} {tree.logprobs[row].exp():.2f}"
+    label = f"{quoted(tokenizer, int(tree.tokens[row]))} {tree.logprobs[row].exp():.2f}"
     if is_accepted:
         label += " *"
     if tree.is_retrieved is not None and tree.is_retrieved[row]:
@@ -83,7 +103,7 @@ def describe_node(tree: Tree, row: int, is_accepted: bool, tokenizer: Tokenizer)
     return label
 
 
-def shown(tokenizer: Tokenizer, token: int) -> str:
+def quoted(tokenizer: Tokenizer, token: int) -> str:
     """A token as a quoted string on one line."""
     return repr(tokenizer.decode([token], skip_special_tokens=False))
 

@@ -1,10 +1,10 @@
 """The command line: what it prints, and what it keeps when it is interrupted."""
 
+import gc
 import json
 import math
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ import verify
 from cli import models
 from cli.compare import Comparison, compare, top2_gap
 from cli.main import build_parser, main, prepare
-from cli.metrics import Metrics
+from cli.metrics import Metrics, tally
 from cli.models import Request
 from draft_tree import Settings, Tree
 from dynatree import Step
@@ -185,7 +185,7 @@ def test_no_room_for_the_gap_does_not_lose_the_run(monkeypatch: pytest.MonkeyPat
     request, settings, _ = prepare(build_parser().parse_args(arguments))
     steps = list(request.decode(settings))
     steps[0] = replace(steps[0], tokens=[steps[0].tokens[0] + 1])
-    comparison = compare(request, settings, steps)
+    comparison = compare(request, settings, tally(steps))
     assert comparison.first_difference == 0 and not comparison.is_tie
     monkeypatch.setattr(request.pair.target, "new_cache", no_room)
     assert top2_gap(request.pair, request.prompt) is None
@@ -422,23 +422,6 @@ def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) 
     assert ignored["token_ids"] == free["token_ids"]
 
 
-@pytest.mark.parametrize("flag", ["--ignore-eos", "--show-tree"])
-def test_ctrl_c_keeps_what_was_generated(flag: str) -> None:
-    command = [sys.executable, "dynatree.py", "--prompt", PROMPT, "--max-new-tokens", "1900", flag]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
-        assert "target" in process.stderr.readline()
-        if flag == "--ignore-eos":  # the text streams: wait for some of it
-            start = process.stdout.read(20)
-        else:
-            start = process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert start and process.returncode == 130
-    assert "Traceback" not in err and " tokens/s, " in err.splitlines()[-1]
-    assert out.endswith("\n")
-
-
 def test_ctrl_c_keeps_the_json(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """json is silent until it ends, so the interrupt is raised here, after a known step."""
     whole = run_json(capsys, ["--max-new-tokens", "40"])
@@ -472,8 +455,11 @@ def test_ctrl_c_while_comparing_keeps_the_json(
     assert report["interrupted"] and len(report["token_ids"]) == 5
 
 
-def test_an_error_leaves_the_text_so_far(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run_json(capsys, ["--max-new-tokens", "20", "--method", "ar"])
+AR = ["--max-new-tokens", "20", "--method", "ar"]
+
+
+def overflow_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the seventh token on the target's logits are not finite."""
     real = dynatree.accept
     trees = []
 
@@ -484,11 +470,49 @@ def test_an_error_leaves_the_text_so_far(capsys: Captured, monkeypatch: pytest.M
         return real(tree, scores, sampler)
 
     monkeypatch.setattr(dynatree, "accept", fail_later)
-    assert main(["--prompt", PROMPT, "--max-new-tokens", "20", "--method", "ar"]) == 2
+
+
+def test_an_error_leaves_the_text_so_far(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_json(capsys, AR)
+    overflow_later(monkeypatch)
+    assert main(["--prompt", PROMPT] + AR) == 2
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].startswith("error: the target's logits are not finite")
     assert captured.out.endswith("\n") and whole["text"].startswith(captured.out[:-1])
     assert len(captured.out) > 5
+
+
+def test_an_error_leaves_the_json_so_far(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_json(capsys, AR)
+    overflow_later(monkeypatch)
+    assert main(["--prompt", PROMPT, "--json"] + AR) == 2
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["interrupted"] and report["token_ids"] == whole["token_ids"][:6]
+    assert captured.err.splitlines()[-1].startswith("error: the target's logits are not finite")
+
+
+def test_no_step_is_kept(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a window memory is to stay as it is; every step, with its lists, was kept."""
+    n_alive = []
+
+    def steps(*arguments: object, **options: object) -> Iterator[Step]:
+        for token in range(100, 150):
+            yield Step([token], verify_ms=1.0)
+        n_alive.append(sum(type(thing) is Step for thing in gc.get_objects()))
+
+    monkeypatch.setattr(models, "generate", steps)
+    assert len(run_json(capsys, ["--compare"])["token_ids"]) == 50
+    assert len(n_alive) == 2 and max(n_alive) <= 1  # the last one, while the next is made
+
+
+def test_a_terminal_is_not_told_what_to_do(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_terminal, expected in ((True, "a\\x1b[2J\n"), (False, "a\x1b[2J\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda answer=is_terminal: answer)
+        cli.main.put("a\x1b[2J\n")
+        assert capsys.readouterr().out == expected
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

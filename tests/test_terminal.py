@@ -1,5 +1,6 @@
 """Streaming text and drawing trees."""
 
+import io
 import random
 from itertools import cycle
 
@@ -8,7 +9,7 @@ import torch
 from conftest import TINY
 from tokenizers import Tokenizer
 
-from cli.terminal import INCOMPLETE, TextStream, draw_tree
+from cli.terminal import INCOMPLETE, TextStream, draw_tree, harmless, has_color
 from draft_tree import Tree
 
 TEXT = "naïve café — “quoted” 日本語 🚢🌊 ok"
@@ -73,7 +74,7 @@ def example(tokenizer: Tokenizer) -> Tree:
 
 def test_a_drawn_tree(tokenizer: Tokenizer, example: Tree) -> None:
     bonus = tokenizer.encode(" away").ids[0]
-    assert draw_tree(example, [0, 1, 4], bonus, tokenizer, has_color=False).splitlines() == [
+    assert draw_tree(example, [0, 1, 4], bonus, tokenizer, is_colored=False).splitlines() == [
         "' the' 1.00 *",
         "|-- ' cat' 0.60 *",
         "|   |-- ' sat' 0.30",
@@ -85,7 +86,7 @@ def test_a_drawn_tree(tokenizer: Tokenizer, example: Tree) -> None:
 
 
 def test_colour_tells_accepted_from_rejected(tokenizer: Tokenizer, example: Tree) -> None:
-    lines = draw_tree(example, [0, 1, 4], 1, tokenizer, has_color=True).splitlines()
+    lines = draw_tree(example, [0, 1, 4], 1, tokenizer, is_colored=True).splitlines()
     expected = [
         ("the", "green"),
         ("cat", "green"),
@@ -103,5 +104,34 @@ def test_colour_tells_accepted_from_rejected(tokenizer: Tokenizer, example: Tree
 
 def test_a_token_is_drawn_on_one_line(tokenizer: Tokenizer, example: Tree) -> None:
     newline = tokenizer.encode("\n").ids[0]
-    lines = draw_tree(example, [0], newline, tokenizer, has_color=False).splitlines()
+    lines = draw_tree(example, [0], newline, tokenizer, is_colored=False).splitlines()
     assert len(lines) == 7 and lines[-1] == r"bonus: '\n'"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_wanted"),
+    [
+        ({}, True),
+        ({"NO_COLOR": ""}, True),
+        ({"NO_COLOR": "1"}, False),
+        ({"TERM": "dumb"}, False),
+    ],
+)
+def test_colours_can_be_declined(
+    variables: dict[str, str], is_wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert has_color(Terminal()) is is_wanted
+    assert not has_color(io.StringIO())
+
+
+def test_escapes_in_the_text_are_shown_on_a_terminal() -> None:
+    assert harmless("a\x1b[2J\x9bb\r\n\tc\xa0é") == "a\\x1b[2J\\x9bb\\r\n\tc\xa0é"
