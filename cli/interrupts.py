@@ -65,6 +65,8 @@ def handling_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
+        if before is _end:  # all is written, and the interpreter, as it goes, must not be killed
+            before = signal.SIG_IGN
         signal.signal(signal.SIGINT, before)
 
 

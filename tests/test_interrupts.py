@@ -203,3 +203,15 @@ def test_one_that_is_ignored_stays_so() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_nothing_is_left_to_end_when_all_is_written() -> None:
+    """A status of 130, or of a process killed, would say of a whole text that it is not."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        interrupts.end_quietly()
+        with interrupts.handling_interrupts():
+            assert isinstance(signal.getsignal(signal.SIGINT), CtrlC)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
