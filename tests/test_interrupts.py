@@ -41,6 +41,7 @@ def started(script: str, *options: str, stdout: int = subprocess.PIPE) -> Iterat
 def press(process: subprocess.Popen, times: int = 1) -> None:
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.002)  # or several arrive as one
 
 
 def wait_for(stream: IO[str], word: str) -> str:
