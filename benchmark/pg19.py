@@ -4,33 +4,38 @@ texts = [fetch_opening(book) for book in list_books()[:12]]
 """
 
 import codecs
-import json
 from http.client import HTTPException
 from urllib.error import HTTPError
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from cli.errors import UsageError
+from engine.foreign import ForeignFile, List, Object, Word, checked, parse_json
 
 BUCKET = "deepmind-gutenberg"
 HOST = "https://storage.googleapis.com"
 PREFIX = "test/"
 N_BYTES = 40_000  # of each book, some ten thousand tokens
 TIMEOUT_S = 30.0  # without a byte
+LISTING = {"items": List(Object({"name": Word()}))}
 
 
 def list_books() -> list[str]:
     """Their names in the bucket, as test/10146.txt."""
     where = f"{HOST}/storage/v1/b/{BUCKET}/o?prefix={PREFIX}"
     try:
-        names = [item["name"] for item in json.loads(fetch(where))["items"]]
-    except (ValueError, TypeError, KeyError) as error:
+        listing = checked(parse_json(fetch(where).decode("utf-8"), where), LISTING, where)
+    except (UnicodeDecodeError, ForeignFile) as error:
         raise failure(f"{where} gave no list of books") from error
-    return [name for name in names if name.endswith(".txt")]
+    names = [item["name"] for item in listing["items"] if item["name"].endswith(".txt")]
+    if not names:
+        raise failure(f"{where} gave no list of books")
+    return names
 
 
 def fetch_opening(name: str) -> str:
     """The whole characters of a book's first N_BYTES."""
-    where = f"{HOST}/{BUCKET}/{name}"
+    where = f"{HOST}/{BUCKET}/{quote(name, errors='replace')}"
     content = fetch(where, {"Range": f"bytes=0-{N_BYTES - 1}"})
     try:
         text, _ = codecs.utf_8_decode(content[:N_BYTES])  # a host may send all the same
@@ -47,7 +52,7 @@ def fetch(where: str, headers: dict[str, str] | None = None) -> bytes:
     except HTTPError as error:
         error.close()  # it is an answer, too
         raise failure(f"{where} cannot be fetched: {error}") from error
-    except (OSError, HTTPException) as error:
+    except (OSError, HTTPException, ValueError) as error:  # the last: of a proxy's address
         raise failure(f"{where} cannot be fetched: {error}") from error
 
 

@@ -10,8 +10,8 @@ Our own are short. Where a length is asked for that they have not, the target ca
     prompts = lengthened(prompts, pair, n_tokens=800)
 """
 
-import json
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from benchmark.pg19 import fetch_opening, list_books
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair, Request, encode
+from engine.foreign import ForeignFile, Word, checked, parse_json, read_bytes
 from engine.hub import client_errors, hub_error
 from engine.sampling import Sampling
 from methods.static import Alone
@@ -29,6 +30,9 @@ DATASETS = ("builtin", "wikitext2", "pg19")
 WIKITEXT_REPOSITORY = "ggml-org/ci"
 WIKITEXT_ZIP = "wikitext-2-raw-v1.zip"
 WIKITEXT_FILE = "wikitext-2-raw/wiki.test.raw"  # the embedded pair has seen the validation split
+BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, RuntimeError)
+BROKEN_ARCHIVE += (UnicodeDecodeError,)
+PROMPT = {"prompt": Word()}  # a line of a .jsonl file
 SHORTEST = 200  # characters of a paragraph; shorter ones say too little to go on from
 
 BUILTIN = (
@@ -89,8 +93,8 @@ def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]
     """The texts of a dataset, or of a file if one is given.
 
     A .jsonl file has one {"prompt": ...} a line; any other file is plain text, of which paragraphs
-    of at least 200 characters count. n_books: how many of PG-19's are fetched, evenly spread over
-    the hundred, each a request. Raises UsageError.
+    of at least 200 characters count. Lines end at a line feed and nowhere else. n_books: how many
+    of PG-19's are fetched, evenly spread over the hundred, each a request. Raises UsageError.
     """
     if file is not None:
         return _read_file(Path(file))
@@ -105,12 +109,12 @@ def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]
 
 def _read_file(file: Path) -> list[str]:
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = read_bytes(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8: {error}") from error
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
-    if file.suffix == ".jsonl":
+    except ForeignFile as error:
+        raise UsageError(f"--prompts: {error}") from error
+    if file.suffix.lower() == ".jsonl":
         texts = _prompt_fields(text, file)
         what = "line"
     else:
@@ -123,7 +127,7 @@ def _read_file(file: Path) -> list[str]:
 
 def _prompt_fields(text: str, file: Path) -> list[str]:
     texts = []
-    for n, line in enumerate(text.splitlines(), start=1):
+    for n, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             texts.append(_prompt_field(line, f"{file}, line {n}"))
     return texts
@@ -131,11 +135,14 @@ def _prompt_fields(text: str, file: Path) -> list[str]:
 
 def _prompt_field(line: str, where: str) -> str:
     try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(f'{where}: not a JSON object with a "prompt" field') from error
-    if not isinstance(prompt, str) or not prompt:
-        raise UsageError(f'{where}: "prompt" is not a text, or empty')
+        prompt = checked(parse_json(line, where), PROMPT, where)["prompt"]
+        prompt.encode("utf-8")
+    except ForeignFile as error:
+        raise UsageError(str(error)) from error
+    except UnicodeEncodeError as error:
+        raise UsageError(f'{where}: "prompt" has half a character: {error.reason}') from error
+    if not prompt:
+        raise UsageError(f'{where}: "prompt" is empty')
     return prompt
 
 
@@ -143,7 +150,7 @@ def paragraphs(text: str) -> list[str]:
     """Lines joined up to a blank line or a WikiText heading (" = Title = "), if long enough."""
     found = []
     lines = []
-    for line in text.splitlines() + [""]:
+    for line in text.split("\n") + [""]:
         is_heading = line.startswith(" = ") and line.rstrip().endswith(" =")
         if line.strip() and not is_heading:
             lines.append(line.strip())
@@ -165,7 +172,7 @@ def _fetch_wikitext() -> str:
     try:
         with zipfile.ZipFile(file) as archive:
             return archive.read(WIKITEXT_FILE).decode("utf-8")
-    except (zipfile.BadZipFile, OSError, KeyError, UnicodeDecodeError) as error:
+    except BROKEN_ARCHIVE as error:
         raise UsageError(f"{file} is not the WikiText-2 archive: {error}; {others}") from error
 
 

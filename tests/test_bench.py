@@ -267,7 +267,7 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--methods", "ar eager", "--device", "cpu"], '"eager" has no effect on cpu'),
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),
         (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
-        (["--prompts", "none.txt"], "none.txt cannot be read"),
+        (["--prompts", "none.txt"], "none.txt is not there"),
         (["--prompts", "none.txt", "--dataset", "wikitext2"], "either --dataset or --prompts"),
         (["--new-tokens", "0"], "whole numbers of 1 or more"),
         (["--new-tokens", "9" * 10], "whole numbers of 1 or more"),

@@ -52,11 +52,14 @@ def test_files(tmp_path: Path) -> None:
         ("empty.txt", b"", "no paragraph of 200 characters"),
         ("empty.jsonl", b"\n\n", "no line to use"),
         ("latin.txt", b"\xe9" * 300, "not UTF-8"),
-        ("a.jsonl", b'{"prompt": "x"}\nnot json\n', "line 2: not a JSON object"),
-        ("b.jsonl", b"[1]\n", "line 1: not a JSON object"),
-        ("c.jsonl", b'{"text": "x"}\n', "line 1: not a JSON object with"),
-        ("d.jsonl", b'{"prompt": ""}\n', "is not a text, or empty"),
-        ("e.jsonl", b'{"prompt": 3}\n', "is not a text, or empty"),
+        ("a.jsonl", b'{"prompt": "x"}\nnot json\n', "line 2 is not JSON"),
+        ("b.jsonl", b"[1]\n", "line 1 is not a JSON object"),
+        ("c.jsonl", b'{"text": "x"}\n', "line 1 has no prompt"),
+        ("d.jsonl", b'{"prompt": ""}\n', '"prompt" is empty'),
+        ("e.jsonl", b'{"prompt": 3}\n', "prompt is 3, not a text"),
+        ("f.JSONL", b"not json\n", "line 1 is not JSON"),
+        ("g.jsonl", b'{"prompt": ' + b"[" * 100_000 + b"\n", "line 1 .* is nested too deep"),
+        ("h.jsonl", b'{"prompt": "a\\ud800"}\n', "line 1: .* half a character"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -66,12 +69,23 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> N
 
 
 def test_no_such_file_or_dataset(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
+    with pytest.raises(UsageError, match="none.txt is not there"):
         load_prompts("builtin", str(tmp_path / "none.txt"))
-    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
-        load_prompts("builtin", str(tmp_path))
+    for place, what in ((tmp_path, "folder"), ("/dev/zero", "device")):
+        with pytest.raises(UsageError, match=f"is a {what}, not a file"):
+            load_prompts("builtin", str(place))
     with pytest.raises(UsageError, match="unknown dataset 'c4'; there are builtin, wikitext2, "):
         load_prompts("c4", None)
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """U+2028, U+0085 and a form feed may stand inside a JSON text, and ended the line there."""
+    texts = ["a\u2028b", "a\x85b", "\x1cc"]
+    lines = tmp_path / "prompts.jsonl"
+    content = "\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts)
+    lines.write_bytes(b"\xef\xbb\xbf" + content.encode())
+    assert load_prompts("builtin", str(lines)) == texts
+    assert paragraphs(f"{LONG}\u2028{LONG}\n") == [f"{LONG}\u2028{LONG}".strip()]
 
 
 def test_cut_prompts_are_spread_over_the_dataset() -> None:
