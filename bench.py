@@ -27,9 +27,11 @@ if __name__ == "__main__":  # before torch, whose import takes a second
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -45,7 +47,7 @@ from benchmark.results import Results, Run
 from benchmark.rows import settings_of, window_of
 from benchmark.step_times import StepTimes, measure_step_times
 from cli.compare import TIE, first_difference, top2_gap
-from cli.errors import run_command_line, say
+from cli.errors import UsageError, run_command_line, say
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Pair, Request, overflow_note
@@ -90,24 +92,44 @@ class Bench:
         self.peers: Peers | None = None
         self.has_graphs = not results.options.get("no_graphs")
         self.has_overflowed = False  # the draft, and it was said
+        self.is_interrupted = False
+
+    def measure_until_interrupted(self) -> None:
+        """Measure what the results file lacks, or as much of it as there is time for."""
+        try:
+            self.measure_all()
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+            say("interrupted")
 
     def measure_all(self) -> None:
         """Measure what the results file lacks, saving after each text."""
         records = self.results.records
-        missing = self.missing()
-        if not self.results.is_memory and (missing or not records):
+        if not self.results.is_memory and (self.is_missing_some() or not records):
             self.set_up()
-        for turn in tqdm(missing, disable=None, leave=False, unit="text"):
+        n_missing = self.n_turns() - len(records)
+        progress = {"total": n_missing, "disable": None, "leave": False, "unit": "text"}
+        for turn in tqdm(self.missing(), **progress):
             records.append(self.measure(turn))
             self.results.save(self.file)
         self.explain_differences()
 
-    def missing(self) -> list[Turn]:
-        """The turns that the results file has no record of, in their order."""
+    def missing(self) -> Iterator[Turn]:
+        """The turns that the results file has no record of, in their order; told one by one, as a
+        thousand million rounds are more than a list can hold."""
         done = {(r["repeat"], r["prompt"], r["run"]) for r in self.results.records}
         repeats = self.results.options["repeats"]
-        turns = take_turns(self.results.runs, self.prompts, repeats)
-        return [turn for turn in turns if (turn.repeat, turn.prompt, turn.run.label) not in done]
+        for turn in take_turns(self.results.runs, self.prompts, repeats):
+            if (turn.repeat, turn.prompt, turn.run.label) not in done:
+                yield turn
+
+    def is_missing_some(self) -> bool:
+        return next(self.missing(), None) is not None
+
+    def n_turns(self) -> int:
+        """Of the whole table."""
+        n_texts = sum(len(self.prompts[run.dataset]) for run in self.results.runs)
+        return n_texts * self.results.options["repeats"]
 
     def set_up(self) -> None:
         """Load and warm up every run, and time single forwards: set-up, not speed."""
@@ -236,18 +258,40 @@ class Bench:
                     return False
         return True
 
-    def close(self, kind: str) -> None:
-        """Show and save what was measured; leave no file if nothing was."""
-        if not (self.results.records or self.results.step_times):
-            self.file.unlink(missing_ok=True)
-            return
-        self.results.save(self.file)
+    def close(self, kind: str) -> str:
+        """Save and show what was measured. What cannot be saved is shown, too, and the reason
+        returned."""
+        if not self.results.is_begun:
+            return ""
+        problem = ""
+        try:
+            self.results.save(self.file)
+        except UsageError as error:
+            problem = str(error)
         show(self.results, kind)
-        where = os.path.relpath(self.file)
+        if not problem:
+            self.say_where()
+        return problem
+
+    def say_where(self) -> None:
+        """The results file, and how to go on with it if it lacks something."""
         again = ""
-        if self.missing():
-            again = f"; to go on: python bench.py --resume {where}"
-        say(f"results in {where}{again}")
+        if self.is_missing_some():
+            command = shlex.join(["python", from_here(__file__), "--resume", from_here(self.file)])
+            again = f"; to go on: {command}"
+        say(f"results in {from_here(self.file)}{again}")
+
+
+def from_here(file: str | Path) -> str:
+    """A file's name from the folder one stands in, or the whole name if that is shorter."""
+    whole = os.path.abspath(file)
+    try:
+        near = os.path.relpath(file)
+    except (OSError, ValueError):  # the folder has been removed; the file is on another drive
+        return whole
+    if near.startswith("-"):
+        near = os.path.join(os.curdir, near)  # else it would be taken for an option
+    return min(near, whole, key=len)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -255,14 +299,27 @@ def execute(args: argparse.Namespace) -> int:
     if is_about_files(args):
         show_files(args)
         return 0
-    results, pair, prompts, file = open_table(args)
-    bench = Bench(results, pair, prompts, file)
     try:
-        bench.measure_all()
+        with ExitStack() as held:  # the results file, from other runs
+            bench = Bench(*open_table(args, held))
+            return run_table(bench, args.format)
     except KeyboardInterrupt:
+        say("interrupted")
         return 130
-    finally:  # an interruption or an error, too, leaves what was measured
-        bench.close(args.format)
+
+
+def run_table(bench: Bench, kind: str) -> int:
+    """Measure and show a table. Returns the exit status."""
+    try:
+        bench.measure_until_interrupted()
+    finally:  # an error, too, leaves what was measured
+        problem = bench.close(kind)
+    if problem:
+        say(f"error: {problem}")
+    if bench.is_interrupted:
+        return 130
+    if problem:
+        return 2
     return 0 if bench.is_exact() else 1
 
 

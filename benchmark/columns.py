@@ -6,10 +6,11 @@ What a metric is stands in cli/metrics.py, for readers in docs/results.md.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmark.results import Row
+from cli.errors import UsageError, shown
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def published(name: str) -> Column:
     """What a paper printed in a column; its speed-ups are over a baseline of its own."""
 
     def cell(row: Row) -> str:
-        return row.run.published.get(name, "")
+        return shown(row.run.published.get(name, ""))
 
     return Column("paper " + COLUMNS[name].title.replace("x ar", "x"), cell)
 
@@ -100,10 +101,12 @@ def spread_cell(row: Row) -> str:
 
 
 def predicted_cell(row: Row) -> str:
-    is_predicted = all("predicted_ms" in record for record in row.records.values())
-    if row.is_peer or not row.speedups or not is_predicted:
+    if row.is_peer or not row.speedups:
         return ""
-    return f"{row.predicted():.2f}x"
+    predicted = row.predicted()
+    if predicted is None:
+        return ""
+    return f"{predicted:.2f}x"
 
 
 def exact_cell(row: Row) -> str:
@@ -114,11 +117,11 @@ def exact_cell(row: Row) -> str:
 
 
 def more_memory_cell(row: Row) -> str:
-    pairs = row.beside_ar()
-    ar = [record["metrics"].get("peak_mb") for _, record in pairs]
-    if not pairs or None in ar:
+    own = row.median("peak_mb")
+    ar = [record["metrics"].get("peak_mb") for _, record in row.beside_ar()]
+    if own is None or not ar or None in ar:
         return ""
-    return f"{row.median('peak_mb') / statistics.median(ar) - 1:+.1%}"
+    return f"{own / statistics.median(ar) - 1:+.1%}"
 
 
 def setup_cell(row: Row) -> str:
@@ -157,3 +160,10 @@ COLUMNS = {
     "pools": number("graph pools MB", "pools_mb", 0),
     "context": number("beside torch MB", "context_mb", 0),
 }
+
+
+def require_columns(names: Sequence[str]) -> None:
+    """Raise UsageError for a name that is no column's."""
+    for name in names:
+        if name not in COLUMNS:
+            raise UsageError(f"unknown column {name!r}; there are {', '.join(COLUMNS)}")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from benchmark.report import machine_text, markdown_report, markdown_table, prompts_text, run_cells
 from benchmark.results import Results
-from cli.errors import UsageError
+from cli.errors import UsageError, shown
+from engine.files import write_whole
 
 START = "<!-- results: made by bench.py --docs -->"
 END = "<!-- end of results -->"
@@ -28,7 +29,7 @@ def write_documents(root: Path, files: Sequence[str]) -> None:
         texts[document] = replaced(document, part)
     for document, text in texts.items():
         try:
-            document.write_text(text, encoding="utf-8")
+            write_whole(document, text)
         except OSError as error:
             raise UsageError(f"{document} cannot be written: {error.strerror}") from error
 
@@ -39,6 +40,8 @@ def replaced(document: Path, part: str) -> str:
         text = document.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{document} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{document} is not UTF-8: {error}") from error
     if text.count(START) != 1 or text.count(END) != 1:
         raise UsageError(f"{document} lacks the lines that mark its results")
     before, rest = text.split(START)
@@ -50,7 +53,7 @@ def results_part(files: Sequence[str]) -> str:
     """Of docs/results.md: every file's whole table, in this order."""
     parts = [START]
     for file in files:
-        parts.append(f"From `{file}`. {markdown_report(Results.load(file))}")
+        parts.append(f"From `{shown(file)}`. {markdown_report(Results.load(file))}")
     parts.append(END)
     return "\n\n".join(parts)
 
@@ -62,5 +65,5 @@ def readme_part(file: str) -> str:
         raise UsageError(f"{file} has no methods for README's table: name another file first")
     header, body = run_cells(results, README_COLUMNS)
     machine = machine_text(results.machine)
-    sentence = f"{prompts_text(results)}; {machine}, from `{file}`."
+    sentence = shown(f"{prompts_text(results)}; {machine}, from `{file}`.")
     return "\n\n".join([START, markdown_table(header, body), sentence, END])

@@ -1,7 +1,6 @@
 """What a figure depends on besides the options: processor, versions, the code's commit.
 
 machine = describe_machine(pair, models, has_peers=False)
-require_same(previous, machine, prompts)  # of a results file that is gone on with
 """
 
 import platform
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from benchmark.results import Results
-from cli.errors import UsageError
 from cli.metrics import versions
 from cli.models import Pair
 
@@ -57,12 +54,3 @@ def revision() -> str:
 def git(*arguments: str) -> str:
     command = ["git", "-C", str(ROOT)] + list(arguments)
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def require_same(previous: Results, machine: dict, prompts: dict) -> None:
-    """Raise UsageError if an interrupted table would go on under other conditions."""
-    before = previous.machine | {"prompts": previous.prompts}
-    now = machine | {"prompts": prompts}
-    changed = [f"{name} was {before.get(name)}" for name in now if now[name] != before.get(name)]
-    if changed:
-        raise UsageError(f"--resume would mix two conditions: {', '.join(changed)}")

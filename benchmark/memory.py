@@ -7,8 +7,11 @@ import argparse
 import multiprocessing
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -31,21 +34,49 @@ def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_answer, args=(sender, function, arguments))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for us alone
-    process.start()
-    signal.signal(signal.SIGINT, handler)
-    sender.close()
-    try:
-        answer = receiver.recv()
-    except EOFError as error:
-        raise OutOfMemory("the measured process was killed, as it is if memory runs out") from error
-    finally:
-        process.terminate()
-        process.join()
+    with running(spawn.Process(target=_answer, args=(sender, function, arguments))):
+        sender.close()
+        try:
+            answer = receiver.recv()
+        except EOFError as error:
+            what = "the measured process was killed, as it is if memory runs out"
+            raise OutOfMemory(what) from error
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+@contextmanager
+def running(process: BaseProcess) -> Iterator[None]:
+    """A process that runs until the end of the block, whatever ends it; Ctrl-C is for us alone."""
+    resource_tracker.ensure_running()  # else it is started below, and lets Ctrl-C through again
+    try:
+        with without_interrupts():
+            process.start()
+        yield
+    finally:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block; for a process started in it, for good."""
+    held: list[int] = []
+
+    def hold(number: int, frame: object) -> None:
+        held.append(number)
+
+    handler = signal.signal(signal.SIGINT, hold)  # another thread may still be told of it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a process inherits
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _answer(sender: Connection, function: Callable[..., dict], arguments: tuple) -> None:

@@ -1,28 +1,32 @@
 """bench.py's options: read, checked, and made into a table to measure; or a file shown again.
 
 args = build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"])
-results, pair, prompts, file = open_table(args)
+with ExitStack() as held:
+    results, pair, prompts, file = open_table(args, held)
 """
 
 import argparse
 import hashlib
+import os
 import shutil
 import textwrap
-import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import torch
 
 from benchmark.columns import COLUMNS
 from benchmark.documents import write_documents
-from benchmark.machine import ROOT, describe_machine, require_same
-from benchmark.peers import PEERS, require_transformers
+from benchmark.machine import ROOT, describe_machine
+from benchmark.peers import PEERS, check_vocabularies, require_transformers
 from benchmark.presets import NOT_HERE, PRESETS
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import markdown_report, text_report
 from benchmark.results import Results, Run
+from benchmark.resume import require_possible, require_same
 from benchmark.rows import SIZED_WORDS, choose_runs, settings_of, window_of
 from benchmark.tables import (
     TABLES,
@@ -37,8 +41,10 @@ from benchmark.tables import (
 from cli.errors import Parser, UsageError, say
 from cli.models import Pair, choose_device, choose_dtype, open_pair
 from cli.options import add_model_options, choose_sampling, require_drawing
+from engine.files import locked
+from engine.sampling import LAST_SEED
 
-ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs")  # options that decide no figure
+ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs", "debug")  # they decide no figure
 
 
 def build_parser() -> Parser:
@@ -101,12 +107,12 @@ def describe(titles: dict[str, str], width: int) -> list[str]:
 
 def is_about_files(args: argparse.Namespace) -> bool:
     """Whether results files are to be shown or written up, and nothing measured."""
-    return bool(args.show or args.docs)
+    return args.show is not None or args.docs is not None
 
 
 def show_files(args: argparse.Namespace) -> None:
     """Carry out --show or --docs."""
-    if args.docs:
+    if args.docs is not None:
         require_alone(args, "--docs", ())
         write_documents(ROOT, args.docs)
         return
@@ -124,37 +130,44 @@ def show(results: Results, kind: str) -> None:
         print(text_report(results, shutil.get_terminal_size().columns), flush=True)
 
 
-def open_table(args: argparse.Namespace) -> tuple[Results, Pair, dict[str, list[list[int]]], Path]:
+def open_table(
+    args: argparse.Namespace, held: ExitStack
+) -> tuple[Results, Pair, dict[str, list[list[int]]], Path]:
     """Check the options, load models and prompts; continue a results file or begin one.
 
-    Returns the results so far, the models, the prompts' ids by dataset, and the results file.
+    Returns the results so far, the models, the prompts' ids by dataset, and the results file, which
+    no other run can write before `held` ends.
     """
     previous = None
-    if args.resume:
-        require_alone(args, "--resume", ("format",))
-        previous = Results.load(args.resume)
-        args = argparse.Namespace(**(vars(args) | previous.options))
+    if args.resume is not None:
+        previous = open_previous(args, held)
+        args = recorded_arguments(args, previous.options)
     table = choose_table(args)
     runs = choose_runs(table, args.methods, args.peers, words_everywhere(args))
     check_options(args, table, runs)
     texts = {}
     for part in table.parts:
         texts[part.dataset] = load_prompts(part.dataset, args.prompts, part.n_prompts)
-    file = choose_file(args)
+    check_last_seed(args, table, texts)
+    file = choose_file(args, held)
     pair, models = open_pair(args, is_drafting=True, say=say)
     machine = describe_machine(pair, models, has_peers(runs))
+    check_vocabularies([run.method for run in runs], pair)
     for run in runs:
         window_of(run, pair)  # which raises UsageError if there can be none such
     warn_of_positions(pair, runs)
     prompts, described = cut_all(table, texts, pair)
-    if previous:
-        require_same(previous, machine, described)
-        return previous, pair, prompts, file
-    options = plain_options(args)
+    options = plain_options(vars(args))
     results = Results(args.table, table.columns, options, machine, described, table.sizes(), runs)
     results.is_memory = table.is_memory
+    if previous:
+        require_same(previous, results)
+        previous.options = options  # with those that there were not before
+        require_possible(previous, prompts, pair.target.config.vocab_size)
+        return previous, pair, prompts, file
     if args.table in PRESETS:
         results.title = table.title
+    held.callback(remove_unless_begun, file)
     results.save(file)  # now, so that a file that cannot be written costs no measurement
     return results, pair, prompts, file
 
@@ -224,13 +237,24 @@ def check_options(args: argparse.Namespace, table: Table, runs: Sequence[Run]) -
         for run in runs:
             if run.temperature and run.method != "ar":
                 require_drawing(run.label, settings_of(run).rule())
-    if args.prompts and args.dataset not in (None, DATASETS[0]):
+    if args.prompts is not None and args.dataset not in (None, DATASETS[0]):
         raise UsageError("give either --dataset or --prompts")
     if args.repeats < 1 or min(part.n_prompts for part in table.parts) < 1:
         raise UsageError("--n-prompts and --repeats are at least 1")
     device = choose_device(args.device)
     if device.type != "cuda" and any(run.is_eager for run in runs):
         raise UsageError(f'"eager" has no effect on {device}: only cuda has graphs')
+
+
+def check_last_seed(args: argparse.Namespace, table: Table, texts: dict[str, list[str]]) -> None:
+    """Raise UsageError if the seeds of a sampled table, one for each text, would run out."""
+    if not any(table.sizes()["temperature"]):
+        return
+    most = max(min(part.n_prompts, len(texts[part.dataset])) for part in table.parts)
+    last = (args.seed or 0) + args.repeats * most - 1
+    if last > LAST_SEED:
+        why = f"each text has its own, and the last would have {last}, past 2^63 - 1"
+        raise UsageError(f"--seed {args.seed or 0}: {why}")
 
 
 def check_peers(args: argparse.Namespace, table: Table, is_sampling: bool) -> None:
@@ -245,18 +269,76 @@ def check_peers(args: argparse.Namespace, table: Table, is_sampling: bool) -> No
     require_transformers()
 
 
-def choose_file(args: argparse.Namespace) -> Path:
-    """Where results go. Raises UsageError rather than overwrite some."""
-    if args.resume:
+def open_previous(args: argparse.Namespace, held: ExitStack) -> Results:
+    """The results to go on with, kept from every other run. Raises UsageError."""
+    require_alone(args, "--resume", ("format",))
+    Results.load(args.resume)  # before anything is made beside it
+    keep(Path(args.resume), held)
+    return Results.load(args.resume)  # as the run left it that may have kept it before
+
+
+def recorded_arguments(args: argparse.Namespace, options: dict) -> argparse.Namespace:
+    """The call that began a table, read again from what its file says of it. Raises UsageError."""
+    known = vars(build_parser().parse_args([]))
+    words = []
+    for name, value in plain_options(options).items():
+        if name not in known:
+            raise UsageError(f"{args.resume}: there is no option {name!r}")
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            words.append(f"{option}={value}")
+    found = build_parser().parse_args(words)
+    for name in ABOUT_THE_CALL:
+        if name in args:
+            setattr(found, name, getattr(args, name))
+    return found
+
+
+def choose_file(args: argparse.Namespace, held: ExitStack) -> Path:
+    """Where results go, kept from every other run. Raises UsageError rather than overwrite some."""
+    if args.resume is not None:
         return Path(args.resume)
-    if args.output:
-        file = Path(args.output)
-    else:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        file = ROOT / "results" / f"run_{stamp}_{args.table}.json"
-    if file.exists():
+    file = name_file(args)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+    keep(file, held)
+    if os.path.lexists(file):
         raise UsageError(f"{file} exists already; go on with it (--resume) or remove it")
     return file
+
+
+def name_file(args: argparse.Namespace) -> Path:
+    """As asked for, or by the time, to the microsecond: several runs may begin in one second."""
+    if args.output is None:
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        return ROOT / "results" / f"run_{stamp}_{args.table}.json"
+    if not args.output:
+        raise UsageError("--output needs the name of a file")
+    return Path(args.output)
+
+
+def keep(file: Path, held: ExitStack) -> None:
+    """Keep a results file from every other run until `held` ends. Raises UsageError."""
+    try:
+        held.enter_context(locked(file))
+    except BlockingIOError as error:
+        raise UsageError(f"{file} is being written by another run: let it end first") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def remove_unless_begun(file: Path) -> None:
+    """Leave no results file in which nothing was measured; whatever else is there stays."""
+    try:
+        is_begun = Results.load(file).is_begun
+    except UsageError:
+        return
+    if not is_begun:
+        file.unlink(missing_ok=True)
 
 
 def warn_of_positions(pair: Pair, runs: Sequence[Run]) -> None:
@@ -313,9 +395,9 @@ def choose_prompts(texts: list[str], pair: Pair, part: Part) -> tuple[list[list[
     return prompts, name
 
 
-def plain_options(args: argparse.Namespace) -> dict:
+def plain_options(options: dict) -> dict:
     """What decides the figures, for the results file; the rest is about this call alone."""
-    return {name: value for name, value in vars(args).items() if name not in ABOUT_THE_CALL}
+    return {name: value for name, value in options.items() if name not in ABOUT_THE_CALL}
 
 
 def require_alone(args: argparse.Namespace, option: str, allowed: tuple[str, ...]) -> None:
@@ -323,5 +405,7 @@ def require_alone(args: argparse.Namespace, option: str, allowed: tuple[str, ...
     unused = build_parser().parse_args([])
     for name, value in vars(args).items():
         given = f"--{name.replace('_', '-')}"
+        if name == "debug":  # which any call may have
+            continue
         if given != option and name not in allowed and value != getattr(unused, name):
             raise UsageError(f"{given} has no effect beside {option}")

@@ -8,6 +8,7 @@ The only file that may import transformers, and only when its rows are asked for
 
 import importlib.util
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +31,16 @@ def require_transformers() -> None:
     if not importlib.util.find_spec("transformers"):
         raise UsageError(
             f"{', '.join(PEERS)} need transformers: pip install transformers, or leave them out"
+        )
+
+
+def check_vocabularies(methods: Sequence[str], pair: Pair) -> None:
+    """Raise UsageError if transformers would refuse to let this draft speculate for the target."""
+    sizes = [model.config.vocab_size for model in pair.models]
+    if "hf-assisted" in methods and len(set(sizes)) > 1:
+        raise UsageError(
+            f"hf-assisted needs models of one vocabulary size, not {sizes[0]} and {sizes[1]}; "
+            "leave it out of --methods, and --peers, which adds it"
         )
 
 

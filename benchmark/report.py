@@ -7,8 +7,9 @@ print(text_report(results, width=80))
 import textwrap
 from collections import defaultdict
 
-from benchmark.columns import COLUMNS, published
+from benchmark.columns import COLUMNS, published, require_columns
 from benchmark.results import Results, Row
+from cli.errors import UsageError, shown
 
 MANY = 8  # rows, after which a note counts instead of naming them
 FEW = 3  # settings of a method from which one of them is called the fastest
@@ -35,15 +36,15 @@ def markdown_report(results: Results) -> str:
 
 
 def caption(results: Results) -> str:
-    """What was measured, on what."""
+    """What was measured, on what, on one line."""
     what = "forwards alone"
     if results.runs:
         temperature = sizes_text(results, "temperature")
-        repeats = results.options["repeats"]
+        repeats = results.options.get("repeats", 1)
         what = f"{prompts_text(results)}, temperature {temperature}, rounds: {repeats}"
     machine = results.machine
     models = f"{machine['target']} and {machine['draft']}"
-    return f"{results.table}: {what}. {models}, {machine_text(machine)}."
+    return shown(f"{results.table}: {what}. {models}, {machine_text(machine)}.")
 
 
 def prompts_text(results: Results) -> str:
@@ -89,7 +90,7 @@ def notes(results: Results) -> list[str]:
         found += exactness_notes(rows, is_summed)
     if results.step_times:
         found += step_notes(results.step_times)
-    return found
+    return [shown(note) for note in found]
 
 
 def title_notes(results: Results) -> list[str]:
@@ -133,7 +134,7 @@ def contests(results: Results) -> dict[tuple[str, str], list[Row]]:
     found: dict[tuple[str, str], list[Row]] = defaultdict(list)
     if len(results.sizes["new_tokens"]) > 1:
         for row in results.rows():
-            if row.speedups:
+            if row.speedups and row.median("throughput"):
                 found[place_of(row), row.run.method].append(row)
     return {key: rows for key, rows in found.items() if len(rows) >= FEW}
 
@@ -224,15 +225,18 @@ def step_notes(times: dict) -> list[str]:
 
 
 def table_cells(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the results' own table, as text."""
+    """Header and rows of the results' own table, as text. Raises UsageError if it has none."""
     if results.table == "steps":
+        if not results.step_times:
+            raise UsageError("the results file has no step times yet: go on with it (--resume)")
         return step_cells(results.step_times)
     return run_cells(results, results.columns)
 
 
 def run_cells(results: Results, names: list[str]) -> tuple[list[str], list[list[str]]]:
     """Header and rows, as text: each run's label and its columns of these names, beside each what
-    a paper printed there."""
+    a paper printed there. Raises UsageError for a column that there is not."""
+    require_columns(names)
     rows = results.rows()
     columns = []
     for name in names:
@@ -242,7 +246,7 @@ def run_cells(results: Results, names: list[str]) -> tuple[list[str], list[list[
     header = ["method"] + [column.title for column in columns]
     body = []
     for row in rows:
-        body.append([row.run.label] + [column.cell(row) for column in columns])
+        body.append([shown(row.run.label)] + [column.cell(row) for column in columns])
     return header, body
 
 

@@ -9,16 +9,19 @@ the documents or as a figure, is computed from the file alone.
 """
 
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmark.peers import PEERS
+from benchmark.schema import check_results
 from cli.errors import UsageError
+from engine.files import write_whole
+from engine.foreign import ForeignFile, read_json, short
 
 FORMAT = 1  # of the file; another number is refused
+LIMIT = 2**28  # bytes of a file, some ten million tokens
 
 
 @dataclass(frozen=True)
@@ -65,37 +68,29 @@ class Results:
     def load(cls, file: str | Path) -> "Results":
         """Raises UsageError: not there, not a results file, or one of another version."""
         try:
-            content = json.loads(Path(file).read_text(encoding="utf-8"))
-            if content.get("format") != FORMAT:
-                raise UsageError(f"{file} has format {content.get('format')}, not {FORMAT}")
-            fill_in(content)
-            results = cls(**content)
-            results.require_known_runs()
-            return results
-        except OSError as error:
-            raise UsageError(f"{file} cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UsageError(f"{file} is not a results file: {error}") from error
-
-    def require_known_runs(self) -> None:
-        """Raise ValueError for a record of no run."""
-        labels = {run.label for run in self.runs}
-        for record in self.records:
-            if record["run"] not in labels:
-                raise ValueError(f"a record of {record['run']}, which is no run of it")
+            content = read_json(Path(file), LIMIT)
+            require_format(content, str(file))
+            check_results(content, str(file))
+        except ForeignFile as error:
+            raise UsageError(f"not a results file: {error}") from error
+        fill_in(content)
+        return cls(**content)
 
     def save(self, file: Path) -> None:
         """Write all at once or not at all, a record a line. Raises UsageError."""
         content = asdict(self)
         records = ",\n".join(json.dumps(record) for record in content.pop("records"))
         head = json.dumps(content, indent=1).removesuffix("\n}")
-        draft = file.with_suffix(".part")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(f'{head},\n "records": [\n{records}\n]}}\n', encoding="utf-8")
-            os.replace(draft, file)
+            write_whole(file, f'{head},\n "records": [\n{records}\n]}}\n')
         except OSError as error:
             raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything in it was measured."""
+        return bool(self.records or self.step_times)
 
     def rows(self) -> list["Row"]:
         """The runs that have records, in the table's order."""
@@ -112,10 +107,16 @@ class Results:
         return found
 
 
+def require_format(content: object, where: str) -> None:
+    """Raise ForeignFile for a results file of another version, whatever else it says."""
+    if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
+        raise ForeignFile(f"{where} has format {short(content['format'])}, not {FORMAT}")
+
+
 def fill_in(content: dict) -> None:
     """Make the runs of a file's JSON object, and what it lacks if it is from before."""
     content.setdefault("is_memory", content["table"] == "memory")
-    dataset = {"dataset": content["prompts"].get("dataset", "")}  # there was one for all runs
+    dataset = {"dataset": content["prompts"]["dataset"]}  # there was one for all runs
     runs = []
     for run in content["runs"]:
         runs.append(Run(**(dataset | run | {"settings": tuple(run["settings"])})))
@@ -173,9 +174,14 @@ class Row:
             return None
         return statistics.median(values)
 
-    def predicted(self) -> float:
-        """Median over prompts of the speedup that the forwards' step times alone would give."""
-        ratios = [ar["predicted_ms"] / record["predicted_ms"] for record, ar in self.beside_ar()]
+    def predicted(self) -> float | None:
+        """Median over prompts of the speedup that the forwards' step times alone would give; None
+        where a text has no such prediction."""
+        ratios = []
+        for record, ar in self.beside_ar():
+            if "predicted_ms" not in record or "predicted_ms" not in ar:
+                return None
+            ratios.append(ar["predicted_ms"] / record["predicted_ms"])
         return statistics.median(ratios)
 
     def compared(self) -> list[tuple[dict, dict]]:

@@ -29,6 +29,9 @@ def parse_run(text: str) -> Run:
     words = text.split()
     method = words.pop(0)
     settings = []
+    names = [word.partition("=")[0] for word in words]
+    if len(set(names)) < len(names):
+        raise UsageError(f"{text!r} says something twice")
     sized: dict[str, int | None] = {name: None for name in SIZED_WORDS}
     for word in words:
         name, _, value = word.partition("=")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from benchmark.columns import COLUMNS
+from benchmark.columns import require_columns
 from benchmark.prompts import DATASETS
 from cli.compare import CONTROL_ROWS
 from cli.errors import UsageError
@@ -193,7 +193,5 @@ def choose_columns(text: str | None, default: list[str]) -> list[str]:
     if text is None:
         return default
     columns = split_list(text, "--columns")
-    for name in columns:
-        if name not in COLUMNS:
-            raise UsageError(f"unknown column {name!r}; there are {', '.join(COLUMNS)}")
+    require_columns(columns)
     return columns

@@ -3,10 +3,15 @@
 import json
 import math
 import os
+import shlex
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +22,8 @@ from conftest import random_model
 import bench
 from bench import Bench, Turn, main, take_turns
 from benchmark.memory import in_own_process, measure_memory
-from benchmark.options import build_parser, open_table, warn_of_positions
-from benchmark.peers import PEERS, Peers
+from benchmark.options import build_parser, name_file, open_table, warn_of_positions
+from benchmark.peers import PEERS, Peers, check_vocabularies
 from benchmark.report import table_cells
 from benchmark.results import Results, Run
 from benchmark.rows import choose_runs, parse_run, settings_of
@@ -30,15 +35,21 @@ from benchmark.step_times import (
 )
 from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
 from cli import models
+from cli.errors import UsageError
 from cli.models import Pair
 from draft_tree import Settings
 from dynatree import Step
+from engine.files import locked
 from engine.memory import OutOfMemory
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 from methods.static import Alone, Chain, Fixed
 
 Captured = pytest.CaptureFixture[str]
+MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "processor": "P", "threads": 2}
+MACHINE |= {"torch": "2.13.0", "python": "3.11", "commit": "abc"}
+PROMPTS = {"dataset": "builtin", "n": 1}
+SIZES = {"prompt_tokens": [150], "new_tokens": [64], "temperature": [0.0]}
 LICENSE = Path(__file__).parent.parent / "LICENSE"
 FEW = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
 
@@ -215,6 +226,188 @@ def test_nothing_measured_leaves_no_file(
     assert not list((tmp_path / "made").iterdir())
 
 
+BRIEF = FEW + ["--columns", "exact", "--methods", "ar,linear"]
+
+
+def begun(capsys: Captured, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """A results file that was begun and not measured, as a run that was killed leaves it."""
+    with monkeypatch.context() as patch:
+        stop_after(1, KeyboardInterrupt(), patch)
+        patch.setattr("benchmark.options.remove_unless_begun", lambda file: None)
+        assert main(BRIEF + ["--output", str(file)]) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n") and file.exists()
+
+
+def test_an_interrupted_resume_keeps_a_file_that_was_only_begun(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was deleted, as one is that this very run began."""
+    file = tmp_path / "r.json"
+    begun(capsys, monkeypatch, file)
+    with monkeypatch.context() as patch:
+        stop_after(1, KeyboardInterrupt(), patch)
+        assert main(["--resume", str(file)]) == 130
+    assert "interrupted\n" in capsys.readouterr().err and file.exists()
+    assert main(["--resume", str(file)]) == 0 and len(Results.load(file).records) == 4
+
+
+@pytest.mark.parametrize("where", ["cut_all", "Results.save", "Bench"])
+def test_an_interrupted_set_up_leaves_no_file_and_is_told(
+    where: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    module = "bench" if where == "Bench" else "benchmark.options"
+    monkeypatch.setattr(f"{module}.{where}", interrupt)
+    assert main(BRIEF + ["--output", str(tmp_path / "r.json")]) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_while_the_table_is_shown(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Everything is measured and saved, and still the status tells of it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "show", interrupt)
+    assert main(BRIEF + ["--output", str(tmp_path / "r.json")]) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert len(Results.load(tmp_path / "r.json").records) == 4
+
+
+def test_a_run_that_is_stopped_deletes_nothing_that_another_wrote(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.json"
+    other, _ = run_bench(capsys, tmp_path / "other.json", *BRIEF)
+
+    def replace_and_stop(self: Bench) -> None:
+        os.replace(tmp_path / "other.json", file)
+        raise OutOfMemory("too large")
+
+    monkeypatch.setattr(Bench, "set_up", replace_and_stop)
+    assert main(BRIEF + ["--output", str(file)]) == 2
+    assert Results.load(file) == other
+
+
+def test_one_file_is_written_by_one_run(capsys: Captured, tmp_path: Path) -> None:
+    """Two with one --output, or two that go on with one, left what one of them had measured."""
+    pytest.importorskip("fcntl")
+    file = tmp_path / "r.json"
+    with locked(file):
+        line = error_line(capsys, *BRIEF, "--output", str(file))
+        assert "r.json is being written by another run" in line and not file.exists()
+    run_bench(capsys, file, *BRIEF)
+    (tmp_path / "link.json").symlink_to("r.json")
+    before = file.read_bytes()
+    with locked(file):
+        for name in ("r.json", "link.json"):
+            line = error_line(capsys, "--resume", str(tmp_path / name))
+            assert f"{name} is being written by another run" in line
+    assert file.read_bytes() == before
+    assert main(["--resume", str(tmp_path / "link.json")]) == 0
+    assert (tmp_path / "link.json").is_symlink()
+
+
+def test_runs_of_one_second_have_files_of_their_own() -> None:
+    args = build_parser().parse_args([])
+    assert name_file(args) != name_file(args)
+
+
+def test_a_full_disk_keeps_the_file_and_shows_the_table(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.json"
+    real = os.replace
+    n_left = [3]
+
+    def replace(draft: Path, place: Path) -> None:
+        n_left[0] -= 1
+        if n_left[0] < 0:
+            raise OSError(28, "No space left on device")
+        real(draft, place)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert main(BRIEF + ["--output", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("error: ") == 1
+    assert captured.err.endswith("r.json cannot be written: No space left on device\n")
+    assert "results in" not in captured.err and "1/1" in captured.out, "the last text, too"
+    assert len(Results.load(file).records) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_how_to_go_on_can_be_pasted(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the folder one stands in, whatever the name of the file."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "-my results.json"
+    stop_after(2, KeyboardInterrupt(), monkeypatch)
+    assert main(BRIEF + [f"--output={file.name}"]) == 130
+    command = shlex.split(capsys.readouterr().err.splitlines()[-1].partition("to go on: ")[2])
+    assert command[0] == "python" and command[2:] == ["--resume", "./-my results.json"]
+    assert Path(command[1]).resolve() == Path(bench.__file__).resolve()
+
+
+def test_a_plan_of_any_length_is_no_list(pair: Pair, tmp_path: Path) -> None:
+    """A thousand million rounds took all memory before the first text."""
+    runs = choose_runs(TABLES["main"], "ar,linear")
+    results = Results("main", [], {"repeats": 10**9}, {}, {}, {}, runs)
+    one = Bench(results, pair, {"builtin": [[3], [1], [4]]}, tmp_path / "r.json")
+    for prompt in range(2):
+        results.records.append({"repeat": 0, "prompt": prompt, "run": "ar"})
+    assert one.n_turns() == 6 * 10**9 and one.is_missing_some()
+    found = [(turn.prompt, turn.run.label) for turn in islice(one.missing(), 3)]
+    assert found == [(0, "linear"), (1, "linear"), (2, "ar")]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What a results file says of one text."""
+    file = tmp_path_factory.mktemp("finished") / "r.json"
+    options = FEW + ["--n-prompts", "1", "--methods", "ar", "--columns", "exact"]
+    assert main(options + ["--device", "cpu", "--output", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"options": {"threads": [1]}}, "argument --threads: invalid int value"),
+        ({"options": {"threads": 2.5}}, "argument --threads: invalid int value"),
+        ({"options": {"target": True}}, "argument --target: expected one argument"),
+        ({"options": {"strict": "yes"}}, "argument --strict: ignored explicit argument"),
+        ({"options": {"help": True}}, "there is no option 'help'"),
+        ({"options": {"output": "x"}}, "mix two conditions: columns was"),
+        ({"columns": ["none"]}, "mix two conditions: columns was ['none']"),
+        ({"sizes": {"prompt_tokens": [], "new_tokens": [], "temperature": []}}, "sizes was"),
+        ({"runs": []}, "speaks of 'ar', which is no run of it"),
+        ({"runs": [], "records": []}, "the rows were others"),
+    ],
+)
+def test_resume_believes_nothing(
+    changes: dict, message: str, finished: dict, capsys: Captured, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(finished | changes))
+    assert message in error_line(capsys, "--resume", str(file))
+
+
+@pytest.mark.parametrize(("key", "value"), [("prompt", 1), ("repeat", 1), ("token_ids", [4096])])
+def test_resume_takes_no_record_of_another_table(
+    key: str, value: object, finished: dict, capsys: Captured, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.json"
+    (record,) = finished["records"]
+    file.write_text(json.dumps(finished | {"records": [record | {key: value}]}))
+    assert "record 0 is of another table" in error_line(capsys, "--resume", str(file))
+
+
 @pytest.mark.parametrize(("gap", "status"), [(0.3, 1), (1e-5, 0), (None, 1)])
 def test_a_text_that_is_not_ars_is_reported(
     gap: float | None,
@@ -268,6 +461,7 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),
         (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
         (["--prompts", "none.txt"], "none.txt is not there"),
+        (["--prompts", ""], "is a folder, not a file"),
         (["--prompts", "none.txt", "--dataset", "wikitext2"], "either --dataset or --prompts"),
         (["--new-tokens", "0"], "whole numbers of 1 or more"),
         (["--new-tokens", "9" * 10], "whole numbers of 1 or more"),
@@ -285,12 +479,19 @@ def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> No
         (["--table", "steps", "--new-tokens", "4,5"], "at one length"),
         (["--table", "memory", "--methods", "hf-ar"], "does not measure hf-ar"),
         (["--peers", "--temperature", "1"], "at temperature 0 only"),
-        (["--show", "none.json"], "none.json cannot be read"),
+        (["--methods", "fixed D=3 D=4"], "'fixed D=3 D=4' says something twice"),
+        (["--output", ""], "--output needs the name of a file"),
+        (["--output", "none/" + "x" * 300], "cannot be written: File name too long"),
+        (["--show", ""], "is a folder, not a file"),
+        (["--resume", ""], "is a folder, not a file"),
+        (["--temperature", "1", "--seed", str(2**63 - 8)], "the last would have 92"),
+        (["--temperature", "1", "--repeats", str(2**63)], "the last would have 11"),
+        (["--show", "none.json"], "none.json is not there"),
         (["--show", "none.json", "--repeats", "2"], "--repeats has no effect beside --show"),
-        (["--resume", "none.json"], "none.json cannot be read"),
+        (["--resume", "none.json"], "none.json is not there"),
         (["--resume", "none.json", "--table", "steps"], "--table has no effect beside --resume"),
         (["--docs", "none.json", "--seed", "1"], "--seed has no effect beside --docs"),
-        (["--docs", "none.json"], "none.json cannot be read"),
+        (["--docs", "none.json"], "none.json is not there"),
         (["--target", "none/none"], "--target also needs --draft"),
         (["--window", "63"], "fixed window=63: --window 63: 64 to 1635"),
         (["--methods", "linear window=5"], "linear window=5: --window 5: 6 to 1635"),
@@ -416,6 +617,54 @@ def test_a_measured_process_that_is_killed() -> None:
         in_own_process(kill_oneself)
 
 
+def sleep_long(file: Path) -> dict:
+    """Tell one's own number, and that Ctrl-C is not for this process."""
+    os.kill(os.getpid(), signal.SIGINT)
+    file.write_text(str(os.getpid()))
+    time.sleep(60)
+    return {}
+
+
+def interrupt_when_there(file: Path) -> None:
+    while not (file.exists() and file.read_text()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_measured_process_does_not_outlive_ctrl_c(tmp_path: Path) -> None:
+    file = tmp_path / "number"
+    threading.Thread(target=interrupt_when_there, args=(file,), daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        in_own_process(sleep_long, file)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
+
+
+def test_ctrl_c_while_a_process_is_started_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ignored there, and the table went on."""
+    started = []
+    real = BaseProcess.start
+
+    def start(self: BaseProcess) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        real(self)
+        started.append(self)
+
+    monkeypatch.setattr(BaseProcess, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        in_own_process(time.sleep, 60)
+    assert [process.exitcode for process in started] == [-signal.SIGKILL]
+
+
+def test_peers_of_several_vocabularies(pair: Pair) -> None:
+    """Pythia-12B with 70M ended in a traceback of transformers, after other rows were measured."""
+    check_vocabularies(list(PEERS), pair)
+    pair = replace(pair, draft=random_model(1, vocab_size=97))
+    check_vocabularies(["ar", "hf-ar", "hf-lookup"], pair)
+    with pytest.raises(UsageError, match="one vocabulary size, not 96 and 97; leave it out"):
+        check_vocabularies(list(PEERS), pair)
+
+
 @pytest.fixture
 def pair() -> Pair:
     load_s = {"target": 0.5, "draft": 0.25}
@@ -450,7 +699,7 @@ def test_peers_are_loaded_in_their_own_set_up_and_take_turns(
             return [Step([prompt[0]], verify_ms=1.0) for _ in range(max_new_tokens)]
 
     monkeypatch.setattr(bench, "Peers", Repeating)
-    results = Results("main", ["exact"], {"repeats": 1, "seed": 0}, {}, {}, {}, [])
+    results = Results("main", ["exact"], {"repeats": 1, "seed": 0}, MACHINE, PROMPTS, SIZES, [])
     for name in ("ar", "hf-ar"):
         results.runs.append(Run(name, name, (), "keep", 2, 4, 0.0, "ar", dataset="own"))
     one = Bench(results, pair, {"own": [[3, 1, 4]]}, tmp_path / "r.json")
@@ -722,7 +971,8 @@ def test_our_own_prompts_are_written_on(capsys: Captured, tmp_path: Path) -> Non
     assert "note: the target writes our own prompts on, to 200 tokens\n" in captured.err
     assert Results.load(file).prompts["dataset"] == "builtin, written on by the target"
     args = build_parser().parse_args(["--resume", str(file)])
-    _, _, prompts, _ = open_table(args)
+    with ExitStack() as held:
+        _, _, prompts, _ = open_table(args, held)
     assert [len(prompt) for prompt in prompts["builtin"]] == [200]
 
 
@@ -730,7 +980,7 @@ def test_our_own_prompts_are_written_on(capsys: Captured, tmp_path: Path) -> Non
 def test_a_file_of_memory_from_before_is_one(table: str, tmp_path: Path) -> None:
     """It had only its table's name; going on with it must not measure speed."""
     file = tmp_path / "r.json"
-    results = Results(table, [], {}, {}, {"dataset": "builtin"}, {}, [])
+    results = Results(table, [], {}, MACHINE, PROMPTS, SIZES, [])
     results.save(file)
     content = json.loads(file.read_text())
     del content["is_memory"]

@@ -1,6 +1,7 @@
 """Figures: which ones a file gives, and that each shows the file's numbers; drawing needs
 matplotlib."""
 
+import json
 import math
 import struct
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def run_of(name: str, place: str) -> Run:
     for word in place.split():
         symbol, _, value = word.partition("=")
         if value:
-            sizes[FIELDS[symbol]] = float(value)
+            sizes[FIELDS[symbol]] = json.loads(value)
     label = f"{name} {place}".strip()
     return Run(label, method, settings, "keep", **sizes, baseline=f"ar {place}".strip())
 
@@ -62,7 +63,8 @@ def results_of(runs: Sequence[Run], table: str) -> Results:
     sizes: dict[str, list[float]] = {}
     for field in SYMBOLS:
         sizes[field] = sorted({getattr(run, field) for run in runs})
-    found = Results(table, [], {"repeats": 1}, MACHINE, {}, sizes, runs, step_times=TIMES)
+    prompts = {"dataset": "builtin", "n": 2}
+    found = Results(table, [], {"repeats": 1}, MACHINE, prompts, sizes, runs, step_times=TIMES)
     for i, (run, prompt) in enumerate(product(runs, range(2))):
         record = {"run": run.label, "prompt": prompt, "repeat": 0, "token_ids": []}
         metrics = {"throughput": 50.0 + i, "tokens_per_iter": 2.0, "path_length": 1.0}
@@ -394,7 +396,7 @@ def test_mistakes(
 
     file = str(tmp_path / "r.json")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert "cannot be read: No such file" in error_of(file)
+    assert "r.json is not there" in error_of(file)
     empty = made_up()
     empty.records = []
     empty.save(Path(file))
