@@ -12,6 +12,8 @@ matplotlib is needed here alone, and only when a figure is drawn.
 
 import argparse
 import importlib.util
+import io
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +27,8 @@ from benchmark.plot_canvas import DPI
 from benchmark.report import contests, name_of, place_of
 from benchmark.results import Results, Row
 from benchmark.tables import SYMBOLS
-from cli.errors import Parser, UsageError, run_command_line, say
+from cli.errors import Parser, UsageError, run_command_line, say, shown
+from engine.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +45,7 @@ def figures(results: Results) -> Iterator[tuple[str, "Figure"]]:
 
 def drawings(results: Results) -> dict[str, Drawing]:
     """What can be drawn of a results file, by what its name ends in. Raises UsageError."""
-    if results.table == "steps":
+    if results.table == "steps" and results.step_times:
         return {"": plot_lines.staircase}
     rows = results.rows()
     if not rows:
@@ -68,16 +71,25 @@ def drawings_of_all(results: Results, rows: Sequence[Row]) -> dict[str, Drawing]
         found[ending] = partial(plot_lines.size_lines, size=size)
         found[f"{ending}_progress"] = partial(plot_lines.progress_lines, size=size)
     if not sizes:
-        found[""] = plot_bars.throughput_bars
-        if is_ablation(rows):
-            found[""] = plot_bars.progress_bars
-        found["_latency"] = plot_bars.latency_bars
+        found |= drawings_of_bars(rows)
     if plot_lines.by_name(rows, "depths"):
         found["_depth"] = plot_lines.depth_lines
     if plot_lines.summed(rows, "depths", "tried"):
         found["_position"] = plot_lines.position_lines
     if plot_lines.calibrated(rows):
         found["_calibration"] = plot_lines.calibration_lines
+    return found
+
+
+def drawings_of_bars(rows: Sequence[Row]) -> dict[str, Drawing]:
+    """Those of the rows that were measured so far."""
+    found: dict[str, Drawing] = {}
+    if plot_bars.with_metrics(rows, ["throughput"]):
+        found[""] = plot_bars.throughput_bars
+    if is_ablation(rows) and plot_bars.with_metrics(rows, plot_bars.PROGRESS):
+        found[""] = plot_bars.progress_bars
+    if plot_bars.timed(rows):
+        found["_latency"] = plot_bars.latency_bars
     return found
 
 
@@ -103,7 +115,8 @@ def drawings_of_sweeps(rows: Sequence[Row]) -> dict[str, Drawing]:
         places[place_of(row)].append(row)
     found: dict[str, Drawing] = {}
     for place, there in places.items():
-        ending = "".join(f"_{word}" for word in place.removeprefix("on ").split())
+        words = re.sub(r"[^\w=.,-]", " ", place.removeprefix("on ")).split()  # of a file's name
+        ending = "".join(f"_{word}" for word in words)
         if plot_sweeps.grid_panels(there):
             found[f"_grid{ending}"] = partial(plot_sweeps.heatmaps, rows=there)
         if plot_sweeps.setting_panels(there):
@@ -123,7 +136,7 @@ def execute(args: argparse.Namespace) -> int:
         for ending, figure in figures(results):
             path = (args.output or file.parent) / f"{file.stem}{ending}.png"
             save(figure, path)
-            print(path)
+            print(shown(str(path)))
         note_what_is_missing(results, file)
     return 0
 
@@ -135,10 +148,16 @@ def note_what_is_missing(results: Results, file: Path) -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Raises UsageError."""
+    """Write a figure as PNG, all of it or nothing. Raises UsageError."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a $ in a name begins no formula
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DPI, format="png")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI)
+        write_whole(path, drawn.getvalue())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 

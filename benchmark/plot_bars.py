@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 MANY = 12  # names that fit beside each other, written level
 PARTS = ("draft", "verify", "other")  # of an iteration's time
 GROUP = 0.8  # of the distance between two names is bars
+WIDEST = 100.0  # inches of a figure; of a much wider one there are no pixels to draw
+PROGRESS = ("throughput", "tokens_per_iter")
+TIMES = ("draft_ms", "verify_ms", "other_ms", "new_tokens", "iterations")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ def bar_figure(
 ) -> tuple["Figure", "Axes", list[Bar]]:
     """A figure whose x axis has these rows' names, and where their bars are to stand."""
     names = distinct(rows, name_of)
-    figure, (axis,) = new_figure(results, title, width=max(SIZE[0], 0.5 * len(names)))
+    width = min(max(SIZE[0], 0.5 * len(names)), WIDEST)
+    figure, (axis,) = new_figure(results, title, width=width)
     if len(names) > MANY:
         axis.set_xticks(range(len(names)), names, fontsize=7, rotation=90)
     else:
@@ -72,14 +76,26 @@ def name_places(axis: "Axes", bars: Sequence[Bar]) -> None:
 
 def make_room(axis: "Axes") -> None:
     """Above what is drawn, for what stands there."""
-    axis.set_ylim(0, axis.get_ylim()[1] * 1.2)
+    top = axis.get_ylim()[1]
+    if top > 0:
+        axis.set_ylim(0, top * 1.2)
+
+
+def with_metrics(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """The rows whose every text has these metrics."""
+    return [row for row in rows if all(values(row, name) for name in names)]
+
+
+def timed(rows: Sequence[Row]) -> list[Row]:
+    """The rows that tell where their time went, which peers' do not."""
+    return with_metrics([row for row in rows if not row.is_peer], TIMES)
 
 
 def throughput_bars(
     results: Results, title: str = "Throughput: median over prompts, and their range"
 ) -> "Figure":
     """Throughput by method, its spread over prompts, and the speedup over ar in each bar."""
-    rows = [row for row in results.rows() if values(row, "throughput")]
+    rows = with_metrics(results.rows(), ["throughput"])
     figure, axis, bars = bar_figure(results, rows, title)
     style = {"textcoords": "offset points", "ha": "center", "color": "white"}
     style |= {"fontsize": 9 if len(bars) <= MANY else 6}
@@ -104,11 +120,12 @@ def progress_bars(results: Results) -> "Figure":
     (axis,) = figure.axes
     make_room(axis)
     other = axis.twinx()
-    bars = place_bars([row for row in results.rows() if values(row, "throughput")])
+    bars = place_bars(with_metrics(results.rows(), ["throughput"]))
+    bars = [bar for bar in bars if values(bar.row, "tokens_per_iter")]
     heights = [bar.row.median("tokens_per_iter") for bar in bars]
     places = [bar.x for bar in bars]
     other.plot(places, heights, "D", color="#000000", label="tokens/iter (right)")
-    other.set_ylim(0, max(heights) * 1.25)
+    make_room(other)
     other.set_ylabel("tokens per iteration")
     other.legend(loc="upper right", fontsize=8, frameon=False)
     return figure
@@ -116,7 +133,7 @@ def progress_bars(results: Results) -> "Figure":
 
 def latency_bars(results: Results) -> "Figure":
     """Where the time of a token goes: the draft's forwards, the target's, and all else."""
-    rows = [row for row in results.rows() if not row.is_peer]
+    rows = timed(results.rows())
     title = "Milliseconds per token: mean over prompts, by what takes them"
     figure, axis, bars = bar_figure(results, rows, title)
     for bar in bars:
@@ -148,7 +165,7 @@ def ms_per_token(row: Row, part: str) -> float:
 
 def memory_bars(results: Results) -> "Figure":
     """Peak memory, in it what weights and caches alone take, and how much more it is than ar's."""
-    rows = [row for row in results.rows() if values(row, "peak_mb")]
+    rows = with_metrics(results.rows(), ["peak_mb"])
     title = "Peak memory, and of it weights and caches (dark)"
     figure, axis, bars = bar_figure(results, rows, title)
     style = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
@@ -156,7 +173,8 @@ def memory_bars(results: Results) -> "Figure":
         peak = bar.row.median("peak_mb")
         width = 0.75 * bar.width
         axis.bar(bar.x, peak, width=width, color=bar.colour, alpha=0.45)
-        axis.bar(bar.x, bar.row.median("floor_mb"), width=width, color=bar.colour)
+        if values(bar.row, "floor_mb"):
+            axis.bar(bar.x, bar.row.median("floor_mb"), width=width, color=bar.colour)
         axis.annotate(COLUMNS["more_memory"].cell(bar.row), (bar.x, peak), (0, 3), **style)
     axis.set_ylabel("MB")
     name_places(axis, bars)

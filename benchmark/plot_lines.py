@@ -121,7 +121,8 @@ def best_by_length(results: Results) -> dict[str, list[Row]]:
 
 def ar_throughput(row: Row) -> float:
     """The baseline's median on the same prompts."""
-    return statistics.median(ar["metrics"]["throughput"] for _, ar in row.beside_ar())
+    speeds = [ar["metrics"].get("throughput") for _, ar in row.beside_ar()]
+    return statistics.median([speed for speed in speeds if speed])
 
 
 def name_settings(axis: "Axes", row: Row, point: tuple[float, float]) -> None:
@@ -154,9 +155,9 @@ def summed(rows: Sequence[Row], kind: str, name: str) -> list[int]:
 
 
 def shares(parts: Sequence[int], wholes: Sequence[int]) -> list[float | None]:
-    """Item by item; None of fewer than MIN_COUNT."""
+    """Item by item, as far as both go; None of fewer than MIN_COUNT."""
     found = []
-    for part, whole in zip(parts, wholes, strict=True):
+    for part, whole in zip(parts, wholes, strict=False):
         share = None
         if whole >= MIN_COUNT:
             share = part / whole

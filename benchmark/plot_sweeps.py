@@ -203,9 +203,10 @@ def pass_lines(results: Results, rows: Sequence[Row]) -> "Figure":
 def draft_passes(row: Row) -> float | None:
     """Median over the texts of an iteration's passes, times the median of the iterations."""
     passes = row.median("draft_passes")
-    if passes is None:
+    iterations = row.median("iterations")
+    if passes is None or iterations is None:
         return None
-    return passes * row.median("iterations")
+    return passes * iterations
 
 
 def panel_lines(
@@ -237,5 +238,5 @@ def draw_panel(axis: "Axes", panel: Panel, value: Value) -> None:
         axis.plot(xs, means, "o-", color="#000000", label="mean")
     if len(xs) <= FEW:
         axis.set_xticks(xs, [f"{x:g}" for x in xs], fontsize=6)
-    axis.set_ylim(0, 1.08 * max(value(row) for row in panel.rows))
+    axis.set_ylim(bottom=0)
     axis.legend(frameon=False, fontsize=6)

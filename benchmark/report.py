@@ -178,7 +178,7 @@ def sum_up_differences(row: Row, differing: list[dict]) -> str:
     """One sentence for all of a row's records that are not the reference's."""
     found = [record["difference"] for record in differing if "difference" in record]
     first = min((difference["at"] for difference in found), default="?")
-    gaps = [difference["gap"] for difference in found if difference["gap"] is not None]
+    gaps = [difference["gap"] for difference in found if difference.get("gap") is not None]
     gap = "not known"
     if gaps:
         gap = f"at most {max(gaps):.1e}"
@@ -201,7 +201,7 @@ def describe_difference(row: Row, record: dict) -> str:
     if "difference" in record:
         found = record["difference"]
         at = found["at"]
-        if found["gap"] is not None:
+        if found.get("gap") is not None:
             gap = f"{found['gap']:.1e}"
         if found["is_tie"]:
             kind = ": a tie"

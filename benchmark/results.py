@@ -179,7 +179,7 @@ class Row:
         where a text has no such prediction."""
         ratios = []
         for record, ar in self.beside_ar():
-            if "predicted_ms" not in record or "predicted_ms" not in ar:
+            if not record.get("predicted_ms") or "predicted_ms" not in ar:
                 return None
             ratios.append(ar["predicted_ms"] / record["predicted_ms"])
         return statistics.median(ratios)

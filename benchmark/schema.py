@@ -26,6 +26,7 @@ COUNT = Number(int, 0, 10**12)
 SIZE = Number(int, 1, 10**12)
 FIGURE = Number(float, -LARGE, LARGE)
 DIVISOR = Number(float, 1 / LARGE, LARGE)
+RATE = Either(Number(float, 0, 0), DIVISOR)  # 0 of a text of one token, which no pass follows
 
 
 class Absent(Optional):
@@ -81,15 +82,12 @@ RECORD = {
     "repeat": Number(int, 0),
     "metrics": Map(FIGURE),
     "token_ids": List(COUNT),
-    "predicted_ms": Absent(DIVISOR),
+    "predicted_ms": Absent(RATE),
     "depths": Absent(Object(DEPTHS)),
     "calibration": Absent(Object(CALIBRATION)),
     "difference": Absent(Object(DIFFERENCE)),
 }
-METRICS = {  # those of all records that others are divided by
-    "throughput": Absent(Either(Number(float, 0, 0), DIVISOR)),  # 0 of a text of one token
-    "peak_mb": Absent(DIVISOR),
-}
+METRICS = {"throughput": Absent(RATE), "peak_mb": Absent(DIVISOR)}  # others are divided by them
 RESULTS = {
     "format": SIZE,
     "table": Word(),

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmark.columns import COLUMNS
 from benchmark.plot import CROWD, drawings, figures, main
 from benchmark.plot_bars import place_bars
 from benchmark.plot_canvas import COLOURS
 from benchmark.plot_lines import shares, summed
 from benchmark.plot_sweeps import grid, grid_panels, group, setting, setting_panels
 from benchmark.presets import PRESETS
-from benchmark.report import name_of
+from benchmark.report import name_of, text_report
 from benchmark.results import Results, Run
 from benchmark.rows import choose_runs
 from benchmark.tables import SYMBOLS, TABLES
@@ -385,6 +386,78 @@ def test_rows_without_their_ar_are_no_trouble() -> None:
     assert set(drawings(results)) == BARS
     results.table = "sweep"
     assert set(dict(figures(results))) == BARS
+
+
+def of_one_token(results: Results) -> Results:
+    """What a bench of one new token leaves: nothing was timed after the first."""
+    for record in results.records:
+        record["metrics"] = dict.fromkeys(record["metrics"], 0.0) | {"new_tokens": 1}
+        record["predicted_ms"] = 0.0
+        for kind in ("depths", "calibration"):
+            if kind in record:
+                record[kind] = {name: [0 for _ in counts] for name, counts in record[kind].items()}
+    return results
+
+
+@pytest.mark.parametrize("names", [("ar",), METHODS, GRID])
+@pytest.mark.parametrize("places", [("",), LENGTHS])
+def test_texts_of_one_token(
+    names: Sequence[str], places: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are shown and drawn, with no word of an axis that has no height."""
+    results = of_one_token(made_up(names, places))
+    results.columns = list(COLUMNS)
+    results.save(tmp_path / "r.json")
+    assert text_report(Results.load(tmp_path / "r.json"), 80)
+    pytest.importorskip("matplotlib")
+    assert main([str(tmp_path / "r.json")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("n_left", [1, 3, 5])
+def test_a_run_that_was_stopped_early(n_left: int) -> None:
+    """Some rows have no text yet, some no text beside ar's."""
+    for names, places in ((METHODS, ("",)), (GRID, LENGTHS), (("ar", "dynatree depth=off"), ("",))):
+        results = made_up(names, places)
+        results.records = results.records[:n_left]
+        assert drawings(results)
+        results.records = made_up(names, places).records[-n_left:]
+        assert drawings(results)
+
+
+def test_figures_of_metrics_that_are_not_there() -> None:
+    results = made_up(("ar", "fixed", "dynatree depth=off"))
+    assert set(drawings(results)) == BARS
+    for record in results.records:
+        del record["metrics"]["throughput"], record["metrics"]["iterations"]
+    assert set(drawings(results)) == OF_TREES
+
+
+def test_a_name_with_dollars_is_no_formula(tmp_path: Path) -> None:
+    """It was, and a wrong one ended in a traceback."""
+    pytest.importorskip("matplotlib")
+    results = made_up(places=("on a$\\frac$", "on b"))
+    results.save(tmp_path / "r.json")
+    assert main([str(tmp_path / "r.json")]) == 0
+
+
+def test_no_label_leads_to_another_folder(tmp_path: Path) -> None:
+    assert all("/" not in ending for ending in drawings(made_up(GRID, ("on ../../x", "on y"))))
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    steps().save(tmp_path / "r.json")
+    (tmp_path / "r.png").write_bytes(b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fail)
+    assert main([str(tmp_path / "r.json")]) == 2
+    assert (tmp_path / "r.png").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_mistakes(
