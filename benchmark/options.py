@@ -44,7 +44,7 @@ from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked
 from engine.sampling import LAST_SEED
 
-ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs", "debug")  # they decide no figure
+ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs")  # options that decide no figure
 
 
 def build_parser() -> Parser:
@@ -291,8 +291,7 @@ def recorded_arguments(args: argparse.Namespace, options: dict) -> argparse.Name
             words.append(f"{option}={value}")
     found = build_parser().parse_args(words)
     for name in ABOUT_THE_CALL:
-        if name in args:
-            setattr(found, name, getattr(args, name))
+        setattr(found, name, getattr(args, name))
     return found
 
 
@@ -405,7 +404,5 @@ def require_alone(args: argparse.Namespace, option: str, allowed: tuple[str, ...
     unused = build_parser().parse_args([])
     for name, value in vars(args).items():
         given = f"--{name.replace('_', '-')}"
-        if name == "debug":  # which any call may have
-            continue
         if given != option and name not in allowed and value != getattr(unused, name):
             raise UsageError(f"{given} has no effect beside {option}")
