@@ -1,10 +1,15 @@
-"""Enlarging a checkpoint changes its shape and nothing that it computes."""
+"""Enlarging a checkpoint changes its shape and nothing that it computes, nor anything else."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TINY, run
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
+from engine import memory
 from gpt_neox import GPTNeoX
 from tools import enlarge
 
@@ -37,3 +42,131 @@ def test_a_shape_it_cannot_grow_to(
     sizes = {"hidden": 640, "layers": 7, "vocab": 4200} | change
     assert enlarge.main(arguments(TINY / "target", tmp_path / "large", **sizes)) == 2
     assert "320" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+FITTING = ("--hidden", "256", "--layers", "2", "--vocab", "4096")  # for the small draft
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A copy of the small draft, to be careful with."""
+    return shutil.copytree(TINY / "draft", tmp_path / "small")
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder below, by name; links are not followed."""
+    found = {}
+    for place in sorted(folder.rglob("*")):
+        is_file = place.is_file() and not place.is_symlink()
+        found[str(place.relative_to(folder))] = place.read_bytes() if is_file else None
+    return found
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["small", "small/.", "other/../small", "link", "link/large", "small/large", "SOURCE", "other"]
+    + ["other/config.json", "other/config.json/large", "loop", "loop/large", "n" * 300, ""],
+)
+def test_what_is_there_stays(place: str, small: Path, capsys: pytest.CaptureFixture) -> None:
+    """It once wrote onto its own source, which was then nothing any more, and onto other models."""
+    around = small.parent
+    shutil.copytree(small, around / "other")
+    (around / "link").symlink_to("small")
+    (around / "loop").symlink_to("loop")
+    before = contents(around)
+    source = small
+    if place == "SOURCE":  # which is told by a link, its folder by its name
+        source = around / "link"
+        place = "small"
+    folder = ""
+    if place:
+        folder = f"{around}/{place}"
+    assert enlarge.main([str(source), folder, *FITTING]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and contents(around) == before
+
+
+@pytest.mark.parametrize("place", ["new", "deep/new", "empty", "link", "ahead"])
+def test_a_new_or_empty_folder_is_filled(place: str, small: Path) -> None:
+    around = small.parent
+    (around / "empty").mkdir()
+    (around / "link").symlink_to("empty")
+    (around / "ahead").symlink_to("not/yet")
+    number = (around / "empty").stat().st_ino
+    assert enlarge.main([str(small), str(around / place), *FITTING]) == 0
+    names = {file.name for file in (around / place).iterdir()}
+    assert names == {file.name for file in small.iterdir()}
+    assert (around / "empty").stat().st_ino == number  # it may be a disk, or stood in
+    assert not list(around.rglob(".*"))
+    assert load_file(around / place / "model.safetensors")
+
+
+@pytest.mark.parametrize("place", ["deep/new", "empty"])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), 130), (SafetensorError("I/O error: No space left"), 2)],
+)
+def test_nothing_half_made_is_left(
+    error: BaseException, status: int, place: str, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small.parent / "empty").mkdir()
+    before = contents(small.parent)
+
+    def write_half(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(enlarge, "save_file", write_half)
+    assert enlarge.main([str(small), str(small.parent / place), *FITTING]) == status
+    assert contents(small.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden", str(128 * 10**10), " GB on disk"),
+        ("layers", str(10**12), ""),
+        ("vocab", str(10**12), " GB on disk"),
+        ("vocab", str(10**30), "--vocab"),
+        ("layers", "-2", "--layers"),
+        ("hidden", "256.0", "--hidden"),
+    ],
+)
+def test_sizes_that_nothing_holds(
+    name: str, value: str, message: str, small: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """They were the allocator's RuntimeError, after minutes."""
+    before = contents(small.parent)
+    sizes = [*FITTING, f"--{name}={value}"]
+    assert enlarge.main([str(small), str(small.parent / "deep" / "new"), *sizes]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line and len(line) < 200
+    assert contents(small.parent) == before
+
+
+def test_more_than_the_memory_is_refused(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**6)
+    assert enlarge.main([str(small), str(small.parent / "new"), *FITTING]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "0.0 GB are free" in line and not (small.parent / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_neox.final_layer_norm.bias", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"]
+    + ["gpt_neox.embed_in.weight"],
+)
+def test_weights_that_float16_cannot_hold_are_refused(
+    name: str, small: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """They were written as infinite, at status 0."""
+    tensors = load_file(small / "model.safetensors")
+    tensors = {key: tensor.float() for key, tensor in tensors.items()}
+    tensors[name].view(-1)[3] = -torch.finfo(torch.float16).max * 4
+    save_file(tensors, small / "model.safetensors")
+    before = contents(small.parent)
+    assert enlarge.main([str(small), str(small.parent / "new"), *FITTING]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line and "65504" in line and contents(small.parent) == before

@@ -6,16 +6,25 @@ every head of the small model is repeated r times and what reads them is divided
 added that write nothing, and ids are added that no text comes to. Up to rounding the logits are the
 small model's.
 
+Nothing that exists is written to: the folder is a new one or an empty one, and it is there once all
+of it is.
+
     # to the shapes of Pythia-2.8B and Pythia-70M
     python tools/enlarge.py models/tiny/target FOLDER --hidden 2560 --layers 32 --vocab 50304
     python tools/enlarge.py models/tiny/draft FOLDER --hidden 512 --layers 6 --vocab 50304
 """
 
 import json
+import math
+import os
+import re
+import secrets
 import shutil
 import sys
-from argparse import Namespace
-from collections.abc import Sequence
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,21 +40,32 @@ from engine.checkpoint import (
     EMBED_OUT,
     FINAL_NORM,
     LAYER_NAMES,
+    CheckpointError,
+    Config,
+    expected_shapes,
     first_line,
     load_tensors,
     read_config,
     read_json,
+    weight_bytes,
 )
+from engine.memory import require_memory
 
 NEVER = -60.0  # the logit of an added id
+TOKENIZER = "tokenizer.json"
+UNCHANGED = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
+LARGEST = torch.finfo(torch.float16).max
 
 
 def enlarge_tensors(
     tensors: dict[str, Tensor], r: int, n_layers: tuple[int, int], n_ids: int
 ) -> dict[str, Tensor]:
-    """The tensors of the larger model, float16. n_layers: of the small one, of the large one."""
+    """The tensors of the larger model, float16. n_layers: of the small one, of the large one.
+
+    Raises UsageError for one that float16 cannot hold.
+    """
     embed_in = add_rows(tensors[EMBED_IN], n_ids, tensors[EMBED_IN][0]).repeat(1, r)
-    enlarged = {EMBED_IN: embed_in.half()}
+    enlarged = {EMBED_IN: halved(EMBED_IN, embed_in)}
     few, many = n_layers
     for index in range(many):
         for name in LAYER_NAMES.values():
@@ -53,8 +73,9 @@ def enlarge_tensors(
                 small = tensors.get(f"gpt_neox.layers.{index % few}.{name}.{part}")
                 if small is not None:
                     is_silent = index >= few and name in ("attention.dense", "mlp.dense_4h_to_h")
+                    large_name = f"gpt_neox.layers.{index}.{name}.{part}"
                     large = repeat(small, r) * (not is_silent)
-                    enlarged[f"gpt_neox.layers.{index}.{name}.{part}"] = large.half()
+                    enlarged[large_name] = halved(large_name, large)
     weight, bias = (repeat(tensors[f"{FINAL_NORM}.{part}"], r) for part in ("weight", "bias"))
     head = (tensors.get(EMBED_OUT, tensors[EMBED_IN]) / r).repeat(1, r)  # [V, hidden]
     if n_ids > len(head):
@@ -68,7 +89,16 @@ def enlarge_tensors(
         never[-1] = NEVER
         head = add_rows(head, n_ids, never)
     last = {f"{FINAL_NORM}.weight": weight, f"{FINAL_NORM}.bias": bias, EMBED_OUT: head}
-    return enlarged | {name: tensor.half() for name, tensor in last.items()}
+    return enlarged | {name: halved(name, tensor) for name, tensor in last.items()}
+
+
+def halved(name: str, large: Tensor) -> Tensor:
+    """In float16. Raises UsageError if that is infinite somewhere."""
+    least, most = large.aminmax()
+    most = max(-float(least), float(most))
+    if most > LARGEST:
+        raise UsageError(f"{name} would reach {most:.3g}, float16 ends at {LARGEST:.0f}")
+    return large.half()
 
 
 def repeat(small: Tensor, r: int) -> Tensor:
@@ -80,39 +110,144 @@ def add_rows(small: Tensor, n: int, row: Tensor) -> Tensor:
     return torch.cat([small, row.expand(n - len(small), -1)])
 
 
-def execute(args: Namespace) -> int:
-    source, folder = Path(args.source), Path(args.folder)
-    config = read_config(source)
+def read_unchanged(source: Path) -> dict[str, bytes]:
+    """What the large checkpoint takes over as it is, by file name. Raises CheckpointError."""
+    found = {}
+    for name in UNCHANGED:
+        file = source / name
+        try:
+            if file.is_file():
+                found[name] = file.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    if TOKENIZER not in found:
+        raise CheckpointError(f"{source / TOKENIZER} is not there")
+    return found
+
+
+def new_folder(text: str, source: Path) -> Path:
+    """Where the large checkpoint goes, links followed. Raises UsageError for what is there already,
+    and for a place within the small one."""
+    if not text:
+        raise UsageError("the FOLDER to write to has no name")
+    folder = Path(os.path.realpath(text))
+    for place in (folder, *folder.parents):
+        if os.path.exists(place) and os.path.samefile(place, source):
+            raise UsageError(f"{text} is {source} or within it; name a new folder elsewhere")
+    try:
+        is_free = not os.path.lexists(folder) or not os.listdir(folder)
+    except OSError as error:  # no folder, or nobody may look
+        raise UsageError(f"{text} cannot be written to: {error.strerror}") from error
+    if not is_free:
+        raise UsageError(f"{text} is not empty, and what is in it stays; name a new folder")
+    return folder
+
+
+def enlarged_json(raw: dict, config: Config, args: Namespace) -> dict:
+    """The large model's config.json, of the small one's as it stands and as it was read. Raises
+    UsageError for sizes that it cannot grow to."""
     r, rest = divmod(args.hidden, config.hidden_size)
     if rest or r < 2 or args.layers < config.n_layers or args.vocab < config.vocab_size:
         raise UsageError(
-            f"{source} can be enlarged to two or more times hidden size {config.hidden_size}, "
+            f"{args.source} can be enlarged to two or more times hidden size {config.hidden_size}, "
             f"and to no less than {config.n_layers} layers and {config.vocab_size} ids"
         )
-    tensors = load_tensors(source, config, torch.device("cpu"), torch.float32)
-    enlarged = enlarge_tensors(tensors, r, (config.n_layers, args.layers), args.vocab)
-    raw = read_json(source / "config.json")
-    raw |= {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "vocab_size": args.vocab}
-    raw |= {"num_attention_heads": config.n_heads * r, "tie_word_embeddings": False}
-    raw |= {"intermediate_size": config.intermediate_size * r}
+    large = {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "vocab_size": args.vocab}
+    large |= {"num_attention_heads": config.n_heads * r, "tie_word_embeddings": False}
+    large |= {"intermediate_size": config.intermediate_size * r}
+    return raw | large
+
+
+def file_bytes(config: Config) -> int:
+    """What its weights take in float16, counted without a list of all layers."""
+    one_layer = weight_bytes(replace(config, n_layers=1), torch.float16)
+    two_layers = weight_bytes(replace(config, n_layers=2), torch.float16)
+    return one_layer + (config.n_layers - 1) * (two_layers - one_layer)
+
+
+def require_room(large: Config, small: Config, folder: Path) -> None:
+    """Raise UsageError or OutOfMemory if making the weights would fill the disk or the memory."""
+    need = file_bytes(large)
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        sizes = f"{need / 1e9:,.1f} GB on disk, {free / 1e9:,.1f} GB are free"
+        raise UsageError(f"a checkpoint of these sizes would take {sizes}")
+    shapes = expected_shapes(replace(large, n_layers=1)).values()
+    largest = max(math.prod(shape) for shape in shapes)
+    need += weight_bytes(small, torch.float32) + 2 * 4 * largest  # twice in float32, then gone
+    require_memory(need, torch.device("cpu"), "making a checkpoint of these sizes")
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write in that takes the name of this one, which is new or empty, at the end; if
+    anything is raised, nothing is left. Raises OSError."""
+    is_there = folder.exists()
+    around = folder if is_there else folder.parent  # what is there may be a disk, or stood in
+    missing = [place for place in (around, *around.parents) if not place.exists()]
+    part = around / f".enlarging-{secrets.token_hex(8)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(enlarged, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            if name == "tokenizer.json" or (source / name).exists():
-                shutil.copy(source / name, folder)
+        around.mkdir(parents=True, exist_ok=True)
+        part.mkdir()
+        yield part
+        if is_there:
+            move_up(part)
+        else:
+            part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        for place in missing:
+            with suppress(OSError):  # the folder is in it
+                place.rmdir()
+
+
+def move_up(part: Path) -> None:
+    """The files of a folder to the one around it, which has nothing else. Raises OSError."""
+    for name in os.listdir(part.parent):
+        if name != part.name:
+            raise OSError(f"meanwhile there is {name}, which stays")
+    files = sorted(part.iterdir(), reverse=True)  # config.json last: before it, no checkpoint
+    for file in files:
+        file.rename(part.parent / file.name)
+
+
+def execute(args: Namespace) -> int:
+    if not args.source:
+        raise UsageError("the folder of the small checkpoint has no name")
+    source = Path(args.source)
+    small = read_config(source)
+    raw = enlarged_json(read_json(source / "config.json"), small, args)
+    large = Config.from_json(raw)  # as it will be read
+    files = read_unchanged(source) | {"config.json": json.dumps(raw, indent=2).encode() + b"\n"}
+    folder = new_folder(args.folder, source)
+    try:
+        with written_whole(folder) as part:
+            require_room(large, small, part)
+            tensors = load_tensors(source, small, torch.device("cpu"), torch.float32)
+            n_layers = (small.n_layers, large.n_layers)
+            r = large.n_heads // small.n_heads
+            enlarged = enlarge_tensors(tensors, r, n_layers, large.vocab_size)
+            save_file(enlarged, part / "model.safetensors", metadata={"format": "pt"})
+            for name, content in files.items():
+                (part / name).write_bytes(content)
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"{folder} cannot be written: {first_line(error)}") from error
+        raise UsageError(f"{args.folder} cannot be written: {first_line(error)}") from error
     return 0
+
+
+def size(text: str) -> int:
+    """A whole number of at least 1, for argparse; of so few digits that sizes can be told."""
+    if not re.fullmatch("[0-9]{1,15}", text) or not int(text):
+        raise ArgumentTypeError(f"{text!r} is no whole number above 0 of at most 15 digits")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="tools/enlarge.py", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="folder of the small checkpoint")
-    parser.add_argument("folder", help="where the large one goes, in float16")
+    parser.add_argument("folder", help="where the large one goes, in float16: new or empty")
     for name, what in (("hidden", "hidden size"), ("layers", "layers"), ("vocab", "ids")):
-        parser.add_argument(f"--{name}", type=int, required=True, metavar="N", help=what)
+        parser.add_argument(f"--{name}", type=size, required=True, metavar="N", help=what)
     return run_command_line(execute, parser, arguments)
 
 
