@@ -78,6 +78,58 @@ def test_a_text_too_short_to_profile_is_one_line(
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--iterations", "0"], "--iterations 0"),
+        (["--iterations", "-3"], "--iterations -3"),
+        (["--methods", "ar,linear K=2,linear  K=2"], "twice"),
+        (["--methods", "hf-ar"], "hf-ar has no iterations"),
+        (["--methods", "dynatree,ar"], "ar.txt exists already"),
+        (["--methods", "auto"], "auto.json.gz exists already"),
+    ],
+)
+def test_a_profile_that_cannot_be_made(
+    options: list[str], message: str, capsys: Captured, tmp_path: Path
+) -> None:
+    """It once wrote over an earlier one, and ended in a ZeroDivisionError or a KeyError."""
+    (tmp_path / "ar.txt").write_text("earlier")
+    (tmp_path / "auto.json.gz").symlink_to("nowhere")
+    assert profile_iteration.main([str(tmp_path)] + options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+    assert (tmp_path / "ar.txt").read_text() == "earlier" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_profile_that_cannot_be_written_was_printed(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def export(self: object, file: str) -> None:
+        Path(file).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profile_iteration.profile, "export_chrome_trace", export)
+    models = ["--target", DRAFT, "--draft", DRAFT, "--methods", "ar", "--iterations", "1"]
+    assert profile_iteration.main([str(tmp_path)] + models) == 2
+    printed = capsys.readouterr()
+    assert " ms an iteration" in printed.out and not list(tmp_path.iterdir())
+    assert printed.err.splitlines()[-1].endswith("cannot be written: No space left on device")
+
+
+@pytest.mark.parametrize("options", [["--copies", "0"], ["--copies", "-1"], []])
+def test_kernel_times_that_cannot_be_measured(
+    options: list[str], capsys: Captured, tmp_path: Path
+) -> None:
+    """The last for a config of a size that nothing holds: it was the allocator's RuntimeError."""
+    config = json.loads((TINY / "draft" / "config.json").read_text())
+    config["vocab_size"] = 10**12
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert kernel_times.main([str(tmp_path), "--device", "cpu"] + options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert (" ".join(options) or "128,000,000,000,000 elements") in line
+
+
 def test_kernel_times_have_a_line_for_every_shape(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,11 +123,12 @@ def execute(args: Namespace) -> int:
     for prompt in prompts:
         counts += count_ranks(Request(pair, prompt, options).decode(SpecInfer(str(N_RANKS))))
     chances = chances_of(counts)
-    context = args.prompt_tokens + args.new_tokens // 2
+    p = ":".join([f"{chance:g}" for chance in chances])
+    print(f"chances of acceptance by rank, of {counts.total()} trees: {p}\n", flush=True)
+    longest = max(len(prompt) for prompt in prompts)  # not what they would be cut to
+    context = longest + args.new_tokens // 2
     times = measure_step_times(pair.target, pair.draft, context)
     best, alone = choose_tree(chances, times, pair.target.pool.padded)
-    p = ":".join([f"{chance:g}" for chance in chances])
-    print(f"chances of acceptance by rank, of {counts.total()} trees: {p}\n")
     print(f"{time_table(times)}\n")
     print(f"ar: {alone.describe()}")
     print(f"sequoia: {best.describe()}")

@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a fil
 
 from benchmark.report import text_table
 from benchmark.step_times import copy_bandwidth, median_ms
-from cli.errors import Parser, run_command_line
+from cli.errors import Parser, UsageError, run_command_line
 from cli.models import choose_device, choose_dtype
 from engine.checkpoint import Config, read_config
 from engine.cuda_graphs import ROW_COUNTS, record
+from engine.memory import require_memory
 from engine.stopwatch import Stopwatch
 from gpt_neox import attend
 
@@ -108,16 +109,30 @@ def largest_error(way: Callable[..., Tensor], q: Tensor, kv: Tensor, bias: Tenso
     return float(error / exact.abs().max())
 
 
-def product_table(bench: Bench, config: Config, gb_s: float) -> list[list[str]]:
-    """Header and a line for each number of rows: microseconds and the share of that bandwidth."""
+def matrices_of(config: Config) -> dict[str, tuple[int, int]]:
+    """Of a parallel layer, joined as engine/products.py joins them, and the head: [out, in]."""
     hidden, inside = config.hidden_size, config.intermediate_size
-    matrices = {  # of a parallel layer, joined as engine/products.py joins them: [out, in]
+    return {
         "into": (3 * hidden + inside, hidden),
         "out of": (hidden, hidden + inside),
         "head": (config.vocab_size, hidden),
     }
+
+
+def require_room(bench: Bench, config: Config) -> None:
+    """Raise OutOfMemory if the largest thing that is timed would not fit."""
+    cache = 2 * max(SLOTS) * config.hidden_size
+    sizes = [n_out * n_in for n_out, n_in in matrices_of(config).values()]
+    largest = max(sizes + [cache])
+    need = 4 * largest  # drawn in float32, then kept in dtype, as often as it takes
+    need += largest * bench.n_copies(largest) * bench.dtype.itemsize
+    require_memory(need, bench.device, f"a product or a cache of {largest:,} elements")
+
+
+def product_table(bench: Bench, config: Config, gb_s: float) -> list[list[str]]:
+    """Header and a line for each number of rows: microseconds and the share of that bandwidth."""
     table = [["rows"]] + [[str(n)] for n in ROW_COUNTS]
-    for name, (n_out, n_in) in matrices.items():
+    for name, (n_out, n_in) in matrices_of(config).items():
         table[0] += [f"{name} {n_out} x {n_in} us", "of floor"]
         bias = bench.random(n_out)
         weights = [bench.random(n_out, n_in) for _ in range(bench.n_copies(n_out * n_in))]
@@ -131,9 +146,14 @@ def product_table(bench: Bench, config: Config, gb_s: float) -> list[list[str]]:
 
 @torch.inference_mode()
 def execute(args: Namespace) -> int:
+    if not args.folder:
+        raise UsageError("the folder of the checkpoint has no name")
+    if args.copies < 1:
+        raise UsageError(f"--copies {args.copies}: at least 1")
     device = choose_device(args.device)
     bench = Bench(device, choose_dtype(args.dtype, device), args.copies)
     config = read_config(Path(args.folder))
+    require_room(bench, config)
     gb_s = copy_bandwidth(device)
     print(f"{device}, {bench.dtype}, a large copy reads and writes {gb_s:,.1f} GB/s\n")
     for table in (attention_table(bench, config), product_table(bench, config, gb_s)):

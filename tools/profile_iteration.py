@@ -4,14 +4,17 @@
     python tools/profile_iteration.py FOLDER --methods "auto,dynatree eager"
 
 Takes the options of dynatree.py that name models. Prints a table for each method and leaves it in
-FOLDER, beside a trace that https://ui.perfetto.dev draws.
+FOLDER, beside a trace that https://ui.perfetto.dev draws. Those of an earlier profile stay: another
+one wants another folder.
 """
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
@@ -19,9 +22,10 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
+from benchmark.peers import PEERS
 from benchmark.prompts import DATASETS, load_prompts
 from benchmark.results import Run
-from benchmark.rows import parse_run, settings_of
+from benchmark.rows import parse_run, settings_of, window_of
 from benchmark.tables import split_list
 from cli.errors import Parser, UsageError, run_command_line, say
 from cli.main import WARM_UP_STEPS
@@ -40,7 +44,8 @@ def profile_run(pair: Pair, run: Run, n: int) -> tuple[float, profile]:
     prompt = encode(
         load_prompts(DATASETS[0], None)[0], pair.tokenizer, pair.target.config.vocab_size
     )
-    options = {"max_new_tokens": N_TOKENS, "strict": run.is_strict}
+    options = {"max_new_tokens": N_TOKENS, "strict": run.is_strict, "commit": run.commit}
+    options["window"] = window_of(run, pair)
     steps = Request(pair, prompt, options).decode(settings_of(run))
     take(steps, WARM_UP_STEPS)
     plain = take(steps, n)
@@ -56,7 +61,7 @@ def profile_run(pair: Pair, run: Run, n: int) -> tuple[float, profile]:
 
 def take(steps: Iterator[Step], n: int) -> list[Step]:
     """The next n steps. Raises UsageError if the text ends before."""
-    taken = list(islice(steps, n))
+    taken = list(islice(steps, min(n, N_TOKENS)))
     if len(taken) < n:
         raise UsageError(f"{N_TOKENS} tokens are too few for so many --iterations")
     return taken
@@ -100,23 +105,66 @@ def section(title: str, events: list[FunctionEventAvg], n: int, clock: str) -> s
     return "\n".join(lines)
 
 
+def choose_runs(methods: str) -> list[Run]:
+    """Rows as bench.py's. Raises UsageError for one that cannot be profiled, or is there twice."""
+    runs = []
+    for text in split_list(methods, "--methods"):
+        run = parse_run(text)
+        if run.method in PEERS:
+            raise UsageError(f"{run.method} has no iterations that could be profiled")
+        if run in runs:
+            raise UsageError(f"--methods names a row twice: {run.label!r}")
+        runs.append(run)
+    return runs
+
+
+def choose_files(text: str, runs: Sequence[Run]) -> list[Path]:
+    """Each run's table; its trace goes beside it. Raises UsageError rather than overwrite some."""
+    if not text:
+        raise UsageError("the FOLDER to write to has no name")
+    folder = Path(text)
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder")
+    tables = [folder / (run.label.replace(" ", "_") + ".txt") for run in runs]
+    for table in tables:
+        for file in (table, trace_of(table)):
+            if os.path.lexists(file):
+                raise UsageError(f"{file} exists already; name another folder")
+    return tables
+
+
+def trace_of(table: Path) -> Path:
+    return table.with_name(table.name.removesuffix(".txt") + ".json.gz")
+
+
+def write(table: Path, text: str, found: profile) -> None:
+    """Both files, each whole or not at all. Raises UsageError."""
+    folder = table.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".", dir=folder) as part:
+            unfinished = Path(part) / "table.txt"
+            unfinished.write_text(text, encoding="utf-8")
+            found.export_chrome_trace(str(trace_of(unfinished)))
+            unfinished.rename(table)
+            trace_of(unfinished).rename(trace_of(table))
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
+
+
 def execute(args: Namespace) -> int:
-    runs = [parse_run(text) for text in split_list(args.methods, "--methods")]
-    folder = Path(args.folder)
+    if args.iterations < 1:
+        raise UsageError(f"--iterations {args.iterations}: at least 1")
+    runs = choose_runs(args.methods)
+    tables = choose_files(args.folder, runs)
     is_drafting = any(settings_of(run).rule().max_depth for run in runs)
     pair, _ = open_pair(args, is_drafting, say)
-    for run in runs:
+    for run, table in zip(runs, tables, strict=True):
         ms, found = profile_run(pair, run, args.iterations)
         head = f"{run.label}: {ms:.2f} ms an iteration, the profiler off; of one, the profiler on:"
         text = f"{head}\n\n{describe(found.key_averages(), args.iterations)}\n"
-        name = run.label.replace(" ", "_")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-            found.export_chrome_trace(str(folder / f"{name}.json.gz"))
-        except OSError as error:
-            raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
-        print(text, flush=True)
+        print(text, flush=True)  # first: a full disk does not take it
+        write(table, text, found)
     return 0
 
 
