@@ -1,7 +1,13 @@
-"""profile_iteration.py, kernel_times.py and calibrate.py of tools/, on the CPU."""
+"""profile_iteration.py, kernel_times.py and calibrate.py of tools/, on the CPU; and gpu_check.sh
+around a program that stands in for Python: what it refuses, and what it leaves."""
 
 import gzip
 import json
+import os
+import shutil
+import signal
+import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,3 +249,160 @@ def test_a_calibration_that_cannot_be_made(
     assert calibrate.main(models + arguments) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and message in last
+
+
+# gpu_check.sh
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the script, earlier results and something of the user's; programs/ has a
+    `python` that does what the file `does` beside it says, and logs how it is called."""
+    for name in ("tools", "results", "models/grown", "programs"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(TINY.parent.parent / "tools" / "gpu_check.sh", tmp_path / "tools")
+    (tmp_path / "models" / "grown" / "mine").write_text("mine")
+    (tmp_path / "results" / "gpu_some_h100.json").write_text("earlier")
+    (tmp_path / "results" / "gpu_some_h100_2.json").symlink_to("nowhere")
+    python = tmp_path / "programs" / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    return tmp_path
+
+
+STAND_IN = """#!/usr/bin/env bash
+here=$(dirname "$0")
+echo "$*" >>"$here/log"
+case "$*" in
+  *enlarge.py*) for folder in "$@"; do case $folder in */pair/*) mkdir -p "$folder" ;; esac; done ;;
+  *every.json*--columns*) echo "the table" ;;
+  *--output*/every.json*) echo measured >"${@: -1}" ;;
+esac
+source "$here/does"
+"""
+CHOICE = 'case $1 in -c) echo "a warning" >&2; echo "cuda some_h100 ar,dynatree float16" ;; esac\n'
+NO_GPU = 'echo "cpu some_cpu ar,dynatree float32"\n'
+NO_TORCH = "echo \"Traceback\nModuleNotFoundError: No module named 'torch'\" >&2; exit 1\n"
+
+
+def start(checkout: Path, does: str, *arguments: str) -> subprocess.Popen:
+    """The script in a process group of its own, from a folder that is not the checkout's."""
+    (checkout / "programs" / "does").write_text(does)
+    path = f"{checkout / 'programs'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        [shutil.which("bash"), "../tools/gpu_check.sh", *arguments],
+        cwd=checkout / "models",
+        env=os.environ | {"PATH": path if does else str(checkout / "nothing")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def measured(checkout: Path) -> Path:
+    """The folder of the only run."""
+    (found,) = checkout.glob("results/run_gpu_some_h100_*")
+    return found
+
+
+def require_untouched(checkout: Path) -> None:
+    assert (checkout / "models" / "grown" / "mine").read_text() == "mine"
+    assert (checkout / "results" / "gpu_some_h100.json").read_text() == "earlier"
+    assert os.readlink(checkout / "results" / "gpu_some_h100_2.json") == "nowhere"
+
+
+@pytest.mark.parametrize(
+    ("does", "arguments", "message"),
+    [
+        (NO_GPU, [], "torch sees no GPU"),
+        (NO_TORCH, [], "No module named 'torch'"),
+        (NO_TORCH, ["--dry"], "pip install -r requirements.txt"),
+        ("", ["--dry"], "there is no python"),
+        (CHOICE, ["grown", "grown"], "grown is no checkpoint folder"),
+        (CHOICE, ["one"], "two folders"),
+        (CHOICE, ["--dry", "--dry"], "twice"),
+        (CHOICE, ["--dyr"], "--dyr"),
+    ],
+)
+def test_gpu_check_refuses_in_one_line(
+    does: str, arguments: list[str], message: str, checkout: Path
+) -> None:
+    out, err = start(checkout, does, *arguments).communicate()
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and message in line and not out
+    assert not list(checkout.glob("results/run_*"))
+    require_untouched(checkout)
+
+
+def test_gpu_check_helps_and_does_nothing_else(checkout: Path) -> None:
+    process = start(checkout, CHOICE, "--help")
+    out, err = process.communicate()
+    assert process.returncode == 0 and out.startswith("usage: ") and not err
+    assert not (checkout / "programs" / "log").exists()
+    assert not list(checkout.glob("results/run_*"))
+
+
+def test_gpu_check_leaves_earlier_results_and_a_third(checkout: Path) -> None:
+    """The results of the last run on this device were overwritten."""
+    process = start(checkout, CHOICE)
+    out, err = process.communicate()
+    assert process.returncode == 0 and not err
+    assert (checkout / "results" / "gpu_some_h100_3.json").read_text() == "measured\n"
+    assert "results/gpu_some_h100_3.json" in out and "the table" in out
+    assert {file.name for file in measured(checkout).iterdir()} >= {"log.txt", "every.json"}
+    assert not (measured(checkout) / "pair").exists()
+    require_untouched(checkout)
+
+
+def test_gpu_check_takes_folders_from_where_one_stands(checkout: Path) -> None:
+    for name in ("a b", "c"):
+        (checkout / "models" / name).mkdir()
+        (checkout / "models" / name / "config.json").write_text("{}")
+    process = start(checkout, CHOICE, "a b", "../models/c")
+    process.communicate()
+    assert process.returncode == 0
+    log = (checkout / "programs" / "log").read_text()
+    models = checkout / "models"
+    assert f"--target {models}/a b --draft {models}/c" in log.replace("/models/../", "/")
+    assert "enlarge" not in log
+
+
+@pytest.mark.parametrize("failing", ["cp", "bench"])
+def test_gpu_check_keeps_what_it_measured_whatever_fails(failing: str, checkout: Path) -> None:
+    """And the pair that it was measured with, as bench.py says how to go on with it."""
+    does = CHOICE
+    if failing == "bench":
+        does += 'case "$*" in *--output*) exit 2 ;; esac\n'
+    else:
+        (checkout / "programs" / "cp").write_text("#!/bin/sh\nexit 1\n")
+        (checkout / "programs" / "cp").chmod(0o755)
+    process = start(checkout, does)
+    out, err = process.communicate()
+    assert process.returncode == 1 and "FAILED" in out and "have failed" in out
+    assert (measured(checkout) / "every.json").read_text() == "measured\n"
+    assert (measured(checkout) / "pair" / "target").is_dir() and "/pair" in err
+    assert (checkout / "results" / "gpu_some_h100_3.json").exists() == (failing == "bench")
+    require_untouched(checkout)
+
+
+@pytest.mark.parametrize(("at", "status"), [("--output*/every.json", 130), ("-m?pytest", 2)])
+def test_gpu_check_stops_at_ctrl_c_and_keeps_what_it_measured(
+    at: str, status: int, checkout: Path
+) -> None:
+    """As a terminal sends it, to all. It went on to the next step if pytest was stopped."""
+    waiting = f"trap 'kill $!; exit {status}' INT; sleep 20 & touch {checkout}/there; wait"
+    process = start(checkout, CHOICE + f'case "$*" in *{at}*) {waiting} ;; esac\n')
+    while not (checkout / "there").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    if status == 130:
+        assert (measured(checkout) / "every.json").read_text() == "measured\n"
+        assert (measured(checkout) / "pair" / "draft").is_dir() and "rm -r" in err
+    else:
+        assert "bench.py" not in (checkout / "programs" / "log").read_text()
+    assert str(measured(checkout)) in err
+    require_untouched(checkout)

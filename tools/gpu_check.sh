@@ -11,24 +11,68 @@
 # memory at 2,048 tokens. It is meant to take eight minutes on a large GPU, which is not measured. A
 # step that fails, or takes three times what is allowed for it, stops no other; the end names it.
 #
-# Leaves its log, tables and profiles in results/run_gpu_<device>_<time>, every method's table also
-# in results/gpu_<device>.json, and prints that one last. A dry run leaves nothing.
+# Leaves its log, tables and profiles in results/run_gpu_<device>_<time>, and every method's table also
+# as results/gpu_<device>.json, or as gpu_<device>_2.json and so on beside earlier ones: no file that
+# exists is touched. Prints that table last. What was measured stays when a step fails or Ctrl-C ends
+# it, and then so does the enlarged pair, 6 GB, with which to go on. A dry run leaves nothing.
 set -euo pipefail
+unset CDPATH  # with it, cd may go elsewhere and say where
+
+refuse() {  # what is wrong, in one line
+  echo "error: $1" >&2
+  exit 2
+}
+print_help() {  # and the lines at the top
+  local line
+  echo "usage: bash tools/gpu_check.sh [--dry] [TARGET DRAFT]"
+  echo
+  while IFS= read -r line; do
+    case $line in
+      '#!'*) ;;
+      '#'*)
+        line=${line#'#'}
+        echo "${line# }"
+        ;;
+      *) return ;;
+    esac
+  done <"${BASH_SOURCE[0]}"
+}
 
 dry=false
-if [ "${1:-}" = --dry ]; then
-  dry=true
-  shift
-fi
-if [ $# -ne 0 ] && [ $# -ne 2 ]; then
-  echo "usage: bash tools/gpu_check.sh [--dry] [TARGET DRAFT]" >&2
-  exit 2
+folders=()
+for argument in "$@"; do
+  case $argument in
+    -h | --help)
+      print_help
+      exit 0
+      ;;
+    --dry)
+      if $dry; then refuse "--dry is there twice"; fi
+      dry=true
+      ;;
+    -*) refuse "there is no option $(printf %q "$argument") (--help tells of all)" ;;
+    *) folders+=("$argument") ;;
+  esac
+done
+if [ ${#folders[@]} -ne 0 ] && [ ${#folders[@]} -ne 2 ]; then
+  refuse "there are two folders, TARGET and DRAFT, or none; given: ${#folders[@]} (--help tells more)"
 fi
 models=()
-if [ $# -eq 2 ]; then
-  models=(--target "$(realpath "$1")" --draft "$(realpath "$2")")
+for folder in ${folders[@]+"${folders[@]}"}; do
+  if [ ! -f "$folder/config.json" ]; then
+    refuse "$(printf %q "$folder") is no checkpoint folder: it has no config.json"
+  fi
+  models+=("$(cd -- "$folder" && pwd)")  # from wherever this is run
+done
+if [ ${#models[@]} -ne 0 ]; then
+  models=(--target "${models[0]}" --draft "${models[1]}")
 fi
-cd "$(dirname "$0")/.."
+for program in python realpath timeout; do
+  if ! command -v "$program" >/dev/null; then
+    refuse "there is no $program on the PATH; python is one with what requirements.txt lists"
+  fi
+done
+cd -- "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/.."
 export KINETO_LOG_LEVEL=99  # nothing of the profiler itself
 
 describe='
@@ -65,12 +109,16 @@ if device.type == "cuda":
 name = re.sub("[^a-z0-9]+", "_", processor(device).lower()).removeprefix("nvidia_")
 print(device.type, name, ",".join(METHODS), *dtypes)
 '
-read -r device name methods dtypes < <(python -c "$choose")
+if ! found=$(python -c "$choose" 2>&1); then
+  refuse "python cannot run this; pip install -r requirements.txt: ${found##*$'\n'}"
+fi
+read -r device name methods dtypes <<<"${found##*$'\n'}"  # before it come warnings, if any
 dtype=${dtypes%% *}
+if [ -z "$dtype" ]; then
+  refuse "python does not tell what it computes on: ${found##*$'\n'}"
+fi
 if ! $dry && [ "$device" = cpu ]; then
-  versions
-  echo "error: torch sees no GPU: docs/gpu.md, Installing, has what it wants; --dry needs none" >&2
-  exit 2
+  refuse "torch sees no GPU: docs/gpu.md, Installing, has what it wants; --dry needs none"
 fi
 
 # Beside every method rounding alone, the other way to commit and, on a GPU, launches one by one
@@ -85,7 +133,7 @@ declare -A lengths=([short]=150 [long]=1856)
 patience=3
 if $dry; then
   patience=20  # the machine may be busy, the device pretended
-  work=$(mktemp -d)
+  work=$(mktemp -d 2>/dev/null) || refuse "no folder can be made in ${TMPDIR:-/tmp}"
   target_shape=(models/tiny/draft --hidden 256 --layers 3 --vocab 4200)
   draft_shape=(models/tiny/draft --hidden 256 --layers 2 --vocab 4200)
   sizes=(--n-prompts 1 --prompt-tokens 20 --new-tokens 12)
@@ -93,18 +141,29 @@ if $dry; then
   copies=2
   export OMP_NUM_THREADS=1  # a second thread costs more than it computes at these shapes
 else
-  work=$PWD/results/run_gpu_${name}_$(date +%Y%m%d-%H%M%S)
-  mkdir -p "$work"
+  work=results/run_gpu_${name}_$(date +%Y%m%d-%H%M%S)
+  # Not one that is there, which a second run would share
+  { mkdir -p results && mkdir "$work"; } 2>/dev/null || refuse "$PWD/$work cannot be made"
   target_shape=(models/tiny/target --hidden 2560 --layers 32 --vocab 50304)
   draft_shape=(models/tiny/draft --hidden 512 --layers 6 --vocab 50304)
   sizes=(--n-prompts 4 --prompt-tokens 150 --new-tokens 128)
   full=(--n-prompts 1 --prompt-tokens 150 --new-tokens 1856)
   copies=32
 fi
-enlarged=$(mktemp -d models/enlarged.XXXXXX)  # here, where there is room for the large pair
-clean() {
-  rm -rf "$enlarged"
-  if $dry; then rm -rf "$work"; fi
+enlarged=$work/pair
+clean() {  # nothing but what this run has made
+  local status=$?
+  if $dry; then
+    rm -rf "$work"
+    if [ "$status" -ne 0 ]; then echo "a dry run leaves nothing, no results either" >&2; fi
+  elif [ "$status" -eq 0 ]; then
+    rm -rf "$enlarged"
+  else
+    echo "what was measured is in $PWD/$work" >&2
+    if [ -d "$enlarged" ]; then
+      echo "the enlarged pair stays, to go on with: rm -r $(printf %q "$PWD/$enlarged") when done" >&2
+    fi
+  fi
 }
 trap clean EXIT
 
@@ -122,7 +181,29 @@ check() {  # a command, and go on whatever becomes of it; interrupted, bench.py 
   failed+=("$current")
 }
 
+publish() {  # every method's table, beside earlier ones
+  local file=results/gpu_$name.json
+  local n=1
+  while [ -e "$file" ] || [ -L "$file" ]; do
+    n=$((n + 1))
+    file=results/gpu_${name}_$n.json
+  done
+  trap '' INT  # for this moment
+  if (set -o noclobber && : >"$file") 2>/dev/null; then
+    if cp "$work/every.json" "$file"; then
+      echo "every method's table is also $file"
+      trap 'exit 130' INT
+      return
+    fi
+    rm -f "$file"  # made just now
+  fi
+  trap 'exit 130' INT
+  echo "FAILED: $file cannot be written; $work/every.json stays" >&2
+  failed+=("$current")
+}
+
 run_all() {
+  trap 'exit 130' INT  # once what runs has ended, whatever status that gives
   step "what is there" 20
   versions
 
@@ -177,9 +258,9 @@ run_all() {
 
   step "results" 10
   if [ -e "$work/every.json" ]; then  # all of it, or what was measured before something failed
+    if ! $dry; then publish; fi
     check python bench.py --show "$work/every.json" \
       --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
-    if ! $dry; then cp "$work/every.json" "results/gpu_$name.json"; fi
   fi
   if [ ${#failed[@]} -gt 0 ]; then
     echo "error: after $SECONDS s these have failed, see above:"
