@@ -98,6 +98,8 @@ def test_a_new_or_empty_folder_is_filled(place: str, small: Path) -> None:
     assert names == {file.name for file in small.iterdir()}
     assert (around / "empty").stat().st_ino == number  # it may be a disk, or stood in
     assert not list(around.rglob(".*"))
+    modes = {file.stat().st_mode for file in (around / place).iterdir()}
+    assert len(modes) == 1  # safetensors would let nobody else read the weights
     assert load_file(around / place / "model.safetensors")
 
 

@@ -10,13 +10,19 @@ target; what an iteration does beside them is not counted.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
+
+if __name__ == "__main__":  # before torch, whose import takes a second
+    from cli.interrupts import end_quietly
+
+    end_quietly()
+
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
 from benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from benchmark.report import text_table

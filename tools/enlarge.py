@@ -14,25 +14,31 @@ of it is.
     python tools/enlarge.py models/tiny/draft FOLDER --hidden 512 --layers 6 --vocab 50304
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
+
+if __name__ == "__main__":  # before torch, whose import takes a second
+    from cli.interrupts import end_quietly
+
+    end_quietly()
+
 import json
 import math
 import os
 import re
 import secrets
 import shutil
-import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
 from cli.errors import Parser, UsageError, run_command_line
 from engine.checkpoint import (
@@ -49,12 +55,14 @@ from engine.checkpoint import (
     read_json,
     weight_bytes,
 )
-from engine.memory import require_memory
+from engine.foreign import ForeignFile, read_bytes
+from engine.memory import memory_for, require_memory
 
 NEVER = -60.0  # the logit of an added id
 TOKENIZER = "tokenizer.json"
 UNCHANGED = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
 LARGEST = torch.finfo(torch.float16).max
+MAKING = "making a checkpoint of these sizes"
 
 
 def enlarge_tensors(
@@ -114,22 +122,18 @@ def read_unchanged(source: Path) -> dict[str, bytes]:
     """What the large checkpoint takes over as it is, by file name. Raises CheckpointError."""
     found = {}
     for name in UNCHANGED:
-        file = source / name
+        if name != TOKENIZER and not os.path.lexists(source / name):
+            continue
         try:
-            if file.is_file():
-                found[name] = file.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    if TOKENIZER not in found:
-        raise CheckpointError(f"{source / TOKENIZER} is not there")
+            found[name] = read_bytes(source / name)
+        except ForeignFile as error:
+            raise CheckpointError(str(error)) from error
     return found
 
 
 def new_folder(text: str, source: Path) -> Path:
     """Where the large checkpoint goes, links followed. Raises UsageError for what is there already,
     and for a place within the small one."""
-    if not text:
-        raise UsageError("the FOLDER to write to has no name")
     folder = Path(os.path.realpath(text))
     for place in (folder, *folder.parents):
         if os.path.exists(place) and os.path.samefile(place, source):
@@ -175,7 +179,7 @@ def require_room(large: Config, small: Config, folder: Path) -> None:
     shapes = expected_shapes(replace(large, n_layers=1)).values()
     largest = max(math.prod(shape) for shape in shapes)
     need += weight_bytes(small, torch.float32) + 2 * 4 * largest  # twice in float32, then gone
-    require_memory(need, torch.device("cpu"), "making a checkpoint of these sizes")
+    require_memory(need, torch.device("cpu"), MAKING)
 
 
 @contextmanager
@@ -212,8 +216,6 @@ def move_up(part: Path) -> None:
 
 
 def execute(args: Namespace) -> int:
-    if not args.source:
-        raise UsageError("the folder of the small checkpoint has no name")
     source = Path(args.source)
     small = read_config(source)
     raw = enlarged_json(read_json(source / "config.json"), small, args)
@@ -221,7 +223,7 @@ def execute(args: Namespace) -> int:
     files = read_unchanged(source) | {"config.json": json.dumps(raw, indent=2).encode() + b"\n"}
     folder = new_folder(args.folder, source)
     try:
-        with written_whole(folder) as part:
+        with written_whole(folder) as part, memory_for(MAKING):
             require_room(large, small, part)
             tensors = load_tensors(source, small, torch.device("cpu"), torch.float32)
             n_layers = (small.n_layers, large.n_layers)
@@ -230,6 +232,7 @@ def execute(args: Namespace) -> int:
             save_file(enlarged, part / "model.safetensors", metadata={"format": "pt"})
             for name, content in files.items():
                 (part / name).write_bytes(content)
+            shutil.copymode(part / "config.json", part / "model.safetensors")  # else its owner's
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{args.folder} cannot be written: {first_line(error)}") from error
     return 0

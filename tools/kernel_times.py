@@ -12,16 +12,22 @@ Shapes: n rows, S cache slots, H heads, D head size.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
+
+if __name__ == "__main__":  # before torch, whose import takes a second
+    from cli.interrupts import end_quietly
+
+    end_quietly()
+
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
 from benchmark.report import text_table
 from benchmark.step_times import copy_bandwidth, median_ms
@@ -146,8 +152,6 @@ def product_table(bench: Bench, config: Config, gb_s: float) -> list[list[str]]:
 
 @torch.inference_mode()
 def execute(args: Namespace) -> int:
-    if not args.folder:
-        raise UsageError("the folder of the checkpoint has no name")
     if args.copies < 1:
         raise UsageError(f"--copies {args.copies}: at least 1")
     device = choose_device(args.device)

@@ -8,19 +8,25 @@ FOLDER, beside a trace that https://ui.perfetto.dev draws. Those of an earlier p
 one wants another folder.
 """
 
-import os
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
+
+if __name__ == "__main__":  # before torch, whose import takes a second
+    from cli.interrupts import end_quietly
+
+    end_quietly()
+
+import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, supported_activities
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
 from benchmark.peers import PEERS
 from benchmark.prompts import DATASETS, load_prompts
@@ -120,8 +126,6 @@ def choose_runs(methods: str) -> list[Run]:
 
 def choose_files(text: str, runs: Sequence[Run]) -> list[Path]:
     """Each run's table; its trace goes beside it. Raises UsageError rather than overwrite some."""
-    if not text:
-        raise UsageError("the FOLDER to write to has no name")
     folder = Path(text)
     if os.path.lexists(folder) and not folder.is_dir():
         raise UsageError(f"{folder} is no folder")
