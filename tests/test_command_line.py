@@ -499,8 +499,13 @@ def test_no_step_is_kept(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> N
     def steps(*arguments: object, **options: object) -> Iterator[Step]:
         for token in range(100, 150):
             yield Step([token], verify_ms=1.0)
-        n_alive.append(sum(type(thing) is Step for thing in gc.get_objects()))
+        n_alive.append(count_steps() - n_before)
 
+    def count_steps() -> int:
+        return sum(type(thing) is Step for thing in gc.get_objects())
+
+    gc.collect()
+    n_before = count_steps()  # of other tests
     monkeypatch.setattr(models, "generate", steps)
     assert len(run_json(capsys, ["--compare"])["token_ids"]) == 50
     assert len(n_alive) == 2 and max(n_alive) <= 1  # the last one, while the next is made

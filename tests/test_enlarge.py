@@ -152,7 +152,7 @@ def test_more_than_the_memory_is_refused(
     monkeypatch.setattr(memory, "free_memory", lambda device: 10**6)
     assert enlarge.main([str(small), str(small.parent / "new"), *FITTING]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "0.0 GB are free" in line and not (small.parent / "new").exists()
+    assert "1.0 MB are free" in line and not (small.parent / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_a_calibration_ends_with_the_settings_to_use(
     [
         (["--new-tokens", "2"], "--new-tokens 3"),
         (["--n-prompts", "0"], "--n-prompts and --prompt-tokens are at least 1"),
-        (["--prompts", "none.txt"], "none.txt cannot be read"),
+        (["--prompts", "none.txt"], "none.txt is not there"),
         (["--seed", "1"], "--seed needs a --temperature"),
     ],
 )
