@@ -7,7 +7,6 @@ with memory_for("the weights of models/tiny/target"):
 
 import os
 import re
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +80,8 @@ def free_host_memory() -> int:
 
 def allowed_memory() -> int:
     """Bytes of addresses that Linux still lets this process have, if a limit is set (ulimit -v)."""
+    import resource  # which not every system has
+
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
