@@ -21,9 +21,9 @@ benchmark/options.py.
 """
 
 if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.interrupts import end_quietly
+    from cli.start import guard_imports
 
-    end_quietly()
+    guard_imports()
 
 import argparse
 import os
@@ -48,6 +48,7 @@ from benchmark.rows import settings_of, window_of
 from benchmark.step_times import StepTimes, measure_step_times
 from cli.compare import TIE, first_difference, top2_gap
 from cli.errors import UsageError, run_command_line, say
+from cli.interrupts import interrupts
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Pair, Request, overflow_note
@@ -97,7 +98,8 @@ class Bench:
     def measure_until_interrupted(self) -> None:
         """Measure what the results file lacks, or as much of it as there is time for."""
         try:
-            self.measure_all()
+            with interrupts(raised=True):
+                self.measure_all()
         except KeyboardInterrupt:
             self.is_interrupted = True
             say("interrupted")
@@ -310,10 +312,11 @@ def execute(args: argparse.Namespace) -> int:
 
 def run_table(bench: Bench, kind: str) -> int:
     """Measure and show a table. Returns the exit status."""
-    try:
-        bench.measure_until_interrupted()
-    finally:  # an error, too, leaves what was measured
-        problem = bench.close(kind)
+    with interrupts(raised=False):  # but while it measures: what it measured is not to be lost
+        try:
+            bench.measure_until_interrupted()
+        finally:  # an error, too, leaves what was measured
+            problem = bench.close(kind)
     if problem:
         say(f"error: {problem}")
     if bench.is_interrupted:

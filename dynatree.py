@@ -13,9 +13,9 @@ Shapes: N tree rows, W rows of one level, S cache slots, V vocabulary.
 """
 
 if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.interrupts import end_quietly
+    from cli.start import guard_imports
 
-    end_quietly()
+    guard_imports()
 
 import sys
 from collections.abc import Callable, Iterator, Sequence

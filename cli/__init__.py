@@ -8,4 +8,5 @@ metrics     one generation in numbers
 compare     --compare: a method's run beside ar's, and what explains a difference
 errors      one line for every mistake, and the exit status
 interrupts  what Ctrl-C does, and when
+start       the same, and what an import fails with, before anything slow is imported
 """

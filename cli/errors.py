@@ -13,16 +13,15 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from typing import NoReturn, TextIO
 
-import torch
-
 from cli.interrupts import INTERRUPTED, handling_interrupts, interrupts
+from cli.start import MISTAKE
 from engine.checkpoint import CheckpointError, first_line
 from engine.hub import HubUnreachable
-from engine.memory import OutOfMemory
+from engine.memory import is_refusal
 from verify import NonFiniteLogits
 
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
-READER_GONE, MISTAKE, UNFORESEEN = 1, 2, 70  # exit statuses, the last from sysexits.h
+READER_GONE, UNFORESEEN = 1, 70  # exit statuses, the last from sysexits.h
 
 
 class UsageError(Exception):
@@ -172,11 +171,11 @@ def conclude(error: Exception, parser: Parser) -> int:
             line = f"standard output cannot be written: {error.strerror}"
         case HubUnreachable():
             line = f"{error}; without a network: python {parser.prog} {WITHOUT_NETWORK}"
-        case OutOfMemory() | torch.OutOfMemoryError() | MemoryError():
-            lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
-            line = f"{first_line(error)}{lower}"
         case UsageError() | CheckpointError() | NonFiniteLogits():
             line = str(error)
+        case _ if is_refusal(error):
+            lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
+            line = f"{first_line(error)}{lower}"
         case _:
             status = UNFORESEEN
             line = f"{type(error).__name__}: {error}; nobody foresaw this, --debug shows where"

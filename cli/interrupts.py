@@ -6,10 +6,9 @@ written is being summed up, which is short and must not be lost, it waits. Anoth
 second is the same, from a key held down or a shell that sends it twice; a later one ends the
 process at once.
 
-    if __name__ == "__main__":  # before anything slow is imported
-        from cli.interrupts import end_quietly
-
-        end_quietly()
+    with handling_interrupts():
+        with interrupts(raised=True):
+            ...
 """
 
 import os

@@ -46,11 +46,18 @@ def memory_for(what: str) -> Iterator[None]:
         yield
     except OutOfMemory:  # which says it better
         raise
-    except Exception as error:  # torch and safetensors raise nothing narrower on CPU
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_memory and not REFUSED.search(str(error)):
+    except Exception as error:
+        if not is_refusal(error):
             raise
         raise OutOfMemory(f"there is no memory for {what}") from error
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether this says that there is no memory; torch and safetensors raise nothing narrower than
+    a RuntimeError on CPU."""
+    if isinstance(error, (OutOfMemory, MemoryError, torch.OutOfMemoryError)):
+        return True
+    return bool(REFUSED.search(str(error)))
 
 
 def free_memory(device: torch.device) -> int:

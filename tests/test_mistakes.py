@@ -175,7 +175,14 @@ def test_what_nobody_foresaw_is_one_line(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("no room")])
+REFUSALS = [
+    MemoryError(),
+    torch.OutOfMemoryError("no room"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS)
 def test_out_of_memory_names_what_lowers_it(
     error: Exception, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

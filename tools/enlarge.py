@@ -20,9 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
 if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.interrupts import end_quietly
+    from cli.start import guard_imports
 
-    end_quietly()
+    guard_imports()
 
 import json
 import math
