@@ -4,6 +4,7 @@ Also: which device and precision are taken where none is named, and what is said
 overflows in its own.
 """
 
+import functools
 import io
 import json
 import random
@@ -24,6 +25,7 @@ from benchmark.results import Results
 from cli.main import main
 from cli.metrics import token_ids
 from cli.models import (
+    Pair,
     announcement,
     choose_device,
     choose_draft_dtype,
@@ -139,12 +141,18 @@ def test_greedy_text_of_random_pairs(method: str, dtype: torch.dtype) -> None:
     assert n_accepted, "no draft was of any use"
 
 
+@functools.cache
+def embedded_pair(dtype: str) -> tuple[Pair, list[int], list[int]]:
+    """The embedded pair, its draft in this type; a prompt, and ar's ids after it."""
+    pair = load_pair(TARGET, DRAFT, CPU, torch.float32, DTYPES[dtype])
+    prompt = pair.tokenizer.encode(PROMPT).ids
+    return pair, prompt, token_ids(generate(pair.target, None, prompt, Alone(), 40))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("method", DRAFTING)
 def test_greedy_text_of_the_embedded_pair(method: str, dtype: str) -> None:
-    pair = load_pair(TARGET, DRAFT, CPU, torch.float32, DTYPES[dtype])
-    prompt = pair.tokenizer.encode(PROMPT).ids
-    expected = token_ids(generate(pair.target, None, prompt, Alone(), 40))
+    pair, prompt, expected = embedded_pair(dtype)
     steps = list(generate(pair.target, pair.draft, prompt, METHODS[method](), 40))
     assert pair.target.dtype == torch.float32 and pair.draft.dtype == DTYPES[dtype]
     assert token_ids(steps) == expected
