@@ -35,6 +35,7 @@ WHAT_TO_DO = {401: CHECK_ACCESS, 403: CHECK_ACCESS, 404: CHECK_ACCESS}  # by HTT
 WHAT_TO_DO |= {429: "wait some minutes, or set HF_TOKEN, with which the hub allows more"}
 LISTED = {"rfilename": Word(), "size": Optional(Number(int, 0, 2**63), 0)}  # of each file
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+DISK_ERRORS += (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)  # what is set is no folder
 
 
 class HubUnreachable(CheckpointError):
@@ -64,7 +65,7 @@ def find_checkpoint(
 
 
 def _find_repository(text: str, announce: Callable[[str], None]) -> Path:
-    require_client()
+    require_client(f"{text!r}, which is not a folder,")
     from huggingface_hub import errors
 
     name, revision = _split(text)
@@ -88,15 +89,19 @@ def _find_repository(text: str, announce: Callable[[str], None]) -> Path:
         raise
 
 
-def require_client() -> None:
+def require_client(what: str) -> None:
     """Import the hub's client, which only hub names need: it takes half a second.
 
-    Raises CheckpointError if a variable that it reads has a value that it cannot use.
+    Raises CheckpointError, naming what it is for, if it is not there or a variable that it reads
+    has a value that it cannot use.
     """
     try:
         importlib.import_module("huggingface_hub.hf_api")  # and all that it needs
+    except ImportError as error:
+        why = f"{what} is fetched by the hub's client, which is not installed ({first_line(error)})"
+        raise CheckpointError(f"{why}: pip install -r requirements.txt") from error
     except ValueError as error:
-        why = f"the hub's client does not start ({first_line(error)})"
+        why = f"{what} is fetched by the hub's client, which does not start ({first_line(error)})"
         raise CheckpointError(f"{why}; check HF_ENDPOINT and all HF_ variables") from error
 
 

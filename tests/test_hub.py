@@ -457,15 +457,25 @@ def test_no_room_is_said_before_the_download(hub: Hub, monkeypatch: MonkeyPatch)
     assert WEIGHTS not in hub.fetched()
 
 
-def test_a_disk_that_fills_up_is_one_line(hub: Hub, monkeypatch: MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOTDIR])
+def test_a_disk_that_fills_up_is_one_line(hub: Hub, monkeypatch: MonkeyPatch, code: int) -> None:
+    """As is a cache that can be no folder: it was HF_TOKEN and the proxies that one should check"""
+
     def write(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(code, os.strerror(code))
 
     hub.add("org/name", golden(SINGLE))
     with monkeypatch.context() as patch:
         patch.setattr("huggingface_hub.file_download.http_get", write)
-        assert "(No space left on device); set HF_HOME" in refusal("org/name")
+        assert f"({os.strerror(code)}); set HF_HOME" in refusal("org/name")
     GPTNeoX.from_pretrained("org/name")
+
+
+def test_a_client_that_is_not_installed_is_one_line(monkeypatch: MonkeyPatch) -> None:
+    for module in ("huggingface_hub", "huggingface_hub.hf_api"):
+        monkeypatch.setitem(sys.modules, module, None)
+    line = refusal("org/name")
+    assert "not installed" in line and line.endswith(": pip install -r requirements.txt")
 
 
 def test_wikitext(hub: Hub, monkeypatch: MonkeyPatch) -> None:
