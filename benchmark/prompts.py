@@ -13,6 +13,7 @@ Our own are short. Where a length is asked for that they have not, the target ca
 import zipfile
 import zlib
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -21,8 +22,9 @@ from benchmark.pg19 import fetch_opening, list_books
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair, Request, encode
+from engine.checkpoint import CheckpointError
 from engine.foreign import ForeignFile, Word, checked, parse_json, read_bytes
-from engine.hub import client_errors, hub_error
+from engine.hub import client_errors, hub_error, require_client
 from engine.sampling import Sampling
 from methods.static import Alone
 
@@ -30,8 +32,10 @@ DATASETS = ("builtin", "wikitext2", "pg19")
 WIKITEXT_REPOSITORY = "ggml-org/ci"
 WIKITEXT_ZIP = "wikitext-2-raw-v1.zip"
 WIKITEXT_FILE = "wikitext-2-raw/wiki.test.raw"  # the embedded pair has seen the validation split
+WIKITEXT_BYTES = 2**24  # at most, of the archive (4.7 million) and of the text (1.3 million)
+INFLATED_BY_PARTS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # by others all that a part gives
 BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, RuntimeError)
-BROKEN_ARCHIVE += (UnicodeDecodeError,)
+BROKEN_ARCHIVE += (ValueError, ForeignFile)
 PROMPT = {"prompt": Word()}  # a line of a .jsonl file
 SHORTEST = 200  # characters of a paragraph; shorter ones say too little to go on from
 
@@ -162,18 +166,40 @@ def paragraphs(text: str) -> list[str]:
 
 def _fetch_wikitext() -> str:
     """WikiText-2's raw test text, from the hub or the hub client's cache. Raises UsageError."""
-    from huggingface_hub import hf_hub_download  # half a second, for this dataset only
-
     others = f"use --dataset {DATASETS[0]} or --prompts FILE"
     try:
-        file = hf_hub_download(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset")
-    except client_errors() as error:
-        raise UsageError(f"{hub_error('wikitext2', error)}; {others}") from error
+        file = Path(_fetch_archive())
+    except CheckpointError as error:
+        raise UsageError(f"{error}; {others}") from error
     try:
-        with zipfile.ZipFile(file) as archive:
-            return archive.read(WIKITEXT_FILE).decode("utf-8")
+        return _unpack(read_bytes(file, WIKITEXT_BYTES)).decode("utf-8")
     except BROKEN_ARCHIVE as error:
         raise UsageError(f"{file} is not the WikiText-2 archive: {error}; {others}") from error
+
+
+def _fetch_archive() -> str:
+    """Where WikiText-2's archive is, once it is there. Raises CheckpointError."""
+    require_client("wikitext2")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return hf_hub_download(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset")
+    except client_errors() as error:
+        raise hub_error("wikitext2", error) from error
+
+
+def _unpack(archive: bytes) -> bytes:
+    """The test text of WikiText-2's archive, whatever sizes it tells of. Raises what is in
+    BROKEN_ARCHIVE."""
+    with zipfile.ZipFile(BytesIO(archive)) as members:
+        member = members.getinfo(WIKITEXT_FILE)
+        if member.compress_type not in INFLATED_BY_PARTS:
+            raise ValueError(f"{WIKITEXT_FILE} is not deflated")
+        with members.open(member) as text:
+            content = text.read(WIKITEXT_BYTES + 1)  # its checksum shows more than it tells of
+    if len(content) > WIKITEXT_BYTES:
+        raise ValueError(f"{WIKITEXT_FILE} has more than {WIKITEXT_BYTES:,} bytes")
+    return content
 
 
 def cut_prompts(

@@ -7,6 +7,7 @@ the program as a user does, who has only the environment to set.
 import errno
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from hub_server import Files, Hub
 from huggingface_hub import constants
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 
+from benchmark import prompts
 from benchmark.prompts import WIKITEXT_FILE, WIKITEXT_REPOSITORY, WIKITEXT_ZIP, load_prompts
 from cli.errors import UsageError
 from cli.main import main
@@ -476,14 +478,21 @@ def test_a_client_that_is_not_installed_is_one_line(monkeypatch: MonkeyPatch) ->
         monkeypatch.setitem(sys.modules, module, None)
     line = refusal("org/name")
     assert "not installed" in line and line.endswith(": pip install -r requirements.txt")
+    with pytest.raises(UsageError, match="not installed.*; use --dataset builtin or --prompts"):
+        load_prompts("wikitext2", None)
+
+
+def archive_of(text: str, **settings: int) -> bytes:
+    """WikiText-2's archive with another text in it."""
+    archive = BytesIO()
+    with zipfile.ZipFile(archive, "w", **settings) as file:
+        file.writestr(WIKITEXT_FILE, text)
+    return archive.getvalue()
 
 
 def test_wikitext(hub: Hub, monkeypatch: MonkeyPatch) -> None:
     """The benchmark's dataset is fetched once; every mistake is one line that names the others."""
-    archive = BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr(WIKITEXT_FILE, "word " * 50)
-    files = {WIKITEXT_ZIP: archive.getvalue()}
+    files = {WIKITEXT_ZIP: archive_of("word " * 50)}
     hub.add(f"datasets/{WIKITEXT_REPOSITORY}", files)
     hub.refusals[WIKITEXT_ZIP] = (500, {})
     with pytest.raises(UsageError, match="^wikitext2 .*500.*--dataset builtin or --prompts FILE"):
@@ -492,10 +501,44 @@ def test_wikitext(hub: Hub, monkeypatch: MonkeyPatch) -> None:
     assert load_prompts("wikitext2", None) == [("word " * 50).strip()]
     go_offline(hub, monkeypatch)
     assert load_prompts("wikitext2", None) == [("word " * 50).strip()]
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    hub.add(f"datasets/{WIKITEXT_REPOSITORY}", {WIKITEXT_ZIP: b"not a zip"})
-    with pytest.raises(UsageError, match="not the WikiText-2 archive.*--prompts FILE"):
+
+
+def with_size(archive: bytes, n: int, told: int) -> bytes:
+    """An archive that tells of another size of its text than n."""
+    return archive.replace(struct.pack("<L", n), struct.pack("<L", told))
+
+
+DEFLATED = {"compression": zipfile.ZIP_DEFLATED}
+LARGE = archive_of("word " * 2000, **DEFLATED)  # 10,000 bytes, of which 1,000 are allowed
+NO_ARCHIVES = {  # of WikiText-2 -> what is said
+    "no zip": (b"not a zip", "not a zip"),
+    "cut short": (archive_of("word " * 50)[40:], ""),
+    "no text": (archive_of("word").replace(b"wiki.test.raw", b"wiki.best.raw"), "no item named"),
+    "bomb": (LARGE, "has more than 1,000 bytes"),
+    "bomb of zeros": (archive_of("\0" * 10**6, compression=zipfile.ZIP_BZIP2), "not deflated"),
+    "bomb that tells of less": (with_size(LARGE, 10_000, 900), "Bad CRC-32"),
+    "large": (archive_of("word " * 500), "too large for what it is"),
+}
+
+
+@pytest.mark.parametrize(("archive", "said"), NO_ARCHIVES.values(), ids=NO_ARCHIVES)
+def test_an_archive_that_is_not_wikitexts(
+    archive: bytes, said: str, hub: Hub, monkeypatch: MonkeyPatch
+) -> None:
+    """It was unpacked whatever its size, and a part of an archive ended in a ValueError."""
+    sizes = []
+    read = zipfile.ZipExtFile.read
+
+    def count(member: zipfile.ZipExtFile, n: int = -1) -> bytes:
+        sizes.append(n)
+        return read(member, n)
+
+    monkeypatch.setattr(prompts, "WIKITEXT_BYTES", 1000)
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", count)
+    hub.add(f"datasets/{WIKITEXT_REPOSITORY}", {WIKITEXT_ZIP: archive})
+    with pytest.raises(UsageError, match=f"not the WikiText-2 archive.*{said}.*--prompts FILE"):
         load_prompts("wikitext2", None)
+    assert set(sizes) <= {1001}, "no more than tells that it is too much"
 
 
 def test_a_misspelt_draft_is_told_before_the_target_is_fetched(hub: Hub) -> None:
