@@ -4,7 +4,7 @@ texts = [fetch_opening(book) for book in list_books()[:12]]
 """
 
 import codecs
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
@@ -16,6 +16,7 @@ BUCKET = "deepmind-gutenberg"
 HOST = "https://storage.googleapis.com"
 PREFIX = "test/"
 N_BYTES = 40_000  # of each book, some ten thousand tokens
+LISTING_BYTES = 2**22  # at most; it has a hundred names
 TIMEOUT_S = 30.0  # without a byte
 LISTING = {"items": List(Object({"name": Word()}))}
 
@@ -24,7 +25,8 @@ def list_books() -> list[str]:
     """Their names in the bucket, as test/10146.txt."""
     where = f"{HOST}/storage/v1/b/{BUCKET}/o?prefix={PREFIX}"
     try:
-        listing = checked(parse_json(fetch(where).decode("utf-8"), where), LISTING, where)
+        text = fetch(where, LISTING_BYTES).decode("utf-8")
+        listing = checked(parse_json(text, where), LISTING, where)
     except (UnicodeDecodeError, ForeignFile) as error:
         raise failure(f"{where} gave no list of books") from error
     names = [item["name"] for item in listing["items"] if item["name"].endswith(".txt")]
@@ -36,19 +38,22 @@ def list_books() -> list[str]:
 def fetch_opening(name: str) -> str:
     """The whole characters of a book's first N_BYTES."""
     where = f"{HOST}/{BUCKET}/{quote(name, errors='replace')}"
-    content = fetch(where, {"Range": f"bytes=0-{N_BYTES - 1}"})
+    content = fetch(where, N_BYTES, {"Range": f"bytes=0-{N_BYTES - 1}"})
     try:
-        text, _ = codecs.utf_8_decode(content[:N_BYTES])  # a host may send all the same
+        text, _ = codecs.utf_8_decode(content)
     except UnicodeDecodeError as error:
         raise failure(f"{where} is not UTF-8: {error}") from error
     return text
 
 
-def fetch(where: str, headers: dict[str, str] | None = None) -> bytes:
-    """What lies at an address. Raises UsageError."""
+def fetch(where: str, limit: int, headers: dict[str, str] | None = None) -> bytes:
+    """The first bytes of what lies at an address, `limit` at most. Raises UsageError."""
     try:
         with urlopen(Request(where, headers=headers or {}), timeout=TIMEOUT_S) as answer:
-            return answer.read()
+            content = answer.read(limit)  # a host may send more than it is asked for
+            if answer.length and len(content) < limit:  # left when it went away
+                raise IncompleteRead(content, answer.length)
+            return content
     except HTTPError as error:
         error.close()  # it is an answer, too
         raise failure(f"{where} cannot be fetched: {error}") from error

@@ -189,6 +189,9 @@ def test_books_that_cannot_be_had(bucket: Bucket, monkeypatch: MonkeyPatch) -> N
         assert line.endswith("; use --dataset builtin or wikitext2, or --prompts FILE")
         return line
 
+    monkeypatch.setattr(pg19, "LISTING_BYTES", 30)
+    assert "gave no list of books" in error(), "of a host that never ends"
+    monkeypatch.setattr(pg19, "LISTING_BYTES", 10_000)
     bucket.n_lacking = 3
     assert "cannot be fetched: IncompleteRead" in error()
     bucket.n_lacking = 0
