@@ -10,13 +10,19 @@ matplotlib is needed here alone, and only when a figure is drawn.
     python -m benchmark.plot results/main_cpu.json  # main_cpu.png, main_cpu_depth.png, ...
 """
 
+if __name__ == "__main__":  # before torch, whose import takes a second
+    from cli.interrupts import end_quietly
+
+    end_quietly()
+
 import argparse
 import importlib.util
 import io
+import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +41,6 @@ if TYPE_CHECKING:
 
 CROWD = 20  # names of rows, beyond which no figure can show all of them
 Drawing = Callable[[Results], "Figure"]
-
-
-def figures(results: Results) -> Iterator[tuple[str, "Figure"]]:
-    """The figures of a results file, each with what its file name ends in. Raises UsageError."""
-    for ending, draw in drawings(results).items():
-        yield ending, draw(results)
 
 
 def drawings(results: Results) -> dict[str, Drawing]:
@@ -114,9 +114,13 @@ def drawings_of_sweeps(rows: Sequence[Row]) -> dict[str, Drawing]:
     for row in rows:
         places[place_of(row)].append(row)
     found: dict[str, Drawing] = {}
+    endings: set[str] = set()
     for place, there in places.items():
         words = re.sub(r"[^\w=.,-]", " ", place.removeprefix("on ")).split()  # of a file's name
         ending = "".join(f"_{word}" for word in words)
+        while ending in endings:  # of a place whose name differs in what was left out
+            ending += "_"
+        endings.add(ending)
         if plot_sweeps.grid_panels(there):
             found[f"_grid{ending}"] = partial(plot_sweeps.heatmaps, rows=there)
         if plot_sweeps.setting_panels(there):
@@ -128,17 +132,40 @@ def drawings_of_sweeps(rows: Sequence[Row]) -> dict[str, Drawing]:
 
 def execute(args: argparse.Namespace) -> int:
     """Carry out the command line, once parsed. Returns the exit status."""
-    if not importlib.util.find_spec("matplotlib"):
-        raise UsageError("figures need matplotlib: pip install matplotlib==3.11.2")
+    owners = {os.path.realpath(name): "a results file" for name in args.files}
+    jobs = []
     for name in args.files:
         file = Path(name)
         results = Results.load(file)
-        for ending, figure in figures(results):
-            path = (args.output or file.parent) / f"{file.stem}{ending}.png"
-            save(figure, path)
+        folder = file.parent
+        if args.output is not None:
+            folder = Path(args.output)
+        jobs.append((file, results, choose_paths(file, results, folder, owners)))
+    if not importlib.util.find_spec("matplotlib"):
+        raise UsageError("figures need matplotlib: pip install matplotlib==3.11.2")
+    for file, results, paths in jobs:
+        for path, draw in paths.items():
+            save(draw(results), path)
             print(shown(str(path)))
         note_what_is_missing(results, file)
     return 0
+
+
+def choose_paths(
+    file: Path, results: Results, folder: Path, owners: dict[str, str]
+) -> dict[Path, Drawing]:
+    """Where each figure of a results file goes. owners: what the paths are that are taken; these
+    are added to it. Raises UsageError for one that is taken."""
+    paths = {}
+    for ending, draw in drawings(results).items():
+        path = folder / f"{file.stem}{ending}.png"
+        place = os.path.realpath(path)
+        if place in owners:
+            what = f"{path} is to be a figure of {file}, but is {owners[place]}"
+            raise UsageError(f"{what}; draw it into another folder (--output)")
+        owners[place] = f"a figure of {file}"
+        paths[path] = draw
+    return paths
 
 
 def note_what_is_missing(results: Results, file: Path) -> None:
@@ -167,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmark.plot", description="Draw results files as PNG figures."
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="results of bench.py")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="instead of beside the file")
+    parser.add_argument("--output", metavar="FOLDER", help="instead of beside the file")
     return run_command_line(execute, parser, arguments)
 
 

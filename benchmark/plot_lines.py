@@ -207,7 +207,8 @@ def calibration_lines(results: Results) -> "Figure":
         drafted = summed(rows, "calibration", "drafted")
         matching = summed(rows, "calibration", "matching")
         middles = [(i + 0.5) / len(drafted) for i in range(len(drafted))]
-        of_all = [n / sum(drafted) for n in drafted]
+        total = sum(drafted)
+        of_all = [n / total for n in drafted]
         style = styles[label] | {"marker": "."}
         found = shares(matching, drafted)
         draw_points(left, zip(middles, found, strict=True), **style)

@@ -21,6 +21,7 @@ GRIDS = {  # pairs of settings that the papers vary together
     "dynatree": [("tau_h", "tau_l"), ("D0", "D_max"), ("B_min", "B_max")],
 }
 LEAST = 4  # rows of a method that make a sweep
+MOST = 30  # grids in a figure: more take a minute, and memory without end
 FEW = 8  # lines in a panel that can be told apart
 DEPTHS = ("K", "D", "D0", "D_max")  # settings on which the number of draft passes depends
 Value = Callable[[Row], float]
@@ -113,6 +114,9 @@ def heatmaps(results: Results, rows: Sequence[Row]) -> "Figure":
     """The speedups of one place's rows, a panel a grid."""
     panels = grid_panels(rows)
     title = titled("Speedup over ar by settings", rows)
+    if len(panels) > MOST:
+        title += f": {MOST} grids of {len(panels)}"
+        panels = panels[:MOST]
     figure, axes = panel_figure(results, title, len(panels))
     speedups = []
     for panel in panels:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmark import plot_lines, plot_sweeps
 from benchmark.columns import COLUMNS
-from benchmark.plot import CROWD, drawings, figures, main
+from benchmark.plot import CROWD, drawings, main
 from benchmark.plot_bars import place_bars
 from benchmark.plot_canvas import COLOURS
 from benchmark.plot_lines import shares, summed
@@ -161,10 +162,9 @@ def png_size(file: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("case", CASES)
 def test_every_figure_is_drawn(case: str) -> None:
     pytest.importorskip("matplotlib")
-    results, endings = CASES[case]
-    drawn = dict(figures(results))
-    assert set(drawn) == endings
-    for figure in drawn.values():
+    results, _ = CASES[case]
+    for draw in drawings(results).values():
+        figure = draw(results)
         assert any(axis.lines or axis.patches or axis.images for axis in figure.axes)
 
 
@@ -385,7 +385,8 @@ def test_rows_without_their_ar_are_no_trouble() -> None:
     results.records = [record for record in results.records if record["run"] != "ar"]
     assert set(drawings(results)) == BARS
     results.table = "sweep"
-    assert set(dict(figures(results))) == BARS
+    for draw in drawings(results).values():
+        draw(results)
 
 
 def of_one_token(results: Results) -> Results:
@@ -445,6 +446,38 @@ def test_no_label_leads_to_another_folder(tmp_path: Path) -> None:
     assert all("/" not in ending for ending in drawings(made_up(GRID, ("on ../../x", "on y"))))
 
 
+def test_places_of_alike_names_have_figures_of_their_own() -> None:
+    """The last one's took the place of the others."""
+    endings = set(drawings(made_up(GRID, ("on a/b", "on a b", "on a$b"))))
+    for kind in OF_GRID:
+        assert {f"{kind}_a_b", f"{kind}_a_b_", f"{kind}_a_b__"} <= endings
+
+
+def test_a_figure_has_so_many_grids_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a file has made one of gigabytes."""
+    monkeypatch.setattr(plot_sweeps, "MOST", 1)
+    figure = drawn(made_up(GRID), "_grid")
+    assert figure.get_suptitle().endswith(": 1 grids of 2") and len(figure.axes) == 2  # its colours
+
+
+def test_bins_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with 100,000 of them took hours: all were added up for each."""
+    n_bins = 3000
+    sums = []
+
+    def count(numbers: Sequence[int]) -> int:
+        sums.append(numbers)
+        return sum(numbers)
+
+    monkeypatch.setattr(plot_lines, "sum", count, raising=False)
+    results = made_up()
+    for record in results.records:
+        if "calibration" in record:
+            record["calibration"] = {"drafted": [40] * n_bins, "matching": [20] * n_bins}
+    drawn(results, "_calibration")
+    assert len(sums) < 10
+
+
 def test_a_figure_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,14 +501,52 @@ def test_mistakes(
         return capsys.readouterr().err
 
     file = str(tmp_path / "r.json")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert "r.json is not there" in error_of(file)
     empty = made_up()
     empty.records = []
     empty.save(Path(file))
     assert "has no records yet" in error_of(file)
+    steps().save(Path(file))
+    assert error_of(file, "--output", "") == (
+        "error: argument --output: is empty (--help lists everything)\n"
+    )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert error_of(file) == "error: figures need matplotlib: pip install matplotlib==3.11.2\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "output"),
+    [
+        (["a/x.json", "b/x.json"], "made"),
+        (["a/x.json", "link/x.json"], None),
+        (["a/x.json", "a/x.txt"], None),
+        (["a/x.json", "a/x_depth.json"], None),
+        (["b/x.json", "a/x.json", "a/x.json"], "b"),
+        (["a/x.png"], None),
+    ],
+)
+def test_no_figure_overwrites_another_or_its_results(
+    files: list[str],
+    output: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two files of one name the second's figures took the place of the first's."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+    Path("link").symlink_to("a")
+    for name in files:
+        made_up().save(Path(name))
+    before = sorted(tmp_path.rglob("*"))
+    arguments = list(files)
+    if output:
+        arguments += ["--output", output]
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert " is to be a figure of " in line and line.endswith(" another folder (--output)")
+    assert sorted(tmp_path.rglob("*")) == before and Results.load(files[0]).records
 
 
 def test_a_folder_that_cannot_be_written(
