@@ -16,13 +16,15 @@ if __name__ == "__main__":  # before torch, whose import takes a second
     end_quietly()
 
 import argparse
-import importlib.util
+import importlib
 import io
 import os
 import re
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,12 +36,14 @@ from benchmark.report import contests, name_of, place_of
 from benchmark.results import Results, Row
 from benchmark.tables import SYMBOLS
 from cli.errors import Parser, UsageError, run_command_line, say, shown
+from engine.checkpoint import first_line
 from engine.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CROWD = 20  # names of rows, beyond which no figure can show all of them
+LONGEST = 1000  # characters of a text that is drawn: it takes time, and shows a few hundred
 Drawing = Callable[[Results], "Figure"]
 
 
@@ -141,13 +145,12 @@ def execute(args: argparse.Namespace) -> int:
         if args.output is not None:
             folder = Path(args.output)
         jobs.append((file, results, choose_paths(file, results, folder, owners)))
-    if not importlib.util.find_spec("matplotlib"):
-        raise UsageError("figures need matplotlib: pip install matplotlib==3.11.2")
-    for file, results, paths in jobs:
-        for path, draw in paths.items():
-            save(draw(results), path)
-            print(shown(str(path)))
-        note_what_is_missing(results, file)
+    with plain_style():
+        for file, results, paths in jobs:
+            for path, draw in paths.items():
+                save(draw(results), path)
+                print(shown(str(path)))
+            note_what_is_missing(results, file)
     return 0
 
 
@@ -168,6 +171,19 @@ def choose_paths(
     return paths
 
 
+def plain_style() -> AbstractContextManager:
+    """matplotlib as it comes, however its user has set it up: what draws his other figures, LaTeX
+    or a font, may be missing. Raises UsageError."""
+    try:
+        return importlib.import_module("matplotlib.style").context("default")
+    except ModuleNotFoundError as error:
+        why = "figures need matplotlib: pip install matplotlib==3.11.2"
+        raise UsageError(why) from error
+    except Exception as error:  # what does not fit another package raises anything
+        why = f"matplotlib does not start ({first_line(error)})"
+        raise UsageError(f"{why}; check MPLBACKEND and its installation") from error
+
+
 def note_what_is_missing(results: Results, file: Path) -> None:
     """Say of a file from before matches were counted why it has fewer figures."""
     if any("depths" in r and "calibration" not in r for r in results.records):
@@ -180,13 +196,18 @@ def save(figure: "Figure", path: Path) -> None:
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a $ in a name begins no formula
+        text.set_text(text.get_text()[:LONGEST])
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=DPI, format="png")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        figure.savefig(drawn, dpi=DPI, format="png")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, drawn.getvalue())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    for warning in said[:1]:  # the others are of other characters that no font has
+        say(f"note: {path}: {first_line(warning.message)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

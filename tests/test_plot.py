@@ -4,6 +4,7 @@ matplotlib."""
 import json
 import math
 import struct
+import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from benchmark import plot_lines, plot_sweeps
 from benchmark.columns import COLUMNS
-from benchmark.plot import CROWD, drawings, main
+from benchmark.plot import CROWD, LONGEST, drawings, main, save
 from benchmark.plot_bars import place_bars
 from benchmark.plot_canvas import COLOURS
 from benchmark.plot_lines import shares, summed
@@ -510,8 +511,61 @@ def test_mistakes(
     assert error_of(file, "--output", "") == (
         "error: argument --output: is empty (--help lists everything)\n"
     )
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for module in ("matplotlib", "matplotlib.style"):
+        monkeypatch.setitem(sys.modules, module, None)
     assert error_of(file) == "error: figures need matplotlib: pip install matplotlib==3.11.2\n"
+
+
+def test_a_matplotlib_that_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not fit numpy, or MPLBACKEND is none."""
+
+    def fail(name: str) -> None:
+        raise ValueError("Key backend: 'foo'\nis not a valid value")
+
+    monkeypatch.setattr("importlib.import_module", fail)
+    steps().save(tmp_path / "r.json")
+    assert main([str(tmp_path / "r.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not start (Key backend: 'foo')" in line and "MPLBACKEND" in line
+
+
+def test_figures_are_the_same_whatever_the_user_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With text.usetex in a matplotlibrc, and no LaTeX, there was none."""
+    matplotlib = pytest.importorskip("matplotlib")
+    steps().save(tmp_path / "r.json")
+    assert main([str(tmp_path / "r.json")]) == 0
+    before = (tmp_path / "r.png").read_bytes()
+    monkeypatch.setitem(matplotlib.rcParams, "font.size", 30.0)
+    monkeypatch.setitem(matplotlib.rcParams, "axes.facecolor", "red")
+    assert main([str(tmp_path / "r.json")]) == 0
+    assert (tmp_path / "r.png").read_bytes() == before
+
+
+def test_a_name_that_no_font_has_is_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """matplotlib warned of each character, with an escape as it is."""
+    pytest.importorskip("matplotlib")
+    results = steps()
+    results.machine = MACHINE | {"processor": "\x1b漢字"}
+    results.save(tmp_path / "r.json")
+    assert main([str(tmp_path / "r.json")]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {tmp_path}/r.png: Glyph 27 (\\x1b) missing")
+
+
+def test_a_text_without_end_is_cut(tmp_path: Path) -> None:
+    """One of 200,000 characters took a minute."""
+    pytest.importorskip("matplotlib")
+    results = steps()
+    results.machine = MACHINE | {"processor": "x" * 5000}
+    figure = drawn(results)
+    save(figure, tmp_path / "r.png")
+    assert len(figure.get_supxlabel()) == LONGEST
 
 
 @pytest.mark.parametrize(
