@@ -391,11 +391,7 @@ def test_gpu_check_stops_at_ctrl_c_and_keeps_what_it_measured(
     at: str, status: int, checkout: Path
 ) -> None:
     """As a terminal sends it, to all. It went on to the next step if pytest was stopped."""
-    waiting = f"trap 'kill $!; exit {status}' INT; sleep 20 & touch {checkout}/there; wait"
-    process = start(checkout, CHOICE + f'case "$*" in *{at}*) {waiting} ;; esac\n')
-    while not (checkout / "there").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
+    process = start_waiting(checkout, at, f"trap 'kill $!; exit {status}' INT")
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=10)
     assert process.returncode == 130
@@ -405,4 +401,48 @@ def test_gpu_check_stops_at_ctrl_c_and_keeps_what_it_measured(
     else:
         assert "bench.py" not in (checkout / "programs" / "log").read_text()
     assert str(measured(checkout)) in err
+    require_untouched(checkout)
+
+
+def start_waiting(checkout: Path, at: str, first: str, *arguments: str) -> subprocess.Popen:
+    """The script, once a command like this runs, which does something first and then waits."""
+    waiting = f"{first}; sleep 20 & echo $$ >{checkout}/there; wait"
+    process = start(checkout, CHOICE + f'case "$*" in *{at}*) {waiting} ;; esac\n', *arguments)
+    while not (checkout / "there").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("arguments", [[], ["--dry"]])
+def test_gpu_check_ends_with_all_that_it_runs(
+    number: int, arguments: list[str], checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed alone, it went on for minutes behind the prompt, in a folder that was gone."""
+    monkeypatch.setenv("TMPDIR", str(checkout / "models"))
+    process = start_waiting(checkout, "--output*/every.json", ":", *arguments)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=10)  # nothing is left that could write
+    assert process.returncode == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((checkout / "there").read_text()), 0)
+    if arguments:
+        assert "leaves nothing" in err and not list(checkout.glob("models/tmp*"))
+    else:
+        assert (measured(checkout) / "every.json").read_text() == "measured\n" and "rm -r" in err
+    assert not list(checkout.glob("results/gpu_some_h100_3.json"))
+    require_untouched(checkout)
+
+
+def test_gpu_check_publishes_a_table_whole_or_not_at_all(checkout: Path) -> None:
+    """Killed while it copied, it left half of one under its final name."""
+    copy = checkout / "programs" / "cp"
+    copy.write_text('#!/bin/sh\nhead -c 4 <"$1" >"$2"\nkill -9 $PPID\n')
+    copy.chmod(0o755)
+    process = start(checkout, CHOICE)
+    process.communicate(timeout=10)
+    assert process.returncode != 0
+    assert not (checkout / "results" / "gpu_some_h100_3.json").exists()
+    assert (measured(checkout) / "every.json").read_text() == "measured\n"
     require_untouched(checkout)

@@ -13,8 +13,8 @@
 #
 # Leaves its log, tables and profiles in results/run_gpu_<device>_<time>, and every method's table also
 # as results/gpu_<device>.json, or as gpu_<device>_2.json and so on beside earlier ones: no file that
-# exists is touched. Prints that table last. What was measured stays when a step fails or Ctrl-C ends
-# it, and then so does the enlarged pair, 6 GB, with which to go on. A dry run leaves nothing.
+# exists is touched. Prints that table last. What was measured stays when a step fails or Ctrl-C or
+# kill ends it, and then so does the enlarged pair, 6 GB, with which to go on. A dry run leaves nothing.
 set -euo pipefail
 unset CDPATH  # with it, cd may go elsewhere and say where
 
@@ -183,23 +183,22 @@ check() {  # a command, and go on whatever becomes of it; interrupted, bench.py 
 
 publish() {  # every method's table, beside earlier ones
   local file=results/gpu_$name.json
+  local part=$work/.every.json
   local n=1
   while [ -e "$file" ] || [ -L "$file" ]; do
     n=$((n + 1))
     file=results/gpu_${name}_$n.json
   done
-  trap '' INT  # for this moment
-  if (set -o noclobber && : >"$file") 2>/dev/null; then
-    if cp "$work/every.json" "$file"; then
-      echo "every method's table is also $file"
-      trap 'exit 130' INT
-      return
-    fi
-    rm -f "$file"  # made just now
+  trap '' INT TERM HUP  # for this moment
+  if cp "$work/every.json" "$part" && mv -n "$part" "$file" && [ ! -e "$part" ]; then
+    echo "every method's table is also $file"
+  else
+    rm -f "$part"
+    echo "FAILED: $file cannot be written; $work/every.json stays" >&2
+    failed+=("$current")
   fi
   trap 'exit 130' INT
-  echo "FAILED: $file cannot be written; $work/every.json stays" >&2
-  failed+=("$current")
+  trap - TERM HUP
 }
 
 run_all() {
@@ -269,4 +268,27 @@ run_all() {
   fi
   echo "all steps done after $SECONDS s"
 }
-run_all 2>&1 | tee -i "$work/log.txt"
+
+# Whoever asks this script to end, be it with kill, asks all that it runs: a group of processes
+running=
+stopped=0
+stop() {  # by a signal, and then with its status
+  stopped=$2
+  if [ -n "$running" ]; then
+    kill -s "$1" -- "-$running" 2>/dev/null || true
+  fi
+}
+trap 'stop INT 130' INT
+trap 'stop TERM 143' TERM
+trap 'stop HUP 129' HUP
+trap '' TTOU  # a group behind the terminal's own writes to it, whatever stty says
+set -m
+run_all </dev/null 2>&1 | tee -i "$work/log.txt" &
+set +m
+running=$(jobs -p)
+[ "$stopped" -eq 0 ] || stop TERM "$stopped"  # asked before there was one
+status=0
+wait %1 || status=$?
+while [ "$stopped" -ne 0 ] && ! wait; do :; done  # each signal cuts it short
+[ "$stopped" -eq 0 ] || status=$stopped
+exit "$status"
