@@ -1,6 +1,8 @@
 """Enlarging a checkpoint changes its shape and nothing that it computes, nor anything else."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,64 @@ def test_nothing_half_made_is_left(
     monkeypatch.setattr(enlarge, "save_file", write_half)
     assert enlarge.main([str(small), str(small.parent / place), *FITTING]) == status
     assert contents(small.parent) == before
+
+
+@pytest.mark.parametrize("place", ["deep/new", "empty"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_nothing_half_made_is_left_by_kill(
+    number: int, place: str, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was gigabytes, under a name that no list shows."""
+    (small.parent / "empty").mkdir()
+    before = contents(small.parent)
+
+    def write_half(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(enlarge, "save_file", write_half)
+    own = signal.signal(number, lambda *_: pytest.fail("as if there were nothing to remove"))
+    try:
+        with pytest.raises(SystemExit) as caught:
+            enlarge.main(arguments(small, small.parent / place, 256, 2, 4096))
+        assert caught.value.code == 128 + number and contents(small.parent) == before
+        signal.signal(number, signal.SIG_IGN)  # as nohup leaves it
+        assert enlarge.main(arguments(small, small.parent / place, 256, 2, 4096)) == 0
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, own)
+
+
+def test_an_interrupted_move_is_undone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (small.parent / "empty").mkdir()
+    before = contents(small.parent)
+    moved = []
+
+    def move(place: Path, target: Path) -> None:
+        os.rename(place, target)
+        moved.append(target)
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", move)
+    assert enlarge.main(arguments(small, small.parent / "empty", 256, 2, 4096)) == 130
+    assert len(moved) == 2 and contents(small.parent) == before
+
+
+@pytest.mark.parametrize(("left", "place"), [("empty", "empty"), ("", "new"), ("deep", "deep/new")])
+def test_what_a_killed_run_has_left_is_told_and_stays(
+    left: str, place: str, small: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """An empty folder was then no empty one, for something that no list shows. It may be of a run
+    that goes on."""
+    part = small.parent / left / f"{enlarge.PART}0123"
+    part.mkdir(parents=True)
+    (part / "model.safetensors").write_bytes(b"half")
+    assert enlarge.main([str(small), str(small.parent / place), *FITTING]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {part} is another run's")
+    assert (part / "model.safetensors").read_bytes() == b"half"
+    assert GPTNeoX.from_pretrained(small.parent / place)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -40,7 +41,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cli.errors import Parser, UsageError, run_command_line
+from cli.errors import Parser, UsageError, run_command_line, say
 from engine.checkpoint import (
     EMBED_IN,
     EMBED_OUT,
@@ -63,6 +64,8 @@ TOKENIZER = "tokenizer.json"
 UNCHANGED = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
 LARGEST = torch.finfo(torch.float16).max
 MAKING = "making a checkpoint of these sizes"
+PART = ".enlarging-"  # begins the name of a folder that is being written
+ENDINGS = ("SIGTERM", "SIGHUP")  # by kill, and by a terminal that closes; not every system has both
 
 
 def enlarge_tensors(
@@ -139,12 +142,18 @@ def new_folder(text: str, source: Path) -> Path:
         if os.path.exists(place) and os.path.samefile(place, source):
             raise UsageError(f"{text} is {source} or within it; name a new folder elsewhere")
     try:
-        is_free = not os.path.lexists(folder) or not os.listdir(folder)
+        is_free = not os.path.lexists(folder) or not contents(folder)
     except OSError as error:  # no folder, or nobody may look
         raise UsageError(f"{text} cannot be written to: {error.strerror}") from error
     if not is_free:
         raise UsageError(f"{text} is not empty, and what is in it stays; name a new folder")
     return folder
+
+
+def contents(folder: Path) -> list[str]:
+    """The names in a folder, but for what is being written or was when it was killed. Raises
+    OSError."""
+    return [name for name in os.listdir(folder) if not name.startswith(PART)]
 
 
 def enlarged_json(raw: dict, config: Config, args: Namespace) -> dict:
@@ -189,7 +198,9 @@ def written_whole(folder: Path) -> Iterator[Path]:
     is_there = folder.exists()
     around = folder if is_there else folder.parent  # what is there may be a disk, or stood in
     missing = [place for place in (around, *around.parents) if not place.exists()]
-    part = around / f".enlarging-{secrets.token_hex(8)}"
+    part = around / f"{PART}{secrets.token_hex(8)}"
+    for other in around.glob(f"{PART}*"):
+        say(f"note: {other} is another run's; if none goes on, one was killed: delete it")
     try:
         around.mkdir(parents=True, exist_ok=True)
         part.mkdir()
@@ -205,14 +216,38 @@ def written_whole(folder: Path) -> Iterator[Path]:
                 place.rmdir()
 
 
+@contextmanager
+def raising_endings() -> Iterator[None]:
+    """What asks the process to end raises SystemExit in here, so that what is half made goes."""
+    before = {}
+    for name in ENDINGS:
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)  # a shell's status for a signal
+
+
 def move_up(part: Path) -> None:
-    """The files of a folder to the one around it, which has nothing else. Raises OSError."""
-    for name in os.listdir(part.parent):
-        if name != part.name:
-            raise OSError(f"meanwhile there is {name}, which stays")
-    files = sorted(part.iterdir(), reverse=True)  # config.json last: before it, no checkpoint
-    for file in files:
-        file.rename(part.parent / file.name)
+    """The files of a folder to the one around it, which has nothing else; all or none. Raises
+    OSError."""
+    for name in contents(part.parent):
+        raise OSError(f"meanwhile there is {name}, which stays")
+    names = sorted(os.listdir(part), reverse=True)  # config.json last: before it, no checkpoint
+    try:
+        for name in names:
+            (part / name).rename(part.parent / name)
+    except BaseException:
+        for name in names:
+            (part.parent / name).unlink(missing_ok=True)
+        raise
 
 
 def execute(args: Namespace) -> int:
@@ -223,7 +258,7 @@ def execute(args: Namespace) -> int:
     files = read_unchanged(source) | {"config.json": json.dumps(raw, indent=2).encode() + b"\n"}
     folder = new_folder(args.folder, source)
     try:
-        with written_whole(folder) as part, memory_for(MAKING):
+        with raising_endings(), written_whole(folder) as part, memory_for(MAKING):
             require_room(large, small, part)
             tensors = load_tensors(source, small, torch.device("cpu"), torch.float32)
             n_layers = (small.n_layers, large.n_layers)
