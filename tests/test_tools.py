@@ -1,6 +1,7 @@
 """profile_iteration.py, kernel_times.py and calibrate.py of tools/, on the CPU; and gpu_check.sh
 around a program that stands in for Python: what it refuses, and what it leaves."""
 
+import ast
 import gzip
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from gpt_neox import GPTNeoX, attend
 from methods.sequoia import Sequoia
 from tools import calibrate, kernel_times, profile_iteration
 
+ROOT = TINY.parent.parent
 DRAFT = str(TINY / "draft")
 Captured = pytest.CaptureFixture[str]
 
@@ -120,6 +122,53 @@ def test_a_profile_that_cannot_be_written_was_printed(
     printed = capsys.readouterr()
     assert " ms an iteration" in printed.out and not list(tmp_path.iterdir())
     assert printed.err.splitlines()[-1].endswith("cannot be written: No space left on device")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+def test_a_profile_that_cannot_be_printed_is_kept(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Minutes of measuring were lost to `| head`."""
+    models = ["--target", DRAFT, "--draft", DRAFT, "--methods", "ar", "--iterations", "1"]
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert profile_iteration.main([str(tmp_path)] + models) == 2
+    assert "standard output cannot be written" in capsys.readouterr().err.splitlines()[-1]
+    assert " ms an iteration" in (tmp_path / "ar.txt").read_text()
+    assert (tmp_path / "ar.json.gz").exists() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_profile_made_meanwhile_stays(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def export(self: object, file: str) -> None:
+        (tmp_path / "ar.json.gz").write_text("another's")
+
+    monkeypatch.setattr(profile_iteration.profile, "export_chrome_trace", export)
+    models = ["--target", DRAFT, "--draft", DRAFT, "--methods", "ar", "--iterations", "1"]
+    assert profile_iteration.main([str(tmp_path)] + models) == 2
+    assert "ar.json.gz exists already" in capsys.readouterr().err.splitlines()[-1]
+    (file,) = tmp_path.iterdir()
+    assert file.read_text() == "another's"
+
+
+@pytest.mark.parametrize(
+    ("tool", "step"),
+    [(kernel_times, "copy_bandwidth"), (calibrate, "open_pair"), (profile_iteration, "open_pair")],
+)
+def test_memory_that_a_limit_refuses_is_one_line(
+    tool: ModuleType, step: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of ulimit -v: it was the allocator's RuntimeError, which nobody foresaw."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to\nallocate 9")
+
+    monkeypatch.setattr(tool, step, refuse)
+    arguments = {kernel_times: [DRAFT], profile_iteration: [str(tmp_path)]}
+    assert tool.main(arguments.get(tool, [])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: there is no memory for ")
 
 
 @pytest.mark.parametrize("options", [["--copies", "0"], ["--copies", "-1"], []])
@@ -251,6 +300,42 @@ def test_a_calibration_that_cannot_be_made(
     assert last.startswith("error: ") and message in last
 
 
+def test_prompts_are_read_before_models_are_loaded(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may have to be fetched first."""
+    monkeypatch.setattr(calibrate, "open_pair", lambda *_: pytest.fail("for nothing"))
+    assert calibrate.main(["--prompts", "none.txt"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: --prompts: none.txt is not there"
+
+
+def first_lines(file: Path) -> list[str]:
+    """What a command line imports before Ctrl-C is quiet."""
+    found = []
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.If) and "end_quietly()" in ast.unparse(node):
+            return found + [ast.unparse(node.body[0])]
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.append(ast.unparse(node))
+    raise AssertionError(f"{file} never is")
+
+
+QUICK = {"import os", "import sys", "from pathlib import Path"}
+QUICK |= {"from cli.interrupts import end_quietly"}
+
+
+def test_ctrl_c_is_quiet_before_anything_slow_is_imported() -> None:
+    """It was a traceback in the second that torch takes."""
+    checked = []
+    for file in sorted(ROOT.rglob("*.py")):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        if "tests" not in file.parts and lines[-1:] == ["    sys.exit(main())"]:
+            assert set(first_lines(file)) <= QUICK, file
+            checked.append(file.stem)
+    assert {"bench", "plot", "enlarge", "calibrate", "kernel_times"} <= set(checked)
+
+
 # gpu_check.sh
 
 
@@ -260,7 +345,7 @@ def checkout(tmp_path: Path) -> Path:
     `python` that does what the file `does` beside it says, and logs how it is called."""
     for name in ("tools", "results", "models/grown", "programs"):
         (tmp_path / name).mkdir(parents=True)
-    shutil.copy(TINY.parent.parent / "tools" / "gpu_check.sh", tmp_path / "tools")
+    shutil.copy(ROOT / "tools" / "gpu_check.sh", tmp_path / "tools")
     (tmp_path / "models" / "grown" / "mine").write_text("mine")
     (tmp_path / "results" / "gpu_some_h100.json").write_text("earlier")
     (tmp_path / "results" / "gpu_some_h100_2.json").symlink_to("nowhere")

@@ -32,6 +32,7 @@ from cli.models import Request, open_pair
 from cli.options import add_model_options, add_sampling_options, choose_sampling
 from draft_tree import MAX_ROWS
 from dynatree import Step
+from engine.memory import memory_for
 from methods.sequoia import Chances, Shape, plan
 from methods.static import SpecInfer
 
@@ -116,12 +117,13 @@ def time_table(times: StepTimes) -> str:
     return text_table(header, [target, draft], width=80)
 
 
+@memory_for("decoding and timing")
 def execute(args: Namespace) -> int:
     if min(args.n_prompts, args.prompt_tokens) < 1 or args.new_tokens < 3:
         raise UsageError("--n-prompts and --prompt-tokens are at least 1, --new-tokens 3")
     sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
+    texts = load_prompts(DATASETS[0], args.prompts)  # a mistake is told before models are loaded
     pair, _ = open_pair(args, True, say)
-    texts = load_prompts(DATASETS[0], args.prompts)
     n_ids = pair.target.config.vocab_size
     prompts = cut_prompts(texts, pair.tokenizer, n_ids, args.prompt_tokens, args.n_prompts)
     options = {"max_new_tokens": args.new_tokens, "sampling": sampling}

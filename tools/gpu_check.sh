@@ -62,7 +62,8 @@ for folder in ${folders[@]+"${folders[@]}"}; do
   if [ ! -f "$folder/config.json" ]; then
     refuse "$(printf %q "$folder") is no checkpoint folder: it has no config.json"
   fi
-  models+=("$(cd -- "$folder" && pwd)")  # from wherever this is run
+  place=$(cd -- "$folder" 2>/dev/null && pwd) || refuse "$(printf %q "$folder") cannot be entered"
+  models+=("$place")  # from wherever this is run
 done
 if [ ${#models[@]} -ne 0 ]; then
   models=(--target "${models[0]}" --draft "${models[1]}")
@@ -73,7 +74,6 @@ for program in python realpath timeout; do
   fi
 done
 cd -- "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/.."
-export KINETO_LOG_LEVEL=99  # nothing of the profiler itself
 
 describe='
 import platform, torch

@@ -35,7 +35,7 @@ from cli.errors import Parser, UsageError, run_command_line
 from cli.models import choose_device, choose_dtype
 from engine.checkpoint import Config, read_config
 from engine.cuda_graphs import ROW_COUNTS, record
-from engine.memory import require_memory
+from engine.memory import memory_for, require_memory
 from engine.stopwatch import Stopwatch
 from gpt_neox import attend
 
@@ -150,6 +150,7 @@ def product_table(bench: Bench, config: Config, gb_s: float) -> list[list[str]]:
     return table
 
 
+@memory_for("what is timed")
 @torch.inference_mode()
 def execute(args: Namespace) -> int:
     if args.copies < 1:

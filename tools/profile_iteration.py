@@ -8,6 +8,7 @@ FOLDER, beside a trace that https://ui.perfetto.dev draws. Those of an earlier p
 one wants another folder.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,8 +18,8 @@ if __name__ == "__main__":  # before torch, whose import takes a second
     from cli.start import guard_imports
 
     guard_imports()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells stderr what it does
 
-import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -38,6 +39,7 @@ from cli.main import WARM_UP_STEPS
 from cli.models import Pair, Request, encode, open_pair
 from cli.options import add_model_options
 from dynatree import Step
+from engine.memory import memory_for
 
 N_TOKENS = 512  # enough for any method's iterations here, few enough for one or two cache lengths
 N_NAMES = 25  # of a list, those that take longest
@@ -131,10 +133,15 @@ def choose_files(text: str, runs: Sequence[Run]) -> list[Path]:
         raise UsageError(f"{folder} is no folder")
     tables = [folder / (run.label.replace(" ", "_") + ".txt") for run in runs]
     for table in tables:
-        for file in (table, trace_of(table)):
-            if os.path.lexists(file):
-                raise UsageError(f"{file} exists already; name another folder")
+        require_new(table)
     return tables
+
+
+def require_new(table: Path) -> None:
+    """Raise UsageError if the table or its trace is there."""
+    for file in (table, trace_of(table)):
+        if os.path.lexists(file):
+            raise UsageError(f"{file} exists already; name another folder")
 
 
 def trace_of(table: Path) -> Path:
@@ -150,12 +157,14 @@ def write(table: Path, text: str, found: profile) -> None:
             unfinished = Path(part) / "table.txt"
             unfinished.write_text(text, encoding="utf-8")
             found.export_chrome_trace(str(trace_of(unfinished)))
+            require_new(table)  # another profile may have been made meanwhile
             unfinished.rename(table)
             trace_of(unfinished).rename(trace_of(table))
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
 
 
+@memory_for("a profile")
 def execute(args: Namespace) -> int:
     if args.iterations < 1:
         raise UsageError(f"--iterations {args.iterations}: at least 1")
@@ -167,8 +176,10 @@ def execute(args: Namespace) -> int:
         ms, found = profile_run(pair, run, args.iterations)
         head = f"{run.label}: {ms:.2f} ms an iteration, the profiler off; of one, the profiler on:"
         text = f"{head}\n\n{describe(found.key_averages(), args.iterations)}\n"
-        print(text, flush=True)  # first: a full disk does not take it
-        write(table, text, found)
+        try:
+            print(text, flush=True)  # first: a full disk does not take it
+        finally:
+            write(table, text, found)  # nor does a reader that has gone
     return 0
 
 
