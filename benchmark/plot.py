@@ -11,9 +11,9 @@ matplotlib is needed here alone, and only when a figure is drawn.
 """
 
 if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.interrupts import end_quietly
+    from cli.start import guard_imports
 
-    end_quietly()
+    guard_imports()
 
 import argparse
 import importlib
