@@ -172,8 +172,8 @@ def choose_paths(
 
 
 def plain_style() -> AbstractContextManager:
-    """matplotlib as it comes, however its user has set it up: what draws his other figures, LaTeX
-    or a font, may be missing. Raises UsageError."""
+    """matplotlib as it comes, however it is set up here: what that asks for, LaTeX or a font, may
+    be missing. Raises UsageError."""
     try:
         return importlib.import_module("matplotlib.style").context("default")
     except ModuleNotFoundError as error:

@@ -17,7 +17,7 @@ from cli.interrupts import INTERRUPTED, handling_interrupts, interrupts
 from cli.start import MISTAKE
 from engine.checkpoint import CheckpointError, first_line
 from engine.hub import HubUnreachable
-from engine.memory import is_refusal
+from engine.memory import OutOfMemory, is_refusal
 from verify import NonFiniteLogits
 
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
@@ -160,6 +160,13 @@ def run_command_line(
             return conclude(error, parser)
 
 
+def refusal(error: Exception) -> str:
+    """What to say where memory was refused: our own words, or torch's after ours."""
+    if isinstance(error, OutOfMemory):
+        return str(error)
+    return f"there is no memory left: {first_line(error)}"
+
+
 def conclude(error: Exception, parser: Parser) -> int:
     """Say in one line what went wrong. Returns the exit status."""
     status = MISTAKE
@@ -175,7 +182,7 @@ def conclude(error: Exception, parser: Parser) -> int:
             line = str(error)
         case _ if is_refusal(error):
             lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
-            line = f"{first_line(error)}{lower}"
+            line = f"{refusal(error)}{lower}"
         case _:
             status = UNFORESEEN
             line = f"{type(error).__name__}: {error}; nobody foresaw this, --debug shows where"

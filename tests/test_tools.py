@@ -314,7 +314,7 @@ def first_lines(file: Path) -> list[str]:
     """What a command line imports before Ctrl-C is quiet."""
     found = []
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.If) and "end_quietly()" in ast.unparse(node):
+        if isinstance(node, ast.If) and "guard_imports()" in ast.unparse(node):
             return found + [ast.unparse(node.body[0])]
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found.append(ast.unparse(node))
@@ -322,7 +322,7 @@ def first_lines(file: Path) -> list[str]:
 
 
 QUICK = {"import os", "import sys", "from pathlib import Path"}
-QUICK |= {"from cli.interrupts import end_quietly"}
+QUICK |= {"from cli.start import guard_imports"}
 
 
 def test_ctrl_c_is_quiet_before_anything_slow_is_imported() -> None:
