@@ -127,7 +127,7 @@ def narrow_pipe() -> Iterator[tuple[int, int]]:
 def test_while_the_report_is_written(pause: float) -> None:
     """One waits until it is written, as another at once does; a later one does not. With python -u
     a signal cut the object off where the pipe was full."""
-    options = ["--json", "--max-new-tokens", "400", *AR]
+    options = ["--json", "--max-new-tokens", "400", "--target", "models/tiny/draft", *AR]
     with narrow_pipe() as (reader, writer):
         with started("dynatree.py", *TEXT, *options, stdout=writer) as process:
             os.close(writer)
@@ -155,8 +155,9 @@ def n_records(file: Path) -> int:
 
 def test_bench_keeps_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    options = ["--methods", "linear", "--n-prompts", "4", "--new-tokens", "250", "--threads", "1"]
-    with started("bench.py", *options, "--output", str(file)) as process:
+    options = ["--methods", "linear", "--columns", "exact", "--threads", "1"]
+    options += ["--n-prompts", "4", "--new-tokens", "250", "--output", str(file)]
+    with started("bench.py", *options) as process:
         wait_for(process.stderr, "target ")
         while process.poll() is None and not n_records(file):
             time.sleep(0.05)
