@@ -1,5 +1,6 @@
 """bench.py: every table end to end, fairness, exactness, resuming, and mistakes."""
 
+import functools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import TINY, random_model
 
 import bench
 from bench import Bench, Turn, main, take_turns
@@ -37,7 +38,7 @@ from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
 from cli import models
 from cli.errors import UsageError
 from cli.models import Pair
-from draft_tree import Settings
+from draft_tree import DynaTree, Settings
 from dynatree import Step
 from engine.files import locked
 from engine.memory import OutOfMemory
@@ -52,6 +53,15 @@ PROMPTS = {"dataset": "builtin", "n": 1}
 SIZES = {"prompt_tokens": [150], "new_tokens": [64], "temperature": [0.0]}
 LICENSE = Path(__file__).parent.parent / "LICENSE"
 FEW = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
+DRAFT = str(TINY / "draft")
+QUICK = FEW + ["--target", DRAFT, "--draft", DRAFT]  # where the text is of no matter
+
+
+@pytest.fixture(autouse=True)
+def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single forwards are timed once; what is made of the times, more often, is tested apart."""
+    quick = functools.partial(measure_step_times, n_rounds=1)
+    monkeypatch.setattr(bench, "measure_step_times", quick)
 
 
 def run_bench(capsys: Captured, file: Path, *arguments: str) -> tuple[Results, str]:
@@ -78,7 +88,7 @@ SMALL = {  # what makes a table quick, beside FEW
     "prompt": ["--prompt-tokens", "4,9", "--methods", SEVERAL],
     "sampling": ["--n-prompts", "1"],
     "sweep": ["--methods", ",".join(TABLES["sweep"].parts[0].methods[::20])],  # some of the hundred
-    "memory": ["--n-prompts", "1", "--methods", "ar,dynatree"],  # a process each
+    "memory": ["--n-prompts", "1", "--methods", "ar", "--threads", "1"],  # a process each
 }
 
 
@@ -183,7 +193,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "r.json"
-    options = FEW + ["--repeats", "2", "--columns", "speedup,exact", "--methods", "ar,linear"]
+    options = QUICK + ["--repeats", "2", "--columns", "speedup,exact", "--methods", "ar,linear"]
     whole, _ = run_bench(capsys, tmp_path / "whole.json", *options)
     with monkeypatch.context() as patch:
         stop_after(6, KeyboardInterrupt(), patch)
@@ -210,7 +220,7 @@ def test_an_error_half_way_keeps_what_is_done(
 ) -> None:
     stop_after(3, OutOfMemory("too large"), monkeypatch)
     file = tmp_path / "r.json"
-    assert main(FEW + ["--columns", "exact", "--output", str(file)]) == 2
+    assert main(QUICK + ["--columns", "exact", "--output", str(file)]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: too large; these lower it: a 16-bit --dtype")
     assert len(Results.load(file).records) == 2
@@ -221,12 +231,12 @@ def test_nothing_measured_leaves_no_file(
 ) -> None:
     stop_after(1, OutOfMemory("too large"), monkeypatch)
     file = tmp_path / "made" / "r.json"
-    options = FEW + ["--columns", "exact", "--output", str(file)]
+    options = QUICK + ["--columns", "exact", "--output", str(file)]
     assert "too large" in error_line(capsys, *options)
     assert not list((tmp_path / "made").iterdir())
 
 
-BRIEF = FEW + ["--columns", "exact", "--methods", "ar,linear"]
+BRIEF = QUICK + ["--columns", "exact", "--methods", "ar,linear"]
 
 
 def begun(capsys: Captured, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
@@ -428,7 +438,7 @@ def test_a_text_that_is_not_ars_is_reported(
     monkeypatch.setattr(models, "generate", wrong)
     monkeypatch.setattr(bench, "top2_gap", lambda *_: gap)
     file = tmp_path / "r.json"
-    options = FEW + ["--methods", "linear", "--columns", "exact", "--output", str(file)]
+    options = QUICK + ["--methods", "linear", "--columns", "exact", "--output", str(file)]
     assert main(options) == status
     printed = " ".join(capsys.readouterr().out.split())
     assert "linear differs from ar on prompt 0 from token 1 on (top-2 gap" in printed
@@ -439,7 +449,7 @@ def test_a_text_that_is_not_ars_is_reported(
 
 def test_resume_refuses_other_conditions(capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "r.json"
-    run_bench(capsys, file, *FEW, "--methods", "ar", "--columns", "throughput")
+    run_bench(capsys, file, *QUICK, "--methods", "ar", "--columns", "throughput")
     content = json.loads(file.read_text())
     content["machine"]["torch"] = "1.0"
     file.write_text(json.dumps(content))
@@ -526,7 +536,7 @@ def test_half_precision_on_the_cpu(capsys: Captured, tmp_path: Path) -> None:
 
 def test_peers_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    line = error_line(capsys, *FEW, "--peers")
+    line = error_line(capsys, *QUICK, "--peers")
     assert "hf-ar, hf-assisted, hf-lookup need transformers: pip install transformers" in line
 
 
@@ -585,7 +595,7 @@ def test_step_bytes_are_every_weight_but_the_input_embedding() -> None:
 
 
 def test_measured_step_times_cover_every_width() -> None:
-    times = measure_step_times(random_model(0), random_model(1), context=5, n_rounds=1)
+    times = measure_step_times(random_model(0), random_model(1), context=5)
     assert times.rows[-1] == 128 and len(times.draft_ms) == len(times.target_ms) == 8
     assert min(times.draft_ms + times.target_ms + [times.copy_gb_s]) > 0
 
@@ -742,7 +752,7 @@ def test_a_whole_table_can_be_strict(capsys: Captured, tmp_path: Path) -> None:
     labels = ["ar", "ar strict rows=4", "ar strict rows=64", "ar strict", "linear strict K=3"]
     assert [run.label for run in runs] == labels + ["fixed strict", "hf-ar"]
     options = ["--methods", "linear", "--columns", "exact", "--strict"]
-    results, _ = run_bench(capsys, tmp_path / "r.json", *FEW, *options)
+    results, _ = run_bench(capsys, tmp_path / "r.json", *QUICK, *options)
     assert [run.label for run in results.runs] == ["ar", "ar strict rows=8", "linear strict"]
 
 
@@ -759,7 +769,7 @@ def test_what_a_draft_temperature_is_for(
         return real(*args, **options)
 
     monkeypatch.setattr(models, "generate", generate)
-    options = FEW + ["--methods", "linear", "--temperature", "0,0.8", "--columns", "exact"]
+    options = QUICK + ["--methods", "linear", "--temperature", "0,0.8", "--columns", "exact"]
     options += ["--draft-temperature", "0.5"]
     results, _ = run_bench(capsys, tmp_path / "r.json", *options)
     assert [run.draft_temperature for run in results.runs] == [None, None, None, 0.5]
@@ -785,7 +795,7 @@ def test_a_strict_row_is_generated_strictly(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = spy_on_strict(monkeypatch)
-    options = FEW + ["--methods", "linear,linear strict"]
+    options = QUICK + ["--methods", "linear,linear strict"]
     options += ["--columns", "speedup,predicted,exact"]
     results, printed = run_bench(capsys, tmp_path / "r.json", *options, "--dtype", "bfloat16")
     expected = {(Alone(), False), (Alone(rows=8), True), (Chain(), False), (Chain(), True)}
@@ -801,9 +811,9 @@ def test_memory_of_a_strict_row(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = spy_on_strict(monkeypatch)
     options = {name: None for name in ("target", "draft", "device", "dtype", "threads")}
     options |= {"draft_dtype": None, "no_graphs": False}
-    for run in choose_runs(TABLES["memory"], "ar strict"):
+    for run in choose_runs(TABLES["memory"], "ar strict,dynatree"):
         measure_memory(options, replace(run, new_tokens=3), [3, 1, 4], None, 0)
-    assert seen == [(Alone(), False), (Alone(), True)]
+    assert seen == [(Alone(), False), (Alone(), True), (DynaTree(), False)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -822,7 +832,7 @@ def test_a_strict_text_that_differs_is_wrong_whatever_the_gap(
 
     monkeypatch.setattr(models, "generate", generate)
     monkeypatch.setattr(bench, "top2_gap", lambda *_: 1e-6)
-    options = FEW + ["--methods", "linear strict", "--columns", "exact", "--dtype", dtype]
+    options = QUICK + ["--methods", "linear strict", "--columns", "exact", "--dtype", dtype]
     wrong.add((Alone(), False))
     assert main(options + ["--output", str(tmp_path / "right.json")]) == 0
     assert "Every greedy text is ar's" in capsys.readouterr().out
@@ -835,7 +845,7 @@ def test_a_strict_text_that_differs_is_wrong_whatever_the_gap(
 def test_files_from_before_there_was_strict(capsys: Captured, tmp_path: Path) -> None:
     """Each run's reference is its baseline."""
     file = tmp_path / "r.json"
-    _, printed = run_bench(capsys, file, *FEW, "--methods", "linear", "--columns", "exact")
+    _, printed = run_bench(capsys, file, *QUICK, "--methods", "linear", "--columns", "exact")
     content = json.loads(file.read_text())
     for run in content["runs"]:
         del run["is_strict"], run["reference"]
@@ -932,7 +942,7 @@ def test_files_from_before_there_were_datasets(capsys: Captured, tmp_path: Path)
     file = tmp_path / "r.json"
     prompts = tmp_path / "own.jsonl"
     prompts.write_text('{"prompt": "The ship sailed at dawn"}\n')
-    options = FEW + ["--n-prompts", "1", "--prompts", str(prompts), "--methods", "linear"]
+    options = QUICK + ["--n-prompts", "1", "--prompts", str(prompts), "--methods", "linear"]
     results, _ = run_bench(capsys, file, *options, "--columns", "exact")
     content = json.loads(file.read_text())
     del content["is_memory"], content["title"], content["records"][1]
@@ -951,7 +961,7 @@ def test_files_from_before_there_were_datasets(capsys: Captured, tmp_path: Path)
 
 def test_as_many_prompts_as_there_are(capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "r.json"
-    options = FEW + ["--n-prompts", "13", "--new-tokens", "1", "--methods", "ar"]
+    options = QUICK + ["--n-prompts", "13", "--new-tokens", "1", "--methods", "ar"]
     assert main(options + ["--columns", "exact", "--output", str(file)]) == 0
     captured = capsys.readouterr()
     assert "note: builtin has 12 prompts, not 13\n" in captured.err
@@ -1038,8 +1048,9 @@ def test_where_a_text_over_a_window_parts_is_looked_at_over_it(
 
     monkeypatch.setattr(models, "generate", wrong)
     monkeypatch.setattr(bench, "top2_gap", lambda pair, ids, window: seen.append(window))
-    options = FEW + ["--n-prompts", "1", "--columns", "exact", "--output", str(tmp_path / "r.json")]
-    assert main(options + ["--methods", "linear,linear window=64"]) == 1
+    options = QUICK + ["--n-prompts", "1", "--columns", "exact"]
+    options += ["--methods", "linear,linear window=64", "--output", str(tmp_path / "r.json")]
+    assert main(options) == 1
     assert seen == [WHOLE_TEXT, Window(64, 4)]
     printed = " ".join(capsys.readouterr().out.split())
     assert "linear window=64 differs from ar window=64 on prompt 0 from token 1 on" in printed
@@ -1052,7 +1063,7 @@ def test_a_whole_table_over_a_window(
     """The baseline, too."""
     seen = windows(monkeypatch)
     options = ["--window", "64", "--methods", "linear,fixed sinks=1", "--columns", "speedup,exact"]
-    results, _ = run_bench(capsys, tmp_path / "r.json", *FEW, *options)
+    results, _ = run_bench(capsys, tmp_path / "r.json", *QUICK, *options)
     labels = ["ar window=64", "ar window=64 sinks=1", "linear window=64", "fixed window=64 sinks=1"]
     assert [run.label for run in results.runs] == labels
     assert {run.baseline for run in results.runs} == {"ar window=64"}
