@@ -237,7 +237,9 @@ def test_eos_as_the_first_token_ends_the_text() -> None:
 
 @pytest.mark.parametrize("is_fixed", [False, True], ids=["tight", "fixed"])
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
-def test_inspect_sees_the_logits_of_each_token(commit: str, is_fixed: bool) -> None:
+def test_inspect_sees_the_logits_of_each_token(
+    commit: str, is_fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the prompt's last token too, of none after an EOS, and in no one's time."""
     target = random_model(1)
     target.pool.is_fixed = is_fixed  # then a later pass overwrites what an earlier one said
@@ -245,17 +247,14 @@ def test_inspect_sees_the_logits_of_each_token(commit: str, is_fixed: bool) -> N
     whole = token_ids(generate(target, target, PROMPT, settings, 12))
     eos = whole[6]  # the second of a step
     shown = []
-
-    def inspect(logits: Tensor) -> None:
-        time.sleep(0.2)
-        shown.append(logits)
-
-    options = {"eos_ids": [eos], "commit": commit, "inspect": inspect}
+    clock = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600 * len(shown))  # an hour each
+    options = {"eos_ids": [eos], "commit": commit, "inspect": shown.append}
     steps = list(generate(target, target, PROMPT, settings, 12, **options))
     assert [len(logits) for logits in shown] == [len(step.tokens) for step in steps] == [1, 4, 2]
     ids = token_ids(steps)
     assert_close(torch.cat(shown), run(target, PROMPT + ids)[len(PROMPT) - 1 : -1])
-    assert all(step.draft_ms + step.verify_ms + step.other_ms < 200 for step in steps)
+    assert all(step.draft_ms + step.verify_ms + step.other_ms < 3600e3 for step in steps)
 
 
 def test_a_limit_of_one_runs_no_iteration() -> None:
