@@ -26,9 +26,9 @@ AR = ["--method", "ar", "--threads", "1"]  # a second thread would only wait, se
 
 
 @contextmanager
-def started(script: str, *options: str, stdout: int = subprocess.PIPE) -> Iterator:
-    """A command line in a group of its own, as a shell starts it."""
-    command = [sys.executable, "-u", script, *options]
+def started(*options: str, stdout: int = subprocess.PIPE) -> Iterator:
+    """Python with a command line, in a group of its own, as a shell starts it."""
+    command = [sys.executable, "-u", *options]
     pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
         try:
@@ -63,9 +63,7 @@ def ended(process: subprocess.Popen) -> tuple[str, str]:
 @pytest.mark.parametrize("script", ["dynatree.py", "bench.py"])
 def test_while_importing(script: str) -> None:
     """A second's work, of which each line could end in a traceback."""
-    command = [sys.executable, "-X", "importtime", script]
-    pipe = {"stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipe) as process:
+    with started("-X", "importtime", script) as process:
         wait_for(process.stderr, " torch._utils")
         press(process)
         ended(process)
