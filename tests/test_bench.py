@@ -53,6 +53,7 @@ PROMPTS = {"dataset": "builtin", "n": 1}
 SIZES = {"prompt_tokens": [150], "new_tokens": [64], "temperature": [0.0]}
 LICENSE = Path(__file__).parent.parent / "LICENSE"
 FEW = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
+TARGET = str(TINY / "target")
 DRAFT = str(TINY / "draft")
 QUICK = FEW + ["--target", DRAFT, "--draft", DRAFT]  # where the text is of no matter
 
@@ -82,7 +83,8 @@ def error_line(capsys: Captured, *arguments: str) -> str:
 
 
 SEVERAL = "linear,dynatree,dyspec,recycle,auto"
-SMALL = {  # what makes a table quick, beside FEW
+SMALL = {  # what makes a table quick, beside QUICK
+    "main": ["--target", TARGET],
     "steps": ["--n-prompts", "1"],
     "length": ["--new-tokens", "4,9", "--methods", SEVERAL],
     "prompt": ["--prompt-tokens", "4,9", "--methods", SEVERAL],
@@ -95,7 +97,7 @@ SMALL = {  # what makes a table quick, beside FEW
 @pytest.mark.parametrize("table", TABLES)
 def test_every_table(table: str, capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "r.json"
-    options = ["--table", table] + FEW + SMALL.get(table, [])
+    options = ["--table", table] + QUICK + SMALL.get(table, [])
     results, printed = run_bench(capsys, file, *options)
     assert len(results.records) == len(results.runs) * results.prompts["n"]
     for row in results.rows():
@@ -129,8 +131,8 @@ def test_the_main_table_in_markdown(capsys: Captured, tmp_path: Path) -> None:
 
 
 def test_sampled_runs_have_a_seed_for_every_prompt(capsys: Captured, tmp_path: Path) -> None:
-    few = ["--methods", "linear", "--temperature", "1", "--prompt-tokens", "12"]
-    few += ["--new-tokens", "8", "--n-prompts", "1", "--columns", "exact"]
+    few = QUICK + ["--methods", "linear", "--temperature", "1", "--new-tokens", "8"]
+    few += ["--n-prompts", "1", "--columns", "exact"]
 
     def texts(*options: str) -> list[list[int]]:
         file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
@@ -971,9 +973,9 @@ def test_as_many_prompts_as_there_are(capsys: Captured, tmp_path: Path) -> None:
 def test_our_own_prompts_are_written_on(capsys: Captured, tmp_path: Path) -> None:
     """Where a table compares prompt lengths, each is as long as it says, and the caption tells."""
     file = tmp_path / "r.json"
-    options = ["--table", "prompt", "--prompt-tokens", "4,200", "--new-tokens", "2"]
-    options += ["--n-prompts", "1", "--methods", "ar", "--columns", "exact", "--output", str(file)]
-    assert main(options) == 0
+    options = QUICK + ["--table", "prompt", "--prompt-tokens", "4,200", "--new-tokens", "2"]
+    options += ["--n-prompts", "1", "--methods", "ar", "--columns", "exact"]
+    assert main(options + ["--output", str(file)]) == 0
     captured = capsys.readouterr()
     assert "note: the target writes our own prompts on, to 200 tokens\n" in captured.err
     assert Results.load(file).prompts["dataset"] == "builtin, written on by the target"
