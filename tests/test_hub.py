@@ -549,14 +549,16 @@ def test_a_misspelt_draft_is_told_before_the_target_is_fetched(hub: Hub) -> None
     assert hub.fetched() == []
 
 
+RUN = ["--prompt", "The ship", "--max-new-tokens", "4", "--device", "cpu", "--threads", "1"]
+RUN += ["--target", "org/target", "--draft", "org/draft@step1"]
+
+
 def start(hub: Hub, home: Path, **changes: str) -> subprocess.Popen[str]:
     """The program, as a user starts it."""
     environment = {name: value for name, value in os.environ.items() if name[:3] != "HF_"}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": hub.endpoint, "NO_PROXY": "127.0.0.1"}
-    program = [sys.executable, "dynatree.py", "--prompt", "The ship", "--max-new-tokens", "4"]
-    models = ["--target", "org/target", "--draft", "org/draft@step1"]
     return subprocess.Popen(
-        [*program, *models, "--device", "cpu", "--threads", "1"],
+        [sys.executable, "dynatree.py", *RUN],
         cwd=ROOT,
         env=environment | changes,
         stdout=subprocess.PIPE,
@@ -571,7 +573,9 @@ def add_tiny_pair(hub: Hub) -> None:
         hub.add(f"org/{name}", files, revision)
 
 
-def test_a_first_run_and_one_without_a_network(tmp_path: Path) -> None:
+def test_a_first_run_and_one_without_a_network(
+    unimported_client: None, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
     """The environment is all that is set; where stderr is no terminal, lines and no bars."""
     with Hub() as hub:
         add_tiny_pair(hub)
@@ -583,9 +587,12 @@ def test_a_first_run_and_one_without_a_network(tmp_path: Path) -> None:
         assert f"fetching org/draft@step1: 2.9 MB into {tmp_path / 'hub'}\n" in lines
         assert "%|" not in lines and len(lines.splitlines()) == 4
         hub.asked.clear()
-        second = start(hub, tmp_path, HF_HUB_OFFLINE="1")
-        text_again, lines = second.communicate(timeout=60)
-        assert second.returncode == 0 and text_again == text and "fetching" not in lines
+        offline = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "1"}
+        for variable, value in offline.items():
+            monkeypatch.setenv(variable, value)
+        assert main(RUN) == 0
+        printed = capsys.readouterr()
+        assert printed.out == text and "fetching" not in printed.err
         assert hub.asked == []
 
 
