@@ -9,8 +9,8 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import NoReturn, TextIO
 
 from cli.interrupts import INTERRUPTED, handling_interrupts, interrupts
@@ -109,6 +109,30 @@ def mend_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+@contextmanager
+def no_panic() -> Iterator[None]:
+    """Let tokenizers raise ValueError where it panics, as libraries written in Rust do: what they
+    raise then is no Exception, and they have printed it before, on several lines."""
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise ValueError(str(error)) from error
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether code in Rust gave up; the type cannot be imported, each library has its own."""
+    return type(error).__name__ == "PanicException"
+
+
 class Output:
     """Standard output, whose failures are told from those of any other file: OutputLost."""
 
@@ -153,21 +177,23 @@ def run_command_line(
                     sys.stdout.flush()  # now, and not at the very end, where nothing can be said
         except KeyboardInterrupt:
             return INTERRUPTED
-        except Exception as error:
+        except SystemExit:  # --help has been given
+            raise
+        except BaseException as error:  # a panic is no Exception
             if is_debugging:
                 for line in "".join(traceback.format_exception(error)).splitlines():
                     say(line)
             return conclude(error, parser)
 
 
-def refusal(error: Exception) -> str:
+def refusal(error: BaseException) -> str:
     """What to say where memory was refused: our own words, or torch's after ours."""
     if isinstance(error, OutOfMemory):
         return str(error)
     return f"there is no memory left: {first_line(error)}"
 
 
-def conclude(error: Exception, parser: Parser) -> int:
+def conclude(error: BaseException, parser: Parser) -> int:
     """Say in one line what went wrong. Returns the exit status."""
     status = MISTAKE
     match error:
@@ -180,6 +206,8 @@ def conclude(error: Exception, parser: Parser) -> int:
             line = f"{error}; without a network: python {parser.prog} {WITHOUT_NETWORK}"
         case UsageError() | CheckpointError() | NonFiniteLogits():
             line = str(error)
+        case _ if is_panic(error):
+            line = f"the tokenizer's library gave up ({error}); is tokenizer.json damaged?"
         case _ if is_refusal(error):
             lower = f"; these lower it: {parser.less_memory}" if parser.less_memory else ""
             line = f"{refusal(error)}{lower}"

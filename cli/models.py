@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cli.errors import UsageError
+from cli.errors import UsageError, no_panic
 from draft_tree import Settings
 from dynatree import Step, generate
 from engine.checkpoint import DTYPES, CheckpointError, first_line, read_json
@@ -271,7 +271,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     # The library ends the whole process if it gets none (tiny's takes 20 times its file)
     require_memory(40 * len(text) + 2**25, torch.device("cpu"), "the tokenizer")
     try:
-        tokenizer = Tokenizer.from_str(text)
+        with no_panic():
+            tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{file} is not a tokenizer: {first_line(error)}") from error
     tokenizer.no_truncation()  # a file may carry either, meant for training
@@ -299,7 +300,8 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """The prompt's ids, no special token added. Raises UsageError if the model cannot read them."""
     try:
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        with no_panic():
+            ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     except Exception as error:  # the library raises nothing narrower
         why = first_line(error).rpartition(": ")[2]  # after the name of its kind of model
         to_do = "leave out what no token stands for"

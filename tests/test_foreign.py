@@ -223,6 +223,35 @@ def test_a_tokenizer_without_an_unknown_token_is_one_line(tmp_path: Path, capsys
     assert main([*arguments, "the ship"]) == 0
 
 
+BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+PAIRS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+STRIP = {"type": "Strip", "content": "x", "start": 0, "stop": 100}
+ONLY_X = {"type": "WordLevel", "unk_token": "x", "vocab": {"x" * (i + 1): i for i in range(96)}}
+PANICS = {  # where tokenizers gives up -> what of its file is odd, what is said
+    "when loaded": ({"model": PAIRS | {"continuing_subword_prefix": "##"}}, "is not a tokenizer"),
+    "when encoding": (
+        {"pre_tokenizer": BACKTRACKING | {"invert": False}},
+        "the tokenizer cannot encode the prompt",
+    ),
+    "when decoding": ({"model": ONLY_X, "decoder": STRIP}, "the tokenizer's library gave up"),
+}
+
+
+@pytest.mark.parametrize("where", PANICS)
+def test_a_library_in_rust_that_panics_is_one_line(
+    where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It raises what is no Exception, and has said so on several lines before."""
+    odd, said = PANICS[where]
+    write_checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER | odd))
+    limits = ["--method", "ar", "--max-new-tokens", "3", "--target", str(tmp_path)]
+    assert main(["--prompt", "x" * 40, *limits]) == 2
+    err = capfd.readouterr().err
+    assert said in err.splitlines()[-1] and "Traceback" not in err
+    assert where == "when decoding" or "panicked" not in err
+
+
 SCHEMA = {
     "size": Number(int, 1, 100),
     "rate": Number(float),
