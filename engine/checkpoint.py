@@ -294,8 +294,8 @@ def read_json(file: Path) -> dict:
 
 def _damaged(file: Path, line: str) -> CheckpointError:
     """The line for a file that is not as it should be."""
-    # A link, in the hub client's cache, which fetches what is not there
-    if os.path.islink(file) and file.is_file():
+    if os.path.islink(file) and os.path.isfile(file):
+        # In the hub client's cache, which fetches what is not there
         line += f"; delete {file.resolve()} and the next run fetches it again"
     return CheckpointError(line)
 

@@ -34,7 +34,8 @@ class ForeignFile(Exception):
 
 
 def require_file(file: Path) -> int:
-    """The bytes of a regular file or of what a link leads to. Raises ForeignFile if it is none."""
+    """The bytes of a regular file or of what a link leads to. Raises ForeignFile if it is none, or
+    may not be read."""
     try:
         found = os.stat(file)
     except (OSError, ValueError) as error:
@@ -42,6 +43,8 @@ def require_file(file: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         raise ForeignFile(f"{file} is {kind}, not a file")
+    if not os.access(file, os.R_OK):
+        raise ForeignFile(f"{file} cannot be read: {os.strerror(errno.EACCES)}")
     return found.st_size
 
 

@@ -384,6 +384,14 @@ def test_a_folder_and_a_file_that_may_not_be_read(
         patch.setattr("builtins.open", refuse)
         with pytest.raises(ForeignFile, match="config.json cannot be read: Permission denied"):
             read_json(tmp_path / "config.json")
+    with monkeypatch.context() as patch:  # a folder in which one may not look for a file
+        patch.setattr("os.stat", refuse)
+        with pytest.raises(CheckpointError, match="config.json cannot be read: Permission denied"):
+            read_config(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda *_: False)
+        with pytest.raises(CheckpointError, match=f"{SINGLE} cannot be read: Permission denied"):
+            weight_files(tmp_path)
     monkeypatch.setattr("os.listdir", refuse)
     with pytest.raises(CheckpointError, match=f"{tmp_path} cannot be read: Permission denied"):
         weight_files(tmp_path)
