@@ -300,6 +300,8 @@ def choose_file(args: argparse.Namespace, held: ExitStack) -> Path:
     if args.resume is not None:
         return Path(args.resume)
     file = name_file(args)
+    if os.path.lexists(file) and not os.path.isfile(file):
+        raise UsageError(f"{file} is there and is no file; name a new one")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
-        self.register("type", None, not_empty)  # of every option that names no other type
+        self.register("type", None, possible)  # of every option that names no other type
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists everything)")
@@ -48,11 +48,14 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file, flush=True)  # argparse's own hides a failure
 
 
-def not_empty(word: str) -> str:
+def possible(word: str) -> str:
     """An option's value as it is given. Raises argparse.ArgumentTypeError if it is empty, which a
-    variable that is not set makes it: that is not the same as no option."""
+    variable that is not set makes it: that is not the same as no option; or has a null character,
+    which only Python can pass on."""
     if not word:
         raise argparse.ArgumentTypeError("is empty")
+    if "\0" in word:
+        raise argparse.ArgumentTypeError("has a null character")
     return word
 
 

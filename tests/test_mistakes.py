@@ -57,6 +57,7 @@ def test_foreign_text_is_shown_and_not_obeyed(text: str, line: str, capsys: Capt
 
 MISTAKES = {
     "no prompt": ([], "--prompt"),
+    "null in a name": (["--prompt-file", "a\0b"], "--prompt-file: has a null character"),
     "no prompt's name": (["--prompt-file", ""], "--prompt-file: is empty"),
     "no target's name": (["--prompt", "a", "--target", ""], "--target: is empty"),
     "no draft's name": (["--prompt", "a", "--draft="], "--draft: is empty"),
