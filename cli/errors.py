@@ -209,6 +209,8 @@ def conclude(error: BaseException, parser: Parser) -> int:
             line = f"{error}; without a network: python {parser.prog} {WITHOUT_NETWORK}"
         case UsageError() | CheckpointError() | NonFiniteLogits():
             line = str(error)
+        case _ if os.strerror(errno.EMFILE) in str(error):  # of the system, of torch
+            line = f"{first_line(error)}; ulimit -n lets more be open"
         case _ if is_panic(error):
             line = f"the tokenizer's library gave up ({error}); is tokenizer.json damaged?"
         case _ if is_refusal(error):

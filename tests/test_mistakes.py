@@ -4,6 +4,7 @@ Also the checkpoints that are unusual but right, which must pass.
 """
 
 import copy
+import errno
 import json
 import os
 import shutil
@@ -192,6 +193,19 @@ def test_out_of_memory_names_what_lowers_it(
 
     monkeypatch.setattr("cli.main.prepare", fail)
     assert "; these lower it: a 16-bit --dtype" in error_line(capsys, ["--prompt", "a"])
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_too_many_open_files(
+    kind: type[Exception], capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system says so, and torch says that the system does; a pipe to a process needs some."""
+
+    def fail(*arguments: object) -> None:
+        raise kind(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("cli.main.prepare", fail)
+    assert "ulimit -n lets more be open" in error_line(capsys, ["--prompt", "a"])
 
 
 def test_cuda_asked_for_and_absent(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
