@@ -14,14 +14,14 @@ from contextlib import contextmanager, redirect_stdout
 from typing import NoReturn, TextIO
 
 from cli.interrupts import INTERRUPTED, handling_interrupts, interrupts
-from cli.start import MISTAKE
+from cli.start import MISTAKE, UNFORESEEN
 from engine.checkpoint import CheckpointError, first_line
 from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory, is_refusal
 from verify import NonFiniteLogits
 
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
-READER_GONE, UNFORESEEN = 1, 70  # exit statuses, the last from sysexits.h
+READER_GONE = 1  # an exit status
 
 
 class UsageError(Exception):

@@ -12,7 +12,9 @@ from types import TracebackType
 
 from cli.interrupts import end_quietly
 
-MISTAKE = 2  # the exit status
+MISTAKE, UNFORESEEN = 2, 70  # exit statuses, the second from sysexits.h
+NEEDED = 640 * 2**20  # bytes of addresses; with less torch is not imported, or hangs (measured)
+NO_MEMORY = "there is too little memory"
 INSTALL = "; pip install -r requirements.txt brings all that is needed"
 
 
@@ -20,19 +22,40 @@ def guard_imports() -> None:
     """From here on, until a command line runs, Ctrl-C ends the process without a traceback, and
     what cannot be imported is one line. --debug shows the traceback instead."""
     end_quietly()
+    limit = address_limit()
+    if limit < NEEDED:
+        line = f"ulimit -v allows {limit // 2**10}, and importing torch takes {NEEDED // 2**10}"
+        end(f"error: Python cannot load what it needs: {NO_MEMORY}: {line}", MISTAKE)
     if "--debug" not in sys.argv:
         sys.excepthook = _explain
 
 
+def address_limit() -> int:
+    """The bytes of addresses that this process may have."""
+    try:
+        import resource  # which not every system has
+    except ImportError:
+        return sys.maxsize
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
 def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """One line for a failed import: packages that lack, a library that finds no memory."""
-    if not isinstance(error, (ImportError, MemoryError, OSError)):
-        sys.__excepthook__(kind, error, trace)
-        return
-    reason = str(error).strip() or "there is too little memory"  # a MemoryError has no words
-    line = f"error: Python cannot load what it needs: {reason.splitlines()[-1]}"
+    reason = str(error).strip() or NO_MEMORY  # a MemoryError has no words
+    reason = reason.splitlines()[-1]
+    status = MISTAKE
+    line = f"error: Python cannot load what it needs: {reason}"
     if isinstance(error, ModuleNotFoundError):
         line += INSTALL
+    elif not isinstance(error, (ImportError, MemoryError, OSError)) and "bad_alloc" not in reason:
+        status = UNFORESEEN
+        line = f"error: {kind.__name__}: {reason}; nobody foresaw this, --debug shows where"
+    end(line, status)
+
+
+def end(line: str, status: int) -> None:
+    """Say this and end: a hook cannot choose the status, and nothing has begun."""
     if sys.stderr is not None:
         print(line, file=sys.stderr, flush=True)
-    os._exit(MISTAKE)  # a hook cannot choose the status, and nothing has begun
+    os._exit(status)

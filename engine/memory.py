@@ -17,8 +17,11 @@ import torch
 # On CUDA, for what comes with the first passes: kernels, cuBLAS's workspaces, graphs and their
 # pools, logits. Others tell of 0.3 to 0.7 GB; not measured here
 CUDA_RESERVE = 750_000_000
-# In torch's words for its allocator on CPU and for a mapped file, in the system's own, oneDNN's
-REFUSED = re.compile("allocate memory|out of memory|could not create a (memory|primitive)", re.I)
+# In torch's words for its allocator on CPU and for a mapped file, in the system's own, C++'s,
+# oneDNN's
+REFUSED = re.compile(
+    "allocate memory|out of memory|bad_alloc|could not create a (memory|primitive)", re.I
+)
 
 
 class OutOfMemory(Exception):

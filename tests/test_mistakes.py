@@ -181,6 +181,7 @@ REFUSALS = [
     MemoryError(),
     torch.OutOfMemoryError("no room"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    RuntimeError("std::bad_alloc"),
 ]
 
 

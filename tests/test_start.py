@@ -1,5 +1,6 @@
 """What a program sees to before its imports: one line where they fail."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -22,15 +23,18 @@ def test_packages_that_are_not_installed(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "why"),
+    ("error", "why", "status"),
     [
-        (MemoryError(), "too little memory"),
-        (ImportError("x\nlibtorch.so: failed to map segment"), "libtorch.so: failed to map"),
+        (MemoryError(), "too little memory", 2),
+        (ImportError("x\nlibtorch.so: failed to map segment"), "libtorch.so: failed to map", 2),
+        (RuntimeError("std::bad_alloc"), "cannot load what it needs: std::bad_alloc", 2),
+        (KeyError("key"), "KeyError: 'key'; nobody foresaw this, --debug shows where", 70),
     ],
 )
-def test_a_library_that_cannot_be_loaded(
+def test_what_ends_the_imports_is_one_line(
     error: Exception,
     why: str,
+    status: int,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -39,12 +43,20 @@ def test_a_library_that_cannot_be_loaded(
     start._explain(type(error), error, None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and why in line
-    assert ends == [2]
+    assert ends == [status]
 
 
-def test_any_other_mistake_of_ours_shows_itself(
+def test_less_memory_than_imports_take(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start.os, "_exit", lambda status: pytest.fail("ended"))
-    start._explain(KeyError, KeyError("key"), None)
-    assert "KeyError: 'key'" in capsys.readouterr().err
+    """With 620 MB torch did not fail, it hung."""
+    ends = []
+    monkeypatch.setattr(start, "end_quietly", lambda: None)
+    monkeypatch.setattr(start.sys, "argv", ["dynatree.py", "--debug"])
+    monkeypatch.setattr(start.os, "_exit", ends.append)
+    for allowed in (resource.RLIM_INFINITY, 640 * 2**20, 620 * 2**20):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, n=allowed: (n, n))
+        start.guard_imports()
+    assert ends == [2]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("ulimit -v allows 634880, and importing torch takes 655360")
