@@ -23,7 +23,7 @@ Paper: DynaTree v2, section 3.3 and Algorithm 1; its symbols name the settings.
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -47,6 +47,9 @@ ITSELF = torch.tensor([[True]])
 # draft(tokens [W], parents [W] | None) -> scores of W rows: run one level of nodes. parents index
 # the rows of the previous call; None is the root.
 Draft = Callable[[Tensor, Tensor | None], Scores]
+
+# By the name of a setting, which candidates it lets pass: [W, k] bool, or what broadcasts to that
+Gates = Mapping[str, Tensor | bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,19 @@ class Level:
     is_drawn: bool  # the candidates, in draw order; else they are ranked
 
 
+class Watcher(Protocol):
+    """Told how each tree grows, by whoever decides it; --page shows it (cli/trace.py)."""
+
+    def begin(self, standing: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
+        """A tree begins, of so many levels at most; max_depth is the caller's limit."""
+
+    def gates(self, dropping: Gates, stopping: Gates) -> None:
+        """What a rule asks of a level's candidates: to be added, and to grow further."""
+
+    def level(self, level: "Level", candidates: Tensor, is_full: bool) -> None:
+        """A level [W, k] has been added; is_full: the budget is used up."""
+
+
 class Rule:
     """Which nodes a tree gets; one object per generation, so that none learns from another.
 
@@ -105,6 +121,7 @@ class Rule:
     min_rows = 1  # to which a pass is padded at least
     is_drawing = False
     n_read = 0  # candidates that `read` looks at; if any, also after the prompt's tokens
+    watcher: Watcher | None = None
 
     def __init__(
         self,
@@ -151,6 +168,15 @@ class Rule:
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         """Learn from one iteration: its tree, the rows accepted of it, and the time it took."""
 
+    def tell(self, dropping: Gates, stopping: Gates) -> None:
+        """Say in `expand` what decided, gate by gate; for whoever watches."""
+        if self.watcher:
+            self.watcher.gates(dropping, stopping)
+
+    def standing(self) -> dict[str, float | str]:
+        """What it goes by in this tree, if that changes from one to the next; for who watches."""
+        return {}
+
 
 class Settings(Protocol):
     """A method's settings: a frozen dataclass whose fields are made by `setting`."""
@@ -179,6 +205,9 @@ def grow(
         draft slot   the 0, cat 1, dog 2               in the order in which it ran them
     """
     n_levels = min(max_depth, rule.begin(root))
+    watcher = rule.watcher
+    if watcher:
+        watcher.begin(rule.standing(), n_levels, max_depth)
     if n_levels < 1 or rule.max_rows < 2:
         return rule.extend(lone(root), max_depth)
     if not rule.is_drawing:
@@ -196,6 +225,8 @@ def grow(
             add = add & (level.logprobs > -torch.inf)
             draft_probs.append(probs)
         rows, parents = sapling.add_level(rows, level, candidates, add, expand)
+        if watcher:
+            watcher.level(level, candidates, sapling.is_full)
         if not rows:
             break
     tree = sapling.as_tree(draft_probs)
@@ -220,6 +251,10 @@ class Sapling:
         self.draft_slots = [-1]
         self.n_run = 0
 
+    @property
+    def is_full(self) -> bool:
+        return len(self.tokens) >= self.budget
+
     def add_level(
         self, rows: list[int], level: Level, candidates: Tensor, add: Tensor, expand: Tensor
     ) -> tuple[list[int], Tensor]:
@@ -237,13 +272,13 @@ class Sapling:
         for i, is_added in enumerate(add.tolist()):
             self.draft_slots[rows[i]] = self.n_run + i
             for rank in range(len(is_added)):
-                if is_added[rank] and len(self.tokens) < self.budget:
+                if is_added[rank] and not self.is_full:
                     if may_grow[i][rank]:
                         growing.append(len(self.tokens))
                         parents.append(i)
                     self.add(ids[i][rank], rows[i], logprobs[i][rank], values[i][rank])
         self.n_run += len(rows)
-        if len(self.tokens) >= self.budget:
+        if self.is_full:
             growing = []
         return growing, torch.tensor(parents)
 
@@ -410,10 +445,12 @@ class DynaTreeRule(Rule):
         confidence = level.logprobs[:, 0].exp().tolist()  # c(u) [W], the best candidate's
         breadth = torch.tensor([self.branching_factor(c) for c in confidence])  # B(u) [W]
         rank = torch.arange(log_p.shape[1])
-        add = rank < breadth.unsqueeze(1)  # the B(u) likeliest
-        add &= log_p >= log_threshold(s.tau if s.prune else 0.0)
-        expand = log_p >= log_threshold(self.least_to_expand(level.depth + 1))
-        return add, expand
+        is_wanted = rank < breadth.unsqueeze(1)  # the B(u) likeliest
+        is_likely = log_p >= log_threshold(s.tau if s.prune else 0.0)
+        name, least = self.depth_gate(level.depth + 1)
+        expand = log_p >= log_threshold(least)
+        self.tell({"confidence": is_wanted, "tau": is_likely}, {name: expand})
+        return is_wanted & is_likely, expand
 
     def branching_factor(self, confidence: float) -> int:
         """B(u) of c(u): few children where the draft is sure, more where it is not."""
@@ -426,16 +463,24 @@ class DynaTreeRule(Rule):
             return s.B_max
         return s.B_mid
 
-    def least_to_expand(self, depth: int) -> float:
-        """The least p(u) of a node at this depth that may have children in turn."""
+    def depth_gate(self, depth: int) -> tuple[str, float]:
+        """The least p(u) of a node at this depth that may have children in turn, after the setting
+        that says so."""
         s = self.now
         if not s.depth:
-            return 0.0 if depth < s.D0 else math.inf
+            return "D0", 0.0 if depth < s.D0 else math.inf
         if depth >= s.D_max:
-            return math.inf
+            return "D_max", math.inf
         if depth >= s.D0:
-            return s.rho_deep  # which lies above rho_stop
-        return s.rho_stop
+            return "rho_deep", s.rho_deep  # which lies above rho_stop
+        return "rho_stop", s.rho_stop
+
+    def standing(self) -> dict[str, float | str]:
+        """The thresholds as history has moved them, and the mean of a_r that moves them."""
+        found = {"D0": self.now.D0, "tau_h": self.now.tau_h, "rho_deep": self.now.rho_deep}
+        if self.reaches:
+            found["reach"] = self.mean_reach()
+        return found
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         """Historical adjustment; a tree without drafted nodes tells nothing."""
@@ -448,12 +493,16 @@ class DynaTreeRule(Rule):
         self.reaches.append(reach)
         if not self.settings.history or len(self.reaches) < self.settings.W:
             return
-        mean = sum(self.reaches) / len(self.reaches)
-        mean = round(mean, 9)  # ten times 3 / 5 is not 6 in floats
+        mean = self.mean_reach()
         if mean > 0.8:  # more aggressive
             self.move(1, -0.05, -0.05)
         elif mean < 0.6:  # more careful
             self.move(-1, 0.05, 0.05)
+
+    def mean_reach(self) -> float:
+        """a_r over the last trees, W of them or as many as there are."""
+        mean = sum(self.reaches) / len(self.reaches)
+        return round(mean, 9)  # ten times 3 / 5 is not 6 in floats
 
     def move(self, d0: int, tau_h: float, rho_deep: float) -> None:
         """Step the three thresholds, each within its bounds and over the one below it."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, DynaTree, Rule, Settings, Tree, grow, lone
+from draft_tree import MAX_ROWS, DynaTree, Rule, Settings, Tree, Watcher, grow, lone
 from engine.caches import require_caches
 from engine.cuda_graphs import Use
 from engine.memory import OutOfMemory
@@ -55,6 +55,7 @@ class Step:
     n_drafted: int = 0  # nodes of the tree, the root not counted
     predictions: Tensor | None = None  # [N] int64 on the host, the target's best id after each row
     draft_rows: tuple[int, ...] = ()  # of each of the draft's passes, the catch-up first
+    cached: tuple[int, int] = (0, 0)  # tokens that the target's cache, and the draft's, now hold
 
 
 class Drafter:
@@ -172,6 +173,10 @@ class Generation:
         if self.drafter:
             capture(self.drafter.model, self.drafter.cache, shortest)
 
+    def cached(self) -> tuple[int, int]:
+        """As Step has it."""
+        return self.cache.length, self.drafter.cache.length if self.drafter else 0
+
     def close(self) -> None:
         """Give the caches back."""
         self.target.pool.take_back(self.cache.storage)
@@ -199,6 +204,7 @@ def generate(
     window: Window = WHOLE_TEXT,
     strict: bool = False,
     inspect: Callable[[Tensor], None] | None = None,
+    watcher: Watcher | None = None,
 ) -> Iterator[Step]:
     """Decode, one Step per commit: the target's own greedy ids, or samples of its distribution.
 
@@ -207,10 +213,11 @@ def generate(
     one more target pass, the same cache. window: what of the text the caches keep. strict: the
     target's logits are ar's bit for bit, if ar's passes have as many rows (engine/strict.py); trees
     are no deeper than 15. inspect: shown, before each step, the target's float32 logits [n, V] that
-    its n tokens were chosen from, where the model is. Raises ValueError (arguments) and OutOfMemory
-    at the first step, NonFiniteLogits.
+    its n tokens were chosen from, where the model is. watcher: told how each tree grows. Raises
+    ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
+    rule.watcher = watcher
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
         raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
     watch = Stopwatch(target.device)
@@ -269,7 +276,7 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
     scores = generation.prefill()
     path, tokens = accept(lone(root), scores, sampler)
     generation.show(scores, path)
-    step = Step(cut(tokens, eos_ids, left), **watch.times())
+    step = Step(cut(tokens, eos_ids, left), cached=generation.cached(), **watch.times())
     while True:
         visible += step.tokens
         left -= len(step.tokens)
@@ -308,6 +315,7 @@ def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterat
             n_drafted=len(tree) - 1,
             predictions=scores.best()[1],
             draft_rows=generation.drafter.take_rows() if generation.drafter else (),
+            cached=generation.cached(),
             **watch.times(),
         )
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from cli.errors import UsageError, no_panic
-from draft_tree import Settings
+from draft_tree import Settings, Watcher
 from dynatree import Step, generate
 from engine.checkpoint import DTYPES, CheckpointError, first_line, read_json
 from engine.hub import find_checkpoint
@@ -161,11 +161,14 @@ class Request:
     options: dict[str, object]  # of dynatree.generate, by keyword
 
     def decode(
-        self, settings: Settings, inspect: Callable[[Tensor], None] | None = None
+        self,
+        settings: Settings,
+        inspect: Callable[[Tensor], None] | None = None,
+        watcher: Watcher | None = None,
     ) -> Iterator[Step]:
-        """inspect: as dynatree.generate has it."""
+        """inspect, watcher: as dynatree.generate has them."""
         pair = self.pair
-        options = self.options | {"inspect": inspect}
+        options = self.options | {"inspect": inspect, "watcher": watcher}
         return generate(pair.target, pair.draft, self.prompt, settings, **options)
 
     def printable(self, ids: Iterable[int]) -> list[int]:

@@ -276,6 +276,8 @@ class AutoRule(Rule):
         self.nodes: list[Node] = []
         self.rate = 1.0  # tokens that a millisecond is worth
         self.prices: list[float] = []  # tokens that each cost is worth
+        self.worth_of_memory = 0.0
+        self.worth_of_draft = 0.0
         self.is_probe = False
         self.n_levels = 0  # drafted so far
         self.log_chances: list[Tensor] = []  # of what was drafted, by level
@@ -296,16 +298,27 @@ class AutoRule(Rule):
         n_added = len(self.nodes) - 1
         if expected_tokens(self.nodes[1:]) <= self.prices[TREE] + self.prices[ROW] * n_added:
             del self.nodes[1:]
-        is_better = self.is_drafting_better()
+        self.worth_of_memory, self.worth_of_draft = self.compare_sources()
+        is_better = self.worth_of_draft > self.worth_of_memory
         probed_ms = self.probed_ms + self.drafting.ms
         self.is_probe = not is_better and probed_ms < PROBE_SHARE * self.total_ms
         return self.max_depth if is_better or self.is_probe else 0
 
-    def is_drafting_better(self) -> bool:
-        """Whether iterations that draft have been worth more than what the n-grams promise."""
+    def compare_sources(self) -> tuple[float, float]:
+        """Tokens beyond what the time is worth: what the n-grams promise, and what iterations that
+        draft have brought."""
         work = work_of(len(self.nodes), 0)
         promise = expected_tokens(self.nodes) - self.rate * self.costs.predict(work)
-        return self.drafting.tokens - self.rate * self.drafting.ms > promise
+        return promise, self.drafting.tokens - self.rate * self.drafting.ms
+
+    def standing(self) -> dict[str, float | str]:
+        """What both sources are worth, and which of them makes this tree."""
+        chosen = "memory"
+        if self.is_probe:
+            chosen = "draft, to try it"
+        elif self.worth_of_draft > self.worth_of_memory:
+            chosen = "draft and memory"
+        return {"memory": self.worth_of_memory, "draft": self.worth_of_draft, "chosen": chosen}
 
     def add_remembered(self, max_depth: int) -> None:
         """Add the n-grams' likeliest candidates, best first, as long as each pays for its row."""
@@ -353,6 +366,7 @@ class AutoRule(Rule):
         self.log_chances.append(added)
         self.bins.append(bins[add])
         is_paying = LEVEL_YIELD * float(added.exp().sum()) >= self.prices[LEVEL]
+        self.tell({"c_row": add}, {"c_level": is_paying})
         return add, add & is_paying
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:

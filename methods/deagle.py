@@ -70,8 +70,11 @@ class BeamRule(Rule):
         n = min(self.max_branches, values.numel())
         beam = values.flatten().topk(n)
         expand = torch.zeros_like(values, dtype=torch.bool)
-        if not self.is_over(beam.values):
+        if self.is_over(beam.values):
+            self.tell({}, {"votes": False})
+        else:
             expand.view(-1)[beam.indices] = True
+            self.tell({}, {"k": expand})
         return values >= LOWEST, expand
 
     def is_over(self, logprobs: Tensor) -> bool:

@@ -64,5 +64,8 @@ class DySpecRule(Rule):
             both = torch.cat([self.best, level.values.flatten()])
             self.best = both.topk(min(self.settings.N - 1, len(both))).values
             least = max(float(self.best[-1]), LOWEST)
-        # What may follow a node is worth no more than its path
-        return level.values >= least, level.path_logprobs >= least
+        add = level.values >= least
+        expand = level.path_logprobs >= least  # what may follow is worth no more than the path
+        name = "N" if self.settings.exact else "t"
+        self.tell({name: add}, {name: expand})
+        return add, expand

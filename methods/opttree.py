@@ -51,5 +51,6 @@ class OptTreeRule(DySpecRule):
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         before = self.best.exp().sum()  # E(A) without this level
         add, expand = super().expand(level)
-        gain = self.best.exp().sum() - before
-        return add, expand & (gain > self.delta)
+        is_paying = self.best.exp().sum() - before > self.delta
+        self.tell({}, {"delta": is_paying})
+        return add, expand & is_paying

@@ -338,17 +338,23 @@ class GraftRule(Rule):
         self.table = SuccessorTable()
 
     def start(self, prompt: list[int]) -> None:
+        self.base.watcher = self.watcher
         self.base.start(prompt)
 
     def begin(self, root: Tensor) -> int:
         return self.base.begin(root)
+
+    def standing(self) -> dict[str, float | str]:
+        return self.base.standing()
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
         add, expand = self.base.expand(level)
         threshold = self.checkpoints.get(level.depth + 1, 0.0)
         if threshold:
             added = level.path_logprobs.masked_fill(~add, -torch.inf)
-            expand = expand & (added.max() >= log_threshold(threshold))
+            is_likely = added.max() >= log_threshold(threshold)
+            self.tell({}, {"checkpoints": is_likely})
+            expand = expand & is_likely
         return add, expand
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:

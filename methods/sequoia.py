@@ -143,4 +143,5 @@ class SequoiaRule(Rule):
                     expand[row, rank] = True
                     growing.append(child)
         self.nodes = growing
+        self.tell({"shape": add}, {"shape": expand})
         return add, expand

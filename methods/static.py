@@ -147,7 +147,8 @@ class StaticRule(Rule):
         self.widths = widths
 
     def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        rank = torch.arange(level.logprobs.shape[1])
-        add = level.path_logprobs >= self.least_to_add  # [W, k]
-        add &= rank < self.widths[level.depth]
-        return add, level.logprobs >= self.least_to_expand
+        is_likely = level.path_logprobs >= self.least_to_add  # [W, k]
+        is_wanted = torch.arange(level.logprobs.shape[1]) < self.widths[level.depth]
+        expand = level.logprobs >= self.least_to_expand
+        self.tell({"width": is_wanted, "tau": is_likely}, {"p_min": expand})
+        return is_likely & is_wanted, expand
