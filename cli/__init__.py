@@ -7,6 +7,8 @@ terminal    streamed text, drawn trees, the help of every setting
 metrics     one generation in numbers
 compare     --compare: a method's run beside ar's, and what explains a difference
 errors      one line for every mistake, and the exit status
+trace       what decided every tree and what became of it, as data (--trace)
+page        the same as a page to look at (--page), from the files of page/
 interrupts  what Ctrl-C does, and when
 start       the same, and what an import fails with, before anything slow is imported
 """

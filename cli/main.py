@@ -5,10 +5,12 @@ main(["--prompt", "The ship sailed at dawn", "--method", "auto"])
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 
 import torch
 
@@ -26,9 +28,12 @@ from cli.options import (
     read_prompt,
     require_drawing,
 )
+from cli.page import not_written, save_trace
 from cli.terminal import TextStream, describe, draw_tree, harmless, has_color
+from cli.trace import Trace, meanings
 from draft_tree import Settings
 from dynatree import COMMITS, Step
+from engine.files import require_writable
 from engine.streaming import WHOLE_TEXT, Window
 from engine.strict import MAX_DEPTH
 from methods import METHODS
@@ -68,6 +73,8 @@ def build_parser() -> Parser:
     add("--compare", action="store_true", help="also run ar: speedup, and are the ids equal?")
     add("--show-tree", action="store_true", help="draw every iteration's tree on stderr")
     add("--json", action="store_true", help="print one JSON object instead of the text")
+    add("--page", metavar="FILE", help="write a page (HTML) that shows the run, tree by tree")
+    add("--trace", metavar="FILE", help="and the data of it as JSON")
     return parser
 
 
@@ -77,6 +84,7 @@ def stream(
     args: argparse.Namespace,
     written: Tally,
     inspect: Digests | None,
+    trace: Trace | None,
 ) -> None:
     """Write one text, printing as it goes and adding it up; what ends it early leaves both."""
     has_overflowed = False  # the draft, and it was said
@@ -85,11 +93,11 @@ def stream(
     is_streaming = not args.json and not args.show_tree  # trees and text would interleave
     try:
         with interrupts(raised=True):
-            for step in request.decode(settings, inspect):
+            for step in request.decode(settings, inspect, trace):
                 if step.tree and step.tree.has_overflowed and not has_overflowed:
                     has_overflowed = True
                     say_between(text, overflow_note(request.pair.draft))
-                written.add(step)
+                keep(step, written, trace)
                 if is_streaming:
                     put(text.push(request.printable(step.tokens)))
                 if args.show_tree and step.tree:
@@ -103,6 +111,16 @@ def stream(
             put(tokenizer.decode(request.printable(written.ids.tolist())) + "\n")
         if written.ids:
             say_summary(written.metrics(), request.pair)
+
+
+def keep(step: Step, written: Tally, trace: Trace | None) -> None:
+    """Add a step to what there is of the text, and to its trace: to both, or to neither."""
+    if trace is None:
+        written.add(step)
+        return
+    with interrupts(raised=False):
+        written.add(step)
+        trace.add(step)
 
 
 def put(text: str) -> None:
@@ -152,6 +170,7 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     if args.draft_temperature is not None:
         require_drawing(args.method, rule)
     text = read_prompt(args.prompt, args.prompt_file)
+    require_places(args)
     if args.draft and not rule.max_depth:
         say(f"note: --method {args.method} needs no draft; {args.draft} is not loaded")
     if args.draft_dtype and not rule.max_depth:
@@ -172,6 +191,24 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
     options["sampling"] = sampling
     options["window"] = window
     return Request(pair, prompt, options), settings, reported
+
+
+def require_places(args: argparse.Namespace) -> None:
+    """Raise UsageError where the page or the trace could not be written, or would be over what is
+    read."""
+    places = {}
+    for option in ("page", "trace"):
+        name = getattr(args, option)
+        if name is not None:
+            try:
+                require_writable(Path(name))
+            except (OSError, ValueError) as error:
+                raise not_written(name, error) from error
+            places[option] = os.path.realpath(name)
+    if args.prompt_file is not None:
+        places["prompt-file"] = os.path.realpath(args.prompt_file)
+    if len(set(places.values())) < len(places):
+        raise UsageError(f"--{' and --'.join(places)} must not be one file")
 
 
 def note_depth(settings: Settings) -> None:
@@ -197,6 +234,9 @@ def warn_of_length(n_prompt: int, n_new: int, window: Window, pair: Pair) -> Non
 def execute(args: argparse.Namespace) -> int:
     """The command line, once parsed. Returns the exit status."""
     request, settings, reported = prepare(args)
+    trace = None
+    if args.page or args.trace:
+        trace = Trace(request.pair.tokenizer, settings, request.options["eos_ids"])
     if args.compare:  # warm up, so that whichever is first does not pay for it
         for warm_up in (settings, reference_of(request, settings)):
             list(islice(request.decode(warm_up), WARM_UP_STEPS))
@@ -207,15 +247,19 @@ def execute(args: argparse.Namespace) -> int:
     is_interrupted = True  # or failed, until all is done
     with interrupts(raised=False):  # but where the work is: what was written is not to be lost
         try:
-            stream(request, settings, args, written, digests)
+            stream(request, settings, args, written, digests, trace)
             if args.compare:
                 comparison = compare_aloud(request, settings, written, digests)
             is_interrupted = False
         finally:
-            if args.json and written.ids:
+            if written.ids and (args.json or trace):
                 found = report(request, written, comparison)
                 found |= {"settings": reported, "interrupted": is_interrupted}
-                print(json.dumps(found), flush=True)
+                if args.json:
+                    print(json.dumps(found), flush=True)
+                if trace:
+                    found |= {"command": args.command, "meanings": meanings(settings)}
+                    save_trace(trace.as_json(request.prompt, found), args.page, args.trace)
     is_exact = args.strict or request.pair.target.dtype == torch.float32  # or ought to be
     if comparison and comparison.is_wrong and is_exact:
         return 1
@@ -259,4 +303,7 @@ def report(request: Request, written: Tally, comparison: Comparison | None) -> d
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command_line(execute, build_parser(), arguments)
+    parser = build_parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    parser.set_defaults(command=[parser.prog, *words])  # the page says how to run it again
+    return run_command_line(execute, parser, arguments)

@@ -41,6 +41,15 @@ def write_whole(file: Path, content: bytes | str) -> None:
         draft.unlink(missing_ok=True)
 
 
+def require_writable(file: Path) -> None:
+    """Raise OSError where `write_whole` could not begin, and leave no trace of having asked."""
+    place = Path(os.path.realpath(file))
+    require_regular(place)
+    probe = place.with_name(f".{secrets.token_hex(12)}.part")
+    with open(probe, "xb"):
+        probe.unlink()
+
+
 def require_regular(place: Path) -> None:
     """Raise OSError for what a rename would take away: a device, a folder, a link to itself."""
     if place.is_symlink():

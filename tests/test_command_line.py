@@ -109,13 +109,13 @@ def test_compare_tells_a_wrong_text(capsys: Captured, monkeypatch: pytest.Monkey
             predictions[0] = (predictions[0] + 1) % 4096
         return real_accept(tree, predictions)
 
-    def decode(request: Request, settings: Settings, inspect: None = None) -> object:
+    def decode(request: Request, settings: Settings, *others: None) -> object:
         """Only ar, the reference, keeps its verifier."""
         if isinstance(settings, Alone):
             monkeypatch.setattr(verify, "accept_greedy", real_accept)
         else:
             monkeypatch.setattr(verify, "accept_greedy", gullible)
-        return real_decode(request, settings, inspect)
+        return real_decode(request, settings, *others)
 
     monkeypatch.setattr(Request, "decode", decode)
     assert main(["--prompt", PROMPT, "--compare", "--max-new-tokens", "9", "--json"]) == 1

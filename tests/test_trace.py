@@ -1,0 +1,351 @@
+"""--trace and --page: the data is what the rules decided and what the run did.
+
+What a rule tells of its gates is held, candidate by candidate, against what it then does.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, random_model, random_settings
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from cli.main import main
+from cli.metrics import token_ids
+from cli.page import as_page
+from cli.trace import NO_LEVEL_LEFT, Trace, meanings
+from draft_tree import DynaTree, Level, Rule, Settings
+from dynatree import Step, generate
+from engine.sampling import Sampling
+from engine.streaming import WHOLE_TEXT, Window
+from methods import METHODS
+from methods.static import Fixed
+
+Captured = pytest.CaptureFixture[str]
+TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]
+
+
+class Checked:
+    """Settings whose rule is seen to do, at each level, what it tells."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.n_seen = 0
+
+    def rule(self) -> Rule:
+        rule = self.settings.rule()
+        expand = rule.expand
+
+        def checked(level: Level) -> tuple[Tensor, Tensor]:
+            add, may_grow = expand(level)
+            watcher = rule.watcher
+            is_possible = level.logprobs > -torch.inf
+            told_add = conjunction(watcher.dropping.values(), add)
+            told_grow = conjunction(watcher.stopping.values(), add)
+            assert torch.equal(told_add & is_possible, add & is_possible)
+            assert torch.equal(told_grow & add, may_grow & add)
+            self.n_seen += add.numel()
+            return add, may_grow
+
+        rule.expand = checked
+        return rule
+
+
+def conjunction(gates: object, like: Tensor) -> Tensor:
+    """What every gate lets pass."""
+    passed = torch.ones_like(like)
+    for gate in gates:
+        passed = passed & gate
+    return passed
+
+
+def write(
+    settings: Settings,
+    seed: int,
+    sampling: Sampling | None = None,
+    window: Window = WHOLE_TEXT,
+    watcher: Trace | None = None,
+    n: int = 24,
+) -> list[Step]:
+    target = random_model(seed)
+    draft = random_model(seed)  # as good as it gets, so that trees are deep
+    how = {"sampling": sampling, "window": window, "watcher": watcher}
+    steps = []
+    for step in generate(target, draft, [1, 2, 3, seed], settings, n, **how):
+        if watcher:
+            watcher.add(step)
+        steps.append(step)
+    return steps
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.8, 1.0, 1)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rule_does_what_it_tells(method: str, sampling: Sampling | None) -> None:
+    rng = random.Random(method)
+    n_seen = 0
+    for seed in range(4):
+        settings = Checked(random_settings(method, rng) if seed else METHODS[method]())
+        write(settings, seed, sampling, watcher=Trace(TOKENIZER, settings.settings))
+        n_seen += settings.n_seen
+    drafts = METHODS[method]().rule().max_depth > 0
+    assert (n_seen > 50) is drafts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_who_watches_changes_nothing(method: str) -> None:
+    """The ids, and every tree; of auto only where the clock has no say."""
+    settings = METHODS[method](learn=False) if method == "auto" else METHODS[method]()
+    plain = write(settings, 5)
+    watched = write(settings, 5, watcher=Trace(TOKENIZER, settings))
+    assert token_ids(plain) == token_ids(watched)
+    for one, other in zip(plain[1:], watched[1:], strict=True):
+        assert one.path == other.path
+        assert torch.equal(one.tree.tokens, other.tree.tokens)
+        assert torch.equal(one.tree.parents, other.tree.parents)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_trace_is_the_run(method: str) -> None:
+    settings = METHODS[method]()
+    trace = Trace(TOKENIZER, settings)
+    steps = write(settings, 2, watcher=trace)
+    assert len(trace.iterations) == len(steps) and "tree" not in trace.iterations[0]
+    for found, step in zip(trace.iterations[1:], steps[1:], strict=True):
+        tree = found["tree"]
+        assert found["tokens"] == step.tokens and found["path"] == list(step.path)
+        assert tree["tokens"] == step.tree.tokens.tolist()
+        assert tree["parents"] == step.tree.parents.tolist()
+        assert tree["p"] == pytest.approx(step.tree.logprobs.exp().tolist(), rel=1e-3)
+        assert found["bonus"] == tree["target"][found["path"][-1]]
+        n_run = sum(slot >= 0 for slot in tree["slots"])
+        assert n_run == sum(c is not None for c in tree["confidence"])
+        lengths = {len(tree[name]) for name in ("confidence", "breadth", "stopped", "slots")}
+        assert lengths == {len(step.tree)}
+    content = json.loads(json.dumps(trace.as_json([1, 2], {})))
+    for found in content["iterations"][1:]:
+        named = found["tokens"] + found["tree"]["tokens"] + found["tree"]["target"]
+        named += [entry[1] for entry in found["tree"]["dropped"]]
+        assert all(str(i) in content["vocabulary"] for i in named)
+
+
+def iterations(settings: Settings, seed: int, **how: object) -> list[dict]:
+    trace = Trace(TOKENIZER, settings)
+    write(settings, seed, watcher=trace, **how)
+    return trace.iterations[1:]
+
+
+def test_dynatrees_gates_have_their_reasons() -> None:
+    """By the numbers beside them, for every node and every candidate of many trees."""
+    s = DynaTree(tau=0.02, D0=2, D_max=4, N_max=6, rho_stop=0.05, history=False)
+    counts: dict[str, int] = {}
+    for seed in range(12):
+        for found in iterations(s, seed):
+            tree = found["tree"]
+            depths = depths_of(tree["parents"])
+            for row, gate in enumerate(tree["stopped"]):
+                counts[f"stopped {gate}"] = counts.get(f"stopped {gate}", 0) + 1
+                p = tree["p"][row]
+                reasons = {
+                    None: tree["slots"][row] >= 0,
+                    "rho_stop": depths[row] < 2 and p < 0.05,
+                    "rho_deep": 2 <= depths[row] < 4 and p < 0.5,
+                    "D_max": depths[row] == 4,
+                    "N_max": len(tree["tokens"]) == 6,
+                    NO_LEVEL_LEFT: depths[row] == max(depths),
+                }
+                assert reasons[gate], (gate, row, tree)
+            for row, _, p, gate in tree["dropped"]:
+                counts[gate] = counts.get(gate, 0) + 1
+                n_children = tree["parents"].count(row)
+                reasons = {
+                    "tau": p < 0.02,
+                    "confidence": n_children <= tree["breadth"][row],
+                    "N_max": len(tree["tokens"]) == 6 and p >= 0.02,
+                }
+                assert reasons[gate], (gate, row, tree)
+                assert tree["breadth"][row] == breadth(tree["confidence"][row])
+    assert {"tau", "confidence", "N_max", "stopped D_max", "stopped rho_deep"} <= set(counts)
+
+
+def breadth(confidence: float) -> int:
+    """B(u) of the paper's Eq. for the default bars."""
+    if confidence >= 0.9:
+        return 1
+    return 3 if confidence < 0.4 else 2
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def test_history_is_told_as_it_moves() -> None:
+    """Before each tree: what adapt made of the trees before it."""
+    settings = DynaTree(W=3)
+    seen = [found["standing"] for found in iterations(settings, 1, n=60)]
+    assert seen[0] == {"D0": 5, "tau_h": 0.9, "rho_deep": 0.5}
+    assert {standing["D0"] for standing in seen} > {5}
+    assert all(0 <= standing["reach"] <= 1 for standing in seen[1:])
+
+
+def test_a_windows_drops_are_seen() -> None:
+    settings = Fixed(D=3, B=2)
+    trace = Trace(TOKENIZER, settings)
+    write(settings, 3, window=Window(70, 2), watcher=trace, n=100)
+    lengths = [found["cached"][0] for found in trace.iterations]
+    drops = [one for one, other in zip(lengths, lengths[1:], strict=False) if other < one]
+    assert drops and max(lengths) < 70 + 2 + 17
+
+
+def run(capsys: Captured, options: list[str]) -> dict:
+    assert main(TEXT + options + ["--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def data_of(page: str) -> dict:
+    start = page.index('type="application/json"')
+    start = page.index(">", start) + 1
+    return json.loads(page[start : page.index("</script>", start)])
+
+
+def test_page_trace_and_json_say_the_same(capsys: Captured, tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    trace = tmp_path / "run.json"
+    report = run(capsys, ["--page", str(page), "--trace", str(trace), "--compare"])
+    content = json.loads(trace.read_text())
+    assert data_of(page.read_text()) == content
+    for name, value in report.items():
+        assert content[name] == value
+    assert content["format"] == {"name": "dynatree-trace", "version": 1}
+    assert content["meanings"] == meanings(DynaTree())
+    pieces = [piece for found in content["iterations"] for piece in found["text"]]
+    assert "".join(pieces) == report["text"]
+    assert "".join(content["prompt"]["text"]) == "The ship sailed at dawn"
+    ids = [i for found in content["iterations"] for i in found["tokens"]]
+    assert ids == report["token_ids"]
+    assert content["command"][0] == "dynatree.py" and "--page" in content["command"]
+    assert len(content["iterations"]) == 1 + report["metrics"]["iterations"]
+
+
+def test_nothing_in_the_data_ends_the_script(capsys: Captured, tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    hostile = "</script><img src=x onerror=alert(1)><!--<script>"
+    assert main(["--prompt", hostile, "--max-new-tokens", "2", "--page", str(page)]) == 0
+    text = page.read_text()
+    assert "<img" not in text and "<!--<script>" not in text
+    assert "".join(data_of(text)["prompt"]["text"]) == hostile
+
+
+def test_the_page_needs_nothing_else() -> None:
+    """No address but the names of XML's own namespaces; every place is filled."""
+    text = as_page("{}")
+    addresses = [word for word in text.split('"') if "//" in word and "http" in word]
+    assert set(addresses) <= {"http://www.w3.org/2000/svg"}
+    text = text.replace("url(#", "").replace('href="data:,"', "")  # of the page itself; no icon
+    for word in ("@import", "url(", "href=", "src=", "/* style */", "/* script */", "innerHTML"):
+        assert word not in text
+
+
+def forbid(*_: object) -> None:
+    pytest.fail("a model was loaded")
+
+
+@pytest.mark.parametrize("option", ["--page", "--trace"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no/such/folder/x", "No such file"),
+        (".", "not a regular file"),
+        ("", "is empty"),
+        ("x" * 300, "File name too long"),
+        ("\0", "null character"),
+        ("/dev/full", "not a regular file"),
+    ],
+)
+def test_what_cannot_be_written_is_said_first(
+    option: str,
+    name: str,
+    why: str,
+    capsys: Captured,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cli.main.open_pair", forbid)
+    assert main(TEXT + [option, name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and why in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--page", "x", "--trace", "./x"], "--page and --trace must not be one file"),
+        (["--prompt-file", "p", "--page", "p"], "--page and --prompt-file must not be one file"),
+    ],
+)
+def test_one_file_is_not_two(
+    options: list[str],
+    why: str,
+    capsys: Captured,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p").write_text("a prompt")
+    prompt = [] if "--prompt-file" in options else ["--prompt", "a"]
+    assert main(prompt + options) == 2
+    assert why in capsys.readouterr().err
+    assert (tmp_path / "p").read_text() == "a prompt"
+
+
+def interrupt_at(n: int, real: Callable) -> Callable:
+    def steps(*arguments: object) -> object:
+        for i, step in enumerate(real(*arguments)):
+            if i == n:
+                raise KeyboardInterrupt
+            yield step
+
+    return steps
+
+
+def test_ctrl_c_leaves_a_page_of_what_there_is(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cli.models import Request
+
+    page = tmp_path / "run.html"
+    page.write_text("an older one")
+    monkeypatch.setattr(Request, "decode", interrupt_at(3, Request.decode))
+    assert main(TEXT + ["--page", str(page), "--json"]) == 130
+    report = json.loads(capsys.readouterr().out)
+    content = data_of(page.read_text())
+    assert content["interrupted"] and len(content["iterations"]) == 3
+    assert content["token_ids"] == report["token_ids"] and content["text"] == report["text"]
+
+
+def test_a_full_disk_leaves_the_text_and_the_older_page(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "run.html"
+    page.write_text("an older one")
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cli.page.write_whole", refuse)
+    assert main(TEXT + ["--page", str(page)]) == 2
+    captured = capsys.readouterr()
+    assert len(captured.out) > 20
+    assert (
+        captured.err.splitlines()[-1] == f"error: {page} cannot be written: No space left on device"
+    )
+    assert page.read_text() == "an older one"
