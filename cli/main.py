@@ -30,7 +30,7 @@ from cli.options import (
 )
 from cli.page import not_written, save_trace
 from cli.terminal import TextStream, describe, draw_tree, harmless, has_color
-from cli.trace import Trace, meanings
+from cli.trace import Trace, describe_base, meanings
 from draft_tree import Settings
 from dynatree import COMMITS, Step
 from engine.files import require_writable
@@ -259,6 +259,7 @@ def execute(args: argparse.Namespace) -> int:
                     print(json.dumps(found), flush=True)
                 if trace:
                     found |= {"command": args.command, "meanings": meanings(settings)}
+                    found["base"] = describe_base(settings)
                     save_trace(trace.as_json(request.prompt, found), args.page, args.trace)
     is_exact = args.strict or request.pair.target.dtype == torch.float32  # or ought to be
     if comparison and comparison.is_wrong and is_exact:

@@ -11,8 +11,9 @@ the budget of rows was used up, or that no level was left.
 Shapes: W rows of one level, k candidates per row.
 """
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import torch
 from tokenizers import Tokenizer
@@ -21,11 +22,14 @@ from torch import Tensor
 from cli.terminal import TextStream
 from draft_tree import Gates, Level, Settings, Tree
 from dynatree import Step
+from methods.retrieval import Graft, parse_base
 
 FORMAT = {"name": "dynatree-trace", "version": 1}
 MOST_DROPPED = 48  # candidates that are listed per tree, the likeliest; the rest is counted
 RANK_GATES = ("confidence", "width")  # that let so many of a node's candidates pass: B(u)
-BUDGETS = ("N_max", "N", "K")  # settings that say how many rows a tree may have
+BUDGETS = ("N_max", "N")  # settings that say how many rows a tree may have
+DEPTHS = ("D_max", "D", "widths", "K")  # and how many levels
+OF_ROWS = "rows"  # the budget, where no one setting says it
 NO_LEVEL_LEFT = "limit"  # the end of the text, a window about to drop, or what is strict
 
 
@@ -59,7 +63,12 @@ class Trace:
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer)
         self.hidden_ids = tuple(hidden_ids)
-        self.budget = next((name for name in BUDGETS if hasattr(settings, name)), "rows")
+        drafting = base_of(settings) or settings
+        self.budget = name_of(settings, BUDGETS) or OF_ROWS
+        self.drafting_budget = name_of(drafting, BUDGETS) or self.budget
+        self.deepest = name_of(drafting, DEPTHS) or NO_LEVEL_LEFT
+        if drafting is not settings and self.drafting_budget == self.budget:
+            self.budget = OF_ROWS  # of two settings of this name, the smaller one
         self.iterations: list[dict] = []
         self.used_ids: set[int] = set()
         # All else is of the tree that grows
@@ -113,12 +122,6 @@ class Trace:
             found.append(self.stream.push(shown))
         return found
 
-    def finish(self) -> None:
-        """The text ends: its last piece gets what completes no character."""
-        rest = self.stream.finish()
-        if rest:
-            self.iterations[-1]["text"][-1] += rest
-
     def tree(self, tree: Tree, predictions: list[int]) -> dict:
         """A tree row by row, and the candidates that are not in it."""
         tokens = tree.tokens.tolist()
@@ -136,6 +139,8 @@ class Trace:
         stopped = [None] * len(tokens)
         if self.max_depth < 1:
             stopped[0] = NO_LEVEL_LEFT
+        elif self.n_levels and not self.levels:
+            stopped[0] = self.drafting_budget
         for row, candidate in of_row.items():
             if candidate and slots[row] < 0 and row not in retrieved:
                 stopped[row] = candidate.stopped
@@ -185,21 +190,20 @@ class Trace:
 
     def no_more(self, seen: Seen) -> str | None:
         """What stops a whole level, whatever its candidates are."""
-        if seen.is_full:
-            return self.budget
         if seen.level.depth + 1 < self.n_levels:
-            return None
-        return NO_LEVEL_LEFT if self.n_levels == self.max_depth else "D_max"
+            return self.drafting_budget if seen.is_full else None
+        return NO_LEVEL_LEFT if self.n_levels == self.max_depth else self.deepest
 
     def look_at_rows(self, slots: list[int]) -> tuple[list, list]:
         """By row c(u), the draft's probability of its best guess, and B(u), the candidates its rank
-        gate let pass; None where the draft has not run or the rule has no such gate."""
+        gate let pass; None where the draft has not run, it is not known or there is no such gate.
+        """
         confidence = []
         breadth = []
         for seen in self.levels:
-            confidence += seen.level.logprobs.amax(dim=1).exp().tolist()
+            confidence += best_guesses(seen.level)
             breadth += allowed_ranks(seen)
-        by_row = [None if slot < 0 else short(confidence[slot]) for slot in slots]
+        by_row = [None if slot < 0 else confidence[slot] for slot in slots]
         return by_row, [None if slot < 0 else breadth[slot] for slot in slots]
 
     def vocabulary(self) -> dict[str, str]:
@@ -208,8 +212,10 @@ class Trace:
         return {str(i): decode([i], skip_special_tokens=False) for i in sorted(self.used_ids)}
 
     def as_json(self, prompt: list[int], about: dict) -> dict:
-        """The whole object. about: of the run, everything else there is to say."""
+        """The whole object, once the text has ended. about: of the run, everything else there is to
+        say."""
         self.used_ids.update(prompt)
+        self.iterations[-1]["text"][-1] += self.stream.finish()
         stream = TextStream(self.tokenizer)
         pieces = [stream.push([i]) for i in prompt]
         pieces[-1] += stream.finish()
@@ -220,6 +226,13 @@ class Trace:
             "iterations": self.iterations,
             "vocabulary": self.vocabulary(),
         }
+
+
+def best_guesses(level: Level) -> list[float | None]:
+    """c(u) [W]; None where what was drawn need not be the best, or the draft overflowed."""
+    if level.is_drawn:
+        return [None] * len(level.logprobs)
+    return [short(p) for p in level.logprobs[:, 0].exp().tolist()]
 
 
 def allowed_ranks(seen: Seen) -> list[int | None]:
@@ -241,9 +254,32 @@ def first_closed(gates: Gates, shape: tuple[int, ...]) -> list[list[str | None]]
     return found
 
 
-def short(value: float | str) -> float | str:
-    """A number as short as it is of use."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+def short(value: float | str) -> float | str | None:
+    """A number as short as it is of use; None for one that JSON has not."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def name_of(settings: Settings, names: Iterable[str]) -> str | None:
+    """The first of these that is a setting."""
+    for name in names:
+        if hasattr(settings, name):
+            return name
+    return None
+
+
+def base_of(settings: Settings) -> Settings | None:
+    """The settings of the rule that graft goes over."""
+    return parse_base(settings.base) if isinstance(settings, Graft) else None
+
+
+def describe_base(settings: Settings) -> dict | None:
+    """The settings of graft's base, and what they say; None without one."""
+    base = base_of(settings)
+    if base is None:
+        return None
+    return {"settings": asdict(base), "meanings": meanings(base)}
 
 
 def meanings(settings: Settings) -> dict[str, str]:

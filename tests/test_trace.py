@@ -17,7 +17,7 @@ from torch import Tensor
 from cli.main import main
 from cli.metrics import token_ids
 from cli.page import as_page
-from cli.trace import NO_LEVEL_LEFT, Trace, meanings
+from cli.trace import NO_LEVEL_LEFT, Trace, describe_base, meanings
 from draft_tree import DynaTree, Level, Rule, Settings
 from dynatree import Step, generate
 from engine.sampling import Sampling
@@ -202,6 +202,60 @@ def test_a_windows_drops_are_seen() -> None:
     lengths = [found["cached"][0] for found in trace.iterations]
     drops = [one for one, other in zip(lengths, lengths[1:], strict=False) if other < one]
     assert drops and max(lengths) < 70 + 2 + 17
+
+
+@pytest.mark.parametrize(
+    ("method", "gate"),
+    [("linear", "K"), ("fixed", "D"), ("specinfer", "widths"), ("dyspec", "D_max")],
+)
+def test_the_last_level_is_named_by_its_setting(method: str, gate: str) -> None:
+    """fixed's said D_max, which it has not; specinfer's rows, which is ar's."""
+    settings = METHODS[method](**{"D_max": 2} if method == "dyspec" else {})
+    tree = iterations(settings, 1)[0]["tree"]
+    assert tree["stopped"][-1] == gate and tree["slots"][-1] < 0
+
+
+def test_a_budget_of_one_row_stops_the_root() -> None:
+    assert iterations(DynaTree(N_max=1), 1)[0]["tree"]["stopped"] == ["N_max"]
+
+
+def test_grafts_gates_are_its_bases() -> None:
+    settings = METHODS["graft"](base="linear:K=2", checkpoints="off")
+    tree = iterations(settings, 1)[0]["tree"]
+    assert tree["stopped"][tree["slots"].index(1) + 1 :].count("K") == 1
+    base = describe_base(settings)
+    assert base["settings"] == {"K": 2} and "K" in base["meanings"]
+    both = METHODS["graft"](base="dyspec:N=8", N=4, checkpoints="off", graft=False)
+    gates = [entry[3] for found in iterations(both, 1) for entry in found["tree"]["dropped"]]
+    assert "rows" in gates
+
+
+def test_what_was_drawn_is_not_taken_for_the_best_guess() -> None:
+    """Its probability was shown as c(u), the draft's best."""
+    found = iterations(METHODS["linear"](), 1, sampling=Sampling(1.0, 1.0, 3))
+    assert {c for one in found for c in one["tree"]["confidence"]} == {None}
+
+
+def test_a_draft_that_overflows_leaves_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN is no JSON: the page would not have opened."""
+    settings = DynaTree()
+    trace = Trace(TOKENIZER, settings)
+    draft = random_model(1)
+    weight, bias = draft.final_norm
+    monkeypatch.setattr(draft, "final_norm", (weight * torch.nan, bias))
+    for step in generate(random_model(1), draft, [1, 2, 3], settings, 4, watcher=trace):
+        trace.add(step)
+    text = json.dumps(trace.as_json([1, 2, 3], {}), allow_nan=False)
+    assert json.loads(text)["iterations"][1]["tree"]["confidence"] == [None]
+
+
+def test_half_a_character_at_the_end_is_in_the_text() -> None:
+    """It was in --json, and missing on the page."""
+    trace = Trace(TOKENIZER, DynaTree())
+    ids = TOKENIZER.encode("a\U0001f600").ids[:-1]
+    trace.add(Step(ids))
+    (found,) = trace.as_json([1], {})["iterations"]
+    assert "".join(found["text"]) == TOKENIZER.decode(ids) != "a"
 
 
 def run(capsys: Captured, options: list[str]) -> dict:

@@ -26,12 +26,15 @@ function totals() {
     found.push([`${compare.speedup.toFixed(2)}×`, `ar (${compare.ar_throughput.toFixed(1)} / s)`]);
     found.push(verdict(compare));
   }
-  if (data.interrupted) found.push(["interrupted", "by Ctrl-C", "warning"]);
+  if (data.interrupted) found.push(["interrupted", "before its end", "warning"]);
   return found;
 }
 
 function verdict(compare) {
   if (compare.exact === null) return ["sampled", "ids not compared"];
+  if (compare.logits_difference !== null) {
+    return ["logits differ", `from token ${compare.logits_difference}`, "warning"];
+  }
   if (compare.exact) return ["ids equal", "to ar’s", "good"];
   return [`ids differ`, `from token ${compare.first_difference}`, "warning"];
 }
@@ -48,6 +51,7 @@ function sections() {
     html("h3", {}, "Command"),
     html("code", { class: "command" }, commandLine()),
     html("h3", {}, `Settings of ${settings.method}`), table(own),
+    ...baseSection(),
     html("h3", {}, "Run"), table(run),
     html("h3", {}, "Measured"), table(Object.entries(metrics)),
   ];
@@ -56,6 +60,13 @@ function sections() {
   const { name: format, version } = data.format;
   found.push(html("p", { class: "hint" }, `Data: ${format}, version ${version}, in this file.`));
   return found;
+}
+
+function baseSection() {
+  if (!data.base) return [];
+  const { settings, meanings } = data.base;
+  const rows = Object.entries(settings).map(([key, value]) => [key, value, meanings[key]]);
+  return [html("h3", {}, `Settings of its base, ${data.settings.base}`), table(rows)];
 }
 
 function commandLine() {

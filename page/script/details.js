@@ -42,8 +42,8 @@ function nodeDetails(view, row) {
   const slot = found.slots[row] < 0 ? "not run" : `draft ${view.n + found.slots[row]}`;
   const parts = [
     list([
-      ["p(u)", probability(found.p[row]) + (view.isRetrieved.has(row) ? ", estimated" : "")],
-      ["c(u)", found.confidence[row] === null ? "– not run" : probability(found.confidence[row])],
+      ["p(u)", probability(found.p[row]) + (isEstimated(view, row) ? ", estimated" : "")],
+      ["c(u)", found.slots[row] < 0 ? "– not run" : probability(found.confidence[row])],
       ["B(u)", found.breadth[row] === null ? "–" : String(found.breadth[row])],
       ["row, depth", `${row}, ${depth}`],
       ["position", `n+${depth} = ${view.n + depth}`],
@@ -55,6 +55,11 @@ function nodeDetails(view, row) {
   if (found.stopped[row]) parts.push(gateSentence(view, found.stopped[row], "Not expanded,"));
   parts.push(...droppedBelow(view, row));
   return parts;
+}
+
+// The chance of acceptance is, as auto counts it and as memory guesses it.
+function isEstimated(view, row) {
+  return row > 0 && (view.isRetrieved.has(row) || data.settings.method === "auto");
 }
 
 function whereIs(view, row) {
@@ -69,8 +74,8 @@ function fateOf(view, row) {
   const source = view.isRetrieved.has(row) ? "Retrieved" : "Drafted";
   if (row === 0) return "The root: the pending token, the target’s own.";
   if (view.isAccepted.has(row)) return `${source} and accepted.`;
-  const isTried = view.isAccepted.has(view.tree.parents[row]);
-  return `${source}; rejected${isTried ? "." : ", as a node above it is."}`;
+  const isReached = view.isAccepted.has(view.tree.parents[row]);
+  return `${source}; not accepted${isReached ? "." : ", as a node above it is not."}`;
 }
 
 function droppedBelow(view, row) {

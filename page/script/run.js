@@ -14,7 +14,6 @@ const OTHER_GATES = {
   width: "more candidates than the shape has there",
   shape: "more than the settled shape has",
   rows: "no row was left, or better nodes took them",
-  votes: "two of three votes were to stop",
   limit: "no deeper: the text ends, a window is about to drop, or the run is strict",
 };
 
@@ -77,11 +76,15 @@ function isAt(stage, kind) {
   return stage.kind === "whole" || STEPS.indexOf(stage.kind) >= STEPS.indexOf(kind);
 }
 
-// A gate with the value it had in this tree and what it means.
+// A gate with the value it had in this tree and what it means; graft's are mostly its base's.
 function gateOf(view, name) {
-  const value = view.standing[name] ?? data.settings[name];
-  const meaning = data.meanings[name] ?? OTHER_GATES[name] ?? "a setting of the drafting rule";
+  const value = view.standing[name] ?? data.base?.settings[name] ?? ownValue(name);
+  const meaning = data.base?.meanings[name] ?? data.meanings[name] ?? OTHER_GATES[name] ?? "its own gate";
   return { name, value: value === undefined ? "" : plain(value), meaning };
+}
+
+function ownValue(name) {
+  return name in data.meanings ? data.settings[name] : undefined;
 }
 
 // How many tokens a window dropped from the target's cache.
