@@ -3,6 +3,7 @@
 // frames, one for each line. So a step costs the same however long the text is.
 
 const MARGIN = 3; // pixels around the text, for the frames
+const TURNS = /[\u202a-\u202e\u2066-\u2069]/; // the direction of all that follows
 
 function buildText() {
   const place = byId("text");
@@ -32,7 +33,7 @@ function stepOf(iteration, index) {
   const origins = originsOf(iteration);
   const tokens = iteration.tokens.map((id, i) => {
     const text = iteration.text[i];
-    const flags = { token: true, [origins[i]]: true, silent: text === "" };
+    const flags = { token: true, [origins[i]]: true, silent: text === "", turning: TURNS.test(text) };
     return html("span", { class: classes(flags), "data-iteration": index }, text);
   });
   return html("span", { class: "step" }, ...tokens);

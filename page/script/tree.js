@@ -70,7 +70,8 @@ function treeOf(view, stage, place) {
   drawn.append(svg("g", { class: "columns", "aria-hidden": "true" }, ...columnsOf(view, plan)));
   drawn.append(svg("g", { "aria-hidden": "true" }, ...edgesOf(view, shown)));
   drawn.append(...shown.map((item) => itemOf(view, stage, item)));
-  requestAnimationFrame(() => showPath(place, plan, view, scale));
+  const ends = endsOf(stage, plan, shown);
+  requestAnimationFrame(() => showEnds(place, ends, scale));
   return drawn;
 }
 
@@ -96,11 +97,20 @@ function isDrawn(view, stage, item) {
   return ["whole", "draft", "adapt"].includes(stage.kind) && isRun(view, stage, item.row);
 }
 
-// Scroll to the end of the accepted path, where the tree is larger than its place.
-function showPath(place, plan, view, scale) {
-  const bonus = plan.items.find((item) => item.kind === "bonus");
-  place.scrollTop = Math.max(0, bonus.y * scale - place.clientHeight / 2);
-  place.scrollLeft = Math.max(0, (bonus.x + bonus.width + 40) * scale - place.clientWidth);
+// What is to be seen where the tree is larger than its place: what a pass of the draft has given,
+// else the end of the accepted path.
+function endsOf(stage, plan, shown) {
+  if (stage.pass === undefined) return plan.items.filter((item) => item.kind === "bonus");
+  const nodes = shown.filter((item) => item.kind === "node");
+  const deepest = Math.max(...nodes.map((item) => item.depth));
+  return nodes.filter((item) => item.depth === deepest);
+}
+
+function showEnds(place, ends, scale) {
+  const middle = (ends[0].y + ends[ends.length - 1].y) / 2;
+  const right = Math.max(...ends.map((item) => item.x + item.width));
+  place.scrollTop = Math.max(0, middle * scale - place.clientHeight / 2);
+  place.scrollLeft = Math.max(0, (right + 40) * scale - place.clientWidth);
 }
 
 function columnsOf(view, plan) {

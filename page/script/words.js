@@ -34,7 +34,7 @@ function tellWhole(view, stage, iteration) {
   const added = quoted(iteration.tokens);
   const time = milliseconds(sum(iteration.ms));
   if (view.tree.tokens.length === 1) {
-    return `No guess was worth checking: one pass of the target writes ${added}, ${time}.`;
+    return `No guess to check: one pass of the target writes ${added}, ${time}.`;
   }
   const nRetrieved = view.isRetrieved.size;
   const nDrafted = view.tree.tokens.length - 1 - nRetrieved;
@@ -62,7 +62,8 @@ function tellDraft(view, stage, iteration) {
     const lacking = nRows > 1 ? `${counted(nRows - 1, "token")} it has not read yet, and ` : "";
     read = `the draft reads ${lacking}the root`;
   }
-  const candidates = `${counted(added, "guess", "guesses")} kept, ${dropped} dropped`;
+  const isAll = view.tree.n_dropped === view.tree.dropped.length;
+  const candidates = `${counted(added, "guess", "guesses")} kept, ${dropped}${isAll ? "" : " or more"} dropped`;
   return `Pass ${stage.pass + 1} of ${stage.passes}: ${read}; ${candidates}.`;
 }
 
