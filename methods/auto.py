@@ -316,7 +316,7 @@ class AutoRule(Rule):
         chosen = "memory"
         if self.is_probe:
             chosen = "draft, to try it"
-        elif self.worth_of_draft > self.worth_of_memory:
+        elif self.max_depth and self.worth_of_draft > self.worth_of_memory:
             chosen = "draft and memory"
         return {"memory": self.worth_of_memory, "draft": self.worth_of_draft, "chosen": chosen}
 
