@@ -6,14 +6,16 @@ Needs a Chromium on this machine, and `pip install -r requirements-browser.txt`.
 """
 
 import json
+import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_trace import TEXT, interrupt_at
+from test_trace import TEXT, depths_of, interrupt_at
 
 from cli.main import main
 from cli.models import Request
@@ -200,6 +202,124 @@ def widest(content: dict) -> int:
     """The iteration with the most nodes."""
     sizes = [len(i["tree"]["tokens"]) if "tree" in i else 0 for i in content["iterations"]]
     return sizes.index(max(sizes))
+
+
+def test_a_gate_has_the_value_that_it_had_in_that_tree(opened: Callable, traced: Callable) -> None:
+    content = traced("--max-new-tokens", "60")
+    at = widest(content)
+    tree = content["iterations"][at]["tree"]
+    content["iterations"][at]["standing"]["rho_deep"] = 0.4321
+    tree["stopped"][-1] = "rho_deep"
+    with opened(content) as page:
+        go(page, at)
+        assert page.locator("#tree g.ghost").count() == len(tree["dropped"])
+        assert f"{tree['n_dropped']} candidates dropped" in page.locator("#details").inner_text()
+        page.locator(f'#tree .node[data-row="{len(tree["tokens"]) - 1}"]').hover()
+        assert "rho_deep = 0.4321" in page.locator("#details").inner_text()
+        for row in {entry[0] for entry in tree["dropped"]}:
+            page.locator(f'#tree .node[data-row="{row}"]').focus()
+            below = page.locator("#details .dropped li").all_inner_texts()
+            gates = [entry[3] for entry in tree["dropped"] if entry[0] == row]
+            assert len(below) == len(gates)
+            for line, gate in zip(below, gates, strict=True):
+                assert gate in line
+
+
+def test_a_token_has_the_colour_of_who_wrote_it(opened: Callable, traced: Callable) -> None:
+    content = traced("--method", "graft", "--max-new-tokens", "60")
+    expected = []
+    for iteration in content["iterations"]:
+        origins = []
+        for row in iteration.get("path", [0])[1:]:
+            is_retrieved = row in iteration["tree"]["retrieved"]
+            origins.append("retrieved" if is_retrieved else "drafted")
+        expected += (origins + ["bonus"])[: len(iteration["tokens"])]
+    assert set(expected) == {"drafted", "retrieved", "bonus"}
+    with opened(content) as page:
+        kinds = page.locator("#text .token").evaluate_all(
+            "(tokens) => tokens.map((token) => token.classList[1])"
+        )
+        assert kinds == expected
+
+
+def test_the_mask_marks_each_rows_ancestors(opened: Callable, traced: Callable) -> None:
+    content = traced("--method", "dyspec", "--set", "N=12")
+    at = widest(content)
+    expected = {(0, 0)}
+    for row, parent in enumerate(content["iterations"][at]["tree"]["parents"]):
+        expected |= {(row, column) for above, column in expected if above == parent} | {(row, row)}
+    with opened(content) as page:
+        go(page, at)
+        path = page.locator("#mask .sees").get_attribute("d")
+        corners = [tuple(map(float, corner)) for corner in re.findall(r"M(\S+) ([\d.]+)h", path)]
+        columns = sorted({x for x, _ in corners})
+        rows = sorted({y for _, y in corners})
+        assert {(rows.index(y), columns.index(x)) for x, y in corners} == expected
+        page.locator('#tree .node[data-row="1"]').hover()
+        for band in ("across", "down"):
+            size = page.locator(f"#mask .{band}").bounding_box()
+            assert size["width"] > 0 and size["height"] > 0
+
+
+def notes_by_row(page: object) -> list[str]:
+    """What stands behind each node."""
+    return page.locator("#tree .node").evaluate_all(
+        "(nodes) => nodes.sort((a, b) => a.dataset.row - b.dataset.row)"
+        ".map((node) => node.querySelector('.note').textContent)"
+    )
+
+
+def test_what_the_target_says_and_what_the_commit_moves(opened: Callable, traced: Callable) -> None:
+    content = traced("--method", "dyspec", "--set", "N=12", "--max-new-tokens", "40")
+    before = [iteration["cached"][0] for iteration in content["iterations"]]
+    with opened(content) as page:
+        for at, iteration in list(enumerate(content["iterations"]))[1:]:
+            tree, path = iteration["tree"], iteration["path"]
+            last = page.evaluate("(i) => { dynatree.go(i, 99); return dynatree.step; }", at)
+            go(page, at, last - 1)
+            notes = notes_by_row(page)
+            expected = [""] * len(notes)
+            for place, row in enumerate(path):
+                expected[row] = "stays" if row == place else f"→{before[at - 1] + place}"
+            assert notes == expected
+            slots = [tree["slots"][row] for row in path if tree["slots"][row] >= 0]
+            moved = [row for moving in (path, slots) for i, row in enumerate(moving) if i != row]
+            assert page.locator("#caches .move").count() == len(moved)
+            go(page, at, last - 3)
+            for note, target in zip(notes_by_row(page), tree["target"], strict=True):
+                word = content["vocabulary"][str(target)].replace(" ", "·").replace("\n", "↵")
+                assert note[:5] == f"→{word}"[:5]
+
+
+def test_sums_over_the_run_are_the_traces(opened: Callable, traced: Callable) -> None:
+    content = traced("--max-new-tokens", "60")
+    reached: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    for iteration in content["iterations"][1:]:
+        accepted.update(range(1, len(iteration["path"])))
+        reached.update(range(1, 1 + max(depths_of(iteration["tree"]["parents"]))))
+    with opened(content) as page:
+        page.keyboard.press("End")
+        for depth, well in enumerate(page.locator("#depths .well").all(), start=1):
+            counts = f"depth {depth}: {accepted[depth]} of {reached[depth]} trees so deep"
+            assert well.get_attribute("title") == counts
+        for name in ("D0", "tau_h", "rho_deep"):
+            shown = page.locator(f"#thresholds .value.{name}").inner_text()
+            now = content["iterations"][-1]["standing"][name]
+            assert float(shown) == pytest.approx(now, abs=0.006)
+        page.locator("#settings summary").click()
+        assert " ".join(content["command"][-4:-2]) in page.locator("#about").inner_text()
+
+
+def test_a_prompt_turns_only_its_own_writing(opened: Callable, traced: Callable) -> None:
+    """A right-to-left override turned all that followed it around."""
+    content = traced("--prompt", "left \u202e right")
+    with opened(content) as page:
+        page.keyboard.press("End")
+        tokens = page.locator("#text .token").evaluate_all(
+            "(all) => all.slice(0, 2).map((token) => token.getBoundingClientRect().left)"
+        )
+        assert tokens[0] < tokens[1]
 
 
 def test_a_click_on_a_token_goes_to_its_iteration(opened: Callable, traced: Callable) -> None:

@@ -17,7 +17,14 @@ from torch import Tensor
 from cli.main import main
 from cli.metrics import token_ids
 from cli.page import as_page
-from cli.trace import NO_LEVEL_LEFT, Trace, describe_base, meanings
+from cli.trace import (
+    MOST_DROPPED,
+    NO_LEVEL_LEFT,
+    Trace,
+    describe_base,
+    first_closed,
+    meanings,
+)
 from draft_tree import DynaTree, Level, Rule, Settings
 from dynatree import Step, generate
 from engine.sampling import Sampling
@@ -121,6 +128,8 @@ def test_the_trace_is_the_run(method: str) -> None:
         assert tree["tokens"] == step.tree.tokens.tolist()
         assert tree["parents"] == step.tree.parents.tolist()
         assert tree["p"] == pytest.approx(step.tree.logprobs.exp().tolist(), rel=1e-3)
+        assert found["cached"] == list(step.cached)
+        assert found["draft_rows"] == list(step.draft_rows)
         assert found["bonus"] == tree["target"][found["path"][-1]]
         n_run = sum(slot >= 0 for slot in tree["slots"])
         assert n_run == sum(c is not None for c in tree["confidence"])
@@ -184,6 +193,27 @@ def depths_of(parents: list[int]) -> list[int]:
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     return depths
+
+
+def test_the_first_gate_that_closes_is_named() -> None:
+    gates = {"one": torch.tensor([[True], [False]]), "two": False}
+    assert first_closed(gates, (2, 2)) == [["two", "two"], ["one", "one"]]
+
+
+def test_all_that_is_dropped_is_counted() -> None:
+    """The likeliest are listed; below every row that was run stand as many candidates as k."""
+    settings = METHODS["dyspec"](N=24, D_max=3)
+    k = settings.rule().max_branches
+    for found in iterations(settings, 3):
+        tree = found["tree"]
+        n_run = sum(slot >= 0 for slot in tree["slots"])
+        assert tree["n_dropped"] == n_run * k - (len(tree["tokens"]) - 1)
+        assert len(tree["dropped"]) == min(tree["n_dropped"], MOST_DROPPED)
+
+
+def test_auto_without_levels_chooses_memory() -> None:
+    settings = METHODS["auto"](D_max=0)
+    assert {found["standing"]["chosen"] for found in iterations(settings, 1)} == {"memory"}
 
 
 def test_history_is_told_as_it_moves() -> None:
