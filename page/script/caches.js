@@ -22,7 +22,7 @@ function cachesOf(view, stage, place) {
   const drafted = sum(iteration.draft_rows.slice(1)) + 1; // slots from the root on
   const isDrafting = iteration.draft_rows.length > 0;
   const n = Math.max(view.tree.tokens.length, isDrafting ? drafted : 1);
-  const width = Math.max(place.clientWidth, 260);
+  const width = Math.max(roomOf(place).width, 260);
   const start = STRIP.label + STRIP.committed;
   const cell = clamp((width - start - 4) / n, 2, 52);
   const plan = { view, stage, cell, start, width };

@@ -85,6 +85,15 @@ function clamp(value, low, high) {
   return Math.max(low, Math.min(high, value));
 }
 
+const rooms = new Map(); // of panels, until the window is another
+
+// The room of a panel whose size does not depend on what it shows. Asked anew after every drawing,
+// it would have the browser lay out the whole page each time.
+function roomOf(place) {
+  if (!rooms.has(place)) rooms.set(place, { width: place.clientWidth, height: place.clientHeight });
+  return rooms.get(place);
+}
+
 // A number of the style sheet, as it now is: a colour, in the dark or in the light.
 function styled(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();

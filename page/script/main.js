@@ -54,7 +54,11 @@ function start() {
   listenToKeys();
   addEventListener("hashchange", readHash);
   if (!readHash()) go(firstOfInterest());
-  new ResizeObserver(() => redraw()).observe(byId("tree"));
+  const resized = new ResizeObserver(() => {
+    rooms.clear();
+    redraw();
+  });
+  for (const panel of ["tree", "mask"]) resized.observe(byId(panel));
   window.dynatree = {
     data,
     go,

@@ -41,7 +41,7 @@ function rowAt(place, event) {
 
 function maskOf(view, place) {
   const n = view.tree.tokens.length;
-  const room = { width: Math.max(place.clientWidth, 200), height: Math.max(place.clientHeight, 120) };
+  const room = { width: Math.max(roomOf(place).width, 200), height: Math.max(roomOf(place).height, 120) };
   const head = 14;
   const free = room.height - head - 2;
   let cell = Math.min(26, free / n);

@@ -70,7 +70,7 @@ function treeOf(view, stage, place) {
   drawn.append(svg("g", { class: "columns", "aria-hidden": "true" }, ...columnsOf(view, plan)));
   drawn.append(svg("g", { "aria-hidden": "true" }, ...edgesOf(view, shown)));
   drawn.append(...shown.map((item) => itemOf(view, stage, item)));
-  const ends = endsOf(stage, plan, shown);
+  const ends = endsOf(view, stage, plan, shown);
   requestAnimationFrame(() => showEnds(place, ends, scale));
   return drawn;
 }
@@ -97,9 +97,10 @@ function isDrawn(view, stage, item) {
   return ["whole", "draft", "adapt"].includes(stage.kind) && isRun(view, stage, item.row);
 }
 
-// What is to be seen where the tree is larger than its place: what a pass of the draft has given,
-// else the end of the accepted path.
-function endsOf(stage, plan, shown) {
+// What is to be seen where the tree is larger than its place: what a pass of the draft or memory has
+// given, else the end of the accepted path.
+function endsOf(view, stage, plan, shown) {
+  if (stage.isMemory) return shown.filter((item) => view.isRetrieved.has(item.row));
   if (stage.pass === undefined) return plan.items.filter((item) => item.kind === "bonus");
   const nodes = shown.filter((item) => item.kind === "node");
   const deepest = Math.max(...nodes.map((item) => item.depth));
