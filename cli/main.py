@@ -55,8 +55,8 @@ def build_parser() -> Parser:
         epilog=f"{describe(METHODS)}\n\n{ENDINGS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    less = "a 16-bit --dtype, fewer --max-new-tokens, a --window, a smaller --target"
-    parser.less_memory = less
+    parser.less_memory = "a 16-bit --dtype, a shorter prompt, fewer --max-new-tokens, a --window"
+    parser.less_memory += ", a smaller --target"
     add = parser.add_argument
     add("--prompt", metavar="TEXT", help="the text to continue")
     add("--prompt-file", metavar="F", help="a UTF-8 file, to 4 MB; - is standard input")

@@ -28,6 +28,8 @@ from gpt_neox import GPTNeoX
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
+# What the tokenizers library takes for one of a prompt (measured: 94 to 254)
+BYTES_PER_BYTE = 300
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
 
@@ -301,7 +303,11 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """The prompt's ids, no special token added. Raises UsageError if the model cannot read them."""
+    """The prompt's ids, no special token added. Raises UsageError if the model cannot read them,
+    and OutOfMemory."""
+    n_bytes = BYTES_PER_BYTE * len(prompt.encode("utf-8"))
+    if n_bytes > 2**25:  # where it gets none, it ends the whole process
+        require_memory(n_bytes, torch.device("cpu"), "tokenizing the prompt")
     try:
         with no_panic():
             ids = tokenizer.encode(prompt, add_special_tokens=False).ids

@@ -20,6 +20,8 @@ from cli import options
 from cli.errors import UsageError, say, shown
 from cli.main import main
 from cli.models import encode, load_tokenizer, require_same_tokenizer
+from engine import memory
+from engine.memory import OutOfMemory
 
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
@@ -194,6 +196,15 @@ def test_out_of_memory_names_what_lowers_it(
 
     monkeypatch.setattr("cli.main.prepare", fail)
     assert "; these lower it: a 16-bit --dtype" in error_line(capsys, ["--prompt", "a"])
+
+
+def test_a_prompt_for_whose_tokens_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library took none for an answer by ending the process."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 50_000_000)
+    tokenizer = load_tokenizer(Path(TARGET))
+    assert len(encode("a b " * 20_000, tokenizer, 4096)) > 20_000
+    with pytest.raises(OutOfMemory, match="tokenizing the prompt would take 60.0 MB on cpu, 50"):
+        encode("a b " * 50_000, tokenizer, 4096)
 
 
 @pytest.mark.parametrize("kind", [OSError, RuntimeError])
