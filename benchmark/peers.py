@@ -17,6 +17,8 @@ from torch import Tensor
 from cli.errors import UsageError
 from cli.models import Pair
 from dynatree import Step
+from engine.checkpoint import first_line
+from engine.memory import is_refusal
 
 PEERS = {
     "hf-ar": "transformers generate, greedy",
@@ -71,7 +73,7 @@ class Peers:
     """Both models as transformers loads them, in the pair's dtypes and on its device."""
 
     def __init__(self, pair: Pair):
-        from transformers import AutoModelForCausalLM, logging
+        from transformers import AutoModelForCausalLM, GenerationConfig, logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -79,9 +81,16 @@ class Peers:
         self.device = pair.target.device
 
         def load(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
-            model.generation_config.eos_token_id = None  # benchmarks ignore EOS
-            model.generation_config.pad_token_id = 0  # else it warns; nothing is padded
+            try:
+                model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
+            except Exception as error:  # it raises nothing narrower, and reads more than we do
+                if is_refusal(error):
+                    raise
+                why = f"transformers cannot load {folder}: {first_line(error)}"
+                raise UsageError(f"{why}; leave {', '.join(PEERS)} out") from error
+            # Not the folder's, which may sample, penalise or stop. Benchmarks ignore EOS; with no
+            # padding named it warns, and nothing is padded
+            model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
             return model.to(self.device).eval()
 
         self.target = load(pair.target_folder, pair.target.dtype)

@@ -22,6 +22,7 @@ import bench
 from benchmark.peers import Peers
 from benchmark.report import machine_text
 from benchmark.results import Results
+from cli.errors import UsageError
 from cli.main import main
 from cli.metrics import token_ids
 from cli.models import (
@@ -280,7 +281,7 @@ def test_the_peers_load_each_model_in_its_own_dtype(monkeypatch: pytest.MonkeyPa
     class Loaded(SimpleNamespace):
         @classmethod
         def from_pretrained(cls, folder: str, dtype: torch.dtype) -> "Loaded":
-            return cls(folder=folder, dtype=dtype, generation_config=SimpleNamespace())
+            return cls(folder=folder, dtype=dtype, generation_config=SimpleNamespace(num_beams=4))
 
         def to(self, device: torch.device) -> "Loaded":
             return self
@@ -290,10 +291,29 @@ def test_the_peers_load_each_model_in_its_own_dtype(monkeypatch: pytest.MonkeyPa
 
     nothing = SimpleNamespace(set_verbosity_error=list, disable_progress_bar=list)
     stand_in = SimpleNamespace(AutoModelForCausalLM=Loaded, logging=nothing)
+    stand_in.GenerationConfig = SimpleNamespace
     monkeypatch.setitem(sys.modules, "transformers", stand_in)
     peers = Peers(load_pair(TARGET, DRAFT, CPU, torch.float32, torch.bfloat16))
     assert (peers.target.folder, peers.target.dtype) == (TARGET, torch.float32)
     assert (peers.draft.folder, peers.draft.dtype) == (DRAFT, torch.bfloat16)
+    for model in (peers.target, peers.draft):  # and nothing of how its folder would generate
+        assert model.generation_config == SimpleNamespace(eos_token_id=None, pad_token_id=0)
+
+
+def test_a_folder_that_the_peers_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read more files than we do: a generation_config.json that is a list was status 70."""
+
+    class Refusing(SimpleNamespace):
+        @classmethod
+        def from_pretrained(cls, folder: str, dtype: torch.dtype) -> None:
+            raise TypeError("'list' object is not a mapping")
+
+    nothing = SimpleNamespace(set_verbosity_error=list, disable_progress_bar=list)
+    stand_in = SimpleNamespace(AutoModelForCausalLM=Refusing, logging=nothing)
+    stand_in.GenerationConfig = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "transformers", stand_in)
+    with pytest.raises(UsageError, match=f"transformers cannot load {TARGET}: 'list' object is"):
+        Peers(load_pair(TARGET, DRAFT, CPU, torch.float32))
 
 
 def test_older_results_files_name_one_dtype() -> None:
