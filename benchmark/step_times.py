@@ -17,6 +17,7 @@ import torch
 
 from dynatree import capture
 from engine.cuda_graphs import ROW_COUNTS
+from engine.memory import in_bytes, memory_for
 from engine.scores import Scores
 from engine.stopwatch import Stopwatch
 from gpt_neox import GPTNeoX, KVCache
@@ -131,9 +132,13 @@ def step_bytes(model: GPTNeoX, context: int) -> int:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Gigabytes read and written per second, from copies of a tensor larger than any cache."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    copy = torch.empty_like(source)
+    """Gigabytes read and written per second, from copies of a tensor larger than any cache.
+
+    Raises OutOfMemory.
+    """
+    with memory_for(f"a copy of {in_bytes(COPY_BYTES)} (for table steps and column predicted)"):
+        source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+        copy = torch.empty_like(source)
     watch = Stopwatch(device)
     ms = []
     for _ in range(6):

@@ -30,6 +30,7 @@ from benchmark.results import Results, Run
 from benchmark.rows import choose_runs, parse_run, settings_of
 from benchmark.step_times import (
     StepTimes,
+    copy_bandwidth,
     interpolate,
     measure_step_times,
     step_bytes,
@@ -597,6 +598,17 @@ def test_step_bytes_are_every_weight_but_the_input_embedding() -> None:
     assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
     model.pool.is_fixed = True  # then a cache has slots to spare, which no step reads
     assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
+
+
+def test_no_memory_for_the_copy_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest thing that the main table takes, and the one that can be left out."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    with pytest.raises(OutOfMemory, match="268.4 MB .for table steps and column predicted"):
+        copy_bandwidth(torch.device("cpu"))
 
 
 def test_measured_step_times_cover_every_width() -> None:
