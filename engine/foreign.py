@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
-LIMIT = 2**26  # bytes of a file; parsed, they may take 20 times as much
+LIMIT = 2**26  # bytes of a file; parsed, they may take ten times as much
+MAX_PARTS = 2**21  # lists and objects in a JSON file, of which each takes up to 200 bytes
 LARGEST = sys.float_info.max
 KINDS = {  # of what is no regular file
     stat.S_IFDIR: "a folder",
@@ -91,6 +92,8 @@ def parse_json(text: str, where: str) -> object:
     def refuse(constant: str) -> NoReturn:
         raise ForeignFile(f"{where} is not JSON: {constant} is no number")
 
+    if text.count("[") + text.count("{") > MAX_PARTS:
+        raise ForeignFile(f"{where} is not JSON of any use: it has too many lists and objects")
     try:
         return json.loads(text, parse_constant=refuse)
     except RecursionError as error:

@@ -19,6 +19,7 @@ from conftest import random_config, random_tensors
 from safetensors.torch import save_file
 
 from cli.main import main
+from engine import foreign
 from engine.checkpoint import CheckpointError, read_config, weight_files
 from engine.foreign import (
     Either,
@@ -321,6 +322,14 @@ NOT_JSON = {
 def test_a_text_that_is_no_json_of_use(text: str, said: str) -> None:
     with pytest.raises(ForeignFile, match=said):
         parse_json(text, "f.json")
+
+
+def test_a_text_of_more_parts_than_any_file_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MB of brackets took 27 s and 3 GB, before anything of it was checked."""
+    monkeypatch.setattr(foreign, "MAX_PARTS", 3)
+    assert parse_json('[[1], {"a": 2}]', "f.json") == [[1], {"a": 2}]
+    with pytest.raises(ForeignFile, match="f.json .* has too many lists and objects"):
+        parse_json("[[], [], {}]", "f.json")
 
 
 def link_to_nothing(file: Path) -> None:
