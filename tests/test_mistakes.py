@@ -15,12 +15,14 @@ import torch
 from conftest import TINY, pretend_one_gpu, random_config, random_tensors
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from cli import options
 from cli.errors import UsageError, say, shown
 from cli.main import main
 from cli.models import encode, load_tokenizer, require_same_tokenizer
 from engine import memory
+from engine.checkpoint import CheckpointError
 from engine.memory import OutOfMemory
 
 PROMPT = "The ship sailed at dawn"
@@ -332,6 +334,15 @@ def test_other_vocabulary_and_merges(capsys: Captured, tmp_path: Path) -> None:
         (folder / "tokenizer.json").write_text(json.dumps(changed))
         line = error_line(capsys, ["--prompt", "a"] + as_target(folder))
         assert "differ" in line and part in line
+
+
+def test_an_id_that_no_vocabulary_has() -> None:
+    """The library counts up to it to say what it is: minutes, gigabytes, and no Ctrl-C."""
+    small = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    large = Tokenizer(WordLevel({"a": 2**31}, unk_token="a"))
+    for target, draft in ((small, large), (large, small)):
+        with pytest.raises(CheckpointError, match="tokenizer.json has id 2147483648, as no"):
+            require_same_tokenizer(target, draft)
 
 
 def test_merges_may_be_written_either_way(tmp_path: Path) -> None:
