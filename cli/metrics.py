@@ -179,8 +179,14 @@ def repetition(ids: Sequence[int], n: int = 4) -> float:
     """1 - distinct n-grams / n-grams."""
     if len(ids) < n:
         return 0.0
-    grams = torch.tensor(ids).unfold(0, n, 1)  # [n-grams, n]
-    return 1 - len(grams.unique(dim=0)) / len(grams)
+    tokens = torch.tensor(ids)
+    n_ids = int(tokens.max()) + 1
+    # Numbers for the grams that begin at each token, made longer one by one: all n side by side,
+    # sorted, would be what a text over a window takes the most memory for
+    grams = tokens
+    for i in range(1, n):
+        grams = (grams[:-1] * n_ids + tokens[i:]).unique(return_inverse=True)[1]
+    return 1 - len(grams.unique()) / len(grams)
 
 
 def versions() -> dict[str, str]:
