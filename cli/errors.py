@@ -110,6 +110,17 @@ def mend_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    wait_for_streams()
+
+
+def wait_for_streams() -> None:
+    """Let reads and writes wait, as they do unless another program on the same terminal or pipe has
+    changed that for all: then there is no prompt yet, and half of what is written is lost."""
+    for descriptor in range(3):
+        try:
+            os.set_blocking(descriptor, True)
+        except (AttributeError, OSError):  # this system has no such call; it is closed
+            continue
 
 
 @contextmanager

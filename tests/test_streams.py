@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.errors import wait_for_streams
 from cli.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -86,3 +87,19 @@ def test_a_reader_that_was_never_there(capsys: Captured, monkeypatch: pytest.Mon
         monkeypatch.setattr(sys, "stdout", pipe)
         assert main(["--help"]) == 1
     assert capsys.readouterr().err == ""
+
+
+def test_a_stream_that_another_program_told_not_to_wait() -> None:
+    """A prompt that had not come yet was a TypeError; of an object longer than a pipe half came."""
+    reader, writer = os.pipe()
+    before = os.dup(0)
+    try:
+        os.set_blocking(reader, False)
+        os.dup2(reader, 0)
+        assert not os.get_blocking(0)
+        wait_for_streams()
+        assert os.get_blocking(0)
+    finally:
+        os.dup2(before, 0)
+        for descriptor in (reader, writer, before):
+            os.close(descriptor)
