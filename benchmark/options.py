@@ -44,6 +44,7 @@ from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked
 from engine.sampling import LAST_SEED
 
+MOST_REPEATS = 10**12
 ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs")  # options that decide no figure
 
 
@@ -239,8 +240,10 @@ def check_options(args: argparse.Namespace, table: Table, runs: Sequence[Run]) -
                 require_drawing(run.label, settings_of(run).rule())
     if args.prompts is not None and args.dataset not in (None, DATASETS[0]):
         raise UsageError("give either --dataset or --prompts")
-    if args.repeats < 1 or min(part.n_prompts for part in table.parts) < 1:
-        raise UsageError("--n-prompts and --repeats are at least 1")
+    if not 1 <= args.repeats <= MOST_REPEATS:  # with more, its progress is no float
+        raise UsageError(f"--repeats {args.repeats}: 1 to {MOST_REPEATS}")
+    if min(part.n_prompts for part in table.parts) < 1:
+        raise UsageError("--n-prompts is at least 1")
     device = choose_device(args.device)
     if device.type != "cuda" and any(run.is_eager for run in runs):
         raise UsageError(f'"eager" has no effect on {device}: only cuda has graphs')
