@@ -41,7 +41,7 @@ from benchmark.tables import (
 from cli.errors import Parser, UsageError, say
 from cli.models import Pair, choose_device, choose_dtype, open_pair
 from cli.options import add_model_options, choose_sampling, require_drawing
-from engine.files import locked
+from engine.files import locked, remove
 from engine.sampling import LAST_SEED
 
 MOST_REPEATS = 10**12
@@ -342,7 +342,7 @@ def remove_unless_begun(file: Path) -> None:
     except UsageError:
         return
     if not is_begun:
-        file.unlink(missing_ok=True)
+        remove(file)
 
 
 def warn_of_positions(pair: Pair, runs: Sequence[Run]) -> None:

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -38,7 +38,7 @@ def write_whole(file: Path, content: bytes | str) -> None:
             shutil.copymode(place, draft)
         os.replace(draft, place)
     finally:
-        draft.unlink(missing_ok=True)
+        remove(draft)
 
 
 def require_writable(file: Path) -> None:
@@ -58,6 +58,12 @@ def require_regular(place: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(place))
 
 
+def remove(file: Path) -> None:
+    """Remove what is in nobody's way, if that can be done."""
+    with suppress(OSError):
+        file.unlink()
+
+
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
     """Keep every other process out that asks for the same; what becomes of the file is free.
@@ -72,7 +78,7 @@ def locked(file: Path) -> Iterator[None]:
         yield
     finally:
         if os.fstat(descriptor).st_size == 0:  # whoever has written into it may want it
-            beside.unlink(missing_ok=True)
+            remove(beside)
         os.close(descriptor)
 
 
