@@ -13,6 +13,7 @@ from benchmark.report import machine_text, markdown_report, markdown_table, prom
 from benchmark.results import Results
 from cli.errors import UsageError, shown
 from engine.files import write_whole
+from engine.foreign import ForeignFile, read_bytes
 
 START = "<!-- results: made by bench.py --docs -->"
 END = "<!-- end of results -->"
@@ -37,15 +38,15 @@ def write_documents(root: Path, files: Sequence[str]) -> None:
 def replaced(document: Path, part: str) -> str:
     """A document's text with this made part, the marks included. Raises UsageError."""
     try:
-        text = document.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{document} cannot be read: {error.strerror}") from error
+        text = read_bytes(document).decode("utf-8")
+    except ForeignFile as error:
+        raise UsageError(str(error)) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{document} is not UTF-8: {error}") from error
-    if text.count(START) != 1 or text.count(END) != 1:
-        raise UsageError(f"{document} lacks the lines that mark its results")
-    before, rest = text.split(START)
-    _, after = rest.split(END)
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    if text.count(START) != 1 or text.count(END) != 1 or END in before:
+        raise UsageError(f"{document} lacks the lines that mark its results, one before the other")
     return before + part + after
 
 

@@ -1,6 +1,7 @@
 """Results files and what is shown of them, on numbers worked out by hand."""
 
 import json
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -268,9 +269,21 @@ def test_a_document_that_cannot_be_made_changes_none(written: Path) -> None:
     with pytest.raises(UsageError, match="results.md lacks the lines that mark"):
         write_documents(written, SHOWN)
     page.unlink()
-    with pytest.raises(UsageError, match="results.md cannot be read: No such file"):
+    with pytest.raises(UsageError, match="results.md is not there"):
         write_documents(written, SHOWN)
     with pytest.raises(UsageError, match="steps_cpu.json has no methods"):
         write_documents(written, SHOWN[::-1])
     assert "old" in (written / "README.md").read_text()
     assert main(["--docs", str(written / "none.json")]) == 2
+
+
+def test_documents_whose_marks_are_swapped_or_that_are_no_files(written: Path) -> None:
+    """The first was a ValueError, the second was waited for."""
+    readme = written / "README.md"
+    readme.write_text(f"{END}\n{START}\n")
+    with pytest.raises(UsageError, match="README.md lacks the lines that mark its results, one be"):
+        write_documents(written, SHOWN)
+    readme.unlink()
+    os.mkfifo(readme)
+    with pytest.raises(UsageError, match="README.md is a pipe, not a file"):
+        write_documents(written, SHOWN)
