@@ -22,6 +22,7 @@ from benchmark.pg19 import fetch_opening, list_books
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair, Request, encode
+from cli.options import MAX_PROMPT_BYTES
 from engine.checkpoint import CheckpointError
 from engine.foreign import ForeignFile, Word, checked, parse_json, read_bytes
 from engine.hub import client_errors, hub_error, require_client
@@ -37,6 +38,7 @@ INFLATED_BY_PARTS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # by others all 
 BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, RuntimeError)
 BROKEN_ARCHIVE += (ValueError, ForeignFile)
 PROMPT = {"prompt": Word()}  # a line of a .jsonl file
+MAX_BYTES = 2**24  # of a file of prompts, which the tokenizer reads in some 15 seconds
 SHORTEST = 200  # characters of a paragraph; shorter ones say too little to go on from
 
 BUILTIN = (
@@ -113,7 +115,7 @@ def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]
 
 def _read_file(file: Path) -> list[str]:
     try:
-        text = read_bytes(file).decode("utf-8-sig")
+        text = read_bytes(file, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8: {error}") from error
     except ForeignFile as error:
@@ -126,6 +128,10 @@ def _read_file(file: Path) -> list[str]:
         what = f"paragraph of {SHORTEST} characters or more"
     if not texts:
         raise UsageError(f"{file} has no {what} to use as a prompt")
+    longest = max(len(text) for text in texts)
+    if longest > MAX_PROMPT_BYTES:
+        most = f"{MAX_PROMPT_BYTES // 1_000_000} MB"
+        raise UsageError(f"{file} has a {what} longer than a prompt may be, {most}")
     return texts
 
 
@@ -180,9 +186,19 @@ def _fetch_wikitext() -> str:
 def _fetch_archive() -> str:
     """Where WikiText-2's archive is, once it is there. Raises CheckpointError."""
     require_client("wikitext2")
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import (
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
 
+    cached = try_to_load_from_cache(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset")
+    if isinstance(cached, str):
+        return cached
     try:
+        # Tried once: a download is tried for half a minute, with a line for each time
+        get_hf_file_metadata(hf_hub_url(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset"))
         return hf_hub_download(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset")
     except client_errors() as error:
         raise hub_error("wikitext2", error) from error

@@ -491,12 +491,14 @@ def archive_of(text: str, **settings: int) -> bytes:
 
 
 def test_wikitext(hub: Hub, monkeypatch: MonkeyPatch) -> None:
-    """The benchmark's dataset is fetched once; every mistake is one line that names the others."""
+    """The benchmark's dataset is fetched once; every mistake is one line that names the others,
+    told at once: the client tries a download for half a minute and prints each time."""
     files = {WIKITEXT_ZIP: archive_of("word " * 50)}
     hub.add(f"datasets/{WIKITEXT_REPOSITORY}", files)
-    hub.refusals[WIKITEXT_ZIP] = (500, {})
-    with pytest.raises(UsageError, match="^wikitext2 .*500.*--dataset builtin or --prompts FILE"):
+    hub.refusals[WIKITEXT_ZIP] = (503, {})
+    with pytest.raises(UsageError, match="^wikitext2 .*503.*--dataset builtin or --prompts FILE"):
         load_prompts("wikitext2", None)
+    assert len(hub.asked) == 1
     hub.refusals.clear()
     assert load_prompts("wikitext2", None) == [("word " * 50).strip()]
     go_offline(hub, monkeypatch)

@@ -1,6 +1,7 @@
 """Prompts: our own, files', PG-19's (WikiText-2: test_hub.py); each mistake is one UsageError."""
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -86,6 +87,19 @@ def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
     lines.write_bytes(b"\xef\xbb\xbf" + content.encode())
     assert load_prompts("builtin", str(lines)) == texts
     assert paragraphs(f"{LONG}\u2028{LONG}\n") == [f"{LONG}\u2028{LONG}".strip()]
+
+
+def test_texts_that_are_no_prompts_for_their_length(tmp_path: Path) -> None:
+    """One line of 32 MB was tokenized in 37 seconds and 5 GB."""
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(json.dumps({"prompt": "long " * 800_001}))
+    with pytest.raises(UsageError, match="prompts.jsonl has a line longer than a prompt may be, 4"):
+        load_prompts("builtin", str(lines))
+    text = tmp_path / "prompts.txt"
+    text.write_text(LONG)
+    os.truncate(text, 2**24 + 1)
+    with pytest.raises(UsageError, match="prompts.txt is larger than 16.8 MB"):
+        load_prompts("builtin", str(text))
 
 
 def test_cut_prompts_are_spread_over_the_dataset() -> None:
