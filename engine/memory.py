@@ -5,14 +5,13 @@ with memory_for("the weights of models/tiny/target"):
     ...  # MemoryError and what else means that there is none becomes OutOfMemory
 """
 
-import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
+
+from engine.host_memory import free_host_memory
 
 # On CUDA, for what comes with the first passes: kernels, cuBLAS's workspaces, graphs and their
 # pools, logits. Others tell of 0.3 to 0.7 GB; not measured here
@@ -74,26 +73,3 @@ def free_memory(device: torch.device) -> int:
         if segment["device"] == index and not is_graphs:
             free += segment["total_size"] - segment["allocated_size"]
     return max(free, 0)
-
-
-def free_host_memory() -> int:
-    """Bytes that can be had without swapping, as Linux estimates it; elsewhere all there are."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        text = ""
-    found = re.search(r"MemAvailable: *(\d+) kB", text)
-    if not found:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(found[1]) * 1024, allowed_memory())
-
-
-def allowed_memory() -> int:
-    """Bytes of addresses that Linux still lets this process have, if a limit is set (ulimit -v)."""
-    import resource  # which not every system has
-
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    n_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return max(limit - n_pages * os.sysconf("SC_PAGE_SIZE"), 0)
