@@ -2,22 +2,38 @@
 takes it; a mistake is one line and costs nothing."""
 
 import gc
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_close, random_config, random_model, random_tensors, run
+from conftest import TINY, assert_close, random_config, random_model, random_tensors, run
+from safetensors.torch import load_file
+from test_enlarge import contents
+from torch import Tensor
 
 from benchmark.prompts import BUILTIN
-from engine.checkpoint import EMBED_OUT, Config
+from cli.main import main as dynatree
+from engine.checkpoint import EMBED_OUT, Config, read_config
+from engine.files import locked
 from gpt_neox import GPTNeoX
-from tools import corpus, training
+from tools import corpus, distil, outcome, training
 from tools.trainable import Trainable, published_json
 from tools.training import Plan, Training
+
+Captured = pytest.CaptureFixture[str]
+SHAPE = ["--layers", "1", "--hidden", "16"]
+SMALL = ["--batch", "4", "--context", "16", "--rate", "0.01", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
 def little_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome, "N_WINDOWS", 4)
+    monkeypatch.setattr(outcome, "N_PROMPTS", 1)
+    monkeypatch.setattr(outcome, "PROMPT_TOKENS", 8)
+    monkeypatch.setattr(outcome, "NEW_TOKENS", 8)
     monkeypatch.setattr(training, "N_WRITTEN", {"cpu": 4})
     monkeypatch.setattr(gc, "collect", lambda: 0)  # a tenth of a second among all that pytest has
 
@@ -27,6 +43,29 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("text") / "corpus.txt"
     file.write_text("\n\n".join(BUILTIN * 2))
     return str(file)
+
+
+@pytest.fixture(scope="module")
+def target(text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target that this tool has made itself."""
+    folder = str(tmp_path_factory.mktemp("models") / "target")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outcome, "N_WINDOWS", 1)
+        options = ["--text", text, "--out", folder, "--vocab", "400", "--steps", "30"]
+        assert distil.main(options + SHAPE + SMALL) == 0
+    return folder
+
+
+def arguments(target: str, text: str, out: Path, steps: int = 5) -> list[str]:
+    return ["--target", target, "--text", text, "--out", str(out), "--steps", str(steps)] + SMALL
+
+
+def figures(folder: Path) -> dict[str, tuple[float, float]]:
+    """Of a card: before and after."""
+    rows = re.findall(
+        r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \|$", (folder / "README.md").read_text(), re.M
+    )
+    return {name: (float(before), float(after)) for name, before, after in rows}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +179,195 @@ def test_only_the_latest_of_the_targets_rows_are_kept() -> None:
         if step >= training.N_KEPT:
             n_changed = (at_work.written != before).any(dim=1).sum()
             assert n_changed == 4
+
+
+def test_a_draft_learns_and_is_taken_at_once(
+    target: str, text: str, tmp_path: Path, capsys: Captured
+) -> None:
+    assert distil.main(arguments(target, text, tmp_path / "draft", steps=40) + SHAPE) == 0
+    found = figures(tmp_path / "draft")
+    assert found[outcome.LOSS][1] < found[outcome.LOSS][0] - 0.3
+    assert found[outcome.AGREEMENT][1] > found[outcome.AGREEMENT][0] + 0.1
+    assert {name.split()[0] for name in found} >= {"tokens/iter,"} and len(found) == 4
+    names = {file.name for file in (tmp_path / "draft").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    assert [file.name for file in tmp_path.iterdir()] == ["draft"]  # nothing hidden is left
+    models = ["--target", target, "--draft", str(tmp_path / "draft"), "--device", "cpu"]
+    capsys.readouterr()
+    assert dynatree(models + ["--prompt", "The ship", "--max-new-tokens", "4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 4
+
+
+class Killed(Exception):
+    """Stands for what no program can catch."""
+
+
+@pytest.mark.parametrize(
+    ("place", "end", "status", "save_s"),
+    [("loss", Killed, 70, 0.0), ("let_target_write", KeyboardInterrupt, 130, 1000.0)],
+)
+def test_an_ended_run_goes_on_exactly(
+    place: str,
+    end: type[BaseException],
+    status: int,
+    save_s: float,
+    target: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    """In step 4, before which the target has written rows; then all of that is done again."""
+    for module, name, value in (
+        (training, "N_USES", 1),
+        (training, "N_KEPT", 2),
+        (distil, "SAVE_S", save_s),
+    ):
+        monkeypatch.setattr(module, name, value)
+    assert distil.main(arguments(target, text, tmp_path / "whole", steps=8) + SHAPE) == 0
+    options = arguments(target, text, tmp_path / "ended", steps=8) + SHAPE
+    original = getattr(Training, place)
+
+    def end_in_step_4(self: Training, *rest: Tensor) -> Tensor | None:
+        found = original(self, *rest)
+        if self.step == 4:
+            raise end
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, place, end_in_step_4)
+        assert distil.main(options) == status
+    assert [file.name for file in tmp_path.glob("*ended*")] == [".ended.training"]
+    if end is KeyboardInterrupt:
+        assert "after step 4; the same command goes on" in capsys.readouterr().err
+    assert distil.main(options) == 0
+    assert "going on from step 4" in capsys.readouterr().err
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    weights = load_file(tmp_path / "ended" / "model.safetensors")
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert figures(tmp_path / "ended") == figures(tmp_path / "whole")
+
+
+def test_a_full_disk_loses_nothing(
+    target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """First a checkpoint does not fit, then the folder."""
+    monkeypatch.setattr(distil, "SAVE_S", 0.0)
+    options = arguments(target, text, tmp_path / "draft") + SHAPE
+
+    def fails_from(n: int, original: Callable) -> Callable:
+        calls = []
+
+        def write(*rest: object, **named: object) -> None:
+            calls.append(rest)
+            if len(calls) >= n:
+                raise OSError(28, "No space left on device")
+            original(*rest, **named)
+
+        return write
+
+    for module, name, n in ((training, "write_whole", 4), (outcome, "save_file", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fails_from(n, getattr(module, name)))
+            assert distil.main(options) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("error: ") and "No space left on device" in line
+        assert not (tmp_path / "draft").exists()
+    assert distil.main(options) == 0
+    assert "going on from step 5" in capsys.readouterr().err and (tmp_path / "draft").exists()
+
+
+def test_another_runs_checkpoint_stays(
+    target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    options = arguments(target, text, tmp_path / "draft") + SHAPE
+    with monkeypatch.context() as patch:
+        patch.setattr(distil, "write_folder", lambda *_: 1 / 0)
+        assert distil.main(options) == 70
+    before = contents(tmp_path)
+    assert distil.main(options + ["--seed", "1", "--ce", "0.3"]) == 2
+    assert "differs in ce, seed" in capsys.readouterr().err.splitlines()[-1]
+    with locked(tmp_path / ".draft.training" / "state.pt"):
+        assert distil.main(options) == 2
+        assert "another run" in capsys.readouterr().err.splitlines()[-1]
+    assert contents(tmp_path) == before
+    (tmp_path / ".draft.training" / "state.pt").write_bytes(b"PK")
+    assert distil.main(options) == 2
+    assert "state.pt is no checkpoint" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_draft_goes_on_learning(target: str, text: str, tmp_path: Path) -> None:
+    options = arguments(target, text, tmp_path / "draft", steps=1)
+    assert distil.main(options + ["--init", target]) == 0
+    assert read_config(tmp_path / "draft") == read_config(Path(target))
+    agreement = figures(tmp_path / "draft")[outcome.AGREEMENT]
+    assert agreement[0] == 1.0  # it is the target
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--text", "/dev/zero"], "/dev/zero is a device"),
+        (["--text", "SHORT"], "too short"),
+        (["--text", "LATIN"], "is not UTF-8"),
+        (["--text", "."], "is a folder"),
+        (["--text", "nowhere.txt"], "nowhere.txt is not there"),
+        (["--out", "FULL"], "is not empty"),
+        (["--out", "TARGET/draft"], "within it"),
+        (["--out", "SHORT/draft"], "cannot be written to"),
+        (["--out", "/proc/draft"], "0.0 MB are free"),
+        (["--hidden", "100", "--heads", "3"], "100 is not a multiple of 3 heads"),
+        (["--hidden", "1000000000"], "would take"),
+        (["--layers", "1000000"], "num_hidden_layers"),
+        (["--init", str(TINY / "draft")], "--layers has no effect"),
+        (["--minutes", "3"], "not allowed with"),
+        (["--vocab", "300"], "--vocab has no effect"),
+        (["--context", "4000"], "there are 2048 positions"),
+        (["--greedy", "0.7", "--sampled", "0.4"], "together"),
+        (["--ce", "nan"], "--ce nan"),
+        (["--rate", "1e30"], "--rate 1e+30"),
+        (["--target", "nowhere/model"], "nowhere/model"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    changes: list[str], message: str, target: str, text: str, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "SHORT").write_text("A short text.")
+    (tmp_path / "LATIN").write_bytes(b"caf\xe9 " * 500)
+    (tmp_path / "FULL").mkdir()
+    (tmp_path / "FULL" / "mine").write_text("mine")
+    before = contents(tmp_path)
+    words = []
+    for word in changes:
+        word = word.replace("TARGET", target)
+        if word.partition("/")[0] in ("SHORT", "LATIN", "FULL"):
+            word = str(tmp_path / word)
+        words.append(word)
+    options = arguments(target, text, tmp_path / "deep" / "draft") + SHAPE
+    assert distil.main(options + words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+    assert contents(tmp_path) == before
+
+
+def test_mistakes_without_a_target(text: str, tmp_path: Path, capsys: Captured) -> None:
+    options = ["--text", text, "--out", str(tmp_path / "model"), "--steps", "1"] + SMALL
+    for changes, message in (
+        ([], "give --layers and --hidden"),
+        (SHAPE + ["--greedy", "0.1"], "--greedy has no effect"),
+        (SHAPE + ["--vocab", "9000"], "--vocab 9000: 257 to what the text gives"),
+        (SHAPE + ["--vocab", "200"], "--vocab 200: 257 to"),
+    ):
+        assert distil.main(options + changes) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and message in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokenizers_that_differ(target: str, text: str, tmp_path: Path, capsys: Captured) -> None:
+    options = arguments(target, text, tmp_path / "draft")
+    assert distil.main(options + ["--init", str(TINY / "draft")]) == 2
+    assert "tokenizers differ: vocabulary, merges" in capsys.readouterr().err
 
 
 def test_a_text_in_pieces_is_the_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Scripts beside the project.
 
+distil             a draft for a target, trained on text and on what the target writes
 enlarge            a checkpoint of a larger shape that computes what a small one does
 profile_iteration  what an iteration makes a device do, kernel by kernel
 kernel_times       attention two ways, and the products of a layer, by rows
