@@ -19,7 +19,7 @@ from cli.main import main as dynatree
 from engine.checkpoint import EMBED_OUT, Config, read_config
 from engine.files import locked
 from gpt_neox import GPTNeoX
-from tools import corpus, distil, outcome, training
+from tools import corpus, distil, folders, outcome, training
 from tools.trainable import Trainable, published_json
 from tools.training import Plan, Training
 
@@ -266,7 +266,7 @@ def test_a_full_disk_loses_nothing(
 
         return write
 
-    for module, name, n in ((training, "write_whole", 4), (outcome, "save_file", 1)):
+    for module, name, n in ((training, "write_whole", 4), (folders, "save_file", 1)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fails_from(n, getattr(module, name)))
             assert distil.main(options) == 2

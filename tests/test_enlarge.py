@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import memory
 from gpt_neox import GPTNeoX
-from tools import enlarge
+from tools import enlarge, folders
 
 
 def arguments(source: Path, folder: Path, hidden: int, layers: int, vocab: int) -> list[str]:
@@ -120,7 +120,7 @@ def test_nothing_half_made_is_left(
         file.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(enlarge, "save_file", write_half)
+    monkeypatch.setattr(folders, "save_file", write_half)
     assert enlarge.main([str(small), str(small.parent / place), *FITTING]) == status
     assert contents(small.parent) == before
 
@@ -138,7 +138,7 @@ def test_nothing_half_made_is_left_by_kill(
         file.write_bytes(b"half")
         signal.raise_signal(number)
 
-    monkeypatch.setattr(enlarge, "save_file", write_half)
+    monkeypatch.setattr(folders, "save_file", write_half)
     own = signal.signal(number, lambda *_: pytest.fail("as if there were nothing to remove"))
     try:
         with pytest.raises(SystemExit) as caught:
@@ -173,7 +173,7 @@ def test_what_a_killed_run_has_left_is_told_and_stays(
 ) -> None:
     """An empty folder was then no empty one, for something that no list shows. It may be of a run
     that goes on."""
-    part = small.parent / left / f"{enlarge.PART}0123"
+    part = small.parent / left / f"{folders.PART}0123"
     part.mkdir(parents=True)
     (part / "model.safetensors").write_bytes(b"half")
     assert enlarge.main([str(small), str(small.parent / place), *FITTING]) == 0

@@ -43,7 +43,7 @@ from cli.models import choose_device, require_same_tokenizer, set_threads
 from engine.checkpoint import Config
 from engine.memory import in_bytes, require_memory
 from tools.corpus import SMALLEST, Corpus, learn_tokenizer, read_corpus, require_texts
-from tools.enlarge import TOKENIZER, file_bytes, new_folder, read_unchanged, size
+from tools.folders import TOKENIZER, file_bytes, new_folder, read_unchanged, size
 from tools.outcome import CARD, card, measure_held_out, write_folder
 from tools.trainable import Source, Trainable, fresh_tensors, published_json
 from tools.training import (

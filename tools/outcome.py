@@ -5,13 +5,11 @@ write_folder(Path("my-draft"), model, {"tokenizer.json": b"...", "README.md": b"
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmark.prompts import spread
@@ -24,7 +22,7 @@ from dynatree import generate
 from engine.checkpoint import first_line
 from gpt_neox import GPTNeoX
 from methods.static import Chain
-from tools.enlarge import halved, written_whole
+from tools.folders import halved, raising_endings, write_files, written_whole
 from tools.trainable import Trainable, published_json
 
 N_WINDOWS = 16  # of the held-out text, evenly spread
@@ -103,10 +101,7 @@ def write_folder(folder: Path, model: Trainable, files: dict[str, bytes]) -> Non
     new or empty. Raises UsageError."""
     files = files | {"config.json": json.dumps(published_json(model.config), indent=2).encode()}
     try:
-        with written_whole(folder) as part:
-            save_file(saved_tensors(model), part / "model.safetensors", metadata={"format": "pt"})
-            for name, content in files.items():
-                (part / name).write_bytes(content)
-            shutil.copymode(part / "config.json", part / "model.safetensors")  # else its owner's
+        with raising_endings(), written_whole(folder) as part:
+            write_files(part, saved_tensors(model), files)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be written: {first_line(error)}") from error
