@@ -312,12 +312,14 @@ class AutoRule(Rule):
         return promise, self.drafting.tokens - self.rate * self.drafting.ms
 
     def standing(self) -> dict[str, float | str]:
-        """What both sources are worth, and which of them makes this tree."""
+        """What both sources are worth, and what makes this tree."""
         chosen = "memory"
         if self.is_probe:
             chosen = "draft, to try it"
         elif self.max_depth and self.worth_of_draft > self.worth_of_memory:
             chosen = "draft and memory"
+        elif len(self.nodes) == 1:
+            chosen = "nothing"
         return {"memory": self.worth_of_memory, "draft": self.worth_of_draft, "chosen": chosen}
 
     def add_remembered(self, max_depth: int) -> None:

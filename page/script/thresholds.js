@@ -144,7 +144,7 @@ function stripChart(key) {
       const width = (100 * (i - start)) / values.length;
       const height = 36 / choices.length;
       const box = { x, y: 2 + line * height, width, height: height - 2 };
-      parts.push(svg("rect", { class: `choice-${line % 3}`, ...box }));
+      parts.push(svg("rect", { class: `choice-${line}`, ...box }));
     }
     start = i;
   }
