@@ -18,6 +18,7 @@ from cli.start import MISTAKE, UNFORESEEN
 from engine.checkpoint import CheckpointError, first_line
 from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory, is_refusal
+from engine.ranks import RanksError
 from verify import NonFiniteLogits
 
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
@@ -218,7 +219,7 @@ def conclude(error: BaseException, parser: Parser) -> int:
             line = f"standard output cannot be written: {error.strerror}"
         case HubUnreachable():
             line = f"{error}; without a network: python {parser.prog} {WITHOUT_NETWORK}"
-        case UsageError() | CheckpointError() | NonFiniteLogits():
+        case UsageError() | CheckpointError() | NonFiniteLogits() | RanksError():
             line = str(error)
         case _ if os.strerror(errno.EMFILE) in str(error):  # of the system, of torch
             line = f"{first_line(error)}; ulimit -n lets more be open"
