@@ -43,6 +43,7 @@ from engine.passes import LayerSlots, Rows, fixed_rows, open_slots, strict_rows,
 from engine.products import Affine, Layout, fastest_rows, gelu
 from engine.rotary import FIRST_POSITIONS, rotary_table, rotate_
 from engine.scores import Scores
+from engine.shares import WHOLE, Share
 from engine.strict import Sight, attend_by_position
 
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
@@ -94,16 +95,18 @@ class KVCache:
 class GPTNeoX:
     """A causal language model over an explicit cache; batch 1, no batch axis."""
 
-    def __init__(self, config: Config, tensors: dict[str, Tensor]):
+    def __init__(self, config: Config, tensors: dict[str, Tensor], share: Share = WHOLE):
         """Consumes `tensors`, checkpoint name -> tensor; `expected_shapes(config)` lists them.
 
-        Raises CheckpointError if a product of two tensors overflows.
+        share: what of the model is here, and what of each tensor. Raises CheckpointError if a
+        product of two tensors overflows.
         """
         self.config = config
+        self.share = share
         self.gelu = ACTIVATIONS[config.activation]
-        self.layout = Layout(config)
+        self.layout = Layout(config, share)
         self.embed_out = self.layout.take_head(tensors)  # from x to scores
-        self.embed_in = tensors.pop(EMBED_IN)  # [V, hidden]
+        self.embed_in = tensors.pop(EMBED_IN)  # [V, hidden], or this share's ids
         self.device, self.dtype = self.embed_in.device, self.embed_in.dtype
         settle_kernels(self.device, self.dtype)
         self.layers = [self.layout.take_layer(tensors, i) for i in range(config.n_layers)]
@@ -112,7 +115,7 @@ class GPTNeoX:
         self.turns = rotary_table(config, n_positions, self.device)
         # Stands in the cache for a key or value that overflowed in float16: its largest number
         self.overflow_mark = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
-        token_bytes = 2 * config.n_layers * config.hidden_size * self.dtype.itemsize
+        token_bytes = 2 * config.n_layers * self.layout.n_attended * self.dtype.itemsize
         min_rows = fastest_rows(self.embed_out, config.hidden_size)
         self.pool = CachePool(
             self._make_storage, token_bytes, self.device, config.max_positions, min_rows
@@ -124,8 +127,9 @@ class GPTNeoX:
         name_or_path: str | Path,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        share: Share = WHOLE,
     ) -> "GPTNeoX":
-        """Load a folder, or a hub repository `NAME` or `NAME@REVISION`.
+        """Load a folder, or a hub repository `NAME` or `NAME@REVISION`; of a share, no more.
 
         Raises CheckpointError (nothing there, not GPT-NeoX, a tensor missing, extra or misshapen,
         a truncated file) and OutOfMemory.
@@ -135,8 +139,8 @@ class GPTNeoX:
         what = f"the weights of {name_or_path}"
         with memory_for(what):
             config = read_config(folder)
-            require_memory(weight_bytes(config, dtype), device, what)
-            return cls(config, load_tensors(folder, config, device, dtype))
+            require_memory(weight_bytes(config, dtype, share), device, what)
+            return cls(config, load_tensors(folder, config, device, dtype, share), share)
 
     def forward(
         self,
@@ -178,8 +182,9 @@ class GPTNeoX:
 
     def _run(self, rows: Rows, kv: Tensor, turns: Tensor) -> Tensor:
         """Embedding and layers, x [n, hidden]; not finite where it overflowed."""
-        config, layout = self.config, self.layout
-        x = F.embedding(rows.tokens, self.embed_in)  # [n, hidden]
+        config, layout, share = self.config, self.layout, self.share
+        in_order = isinstance(rows.sight, Sight)  # strict: no sum may depend on a row's place
+        x = share.embed(rows.tokens, self.embed_in)  # [n, hidden]
         turns = turns.index_select(0, rows.positions)  # [n, R / 2], how far each row is rotated
         written, layer_slots = open_slots(kv, rows)
         space = layout.workspace(x)  # x in blocks, and where what is added to it is put together
@@ -189,14 +194,15 @@ class GPTNeoX:
                 qkv, inside = layout.split(layer.into(self._norm(x)))  # [3, H, n, D], [B, n, width]
                 space.attended.copy_(self._attention(qkv, turns, slots, rows.sight))  # [H, n, D]
                 gelu(inside, self.gelu, space.active)  # [B, n, width]
-                space.x.add_(layer.out_of(space.both))  # [B, n, width], which is x
+                space.x.add_(share.sum(layer.out_of(space.both), in_order))  # [B, n, width], x
             else:
                 # x + attention(norm(x)), then x + mlp(norm(x))
                 qkv = layout.heads(layer.qkv(self._norm(x)))  # [3, H, n, D]
                 space.attended.copy_(self._attention(qkv, turns, slots, rows.sight))  # [H, n, D]
-                space.x.add_(layer.attention_out(space.attended_rows))  # [B, n, width]
+                attended = layer.attention_out(space.attended_rows)
+                space.x.add_(share.sum(attended, in_order))  # [B, n, width]
                 gelu(layer.mlp_in(self._norm(x)), self.gelu, space.active)  # [B, n, width]
-                space.x.add_(layer.mlp_out(space.active_rows))  # [B, n, width]
+                space.x.add_(share.sum(layer.mlp_out(space.active_rows), in_order))
         if self.overflow_mark:
             has_overflowed = written.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_mark  # [n]
             x = x.masked_fill(has_overflowed[:, None], torch.nan)
@@ -222,7 +228,8 @@ class GPTNeoX:
         x = torch.layer_norm(x, x.shape[-1:], *self.final_norm, self.config.norm_eps)
         blocks = self.embed_out(x)  # [B, n, width]
         logits = blocks.transpose(0, 1).flatten(1)  # [n, V and padding]
-        return logits[:, : self.config.vocab_size]
+        here = logits[:, : len(self.embed_in)]  # of a share's ids
+        return self.share.gather(here)[:, : self.config.vocab_size]
 
     def prefill(
         self,
@@ -244,8 +251,8 @@ class GPTNeoX:
             if read:
                 read(ids, Scores(self._scores(x).float()))
             cache.advance(len(ids))
-        logits = self._scores(x[-1:]).float()[:, : cache.use.n_ids]
-        return Scores(logits.masked_fill(~is_finite, torch.nan))
+        last = x[-1:].masked_fill(~is_finite, torch.nan)  # and so are its logits, of every share
+        return Scores(self._scores(last).float()[:, : cache.use.n_ids])
 
     def append(self, tokens: list[int], cache: KVCache) -> Scores:
         """prefill() of few tokens in one pass: on CUDA of a fixed shape, as every pass of the loop.
@@ -283,7 +290,7 @@ class GPTNeoX:
         config = self.config
         if n_slots > len(self.turns):
             self.turns = rotary_table(config, n_slots, self.device)
-        shape = (2, config.n_layers, config.n_heads, n_slots, config.head_size)
+        shape = (2, config.n_layers, self.layout.n_heads, n_slots, config.head_size)
         kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
         if not self.pool.is_fixed:
             return Storage(kv, self.turns, None)

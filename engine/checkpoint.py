@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from engine.foreign import (
     short,
     unreadable,
 )
+from engine.shares import WHOLE, Share
 
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu's approximate=
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -48,6 +50,10 @@ LAYER_NAMES = {  # part of a layer -> name in the checkpoint
 }
 EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 FINAL_NORM = "gpt_neox.final_layer_norm"
+# What several ranks split. By rows, weights and biases: a head's queries, keys and values lie
+# together. By columns what leads out of heads and inside, as each rank has some of these
+BY_ROWS = (LAYER_NAMES["qkv"], LAYER_NAMES["mlp_in"], "embed_in", "embed_out")
+BY_COLUMNS = (f"{LAYER_NAMES['attention_out']}.weight", f"{LAYER_NAMES['mlp_out']}.weight")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
@@ -180,9 +186,31 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_bytes(config: Config, dtype: torch.dtype) -> int:
-    """What all weights take."""
-    return sum(math.prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
+def split_axis(name: str) -> int | None:
+    """The axis of a tensor along which ranks split it; None if each has all of it."""
+    if name.endswith(BY_COLUMNS):
+        return 1
+    return 0 if name.rpartition(".")[0].endswith(BY_ROWS) else None
+
+
+def weight_bytes(config: Config, dtype: torch.dtype, share: Share = WHOLE) -> int:
+    """What all weights take, or a share of them."""
+    n = 0
+    for name, shape in expected_shapes(config).items():
+        axis = split_axis(name)
+        if axis is None:
+            n += math.prod(shape)
+        else:
+            n += math.prod(shape) // shape[axis] * share.size(shape[axis])
+    return n * dtype.itemsize
+
+
+def require_divisible(config: Config, share: Share) -> None:
+    """Raise CheckpointError unless heads and the MLP's inside can be split evenly."""
+    sizes = {"heads": config.n_heads, "columns of the MLP's inside": config.intermediate_size}
+    for what, n in sizes.items():
+        if n % share.count:
+            raise CheckpointError(f"{n} {what} cannot be split evenly over {share.count} ranks")
 
 
 def read_config(folder: Path) -> Config:
@@ -194,13 +222,19 @@ def read_config(folder: Path) -> Config:
 
 
 def load_tensors(
-    folder: Path, config: Config, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    share: Share = WHOLE,
 ) -> dict[str, Tensor]:
     """All tensors of a checkpoint, by published name, on the device in the wanted dtype.
 
-    One at a time, so that no second copy of all ever exists. Raises CheckpointError: a tensor is
-    missing, extra, misshapen or not finite, a file is truncated.
+    One at a time, so that no second copy of all ever exists; of a share, nothing else is read.
+    Raises CheckpointError: a tensor is missing, extra, misshapen or not finite, a file is
+    truncated.
     """
+    require_divisible(config, share)
     shapes = expected_shapes(config)
     tensors = {}
     for file in weight_files(folder):
@@ -208,7 +242,7 @@ def load_tensors(
             with safe_open(file, "pt", device=str(device)) as shard:
                 for name in _wanted(shard, shapes, file):
                     # A copy, as the file's own memory begins anywhere, and MKL rounds by alignment
-                    tensors[name] = shard.get_tensor(name).to(dtype, copy=True)
+                    tensors[name] = _read(shard, name, share).to(dtype, copy=True)
                     if not tensors[name].isfinite().all():
                         raise CheckpointError(f"{file}: {name} is not finite in {dtype}")
         except (SafetensorError, OSError) as error:
@@ -217,6 +251,21 @@ def load_tensors(
         if name not in tensors:
             raise CheckpointError(f"{folder} lacks the tensor {name}")
     return tensors
+
+
+def _read(shard: safe_open, name: str, share: Share) -> Tensor:
+    """A tensor, or a rank's part of it; zeros where the vocabulary has ended."""
+    axis = split_axis(name)
+    if share is WHOLE or axis is None:
+        return shard.get_tensor(name)
+    stored = shard.get_slice(name)
+    n = stored.get_shape()[axis]
+    start, end = share.bounds(n)
+    if axis == 1:
+        return stored[:, start:end]
+    part = stored[start:end]
+    lacking = share.size(n) - len(part)
+    return F.pad(part, (0, 0, 0, lacking)) if lacking else part
 
 
 def _wanted(shard: safe_open, shapes: dict[str, tuple[int, ...]], file: Path) -> Iterator[str]:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from engine.checkpoint import EMBED_IN, EMBED_OUT, LAYER_NAMES, CheckpointError, Config
 from engine.rotary import order_rows
+from engine.shares import WHOLE, Share
 
 COLUMNS = 40  # of a matrix, at most, that are stored together on CPU
+LEADING_OUT = ("attention_out", "mlp_out")  # parts of a layer whose products are added to x
 LARGE = 512  # hidden size from which two rows of a product take less time than one (measured)
 
 
@@ -66,23 +68,30 @@ class Workspace(NamedTuple):
     """x in one pass and what is added to it, each view made once: one per layer costs too much."""
 
     x: Tensor  # [B, n, width], to add products to
-    both: Tensor  # [n, hidden + inside], what out_of reads
+    both: Tensor  # [n, H * D + inside], what out_of reads
     attended: Tensor  # [H, n, D], the first part of it
     active: Tensor  # [B, n, width], the second
-    attended_rows: Tensor  # [n, hidden], the first part again
+    attended_rows: Tensor  # [n, H * D], the first part again
     active_rows: Tensor  # [n, inside]
 
 
 class Layout:
-    """How a model's products are laid out: widths, and views of what they give."""
+    """How a model's products are laid out: widths, and views of what they give.
 
-    def __init__(self, config: Config):
+    Of a share of the model, H heads and the inside are those that are here.
+    """
+
+    def __init__(self, config: Config, share: Share = WHOLE):
         self.config = config
+        self.share = share
+        self.n_heads = config.n_heads // share.count
+        self.n_attended = self.n_heads * config.head_size
         self.width = COLUMNS
         while config.head_size % self.width:
             self.width -= 1
-        self.n_inside = -(-config.intermediate_size // self.width) * self.width  # of an MLP
-        self.n_qkv = 3 * config.hidden_size // self.width  # blocks
+        self.n_active = config.intermediate_size // share.count  # of an MLP's inside
+        self.n_inside = -(-self.n_active // self.width) * self.width  # the same in whole blocks
+        self.n_qkv = 3 * self.n_attended // self.width  # blocks
 
     def take_layer(self, tensors: dict[str, Tensor], index: int) -> ParallelLayer | SequentialLayer:
         """One layer's products; its tensors are taken out, so that no second copy of all exists.
@@ -94,13 +103,15 @@ class Layout:
             name = f"gpt_neox.layers.{index}.{name}"
             weight = tensors.pop(f"{name}.weight")
             bias = tensors.get(f"{name}.bias", weight.new_zeros(len(weight)))
+            if part in LEADING_OUT and self.share.index:
+                bias = torch.zeros_like(bias)  # it is added once, by rank 0
             parts[part] = Affine(weight, bias)
         qkv = fold(parts["attention_norm"], parts["qkv"])
-        order = order_rows(self.config)
+        order = order_rows(self.config, self.n_heads)
         qkv = Affine(qkv.weight[order], qkv.bias[order])
         mlp_in = fold(parts["mlp_norm"], parts["mlp_in"])
         attention_out = parts["attention_out"]
-        padding = self.n_inside - self.config.intermediate_size
+        padding = self.n_inside - self.n_active
         mlp_out = Affine(F.pad(parts["mlp_out"].weight, (0, padding)), parts["mlp_out"].bias)
         if self.config.is_parallel:
             into = Affine(
@@ -119,7 +130,7 @@ class Layout:
         )
 
     def take_head(self, tensors: dict[str, Tensor]) -> Product:
-        """From the final norm to the scores of the vocabulary, and padding."""
+        """From the final norm to the scores of the ids that are here, and padding."""
         weight = tensors.pop(EMBED_OUT, tensors.get(EMBED_IN))
         return self.lay_out(Affine(weight, weight.new_zeros(len(weight))))
 
@@ -139,10 +150,9 @@ class Layout:
 
     def workspace(self, x: Tensor) -> Workspace:
         """x [n, hidden] and what is put together beside it in one pass."""
-        n, hidden = x.shape
-        both = x.new_empty(n, hidden + self.n_inside)
-        attended_rows = both[:, :hidden]
-        active_rows = both[:, hidden:]
+        both = x.new_empty(len(x), self.n_attended + self.n_inside)
+        attended_rows = both[:, : self.n_attended]
+        active_rows = both[:, self.n_attended :]
         return Workspace(
             x=in_blocks(x, self.width),
             both=both,
@@ -160,7 +170,7 @@ class Layout:
     def heads(self, qkv: Tensor) -> Tensor:
         """Queries, keys and values [B, n, width] as [3, H, n, D]."""
         n, width = qkv.shape[1:]
-        parts = qkv.view(3, self.config.n_heads, -1, n, width)  # D / width blocks a head
+        parts = qkv.view(3, self.n_heads, -1, n, width)  # D / width blocks a head
         return parts.transpose(2, 3).flatten(-2)
 
 

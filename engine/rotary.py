@@ -31,10 +31,10 @@ def rotate_(x: Tensor, turns: Tensor) -> None:
         x.copy_(pairs.view(torch.float32))
 
 
-def order_rows(config: Config) -> Tensor:
+def order_rows(config: Config, n_heads: int) -> Tensor:
     """Where the rows of query_key_value [H * 3 * D] come from: to [3, H, D], pairs side by side."""
-    n_heads, size, n_pairs = config.n_heads, config.head_size, config.rotary_dims // 2
-    rows = torch.arange(3 * config.hidden_size).view(n_heads, 3, size).transpose(0, 1).clone()
+    size, n_pairs = config.head_size, config.rotary_dims // 2
+    rows = torch.arange(3 * n_heads * size).view(n_heads, 3, size).transpose(0, 1).clone()
     turned = rows[:2, :, : 2 * n_pairs].unflatten(-1, (2, n_pairs)).mT.flatten(-2).clone()
     rows[:2, :, : 2 * n_pairs] = turned
     return rows.flatten()
