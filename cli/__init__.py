@@ -6,6 +6,7 @@ models      opening a pair: device, dtype, checkpoints, tokenizers; a request to
 terminal    streamed text, drawn trees, the help of every setting
 metrics     one generation in numbers
 compare     --compare: a method's run beside ar's, and what explains a difference
+ranks       a command line under torchrun
 errors      one line for every mistake, and the exit status
 trace       what decided every tree and what became of it, as data (--trace)
 page        the same as a page to look at (--page), from the files of page/

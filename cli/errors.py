@@ -18,7 +18,7 @@ from cli.start import MISTAKE, UNFORESEEN
 from engine.checkpoint import CheckpointError, first_line
 from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory, is_refusal
-from engine.ranks import RanksError
+from engine.ranks import RanksError, is_silent
 from verify import NonFiniteLogits
 
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
@@ -179,6 +179,9 @@ def run_command_line(
     for what nobody foresaw. Ctrl-C is 130. --debug shows the traceback as well.
     """
     mend_streams()
+    if is_silent() and "--debug" not in (arguments or sys.argv):  # rank 0 says it all
+        silence(sys.stdout)
+        silence(sys.stderr)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     is_debugging = False
     with handling_interrupts(), redirect_stdout(Output(sys.stdout)):

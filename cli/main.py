@@ -29,6 +29,7 @@ from cli.options import (
     require_drawing,
 )
 from cli.page import not_written, save_trace
+from cli.ranks import on_ranks
 from cli.terminal import TextStream, describe, draw_tree, harmless, has_color
 from cli.trace import Trace, describe_base, meanings
 from draft_tree import Settings
@@ -37,6 +38,7 @@ from engine.files import require_writable
 from engine.streaming import WHOLE_TEXT, Window
 from engine.strict import MAX_DEPTH
 from methods import METHODS
+from tensor_parallel import Mail
 
 WARM_UP_STEPS = 8
 DEPTHS = ("K", "D", "D_max")  # settings that say how deep a tree may be
@@ -158,7 +160,7 @@ def summarise(metrics: Metrics) -> str:
     return f"{metrics.new_tokens} tokens, {rates}, {first}"
 
 
-def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
+def prepare(args: argparse.Namespace, mail: Mail | None) -> tuple[Request, Settings, dict]:
     """Check everything that was asked for and load the models; also the settings to report."""
     if args.method not in METHODS:
         raise UsageError(f"unknown method {args.method!r}; there are {', '.join(METHODS)}")
@@ -177,7 +179,7 @@ def prepare(args: argparse.Namespace) -> tuple[Request, Settings, dict]:
         say(f"note: --method {args.method} needs no draft; --draft-dtype has no effect")
     if args.strict:
         note_depth(settings)
-    pair, models = open_pair(args, rule.max_depth > 0, say)
+    pair, models = open_pair(args, rule.max_depth > 0, say, mail)
     window = choose_window(args.window, args.sinks, rule.max_rows, pair)
     prompt = encode(text, pair.tokenizer, pair.target.config.vocab_size)
     warn_of_length(len(prompt), args.max_new_tokens, window, pair)
@@ -233,7 +235,12 @@ def warn_of_length(n_prompt: int, n_new: int, window: Window, pair: Pair) -> Non
 
 def execute(args: argparse.Namespace) -> int:
     """The command line, once parsed. Returns the exit status."""
-    request, settings, reported = prepare(args)
+    return on_ranks(write, args)
+
+
+def write(args: argparse.Namespace, mail: Mail | None) -> int:
+    """The same, with the other ranks if there are any."""
+    request, settings, reported = prepare(args, mail)
     trace = None
     if args.page or args.trace:
         trace = Trace(request.pair.tokenizer, settings, request.options["eos_ids"])

@@ -25,6 +25,7 @@ from engine.checkpoint import DTYPES, CheckpointError, first_line, read_json
 from engine.hub import find_checkpoint
 from engine.memory import memory_for, require_memory
 from gpt_neox import GPTNeoX
+from tensor_parallel import Mail
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
@@ -132,6 +133,7 @@ class Pair:
     target_folder: Path
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
+    mail: Mail | None = None  # to other ranks, with whom the target is computed
 
     @property
     def models(self) -> list[GPTNeoX]:
@@ -142,7 +144,7 @@ class Pair:
         """The target in float32, loaded again if it is not. Raises OutOfMemory."""
         if self.target.dtype == torch.float32:
             return self.target
-        return GPTNeoX.from_pretrained(self.target_folder, self.target.device, torch.float32)
+        return load_target(self.target_folder, self.target.device, torch.float32, self.mail)
 
     def captured(self) -> tuple[int, float]:
         """CUDA graphs so far, and the seconds they took."""
@@ -200,11 +202,19 @@ def default_models(device: torch.device) -> tuple[str, str]:
 
 
 def open_pair(
-    args: argparse.Namespace, is_drafting: bool, say: Callable[[str], None]
+    args: argparse.Namespace,
+    is_drafting: bool,
+    say: Callable[[str], None],
+    mail: Mail | None = None,
 ) -> tuple[Pair, dict[str, str | int | None]]:
-    """The models that the options name, announced and loaded; and what to report of them."""
+    """The models that the options name, announced and loaded; and what to report of them.
+
+    mail: to the other ranks, if the target is computed with them.
+    """
     set_threads(args.threads)
     device = choose_device(args.device)
+    if mail and ":" in (args.device or ""):
+        raise UsageError(f"--device {args.device}: under torchrun each rank has its own; say cuda")
     dtype = choose_dtype(args.dtype, device)
     draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
     if is_drafting and args.target and not args.draft:
@@ -214,18 +224,20 @@ def open_pair(
     draft = (args.draft or draft) if is_drafting else None
     found = {"target": target, "draft": draft, "device": str(device), "dtype": dtype_name(dtype)}
     found["draft_dtype"] = dtype_name(draft_dtype) if draft else None
+    if mail:
+        found["ranks"] = mail.ranks.count
     say(announcement(found))
     if device.type == "cpu":
         warn_of_emulation({dtype, draft_dtype} if draft else {dtype}, say)
     if args.no_graphs and device.type != "cuda":
         raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
-    pair = load_pair(target, draft, device, dtype, draft_dtype, say)
+    pair = load_pair(target, draft, device, dtype, draft_dtype, say, mail)
     if args.no_graphs:
         pair.use_graphs(False)
     return pair, found | {"threads": torch.get_num_threads()}
 
 
-def announcement(found: dict[str, str | None]) -> str:
+def announcement(found: dict[str, str | int | None]) -> str:
     """What is about to run; found: as open_pair reports it."""
     models = f"target {found['target']}"
     precision = found["dtype"]
@@ -233,7 +245,10 @@ def announcement(found: dict[str, str | None]) -> str:
         models += f", draft {found['draft']}"
         if found["draft_dtype"] != found["dtype"]:
             precision += f", draft {found['draft_dtype']}"
-    return f"{models}; {found['device']}, {precision}"
+    where = found["device"]
+    if "ranks" in found:
+        where = f"{found['ranks']} ranks on {where}"
+    return f"{models}; {where}, {precision}"
 
 
 def load_pair(
@@ -243,10 +258,12 @@ def load_pair(
     dtype: torch.dtype,
     draft_dtype: torch.dtype | None = None,
     announce: Callable[[str], None] = lambda line: None,
+    mail: Mail | None = None,
 ) -> Pair:
     """Find, check and load the models; `announce` is told before a download.
 
-    draft_dtype: the target's if None. Raises CheckpointError (the two tokenizers must be the same)
+    draft_dtype: the target's if None. mail: to the ranks that each load a share of the target; the
+    draft is loaded whole, here alone. Raises CheckpointError (the two tokenizers must be the same)
     and OutOfMemory.
     """
     with memory_for("the tokenizer"):
@@ -256,17 +273,24 @@ def load_pair(
         tokenizer = load_tokenizer(target_folder)
         if draft_folder:
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
-    load_s = {}
-
-    def load(role: str, folder: Path, dtype: torch.dtype) -> GPTNeoX:
+    start = time.perf_counter()
+    target_model = load_target(target_folder, device, dtype, mail)
+    load_s = {"target": time.perf_counter() - start}
+    draft_model = None
+    if draft_folder:
         start = time.perf_counter()
-        model = GPTNeoX.from_pretrained(folder, device, dtype)
-        load_s[role] = time.perf_counter() - start
-        return model
+        draft_model = GPTNeoX.from_pretrained(draft_folder, device, draft_dtype or dtype)
+        load_s["draft"] = time.perf_counter() - start
+    return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, mail)
 
-    target_model = load("target", target_folder, dtype)
-    draft_model = load("draft", draft_folder, draft_dtype or dtype) if draft_folder else None
-    return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s)
+
+def load_target(
+    folder: Path, device: torch.device, dtype: torch.dtype, mail: Mail | None
+) -> GPTNeoX:
+    """The whole of it, or with other ranks a share. Raises as GPTNeoX.from_pretrained."""
+    if mail:
+        return mail.load(folder, device, dtype)
+    return GPTNeoX.from_pretrained(folder, device, dtype)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from engine.checkpoint import CheckpointError, first_line
 from engine.memory import OutOfMemory
+from engine.shares import Share
 
 ROOT = Path(__file__).parent.parent
 # A rank that has gone is noticed at once, by its connections. These are for one that is there and
@@ -45,6 +46,8 @@ NO_HURRY = timedelta(days=30)
 JOINING = timedelta(minutes=5)  # to import torch, on every machine
 LETTER = 4096  # bytes of a broadcast: a tree's pass, with all that was done since the last one
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
+
+AGREED = (CheckpointError, OutOfMemory)  # what may go wrong on one rank alone, beside RanksError
 
 Hold = Callable[[], AbstractContextManager]
 Store = object  # of torch.distributed, as the groups: it is imported where there are ranks
@@ -60,9 +63,9 @@ def is_launched() -> bool:
     return read_number("WORLD_SIZE", 1) >= 2
 
 
-def own_index() -> int:
-    """The rank of this process, 0 where there is but one."""
-    return read_number("RANK", 0) if is_launched() else 0
+def is_silent() -> bool:
+    """Whether this process is one of several, and not the one that speaks."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0"
 
 
 def read_number(variable: str, default: int) -> int:
@@ -121,7 +124,7 @@ class Ranks:
         problem = None
         try:
             yield
-        except (CheckpointError, OutOfMemory, RanksError) as error:
+        except (*AGREED, RanksError) as error:
             problem = error
         self.agree(problem)
 
@@ -153,28 +156,57 @@ class Ranks:
 
         self.together(dist.broadcast, buffer, src=0, group=self.patient)
 
+    def own_device(self, device: torch.device) -> torch.device:
+        """This rank's, of the same kind. Raises RanksError if there is none."""
+        if device.type != "cuda":
+            return device
+        n_cuda = torch.cuda.device_count()
+        if self.local_index >= n_cuda:
+            raise RanksError(f"there are {n_cuda} CUDA devices, and each rank needs one of its own")
+        return torch.device("cuda", self.local_index)
+
+    def share(self, device: torch.device) -> Share:
+        """What this rank has of a model on its device; all ranks call it at the same time."""
+        import torch.distributed as dist
+
+        group = self.prompt
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            group = dist.new_group(backend="nccl", timeout=PATIENCE)
+
+        def reduce(x: Tensor) -> None:
+            self.together(dist.all_reduce, x, group=group)
+
+        def collect(parts: list[Tensor], x: Tensor) -> None:
+            self.together(dist.all_gather, parts, x, group=group)
+
+        return Share(self.index, self.count, reduce, collect)
+
     def why_gone(self, error: RuntimeError) -> str:
-        """What to say when a collective failed: the last words of a rank that ended of itself."""
-        for index in range(self.count):
-            words = self.last_words(index)
-            if words:
-                return f"rank {index}: {words}"
+        """What to say when a collective failed."""
         who = f"rank {1 - self.index}" if self.count == 2 else "another rank"
         if "timed out" in str(error).lower():
             return f"{who} has not answered for {PATIENCE.total_seconds() / 60:.0f} minutes"
-        return f"{who} has gone; if torchrun started it, it says below how that one ended"
+        return self.last_words() or f"{who} has gone; torchrun says how that one ended"
+
+    def why_ended(self) -> str:
+        """What to say when torchrun ends the command."""
+        return self.last_words() or "ended by SIGTERM, as torchrun does when a rank has gone"
 
     def leave_word(self, words: str) -> None:
         """Tell the others, when they notice, why this rank ends."""
         self.store.set(f"last words of {self.index}", words)
 
-    def last_words(self, index: int) -> str:
-        """Why a rank has ended, if it could say so."""
-        key = f"last words of {index}"
-        try:
-            return self.store.get(key).decode() if self.store.check([key]) else ""
-        except RuntimeError:  # whoever kept them has gone as well
-            return ""
+    def last_words(self) -> str:
+        """Why a rank has ended, if one has that could say so."""
+        for index in range(self.count):
+            key = f"last words of {index}"
+            try:
+                if self.store.check([key]):
+                    return f"rank {index}: {self.store.get(key).decode()}"
+            except RuntimeError:  # whoever kept them has gone as well
+                return ""
+        return ""
 
 
 @contextmanager
@@ -203,7 +235,7 @@ def join(hold: Hold) -> Ranks:
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
         raise RanksError(f"WORLD_SIZE is set, but not {', '.join(missing)}: start it with torchrun")
-    index = own_index()
+    index = read_number("RANK", 0)
     count = read_number("WORLD_SIZE", 1)
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:

@@ -1,0 +1,322 @@
+"""A target that several processes compute together, each with a share of its weights and cache.
+
+Rank 0 runs the loop, as ever, on a ParallelTarget, which is a GPTNeoX: what it is asked to do it
+tells the other ranks, and all do it at the same time, each with its own share. The others `follow`.
+A pass is told in one broadcast of some kilobytes: tokens, positions, what of the mask is not the
+whole prefix. What computes nothing together (rows kept, rewinds, drops) travels with the next pass.
+Scores come back to all, and only rank 0 looks at them.
+
+    with joined() as ranks:
+        if ranks.index:
+            follow(ranks)
+        else:
+            with directing(ranks) as mail:
+                target = mail.load("models/tiny/target", torch.device("cpu"), torch.float32)
+
+Shapes: n rows, S cache slots.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from engine.caches import CachePool, Storage
+from engine.checkpoint import DTYPES, first_line
+from engine.cuda_graphs import Use
+from engine.ranks import AGREED, Ranks, RanksError
+from engine.scores import Scores
+from gpt_neox import GPTNeoX, KVCache
+
+END = "end"
+
+
+def load_share(
+    ranks: Ranks, kind: type[GPTNeoX], folder: str, device: torch.device, dtype: torch.dtype
+) -> GPTNeoX:
+    """A rank's share of a model; all ranks load theirs at the same time.
+
+    Raises CheckpointError, OutOfMemory and RanksError, on every rank if it happens on any.
+    """
+    with ranks.agreeing():
+        device = ranks.own_device(device)
+    share = ranks.share(device)
+    with ranks.agreeing():
+        model = kind.from_pretrained(folder, device, dtype, share)
+    # Caches as long as asked for, never as long as there is room, which is not the same on every
+    # rank: what one captures all must
+    model.pool.max_positions = 0
+    return model
+
+
+@dataclass
+class Mail:
+    """What rank 0 tells the others. Calls within a call are not told: they make them as well."""
+
+    ranks: Ranks
+    waiting: list[list] = field(default_factory=list)  # calls that travel with the next pass
+    is_inside: bool = False  # a call that was told
+    is_ended: bool = False  # by SIGTERM, which torchrun sends when another rank has gone
+    n_models: int = 0
+    n_caches: int = 0
+
+    def load(self, folder: str | Path, device: torch.device, dtype: torch.dtype) -> GPTNeoX:
+        """A target in shares. Raises as load_share."""
+        folder = os.path.abspath(folder)
+        name = str(dtype).removeprefix("torch.")
+        self.ranks.tell([["load", folder, device.type, name, torch.get_num_threads()]])
+        model = load_share(self.ranks, ParallelTarget, folder, device, dtype)
+        model.direct(self, self.n_models)
+        self.n_models += 1
+        return model
+
+    def later(self, *call: object) -> None:
+        """Tell something with the next pass."""
+        if not self.is_inside:
+            self.waiting.append(list(call))
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """What is called in here is part of one call."""
+        before = self.is_inside
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = before
+
+    @contextmanager
+    def now(self, *call: object) -> Iterator[None]:
+        """Tell something, and do it in here; Ctrl-C waits until it is done."""
+        if self.is_inside:
+            yield
+            return
+        if self.is_ended:
+            raise RanksError(self.ranks.why_ended())
+        with self.ranks.hold(), self.within():
+            self.ranks.tell([*self.waiting, list(call)])
+            self.waiting.clear()
+            yield
+
+
+class ParallelCache(KVCache):
+    """Rank 0's part of a cache, whose number names it to the others."""
+
+    def __init__(self, cache: KVCache, mail: Mail, number: int):
+        super().__init__(cache.storage, cache.capacity, cache.use)
+        self.mail, self.number = mail, number
+
+    def advance(self, n: int) -> None:
+        super().advance(n)
+        self.mail.later("advance", self.number, n)
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self.mail.later("rewind", self.number, length)
+
+    def commit(self, rows: Sequence[int]) -> None:
+        super().commit(rows)
+        self.mail.later("commit", self.number, list(rows))
+
+
+class ParallelPool(CachePool):
+    """Rank 0's storages, which are lent and taken back on every rank alike."""
+
+    def __init__(self, pool: CachePool, mail: Mail):
+        super().__init__(
+            pool.make, pool.token_bytes, pool.device, pool.max_positions, pool.min_rows
+        )
+        self.mail = mail
+        self.numbers: dict[Storage, int] = {}  # of the caches that are lent
+
+    def take_back(self, storage: Storage) -> None:
+        super().take_back(storage)
+        self.mail.later("take_back", self.numbers.pop(storage))
+
+    def capture(self, storage: Storage, lengths: range, scratch: int, use: Use) -> None:
+        if self.has_graphs:
+            places = (lengths.start, lengths.stop, scratch)
+            with self.mail.now("capture", self.numbers[storage], *places, use):
+                super().capture(storage, lengths, scratch, use)
+
+
+class ParallelTarget(GPTNeoX):
+    """Rank 0's share of a model; it does what a GPTNeoX does, with the others."""
+
+    def direct(self, mail: Mail, number: int) -> None:
+        """From here on, tell the others."""
+        self.mail, self.number = mail, number
+        self.pool = ParallelPool(self.pool, mail)
+
+    def new_cache(self, capacity: int, use: Use | None = None) -> KVCache:
+        use = use or Use()
+        with self.mail.now("new_cache", self.number, capacity, use):
+            with self.mail.ranks.agreeing():
+                cache = super().new_cache(capacity, use)
+        number = self.mail.n_caches
+        self.mail.n_caches += 1
+        self.pool.numbers[cache.storage] = number
+        return ParallelCache(cache, self.mail, number)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: ParallelCache,
+        mask: Tensor | None = None,
+        start: int | None = None,
+        n_last: int | None = None,
+    ) -> Scores:
+        if start is None:
+            start = cache.length
+        cache.require(start + len(tokens))  # before it is told
+        rows = (tokens.tolist(), positions.tolist(), pack(mask), start, n_last)
+        with self.mail.now("forward", cache.number, *rows):
+            return super().forward(tokens, positions, cache, mask, start, n_last)
+
+    def prefill(
+        self,
+        tokens: list[int],
+        cache: ParallelCache,
+        read: Callable[[Tensor, Scores], None] | None = None,
+    ) -> Scores:
+        cache.require(cache.length + len(tokens))
+        with self.mail.now("prefill", cache.number, list(tokens), read is not None):
+            return super().prefill(tokens, cache, read)
+
+    def forget(self, cache: ParallelCache, start: int, n: int) -> None:
+        self.mail.later("forget", cache.number, start, n)
+        with self.mail.within():
+            super().forget(cache, start, n)
+
+
+def pack(mask: Tensor | None) -> list | None:
+    """A mask [n, S] as JSON has it: rows, slots, how many at the beginning all rows may attend,
+    and the rest bit by bit, in hex."""
+    if mask is None:
+        return None
+    n_seen = int(mask.all(dim=0).long().cumprod(dim=0).sum())
+    bits = numpy.packbits(mask[:, n_seen:].numpy())
+    return [*mask.shape, n_seen, bits.tobytes().hex()]
+
+
+def unpack(packed: list | None) -> Tensor | None:
+    """The mask again."""
+    if packed is None:
+        return None
+    n, n_slots, n_seen, bits = packed
+    mask = torch.ones(n, n_slots, dtype=torch.bool)
+    found = numpy.unpackbits(numpy.frombuffer(bytes.fromhex(bits), dtype=numpy.uint8))
+    n_rest = n_slots - n_seen
+    mask[:, n_seen:] = torch.from_numpy(found[: n * n_rest]).view(n, n_rest)
+    return mask
+
+
+class Follower:
+    """What a rank above 0 has: its shares of models and caches, and a method for each call."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.models: list[GPTNeoX] = []
+        self.caches: dict[int, tuple[GPTNeoX, KVCache]] = {}
+        self.n_caches = 0
+
+    def load(self, folder: str, device: str, dtype: str, n_threads: int) -> None:
+        torch.set_num_threads(n_threads)
+        with suppress(*AGREED, RanksError):  # which rank 0 raises
+            own = load_share(self.ranks, GPTNeoX, folder, torch.device(device), DTYPES[dtype])
+            self.models.append(own)
+
+    def new_cache(self, model: int, capacity: int, use: list) -> None:
+        with suppress(*AGREED):
+            with self.ranks.agreeing():
+                cache = self.models[model].new_cache(capacity, Use(*use))
+            self.caches[self.n_caches] = (self.models[model], cache)
+            self.n_caches += 1
+
+    def forward(
+        self,
+        number: int,
+        tokens: list[int],
+        positions: list[int],
+        mask: list | None,
+        start: int,
+        n_last: int | None,
+    ) -> None:
+        model, cache = self.caches[number]
+        rows = (torch.tensor(tokens), torch.tensor(positions))
+        model.forward(*rows, cache, unpack(mask), start, n_last)
+
+    def prefill(self, number: int, tokens: list[int], is_read: bool) -> None:
+        model, cache = self.caches[number]
+        model.prefill(tokens, cache, ignore if is_read else None)
+
+    def forget(self, number: int, start: int, n: int) -> None:
+        model, cache = self.caches[number]
+        model.forget(cache, start, n)
+
+    def advance(self, number: int, n: int) -> None:
+        self.caches[number][1].advance(n)
+
+    def rewind(self, number: int, length: int) -> None:
+        self.caches[number][1].rewind(length)
+
+    def commit(self, number: int, rows: list[int]) -> None:
+        self.caches[number][1].commit(rows)
+
+    def take_back(self, number: int) -> None:
+        model, cache = self.caches.pop(number)
+        model.pool.take_back(cache.storage)
+
+    def capture(self, number: int, first: int, last: int, scratch: int, use: list) -> None:
+        model, cache = self.caches[number]
+        model.pool.capture(cache.storage, range(first, last), scratch, Use(*use))
+
+
+def ignore(ids: Tensor, scores: Scores) -> None:
+    """What a follower does with the scores of a prompt: they were computed for rank 0."""
+
+
+@torch.inference_mode()
+def follow(ranks: Ranks) -> None:
+    """What every rank but 0 does: what rank 0 tells, until it says that it ends.
+
+    Raises RanksError if another rank has gone. Ctrl-C is for rank 0.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follower = Follower(ranks)
+    try:
+        while True:
+            for name, *arguments in ranks.hear():
+                if name == END:
+                    return
+                getattr(follower, name)(*arguments)
+    except RanksError:
+        raise
+    except Exception as error:  # whatever it is, rank 0 is the one who says it
+        ranks.leave_word(first_line(error))
+        raise
+
+
+@contextmanager
+def directing(ranks: Ranks) -> Iterator[Mail]:
+    """Rank 0: what tells the others, who end when the block does."""
+    mail = Mail(ranks)
+
+    def end(number: int, frame: object) -> None:
+        mail.is_ended = True
+
+    # Not at once, or who asks for a text does not hear why it has ended: torchrun sends this as
+    # soon as one rank has gone
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield mail
+    finally:
+        with suppress(RanksError):
+            ranks.tell([[END]])
