@@ -58,7 +58,7 @@ def on_ranks(count: int, work: Callable, *arguments: object, n_answers: int | No
     finally:
         for process in processes:
             process.join(10)
-            assert not process.is_alive()
+            assert not process.is_alive(), process.kill()
     return found
 
 

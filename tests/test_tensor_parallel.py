@@ -1,0 +1,430 @@
+"""A target that several processes compute: the same numbers and texts, and what each reads."""
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from conftest import random_config, random_settings, random_tensors
+from safetensors import safe_open
+from safetensors.torch import save_file
+from test_ranks import on_ranks
+from torch import Tensor
+
+import gpt_neox
+from draft_tree import Settings
+from dynatree import DynaTree, generate
+from engine import caches, checkpoint
+from engine.checkpoint import CheckpointError, Config, read_config, weight_bytes
+from engine.memory import OutOfMemory
+from engine.ranks import LETTER, Ranks, RanksError
+from engine.sampling import Sampling
+from engine.shares import Share
+from engine.streaming import Window
+from gpt_neox import GPTNeoX
+from methods import METHODS
+from methods.static import Alone
+from tensor_parallel import Mail, directing, follow, pack, unpack
+
+CPU = torch.device("cpu")
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
+SHAPES = [
+    (2, {}),
+    (4, {"is_tied": True, "vocab_size": 98, "intermediate_size": 72}),
+    (2, {"is_parallel": False, "vocab_size": 97}),
+    (4, {"has_attention_bias": False, "activation": "gelu_new"}),
+]
+
+
+def write(folder: Path, config: Config, tensors: dict[str, Tensor]) -> None:
+    """A checkpoint, as published ones are."""
+    raw = {
+        "model_type": "gpt_neox",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "rotary_pct": config.rotary_fraction,
+        "rotary_emb_base": config.rotary_base,
+        "hidden_act": config.activation,
+        "use_parallel_residual": config.is_parallel,
+        "tie_word_embeddings": config.is_tied,
+        "attention_bias": config.has_attention_bias,
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def small(folder: Path, seed: int = 0, **changes: object) -> Path:
+    """A random model of four heads."""
+    config = random_config(n_heads=4, hidden_size=64, intermediate_size=128)
+    config = Config(**{**vars(config), **changes})
+    write(folder, config, random_tensors(config, seed))
+    return folder
+
+
+def compute(ranks: Ranks, work: Callable, *arguments: object) -> object:
+    """Rank 0 does the work, the others compute with it."""
+    if ranks.index:
+        return follow(ranks)
+    with directing(ranks) as mail, torch.inference_mode():
+        return work(mail, *arguments)
+
+
+def with_ranks(count: int, work: Callable, *arguments: object) -> object:
+    """What work(mail, *arguments) returns on rank 0, of so many; raises what it raises."""
+    found = on_ranks(count, compute, work, *arguments)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    assert found[1:] == [None] * (count - 1), found
+    return found[0]
+
+
+def everything(target: GPTNeoX) -> list[numpy.ndarray]:
+    """The logits of all that a loop may ask of a target, and what its cache does between."""
+    found = []
+
+    def keep(ids: Tensor, scores: object) -> None:
+        found.append(scores.logits.numpy())
+
+    cache = target.new_cache(64)
+    keep(None, target.prefill(PROMPT, cache, keep))
+    mask = torch.ones(4, 15, dtype=torch.bool)
+    mask[:, 11:] = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]])
+    tree = (torch.tensor([5, 6, 7, 8]), torch.tensor([11, 12, 12, 13]))
+    keep(None, target.forward(*tree, cache, mask))
+    cache.commit([0, 2, 3])
+    keep(None, target.append([9, 10], cache))
+    cache.rewind(15)
+    keep(None, target.append([11], cache))
+    target.forget(cache, 2, 5)
+    keep(None, target.append([12, 13], cache))
+    target.pool.take_back(cache.storage)
+    other = target.new_cache(30)
+    keep(None, target.prefill(PROMPT[:4], other))
+    return found
+
+
+def load_and_do(mail: Mail, folder: Path, dtype: torch.dtype, work: Callable) -> object:
+    return work(mail.load(folder, CPU, dtype))
+
+
+@pytest.mark.parametrize(("count", "changes"), SHAPES)
+def test_logits_are_those_of_one_process(
+    count: int, changes: dict[str, object], tmp_path: Path
+) -> None:
+    small(tmp_path, **changes)
+    expected = everything(GPTNeoX.from_pretrained(tmp_path))
+    found = with_ranks(count, load_and_do, tmp_path, torch.float32, everything)
+    assert len(found) == len(expected) == 7
+    for actual, right in zip(found, expected, strict=True):
+        numpy.testing.assert_allclose(actual, right, atol=1e-4, rtol=0)
+
+
+def read_of_files(ranks: Ranks, folder: Path) -> int:
+    """Numbers that a rank's share takes from the files."""
+    n_read = 0
+
+    class Counting:
+        def __init__(self, stored: object):
+            self.stored = stored
+
+        def __getitem__(self, part: object) -> Tensor:
+            nonlocal n_read
+            found = self.stored[part]
+            n_read += found.numel()
+            return found
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.stored, name)
+
+    class Shard:
+        def __init__(self, *arguments: object, **options: object):
+            self.shard = safe_open(*arguments, **options)
+
+        def __enter__(self) -> "Shard":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def keys(self) -> list[str]:
+            return list(self.shard.keys())
+
+        def get_slice(self, name: str) -> Counting:
+            return Counting(self.shard.get_slice(name))
+
+        def get_tensor(self, name: str) -> Tensor:
+            return self.get_slice(name)[:]
+
+    checkpoint.safe_open = Shard  # in a process of its own
+    share = ranks.share(CPU)
+    model = GPTNeoX.from_pretrained(folder, CPU, torch.float32, share)
+    assert model.new_cache(10).kv.shape[2] == 4 // ranks.count
+    assert model.pool.bytes(10) == model.new_cache(10).kv.nbytes
+    return n_read
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_reads_its_slices_alone(count: int, tmp_path: Path) -> None:
+    """All that is large is read once in all; of the last rank's ids some are not there."""
+    config = read_config(small(tmp_path, vocab_size=97))
+    found = on_ranks(count, read_of_files, tmp_path)
+    whole = weight_bytes(config, torch.float32) // 4
+    norms_and_biases = (5 * 2 + 2) * 64 + 2 * 2 * 64  # of two layers; on every rank
+    assert whole < sum(found) < whole + count * norms_and_biases
+    for index, n_read in enumerate(found):
+        room = weight_bytes(config, torch.float32, Share(index, count)) // 4
+        n_padded = 2 * 64 * (-97 % count) if index == count - 1 else 0
+        assert n_read == room - n_padded
+
+
+WAYS = [{}, {"commit": "rebuild"}, {"window": Window(16, 2)}, {"strict": True}]
+
+
+def write_all(mail: Mail, folder: Path) -> list[tuple]:
+    """Of every method a text, and ar's; in four ways to write one, in turn."""
+    target = mail.load(folder, CPU, torch.float32)
+    draft = GPTNeoX.from_pretrained(folder)  # whose logits are the target's but for rounding
+    rng = random.Random(0)
+    of_ar = [write_one(target, None, Alone(), way) for way in WAYS]
+    found = []
+    for i, method in enumerate(METHODS):
+        way = i % len(WAYS)
+        text = write_one(target, draft, random_settings(method, rng), WAYS[way])
+        found.append((method, WAYS[way], text, of_ar[way]))
+    return found
+
+
+def write_one(
+    target: GPTNeoX, draft: GPTNeoX | None, settings: Settings, way: dict[str, object]
+) -> list[int]:
+    steps = generate(target, draft, PROMPT, settings, max_new_tokens=20, **way)
+    return [token for step in steps for token in step.tokens]
+
+
+def test_every_method_writes_ars_text(tmp_path: Path) -> None:
+    found = with_ranks(2, write_all, small(tmp_path))
+    assert len(found) == len(METHODS)
+    for method, way, text, of_ar in found:
+        assert len(text) == 20 and text == of_ar, (method, way)
+
+
+def strict_logits(mail: Mail, folder: Path) -> list[tuple]:
+    """Of trees and of ar beside them, strict and in bfloat16."""
+    target = mail.load(folder, CPU, torch.bfloat16)
+    draft = GPTNeoX.from_pretrained(folder, dtype=torch.bfloat16)
+    found = []
+    for settings in (DynaTree(), Alone(rows=64)):
+        logits: list[bytes] = []
+
+        def keep(rows: Tensor, logits: list[bytes] = logits) -> None:
+            logits.extend(row.numpy().tobytes() for row in rows)
+
+        options = {"max_new_tokens": 40, "strict": True, "inspect": keep}
+        steps = list(generate(target, draft, PROMPT, settings, **options))
+        found.append(([token for step in steps for token in step.tokens], logits))
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_strict_holds_bit_for_bit(count: int, tmp_path: Path) -> None:
+    """Four parts of a sum are added up by rank; all_reduce's order depends on where a row lies."""
+    trees, ar = with_ranks(count, strict_logits, small(tmp_path))
+    assert trees == ar and len(ar[1]) == 40
+
+
+def write_sampled(mail: Mail | None, folder: Path) -> list[int]:
+    target = mail.load(folder, CPU, torch.float32) if mail else GPTNeoX.from_pretrained(folder)
+    draft = GPTNeoX.from_pretrained(folder)
+    options = {"max_new_tokens": 30, "sampling": Sampling(temperature=0.9, seed=3)}
+    steps = generate(target, draft, PROMPT, METHODS["linear"](), **options)
+    return [token for step in steps for token in step.tokens]
+
+
+def test_a_seed_writes_the_text_of_one_process(tmp_path: Path) -> None:
+    folder = small(tmp_path)
+    assert with_ranks(2, write_sampled, folder) == write_sampled(None, folder)
+
+
+def count_letters(mail: Mail, folder: Path) -> tuple[int, int, int]:
+    """Broadcasts of some iterations, the longest, and the iterations."""
+    target = mail.load(folder, CPU, torch.float32)
+    steps = generate(target, target_alone(folder), PROMPT, DynaTree(), max_new_tokens=60)
+    next(steps)
+    sizes = []
+    broadcast = Ranks.broadcast
+
+    def counting(ranks: Ranks, buffer: Tensor) -> None:
+        sizes.append(len(buffer))
+        broadcast(ranks, buffer)
+
+    Ranks.broadcast = counting  # in a process of its own
+    n_steps = len(list(steps))
+    return len(sizes), max(sizes), n_steps
+
+
+def target_alone(folder: Path) -> GPTNeoX:
+    return GPTNeoX.from_pretrained(folder)
+
+
+def test_an_iteration_is_one_broadcast(tmp_path: Path) -> None:
+    n_broadcasts, longest, n_steps = with_ranks(2, count_letters, small(tmp_path))
+    assert n_broadcasts == n_steps > 5 and longest == LETTER
+
+
+def test_masks_travel_in_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n, n_slots, n_seen in [(1, 9, 9), (5, 40, 33), (64, 700, 600), (3, 3, 0)]:
+        mask = torch.rand(n, n_slots, generator=generator) < 0.5
+        mask[:, :n_seen] = True
+        packed = json.loads(json.dumps(pack(mask)))
+        assert torch.equal(unpack(packed), mask)
+        assert len(json.dumps(packed)) < 40 + n * (n_slots - n_seen) / 4 + 1
+    assert unpack(pack(None)) is None
+
+
+def write_overflowing(folder: Path) -> Path:
+    """Token 1 overflows a value of the last head in float16, which nothing else reads."""
+    config = random_config(n_heads=4, hidden_size=64, intermediate_size=128)
+    tensors = random_tensors(config, 0)
+    embedding = tensors["gpt_neox.embed_in.weight"]
+    embedding[:, 5] = 0.0
+    embedding[1] = 0.0
+    embedding[1, 5] = 1.0
+    attention = "gpt_neox.layers.0.attention"
+    values = tensors[f"{attention}.query_key_value.weight"].view(4, 3, 16, 64)[3, 2]
+    values[7] = 0.0
+    values[7, 5] = 20_000.0
+    tensors["gpt_neox.layers.0.input_layernorm.weight"].fill_(1.0)
+    tensors[f"{attention}.dense.weight"][:, 3 * 16 + 7] = 0.0
+    write(folder, config, tensors)
+    return folder
+
+
+def find_overflow(target: GPTNeoX) -> list[list[float]]:
+    """The best logits where token 1 is the second of three rows, and in an earlier chunk."""
+    gpt_neox.PREFILL_CHUNK = 2
+    cache = target.new_cache(16)
+    rows = torch.tensor([2, 1, 3])
+    of_rows = target.forward(rows, torch.arange(3), cache).best()[0].tolist()
+    after = [target.prefill([2, 1, 3, 4, 5, 6], cache).best()[0].item()]
+    return [of_rows, after]
+
+
+def find_overflow_on_all(ranks: Ranks, folder: Path) -> object:
+    gpt_neox.PREFILL_CHUNK = 2
+    return compute(ranks, load_and_do, folder, torch.float16, find_overflow)
+
+
+def test_what_overflows_on_another_rank_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has the head that overflows; rank 0 finds nan in rank 1's part of the scores."""
+    monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", 2)
+    folder = write_overflowing(tmp_path)
+    alone = find_overflow(GPTNeoX.from_pretrained(folder, dtype=torch.float16))
+    found, _ = on_ranks(2, find_overflow_on_all, folder)
+    for of_rows, after in (alone, found):
+        assert [value != value for value in of_rows] == [False, True, False]
+        assert after[0] != after[0]
+
+
+def refuse_once(ranks: Ranks, folder: Path) -> object:
+    """Rank 1 has no room for a large cache."""
+    require = caches.require_memory
+
+    def require_memory(n_bytes: int, device: torch.device, what: str) -> None:
+        if ranks.index and "100 tokens" in what:
+            raise OutOfMemory(f"{what} does not fit")
+        require(n_bytes, device, what)
+
+    caches.require_memory = require_memory
+    return compute(ranks, make_caches, folder)
+
+
+def make_caches(mail: Mail, folder: Path) -> tuple[str, list]:
+    """What is said of a cache that does not fit, and what is computed after that."""
+    target = mail.load(folder, CPU, torch.float32)
+    try:
+        target.new_cache(100)
+        said = ""
+    except OutOfMemory as error:
+        said = str(error)
+    return said, everything(target)
+
+
+def test_no_memory_on_another_rank_is_said_and_survived(tmp_path: Path) -> None:
+    """As --compare asks for room that need not be there."""
+    folder = small(tmp_path)
+    (said, logits), _ = on_ranks(2, refuse_once, folder)
+    assert said == "rank 1: a cache of 100 tokens does not fit"
+    expected = everything(GPTNeoX.from_pretrained(folder))
+    for actual, right in zip(logits, expected, strict=True):
+        numpy.testing.assert_allclose(actual, right, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "said"),
+    [
+        (3, {}, "4 heads cannot be split evenly over 3 ranks"),
+        (4, {"intermediate_size": 126}, "126 columns of the MLP's inside cannot be split evenly"),
+    ],
+)
+def test_what_cannot_be_split(
+    count: int, changes: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    small(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=said):
+        with_ranks(count, load_and_do, tmp_path, torch.float32, everything)
+
+
+def fewer_devices(ranks: Ranks) -> str:
+    torch.cuda.device_count = lambda: 1
+    try:
+        with ranks.agreeing():
+            ranks.own_device(torch.device("cuda"))
+    except RanksError as error:
+        return str(error)
+    return ""
+
+
+def test_fewer_devices_than_ranks() -> None:
+    found = on_ranks(2, fewer_devices)
+    said = "there are 1 CUDA devices, and each rank needs one of its own"
+    assert found == [f"rank 1: {said}", said]
+
+
+def die_in_a_pass(ranks: Ranks, folder: Path, is_killed: bool) -> object:
+    """Rank 1 ends in its third pass, as the system or an error ends it."""
+    n_passes = 0
+    forward = GPTNeoX.forward
+
+    def failing(*arguments: object, **options: object) -> object:
+        nonlocal n_passes
+        n_passes += 1
+        if n_passes == 3 and is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if n_passes == 3:
+            raise RuntimeError("a kernel went wrong\nand says more")
+        return forward(*arguments, **options)
+
+    if ranks.index:
+        GPTNeoX.forward = failing
+    return compute(ranks, write_sampled, folder)
+
+
+@pytest.mark.parametrize(
+    ("is_killed", "said"), [(True, "rank 1 has gone"), (False, "rank 1: a kernel went wrong")]
+)
+def test_a_rank_that_ends_in_a_pass(is_killed: bool, said: str, tmp_path: Path) -> None:
+    n_answers = 1 if is_killed else 2
+    found = on_ranks(2, die_in_a_pass, small(tmp_path), is_killed, n_answers=n_answers)
+    assert isinstance(found[0], RanksError) and str(found[0]).startswith(said)
