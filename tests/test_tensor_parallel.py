@@ -236,9 +236,21 @@ def strict_logits(mail: Mail, folder: Path) -> list[tuple]:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_strict_holds_bit_for_bit(count: int, tmp_path: Path) -> None:
-    """Four parts of a sum are added up by rank; all_reduce's order depends on where a row lies."""
     trees, ar = with_ranks(count, strict_logits, small(tmp_path))
     assert trees == ar and len(ar[1]) == 40
+
+
+def sum_of_equal_rows(ranks: Ranks) -> bool:
+    """Whether 64 rows that are equal on each rank are so in the sum of all."""
+    generator = torch.Generator().manual_seed(ranks.index)
+    row = torch.randn(64, generator=generator, dtype=torch.bfloat16)
+    total = ranks.share(CPU).sum(row.repeat(64, 1), in_order=True)
+    return torch.equal(total, total[:1].expand(64, -1))
+
+
+def test_a_sum_in_order_does_not_depend_on_the_row() -> None:
+    """Added up by gloo itself, each quarter of the rows begins with another rank's."""
+    assert on_ranks(4, sum_of_equal_rows) == [True] * 4
 
 
 def write_sampled(mail: Mail | None, folder: Path) -> list[int]:
