@@ -53,8 +53,10 @@ from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Pair, Request, overflow_note
 from cli.options import choose_sampling
+from cli.ranks import on_ranks
 from dynatree import Step
 from engine.sampling import Sampling
+from tensor_parallel import Mail
 
 
 @dataclass(frozen=True)
@@ -298,12 +300,17 @@ def from_here(file: str | Path) -> str:
 
 def execute(args: argparse.Namespace) -> int:
     """Carry out the command line, once parsed. Returns the exit status."""
+    return on_ranks(measure_or_show, args)
+
+
+def measure_or_show(args: argparse.Namespace, mail: Mail | None) -> int:
+    """The same, with the other ranks if there are any."""
     if is_about_files(args):
         show_files(args)
         return 0
     try:
         with ExitStack() as held:  # the results file, from other runs
-            bench = Bench(*open_table(args, held))
+            bench = Bench(*open_table(args, held, mail))
             return run_table(bench, args.format)
     except KeyboardInterrupt:
         say("interrupted")

@@ -43,6 +43,7 @@ from cli.models import Pair, choose_device, choose_dtype, open_pair
 from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked, remove
 from engine.sampling import LAST_SEED
+from tensor_parallel import Mail
 
 MOST_REPEATS = 10**12
 ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs")  # options that decide no figure
@@ -132,12 +133,12 @@ def show(results: Results, kind: str) -> None:
 
 
 def open_table(
-    args: argparse.Namespace, held: ExitStack
+    args: argparse.Namespace, held: ExitStack, mail: Mail | None = None
 ) -> tuple[Results, Pair, dict[str, list[list[int]]], Path]:
     """Check the options, load models and prompts; continue a results file or begin one.
 
     Returns the results so far, the models, the prompts' ids by dataset, and the results file, which
-    no other run can write before `held` ends.
+    no other run can write before `held` ends. mail: to the ranks that compute the target, if any.
     """
     previous = None
     if args.resume is not None:
@@ -146,12 +147,14 @@ def open_table(
     table = choose_table(args)
     runs = choose_runs(table, args.methods, args.peers, words_everywhere(args))
     check_options(args, table, runs)
+    if table.is_memory and mail:
+        raise UsageError(f"--table {args.table} measures processes of its own: leave out torchrun")
     texts = {}
     for part in table.parts:
         texts[part.dataset] = load_prompts(part.dataset, args.prompts, part.n_prompts)
     check_last_seed(args, table, texts)
     file = choose_file(args, held)
-    pair, models = open_pair(args, is_drafting=True, say=say)
+    pair, models = open_pair(args, is_drafting=True, say=say, mail=mail)
     machine = describe_machine(pair, models, has_peers(runs))
     check_vocabularies([run.method for run in runs], pair)
     for run in runs:

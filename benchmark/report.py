@@ -66,6 +66,8 @@ def machine_text(machine: dict) -> str:
     if "transformers" in machine:
         libraries += f", transformers {machine['transformers']}"
     where = f"{precision_text(machine)} on {machine['processor']}, {machine['threads']} threads"
+    if "ranks" in machine:
+        where += f" in each of {machine['ranks']} ranks"
     return f"{where}, {libraries}, Python {machine['python']}, commit {machine['commit']}"
 
 

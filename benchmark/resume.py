@@ -16,9 +16,9 @@ PLAN = ("table", "columns", "sizes", "is_memory", "prompts")  # of a results fil
 def require_same(previous: Results, now: Results) -> None:
     """Raise UsageError if an interrupted table would go on under other conditions."""
     changed = []
-    for name, value in now.machine.items():
+    for name in [*now.machine, "ranks"]:  # which are said where there are some
         before = previous.machine.get(name)
-        if before != value:
+        if before != now.machine.get(name):
             changed.append(f"{name} was {before}")
     for name in PLAN:
         before = getattr(previous, name)

@@ -39,7 +39,7 @@ class Absent(Optional):
 MACHINE = {name: Word() for name in ("target", "draft", "dtype", "processor")}
 MACHINE |= {name: Word() for name in ("torch", "python", "commit")}
 MACHINE |= {name: Absent(Word()) for name in ("transformers", "draft_dtype")}
-MACHINE |= {"threads": SIZE}
+MACHINE |= {"threads": SIZE, "ranks": Absent(SIZE)}
 PROMPTS = {"dataset": Word(), "n": COUNT}
 SIZES = {
     "prompt_tokens": List(SIZE),
