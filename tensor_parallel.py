@@ -76,10 +76,10 @@ class Mail:
         self.n_models += 1
         return model
 
-    def later(self, *call: object) -> None:
+    def later(self, call: list) -> None:
         """Tell something with the next pass."""
         if not self.is_inside:
-            self.waiting.append(list(call))
+            self.waiting.append(call)
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -92,7 +92,7 @@ class Mail:
             self.is_inside = before
 
     @contextmanager
-    def now(self, *call: object) -> Iterator[None]:
+    def now(self, call: list) -> Iterator[None]:
         """Tell something, and do it in here; Ctrl-C waits until it is done."""
         if self.is_inside:
             yield
@@ -100,7 +100,8 @@ class Mail:
         if self.is_ended:
             raise RanksError(self.ranks.why_ended())
         with self.ranks.hold(), self.within():
-            self.ranks.tell([*self.waiting, list(call)])
+            self.waiting.append(call)
+            self.ranks.tell(self.waiting)
             self.waiting.clear()
             yield
 
@@ -114,15 +115,15 @@ class ParallelCache(KVCache):
 
     def advance(self, n: int) -> None:
         super().advance(n)
-        self.mail.later("advance", self.number, n)
+        self.mail.later(["advance", self.number, n])
 
     def rewind(self, length: int) -> None:
         super().rewind(length)
-        self.mail.later("rewind", self.number, length)
+        self.mail.later(["rewind", self.number, length])
 
     def commit(self, rows: Sequence[int]) -> None:
         super().commit(rows)
-        self.mail.later("commit", self.number, list(rows))
+        self.mail.later(["commit", self.number, list(rows)])
 
 
 class ParallelPool(CachePool):
@@ -137,12 +138,12 @@ class ParallelPool(CachePool):
 
     def take_back(self, storage: Storage) -> None:
         super().take_back(storage)
-        self.mail.later("take_back", self.numbers.pop(storage))
+        self.mail.later(["take_back", self.numbers.pop(storage)])
 
     def capture(self, storage: Storage, lengths: range, scratch: int, use: Use) -> None:
         if self.has_graphs:
-            places = (lengths.start, lengths.stop, scratch)
-            with self.mail.now("capture", self.numbers[storage], *places, use):
+            number = self.numbers[storage]
+            with self.mail.now(["capture", number, lengths.start, lengths.stop, scratch, use]):
                 super().capture(storage, lengths, scratch, use)
 
 
@@ -156,7 +157,7 @@ class ParallelTarget(GPTNeoX):
 
     def new_cache(self, capacity: int, use: Use | None = None) -> KVCache:
         use = use or Use()
-        with self.mail.now("new_cache", self.number, capacity, use):
+        with self.mail.now(["new_cache", self.number, capacity, use]):
             with self.mail.ranks.agreeing():
                 cache = super().new_cache(capacity, use)
         number = self.mail.n_caches
@@ -176,8 +177,8 @@ class ParallelTarget(GPTNeoX):
         if start is None:
             start = cache.length
         cache.require(start + len(tokens))  # before it is told
-        rows = (tokens.tolist(), positions.tolist(), pack(mask), start, n_last)
-        with self.mail.now("forward", cache.number, *rows):
+        call = ["forward", cache.number, tokens.tolist(), positions.tolist(), pack(mask)]
+        with self.mail.now(call + [start, n_last]):
             return super().forward(tokens, positions, cache, mask, start, n_last)
 
     def prefill(
@@ -187,11 +188,11 @@ class ParallelTarget(GPTNeoX):
         read: Callable[[Tensor, Scores], None] | None = None,
     ) -> Scores:
         cache.require(cache.length + len(tokens))
-        with self.mail.now("prefill", cache.number, list(tokens), read is not None):
+        with self.mail.now(["prefill", cache.number, list(tokens), read is not None]):
             return super().prefill(tokens, cache, read)
 
     def forget(self, cache: ParallelCache, start: int, n: int) -> None:
-        self.mail.later("forget", cache.number, start, n)
+        self.mail.later(["forget", cache.number, start, n])
         with self.mail.within():
             super().forget(cache, start, n)
 
@@ -201,9 +202,10 @@ def pack(mask: Tensor | None) -> list | None:
     and the rest bit by bit, in hex."""
     if mask is None:
         return None
+    n, n_slots = mask.shape
     n_seen = int(mask.all(dim=0).long().cumprod(dim=0).sum())
     bits = numpy.packbits(mask[:, n_seen:].numpy())
-    return [*mask.shape, n_seen, bits.tobytes().hex()]
+    return [n, n_slots, n_seen, bits.tobytes().hex()]
 
 
 def unpack(packed: list | None) -> Tensor | None:
@@ -229,12 +231,12 @@ class Follower:
 
     def load(self, folder: str, device: str, dtype: str, n_threads: int) -> None:
         torch.set_num_threads(n_threads)
-        with suppress(*AGREED, RanksError):  # which rank 0 raises
+        with suppress(*AGREED):  # rank 0 raises it
             own = load_share(self.ranks, GPTNeoX, folder, torch.device(device), DTYPES[dtype])
             self.models.append(own)
 
     def new_cache(self, model: int, capacity: int, use: list) -> None:
-        with suppress(*AGREED):
+        with suppress(*AGREED):  # rank 0 raises it
             with self.ranks.agreeing():
                 cache = self.models[model].new_cache(capacity, Use(*use))
             self.caches[self.n_caches] = (self.models[model], cache)
@@ -250,8 +252,8 @@ class Follower:
         n_last: int | None,
     ) -> None:
         model, cache = self.caches[number]
-        rows = (torch.tensor(tokens), torch.tensor(positions))
-        model.forward(*rows, cache, unpack(mask), start, n_last)
+        places = torch.tensor(positions)
+        model.forward(torch.tensor(tokens), places, cache, unpack(mask), start, n_last)
 
     def prefill(self, number: int, tokens: list[int], is_read: bool) -> None:
         model, cache = self.caches[number]

@@ -47,8 +47,6 @@ JOINING = timedelta(minutes=5)  # to import torch, on every machine
 LETTER = 4096  # bytes of a broadcast: a tree's pass, with all that was done since the last one
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
 
-AGREED = (CheckpointError, OutOfMemory)  # what may go wrong on one rank alone, beside RanksError
-
 Hold = Callable[[], AbstractContextManager]
 Store = object  # of torch.distributed, as the groups: it is imported where there are ranks
 Group = object
@@ -56,6 +54,9 @@ Group = object
 
 class RanksError(Exception):
     """Several processes cannot be one command; the message is one line for the user."""
+
+
+AGREED = (CheckpointError, OutOfMemory, RanksError)  # what may go wrong on one rank alone
 
 
 def is_launched() -> bool:
@@ -124,7 +125,7 @@ class Ranks:
         problem = None
         try:
             yield
-        except (*AGREED, RanksError) as error:
+        except AGREED as error:
             problem = error
         self.agree(problem)
 

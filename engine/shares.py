@@ -49,9 +49,9 @@ class Share:
             return x
         dense = x if x.is_contiguous() else x.transpose(0, 1)  # what of rows is seen in blocks
         if in_order and self.count > 2:
-            first, *others = self.parts(dense)
-            dense.copy_(first)
-            for part in others:
+            parts = self.parts(dense)
+            dense.copy_(parts[0])
+            for part in parts[1:]:
                 dense.add_(part)
         else:
             self.reduce(dense)
