@@ -213,12 +213,20 @@ def refusal(error: BaseException) -> str:
 
 def conclude(error: BaseException, parser: Parser) -> int:
     """Say in one line what went wrong. Returns the exit status."""
+    if isinstance(error, OutputLost):
+        silence(sys.stdout)
+        if error.errno == errno.EPIPE:  # the reader has gone, as `| head` does
+            return READER_GONE
+    line, status = explain(error, parser)
+    say(f"error: {line}")
+    return status
+
+
+def explain(error: BaseException, parser: Parser) -> tuple[str, int]:
+    """What went wrong, in one line; and the exit status."""
     status = MISTAKE
     match error:
         case OutputLost():
-            silence(sys.stdout)
-            if error.errno == errno.EPIPE:  # the reader has gone, as `| head` does
-                return READER_GONE
             line = f"standard output cannot be written: {error.strerror}"
         case HubUnreachable():
             line = f"{error}; without a network: python {parser.prog} {WITHOUT_NETWORK}"
@@ -234,5 +242,4 @@ def conclude(error: BaseException, parser: Parser) -> int:
         case _:
             status = UNFORESEEN
             line = f"{type(error).__name__}: {error}; nobody foresaw this, --debug shows where"
-    say(f"error: {line}")
-    return status
+    return line, status
