@@ -39,15 +39,25 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from benchmark.columns import TIMES
 from benchmark.counts import count_calibration, count_depths, count_passes, padded
 from benchmark.memory import in_own_process, measure_memory, used_memory
-from benchmark.options import build_parser, is_about_files, open_table, show, show_files
+from benchmark.options import (
+    build_parser,
+    is_about_files,
+    open_share,
+    open_table,
+    restarted,
+    show,
+    show_files,
+)
 from benchmark.peers import PEERS, Peers
 from benchmark.results import Results, Run
 from benchmark.rows import settings_of, window_of
+from benchmark.shard import Shard, answer_of, lead, require_alike, shares_cpu, sharing
 from benchmark.step_times import StepTimes, measure_step_times
 from cli.compare import TIE, first_difference, top2_gap
-from cli.errors import UsageError, run_command_line, say
+from cli.errors import UsageError, explain, run_command_line, say
 from cli.interrupts import interrupts
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
@@ -55,8 +65,12 @@ from cli.models import Pair, Request, overflow_note
 from cli.options import choose_sampling
 from cli.ranks import on_ranks
 from dynatree import Step
+from engine.ranks import Ranks
 from engine.sampling import Sampling
 from tensor_parallel import Mail
+
+MANY = 10_000  # missing texts that are looked at, where some prompts are to be named
+FEW = 5  # prompts that are
 
 
 @dataclass(frozen=True)
@@ -81,17 +95,24 @@ def take_turns(
                     yield Turn(repeat, prompt, run)
 
 
+def prompt_of(turn: Turn) -> tuple[int, str, int]:
+    """What the turns on one prompt, in one round, have in common."""
+    return turn.repeat, turn.run.dataset, turn.prompt
+
+
 class Bench:
     """The models, the prompts and the results of one table."""
 
     def __init__(
-        self, results: Results, pair: Pair, prompts: dict[str, list[list[int]]], file: Path
+        self, results: Results, pair: Pair, prompts: dict[str, list[list[int]]], file: Path | None
     ):
-        """prompts: by dataset."""
+        """prompts: by dataset. file: None on a rank that keeps none."""
         self.results = results
         self.pair = pair
         self.prompts = prompts
+        self.datasets = {run.label: run.dataset for run in results.runs}
         self.file = file
+        self.shard = Shard()
         self.peers: Peers | None = None
         self.has_graphs = not results.options.get("no_graphs")
         self.has_overflowed = False  # the draft, and it was said
@@ -113,10 +134,32 @@ class Bench:
             self.set_up()
         n_missing = self.n_turns() - len(records)
         progress = {"total": n_missing, "disable": None, "leave": False, "unit": "text"}
-        for turn in tqdm(self.missing(), **progress):
-            records.append(self.measure(turn))
-            self.results.save(self.file)
+        with tqdm(**progress) as bar:
+            for turn in self.shard.own(self.missing(), prompt_of):
+                bar.update(self.keep([self.measured(turn)]))
+            while self.shard.is_awaiting():
+                bar.update(self.keep([]))
+            bar.update(self.keep([]))
         self.explain_differences()
+
+    def keep(self, records: list[dict]) -> int:
+        """Save these records and what other ranks have written; how many they are."""
+        with interrupts(raised=False):
+            n_kept = self.add(records + self.shard.records())
+            if n_kept:
+                self.results.save(self.file)
+            return n_kept
+
+    def add(self, records: list[dict]) -> int:
+        """Put records where the turns have their texts; how many they are."""
+        self.results.records += records
+        self.results.records.sort(key=self.place_of)
+        return len(records)
+
+    def place_of(self, record: dict) -> tuple[int, int, int]:
+        """Where the texts on a record's prompt stand among all: round, dataset, prompt."""
+        dataset = self.datasets[record["run"]]
+        return record["repeat"], list(self.prompts).index(dataset), record["prompt"]
 
     def missing(self) -> Iterator[Turn]:
         """The turns that the results file has no record of, in their order; told one by one, as a
@@ -126,6 +169,18 @@ class Bench:
         for turn in take_turns(self.results.runs, self.prompts, repeats):
             if (turn.repeat, turn.prompt, turn.run.label) not in done:
                 yield turn
+
+    def lacking(self) -> str:
+        """How many texts there are not, and on which prompts, the first of them."""
+        n_texts = self.n_turns() - len(self.results.records)
+        names = []
+        for turn in islice(self.missing(), MANY):
+            name = f"{turn.run.dataset} {turn.prompt}"
+            if name not in names:
+                names.append(name)
+        if len(names) > FEW:
+            names = names[:FEW] + ["..."]
+        return f"{n_texts} texts are lacking ({', '.join(names)})"
 
     def is_missing_some(self) -> bool:
         return next(self.missing(), None) is not None
@@ -148,7 +203,8 @@ class Bench:
                 seconds += self.pair.load_s["target"]
                 if settings_of(run).rule().max_depth > 0:
                     seconds += self.pair.load_s["draft"]
-            self.results.setup_s[run.label] = seconds
+            if self.shard.has_times:
+                self.results.setup_s[run.label] = seconds
         is_wanted = self.results.table == "steps" or "predicted" in self.results.columns
         if is_wanted and not self.results.step_times:
             self.time_steps()
@@ -167,6 +223,14 @@ class Bench:
         self.pair.use_graphs(self.has_graphs)
         times = measure_step_times(self.pair.target, self.pair.draft, context)
         self.results.step_times = asdict(times)
+
+    def measured(self, turn: Turn) -> dict:
+        """One record, of which rank it is, and without times where they say nothing."""
+        record = self.measure(turn) | self.shard.mark
+        if not self.shard.has_times:
+            for name in TIMES:
+                del record["metrics"][name]
+        return record
 
     def measure(self, turn: Turn) -> dict:
         """One record: a run's metrics and ids on one prompt."""
@@ -265,6 +329,7 @@ class Bench:
     def close(self, kind: str) -> str:
         """Save and show what was measured. What cannot be saved is shown, too, and the reason
         returned."""
+        self.add(self.shard.records())
         if not self.results.is_begun:
             return ""
         problem = ""
@@ -275,14 +340,21 @@ class Bench:
         show(self.results, kind)
         if not problem:
             self.say_where()
+            problem = self.why_lacking()
         return problem
+
+    def why_lacking(self) -> str:
+        """Why a table that nobody interrupted is not whole; empty if it is."""
+        if self.is_interrupted or not self.is_missing_some():
+            return ""
+        return "; ".join(self.shard.problems()) or "other ranks left texts out"
 
     def say_where(self) -> None:
         """The results file, and how to go on with it if it lacks something."""
         again = ""
         if self.is_missing_some():
             command = shlex.join(["python", from_here(__file__), "--resume", from_here(self.file)])
-            again = f"; to go on: {command}"
+            again = f"; {self.lacking()}; to go on: {command}"
         say(f"results in {from_here(self.file)}{again}")
 
 
@@ -300,21 +372,59 @@ def from_here(file: str | Path) -> str:
 
 def execute(args: argparse.Namespace) -> int:
     """Carry out the command line, once parsed. Returns the exit status."""
-    return on_ranks(measure_or_show, args)
+    if args.shard is None or is_about_files(args):
+        return on_ranks(measure_or_show, args)
+    with sharing() as ranks:
+        if ranks and ranks.index:
+            return follow(args, ranks)
+        return measure_or_show(restarted(args), None, ranks)
 
 
-def measure_or_show(args: argparse.Namespace, mail: Mail | None) -> int:
-    """The same, with the other ranks if there are any."""
+def measure_or_show(args: argparse.Namespace, mail: Mail | None, ranks: Ranks | None = None) -> int:
+    """The same, with the other ranks if there are any: by mail they compute one target together,
+    else ranks share the prompts."""
     if is_about_files(args):
         show_files(args)
         return 0
     try:
         with ExitStack() as held:  # the results file, from other runs
             bench = Bench(*open_table(args, held, mail))
+            if ranks:
+                bench.shard = lead(ranks, bench.results, bench.pair)
             return run_table(bench, args.format)
     except KeyboardInterrupt:
         say("interrupted")
         return 130
+
+
+def follow(args: argparse.Namespace, ranks: Ranks) -> int:
+    """Write, on another rank, texts for rank 0, which alone says anything. Returns the exit status:
+    that of a rank that fails is 0, as torchrun ends all others at once for any other."""
+    shard = Shard(ranks.store, ranks.index)
+    answer = {}
+    ((options, done),) = ranks.hear()
+    try:
+        results, pair, prompts = open_share(args, options, done)
+        shard.has_times = not shares_cpu(pair.target.device)
+        answer = answer_of(ranks, results, pair)
+    except Exception as error:  # whatever it is, rank 0 says it
+        answer["problem"] = explain(error, build_parser())[0]
+    require_alike(ranks.gather_objects(answer), shard.has_times)
+    bench = Bench(results, pair, prompts, file=None)
+    bench.shard = shard
+    with shard.beating():
+        try:
+            if bench.is_missing_some():
+                bench.set_up()
+            for turn in shard.own(bench.missing(), prompt_of):
+                shard.tell(bench.measured(turn))
+            shard.end("")
+        except KeyboardInterrupt:
+            shard.end("interrupted")
+            return 130
+        except Exception as error:
+            shard.end(explain(error, build_parser())[0])
+    return 0
 
 
 def run_table(bench: Bench, kind: str) -> int:

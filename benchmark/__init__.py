@@ -9,6 +9,7 @@ prompts     our own prompts, WikiText-2, PG-19, files
 pg19        PG-19's books, fetched
 step_times  what one forward costs by its rows, the bandwidth floor, predicted times
 counts      passes, depths and matches, counted from a generation's steps
+shard       prompts shared out over the processes of torchrun
 memory      peak memory, in a process of its own
 peers       transformers on the same weights, for comparison rows
 results     results files: what was measured on what, and one record for every prompt

@@ -161,6 +161,10 @@ COLUMNS = {
     "context": number("beside torch MB", "context_mb", 0),
 }
 
+TIMED = ("throughput", "speedup", "spread", "throughput_mean", "speedup_mean", "predicted")
+TIMED += ("end_to_end", "setup", "ttft", "tpot", "draft", "verify", "other")  # columns of speed
+TIMES = ("throughput", "end_to_end", "ttft_ms", "tpot_ms", "draft_ms", "verify_ms", "other_ms")
+
 
 def require_columns(names: Sequence[str]) -> None:
     """Raise UsageError for a name that is no column's."""

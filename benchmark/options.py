@@ -12,7 +12,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from benchmark.report import markdown_report, text_report
 from benchmark.results import Results, Run
 from benchmark.resume import require_possible, require_same
 from benchmark.rows import SIZED_WORDS, choose_runs, settings_of, window_of
+from benchmark.shard import on_own_device, require_sharable
 from benchmark.tables import (
     TABLES,
     Part,
@@ -42,11 +43,13 @@ from cli.errors import Parser, UsageError, say
 from cli.models import Pair, choose_device, choose_dtype, open_pair
 from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked, remove
+from engine.ranks import read_number
 from engine.sampling import LAST_SEED
 from tensor_parallel import Mail
 
 MOST_REPEATS = 10**12
-ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs")  # options that decide no figure
+# Options that decide no figure
+ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs", "shard")
 
 
 def build_parser() -> Parser:
@@ -77,6 +80,8 @@ def build_parser() -> Parser:
     add("--draft-temperature", type=float, metavar="X", help="of what sampled runs draw (the same)")
     add("--repeats", type=int, default=1, metavar="N", help="rounds over all prompts (1)")
     add_model_options(parser)
+    shard = "under torchrun: each process takes prompts of its own, with a pair on its own device"
+    add("--shard", choices=("prompts",), help=shard)
     add("--output", metavar="FILE", help="results file (results/run_<time>_<table>.json)")
     add("--resume", metavar="FILE", help="go on with an interrupted table, its options included")
     add("--show", metavar="FILE", help="print a results file's table again; measures nothing")
@@ -144,6 +149,41 @@ def open_table(
     if args.resume is not None:
         previous = open_previous(args, held)
         args = recorded_arguments(args, previous.options)
+        args.threads = args.threads or recorded_threads(previous)
+    plan = make_plan(args, mail)
+    file = choose_file(args, held)
+    results, pair, prompts = open_plan(args, plan, mail)
+    if previous:
+        require_same(previous, results)
+        previous.options = results.options  # with those that there were not before
+        require_possible(previous, prompts, pair.target.config.vocab_size)
+        return previous, pair, prompts, file
+    held.callback(remove_unless_begun, file)
+    results.save(file)  # now, so that a file that cannot be written costs no measurement
+    return results, pair, prompts, file
+
+
+def open_share(
+    args: argparse.Namespace, options: dict, done: Sequence[dict]
+) -> tuple[Results, Pair, dict[str, list[list[int]]]]:
+    """The same on a rank that keeps no file, told which options and which texts rank 0 has."""
+    args = recorded_arguments(args, options)
+    results, pair, prompts = open_plan(args, make_plan(args))
+    results.records += done
+    return results, pair, prompts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured, checked before anything is loaded or written."""
+
+    table: Table
+    runs: list[Run]
+    texts: dict[str, list[str]]  # by dataset
+
+
+def make_plan(args: argparse.Namespace, mail: Mail | None = None) -> Plan:
+    """Raises UsageError."""
     table = choose_table(args)
     runs = choose_runs(table, args.methods, args.peers, words_everywhere(args))
     check_options(args, table, runs)
@@ -153,27 +193,27 @@ def open_table(
     for part in table.parts:
         texts[part.dataset] = load_prompts(part.dataset, args.prompts, part.n_prompts)
     check_last_seed(args, table, texts)
-    file = choose_file(args, held)
-    pair, models = open_pair(args, is_drafting=True, say=say, mail=mail)
+    return Plan(table, runs, texts)
+
+
+def open_plan(
+    args: argparse.Namespace, plan: Plan, mail: Mail | None = None
+) -> tuple[Results, Pair, dict[str, list[list[int]]]]:
+    """Results of which there are none yet, the models, the prompts' ids by dataset."""
+    table, runs = plan.table, plan.runs
+    pair, models = open_pair(on_own_device(args), is_drafting=True, say=say, mail=mail)
     machine = describe_machine(pair, models, has_peers(runs))
     check_vocabularies([run.method for run in runs], pair)
     for run in runs:
         window_of(run, pair)  # which raises UsageError if there can be none such
     warn_of_positions(pair, runs)
-    prompts, described = cut_all(table, texts, pair)
+    prompts, described = cut_all(table, plan.texts, pair)
     options = plain_options(vars(args))
     results = Results(args.table, table.columns, options, machine, described, table.sizes(), runs)
     results.is_memory = table.is_memory
-    if previous:
-        require_same(previous, results)
-        previous.options = options  # with those that there were not before
-        require_possible(previous, prompts, pair.target.config.vocab_size)
-        return previous, pair, prompts, file
     if args.table in PRESETS:
         results.title = table.title
-    held.callback(remove_unless_begun, file)
-    results.save(file)  # now, so that a file that cannot be written costs no measurement
-    return results, pair, prompts, file
+    return results, pair, prompts
 
 
 def choose_table(args: argparse.Namespace) -> Table:
@@ -228,6 +268,8 @@ def has_peers(runs: Sequence[Run]) -> bool:
 
 def check_options(args: argparse.Namespace, table: Table, runs: Sequence[Run]) -> None:
     """Raise UsageError for options that are wrong together, or that nothing would use."""
+    if args.shard is not None:
+        require_sharable(args, table)
     sizes = table.sizes()
     hot = [value for value in sizes["temperature"] if value]
     is_varied = any(len(values) > 1 for values in sizes.values())
@@ -277,7 +319,7 @@ def check_peers(args: argparse.Namespace, table: Table, is_sampling: bool) -> No
 
 def open_previous(args: argparse.Namespace, held: ExitStack) -> Results:
     """The results to go on with, kept from every other run. Raises UsageError."""
-    require_alone(args, "--resume", ("format",))
+    require_alone(args, "--resume", ("format", "shard"))
     Results.load(args.resume)  # before anything is made beside it
     keep(Path(args.resume), held)
     return Results.load(args.resume)  # as the run left it that may have kept it before
@@ -299,6 +341,22 @@ def recorded_arguments(args: argparse.Namespace, options: dict) -> argparse.Name
     for name in ABOUT_THE_CALL:
         setattr(found, name, getattr(args, name))
     return found
+
+
+def recorded_threads(previous: Results) -> int | None:
+    """Those of an interrupted table that did not ask for any: torchrun gives a process others than
+    it has by itself. None if this machine has fewer."""
+    n_threads = previous.machine["threads"]
+    return n_threads if n_threads <= (os.cpu_count() or 1) else None
+
+
+def restarted(args: argparse.Namespace) -> argparse.Namespace:
+    """The options; to go on, if torchrun has started all ranks again (its --max-restarts)."""
+    is_again = args.shard is not None and read_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    if is_again and args.output is not None and os.path.exists(args.output):
+        words = ["--resume", args.output, "--shard", args.shard, "--format", args.format]
+        return build_parser().parse_args(words)
+    return args
 
 
 def choose_file(args: argparse.Namespace, held: ExitStack) -> Path:

@@ -44,7 +44,19 @@ def caption(results: Results) -> str:
         what = f"{prompts_text(results)}, temperature {temperature}, rounds: {repeats}"
     machine = results.machine
     models = f"{machine['target']} and {machine['draft']}"
-    return shown(f"{results.table}: {what}. {models}, {machine_text(machine)}.")
+    where = machine_text(machine) + ranks_text(results)
+    return shown(f"{results.table}: {what}. {models}, {where}.")
+
+
+def ranks_text(results: Results) -> str:
+    """How many ranks shared the prompts, and their processors if these differ."""
+    if not results.shared_by:
+        return ""
+    text = f", shared out over {len(results.shared_by)} ranks"
+    processors = {rank["processor"] for rank in results.shared_by}
+    if len(processors) > 1:
+        text += f" on {' and '.join(sorted(processors))}"
+    return text
 
 
 def prompts_text(results: Results) -> str:
@@ -83,9 +95,9 @@ def precision_text(machine: dict) -> str:
 def notes(results: Results) -> list[str]:
     """Sentences below the table: what it is, what is slower than ar, what is not exact, the
     floor."""
-    rows = [row for row in results.rows() if row.speedups]
+    rows = [row for row in results.rows() if row.beside_ar()]
     found = title_notes(results)
-    found += slower_notes(rows)
+    found += slower_notes([row for row in rows if row.speedups])
     found += best_notes(results)
     if rows and "exact" in results.columns:
         is_summed = results.machine["dtype"] != "float32"  # then rounding makes many

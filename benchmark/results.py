@@ -61,6 +61,7 @@ class Results:
     step_times: dict | None = None  # step_times.StepTimes
     records: list[dict] = field(default_factory=list)
     is_memory: bool = False  # peak memory was measured, and no speed
+    shared_by: list[dict] = field(default_factory=list)  # ranks, of which a record names one
     title: str = ""  # of a paper's table: which it is, and what is different here
     format: int = FORMAT
 

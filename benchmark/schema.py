@@ -73,6 +73,7 @@ STEP_TIMES = {
     "draft_bytes": COUNT,
     "copy_gb_s": DIVISOR,
 }
+RANK = {"rank": COUNT, "node": COUNT, "device": Word(), "processor": Word()}
 DEPTHS = {"drafted": List(COUNT), "accepted": List(COUNT), "tried": Absent(List(COUNT))}
 CALIBRATION = {"drafted": List(COUNT), "matching": List(COUNT)}
 DIFFERENCE = {"at": COUNT, "gap": Optional(FIGURE), "is_tie": Switch()}
@@ -80,6 +81,7 @@ RECORD = {
     "run": Word(),
     "prompt": COUNT,
     "repeat": Number(int, 0),
+    "rank": Absent(COUNT),
     "metrics": Map(FIGURE),
     "token_ids": List(COUNT),
     "predicted_ms": Absent(RATE),
@@ -101,6 +103,7 @@ RESULTS = {
     "step_times": Optional(Object(STEP_TIMES)),
     "records": List(Object(RECORD)),
     "is_memory": Absent(Switch()),
+    "shared_by": Absent(List(Object(RANK))),
     "title": Absent(Word()),
 }
 
@@ -115,6 +118,7 @@ def check_results(content: object, where: str) -> None:
         checked(record["metrics"], METRICS, f"{where}: records[{i}].metrics")
         check_counts(record, f"{where}: records[{i}]")
     check_labels(content, where)
+    check_ranks(content, where)
     times = content.get("step_times")
     if times is not None:
         check_step_times(times, f"{where}: step_times")
@@ -139,6 +143,16 @@ def check_labels(content: dict, where: str) -> None:
     for label in named:
         if label not in known:
             raise ForeignFile(f"{where} speaks of {label!r}, which is no run of it")
+
+
+def check_ranks(content: dict, where: str) -> None:
+    """Raise ForeignFile unless records are of ranks that are described."""
+    ranks = content.get("shared_by", [])
+    for i, rank in enumerate(ranks):
+        require_known(rank, RANK, f"{where}: shared_by[{i}]")
+    for i, record in enumerate(content["records"]):
+        if record.get("rank", -1) >= len(ranks):
+            raise ForeignFile(f"{where}: records[{i}] is of a rank that is not described")
 
 
 def check_counts(record: dict, where: str) -> None:

@@ -55,6 +55,13 @@ class CtrlC:
             raise KeyboardInterrupt
 
 
+def heed_termination() -> None:
+    """From here on SIGTERM, by which torchrun ends its processes, is what Ctrl-C is."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, CtrlC):
+        signal.signal(signal.SIGTERM, handler)
+
+
 @contextmanager
 def handling_interrupts() -> Iterator[None]:
     """Handle Ctrl-C as this file says; it waits for the first place that lets it be raised."""
