@@ -243,6 +243,8 @@ def join(hold: Hold) -> Ranks:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no handler runs while torch waits for others
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=JOINING))
+        # torchrun that starts all again (--max-restarts) keeps its store, and what was in it
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("gloo", store=store, rank=index, world_size=count, timeout=JOINING)
         prompt = dist.new_group(backend="gloo", timeout=PATIENCE)
         patient = dist.new_group(backend="gloo", timeout=NO_HURRY)
