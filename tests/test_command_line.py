@@ -182,7 +182,7 @@ def test_no_room_for_the_gap_does_not_lose_the_run(monkeypatch: pytest.MonkeyPat
         raise OutOfMemory("none")
 
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "3"]
-    request, settings, _ = prepare(build_parser().parse_args(arguments))
+    request, settings, _ = prepare(build_parser().parse_args(arguments), None)
     steps = list(request.decode(settings))
     steps[0] = replace(steps[0], tokens=[steps[0].tokens[0] + 1])
     comparison = compare(request, settings, tally(steps))

@@ -162,7 +162,7 @@ def test_other_tools_read_the_tiny_models_as_we_do(model: str) -> None:
 def test_links_lead_somewhere() -> None:
     """Every relative link of a page, from where the page lies."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    assert len(pages) == 7
+    assert len(pages) == 8
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links {target}"

@@ -18,6 +18,7 @@ from engine import memory
 from engine.caches import CachePool
 from engine.cuda_graphs import Use
 from engine.memory import OutOfMemory
+from engine.products import Layout
 from gpt_neox import GPTNeoX, KVCache
 from methods.static import Alone, Chain, Fixed, StaticRule
 from verify import NonFiniteLogits, cut
@@ -30,6 +31,7 @@ class Stub(GPTNeoX):
 
     def __init__(self, follows: Callable[[int], int], vocab_size: int = 50):
         self.config = random_config(vocab_size=vocab_size, n_layers=1)
+        self.layout = Layout(self.config)
         self.follows = follows
         self.device = torch.device("cpu")
         self.dtype = torch.float32
