@@ -30,6 +30,7 @@ from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone
 from tensor_parallel import Mail, directing, follow, pack, unpack
+from tools.trainable import published_json
 
 CPU = torch.device("cpu")
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
@@ -43,22 +44,7 @@ SHAPES = [
 
 def write(folder: Path, config: Config, tensors: dict[str, Tensor]) -> None:
     """A checkpoint, as published ones are."""
-    raw = {
-        "model_type": "gpt_neox",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_positions,
-        "rotary_pct": config.rotary_fraction,
-        "rotary_emb_base": config.rotary_base,
-        "hidden_act": config.activation,
-        "use_parallel_residual": config.is_parallel,
-        "tie_word_embeddings": config.is_tied,
-        "attention_bias": config.has_attention_bias,
-    }
-    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(json.dumps(published_json(config)))
     save_file(tensors, folder / "model.safetensors")
 
 
