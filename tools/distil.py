@@ -264,10 +264,10 @@ def describe(run: Run, training: Training) -> list[str]:
     """What the model is and how it was made, for its card."""
     config, plan = run.config, run.plan
     n_train, n_held_out = len(run.corpus.train), len(run.corpus.held_out)
-    shape = f"{config.n_layers} layers, hidden size {config.hidden_size}, {config.n_heads} heads"
+    shape = f"layers: {config.n_layers}, hidden size: {config.hidden_size}, heads: {config.n_heads}"
     steps = f"{training.step:,} steps of {plan.batch} x {plan.context} tokens"
     facts = [
-        f"GPT-NeoX of {shape}, {config.vocab_size:,} ids, in float16",
+        f"GPT-NeoX in float16; {shape}, ids: {config.vocab_size:,}",
         f"{steps} in {training.seconds / 60:.1f} minutes; learning rate {plan.rate:.2g} at most",
         f"{n_train:,} tokens of text, and {n_held_out:,} held out",
     ]
