@@ -56,7 +56,7 @@ class CtrlC:
 
 
 def heed_termination() -> None:
-    """From here on SIGTERM, by which torchrun ends its processes, is what Ctrl-C is."""
+    """Until the command line ends SIGTERM, as of torchrun or kill, is what Ctrl-C is."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, CtrlC):
         signal.signal(signal.SIGTERM, handler)
@@ -66,11 +66,14 @@ def heed_termination() -> None:
 def handling_interrupts() -> Iterator[None]:
     """Handle Ctrl-C as this file says; it waits for the first place that lets it be raised."""
     before = signal.getsignal(signal.SIGINT)
+    at_termination = signal.getsignal(signal.SIGTERM)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, CtrlC())
     try:
         yield
     finally:
+        if isinstance(signal.getsignal(signal.SIGTERM), CtrlC):
+            signal.signal(signal.SIGTERM, at_termination)
         if before is _end:  # all is written, and the interpreter, as it goes, must not be killed
             before = signal.SIG_IGN
         signal.signal(signal.SIGINT, before)

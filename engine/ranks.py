@@ -66,7 +66,8 @@ def is_launched() -> bool:
 
 def is_silent() -> bool:
     """Whether this process is one of several, and not the one that speaks."""
-    return os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0"
+    is_complete = all(name in os.environ for name in VARIABLES)  # else nobody would say what lacks
+    return is_complete and os.environ["WORLD_SIZE"] != "1" and os.environ["RANK"] != "0"
 
 
 def read_number(variable: str, default: int) -> int:
@@ -238,6 +239,8 @@ def join(hold: Hold) -> Ranks:
         raise RanksError(f"WORLD_SIZE is set, but not {', '.join(missing)}: start it with torchrun")
     index = read_number("RANK", 0)
     count = read_number("WORLD_SIZE", 1)
+    if index >= count:
+        raise RanksError(f"RANK is {index}, of a WORLD_SIZE of {count}: the first is 0")
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no handler runs while torch waits for others

@@ -3,7 +3,9 @@ takes it; a mistake is one line and costs nothing."""
 
 import gc
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -204,7 +206,11 @@ class Killed(Exception):
 
 @pytest.mark.parametrize(
     ("place", "end", "status", "save_s"),
-    [("loss", Killed, 70, 0.0), ("let_target_write", KeyboardInterrupt, 130, 1000.0)],
+    [
+        ("loss", Killed, 70, 0.0),
+        ("let_target_write", KeyboardInterrupt, 130, 1000.0),
+        ("loss", SystemExit, 130, 1000.0),
+    ],
 )
 def test_an_ended_run_goes_on_exactly(
     place: str,
@@ -217,7 +223,8 @@ def test_an_ended_run_goes_on_exactly(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Captured,
 ) -> None:
-    """In step 4, before which the target has written rows; then all of that is done again."""
+    """In step 4, before which the target has written rows; then all of that is done again. A
+    SystemExit stands for SIGTERM, which was not heeded."""
     for module, name, value in (
         (training, "N_USES", 1),
         (training, "N_KEPT", 2),
@@ -230,7 +237,9 @@ def test_an_ended_run_goes_on_exactly(
 
     def end_in_step_4(self: Training, *rest: Tensor) -> Tensor | None:
         found = original(self, *rest)
-        if self.step == 4:
+        if self.step == 4 and end is SystemExit:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.step == 4:
             raise end
         return found
 
@@ -238,7 +247,7 @@ def test_an_ended_run_goes_on_exactly(
         patch.setattr(Training, place, end_in_step_4)
         assert distil.main(options) == status
     assert [file.name for file in tmp_path.glob("*ended*")] == [".ended.training"]
-    if end is KeyboardInterrupt:
+    if end is not Killed:
         assert "after step 4; the same command goes on" in capsys.readouterr().err
     assert distil.main(options) == 0
     assert "going on from step 4" in capsys.readouterr().err

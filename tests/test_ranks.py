@@ -12,7 +12,7 @@ import torch
 
 from engine import ranks as engine_ranks
 from engine.memory import OutOfMemory
-from engine.ranks import LETTER, Ranks, RanksError, is_launched, joined
+from engine.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, is_silent, joined
 
 ROOT = Path(__file__).parent.parent
 
@@ -159,6 +159,7 @@ def test_without_torchrun_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
         ({"WORLD_SIZE": "2"}, "not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start it with"),
+        (dict.fromkeys(VARIABLES, "2"), "RANK is 2, of a WORLD_SIZE of 2: the first is 0"),
     ],
 )
 def test_an_environment_that_is_not_torchruns(
@@ -169,6 +170,18 @@ def test_an_environment_that_is_not_torchruns(
     with pytest.raises(RanksError, match=said):
         with joined():
             pass
+
+
+def test_a_rank_is_silent_where_another_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rest of torchrun's variables it ended with status 2 and not a word."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert not is_silent()
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    assert is_silent()
+    monkeypatch.setenv("RANK", "0")
+    assert not is_silent()
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

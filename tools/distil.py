@@ -39,6 +39,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from cli.errors import Parser, UsageError, run_command_line, say
+from cli.interrupts import heed_termination
 from cli.models import choose_device, require_same_tokenizer, set_threads
 from engine.checkpoint import Config
 from engine.memory import in_bytes, require_memory
@@ -254,6 +255,7 @@ def distil(run: Run, file: Path) -> None:
 
 def measure(run: Run, model: Trainable) -> dict[str, float]:
     """Figures on the held-out text, by name."""
+    say("measuring on the held-out text")
     folder = run.target.folder if run.target else None
     found = measure_held_out(model, folder, run.corpus.held_out, run.plan.context)
     gc.collect()  # a GPTNeoX refers to itself, and its memory is wanted
@@ -279,6 +281,7 @@ def describe(run: Run, training: Training) -> list[str]:
 
 
 def execute(args: Namespace) -> int:
+    heed_termination()
     run = prepare(args)
     with checkpoint_of(run.out) as file:
         distil(run, file)

@@ -123,6 +123,8 @@ class Training:
     def rate(self) -> float:
         """The learning rate: warm-up, then half a wave of the cosine, down to 0."""
         done = self.progress()
+        if self.plan.steps:
+            done += 0.5 / self.plan.steps  # in the middle of a step, or the first would be lost
         if done < WARM_UP:
             return self.plan.rate * done / WARM_UP
         return self.plan.rate * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))) / 2
