@@ -65,9 +65,9 @@ from cli.models import Pair, Request, overflow_note
 from cli.options import choose_sampling
 from cli.ranks import on_ranks
 from dynatree import Step
-from engine.ranks import Ranks
 from engine.sampling import Sampling
-from tensor_parallel import Mail
+from parallel.ranks import Ranks
+from parallel.target import Mail
 
 MANY = 10_000  # missing texts that are looked at, where some prompts are to be named
 FEW = 5  # prompts that are
@@ -353,8 +353,8 @@ class Bench:
         """The results file, and how to go on with it if it lacks something."""
         again = ""
         if self.is_missing_some():
-            command = shlex.join(["python", from_here(__file__), "--resume", from_here(self.file)])
-            again = f"; {self.lacking()}; to go on: {command}"
+            words = [*self.shard.launcher(), from_here(__file__), "--resume", from_here(self.file)]
+            again = f"; {self.lacking()}; to go on: {shlex.join(words + self.shard.options())}"
         say(f"results in {from_here(self.file)}{again}")
 
 

@@ -43,9 +43,9 @@ from cli.errors import Parser, UsageError, say
 from cli.models import Pair, choose_device, choose_dtype, open_pair
 from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked, remove
-from engine.ranks import read_number
 from engine.sampling import LAST_SEED
-from tensor_parallel import Mail
+from parallel.ranks import read_number
+from parallel.target import Mail
 
 MOST_REPEATS = 10**12
 # Options that decide no figure

@@ -24,7 +24,7 @@ from cli.metrics import token_ids
 from cli.models import Pair, Request, encode
 from cli.options import MAX_PROMPT_BYTES
 from engine.checkpoint import CheckpointError
-from engine.foreign import ForeignFile, Word, checked, parse_json, read_bytes
+from engine.foreign import ForeignFile, Word, checked, parse_json, read_bytes, read_text
 from engine.hub import client_errors, hub_error, require_client
 from engine.sampling import Sampling
 from methods.static import Alone
@@ -115,9 +115,7 @@ def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]
 
 def _read_file(file: Path) -> list[str]:
     try:
-        text = read_bytes(file, MAX_BYTES).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8: {error}") from error
+        text = read_text(file, MAX_BYTES)
     except ForeignFile as error:
         raise UsageError(f"--prompts: {error}") from error
     if file.suffix.lower() == ".jsonl":

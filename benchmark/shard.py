@@ -32,7 +32,7 @@ from cli.errors import UsageError
 from cli.interrupts import heed_termination
 from cli.models import Pair, choose_device
 from engine.checkpoint import first_line
-from engine.ranks import Ranks, RanksError, joined, read_number
+from parallel.ranks import Ranks, RanksError, joined, read_number
 
 POLL_S = 0.1  # between two looks into the store
 BEAT_S = 1.0
@@ -139,6 +139,16 @@ class Shard:
     def problems(self) -> list[str]:
         """Which ranks ended too early, and why."""
         return [f"rank {other.rank}: {other.problem}" for other in self.others if other.problem]
+
+    def launcher(self) -> list[str]:
+        """What starts bench.py, as it was started."""
+        if not self.others:
+            return ["python"]
+        return ["torchrun", "--nproc-per-node", str(read_number("LOCAL_WORLD_SIZE", 1))]
+
+    def options(self) -> list[str]:
+        """What asks for as many ranks again."""
+        return ["--shard", "prompts"] if self.others else []
 
     def tell(self, record: dict) -> None:
         """Give rank 0 a record."""

@@ -18,7 +18,7 @@ from cli.start import MISTAKE, UNFORESEEN
 from engine.checkpoint import CheckpointError, first_line
 from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory, is_refusal
-from engine.ranks import RanksError, is_silent
+from parallel.ranks import RanksError, is_silent
 from verify import NonFiniteLogits
 
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."

@@ -38,7 +38,7 @@ from engine.files import require_writable
 from engine.streaming import WHOLE_TEXT, Window
 from engine.strict import MAX_DEPTH
 from methods import METHODS
-from tensor_parallel import Mail
+from parallel.target import Mail
 
 WARM_UP_STEPS = 8
 DEPTHS = ("K", "D", "D_max")  # settings that say how deep a tree may be

@@ -25,7 +25,7 @@ from engine.checkpoint import DTYPES, CheckpointError, first_line, read_json
 from engine.hub import find_checkpoint
 from engine.memory import memory_for, require_memory
 from gpt_neox import GPTNeoX
-from tensor_parallel import Mail
+from parallel.target import Mail
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it

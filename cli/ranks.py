@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 
 from cli.interrupts import interrupts
-from engine.ranks import joined
-from tensor_parallel import Mail, directing, follow
+from parallel.ranks import joined
+from parallel.target import Mail, directing, follow
 
 
 def on_ranks(

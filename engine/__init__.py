@@ -13,7 +13,6 @@ memory        whether something fits, asked before it is taken
 sampling      temperature, top-p, drawing without replacement
 streaming     a cache of constant size for text of any length
 shares        what one of several ranks has of a model, and how parts become whole
-ranks         the processes of one command under torchrun, and what they tell each other
 stopwatch     milliseconds of an iteration by part
 settings      what a method's settings may be
 """

@@ -77,6 +77,14 @@ def read_bytes(file: Path, limit: int = LIMIT) -> bytes:
         raise unreadable(file, error) from error
 
 
+def read_text(file: Path, limit: int = LIMIT) -> str:
+    """The same of a UTF-8 text. Raises ForeignFile."""
+    try:
+        return read_bytes(file, limit).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ForeignFile(f"{file} is not UTF-8: {error}") from error
+
+
 def read_json(file: Path, limit: int = LIMIT) -> object:
     """What a JSON file says. Raises ForeignFile."""
     try:

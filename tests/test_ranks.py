@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import ranks as engine_ranks
 from engine.memory import OutOfMemory
-from engine.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, is_silent, joined
+from parallel import ranks as found_ranks
+from parallel.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, is_silent, joined
 
 ROOT = Path(__file__).parent.parent
 
@@ -132,15 +132,15 @@ def test_ranks_of_other_versions_are_not_let_in(monkeypatch: pytest.MonkeyPatch)
         def gather_objects(self, own: tuple) -> list[tuple]:
             return [own, own, other]
 
-    own = (str(torch.__version__), engine_ranks.hash_of_code())
+    own = (str(torch.__version__), found_ranks.hash_of_code())
     other = ("2.0.0", own[1])
     with pytest.raises(RanksError, match="rank 2 has torch 2.0.0, rank 0 has"):
-        engine_ranks.require_same_code(Found())
+        found_ranks.require_same_code(Found())
     other = (own[0], "another hash")
     with pytest.raises(RanksError, match="rank 2 runs other files of this project"):
-        engine_ranks.require_same_code(Found())
+        found_ranks.require_same_code(Found())
     other = own
-    engine_ranks.require_same_code(Found())
+    found_ranks.require_same_code(Found())
 
 
 def test_without_torchrun_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

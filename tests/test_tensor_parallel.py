@@ -22,14 +22,14 @@ from dynatree import DynaTree, generate
 from engine import caches, checkpoint
 from engine.checkpoint import CheckpointError, Config, read_config, weight_bytes
 from engine.memory import OutOfMemory
-from engine.ranks import LETTER, Ranks, RanksError
 from engine.sampling import Sampling
 from engine.shares import Share
 from engine.streaming import Window
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone
-from tensor_parallel import Mail, directing, follow, pack, unpack
+from parallel.ranks import LETTER, Ranks, RanksError
+from parallel.target import Mail, directing, follow, pack, unpack
 from tools.trainable import published_json
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from torch import Tensor
 from cli.errors import UsageError
 from cli.metrics import new_ids
 from cli.models import encode
-from engine.foreign import ForeignFile, read_bytes, require_file
+from engine.foreign import ForeignFile, read_text, require_file
 
 MAX_BYTES = 2**30  # of a file
 PIECE = 2**16  # characters; what the tokenizer makes of one takes 100 times as much
@@ -47,7 +47,7 @@ def read_corpus(
     train = new_ids()
     held_out = new_ids()
     for file in files:
-        text = read_text(file)
+        text = text_of(file)
         end = len(text) - len(text) // HELD_OUT
         for ids, part in ((train, text[:end]), (held_out, text[end:])):
             ids.extend(eos_ids[:1])
@@ -75,14 +75,12 @@ def require_texts(names: Sequence[str]) -> list[Path]:
     return files
 
 
-def read_text(file: Path) -> str:
+def text_of(file: Path) -> str:
     """A file's text. Raises UsageError: no file, too large, not UTF-8, empty."""
     try:
-        text = read_bytes(file, MAX_BYTES).decode("utf-8-sig")
+        text = read_text(file, MAX_BYTES)
     except ForeignFile as error:
         raise UsageError(f"--text: {error}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--text: {file} is not UTF-8: {error}") from error
     if not text:
         raise UsageError(f"--text: {file} is empty")
     return text
@@ -104,7 +102,7 @@ def learn_tokenizer(files: Sequence[Path], n_ids: int) -> Tokenizer:
 
     def all_pieces() -> Iterator[str]:
         for file in files:
-            text = read_text(file)
+            text = text_of(file)
             yield from pieces(text[: len(text) - len(text) // HELD_OUT])
 
     tokenizer = Tokenizer(models.BPE())

@@ -30,9 +30,9 @@ from torch import Tensor
 from engine.caches import CachePool, Storage
 from engine.checkpoint import DTYPES, first_line
 from engine.cuda_graphs import Use
-from engine.ranks import AGREED, Ranks, RanksError
 from engine.scores import Scores
 from gpt_neox import GPTNeoX, KVCache
+from parallel.ranks import AGREED, Ranks, RanksError
 
 END = "end"
 
