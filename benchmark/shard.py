@@ -144,7 +144,8 @@ class Shard:
         """What starts bench.py, as it was started."""
         if not self.others:
             return ["python"]
-        return ["torchrun", "--nproc-per-node", str(read_number("LOCAL_WORLD_SIZE", 1))]
+        n_here = read_number("LOCAL_WORLD_SIZE", 1 + len(self.others))
+        return ["torchrun", "--nproc-per-node", str(n_here)]
 
     def options(self) -> list[str]:
         """What asks for as many ranks again."""

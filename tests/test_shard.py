@@ -149,7 +149,10 @@ def test_a_rank_that_dies_costs_its_prompt(
     assert statuses == [2, -signal.SIGKILL, 0], printed
     lines = printed.splitlines()
     assert lines[-1].startswith("error: rank 1: not heard of for 2 s; rank 2: there is none; these")
-    assert "; 3 texts are lacking (builtin " in printed and "--resume" in printed
+    assert "; 3 texts are lacking (builtin " in printed
+    again = printed.partition("; to go on: ")[2]
+    assert again.startswith("torchrun --nproc-per-node 3 bench.py --resume "), printed
+    assert again.splitlines()[0].endswith(" --shard prompts")
     lacking = set(tuple(text[:2]) for text in texts(alone) if text not in texts(file))
     assert len(lacking) == 2 and len(texts(file)) == len(texts(alone)) - 3
     before = Results.load(file).records
