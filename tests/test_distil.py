@@ -1,7 +1,6 @@
 """A draft learns from text and target, goes on exactly after whatever ended it, and dynatree.py
 takes it; a mistake is one line and costs nothing."""
 
-import gc
 import json
 import os
 import re
@@ -21,9 +20,10 @@ from cli.main import main as dynatree
 from engine.checkpoint import EMBED_OUT, Config, read_config
 from engine.files import locked
 from gpt_neox import GPTNeoX
-from tools import corpus, distil, folders, outcome, training
+from tools import corpus, distil, folders, outcome, resume
+from tools.distil import Training
+from tools.job import Plan
 from tools.trainable import Trainable, published_json
-from tools.training import Plan, Training
 
 Captured = pytest.CaptureFixture[str]
 SHAPE = ["--layers", "1", "--hidden", "16"]
@@ -36,8 +36,7 @@ def little_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcome, "N_PROMPTS", 1)
     monkeypatch.setattr(outcome, "PROMPT_TOKENS", 8)
     monkeypatch.setattr(outcome, "NEW_TOKENS", 8)
-    monkeypatch.setattr(training, "N_WRITTEN", {"cpu": 4})
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # a tenth of a second among all that pytest has
+    monkeypatch.setattr(distil, "N_WRITTEN", {"cpu": 4})
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +117,7 @@ def test_what_is_sampled_has_the_targets_distribution() -> None:
 
 
 def little_plan(**changes: object) -> Plan:
-    values = {"steps": 9, "minutes": None, "batch": 4, "context": 16, "rate": 0.01, "ce": 0.2}
+    values = {"steps": 9, "batch": 4, "context": 16, "rate": 0.01, "ce": 0.2}
     values |= {"greedy": 0.25, "sampled": 0.25, "seed": 0}
     return Plan(**(values | changes))
 
@@ -158,7 +157,7 @@ def test_a_step_in_parts_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = little_training()
     parts = little_training()
     losses = [whole.advance() for _ in range(3)]
-    monkeypatch.setattr(training, "MAX_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(distil, "MAX_LOGITS", {"cpu": 1})
     assert losses == pytest.approx([parts.advance() for _ in range(3)], abs=1e-4)
 
 
@@ -173,12 +172,12 @@ def test_shares_of_rows_are_the_targets() -> None:
 
 def test_only_the_latest_of_the_targets_rows_are_kept() -> None:
     at_work = little_training(batch=400)  # so many that it writes before each step
-    for step in range(training.N_KEPT + 3):
+    for step in range(distil.N_KEPT + 3):
         at_work.step = step
         before = at_work.written
         at_work.draw_rows()
-        assert len(at_work.written) == 4 * min(step + 1, training.N_KEPT)
-        if step >= training.N_KEPT:
+        assert len(at_work.written) == 4 * min(step + 1, distil.N_KEPT)
+        if step >= distil.N_KEPT:
             n_changed = (at_work.written != before).any(dim=1).sum()
             assert n_changed == 4
 
@@ -226,8 +225,8 @@ def test_an_ended_run_goes_on_exactly(
     """In step 4, before which the target has written rows; then all of that is done again. A
     SystemExit stands for SIGTERM, which was not heeded."""
     for module, name, value in (
-        (training, "N_USES", 1),
-        (training, "N_KEPT", 2),
+        (distil, "N_USES", 1),
+        (distil, "N_KEPT", 2),
         (distil, "SAVE_S", save_s),
     ):
         monkeypatch.setattr(module, name, value)
@@ -275,7 +274,7 @@ def test_a_full_disk_loses_nothing(
 
         return write
 
-    for module, name, n in ((training, "write_whole", 4), (folders, "save_file", 1)):
+    for module, name, n in ((resume, "write_whole", 4), (folders, "save_file", 1)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fails_from(n, getattr(module, name)))
             assert distil.main(options) == 2
@@ -291,7 +290,7 @@ def test_another_runs_checkpoint_stays(
 ) -> None:
     options = arguments(target, text, tmp_path / "draft") + SHAPE
     with monkeypatch.context() as patch:
-        patch.setattr(distil, "write_folder", lambda *_: 1 / 0)
+        patch.setattr(distil, "write_outcome", lambda *_: 1 / 0)
         assert distil.main(options) == 70
     before = contents(tmp_path)
     assert distil.main(options + ["--seed", "1", "--ce", "0.3"]) == 2
@@ -333,8 +332,8 @@ def test_a_draft_goes_on_learning(target: str, text: str, tmp_path: Path) -> Non
         (["--vocab", "300"], "--vocab has no effect"),
         (["--context", "4000"], "there are 2048 positions"),
         (["--greedy", "0.7", "--sampled", "0.4"], "together"),
-        (["--ce", "nan"], "--ce nan"),
-        (["--rate", "1e30"], "--rate 1e+30"),
+        (["--ce", "nan"], "--ce=nan is outside 0.0 to 1.0"),
+        (["--rate", "1e30"], "--rate=1e+30 is outside"),
         (["--target", "nowhere/model"], "nowhere/model"),
     ],
 )

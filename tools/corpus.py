@@ -29,7 +29,6 @@ SMALLEST = 257  # vocabulary: every byte, and END
 class Corpus:
     """Files as ids, each behind an end of text if there is such an id."""
 
-    tokenizer: Tokenizer
     train: Tensor  # int32
     held_out: Tensor  # int32; nothing learns from it
 
@@ -56,7 +55,7 @@ def read_corpus(
                     ids.extend(encode(piece, tokenizer, n_ids))
                 except UsageError as error:
                     raise UsageError(f"{file}: {error}") from error
-    return Corpus(tokenizer, as_tensor(train), as_tensor(held_out))
+    return Corpus(as_tensor(train), as_tensor(held_out))
 
 
 def as_tensor(ids: array) -> Tensor:

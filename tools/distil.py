@@ -5,14 +5,17 @@
     python tools/distil.py --text *.txt --layers 6 --hidden 320 --out my-target
     python dynatree.py --target FOLDER --draft my-draft --prompt "The ship sailed at dawn"
 
-The draft has the target's tokenizer. Without a target a model learns the next token, and a
-vocabulary is made of the text first. Here is the command; tools/trainable.py has the model,
-tools/training.py what it learns and how, tools/corpus.py the text, tools/outcome.py the figures.
+What a draft is accepted for is saying what the target says, where the target has come to. So the
+loss is part next token and part Kullback-Leibler from the target to the draft, on rows of the text
+and on rows that begin with the text and that the target has written on, greedily or sampled
+(Zhou et al. 2024, DistillSpec). Without a target it is next token on the text.
 
-However a run ends, the same command goes on from its last checkpoint, in a hidden folder beside
---out; with --steps the weights will be those of a run that was never ended. The folder --out is
-there once all of it is. Its card tells of the model before and after, on the last twentieth of each
-file, from which nothing was learned.
+However a run ends, the same command goes on from its last checkpoint. What is random in a step is
+drawn from the seed and the step's number, so a step can be made again and is the same: with --steps
+the weights will be those of a run that was never ended.
+
+Here is the learning; trainable.py has the model, job.py what may be asked for, corpus.py
+the text, resume.py the checkpoint, outcome.py the figures and the folder. Shapes: B rows, V ids.
 """
 
 import sys
@@ -25,180 +28,180 @@ if __name__ == "__main__":  # before torch, whose import takes a second
 
     guard_imports()
 
-import gc
-import hashlib
+import math
 import shlex
-import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 
 import torch
-from tokenizers import Tokenizer
+import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import Parser, UsageError, run_command_line, say
-from cli.interrupts import heed_termination
-from cli.models import choose_device, require_same_tokenizer, set_threads
-from engine.checkpoint import Config
-from engine.memory import in_bytes, require_memory
-from tools.corpus import SMALLEST, Corpus, learn_tokenizer, read_corpus, require_texts
-from tools.folders import TOKENIZER, file_bytes, new_folder, read_unchanged, size
-from tools.outcome import CARD, card, measure_held_out, write_folder
-from tools.trainable import Source, Trainable, fresh_tensors, published_json
-from tools.training import (
-    Plan,
-    Training,
-    checkpoint_of,
-    read_state,
-    training_dtype,
-    write_state,
-)
+from cli.errors import UsageError, run_command_line, say
+from cli.interrupts import heed_termination, interrupts
+from tools.job import Job, Plan, build_parser, prepare, training_dtype
+from tools.outcome import measure_held_out, write_outcome
+from tools.resume import checkpoint_of, read_state, write_state
+from tools.trainable import Trainable
 
-HEAD_SIZE = 64  # of a new model, about
-POSITIONS = 2048  # of one without a target
-VOCABULARY = 4096  # the same
-RATE = 2e-3  # of a new model of hidden size 128; it falls with the root of that
-GENTLER = 0.6  # the share of it for a model that has learned
-WITH_TARGET = {"greedy": 0.25, "sampled": 0.15, "ce": 0.2}  # about what made models/tiny/draft
-RANGES = {"minutes": (0.001, 10**6), "rate": (1e-9, 1), "context": (8, 10**6), "seed": (0, 10**9)}
-RANGES |= {"greedy": (0, 1), "sampled": (0, 1), "ce": (0, 1), "vocab": (SMALLEST, 10**6)}
-MEMORY = 8  # bytes in training for one in the file: float32 weight, gradient and two moments
-DISK = 13  # bytes of two checkpoints and the file
-MINUTES = 30
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.1  # of matrices
+WARM_UP = 0.03  # of the budget
+LONGEST_GRADIENT = 1.0  # by its norm; a longer one is cut to it
+MAX_LOGITS = {"cpu": 2**22, "cuda": 2**28}  # at once: what a processor's cache and a GPU like
+PROMPT = 8  # one part in so many of a row that the target writes on
+TEMPERATURES = (0.3, 1.0)  # of its sampled rows, evenly spread
+N_WRITTEN = {"cpu": 32, "cuda": 256}  # rows that it writes at once, if their cache is as small as
+CACHE_BYTES = 2**30
+N_KEPT = 8  # such writings, of which the oldest makes room
+N_USES = 4  # of a written row, on average
 SAVE_S = 120.0  # seconds between two checkpoints
 BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 
-@dataclass(frozen=True)
-class Run:
-    """What was asked for, checked, before anything is computed or written."""
+class Training:
+    """A model as it learns; at any step, `state` is all of it."""
 
-    out: Path
-    device: torch.device
-    target: Source | None
-    init: Source | None
-    config: Config  # of the model
-    corpus: Corpus
-    plan: Plan
-    files: dict[str, bytes]  # that the folder gets with the model
-    command: str
+    def __init__(self, plan: Plan, model: Trainable, text: Tensor, teacher: Trainable | None):
+        """text: ids [n] int32."""
+        self.plan, self.model, self.text, self.teacher = plan, model, text, teacher
+        self.device = model.head.device
+        self.dtype = training_dtype(self.device)
+        self.n_ids = model.config.vocab_size  # V: padded vocabularies of one tokenizer may differ
+        if teacher:
+            self.n_ids = min(self.n_ids, teacher.config.vocab_size)
+        matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+        vectors = [weight for weight in model.parameters() if weight.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}]
+        groups.append({"params": vectors, "weight_decay": 0.0})
+        self.optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
+        self.written = torch.zeros(0, plan.context + 1, dtype=torch.int32)  # by the target, lately
+        self.step = 0
+        self.seconds = 0.0  # of all steps
 
-    def identity(self) -> dict:
-        """What a checkpoint to go on from must have been made with."""
-        text = hashlib.sha256(self.corpus.train.numpy()).hexdigest()
-        found = asdict(self.plan) | published_json(self.config) | {"text": text}
-        for role, source in (("target", self.target), ("init", self.init)):
-            found[role] = str(source.folder.resolve()) if source else None
-        return found
+    def advance(self) -> float:
+        """One step. Returns its loss in nats per token; raises UsageError if that is none."""
+        start = time.monotonic()
+        rows = self.draw_rows()
+        n_at_once = MAX_LOGITS[self.device.type] // (self.plan.context * self.n_ids)
+        total = 0.0
+        self.optimizer.zero_grad()
+        for part in rows.split(max(n_at_once, 1)):
+            loss = self.loss(part) * (len(part) / len(rows))
+            loss.backward()
+            total += loss.item()
+        if not math.isfinite(total):
+            raise UsageError(f"the loss of step {self.step} is {total}: --rate is too high")
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), LONGEST_GRADIENT)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+        with interrupts(raised=False):  # all of it or nothing: the state may be saved after it
+            self.optimizer.step()
+            self.step += 1
+            self.seconds += time.monotonic() - start
+        return total
 
-    def new_model(self) -> Trainable:
-        """As it is before its first step. Raises CheckpointError and OutOfMemory."""
-        if self.init:
-            return self.init.load(self.device, torch.float32)
-        return Trainable(self.config, fresh_tensors(self.config, self.plan.seed, self.device))
+    def loss(self, rows: Tensor) -> Tensor:
+        """In nats per token, of rows [b, context + 1]."""
+        rows = rows.to(self.device).long()
+        logprobs = self.logprobs(self.model, rows)
+        loss = F.nll_loss(logprobs, rows[:, 1:].flatten())
+        if not self.teacher:
+            return loss
+        with torch.no_grad():
+            wanted = self.logprobs(self.teacher, rows)
+        divergence = F.kl_div(logprobs, wanted, reduction="batchmean", log_target=True)
+        return self.plan.ce * loss + (1 - self.plan.ce) * divergence
 
-    def load_teacher(self) -> Trainable | None:
-        if self.target is None:
-            return None
-        return self.target.load(self.device, training_dtype(self.device)).requires_grad_(False)
+    def logprobs(self, model: Trainable, rows: Tensor) -> Tensor:
+        """Of what follows each token but a row's last, [b * context, V]."""
+        with self.fast():
+            logits = model(rows[:, :-1])[..., : self.n_ids]
+        return logits.float().log_softmax(-1).flatten(0, 1)
 
+    def fast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-def prepare(args: Namespace) -> Run:
-    """Check all that can be checked before the work. Raises UsageError and CheckpointError."""
-    require_effect(args)
-    set_threads(args.threads)
-    device = choose_device(args.device)
-    texts = require_texts(args.text)
-    target = Source.open(args.target)
-    init = Source.open(args.init)
-    sources = [source for source in (target, init) if source]
-    for place in [source.folder for source in sources] + texts:
-        out = new_folder(args.out, place)
-    if sources:
-        tokenizer = sources[0].tokenizer
-        require_same_tokenizer(tokenizer, sources[-1].tokenizer)
-        files = read_unchanged(sources[0].folder)
-    else:
-        tokenizer = learn_tokenizer(texts, args.vocab or VOCABULARY)
-        files = {TOKENIZER: tokenizer.to_str(pretty=True).encode()}
-    config = init.config if init else new_config(args, target, tokenizer)
-    plan = choose_plan(args, config.hidden_size)
-    configs = [config] + [source.config for source in sources]
-    n_positions = min(each.max_positions for each in configs)
-    if plan.context > n_positions:
-        raise UsageError(f"--context {plan.context}: there are {n_positions} positions")
-    n_ids = min(each.vocab_size for each in configs)
-    corpus = read_corpus(texts, tokenizer, n_ids, config.eos_ids)
-    corpus.require_rows(plan.context + 1)
-    require_room(config, device, out)
-    return Run(out, device, target, init, config, corpus, plan, files, args.command)
+    def draw_rows(self) -> Tensor:
+        """What the coming step learns from, [B, context + 1], of the text and of the target's."""
+        plan = self.plan
+        chance = self.chance(0)
+        rows = self.draw_text(plan.batch, plan.context + 1, chance)
+        if plan.written:
+            self.let_target_write()
+            is_written = torch.rand(plan.batch, generator=chance) < plan.written
+            chosen = torch.randint(len(self.written), (plan.batch,), generator=chance)
+            rows[is_written] = self.written[chosen[is_written]]
+        return rows
 
+    def draw_text(self, n_rows: int, length: int, chance: torch.Generator) -> Tensor:
+        """Rows that begin anywhere in the text, [n_rows, length]."""
+        starts = torch.randint(len(self.text) - length + 1, (n_rows, 1), generator=chance)
+        return self.text[starts + torch.arange(length)]
 
-def require_effect(args: Namespace) -> None:
-    """Raise UsageError for a value out of its range and for an option that would do nothing."""
-    given = {name for name, value in vars(args).items() if value is not None}
-    for name, (low, high) in RANGES.items():
-        if name in given and not low <= getattr(args, name) <= high:
-            raise UsageError(f"--{name} {getattr(args, name)}: {low} to {high}")
-    for name in WITH_TARGET:
-        if name in given and not args.target:
-            raise UsageError(f"--{name} has no effect without a --target")
-    for name in ("layers", "hidden", "heads"):
-        if name in given and args.init:
-            raise UsageError(f"--{name} has no effect: the shape is that of --init {args.init}")
-    if "vocab" in given and (args.target or args.init):
-        raise UsageError("--vocab has no effect: the vocabulary is there already")
-    if not args.init and not {"layers", "hidden"} <= given:
-        raise UsageError("give --layers and --hidden of a new model, or one to go on from: --init")
+    def let_target_write(self) -> None:
+        """Every so many steps: new rows, in the place of the oldest."""
+        plan = self.plan
+        row_bytes = self.teacher.new_past(1, 1).nbytes * plan.context
+        n_rows = min(max(CACHE_BYTES // row_bytes, 1), N_WRITTEN[self.device.type])
+        n_steps = max(round(n_rows * N_USES / (plan.written * plan.batch)), 1)
+        if self.step % n_steps:
+            return
+        n_prompt = max(plan.context // PROMPT, 1)
+        prompts = self.draw_text(n_rows, n_prompt, self.chance(1)).to(self.device).long()
+        temperatures = torch.zeros(n_rows, device=self.device)
+        n_greedy = round(n_rows * plan.greedy / plan.written)
+        temperatures[n_greedy:] = torch.linspace(*TEMPERATURES, n_rows - n_greedy)
+        n_new = plan.context + 1 - n_prompt
+        chance = self.chance(1, self.device)
+        with self.fast():
+            new = self.teacher.write(prompts, n_new, temperatures, chance, self.n_ids)
+        first = self.step // n_steps % N_KEPT * n_rows  # the same if this step is made again
+        parts = [self.written[:first], new.int().cpu(), self.written[first + n_rows :]]
+        self.written = torch.cat(parts)
 
+    def chance(self, purpose: int, device: str | torch.device = "cpu") -> torch.Generator:
+        """What the coming step draws from."""
+        seed = self.plan.seed * 10**9 + 2 * self.step + purpose
+        return torch.Generator(device).manual_seed(seed)
 
-def require_room(config: Config, device: torch.device, out: Path) -> None:
-    """Raise UsageError or OutOfMemory if training would fill the disk or the memory."""
-    size_of_file = file_bytes(config)
-    existing = [place for place in out.parents if place.exists()][0]
-    free = shutil.disk_usage(existing).free
-    if DISK * size_of_file > free:
-        sizes = f"{in_bytes(DISK * size_of_file)} on disk, {in_bytes(free)} are free"
-        raise UsageError(f"training a model of these sizes would take {sizes}")
-    require_memory(MEMORY * size_of_file, device, "training a model of these sizes")
+    def rate(self) -> float:
+        """The learning rate: warm-up, then half a wave of the cosine, down to 0."""
+        done = self.progress()
+        if self.plan.steps:
+            done += 0.5 / self.plan.steps  # in the middle of a step, or the first would be lost
+        if done < WARM_UP:
+            return self.plan.rate * done / WARM_UP
+        return self.plan.rate * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))) / 2
 
+    def progress(self) -> float:
+        """The share of the budget that is spent."""
+        if self.plan.steps:
+            return self.step / self.plan.steps
+        return self.seconds / (60 * self.plan.minutes)
 
-def new_config(args: Namespace, target: Source | None, tokenizer: Tokenizer) -> Config:
-    """Of a new model, with the target's ids and positions. Raises CheckpointError."""
-    config = Config(
-        vocab_size=target.config.vocab_size if target else tokenizer.get_vocab_size(),
-        hidden_size=args.hidden,
-        n_layers=args.layers,
-        n_heads=args.heads or max(args.hidden // HEAD_SIZE, 1),
-        intermediate_size=4 * args.hidden,
-        max_positions=target.config.max_positions if target else POSITIONS,
-        rotary_fraction=0.25,
-        rotary_base=10000.0,
-        eos_ids=target.config.eos_ids if target else (0,),
-    )
-    return Config.from_json(published_json(config))  # as it will be read
+    def speed(self) -> float:
+        """Tokens learned from per second."""
+        return self.step * self.plan.batch * self.plan.context / self.seconds
 
+    def state(self) -> dict:
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "written": self.written,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
 
-def choose_plan(args: Namespace, hidden: int) -> Plan:
-    """Defaults filled in. Raises UsageError."""
-    shares = {"greedy": 0.0, "sampled": 0.0, "ce": 1.0}
-    if args.target:
-        for name, default in WITH_TARGET.items():
-            given = getattr(args, name)
-            shares[name] = default if given is None else given
-    if shares["greedy"] + shares["sampled"] > 1:
-        raise UsageError("--greedy and --sampled are shares of the rows, together at most 1")
-    rate = args.rate
-    if rate is None:
-        rate = RATE * (128 / hidden) ** 0.5
-        if args.init:
-            rate *= GENTLER
-    minutes = args.minutes
-    if args.steps is None and minutes is None:
-        minutes = MINUTES
-    return Plan(args.steps, minutes, args.batch, args.context, rate, **shares, seed=args.seed)
+    def restore(self, state: dict) -> None:
+        """Go on from what `state` told."""
+        self.step = state["step"]
+        self.seconds = state["seconds"]
+        self.written = state["written"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def train(training: Training, save: Callable[[], None]) -> None:
@@ -221,100 +224,46 @@ def train(training: Training, save: Callable[[], None]) -> None:
     save()
 
 
-def distil(run: Run, file: Path) -> None:
+def distil(job: Job, file: Path) -> None:
     """Train from the checkpoint, or the beginning, to the end; then measure and write."""
-    state = read_state(file, run.identity())
-    model = run.new_model()
-    if state:
-        before = state["before"]
-    else:
-        before = measure(run, model)
-    training = Training(run.plan, model, run.corpus.train, run.load_teacher())
+    state = read_state(file, job.identity())
+    model = job.new_model()
+    before = state["before"] if state else measure_held_out(job, model)
+    training = Training(job.plan, model, job.corpus.train, job.load_teacher())
     if state:
         training.restore(state["training"])
         say(f"going on from step {training.step}")
 
     def save() -> None:
-        found = {"identity": run.identity(), "before": before, "training": training.state()}
+        found = {"identity": job.identity(), "before": before, "training": training.state()}
         write_state(file, found)
 
     try:
         train(training, save)
         training.teacher = None  # its memory is wanted
-        after = measure(run, model)
-        text = card(run.out.name, run.command, describe(run, training), before, after)
-        write_folder(run.out, model, run.files | {CARD: text.encode()})
+        after = measure_held_out(job, model)
+        taken = f"{training.step:,} steps in {training.seconds / 60:.1f} minutes"
+        write_outcome(job, model, taken, before, after)
     except KeyboardInterrupt:
         save()
         say(f"interrupted after step {training.step}; the same command goes on from there")
         raise
     file.unlink()
-    for name, value in after.items():
-        say(f"{name}: {before[name]:.3f} before, {value:.3f} after")
-
-
-def measure(run: Run, model: Trainable) -> dict[str, float]:
-    """Figures on the held-out text, by name."""
-    say("measuring on the held-out text")
-    folder = run.target.folder if run.target else None
-    found = measure_held_out(model, folder, run.corpus.held_out, run.plan.context)
-    gc.collect()  # a GPTNeoX refers to itself, and its memory is wanted
-    return found
-
-
-def describe(run: Run, training: Training) -> list[str]:
-    """What the model is and how it was made, for its card."""
-    config, plan = run.config, run.plan
-    n_train, n_held_out = len(run.corpus.train), len(run.corpus.held_out)
-    shape = f"layers: {config.n_layers}, hidden size: {config.hidden_size}, heads: {config.n_heads}"
-    steps = f"{training.step:,} steps of {plan.batch} x {plan.context} tokens"
-    facts = [
-        f"GPT-NeoX in float16; {shape}, ids: {config.vocab_size:,}",
-        f"{steps} in {training.seconds / 60:.1f} minutes; learning rate {plan.rate:.2g} at most",
-        f"{n_train:,} tokens of text, and {n_held_out:,} held out",
-    ]
-    if run.target:
-        facts.append(f"to guess what {run.target.folder} writes, which wrote of the rows:")
-        facts[-1] += f" {plan.greedy:.0%} greedily, {plan.sampled:.0%} sampled"
-        facts.append(f"loss: {plan.ce:g} next token + {1 - plan.ce:g} divergence from the target")
-    return facts
 
 
 def execute(args: Namespace) -> int:
     heed_termination()
-    run = prepare(args)
-    with checkpoint_of(run.out) as file:
-        distil(run, file)
+    job = prepare(args)
+    with checkpoint_of(job.out) as file:
+        distil(job, file)
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
-    parser = Parser(prog="tools/distil.py", description=__doc__.splitlines()[0])
-    parser.less_memory = "--batch, --context"
+    parser = build_parser(__doc__.splitlines()[0])
     parser.set_defaults(command=shlex.join(["python", parser.prog, *arguments]))
-    add = parser.add_argument
-    add("--target", metavar="MODEL", help="folder, or hub NAME or NAME@REVISION; none: next token")
-    add("--text", nargs="+", required=True, metavar="FILE", help="to learn from, UTF-8")
-    add("--out", required=True, metavar="FOLDER", help="where the model goes: new or empty")
-    add("--init", metavar="MODEL", help="go on from this one, which has the target's tokenizer")
-    add("--layers", type=size, metavar="N", help="of a new model")
-    add("--hidden", type=size, metavar="N", help="its hidden size")
-    add("--heads", type=size, metavar="N", help=f"its attention heads (of size {HEAD_SIZE})")
-    add("--vocab", type=size, metavar="N", help=f"ids, without a target ({VOCABULARY})")
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--minutes", type=float, metavar="X", help=f"of training ({MINUTES})")
-    budget.add_argument("--steps", type=size, metavar="N", help="or so many steps")
-    add("--batch", type=size, default=8, metavar="N", help="rows of a step (8)")
-    add("--context", type=size, default=512, metavar="N", help="tokens of a row (512)")
-    add("--rate", type=float, metavar="X", help="learning rate at its highest (by hidden size)")
-    add("--greedy", type=float, metavar="X", help="share of rows the target writes greedily (0.25)")
-    add("--sampled", type=float, metavar="X", help="share of rows it samples (0.15)")
-    add("--ce", type=float, metavar="X", help="weight of the next token in the loss (0.2)")
-    add("--seed", type=int, default=0, metavar="N", help="of all that is random (0)")
-    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
-    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
     return run_command_line(execute, parser, arguments)
 
 

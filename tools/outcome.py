@@ -1,11 +1,11 @@
-"""What comes of training: figures on text that nothing was learned from, a card, a folder.
+"""What comes of tools/distil.py: figures on text that nothing was learned from, a card, a folder.
 
-figures = measure_held_out(model, target_folder, held_out, context=512)
-write_folder(Path("my-draft"), model, {"tokenizer.json": b"...", "README.md": b"..."})
+before = measure_held_out(job, model)
+write_outcome(job, model, "4,000 steps in 60.0 minutes", before, measure_held_out(job, model))
 """
 
 import json
-from pathlib import Path
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmark.prompts import spread
 from benchmark.report import markdown_table
-from cli.errors import UsageError, shown
+from cli.errors import UsageError, say, shown
 from cli.metrics import measure
 from cli.models import choose_draft_dtype, choose_dtype
 from draft_tree import DynaTree
@@ -23,6 +23,7 @@ from engine.checkpoint import first_line
 from gpt_neox import GPTNeoX
 from methods.static import Chain
 from tools.folders import halved, raising_endings, write_files, written_whole
+from tools.job import Job
 from tools.trainable import Trainable, published_json
 
 N_WINDOWS = 16  # of the held-out text, evenly spread
@@ -36,32 +37,30 @@ METHODS = {"tokens/iter, linear K=5": Chain(K=5), "tokens/iter, dynatree": DynaT
 
 
 @torch.inference_mode()
-def measure_held_out(
-    model: Trainable, target_folder: Path | None, text: Tensor, context: int
-) -> dict[str, float]:
+def measure_held_out(job: Job, model: Trainable) -> dict[str, float]:
     """Figures by name, of the model as it will be saved, run as dynatree.py runs it by default.
 
-    text: ids [n], n > context. Without a target only the loss. Raises CheckpointError, OutOfMemory.
+    Without a target only the loss. Raises CheckpointError, OutOfMemory.
     """
-    device = model.head.device
-    dtype = choose_dtype(None, device)
-    draft_dtype = choose_draft_dtype(None, dtype, device)
+    say("measuring on the held-out text")
+    dtype = choose_dtype(None, job.device)
+    draft_dtype = choose_draft_dtype(None, dtype, job.device)
     tensors = {name: tensor.to(draft_dtype) for name, tensor in saved_tensors(model).items()}
     draft = GPTNeoX(model.config, tensors)
-    windows = spread(text.long().unfold(0, context + 1, context), N_WINDOWS)  # [context + 1] each
+    context = job.plan.context
+    windows = spread(job.corpus.held_out.long().unfold(0, context + 1, context), N_WINDOWS)
+    logits = [read(draft, window[:-1]) for window in windows]  # [context, V] each
     losses = []
-    guesses = []
-    for window in windows:
-        logits = read(draft, window[:-1])
-        losses.append(F.cross_entropy(logits, window[1:].to(device)).item())
-        guesses.append(logits.argmax(-1))
+    for window, scores in zip(windows, logits, strict=True):
+        losses.append(F.cross_entropy(scores, window[1:].to(job.device)).item())
     found = {LOSS: sum(losses) / len(losses)}
-    if target_folder is None:
+    if job.target is None:
         return found
-    target = GPTNeoX.from_pretrained(target_folder, device, dtype)
+    target = GPTNeoX.from_pretrained(job.target.folder, job.device, dtype)
     n_equal = 0
-    for window, guess in zip(windows, guesses, strict=True):
-        n_equal += (read(target, window[:-1]).argmax(-1) == guess).sum().item()
+    for window, scores in zip(windows, logits, strict=True):
+        is_equal = read(target, window[:-1]).argmax(-1) == scores.argmax(-1)
+        n_equal += is_equal.sum().item()
     found[AGREEMENT] = n_equal / (len(windows) * context)
     prompts = [window[:PROMPT_TOKENS].tolist() for window in spread(windows, N_PROMPTS)]
     for name, settings in METHODS.items():
@@ -86,22 +85,34 @@ def saved_tensors(model: Trainable) -> dict[str, Tensor]:
     return {name: halved(name, weight) for name, weight in model.state_dict().items()}
 
 
-def card(
-    name: str, command: str, facts: list[str], before: dict[str, float], after: dict[str, float]
-) -> str:
-    """README.md of a folder: how the model was made, and its figures."""
-    body = [[figure, f"{before[figure]:.3f}", f"{after[figure]:.3f}"] for figure in after]
-    table = markdown_table(["on held-out text", "before", "after"], body)
-    points = "\n".join(f"- {shown(fact)}" for fact in facts)
-    return f"# {shown(name)}\n\n```\n{shown(command)}\n```\n\n{points}\n\n{table}\n"
-
-
-def write_folder(folder: Path, model: Trainable, files: dict[str, bytes]) -> None:
-    """A checkpoint with these files beside weights and config, whole or not at all; the folder is
-    new or empty. Raises UsageError."""
-    files = files | {"config.json": json.dumps(published_json(model.config), indent=2).encode()}
+def write_outcome(
+    job: Job, model: Trainable, taken: str, before: dict[str, float], after: dict[str, float]
+) -> None:
+    """A checkpoint with its card, whole or not at all, and its figures on the terminal; taken: what
+    it took. Raises UsageError."""
+    config = json.dumps(published_json(model.config), indent=2).encode()
+    files = job.files | {"config.json": config, CARD: card(job, taken, before, after).encode()}
     try:
-        with raising_endings(), written_whole(folder) as part:
+        with raising_endings(), written_whole(job.out) as part:
             write_files(part, saved_tensors(model), files)
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"{folder} cannot be written: {first_line(error)}") from error
+        raise UsageError(f"{job.out} cannot be written: {first_line(error)}") from error
+    for name, value in after.items():
+        say(f"{name}: {before[name]:.3f} before, {value:.3f} after")
+
+
+def card(job: Job, taken: str, before: dict[str, float], after: dict[str, float]) -> str:
+    """README.md of a folder: what the model is, how it was made, and its figures."""
+    config = job.config
+    plan = ", ".join(f"{name} {value:.6g}" for name, value in asdict(job.plan).items())
+    facts = [
+        f"GPT-NeoX in float16: layers {config.n_layers}, hidden size {config.hidden_size}, "
+        f"heads {config.n_heads}, ids {config.vocab_size}",
+        f"made to guess what {job.target.folder} writes" if job.target else "next token",
+        f"{len(job.corpus.train):,} tokens of text, and {len(job.corpus.held_out):,} held out",
+        f"{taken}; {plan}",
+    ]
+    points = "\n".join(f"- {shown(fact)}" for fact in facts)
+    body = [[figure, f"{before[figure]:.3f}", f"{after[figure]:.3f}"] for figure in after]
+    table = markdown_table(["on held-out text", "before", "after"], body)
+    return f"# {shown(job.out.name)}\n\n```\n{shown(job.command)}\n```\n\n{points}\n\n{table}\n"

@@ -10,26 +10,11 @@ gpt_neox.py writes one.
 Shapes: B rows, T tokens of each, L layers, H heads, D head size, R rotary dims, V vocabulary.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from cli.errors import say
-from cli.models import load_tokenizer
-from engine.checkpoint import (
-    ACTIVATIONS,
-    Config,
-    expected_shapes,
-    load_tensors,
-    read_config,
-    weight_bytes,
-)
-from engine.hub import find_checkpoint
-from engine.memory import memory_for, require_memory
+from engine.checkpoint import ACTIVATIONS, Config, expected_shapes
 from engine.rotary import rotary_table
 
 STD = 0.02  # of fresh weights, GPT-2's and Pythia's
@@ -161,30 +146,6 @@ class Trainable(nn.Module):
             texts[:, end] = (logits + temperatures[:, None] * noise).argmax(-1)
             x = self.read(texts[:, end : end + 1], past, end)
         return texts
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint to learn from, or to go on from: all but its weights."""
-
-    folder: Path
-    config: Config
-    tokenizer: Tokenizer
-
-    @classmethod
-    def open(cls, name: str | None) -> "Source | None":
-        """Raises CheckpointError."""
-        if name is None:
-            return None
-        folder = find_checkpoint(name, say)
-        return cls(folder, read_config(folder), load_tokenizer(folder))
-
-    def load(self, device: torch.device, dtype: torch.dtype) -> Trainable:
-        """Raises CheckpointError and OutOfMemory."""
-        what = f"the weights of {self.folder}"
-        with memory_for(what):
-            require_memory(weight_bytes(self.config, dtype), device, what)
-            return Trainable(self.config, load_tensors(self.folder, self.config, device, dtype))
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
