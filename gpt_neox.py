@@ -18,6 +18,7 @@ B blocks of columns.
     scores = model.prefill(prompt_ids, cache)  # of the last token
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -117,9 +118,7 @@ class GPTNeoX:
         self.overflow_mark = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
         token_bytes = 2 * config.n_layers * self.layout.n_attended * self.dtype.itemsize
         min_rows = fastest_rows(self.embed_out, config.hidden_size)
-        self.pool = CachePool(
-            self._make_storage, token_bytes, self.device, config.max_positions, min_rows
-        )
+        self.pool = CachePool(token_bytes, self.device, config.max_positions, min_rows)
 
     @classmethod
     def from_pretrained(
@@ -283,7 +282,8 @@ class GPTNeoX:
         if use.is_strict:
             min_rows = row_count(max(use.n_rows, min_rows))  # and no pass has more
         use = use._replace(min_rows=min_rows)
-        return KVCache(self.pool.lend(capacity, use), capacity, use)
+        storage = self.pool.lend(capacity, use, self._make_storage)
+        return KVCache(storage, capacity, use)
 
     def _make_storage(self, n_slots: int) -> Storage:
         """For the pool: memory of n_slots, and positions for all of them."""
@@ -294,7 +294,8 @@ class GPTNeoX:
         kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
         if not self.pool.is_fixed:
             return Storage(kv, self.turns, None)
-        run = partial(self._run_fixed, kv, self.turns)
+        # Kept by the pool: of the usual kind, a reference would keep the model and all its weights
+        run = partial(GPTNeoX._run_fixed, weakref.proxy(self), kv, self.turns)
         passes = FixedPasses(run, n_slots, config.vocab_size, self.device)
         return Storage(kv, self.turns, passes)
 

@@ -5,8 +5,8 @@ kept for the next one, because what was captured over its memory can be replayed
 else; so it is made for all the positions that the model has, if there is room. Elsewhere nothing is
 kept.
 
-    pool = CachePool(make, token_bytes=1024, device=device, max_positions=2048, min_rows=1)
-    storage = pool.lend(capacity=500, use=Use(n_rows=64))
+    pool = CachePool(token_bytes=1024, device=device, max_positions=2048, min_rows=1)
+    storage = pool.lend(capacity=500, use=Use(n_rows=64), make=make)
     ...
     pool.take_back(storage)
 
@@ -36,16 +36,9 @@ class Storage:
 class CachePool:
     """One model's storages: those to be had, and those given back."""
 
-    def __init__(
-        self,
-        make: Callable[[int], Storage],
-        token_bytes: int,
-        device: torch.device,
-        max_positions: int,
-        min_rows: int,
-    ):
-        """make: a storage of n_slots. min_rows: of every pass, padded."""
-        self.make, self.token_bytes, self.device = make, token_bytes, device
+    def __init__(self, token_bytes: int, device: torch.device, max_positions: int, min_rows: int):
+        """min_rows: of every pass, padded."""
+        self.token_bytes, self.device = token_bytes, device
         self.max_positions = max_positions
         self.min_rows = min_rows
         self.is_fixed = device.type == "cuda"
@@ -54,8 +47,8 @@ class CachePool:
         self.n_graphs = 0
         self.capture_s = 0.0
 
-    def lend(self, capacity: int, use: Use) -> Storage:
-        """Storage for `capacity` tokens. Raises OutOfMemory."""
+    def lend(self, capacity: int, use: Use, make: Callable[[int], Storage]) -> Storage:
+        """Storage for `capacity` tokens; make: one of n_slots. Raises OutOfMemory."""
         storage = self.find_idle(capacity)
         if storage:
             self.idle.remove(storage)
@@ -68,7 +61,7 @@ class CachePool:
         # To be lent again, it must be of use outside inference mode too
         is_inference = torch.is_inference_mode_enabled() and not self.is_fixed
         with memory_for(f"{what}, {in_bytes(n_bytes)}"), torch.inference_mode(is_inference):
-            return self.make(self.n_slots(self.ample(capacity), use))
+            return make(self.n_slots(self.ample(capacity), use))
 
     def ample(self, capacity: int) -> int:
         """As many tokens, or where the storage is kept all that the model was trained for.

@@ -130,9 +130,7 @@ class ParallelPool(CachePool):
     """Rank 0's storages, which are lent and taken back on every rank alike."""
 
     def __init__(self, pool: CachePool, mail: Mail):
-        super().__init__(
-            pool.make, pool.token_bytes, pool.device, pool.max_positions, pool.min_rows
-        )
+        super().__init__(pool.token_bytes, pool.device, pool.max_positions, pool.min_rows)
         self.mail = mail
         self.numbers: dict[Storage, int] = {}  # of the caches that are lent
 

@@ -36,9 +36,7 @@ class Stub(GPTNeoX):
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.turns = torch.zeros(self.config.max_positions)
-        self.pool = CachePool(
-            self._make_storage, token_bytes=1, device=self.device, max_positions=128, min_rows=1
-        )
+        self.pool = CachePool(token_bytes=1, device=self.device, max_positions=128, min_rows=1)
 
     def _run_tight(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int

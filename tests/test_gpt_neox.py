@@ -4,8 +4,10 @@ The golden files were computed by an independent implementation. All else compar
 itself, run in a way that leaves no room for the bug in question: whole text, fresh cache.
 """
 
+import gc
 import random
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -525,6 +527,25 @@ def test_a_text_that_ends_with_its_first_token_captures_nothing(monkeypatch: Mon
     assert model.pool.n_graphs == 0
     next(steps)
     assert model.pool.n_graphs == 2, "the pass of one row, and what ranks it"
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_a_model_that_is_dropped_is_gone(is_on_gpu: bool, monkeypatch: MonkeyPatch) -> None:
+    """Its weights may be all the memory there is. It lived until Python looked for cycles, which
+    its pool, and on a GPU what was captured, made of it."""
+    if is_on_gpu:
+        pretend_capture(monkeypatch)
+    model = random_model(seed=0)
+    model.pool.is_fixed = model.pool.has_graphs = is_on_gpu
+    gc.disable()
+    try:
+        list(generate(model, None, [1, 2, 3], Alone(), 8))
+        assert not is_on_gpu or model.pool.n_graphs
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_the_one_of_several_kept_caches_that_fits_is_lent() -> None:
