@@ -7,6 +7,7 @@ second is the same, from a key held down or a shell that sends it twice; a later
 process at once.
 
     with handling_interrupts():
+        heed_termination(Ended)  # if SIGTERM, too, is to leave what was written
         with interrupts(raised=True):
             ...
 """
@@ -14,10 +15,10 @@ process at once.
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-INTERRUPTED = 130  # the exit status, a shell's for SIGINT
+INTERRUPTED = 130  # the exit status, a shell's for SIGINT: 128 and its number
 SAME_S = 1.0  # seconds after the first in which others are no more than that
 
 
@@ -32,33 +33,39 @@ def _end(number: int, frame: object) -> None:
 
 
 class CtrlC:
-    """The handler of SIGINT while a command line runs."""
+    """The handler of SIGINT while a command line runs, and of SIGTERM where that is heeded."""
 
     def __init__(self) -> None:
         self.came_at: float | None = None  # the first, by time.monotonic
-        self.is_pending = False  # it came and has not been raised
+        self.pending: Callable[[], BaseException] | None = None  # what it raises, and has not yet
         self.is_raising = False  # now
+        self.at_termination: Callable[[], BaseException] = KeyboardInterrupt
 
     def __call__(self, number: int, frame: object) -> None:
         now = time.monotonic()
         if self.came_at is None:
             self.came_at = now
-            self.is_pending = True
+            self.pending = KeyboardInterrupt
+            if number == signal.SIGTERM:
+                self.pending = self.at_termination
             self.deliver()
         elif now - self.came_at > SAME_S:
-            os._exit(INTERRUPTED)
+            os._exit(128 + number)
 
     def deliver(self) -> None:
-        """Raise KeyboardInterrupt if one has come and need not wait."""
-        if self.is_pending and self.is_raising:
-            self.is_pending = False
-            raise KeyboardInterrupt
+        """Raise what the first stands for, if one has come and need not wait."""
+        if self.pending and self.is_raising:
+            error = self.pending()
+            self.pending = None
+            raise error
 
 
-def heed_termination() -> None:
-    """Until the command line ends SIGTERM, as of torchrun or kill, is what Ctrl-C is."""
+def heed_termination(error: Callable[[], BaseException] = KeyboardInterrupt) -> None:
+    """Until the command line ends SIGTERM, as of torchrun or kill, is raised where Ctrl-C would be,
+    as this error; by default it is what Ctrl-C is."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, CtrlC):
+        handler.at_termination = error
         signal.signal(signal.SIGTERM, handler)
 
 

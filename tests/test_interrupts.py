@@ -215,3 +215,24 @@ def test_nothing_is_left_to_end_when_all_is_written() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_sigterm_is_told_from_ctrl_c_where_it_is_heeded() -> None:
+    """It waits as Ctrl-C does, and raises what it stands for, by default the same."""
+    before = signal.getsignal(signal.SIGTERM)
+    for number, own, expected in (
+        (signal.SIGTERM, [lambda: OSError("ended")], OSError),
+        (signal.SIGTERM, [], KeyboardInterrupt),
+        (signal.SIGINT, [lambda: OSError("ended")], KeyboardInterrupt),
+    ):
+        reached = []
+        with interrupts.handling_interrupts():
+            interrupts.heed_termination(*own)
+            with pytest.raises((OSError, KeyboardInterrupt)) as caught:
+                with interrupts.interrupts(raised=True):
+                    with interrupts.interrupts(raised=False):
+                        signal.raise_signal(number)
+                        reached.append("written")
+                    reached.append("not reached")
+        assert caught.type is expected and reached == ["written"]
+        assert signal.getsignal(signal.SIGTERM) is before
