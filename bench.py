@@ -1,9 +1,10 @@
 """The papers' tables, re-measured fairly: every method on the same prompts, in one process.
 
 A table is a list of runs, each a method with its settings, and one loop measures them all. What
-makes it fair stands here, in this order:
+makes it fair:
 
-turns      all runs on a prompt before the next prompt, each time another one first
+turns      all runs on a prompt before the next prompt, each time another one first, as
+           benchmark/turns.py says
 set-up     loading and warming up come before, are timed apart, and are in no speed
 record     one for each text, by the one definition of every metric (cli/metrics.py)
 exactness  every greedy text is held against ar's on the same prompt, token for token; a strict
@@ -26,38 +27,30 @@ if __name__ == "__main__":  # before torch, whose import takes a second
     guard_imports()
 
 import argparse
-import os
-import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from benchmark.columns import TIMES
-from benchmark.counts import count_calibration, count_depths, count_passes, padded
+from benchmark.counts import count_calibration, count_depths
 from benchmark.memory import in_own_process, measure_memory, used_memory
-from benchmark.options import (
-    build_parser,
-    is_about_files,
-    open_share,
-    open_table,
-    restarted,
-    show,
-    show_files,
-)
+from benchmark.options import build_parser, is_about_files, open_table, show, show_files
 from benchmark.peers import PEERS, Peers
-from benchmark.results import Results, Run
+from benchmark.results import Results
+from benchmark.resume import from_here, how_to_go_on
 from benchmark.rows import settings_of, window_of
-from benchmark.shard import Shard, answer_of, lead, require_alike, shares_cpu, sharing
-from benchmark.step_times import StepTimes, measure_step_times
+from benchmark.shard import Shard
+from benchmark.sharing import lead, on_shards
+from benchmark.step_times import StepTimes, measure_step_times, predict_text_ms
+from benchmark.turns import Prompts, Turn, Turns
 from cli.compare import TIE, first_difference, top2_gap
-from cli.errors import UsageError, explain, run_command_line, say
+from cli.errors import UsageError, run_command_line, say
 from cli.interrupts import interrupts
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
@@ -69,48 +62,16 @@ from engine.sampling import Sampling
 from parallel.ranks import Ranks
 from parallel.target import Mail
 
-MANY = 10_000  # missing texts that are looked at, where some prompts are to be named
-FEW = 5  # prompts that are
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One text to write: a run on a prompt, in one of the rounds over all prompts."""
-
-    repeat: int
-    prompt: int
-    run: Run
-
-
-def take_turns(
-    runs: Sequence[Run], prompts: Mapping[str, Sequence], n_repeats: int
-) -> Iterator[Turn]:
-    """All runs on a prompt before the next, each time another one first; dataset by dataset."""
-    for repeat in range(n_repeats):
-        for dataset, own in prompts.items():
-            order = [run for run in runs if run.dataset == dataset]
-            for prompt in range(len(own)):
-                first = (repeat * len(own) + prompt) % max(len(order), 1)
-                for run in order[first:] + order[:first]:
-                    yield Turn(repeat, prompt, run)
-
-
-def prompt_of(turn: Turn) -> tuple[int, str, int]:
-    """What the turns on one prompt, in one round, have in common."""
-    return turn.repeat, turn.run.dataset, turn.prompt
-
 
 class Bench:
     """The models, the prompts and the results of one table."""
 
-    def __init__(
-        self, results: Results, pair: Pair, prompts: dict[str, list[list[int]]], file: Path | None
-    ):
-        """prompts: by dataset. file: None on a rank that keeps none."""
+    def __init__(self, results: Results, pair: Pair, prompts: Prompts, file: Path | None):
+        """file: None on a rank that keeps none."""
         self.results = results
         self.pair = pair
         self.prompts = prompts
-        self.datasets = {run.label: run.dataset for run in results.runs}
+        self.turns = Turns(results, prompts)
         self.file = file
         self.shard = Shard()
         self.peers: Peers | None = None
@@ -129,14 +90,15 @@ class Bench:
 
     def measure_all(self) -> None:
         """Measure what the results file lacks, saving after each text."""
-        records = self.results.records
-        if not self.results.is_memory and (self.is_missing_some() or not records):
+        is_new = not self.results.records
+        if not self.results.is_memory and (self.turns.is_missing_some() or is_new):
             self.set_up()
-        n_missing = self.n_turns() - len(records)
+        n_missing = self.turns.n_missing()
         progress = {"total": n_missing, "disable": None, "leave": False, "unit": "text"}
         with tqdm(**progress) as bar:
-            for turn in self.shard.own(self.missing(), prompt_of):
-                bar.update(self.keep([self.measured(turn)]))
+            for turn in self.shard.own(self.turns.missing()):
+                record = self.shard.marked(self.measure(turn))
+                bar.update(self.keep([record]))
             while self.shard.is_awaiting():
                 bar.update(self.keep([]))
             bar.update(self.keep([]))
@@ -145,50 +107,11 @@ class Bench:
     def keep(self, records: list[dict]) -> int:
         """Save these records and what other ranks have written; how many they are."""
         with interrupts(raised=False):
-            n_kept = self.add(records + self.shard.records())
-            if n_kept:
+            records = records + self.shard.records()
+            if records:
+                self.turns.add(records)
                 self.results.save(self.file)
-            return n_kept
-
-    def add(self, records: list[dict]) -> int:
-        """Put records where the turns have their texts; how many they are."""
-        self.results.records += records
-        self.results.records.sort(key=self.place_of)
-        return len(records)
-
-    def place_of(self, record: dict) -> tuple[int, int, int]:
-        """Where the texts on a record's prompt stand among all: round, dataset, prompt."""
-        dataset = self.datasets[record["run"]]
-        return record["repeat"], list(self.prompts).index(dataset), record["prompt"]
-
-    def missing(self) -> Iterator[Turn]:
-        """The turns that the results file has no record of, in their order; told one by one, as a
-        thousand million rounds are more than a list can hold."""
-        done = {(r["repeat"], r["prompt"], r["run"]) for r in self.results.records}
-        repeats = self.results.options["repeats"]
-        for turn in take_turns(self.results.runs, self.prompts, repeats):
-            if (turn.repeat, turn.prompt, turn.run.label) not in done:
-                yield turn
-
-    def lacking(self) -> str:
-        """How many texts there are not, and on which prompts, the first of them."""
-        n_texts = self.n_turns() - len(self.results.records)
-        names = []
-        for turn in islice(self.missing(), MANY):
-            name = f"{turn.run.dataset} {turn.prompt}"
-            if name not in names:
-                names.append(name)
-        if len(names) > FEW:
-            names = names[:FEW] + ["..."]
-        return f"{n_texts} texts are lacking ({', '.join(names)})"
-
-    def is_missing_some(self) -> bool:
-        return next(self.missing(), None) is not None
-
-    def n_turns(self) -> int:
-        """Of the whole table."""
-        n_texts = sum(len(self.prompts[run.dataset]) for run in self.results.runs)
-        return n_texts * self.results.options["repeats"]
+            return len(records)
 
     def set_up(self) -> None:
         """Load and warm up every run, and time single forwards: set-up, not speed."""
@@ -224,14 +147,6 @@ class Bench:
         times = measure_step_times(self.pair.target, self.pair.draft, context)
         self.results.step_times = asdict(times)
 
-    def measured(self, turn: Turn) -> dict:
-        """One record, of which rank it is, and without times where they say nothing."""
-        record = self.measure(turn) | self.shard.mark
-        if not self.shard.has_times:
-            for name in TIMES:
-                del record["metrics"][name]
-        return record
-
     def measure(self, turn: Turn) -> dict:
         """One record: a run's metrics and ids on one prompt."""
         record = {"run": turn.run.label, "prompt": turn.prompt, "repeat": turn.repeat}
@@ -247,7 +162,8 @@ class Bench:
         record["calibration"] = count_calibration(steps)
         is_plain = not turn.run.is_strict and turn.run.window is None
         if self.results.step_times and is_plain:  # they are of plain passes over a whole text
-            record["predicted_ms"] = self.predict_ms(turn, steps)
+            times = StepTimes(**self.results.step_times)
+            record["predicted_ms"] = predict_text_ms(times, turn.run, self.pair, steps)
         return record
 
     def decode(self, turn: Turn, n_steps: int | None = None) -> list[Step]:
@@ -294,14 +210,6 @@ class Bench:
         arguments = (turn.run, self.prompt_ids(turn), self.sampling(turn), used)
         return in_own_process(measure_memory, self.results.options, *arguments)
 
-    def predict_ms(self, turn: Turn, steps: Sequence[Step]) -> float:
-        """What the forwards of these steps would take alone, by the measured step times."""
-        min_rows = settings_of(turn.run).rule().min_rows
-        drafts, verifies = count_passes(steps, turn.run.commit)
-        drafts = padded(drafts, self.pair.draft.pool, min_rows)
-        verifies = padded(verifies, self.pair.target.pool, min_rows)
-        return StepTimes(**self.results.step_times).predict_ms(drafts, verifies)
-
     def explain_differences(self) -> None:
         """Find where texts leave their reference's, and by how little the target decided there."""
         for row in self.results.rows():
@@ -329,7 +237,7 @@ class Bench:
     def close(self, kind: str) -> str:
         """Save and show what was measured. What cannot be saved is shown, too, and the reason
         returned."""
-        self.add(self.shard.records())
+        self.turns.add(self.shard.records())
         if not self.results.is_begun:
             return ""
         problem = ""
@@ -345,39 +253,23 @@ class Bench:
 
     def why_lacking(self) -> str:
         """Why a table that nobody interrupted is not whole; empty if it is."""
-        if self.is_interrupted or not self.is_missing_some():
+        if self.is_interrupted or not self.turns.is_missing_some():
             return ""
         return "; ".join(self.shard.problems()) or "other ranks left texts out"
 
     def say_where(self) -> None:
         """The results file, and how to go on with it if it lacks something."""
         again = ""
-        if self.is_missing_some():
-            words = [*self.shard.launcher(), from_here(__file__), "--resume", from_here(self.file)]
-            again = f"; {self.lacking()}; to go on: {shlex.join(words + self.shard.options())}"
+        if self.turns.is_missing_some():
+            again = f"; {self.turns.lacking()}; to go on: {how_to_go_on(self.file, self.shard)}"
         say(f"results in {from_here(self.file)}{again}")
-
-
-def from_here(file: str | Path) -> str:
-    """A file's name from the folder one stands in, or the whole name if that is shorter."""
-    whole = os.path.abspath(file)
-    try:
-        near = os.path.relpath(file)
-    except (OSError, ValueError):  # the folder has been removed; the file is on another drive
-        return whole
-    if near.startswith("-"):
-        near = os.path.join(os.curdir, near)  # else it would be taken for an option
-    return min(near, whole, key=len)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Carry out the command line, once parsed. Returns the exit status."""
     if args.shard is None or is_about_files(args):
         return on_ranks(measure_or_show, args)
-    with sharing() as ranks:
-        if ranks and ranks.index:
-            return follow(args, ranks)
-        return measure_or_show(restarted(args), None, ranks)
+    return on_shards(measure_or_show, measure_share, args)
 
 
 def measure_or_show(args: argparse.Namespace, mail: Mail | None, ranks: Ranks | None = None) -> int:
@@ -397,34 +289,14 @@ def measure_or_show(args: argparse.Namespace, mail: Mail | None, ranks: Ranks | 
         return 130
 
 
-def follow(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Write, on another rank, texts for rank 0, which alone says anything. Returns the exit status:
-    that of a rank that fails is 0, as torchrun ends all others at once for any other."""
-    shard = Shard(ranks.store, ranks.index)
-    answer = {}
-    ((options, done),) = ranks.hear()
-    try:
-        results, pair, prompts = open_share(args, options, done)
-        shard.has_times = not shares_cpu(pair.target.device)
-        answer = answer_of(ranks, results, pair)
-    except Exception as error:  # whatever it is, rank 0 says it
-        answer["problem"] = explain(error, build_parser())[0]
-    require_alike(ranks.gather_objects(answer), shard.has_times)
+def measure_share(results: Results, pair: Pair, prompts: Prompts, shard: Shard) -> None:
+    """Measure what of a table another rank than 0 takes: rank 0 gets it."""
     bench = Bench(results, pair, prompts, file=None)
     bench.shard = shard
-    with shard.beating():
-        try:
-            if bench.is_missing_some():
-                bench.set_up()
-            for turn in shard.own(bench.missing(), prompt_of):
-                shard.tell(bench.measured(turn))
-            shard.end("")
-        except KeyboardInterrupt:
-            shard.end("interrupted")
-            return 130
-        except Exception as error:
-            shard.end(explain(error, build_parser())[0])
-    return 0
+    if bench.turns.is_missing_some():
+        bench.set_up()
+    for turn in shard.own(bench.turns.missing()):
+        shard.tell(shard.marked(bench.measure(turn)))
 
 
 def run_table(bench: Bench, kind: str) -> int:

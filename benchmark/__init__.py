@@ -9,7 +9,9 @@ prompts     our own prompts, WikiText-2, PG-19, files
 pg19        PG-19's books, fetched
 step_times  what one forward costs by its rows, the bandwidth floor, predicted times
 counts      passes, depths and matches, counted from a generation's steps
-shard       prompts shared out over the processes of torchrun
+turns       which text is written when, and which there are not yet
+sharing     prompts shared out over the processes of torchrun: how they begin and end
+shard       what one of them has of the work, and how rank 0 hears of the others
 memory      peak memory, in a process of its own
 peers       transformers on the same weights, for comparison rows
 results     results files: what was measured on what, and one record for every prompt

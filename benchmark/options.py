@@ -39,6 +39,7 @@ from benchmark.tables import (
     parse_temperatures,
     with_controls,
 )
+from benchmark.turns import Prompts
 from cli.errors import Parser, UsageError, say
 from cli.models import Pair, choose_device, choose_dtype, open_pair
 from cli.options import add_model_options, choose_sampling, require_drawing
@@ -139,7 +140,7 @@ def show(results: Results, kind: str) -> None:
 
 def open_table(
     args: argparse.Namespace, held: ExitStack, mail: Mail | None = None
-) -> tuple[Results, Pair, dict[str, list[list[int]]], Path]:
+) -> tuple[Results, Pair, Prompts, Path]:
     """Check the options, load models and prompts; continue a results file or begin one.
 
     Returns the results so far, the models, the prompts' ids by dataset, and the results file, which
@@ -165,7 +166,7 @@ def open_table(
 
 def open_share(
     args: argparse.Namespace, options: dict, done: Sequence[dict]
-) -> tuple[Results, Pair, dict[str, list[list[int]]]]:
+) -> tuple[Results, Pair, Prompts]:
     """The same on a rank that keeps no file, told which options and which texts rank 0 has."""
     args = recorded_arguments(args, options)
     results, pair, prompts = open_plan(args, make_plan(args))
@@ -198,7 +199,7 @@ def make_plan(args: argparse.Namespace, mail: Mail | None = None) -> Plan:
 
 def open_plan(
     args: argparse.Namespace, plan: Plan, mail: Mail | None = None
-) -> tuple[Results, Pair, dict[str, list[list[int]]]]:
+) -> tuple[Results, Pair, Prompts]:
     """Results of which there are none yet, the models, the prompts' ids by dataset."""
     table, runs = plan.table, plan.runs
     pair, models = open_pair(on_own_device(args), is_drafting=True, say=say, mail=mail)
@@ -415,9 +416,7 @@ def warn_of_positions(pair: Pair, runs: Sequence[Run]) -> None:
         say(f"warning: up to {longest} tokens, but the target was trained for {trained} positions")
 
 
-def cut_all(
-    table: Table, texts: dict[str, list[str]], pair: Pair
-) -> tuple[dict[str, list[list[int]]], dict]:
+def cut_all(table: Table, texts: dict[str, list[str]], pair: Pair) -> tuple[Prompts, dict]:
     """The prompts' ids by dataset, of the texts by dataset; and for the results file whose they
     are, how many, and what tells them from any others."""
     prompts = {}

@@ -1,13 +1,19 @@
-"""Whether a results file can be gone on with: what it says must be what would be measured now.
+"""Whether a results file can be gone on with: what it says must be what would be measured now; how.
 
 require_same(previous, now)
 require_possible(previous, prompts, vocab_size)
+say(f"to go on: {how_to_go_on(file, shard)}")
 """
 
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from benchmark.machine import ROOT
 from benchmark.results import Results, Run
+from benchmark.shard import Shard
 from cli.errors import UsageError
 
 PLAN = ("table", "columns", "sizes", "is_memory", "prompts")  # of a results file
@@ -46,3 +52,21 @@ def require_possible(
         is_in_plan &= record["repeat"] < previous.options["repeats"]
         if not is_in_plan or max(record["token_ids"], default=0) >= vocab_size:
             raise UsageError(f"--resume: record {i} is of another table")
+
+
+def how_to_go_on(file: Path, shard: Shard) -> str:
+    """The command that goes on with a results file, for a shell."""
+    words = [from_here(ROOT / "bench.py"), "--resume", from_here(file)]
+    return shlex.join(shard.command(words))
+
+
+def from_here(file: Path) -> str:
+    """A file's name from the folder one stands in, or the whole name if that is shorter."""
+    whole = os.path.abspath(file)
+    try:
+        near = os.path.relpath(file)
+    except (OSError, ValueError):  # the folder has been removed; the file is on another drive
+        return whole
+    if near.startswith("-"):
+        near = os.path.join(os.curdir, near)  # else it would be taken for an option
+    return min(near, whole, key=len)

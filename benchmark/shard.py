@@ -1,10 +1,9 @@
-"""Prompts shared out over ranks, each with a whole pair on a device of its own.
-
-    torchrun --nproc-per-node 4 bench.py --shard prompts
+"""Prompts shared out over ranks: what one rank has of the work, and how rank 0 hears of the others.
 
 Whoever has finished a prompt takes the next. Rank 0 alone keeps the results file and gets what the
 others write, a record at a time. That goes through torch.distributed's store, which torchrun keeps:
-nobody waits for a rank that computes, and one that dies takes nothing along but its text.
+nobody waits for a rank that computes, and one that dies takes nothing along but its text. How ranks
+begin and end is in benchmark/sharing.py.
 
 taken      how many prompts have been taken, by whomever
 R/0 ...    the records that rank R has written, until rank 0 takes them
@@ -14,30 +13,26 @@ R/beats    a number that rises for as long as it lives
 
 import argparse
 import json
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import groupby
 
 import torch
 from torch.distributed import HashStore, Store
 
-from benchmark.columns import TIMED
-from benchmark.machine import processor
-from benchmark.results import Results
+from benchmark.columns import TIMED, TIMES
 from benchmark.tables import Table
+from benchmark.turns import Turn, prompt_of
 from cli.errors import UsageError
-from cli.interrupts import heed_termination
-from cli.models import Pair, choose_device
+from cli.models import choose_device
 from engine.checkpoint import first_line
-from parallel.ranks import Ranks, RanksError, joined, read_number
+from parallel.ranks import RanksError, read_number
 
 POLL_S = 0.1  # between two looks into the store
 BEAT_S = 1.0
 LOST_S = 30.0  # without a beat, after which a rank is thought to be gone
-KEY = ("repeat", "prompt", "run")  # of a record: which text it is of
 
 
 class Other:
@@ -105,9 +100,9 @@ class Shard:
         self.mark: dict = {}  # of rank 0's own
         self.others: list[Other] = []  # whom rank 0 hears
 
-    def own(self, turns: Iterator, prompt_of: Callable) -> Iterator:
+    def own(self, turns: Iterator[Turn]) -> Iterator[Turn]:
         """Of turns that are the same on every rank, those on prompts that nobody else has taken; a
-        prompt is taken when the one before is finished."""
+        prompt is taken when the one before is finished. Raises RanksError."""
         taken = self.take()
         for i, (_, on_prompt) in enumerate(groupby(turns, prompt_of)):
             if i == taken:
@@ -120,6 +115,13 @@ class Shard:
             return self.store.add("taken", 1) - 1
         except RuntimeError as error:
             raise RanksError(f"torchrun's store has gone: {first_line(error)}") from error
+
+    def marked(self, record: dict) -> dict:
+        """A record of this rank, which it names, and without times where they say nothing."""
+        if not self.has_times:
+            for name in TIMES:
+                del record["metrics"][name]
+        return record | self.mark
 
     def records(self) -> list[dict]:
         """Those that the others have written since they were asked for."""
@@ -140,16 +142,12 @@ class Shard:
         """Which ranks ended too early, and why."""
         return [f"rank {other.rank}: {other.problem}" for other in self.others if other.problem]
 
-    def launcher(self) -> list[str]:
-        """What starts bench.py, as it was started."""
+    def command(self, words: list[str]) -> list[str]:
+        """What starts bench.py with these words, as it was started."""
         if not self.others:
-            return ["python"]
+            return ["python", *words]
         n_here = read_number("LOCAL_WORLD_SIZE", 1 + len(self.others))
-        return ["torchrun", "--nproc-per-node", str(n_here)]
-
-    def options(self) -> list[str]:
-        """What asks for as many ranks again."""
-        return ["--shard", "prompts"] if self.others else []
+        return ["torchrun", "--nproc-per-node", str(n_here), *words, "--shard", "prompts"]
 
     def tell(self, record: dict) -> None:
         """Give rank 0 a record."""
@@ -177,64 +175,6 @@ class Shard:
         finally:
             is_over.set()
             thread.join()
-
-
-@contextmanager
-def sharing() -> Iterator[Ranks | None]:
-    """The ranks that share what there is to do, as long as the block runs; None if there is but
-    this one. Raises UsageError and RanksError."""
-    if "WORLD_SIZE" not in os.environ:
-        command = "torchrun --nproc-per-node N bench.py --shard prompts"
-        raise UsageError(f"--shard is for several processes, as torchrun starts them: {command}")
-    with joined() as ranks:
-        heed_termination()
-        yield ranks
-
-
-def lead(ranks: Ranks, results: Results, pair: Pair) -> Shard:
-    """Rank 0's part: tell the others what is to be measured, and see that they can. Raises
-    UsageError."""
-    done = [{name: record[name] for name in KEY} for record in results.records]
-    ranks.tell([[results.options, done]])
-    shard = Shard(ranks.store, 0, not shares_cpu(pair.target.device))
-    answers = ranks.gather_objects(answer_of(ranks, results, pair))
-    require_alike(answers, shard.has_times)
-    for index, answer in enumerate(answers):
-        if answer["described"] not in results.shared_by:
-            results.shared_by.append(answer["described"])
-        mark = {"rank": results.shared_by.index(answer["described"])}
-        if index == 0:
-            shard.mark = mark
-        else:
-            other = Other(ranks.store, index)
-            other.mark = mark
-            shard.others.append(other)
-    return shard
-
-
-def answer_of(ranks: Ranks, results: Results, pair: Pair) -> dict:
-    """What a rank is, and what it would measure."""
-    device = pair.target.device
-    described = {"rank": ranks.index, "node": read_number("GROUP_RANK", 0), "device": str(device)}
-    described["processor"] = processor(device)
-    return {"described": described, "machine": results.machine, "prompts": results.prompts}
-
-
-def require_alike(answers: list[dict], has_times: bool) -> None:
-    """Raise UsageError unless every rank can measure, and what all measure goes into one table."""
-    first = answers[0]
-    for index, answer in enumerate(answers):
-        if "problem" in answer:
-            raise UsageError(f"rank {index}: {answer['problem']}")
-        for name, value in answer["machine"].items():
-            is_own = name == "device" or (name == "processor" and not has_times)
-            if not is_own and value != first["machine"].get(name):
-                raise UsageError(
-                    f"rank {index} has {name} {value}, rank 0 {first['machine'].get(name)}: "
-                    "that is not one table"
-                )
-        if answer["prompts"] != first["prompts"]:
-            raise UsageError(f"rank {index} has other prompts than rank 0")
 
 
 def require_sharable(args: argparse.Namespace, table: Table) -> None:

@@ -7,6 +7,7 @@ Those rows are counted in counts.py.
 
     times = measure_step_times(target, draft, context=200)
     times.predict_ms(drafts={1: 40, 3: 35}, verifies={7: 40})
+    predict_text_ms(times, run, pair, steps)
 """
 
 import statistics
@@ -15,7 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dynatree import capture
+from benchmark.counts import count_passes, padded
+from benchmark.results import Run
+from benchmark.rows import settings_of
+from cli.models import Pair
+from dynatree import Step, capture
 from engine.cuda_graphs import ROW_COUNTS
 from engine.memory import in_bytes, memory_for
 from engine.scores import Scores
@@ -46,6 +51,15 @@ class StepTimes:
         for rows, n in verifies.items():
             total += n * interpolate(self.rows, self.target_ms, rows)
         return total
+
+
+def predict_text_ms(times: StepTimes, run: Run, pair: Pair, steps: Sequence[Step]) -> float:
+    """What the forwards of a run's text would take alone."""
+    min_rows = settings_of(run).rule().min_rows
+    drafts, verifies = count_passes(steps, run.commit)
+    drafts = padded(drafts, pair.draft.pool, min_rows)
+    verifies = padded(verifies, pair.target.pool, min_rows)
+    return times.predict_ms(drafts, verifies)
 
 
 def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from conftest import TINY, random_model
 
 import bench
-from bench import Bench, Turn, main, take_turns
+from bench import Bench, main
 from benchmark.memory import in_own_process, measure_memory
 from benchmark.options import build_parser, name_file, open_table, warn_of_positions
 from benchmark.peers import PEERS, Peers, check_vocabularies
@@ -33,9 +33,11 @@ from benchmark.step_times import (
     copy_bandwidth,
     interpolate,
     measure_step_times,
+    predict_text_ms,
     step_bytes,
 )
 from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
+from benchmark.turns import Turn, Turns, take_turns
 from cli import models
 from cli.errors import UsageError
 from cli.models import Pair
@@ -367,15 +369,15 @@ def test_how_to_go_on_can_be_pasted(
     assert Path(command[1]).resolve() == Path(bench.__file__).resolve()
 
 
-def test_a_plan_of_any_length_is_no_list(pair: Pair, tmp_path: Path) -> None:
+def test_a_plan_of_any_length_is_no_list() -> None:
     """A thousand million rounds took all memory before the first text."""
     runs = choose_runs(TABLES["main"], "ar,linear")
     results = Results("main", [], {"repeats": 10**9}, {}, {}, {}, runs)
-    one = Bench(results, pair, {"builtin": [[3], [1], [4]]}, tmp_path / "r.json")
+    turns = Turns(results, {"builtin": [[3], [1], [4]]})
     for prompt in range(2):
-        results.records.append({"repeat": 0, "prompt": prompt, "run": "ar"})
-    assert one.n_turns() == 6 * 10**9 and one.is_missing_some()
-    found = [(turn.prompt, turn.run.label) for turn in islice(one.missing(), 3)]
+        turns.add([{"repeat": 0, "prompt": prompt, "run": "ar"}])
+    assert turns.n_missing() == 6 * 10**9 - 2 and turns.is_missing_some()
+    found = [(turn.prompt, turn.run.label) for turn in islice(turns.missing(), 3)]
     assert found == [(0, "linear"), (1, "linear"), (2, "ar")]
 
 
@@ -625,7 +627,7 @@ def test_predicted_passes_are_padded_as_each_models_own_are(pair: Pair, tmp_path
     """The draft's were padded as the target's. Here a forward takes a millisecond a row."""
     run = replace(choose_runs(TABLES["main"], "linear K=2")[1], prompt_tokens=5, new_tokens=9)
     results = Results("main", [], {"repeats": 1, "seed": 0}, {}, {}, {}, [run])
-    results.step_times = asdict(StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0))
+    times = StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0)
     pair.target.pool.min_rows = 4
     pair.draft.pool.min_rows = 16
     one = Bench(results, pair, {"builtin": [[3, 1, 4, 1, 5]]}, tmp_path / "r.json")
@@ -633,7 +635,7 @@ def test_predicted_passes_are_padded_as_each_models_own_are(pair: Pair, tmp_path
     rows = [n for step in steps for n in step.draft_rows]
     assert len(rows) > 4 and max(rows) < 16
     expected = 4 * (len(steps) - 1) + 16 * len(rows)
-    assert one.predict_ms(Turn(0, 0, run), steps) == pytest.approx(expected)
+    assert predict_text_ms(times, run, pair, steps) == pytest.approx(expected)
 
 
 def kill_oneself() -> dict:

@@ -16,13 +16,15 @@ import torch
 from conftest import pretend_one_gpu
 
 import bench
-from bench import Bench, Turn, main
+from bench import Bench, main
 from benchmark import shard
 from benchmark.columns import COLUMNS, TIMED, TIMES
 from benchmark.options import build_parser, restarted
 from benchmark.report import caption
 from benchmark.results import Results
-from benchmark.shard import on_own_device, require_alike
+from benchmark.shard import on_own_device
+from benchmark.sharing import require_alike
+from benchmark.turns import Turn
 from cli.errors import UsageError
 from engine.memory import OutOfMemory
 
@@ -123,7 +125,7 @@ def hurt(index: int) -> None:
     and does not wait for long."""
     shard.BEAT_S = 0.2
     shard.LOST_S = 2.0
-    measured = Bench.measured
+    measure = Bench.measure
     n_texts = [0]
 
     def hurting(self: Bench, turn: Turn) -> dict:
@@ -135,9 +137,9 @@ def hurt(index: int) -> None:
         if index == 0 and n_texts[0] == 1:
             while self.shard.store.add("taken", 0) < 3:
                 time.sleep(0.01)
-        return measured(self, turn)
+        return measure(self, turn)
 
-    bench.Bench.measured = hurting
+    bench.Bench.measure = hurting
 
 
 def test_a_rank_that_dies_costs_its_prompt(
