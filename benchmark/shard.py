@@ -110,11 +110,9 @@ class Shard:
                 taken = self.take()
 
     def take(self) -> int:
-        """The number of the next prompt that nobody has. Raises RanksError."""
-        try:
+        """The number of the next prompt that nobody has."""
+        with needed():
             return self.store.add("taken", 1) - 1
-        except RuntimeError as error:
-            raise RanksError(f"torchrun's store has gone: {first_line(error)}") from error
 
     def marked(self, record: dict) -> dict:
         """A record of this rank, which it names, and without times where they say nothing."""
@@ -150,13 +148,16 @@ class Shard:
         return ["torchrun", "--nproc-per-node", str(n_here), *words, "--shard", "prompts"]
 
     def tell(self, record: dict) -> None:
-        """Give rank 0 a record."""
-        self.store.set(f"{self.rank}/{self.n_told}", json.dumps(record))
+        """Give rank 0 a record. Raises RanksError."""
+        with needed():
+            self.store.set(f"{self.rank}/{self.n_told}", json.dumps(record))
         self.n_told += 1
 
     def end(self, problem: str) -> None:
-        """Tell rank 0 that nothing more comes, and why if there was more to do."""
-        self.store.set(f"{self.rank}/end", json.dumps(problem))
+        """Tell rank 0 that nothing more comes, and why if there was more to do. Raises
+        RanksError."""
+        with needed():
+            self.store.set(f"{self.rank}/end", json.dumps(problem))
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -175,6 +176,15 @@ class Shard:
         finally:
             is_over.set()
             thread.join()
+
+
+@contextmanager
+def needed() -> Iterator[None]:
+    """Where a rank cannot go on without the store. Raises RanksError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RanksError(f"torchrun's store has gone: {first_line(error)}") from error
 
 
 def require_sharable(args: argparse.Namespace, table: Table) -> None:

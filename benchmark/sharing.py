@@ -22,7 +22,7 @@ from benchmark.turns import Prompts
 from cli.errors import UsageError, explain
 from cli.interrupts import heed_termination
 from cli.models import Pair
-from parallel.ranks import Ranks, joined, read_number
+from parallel.ranks import Ranks, RanksError, joined, read_number
 
 KEY = ("repeat", "prompt", "run")  # of a record: which text it is of
 
@@ -38,7 +38,8 @@ def on_shards(
         command = "torchrun --nproc-per-node N bench.py --shard prompts"
         raise UsageError(f"--shard is for several processes, as torchrun starts them: {command}")
     with joined() as ranks:
-        heed_termination()
+        if ranks:
+            heed_termination(lambda: RanksError(ranks.why_ended()))
         if ranks and ranks.index:
             return follow(args, ranks, measure_share)
         return measure(restarted(args), None, ranks)

@@ -193,7 +193,7 @@ class Ranks:
 
     def why_ended(self) -> str:
         """What to say when torchrun ends the command."""
-        return self.last_words() or "ended by SIGTERM, as torchrun does when a rank has gone"
+        return self.last_words() or "ended by SIGTERM (torchrun sends it if a rank has gone)"
 
     def leave_word(self, words: str) -> None:
         """Tell the others, when they notice, why this rank ends."""

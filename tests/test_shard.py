@@ -1,5 +1,6 @@
 """--shard prompts: several ranks write what one would, and one that dies costs only its prompt."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -165,6 +166,85 @@ def test_a_rank_that_dies_costs_its_prompt(
     assert len(Results.load(file).shared_by) == 3
 
 
+def end_one(index: int) -> None:
+    """Rank 1 is ended from outside in its second text, once rank 0 has one to go on with."""
+    measure = Bench.measure
+    n_texts = [0]
+
+    def ending(self: Bench, turn: Turn) -> dict:
+        n_texts[0] += 1
+        while index == 0 and self.shard.store.add("taken", 0) < 2:
+            time.sleep(0.01)
+        if index == 1 and n_texts[0] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(self, turn)
+
+    bench.Bench.measure = ending
+
+
+def test_sigterm_is_no_ctrl_c(alone: Path, tmp_path: Path) -> None:
+    """A rank that is ended by it, as some watch over memory does, costs its prompt like any that
+    fails, and torchrun must not end the others for it. It was taken for Ctrl-C, with status 130."""
+    file = tmp_path / "r.json"
+    statuses, printed = share(2, tmp_path, *FEW, "--output", str(file), change=end_one)
+    assert statuses == [2, 0], printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("error: rank 1: ended by SIGTERM") and "interrupted" not in printed
+    assert len(texts(file)) == len(texts(alone)) - 1
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        (signal.SIGTERM, 2, "error: ended by SIGTERM (torchrun sends it if a rank has gone)"),
+        (signal.SIGINT, 130, "interrupted"),
+    ],
+)
+def test_rank_0_that_is_ended_says_by_what(
+    number: signal.Signals, status: int, said: str, tmp_path: Path
+) -> None:
+    """What there is of the table is saved and shown."""
+    file = tmp_path / "r.json"
+    change = functools.partial(end_rank_0, number)
+    statuses, printed = share(2, tmp_path, *FEW, "--output", str(file), change=change)
+    assert statuses[0] == status, printed
+    lines = printed.splitlines()
+    assert [line for line in lines if line in (said, "interrupted")] == [said]
+    assert sum("error" in line for line in lines) == (status == 2)
+    assert len(texts(file)) >= 2 and "texts are lacking (builtin " in printed
+    assert "tok/iter" in printed and not list(tmp_path.glob(".*.lock"))
+
+
+def end_rank_0(number: int, index: int) -> None:
+    """Send rank 0 a signal in its third text."""
+    measure = Bench.measure
+    n_texts = [0]
+
+    def ending(self: Bench, turn: Turn) -> dict:
+        n_texts[0] += 1
+        if index == 0 and n_texts[0] == 3:
+            os.kill(os.getpid(), number)
+        while index == 1 and self.shard.store.add("taken", 0) < 3:
+            time.sleep(0.01)
+        return measure(self, turn)
+
+    bench.Bench.measure = ending
+
+
+def test_without_rank_0_the_others_end(alone: Path, tmp_path: Path) -> None:
+    """It is killed, and torchrun's store with it, as where rank 0 keeps that. They have nobody to
+    write for, nor to tell of it: status 70 said that nobody foresaw this. What it had is there to
+    go on with, and its lock keeps nobody out."""
+    start = time.monotonic()
+    change = functools.partial(end_rank_0, signal.SIGKILL)
+    file = tmp_path / "r.json"
+    statuses, printed = share(3, tmp_path, *FEW, "--output", str(file), change=change)
+    assert statuses == [-signal.SIGKILL, 2, 2] and "error" not in printed
+    assert time.monotonic() - start < 30 and 2 <= len(texts(file)) < len(texts(alone))
+    assert main(["--resume", str(file)]) == 0
+    assert texts(file) == texts(alone) and not list(tmp_path.glob(".*.lock"))
+
+
 def rank_of(process: int) -> str:
     """The rank of a process that torchrun has started, from its environment; "" as yet."""
     variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
@@ -203,7 +283,9 @@ def test_under_torchrun(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == 0, err
-    assert err.count("interrupted\n") == 1 and err.count("texts are lacking (builtin ") == 1, err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert errors == ["error: ended by SIGTERM (torchrun sends it if a rank has gone)"], err
+    assert "interrupted" not in err and err.count("texts are lacking (builtin ") == 1, err
     assert out.count("tok/iter") == 2 and out.count("4/4") == 1, out
     assert [text[1] for text in texts(file)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
