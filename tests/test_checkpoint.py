@@ -388,7 +388,7 @@ def test_memory_that_is_refused_to_a_cache_is_named(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OutOfMemory, match="no memory for a cache of 20 tokens, 0.0 MB"):
         model.new_cache(20)
     monkeypatch.undo()
-    monkeypatch.setattr(model.pool, "make", lambda n_slots: 1 / 0)
+    monkeypatch.setattr(model, "_make_storage", lambda n_slots: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.new_cache(20)
 

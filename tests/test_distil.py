@@ -86,6 +86,13 @@ def test_logits_are_gpt_neoxs(changes: dict) -> None:
     assert Config.from_json(published_json(config)) == config
 
 
+@pytest.mark.parametrize(("eos_ids", "written"), [((), None), ((7,), 7), ((7, 3), [7, 3])])
+def test_one_end_of_text_is_written_as_pythias(eos_ids: tuple[int, ...], written: object) -> None:
+    """What else reads the folder may want a number."""
+    raw = published_json(random_config(eos_ids=eos_ids))
+    assert raw["eos_token_id"] == written and Config.from_json(raw).eos_ids == eos_ids
+
+
 def test_texts_written_at_once_are_those_of_one_at_a_time() -> None:
     config = random_config()
     model = Trainable(config, random_tensors(config, seed=3))

@@ -179,7 +179,7 @@ def fresh_tensors(config: Config, seed: int, device: torch.device) -> dict[str, 
 
 def published_json(config: Config) -> dict:
     """The config.json of a model, as Pythia's is written."""
-    eos = config.eos_ids[0] if config.eos_ids else None
+    first = config.eos_ids[0] if config.eos_ids else None
     return {
         "architectures": ["GPTNeoXForCausalLM"],
         "model_type": "gpt_neox",
@@ -196,7 +196,7 @@ def published_json(config: Config) -> dict:
         "use_parallel_residual": config.is_parallel,
         "tie_word_embeddings": config.is_tied,
         "attention_bias": config.has_attention_bias,
-        "bos_token_id": eos,
-        "eos_token_id": list(config.eos_ids) or None,
+        "bos_token_id": first,
+        "eos_token_id": list(config.eos_ids) if len(config.eos_ids) > 1 else first,
         "torch_dtype": "float16",
     }
