@@ -191,5 +191,10 @@ def repetition(ids: Sequence[int], n: int = 4) -> float:
 
 def versions() -> dict[str, str]:
     """What a reported figure depends on."""
-    libraries = {name: version(name) for name in ("torch", "tokenizers", "safetensors")}
-    return {"python": platform.python_version(), "machine": platform.platform(), **libraries}
+    return {
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "torch": str(torch.__version__),  # the package's may lack its build, as +cu130
+        "tokenizers": version("tokenizers"),
+        "safetensors": version("safetensors"),
+    }
