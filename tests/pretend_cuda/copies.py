@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .runtime import require_own
 from .tensors import CudaTensor, poison, unwrapped, wrap
 from .timeline import project_line, timeline
 
@@ -20,7 +21,8 @@ PINNED: dict[int, StorageWeakRef] = {}  # the pinned memory there is, by storage
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Declare the memory of a host tensor pinned."""
+    """Declare the memory of a host tensor pinned, which the current device's context does."""
+    require_own(None)
     storage = StorageWeakRef(tensor.untyped_storage())
     PINNED[storage.cdata] = storage
     return tensor

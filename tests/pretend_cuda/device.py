@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import runtime
+from . import nccl, runtime
 from .attention import scaled_dot_product_attention
 from .dispatch import MODE
 from .graphs import CUDAGraph
@@ -34,6 +34,8 @@ def install() -> None:
     torch._C._host_emptyCache = runtime.empty_cache  # as torch.cuda.graph does
     for name in runtime.__all__:
         setattr(torch.cuda, name, getattr(runtime, name))
+    for name in nccl.__all__:
+        setattr(torch.distributed, name, getattr(nccl, name))
     torch.cuda.CUDAGraph = CUDAGraph
     torch.Generator = runtime.Generator
     torch.tensor = tensor

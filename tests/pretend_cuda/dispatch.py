@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .copies import COPIES, copy, on_host
+from .runtime import require_own
 from .tensors import CudaTensor, is_cuda, mapped, poison, tensors_in, unwrap, unwrapped, wrap
 from .timeline import project_line, timeline
 
@@ -89,6 +90,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
     is_ours = len(hosts) < len(tensors)
     if not is_ours and not is_cuda(target):
         return on_host(func, args, kwargs)
+    if is_cuda(target):
+        require_own(target)
     known = operation(func)
     if known.name == "_conj":  # that a wrapper is conjugate cannot be noted on it
         with torch.inference_mode(args[0].is_inference()):

@@ -137,6 +137,11 @@ class CUDAGraph:
     def pool(self) -> tuple[int, int]:
         return self.id
 
+    def reset(self) -> None:
+        """Destroy it."""
+        self.operations.clear()
+        self.is_done = False
+
 
 def kept(value: object) -> object:
     """An argument as it is recorded: a host tensor, a scalar then, with the value it has now."""

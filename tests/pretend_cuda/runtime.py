@@ -1,19 +1,20 @@
 """What stands in for torch.cuda: its functions, streams and events, under their own names."""
 
+import os
 import time
 from types import SimpleNamespace
 
 import torch
 
-from .tensors import DEVICE, memory
-from .timeline import timeline
+from .tensors import memory, own_device
+from .timeline import project_line, timeline
 
 __all__ = ["Event", "Stream", "_lazy_init", "current_device", "current_stream", "default_stream"]
 __all__ += ["device", "device_count", "empty_cache", "get_device_capability", "get_device_name"]
 __all__ += ["get_device_properties", "is_available", "is_bf16_supported", "is_initialized"]
 __all__ += ["is_current_stream_capturing", "max_memory_allocated", "mem_get_info"]
 __all__ += ["memory_allocated", "memory_reserved", "memory_snapshot", "reset_peak_memory_stats"]
-__all__ += ["stream", "synchronize"]  # what goes into torch.cuda
+__all__ += ["set_device", "stream", "synchronize"]  # what goes into torch.cuda
 
 NAME = "NVIDIA Pretended H100"
 CAPABILITY = (9, 0)
@@ -67,7 +68,11 @@ class Stream:
     current: "Stream"
 
     def __init__(self, device: object = None, priority: int = 0, **_: object):
-        self.device = DEVICE
+        """All are of the only device that this process may use."""
+
+    @property
+    def device(self) -> torch.device:
+        return own_device()
 
     def synchronize(self) -> None:
         timeline.wait("Stream.synchronize")
@@ -106,18 +111,39 @@ class StreamContext:
 
 
 class DeviceContext:
-    """torch.cuda.device."""
+    """torch.cuda.device: within it, another device is the current one."""
+
+    current = 0  # the index of what is meant by "cuda"
 
     def __init__(self, device: torch.device | str | int):
-        index = device if isinstance(device, int) else torch.device(device).index
-        if index not in (None, -1, 0):
-            raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+        self.index = index_of(device)
 
     def __enter__(self) -> None:
-        pass
+        self.before = DeviceContext.current
+        DeviceContext.current = self.index
 
     def __exit__(self, *error: object) -> None:
-        pass
+        DeviceContext.current = self.before
+
+
+def index_of(device: torch.device | str | int | None) -> int:
+    """Of a device that there is; without an index, and by the name that the guard that stands in
+    for CUDA's gives it, the current one."""
+    index = device
+    if isinstance(device, (str, torch.device)):
+        index = torch.device(device).index
+    if index in (None, -1):
+        return DeviceContext.current
+    if index >= device_count():
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+    return index
+
+
+def require_own(device: torch.device | str | int | None) -> None:
+    """Raise if it is another rank's."""
+    index = index_of(device)
+    if index != own_device().index:
+        raise AssertionError(f"cuda:{index} is another rank's device, at {project_line()}")
 
 
 class Generator(torch._C.Generator):
@@ -131,7 +157,7 @@ class Generator(torch._C.Generator):
 
     @property
     def device(self) -> torch.device:
-        return DEVICE if self.where.type == "cuda" else self.where
+        return own_device() if self.where.type == "cuda" else self.where
 
 
 def is_available() -> bool:
@@ -147,11 +173,15 @@ def _lazy_init() -> None:
 
 
 def device_count() -> int:
-    return 1
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def current_device() -> int:
-    return 0
+    return DeviceContext.current
+
+
+def set_device(device: torch.device | str | int) -> None:
+    DeviceContext.current = index_of(device)
 
 
 def device(device: torch.device | str | int) -> DeviceContext:
@@ -206,6 +236,7 @@ def empty_cache() -> None:
 
 
 def mem_get_info(device: object = None) -> tuple[int, int]:
+    require_own(device)
     return memory.capacity - memory.reserved, memory.capacity
 
 
@@ -234,4 +265,5 @@ def memory_snapshot() -> list[dict]:
 
 def segment(pool: tuple[int, int], size: int) -> dict:
     """All of a pool, and none of it unused."""
-    return {"device": 0, "segment_pool_id": pool, "total_size": size, "allocated_size": size}
+    index = own_device().index
+    return {"device": index, "segment_pool_id": pool, "total_size": size, "allocated_size": size}

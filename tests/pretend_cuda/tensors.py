@@ -1,11 +1,13 @@
 """A tensor on the device, and the device's memory.
 
-outer = wrap(torch.ones(3))   # cuda:0
+outer = wrap(torch.ones(3))   # cuda:0, or under torchrun that of the rank
 outer.inner                   # the CPU tensor with its values
 """
 
+import os
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +18,19 @@ from .timeline import project_line, timeline
 if TYPE_CHECKING:
     from .graphs import CUDAGraph
 
-DEVICE = torch.device("cuda", 0)
 CAPACITY = 80 * 10**9  # bytes
 POISON = 0x5A5A5A5A  # an index far out of range
 LISTS = (list, tuple)  # what arguments and results come in
 
 
+@cache
+def own_device() -> torch.device:
+    """The only one that this process may use: under torchrun each has one of its own."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
 class CudaTensor(torch.Tensor):
-    """A tensor on cuda:0; `inner` is the CPU tensor that holds its values."""
+    """A tensor on the device; `inner` is the CPU tensor that holds its values."""
 
     inner: Tensor
     owner: "CudaTensor | None"  # whose memory this is a view of; None if it has its own
@@ -42,7 +49,7 @@ class CudaTensor(torch.Tensor):
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
             layout=inner.layout,
-            device=DEVICE,
+            device=own_device(),
             requires_grad=False,
         )
         outer.inner = inner
@@ -61,7 +68,7 @@ class CudaTensor(torch.Tensor):
         return self.inner.tolist()
 
     def numpy(self, *_: object, **__: object) -> None:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy; use .cpu() first")
+        raise TypeError("can't convert cuda device type tensor to numpy; use .cpu() first")
 
     __array__ = numpy
 

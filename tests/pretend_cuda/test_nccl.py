@@ -1,0 +1,62 @@
+"""Planted mistakes: what hangs or raises between two GPUs must raise between pretended devices."""
+
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ranks import on_ranks
+
+from parallel.ranks import Ranks
+
+from . import nccl
+from .test_device import captured
+
+pytestmark = pytest.mark.cuda
+
+
+def mistakes(ranks: Ranks) -> None:
+    """Each of two ranks makes them."""
+    own = torch.device("cuda", ranks.index)
+    x = torch.ones(3, device=own)
+    with pytest.raises(AssertionError, match="another rank's device"):
+        torch.ones(3, device=torch.device("cuda", 1 - ranks.index))
+    if ranks.index:
+        with pytest.raises(AssertionError, match="another rank's device"):
+            torch.ones(3, device="cuda")  # the first, until another is chosen
+        with pytest.raises(AssertionError, match="another rank's device"):
+            torch.ones(3, pin_memory=True)
+    torch.cuda.set_device(own)
+    torch.ones(3, device="cuda")
+    group = dist.new_group(backend="nccl")
+    add_up = partial(dist.all_reduce, x, group=group)
+    with pytest.raises(RuntimeError, match="would connect the devices in a capture"):
+        captured(add_up)
+    add_up()
+    graph = captured(add_up)
+    assert x.tolist() == [2.0] * 3  # nothing was added up meanwhile
+    graph.replay()
+    assert x.tolist() == [4.0] * 3
+    with pytest.raises(torch.AcceleratorError, match="previous error during capture"):
+        captured(lambda: dist.all_reduce(x, group=ranks.prompt))
+    with pytest.raises(RuntimeError, match="device type cpu"):
+        dist.all_reduce(torch.ones(3), group=group)
+    with pytest.raises(ValueError, match="contiguous"):
+        dist.all_reduce(torch.ones(3, 2, device=own).t(), group=group)
+    of_one_rank = [graph.replay, partial(dist.all_reduce, torch.ones(4, device=own), group=group)]
+    with pytest.raises(RuntimeError, match="not every rank has come to nccl all_reduce"):
+        of_one_rank[ranks.index]()
+    nccl.LIMIT = timedelta(seconds=1)  # in a process of its own
+    hurried = dist.new_group(backend="nccl")
+    if ranks.index == 0:
+        with pytest.raises(RuntimeError, match="(?i)timed out"):
+            dist.all_reduce(x, group=hurried)
+    ranks.gather_objects("rank 0 has waited")
+    with pytest.raises(RuntimeError, match="wait for ever for 1 graph"):
+        dist.destroy_process_group()
+    graph.reset()
+
+
+def test_mistakes() -> None:
+    assert on_ranks(2, mistakes) == [None, None]
