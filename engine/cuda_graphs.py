@@ -32,7 +32,7 @@ from engine.strict import NEAR, near_slots
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLOT_STEP = 256
 # Every graph: destroying one frees a cuBLAS workspace that the others on its stream go on using
-# (pytorch issue 193402), so none ever is
+# (pytorch issue 193402), so none is before the last has been replayed
 KEPT: list[torch.cuda.CUDAGraph] = []
 
 
@@ -215,6 +215,13 @@ class Captured(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     result: Tensor | None
+
+
+def destroy_graphs() -> None:
+    """Destroy all that there are, where none is replayed any more."""
+    for graph in KEPT:
+        graph.reset()
+    KEPT.clear()
 
 
 def record(

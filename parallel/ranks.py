@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint import CheckpointError, first_line
+from engine.cuda_graphs import destroy_graphs
 from engine.memory import OutOfMemory
 from engine.shares import Share
 
@@ -227,6 +228,7 @@ def joined(hold: Hold = nullcontext) -> Iterator[Ranks | None]:
         require_same_code(ranks)
         yield ranks
     finally:
+        destroy_graphs()  # nccl waits for every one that has a collective in it
         dist.destroy_process_group()
 
 
