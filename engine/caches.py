@@ -54,14 +54,16 @@ class CachePool:
             self.idle.remove(storage)
             storage.passes.is_replaying = False  # until `capture` has seen to these lengths
             return storage
-        self.idle.clear()  # too small
+        self.drop_idle()
+        # Of several processes all ask here; what comes next may raise in one alone
+        n_slots = self.n_slots(self.ample(capacity), use)
         what = f"a cache of {capacity} tokens"
         n_bytes = self.bytes(capacity, use)
         require_memory(n_bytes, self.device, what)
         # To be lent again, it must be of use outside inference mode too
         is_inference = torch.is_inference_mode_enabled() and not self.is_fixed
         with memory_for(f"{what}, {in_bytes(n_bytes)}"), torch.inference_mode(is_inference):
-            return make(self.n_slots(self.ample(capacity), use))
+            return make(n_slots)
 
     def ample(self, capacity: int) -> int:
         """As many tokens, or where the storage is kept all that the model was trained for.
@@ -70,9 +72,13 @@ class CachePool:
         If that is half of what is free or more, the draft's cache may need the room.
         """
         most = max(capacity, self.max_positions)
-        if not self.is_fixed or self.bytes(most) > free_memory(self.device) / 2:
+        if not self.is_fixed or self.bytes(most) > self.free_memory() / 2:
             return capacity
         return most
+
+    def free_memory(self) -> int:
+        """Bytes that it may go by."""
+        return free_memory(self.device)
 
     def find_idle(self, capacity: int) -> Storage | None:
         """A storage that was given back and is large enough."""
@@ -81,6 +87,10 @@ class CachePool:
             if storage.kv.shape[3] >= n_slots:
                 return storage
         return None
+
+    def drop_idle(self) -> None:
+        """Give up what was given back: it is too small."""
+        self.idle.clear()
 
     def take_back(self, storage: Storage) -> None:
         """Keep what is not used any more, for what was captured over it."""
@@ -129,7 +139,7 @@ def require_caches(needs: list[tuple[CachePool, int, Use]]) -> None:
     n_bytes = 0
     for pool, capacity, use in needs:
         if not pool.find_idle(capacity):
-            pool.idle.clear()  # too small
+            pool.drop_idle()
             n_bytes += pool.bytes(capacity, use)
     sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
     require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")

@@ -49,10 +49,19 @@ def load_share(
     share = ranks.share(device)
     with ranks.agreeing():
         model = kind.from_pretrained(folder, device, dtype, share)
-    # Caches as long as asked for, never as long as there is room, which is not the same on every
-    # rank: what one captures all must
-    model.pool.max_positions = 0
+    model.pool = SharedPool(model.pool, ranks)
     return model
+
+
+class SharedPool(CachePool):
+    """A rank's storages, of which all ranks have the same: what one captures all must."""
+
+    def __init__(self, pool: CachePool, ranks: Ranks):
+        super().__init__(pool.token_bytes, pool.device, pool.max_positions, pool.min_rows)
+        self.ranks = ranks
+
+    def free_memory(self) -> int:
+        return min(self.ranks.gather_objects(super().free_memory()))
 
 
 @dataclass
@@ -126,17 +135,22 @@ class ParallelCache(KVCache):
         self.mail.later(["commit", self.number, list(rows)])
 
 
-class ParallelPool(CachePool):
+class ParallelPool(SharedPool):
     """Rank 0's storages, which are lent and taken back on every rank alike."""
 
-    def __init__(self, pool: CachePool, mail: Mail):
-        super().__init__(pool.token_bytes, pool.device, pool.max_positions, pool.min_rows)
-        self.mail = mail
+    def __init__(self, pool: SharedPool, mail: Mail, number: int):
+        """number: of the model."""
+        super().__init__(pool, pool.ranks)
+        self.mail, self.number = mail, number
         self.numbers: dict[Storage, int] = {}  # of the caches that are lent
 
     def take_back(self, storage: Storage) -> None:
         super().take_back(storage)
         self.mail.later(["take_back", self.numbers.pop(storage)])
+
+    def drop_idle(self) -> None:
+        super().drop_idle()
+        self.mail.later(["drop_idle", self.number])
 
     def capture(self, storage: Storage, lengths: range, scratch: int, use: Use) -> None:
         if self.has_graphs:
@@ -151,7 +165,7 @@ class ParallelTarget(GPTNeoX):
     def direct(self, mail: Mail, number: int) -> None:
         """From here on, tell the others."""
         self.mail, self.number = mail, number
-        self.pool = ParallelPool(self.pool, mail)
+        self.pool = ParallelPool(self.pool, mail, number)
 
     def new_cache(self, capacity: int, use: Use | None = None) -> KVCache:
         use = use or Use()
@@ -273,6 +287,9 @@ class Follower:
     def take_back(self, number: int) -> None:
         model, cache = self.caches.pop(number)
         model.pool.take_back(cache.storage)
+
+    def drop_idle(self, model: int) -> None:
+        self.models[model].pool.drop_idle()
 
     def capture(self, number: int, first: int, last: int, scratch: int, use: list) -> None:
         model, cache = self.caches[number]
