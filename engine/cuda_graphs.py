@@ -178,36 +178,53 @@ class FixedPasses:
     def capture(self, lengths: range, scratch: int, use: Use) -> int:
         """Capture what is not yet: the passes over so many slots. Returns how many.
 
-        scratch: the first slot that may be written to meanwhile. Largest first, so that the smaller
-        ones find room in the memory of the larger.
+        scratch: the first slot that may be written to meanwhile.
         """
-        n_before, was_collecting = len(self.captured), gc.isenabled()
-        most = row_count(max(use.n_rows, use.min_rows))
-        counts = [n for n in reversed(ROW_COUNTS) if n <= most]
-        nothing = torch.empty(0, dtype=torch.int64)
-        no_mask = None if use.is_strict else torch.empty(0, 0, dtype=torch.bool)
+        device, was_collecting = self.buffer.device, gc.isenabled()
+        missing = self.missing(lengths, use)
         gc.disable()  # a tensor or graph that it frees on the way would spoil the capture
         try:
-            for n_slots in range(slot_count(lengths[-1]), slot_count(lengths[0]) - 1, -SLOT_STEP):
-                for n_rows in counts:
-                    if n_rows >= use.min_rows:
-                        shape = Shape(n_rows, n_slots, use.is_strict)
-                        self.upload(shape, nothing, nothing, no_mask, scratch)
-                        self.record(self.run_pass, shape)
-            for n_rows in counts:
-                self.record(self.rank, n_rows, use.n_ids, use.n_ranked)
+            # To warm up, all run before the first is captured: kernels are chosen and loaded, which
+            # no capture may do. What several processes compute together they do here and only
+            # record in a capture, so that one that fails there leaves no other waiting
+            with torch.inference_mode():
+                for key, step in missing.items():
+                    self.upload_nothing(key[1], scratch)
+                    step()
+            for key, step in missing.items():
+                self.upload_nothing(key[1], scratch)
+                self.captured[key] = record(step, self.pool, device)
+                self.pool = self.captured[key].graph.pool()
         finally:
             if was_collecting:
                 gc.enable()
         self.is_replaying = True
-        return len(self.captured) - n_before
+        return len(missing)
 
-    def record(self, step: Callable[..., Tensor | None], *arguments: Shape | int) -> None:
-        """Capture one of the two, unless it has been."""
-        key = (step.__name__, *arguments)  # the method itself would keep all of this alive
-        if key not in self.captured:
-            self.captured[key] = record(partial(step, *arguments), self.pool, self.buffer.device)
-            self.pool = self.captured[key].graph.pool()
+    def missing(self, lengths: range, use: Use) -> dict[tuple, Callable[[], Tensor | None]]:
+        """What is not captured for so many slots, as `captured` names it.
+
+        Largest first, so that the smaller ones find room in the memory of the larger.
+        """
+        most = row_count(max(use.n_rows, use.min_rows))
+        counts = [n for n in reversed(ROW_COUNTS) if n <= most]
+        wanted = {}
+        for n_slots in range(slot_count(lengths[-1]), slot_count(lengths[0]) - 1, -SLOT_STEP):
+            for n_rows in counts:
+                if n_rows >= use.min_rows:
+                    shape = Shape(n_rows, n_slots, use.is_strict)
+                    wanted["run_pass", shape] = partial(self.run_pass, shape)
+        for n_rows in counts:
+            ranked = (n_rows, use.n_ids, use.n_ranked)
+            wanted["rank", *ranked] = partial(self.rank, *ranked)
+        return {key: step for key, step in wanted.items() if key not in self.captured}
+
+    def upload_nothing(self, shape: Shape | int, scratch: int) -> None:
+        """If it is of a pass: one whose rows are all added."""
+        if isinstance(shape, Shape):
+            nothing = torch.empty(0, dtype=torch.int64)
+            no_mask = None if shape.is_strict else torch.empty(0, 0, dtype=torch.bool)
+            self.upload(shape, nothing, nothing, no_mask, scratch)
 
 
 class Captured(NamedTuple):
@@ -227,13 +244,12 @@ def destroy_graphs() -> None:
 def record(
     run: Callable[[], Tensor | None], pool: tuple[int, int] | None, device: torch.device
 ) -> Captured:
-    """Capture a function, over a memory pool to share.
+    """Capture a function that has run before, over a memory pool to share.
 
     Always in inference mode: torch up to 2.10 could not capture outside of it what it had once
     captured inside.
     """
     with torch.cuda.device(device), torch.inference_mode():
-        run()  # warm up: kernels are chosen and loaded, which no capture may do
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=pool):
