@@ -59,9 +59,10 @@ def profile_run(pair: Pair, run: Run, n: int) -> tuple[float, profile]:
     plain = take(steps, n)
     ms = sum(step.draft_ms + step.verify_ms + step.other_ms for step in plain) / n
     kinds = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
-    with profile(activities=kinds):  # the first time it loads what it needs
+    asked = {"activities": kinds, "acc_events": True}  # there is one cycle; else torch 2.11 warns
+    with profile(**asked):  # the first time it loads what it needs
         take(steps, 1)
-    with profile(activities=kinds) as found:
+    with profile(**asked) as found:
         take(steps, n)
     steps.close()
     return ms, found
