@@ -22,7 +22,7 @@ from engine.files import locked
 from gpt_neox import GPTNeoX
 from tools import corpus, distil, folders, outcome, resume
 from tools.distil import Training
-from tools.job import Plan
+from tools.job import Job, Plan, Source
 from tools.trainable import Trainable, published_json
 
 Captured = pytest.CaptureFixture[str]
@@ -193,6 +193,8 @@ def test_a_draft_learns_and_is_taken_at_once(
     target: str, text: str, tmp_path: Path, capsys: Captured
 ) -> None:
     assert distil.main(arguments(target, text, tmp_path / "draft", steps=40) + SHAPE) == 0
+    card = (tmp_path / "draft" / "README.md").read_text()
+    assert "steps 40" in card and "minutes 30" not in card  # which would say nothing
     found = figures(tmp_path / "draft")
     assert found[outcome.LOSS][1] < found[outcome.LOSS][0] - 0.3
     assert found[outcome.AGREEMENT][1] > found[outcome.AGREEMENT][0] + 0.1
@@ -261,6 +263,39 @@ def test_an_ended_run_goes_on_exactly(
     weights = load_file(tmp_path / "ended" / "model.safetensors")
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert figures(tmp_path / "ended") == figures(tmp_path / "whole")
+
+
+def test_ctrl_c_leaves_the_checkpoint_or_the_folder(
+    target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """It came when the folder had been written, and was told to go on with the same command."""
+    original = distil.write_outcome
+
+    def write(*rest: object) -> None:
+        original(*rest)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(distil, "write_outcome", write)
+    assert distil.main(arguments(target, text, tmp_path / "draft") + SHAPE) == 130
+    assert "goes on" not in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["draft"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_figures_are_a_cpus(target: str, text: str) -> None:
+    """Of windows that are one pass each: the next window's once took the place of all others'."""
+    source = Source.open(target)
+    held_out = corpus.read_corpus([Path(text)], source.tokenizer, 400, (0,)).held_out
+    found = []
+    for name in ("cpu", "cuda"):
+        device = torch.device(name)
+        model = source.load(device, torch.float32)
+        text_ids = corpus.Corpus(held_out, held_out)
+        plan = Plan(context=16)
+        job = Job(Path(), device, source, None, source.config, text_ids, plan, {}, "")
+        found.append(outcome.measure_held_out(job, model))
+    assert found[1] == pytest.approx(found[0], abs=0.02)
 
 
 def test_a_full_disk_loses_nothing(
@@ -372,6 +407,7 @@ def test_mistakes_without_a_target(text: str, tmp_path: Path, capsys: Captured) 
         (SHAPE + ["--greedy", "0.1"], "--greedy has no effect"),
         (SHAPE + ["--vocab", "9000"], "--vocab 9000: 257 to what the text gives"),
         (SHAPE + ["--vocab", "200"], "--vocab 200: 257 to"),
+        (SHAPE + ["--vocab", str(10**12)], "--vocab 1000000000000: 257 to 1000000"),
     ):
         assert distil.main(options + changes) == 2
         (line,) = capsys.readouterr().err.splitlines()

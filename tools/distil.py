@@ -242,13 +242,16 @@ def distil(job: Job, file: Path) -> None:
         train(training, save)
         training.teacher = None  # its memory is wanted
         after = measure_held_out(job, model)
-        taken = f"{training.step:,} steps in {training.seconds / 60:.1f} minutes"
-        write_outcome(job, model, taken, before, after)
     except KeyboardInterrupt:
         save()
         say(f"interrupted after step {training.step}; the same command goes on from there")
         raise
-    file.unlink()
+    taken = f"{training.step:,} steps in {training.seconds / 60:.1f} minutes"
+    with interrupts(raised=False):  # at its end there is the folder, or still the checkpoint
+        write_outcome(job, model, taken, before, after)
+        file.unlink()
+    for name, value in after.items():
+        say(f"{name}: {before[name]:.3f} before, {value:.3f} after")
 
 
 def execute(args: Namespace) -> int:

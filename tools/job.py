@@ -27,13 +27,14 @@ from engine.checkpoint import Config, load_tensors, read_config, weight_bytes
 from engine.hub import find_checkpoint
 from engine.memory import in_bytes, memory_for, require_memory
 from engine.settings import check_settings, setting
-from tools.corpus import Corpus, learn_tokenizer, read_corpus, require_texts
+from tools.corpus import SMALLEST, Corpus, learn_tokenizer, read_corpus, require_texts
 from tools.folders import TOKENIZER, file_bytes, new_folder, read_unchanged, size
 from tools.trainable import Trainable, fresh_tensors, published_json
 
 HEAD_SIZE = 64  # of a new model, about
 POSITIONS = 2048  # of one without a target
 VOCABULARY = 4096  # the same
+LARGEST = 10**6  # vocabulary that is learned
 RATE = 2e-3  # of a new model of hidden size 128; it falls with the root of that
 GENTLER = 0.6  # the share of it for a model that has learned
 ALONE = {"greedy": 0.0, "sampled": 0.0, "ce": 1.0}  # without a target
@@ -179,6 +180,8 @@ def require_effect(args: Namespace) -> None:
     for name, why in idle.items():
         if getattr(args, name) is not None:
             raise UsageError(f"--{name} has no effect {why}")
+    if args.vocab is not None and not SMALLEST <= args.vocab <= LARGEST:
+        raise UsageError(f"--vocab {args.vocab}: {SMALLEST} to {LARGEST}")
     if not args.init and None in (args.layers, args.hidden):
         raise UsageError("give --layers and --hidden of a new model, or one to go on from: --init")
 

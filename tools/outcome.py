@@ -23,7 +23,7 @@ from engine.checkpoint import first_line
 from gpt_neox import GPTNeoX
 from methods.static import Chain
 from tools.folders import halved, raising_endings, write_files, written_whole
-from tools.job import Job
+from tools.job import ALONE, Job
 from tools.trainable import Trainable, published_json
 
 N_WINDOWS = 16  # of the held-out text, evenly spread
@@ -49,18 +49,19 @@ def measure_held_out(job: Job, model: Trainable) -> dict[str, float]:
     draft = GPTNeoX(model.config, tensors)
     context = job.plan.context
     windows = spread(job.corpus.held_out.long().unfold(0, context + 1, context), N_WINDOWS)
-    logits = [read(draft, window[:-1]) for window in windows]  # [context, V] each
     losses = []
-    for window, scores in zip(windows, logits, strict=True):
-        losses.append(F.cross_entropy(scores, window[1:].to(job.device)).item())
+    guesses = []
+    for window in windows:
+        logits = read(draft, window[:-1])  # until the next pass
+        losses.append(F.cross_entropy(logits, window[1:].to(job.device)).item())
+        guesses.append(logits.argmax(-1))
     found = {LOSS: sum(losses) / len(losses)}
     if job.target is None:
         return found
     target = GPTNeoX.from_pretrained(job.target.folder, job.device, dtype)
     n_equal = 0
-    for window, scores in zip(windows, logits, strict=True):
-        is_equal = read(target, window[:-1]).argmax(-1) == scores.argmax(-1)
-        n_equal += is_equal.sum().item()
+    for window, guess in zip(windows, guesses, strict=True):
+        n_equal += (read(target, window[:-1]).argmax(-1) == guess).sum().item()
     found[AGREEMENT] = n_equal / (len(windows) * context)
     prompts = [window[:PROMPT_TOKENS].tolist() for window in spread(windows, N_PROMPTS)]
     for name, settings in METHODS.items():
@@ -73,7 +74,8 @@ def measure_held_out(job: Job, model: Trainable) -> dict[str, float]:
 
 
 def read(model: GPTNeoX, ids: Tensor) -> Tensor:
-    """Logits [n, V] of what follows each of n ids, float32."""
+    """Logits [n, V] of what follows each of n ids, float32; on CUDA the next pass may overwrite
+    them."""
     cache = model.new_cache(len(ids))
     logits = model.forward(ids, torch.arange(len(ids)), cache).logits
     model.pool.take_back(cache.storage)
@@ -88,8 +90,7 @@ def saved_tensors(model: Trainable) -> dict[str, Tensor]:
 def write_outcome(
     job: Job, model: Trainable, taken: str, before: dict[str, float], after: dict[str, float]
 ) -> None:
-    """A checkpoint with its card, whole or not at all, and its figures on the terminal; taken: what
-    it took. Raises UsageError."""
+    """A checkpoint with its card, whole or not at all; taken: what it took. Raises UsageError."""
     config = json.dumps(published_json(model.config), indent=2).encode()
     files = job.files | {"config.json": config, CARD: card(job, taken, before, after).encode()}
     try:
@@ -97,20 +98,21 @@ def write_outcome(
             write_files(part, saved_tensors(model), files)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{job.out} cannot be written: {first_line(error)}") from error
-    for name, value in after.items():
-        say(f"{name}: {before[name]:.3f} before, {value:.3f} after")
 
 
 def card(job: Job, taken: str, before: dict[str, float], after: dict[str, float]) -> str:
     """README.md of a folder: what the model is, how it was made, and its figures."""
     config = job.config
-    plan = ", ".join(f"{name} {value:.6g}" for name, value in asdict(job.plan).items())
+    plan = asdict(job.plan)
+    idle = ["minutes"] if job.plan.steps else ["steps"]
+    idle += [] if job.target else ALONE
+    settings = ", ".join(f"{name} {plan[name]:.6g}" for name in plan if name not in idle)
     facts = [
         f"GPT-NeoX in float16: layers {config.n_layers}, hidden size {config.hidden_size}, "
         f"heads {config.n_heads}, ids {config.vocab_size}",
         f"made to guess what {job.target.folder} writes" if job.target else "next token",
         f"{len(job.corpus.train):,} tokens of text, and {len(job.corpus.held_out):,} held out",
-        f"{taken}; {plan}",
+        f"{taken}; {settings}",
     ]
     points = "\n".join(f"- {shown(fact)}" for fact in facts)
     body = [[figure, f"{before[figure]:.3f}", f"{after[figure]:.3f}"] for figure in after]
