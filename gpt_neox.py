@@ -295,7 +295,7 @@ class GPTNeoX:
         if not self.pool.is_fixed:
             return Storage(kv, self.turns, None)
         # Kept by the pool: of the usual kind, a reference would keep the model and all its weights
-        run = partial(GPTNeoX._run_fixed, weakref.proxy(self), kv, self.turns)
+        run = partial(type(self)._run_fixed, weakref.proxy(self), kv, self.turns)
         passes = FixedPasses(run, n_slots, config.vocab_size, self.device)
         return Storage(kv, self.turns, passes)
 

@@ -192,7 +192,7 @@ class FixedPasses:
                     self.upload_nothing(key[1], scratch)
                     step()
             for key, step in missing.items():
-                self.upload_nothing(key[1], scratch)
+                self.upload_nothing(key[1], scratch)  # what the buffer has is of another shape
                 self.captured[key] = record(step, self.pool, device)
                 self.pool = self.captured[key].graph.pool()
         finally:
@@ -251,10 +251,10 @@ def record(
     """
     with torch.cuda.device(device), torch.inference_mode():
         graph = torch.cuda.CUDAGraph()
+        KEPT.append(graph)  # even if that fails: it may have collectives in it
         try:
             with torch.cuda.graph(graph, pool=pool):
                 result = run()
         except RuntimeError as error:  # the end of a broken capture hides what broke it
             raise error.__context__ or error from None
-    KEPT.append(graph)
     return Captured(graph, result)

@@ -25,7 +25,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -228,7 +228,8 @@ def joined(hold: Hold = nullcontext) -> Iterator[Ranks | None]:
         require_same_code(ranks)
         yield ranks
     finally:
-        destroy_graphs()  # nccl waits for every one that has a collective in it
+        with suppress(RuntimeError):  # of a device that has failed, which was said
+            destroy_graphs()  # nccl waits for every one that has a collective in it
         dist.destroy_process_group()
 
 
