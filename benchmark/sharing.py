@@ -40,6 +40,8 @@ def on_shards(
     with joined() as ranks:
         if ranks:
             heed_termination(lambda: RanksError(ranks.why_ended()))
+        else:
+            heed_termination()
         if ranks and ranks.index:
             return follow(args, ranks, measure_share)
         return measure(restarted(args), None, ranks)

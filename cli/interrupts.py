@@ -62,7 +62,7 @@ class CtrlC:
 
 def heed_termination(error: Callable[[], BaseException] = KeyboardInterrupt) -> None:
     """Until the command line ends SIGTERM, as of torchrun or kill, is raised where Ctrl-C would be,
-    as this error; by default it is what Ctrl-C is."""
+    as this error; by default it is what Ctrl-C is. Where that is ignored (nohup), nothing is."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, CtrlC):
         handler.at_termination = error
