@@ -62,11 +62,22 @@ class CtrlC:
 
 def heed_termination(error: Callable[[], BaseException] = KeyboardInterrupt) -> None:
     """Until the command line ends SIGTERM, as of torchrun or kill, is raised where Ctrl-C would be,
-    as this error; by default it is what Ctrl-C is. Where that is ignored (nohup), nothing is."""
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, CtrlC):
-        handler.at_termination = error
-        signal.signal(signal.SIGTERM, handler)
+    as this error; by default it is what Ctrl-C is. Also where that is ignored: with nohup."""
+    handler = handler_at_work()
+    if not handler:
+        handler = CtrlC()
+        handler.is_raising = True
+    handler.at_termination = error
+    signal.signal(signal.SIGTERM, handler)
+
+
+def handler_at_work() -> CtrlC | None:
+    """What handles Ctrl-C, or if that is ignored SIGTERM alone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(number)
+        if isinstance(handler, CtrlC):
+            return handler
+    return None
 
 
 @contextmanager
@@ -89,8 +100,8 @@ def handling_interrupts() -> Iterator[None]:
 @contextmanager
 def interrupts(raised: bool) -> Iterator[None]:
     """Whether Ctrl-C is raised in here as KeyboardInterrupt, or waits until that is so again."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not isinstance(handler, CtrlC):  # a caller who handles it otherwise
+    handler = handler_at_work()
+    if not handler:  # both are ignored, or a caller handles them otherwise
         yield
         return
     before = handler.is_raising

@@ -236,3 +236,23 @@ def test_sigterm_is_told_from_ctrl_c_where_it_is_heeded() -> None:
                     reached.append("not reached")
         assert caught.type is expected and reached == ["written"]
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_is_heeded_where_ctrl_c_is_ignored() -> None:
+    """As nohup and a script's & leave it; by a kill a long run lost what it had not saved."""
+    before = signal.getsignal(signal.SIGTERM)
+    at_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reached = []
+    try:
+        with interrupts.handling_interrupts(), interrupts.interrupts(raised=True):
+            interrupts.heed_termination()
+            with pytest.raises(KeyboardInterrupt):
+                with interrupts.interrupts(raised=False):
+                    signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(signal.SIGTERM)
+                    reached.append("written")
+                reached.append("not reached")
+        assert reached == ["written"] and signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, at_ctrl_c)
