@@ -294,7 +294,7 @@ class GPTNeoX:
         kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
         if not self.pool.is_fixed:
             return Storage(kv, self.turns, None)
-        # Kept by the pool: of the usual kind, a reference would keep the model and all its weights
+        # The pool keeps this; a reference that counts would keep the model with it, and its weights
         run = partial(type(self)._run_fixed, weakref.proxy(self), kv, self.turns)
         passes = FixedPasses(run, n_slots, config.vocab_size, self.device)
         return Storage(kv, self.turns, passes)

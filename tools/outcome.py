@@ -104,8 +104,9 @@ def card(job: Job, taken: str, before: dict[str, float], after: dict[str, float]
     """README.md of a folder: what the model is, how it was made, and its figures."""
     config = job.config
     plan = asdict(job.plan)
-    idle = ["minutes"] if job.plan.steps else ["steps"]
-    idle += [] if job.target else ALONE
+    idle = {"minutes" if job.plan.steps else "steps"}  # what was not in force
+    if job.target is None:
+        idle |= set(ALONE)
     settings = ", ".join(f"{name} {plan[name]:.6g}" for name in plan if name not in idle)
     facts = [
         f"GPT-NeoX in float16: layers {config.n_layers}, hidden size {config.hidden_size}, "
