@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.cuda_graphs import ROW_COUNTS
+from engine.passes import ROW_COUNTS
 from engine.sampling import Sampler
 from engine.scores import Scores, to_host
 from engine.settings import check_settings, setting

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from draft_tree import MAX_ROWS, DynaTree, Rule, Settings, Tree, Watcher, grow, lone
 from engine.caches import require_caches
-from engine.cuda_graphs import Use
 from engine.memory import OutOfMemory
+from engine.passes import Use
 from engine.sampling import Sampler, Sampling
 from engine.scores import Scores
 from engine.stopwatch import Stopwatch

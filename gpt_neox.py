@@ -1,51 +1,46 @@
-"""GPT-NeoX (Pythia): embedding, layers of attention and MLP, scores, over an explicit KV cache.
+"""GPT-NeoX (Pythia): embedding, layers of attention and MLP, logits, over an explicit KV cache.
 
-One forward serves prefill, a decode step, a draft level and a tree: the caller says at which
-position each row stands, to which cache slot it is written, and which slots it may attend. The
-cache's whole state is one number, so taking back a rejected tree means moving that number.
+The modules have the published names, so a checkpoint's tensors load by name, and they are the
+architecture as its papers have it: x + Attn(LN1(x)) + MLP(LN2(x)). One forward serves prefill, a
+decode step, a draft level and a tree: the caller says at which position each row stands, to which
+cache slot it is written, and which slots it may attend. The cache's whole state is one number, so
+taking back a rejected tree means moving that number.
 
-How matrices are laid out, how passes are padded and captured on CUDA, and where a cache's memory
-comes from is in engine/. All that shows here is that products give their outputs in B blocks of
-`width` columns, [B, n, width], and that a layer's results are put together in one workspace, whose
-views have the shapes that are wanted.
+How a pass is made fast is in engine/: from_pretrained replaces the layers by others of the same
+signature (engine/fused.py), unless it is asked not to. To read the model, this file is enough.
 
 Architecture: Black et al. 2022 (GPT-NeoX-20B); Biderman et al. 2023 (Pythia).
-Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary,
-B blocks of columns.
+Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary;
+* is nothing, or in training a batch of texts.
 
     model = GPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
     cache = model.new_cache(capacity=256)
     scores = model.prefill(prompt_ids, cache)  # of the last token
 """
 
-import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine.caches import CachePool, Storage
+from engine.caches import Storage
 from engine.checkpoint import (
     ACTIVATIONS,
-    EMBED_IN,
-    FINAL_NORM,
+    CheckpointError,
     Config,
+    first_line,
     load_tensors,
     read_config,
-    weight_bytes,
 )
-from engine.cuda_graphs import FixedPasses, Inputs, Shape, Use, row_count, settle_kernels
+from engine.fused import fill, require_divisible
 from engine.hub import find_checkpoint
 from engine.memory import OutOfMemory, memory_for, require_memory
-from engine.passes import LayerSlots, Rows, fixed_rows, open_slots, strict_rows, tight_rows
-from engine.products import Affine, Layout, fastest_rows, gelu
-from engine.rotary import FIRST_POSITIONS, rotary_table, rotate_
+from engine.passes import Use, causal_bias, open_bias
 from engine.scores import Scores
-from engine.shares import WHOLE, Share
-from engine.strict import Sight, attend_by_position
+from engine.shares import WHOLE, Share, split_axis
 
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
 
@@ -58,9 +53,10 @@ class KVCache:
     """
 
     def __init__(self, storage: Storage, capacity: int, use: Use):
-        self.storage = storage  # with the rotary table that its graphs, if any, were captured with
+        self.storage = storage
         self.kv = storage.kv  # [2, L, H, slots, D], keys, then values
-        self.passes = storage.passes  # in fixed shapes; None where a pass has the shape it needs
+        self.turns = storage.turns  # complex64 [slots, R / 2], by position
+        self.passes = storage.passes  # that are padded or have fixed shapes; None: as they come
         self.capacity, self.use = capacity, use
         self.length = 0
 
@@ -93,32 +89,125 @@ class KVCache:
         self.length = end
 
 
-class GPTNeoX:
+class Attention(nn.Module):
+    """Causal self-attention over what the cache has and what the pass writes to it."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        hidden, has_bias = config.hidden_size, config.has_attention_bias
+        self.n_heads = config.n_heads
+        self.query_key_value = nn.Linear(hidden, 3 * hidden, has_bias)  # out: [H, 3, D]
+        self.dense = nn.Linear(hidden, hidden, has_bias)
+
+    def forward(
+        self, x: Tensor, turns: Tensor, past: Tensor | None, start: int, bias: Tensor | None
+    ) -> Tensor:
+        qkv = self.query_key_value(x).unflatten(-1, (self.n_heads, 3, -1))  # [*, n, H, 3, D]
+        q, k, v = qkv.transpose(-4, -3).unbind(-2)  # [*, H, n, D] each
+        q, k = rotate(q, turns), rotate(k, turns)
+        if past is not None:  # [2, *, H, slots, D]
+            # A masked slot counts as 0 x its value, and 0 x nan is nan
+            past[..., start : start + x.shape[-2], :] = torch.stack((k, v)).nan_to_num()
+            k, v = past[..., : bias.shape[-1], :]  # [*, H, S, D] each
+        attended = F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None)
+        return self.dense(attended.transpose(-3, -2).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gelu = ACTIVATIONS[config.activation]
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.dense_4h_to_h = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(x), approximate=self.gelu))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.is_parallel = config.is_parallel
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, turns: Tensor, past: Tensor | None, start: int, bias: Tensor | None
+    ) -> Tensor:
+        attended = self.attention(self.input_layernorm(x), turns, past, start, bias)
+        if self.is_parallel:  # both read the same x
+            return x + attended + self.mlp(self.post_attention_layernorm(x))
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Transformer(nn.Module):
+    """Everything but the logits."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        # Not drawn at random, which on the meta device (shapes without memory) takes a second
+        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_in = nn.Embedding.from_pretrained(embedding, freeze=False)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
+        self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        turns: Tensor,
+        kv: Tensor | None = None,
+        start: int = 0,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """x [*, n, hidden] of tokens [*, n] int64; not finite where it overflowed.
+
+        turns: complex64 [n, R / 2], by position. kv: [2, L, *, H, slots, D], of which slots
+        [start, start + n) are written. bias: [n, S], 0 where a row may attend, else -inf. Without
+        both, as in training, a text is read from its beginning, each token attending those before.
+        """
+        x = self.embed_in(tokens)
+        for i, layer in enumerate(self.layers):
+            past = None if kv is None else kv[:, i]
+            x = layer(x, turns, past, start, bias)
+        return self.final_layer_norm(x)
+
+    @staticmethod
+    def rotate(x: Tensor, turns: Tensor) -> Tensor:
+        return rotate(x, turns)
+
+
+def rotary_table(config: Config, n_positions: int, device: torch.device) -> Tensor:
+    """By how much a position turns each pair of dimensions: complex64 [n_positions, R / 2]."""
+    half = torch.arange(0, config.rotary_dims, 2, device=device).float()
+    frequencies = config.rotary_base ** -(half / config.rotary_dims)  # [R / 2]
+    angles = torch.arange(n_positions, device=device).float()[:, None] * frequencies
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary embedding (Su et al. 2021) of queries or keys x [*, H, n, D]: dimension i is turned
+    together with R / 2 + i, by turns [n, R / 2]."""
+    n_pairs = turns.shape[-1]
+    first, second, rest = x.split([n_pairs, n_pairs, x.shape[-1] - 2 * n_pairs], dim=-1)
+    cos, sin = turns.real, turns.imag
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+class GPTNeoX(nn.Module):
     """A causal language model over an explicit cache; batch 1, no batch axis."""
 
-    def __init__(self, config: Config, tensors: dict[str, Tensor], share: Share = WHOLE):
-        """Consumes `tensors`, checkpoint name -> tensor; `expected_shapes(config)` lists them.
-
-        share: what of the model is here, and what of each tensor. Raises CheckpointError if a
-        product of two tensors overflows.
-        """
+    def __init__(self, config: Config):
+        """With weights that have learned nothing; from_pretrained and from_tensors have better."""
+        super().__init__()
         self.config = config
-        self.share = share
-        self.gelu = ACTIVATIONS[config.activation]
-        self.layout = Layout(config, share)
-        self.embed_out = self.layout.take_head(tensors)  # from x to scores
-        self.embed_in = tensors.pop(EMBED_IN)  # [V, hidden], or this share's ids
-        self.device, self.dtype = self.embed_in.device, self.embed_in.dtype
-        settle_kernels(self.device, self.dtype)
-        self.layers = [self.layout.take_layer(tensors, i) for i in range(config.n_layers)]
-        self.final_norm = Affine(tensors[f"{FINAL_NORM}.weight"], tensors[f"{FINAL_NORM}.bias"])
-        n_positions = min(config.max_positions, FIRST_POSITIONS)
-        self.turns = rotary_table(config, n_positions, self.device)
-        # Stands in the cache for a key or value that overflowed in float16: its largest number
-        self.overflow_mark = torch.finfo(self.dtype).max if self.dtype == torch.float16 else 0.0
-        token_bytes = 2 * config.n_layers * self.layout.n_attended * self.dtype.itemsize
-        min_rows = fastest_rows(self.embed_out, config.hidden_size)
-        self.pool = CachePool(token_bytes, self.device, config.max_positions, min_rows)
+        self.gpt_neox = Transformer(config)
+        self.embed_out = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.is_tied:
+            self.embed_out.weight = self.gpt_neox.embed_in.weight
 
     @classmethod
     def from_pretrained(
@@ -127,6 +216,7 @@ class GPTNeoX:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         share: Share = WHOLE,
+        fuse: bool = True,
     ) -> "GPTNeoX":
         """Load a folder, or a hub repository `NAME` or `NAME@REVISION`; of a share, no more.
 
@@ -138,8 +228,45 @@ class GPTNeoX:
         what = f"the weights of {name_or_path}"
         with memory_for(what):
             config = read_config(folder)
+            require_divisible(config, share)
             require_memory(weight_bytes(config, dtype, share), device, what)
-            return cls(config, load_tensors(folder, config, device, dtype, share), share)
+            tensors = load_tensors(folder, published_shapes(config), device, dtype, share)
+            return cls.from_tensors(config, tensors, share, fuse)
+
+    @classmethod
+    def from_tensors(
+        cls, config: Config, tensors: Mapping[str, Tensor], share: Share = WHOLE, fuse: bool = True
+    ) -> "GPTNeoX":
+        """A model of these weights, by their published names. Raises CheckpointError."""
+        with torch.device("meta"):  # no memory: the weights have theirs
+            model = cls(config)
+        fill(model, tensors, share, fuse)
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        return self.gpt_neox.embed_in.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gpt_neox.embed_in.weight.dtype
+
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        turns: Tensor,
+        start: int,
+        bias: Tensor,
+        first: int = 0,
+    ) -> Tensor:
+        """A whole pass on the model's device: [n - first, V], of the rows from `first` on.
+
+        tokens, positions: [n] int64; the others as Transformer.forward has them.
+        """
+        x = self.gpt_neox(tokens, turns.index_select(0, positions), kv, start, bias)
+        return self.embed_out(x[first:])
 
     def forward(
         self,
@@ -158,77 +285,30 @@ class GPTNeoX:
         n_last: the scores of so many rows at the end are wanted, None for all. On CUDA the next
         pass over this cache may overwrite them.
         """
-        if start is None:
-            start = cache.length
-        cache.require(start + len(tokens))
-        n, use = len(tokens), cache.use
+        n = len(tokens)
+        start = cache.length if start is None else start
         n_last = n_last or n
-        if cache.passes and n <= use.n_rows:
-            return cache.passes.forward(tokens, positions, mask, start, use)[-n_last:]
-        if use.is_strict:
-            rows = strict_rows(tokens, positions, mask, start, use.min_rows, self.embed_in)
-            x = self._run(rows, cache.kv, cache.storage.turns)  # [min_rows, hidden], all scored
-            return Scores(self._scores(x).float()[n - n_last : n, : use.n_ids])
-        x = self._run_tight(tokens, positions, cache, mask, start)[-n_last:]  # [n_last, hidden]
-        return Scores(self._scores(x).float()[:, : use.n_ids])
+        cache.require(start + n)
+        if cache.passes and cache.passes.has_room(n, cache.use):
+            return cache.passes.forward(tokens, positions, mask, start, n_last, cache.use)
+        x = self.read(tokens, positions, cache, mask, start)
+        return self.score(x[-n_last:], cache)
 
-    def _run_tight(
+    def read(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
-        """The layers for as many rows and slots as are wanted, [n, hidden]."""
-        rows = tight_rows(tokens, positions, mask, start, cache.use.min_rows, self.embed_in)
-        return self._run(rows, cache.kv, cache.storage.turns)[: len(tokens)]
+        """x [n, hidden] of rows that are run as they come."""
+        if mask is None:
+            bias = causal_bias(len(tokens), start, cache.kv)
+        else:
+            bias = open_bias(mask, cache.kv)
+        turns = cache.turns.index_select(0, positions.to(self.device, non_blocking=True))
+        tokens = tokens.to(self.device, non_blocking=True)
+        return self.gpt_neox(tokens, turns, cache.kv, start, bias)
 
-    def _run(self, rows: Rows, kv: Tensor, turns: Tensor) -> Tensor:
-        """Embedding and layers, x [n, hidden]; not finite where it overflowed."""
-        config, layout, share = self.config, self.layout, self.share
-        in_order = isinstance(rows.sight, Sight)  # strict: no sum may depend on a row's place
-        x = share.embed(rows.tokens, self.embed_in)  # [n, hidden]
-        turns = turns.index_select(0, rows.positions)  # [n, R / 2], how far each row is rotated
-        written, layer_slots = open_slots(kv, rows)
-        space = layout.workspace(x)  # x in blocks, and where what is added to it is put together
-        for layer, slots in zip(self.layers, layer_slots, strict=True):
-            if config.is_parallel:
-                # x + attention(norm(x)) + mlp(norm(x)): one product into both, one out of both
-                qkv, inside = layout.split(layer.into(self._norm(x)))  # [3, H, n, D], [B, n, width]
-                space.attended.copy_(self._attention(qkv, turns, slots, rows.sight))  # [H, n, D]
-                gelu(inside, self.gelu, space.active)  # [B, n, width]
-                space.x.add_(share.sum(layer.out_of(space.both), in_order))  # [B, n, width], x
-            else:
-                # x + attention(norm(x)), then x + mlp(norm(x))
-                qkv = layout.heads(layer.qkv(self._norm(x)))  # [3, H, n, D]
-                space.attended.copy_(self._attention(qkv, turns, slots, rows.sight))  # [H, n, D]
-                attended = layer.attention_out(space.attended_rows)
-                space.x.add_(share.sum(attended, in_order))  # [B, n, width]
-                gelu(layer.mlp_in(self._norm(x)), self.gelu, space.active)  # [B, n, width]
-                space.x.add_(share.sum(layer.mlp_out(space.active_rows), in_order))
-        if self.overflow_mark:
-            has_overflowed = written.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_mark  # [n]
-            x = x.masked_fill(has_overflowed[:, None], torch.nan)
-        return x
-
-    def _norm(self, x: Tensor) -> Tensor:
-        """x with mean 0 and variance 1; a LayerNorm's scale and shift are in the next product."""
-        return torch.layer_norm(x, x.shape[-1:], None, None, self.config.norm_eps)
-
-    def _attention(
-        self, qkv: Tensor, turns: Tensor, slots: LayerSlots, sight: Tensor | Sight
-    ) -> Tensor:
-        """Attended values [H, n, D] of queries, keys and values [3, H, n, D]."""
-        rotate_(qkv[:2, ..., : self.config.rotary_dims], turns)  # queries and keys, in place
-        # Nothing non-finite may enter the cache: it would leak through the mask (0 x nan is nan)
-        # into rows that may not see it. The row itself still gets non-finite logits: float16 can
-        # overflow here alone, so there a mark is left; elsewhere only a broken residual gets here.
-        slots.write(qkv[1:], self.overflow_mark)  # keys and values, to the cache
-        return attend(qkv[:1], slots.keys, slots.values, sight)
-
-    def _scores(self, x: Tensor) -> Tensor:
-        """Logits [n, V] of rows [n, hidden], in the model's dtype."""
-        x = torch.layer_norm(x, x.shape[-1:], *self.final_norm, self.config.norm_eps)
-        blocks = self.embed_out(x)  # [B, n, width]
-        logits = blocks.transpose(0, 1).flatten(1)  # [n, V and padding]
-        here = logits[:, : len(self.embed_in)]  # of a share's ids
-        return self.share.gather(here)[:, : self.config.vocab_size]
+    def score(self, x: Tensor, cache: KVCache) -> Scores:
+        """What follows each of the rows x [n, hidden]."""
+        return Scores(self.embed_out(x).float()[:, : cache.use.n_ids])
 
     def prefill(
         self,
@@ -245,13 +325,12 @@ class GPTNeoX:
         for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
             cache.require(cache.length + len(ids))
             positions = torch.arange(cache.length, cache.length + len(ids))
-            x = self._run_tight(ids, positions, cache, None, cache.length)  # [n, hidden]
+            x = self.read(ids, positions, cache, None, cache.length)  # [n, hidden]
             is_finite &= x.isfinite().all()
             if read:
-                read(ids, Scores(self._scores(x).float()))
+                read(ids, self.score(x, cache))
             cache.advance(len(ids))
-        last = x[-1:].masked_fill(~is_finite, torch.nan)  # and so are its logits, of every share
-        return Scores(self._scores(last).float()[:, : cache.use.n_ids])
+        return self.score(x[-1:].masked_fill(~is_finite, torch.nan), cache)
 
     def append(self, tokens: list[int], cache: KVCache) -> Scores:
         """prefill() of few tokens in one pass: on CUDA of a fixed shape, as every pass of the loop.
@@ -271,52 +350,43 @@ class GPTNeoX:
         turn rounds it once in the model's dtype.
         """
         kept = cache.kv[:, :, :, start + n : cache.length].clone()  # read, then write: they overlap
-        rotate_(kept[0, ..., : self.config.rotary_dims], self.turns[n].conj())
+        kept[0] = self.gpt_neox.rotate(kept[0], cache.turns[n : n + 1].conj())
         cache.rewind(cache.length - n)
         cache.kv[:, :, :, start : cache.length] = kept
 
     def new_cache(self, capacity: int, use: Use | None = None) -> KVCache:
         """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
-        use = use or Use()
-        min_rows = max(use.min_rows, self.pool.min_rows)
-        if use.is_strict:
-            min_rows = row_count(max(use.n_rows, min_rows))  # and no pass has more
-        use = use._replace(min_rows=min_rows)
-        storage = self.pool.lend(capacity, use, self._make_storage)
+        use = self.pool.settle(use or Use(), self)
+        storage = self.pool.lend(capacity, use, self.make_memory)
         return KVCache(storage, capacity, use)
 
-    def _make_storage(self, n_slots: int) -> Storage:
-        """For the pool: memory of n_slots, and positions for all of them."""
+    def make_memory(self, n_slots: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, and the turns of as many positions."""
         config = self.config
-        if n_slots > len(self.turns):
-            self.turns = rotary_table(config, n_slots, self.device)
-        shape = (2, config.n_layers, self.layout.n_heads, n_slots, config.head_size)
+        shape = (2, config.n_layers, self.n_heads, n_slots, config.head_size)
         kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
-        if not self.pool.is_fixed:
-            return Storage(kv, self.turns, None)
-        # The pool keeps this; a reference that counts would keep the model with it, and its weights
-        run = partial(type(self)._run_fixed, weakref.proxy(self), kv, self.turns)
-        passes = FixedPasses(run, n_slots, config.vocab_size, self.device)
-        return Storage(kv, self.turns, passes)
-
-    def _run_fixed(
-        self, kv: Tensor, turns: Tensor, inputs: Inputs, shape: Shape, logits: Tensor
-    ) -> None:
-        """A whole pass of a fixed shape, for FixedPasses; its logits go to the last argument."""
-        rows = fixed_rows(inputs, shape, self.embed_in)
-        logits.copy_(self._scores(self._run(rows, kv, turns)))
+        return kv, rotary_table(config, n_slots, self.device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sight: Tensor | Sight) -> Tensor:
-    """Softmax attention [H, n, D] of q [1, H, n, D] over k, v [1, H, S, D].
+def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Of every tensor that a checkpoint must hold, by its published name.
 
-    sight: [n or 1, S], 0 or -inf; or a Sight, where the result is to be the same bit for bit
-    wherever a row's ancestors lie.
+    Raises CheckpointError for sizes that no tensor can have.
     """
-    if isinstance(sight, Sight):
-        return attend_by_position(q[0], k[0], v[0], sight)
-    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[2] >= 16:
-        # Torch's own kernel takes up to twice the time of two products here (measured).
-        scores = torch.baddbmm(sight, q[0], k[0].transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-        return torch.bmm(scores.softmax(-1), v[0])  # [H, n, S] times [H, S, D]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=sight)[0]
+    try:
+        with torch.device("meta"):
+            model = GPTNeoX(config)
+    except RuntimeError as error:
+        raise CheckpointError(f"no tensor has such sizes: {first_line(error)}") from error
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+
+def weight_bytes(config: Config, dtype: torch.dtype, share: Share = WHOLE) -> int:
+    """What all weights take in a dtype, or a share of them. Raises CheckpointError."""
+    n = 0
+    for name, shape in published_shapes(config).items():
+        axis = split_axis(name)
+        n_split = 1 if axis is None else shape[axis]
+        n_here = 1 if axis is None else share.size(n_split)
+        n += math.prod(shape) // n_split * n_here
+    return n * dtype.itemsize

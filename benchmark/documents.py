@@ -2,7 +2,8 @@
 
     python bench.py --docs results/main_cpu.json results/ablation_cpu.json results/steps_cpu.json
 
-README.md shows a few columns of the first file; docs/results.md shows everything of all of them.
+README.md shows a few columns of the first file, and of one of table `enlarged` if there is one, as
+the embedded pair is bound by calls; docs/results.md shows everything of all of them.
 What stands outside the marks is written by hand.
 """
 
@@ -23,7 +24,7 @@ README_COLUMNS = ["throughput", "speedup", "tokens_per_iter", "exact"]
 def write_documents(root: Path, files: Sequence[str]) -> None:
     """Write both documents' made parts anew, or neither. Raises UsageError."""
     texts = {
-        root / "README.md": readme_part(files[0]),
+        root / "README.md": readme_part(files),
         root / "docs" / "results.md": results_part(files),
     }
     for document, part in texts.items():
@@ -59,12 +60,16 @@ def results_part(files: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
-def readme_part(file: str) -> str:
-    """Of README.md: how the methods compare, in one table, and a sentence on the machine."""
-    results = Results.load(file)
-    if not results.runs:
-        raise UsageError(f"{file} has no methods for README's table: name another file first")
-    header, body = run_cells(results, README_COLUMNS)
-    machine = machine_text(results.machine)
-    sentence = shown(f"{prompts_text(results)}; {machine}, from `{file}`.")
-    return "\n\n".join([START, markdown_table(header, body), sentence, END])
+def readme_part(files: Sequence[str]) -> str:
+    """Of README.md: how the methods compare, in a table with a sentence on the machine."""
+    loaded = {file: Results.load(file) for file in files}
+    if not loaded[files[0]].runs:
+        raise UsageError(f"{files[0]} has no methods for README's table: name another file first")
+    parts = [START]
+    for file, results in loaded.items():
+        if file == files[0] or results.table == "enlarged":
+            header, body = run_cells(results, README_COLUMNS)
+            machine = machine_text(results.machine)
+            sentence = shown(f"{prompts_text(results)}; {machine}, from `{file}`.")
+            parts += [markdown_table(header, body), sentence]
+    return "\n\n".join(parts + [END])

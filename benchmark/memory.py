@@ -21,10 +21,9 @@ from benchmark.rows import settings_of, window_of
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Request, open_pair
-from engine.checkpoint import weight_bytes
 from engine.memory import OutOfMemory
 from engine.sampling import Sampling
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, weight_bytes
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:

@@ -20,6 +20,7 @@ import torch
 
 from benchmark.columns import COLUMNS
 from benchmark.documents import write_documents
+from benchmark.enlarged import enlarged_pair
 from benchmark.machine import ROOT, describe_machine
 from benchmark.peers import PEERS, check_vocabularies, require_transformers
 from benchmark.presets import NOT_HERE, PRESETS
@@ -188,6 +189,8 @@ def make_plan(args: argparse.Namespace, mail: Mail | None = None) -> Plan:
     table = choose_table(args)
     runs = choose_runs(table, args.methods, args.peers, words_everywhere(args))
     check_options(args, table, runs)
+    if args.table == "enlarged" and args.target is None and args.draft is None:
+        args.target, args.draft = enlarged_pair()
     if table.is_memory and mail:
         raise UsageError(f"--table {args.table} measures processes of its own: leave out torchrun")
     texts = {}

@@ -21,8 +21,8 @@ from benchmark.results import Run
 from benchmark.rows import settings_of
 from cli.models import Pair
 from dynatree import Step, capture
-from engine.cuda_graphs import ROW_COUNTS
 from engine.memory import in_bytes, memory_for
+from engine.passes import ROW_COUNTS
 from engine.scores import Scores
 from engine.stopwatch import Stopwatch
 from gpt_neox import GPTNeoX, KVCache
@@ -137,11 +137,9 @@ def median_ms(passes: Sequence[Callable], watch: Stopwatch, n_rounds: int) -> li
 
 
 def step_bytes(model: GPTNeoX, context: int) -> int:
-    """Bytes a one-row step reads: every weight but the input embedding (one row), and the cache."""
-    read = [model.embed_out, model.final_norm]
-    for layer in model.layers:
-        read += layer
-    weights = sum(affine.weight.nbytes + affine.bias.nbytes for affine in read)
+    """Bytes a one-row step reads: every matrix as it is stored but the input embedding (one row),
+    and the cache."""
+    weights = model.embed_out.nbytes + sum(layer.nbytes for layer in model.gpt_neox.layers)
     return weights + model.pool.token_bytes * context
 
 

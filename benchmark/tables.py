@@ -122,6 +122,11 @@ TABLES = {
         SPEED + ["tokens_per_iter", "acceptance", "repetition", "exact"],
         (Part(EVERY_METHOD, n_prompts=8, temperature=(0.0, 0.6, 1.0)),),
     ),
+    "enlarged": Table(
+        "the main methods on the embedded pair at the cost of Pythia-410M and 70M",
+        SPEED + ["ttft", "tokens_per_iter", "draft_nodes"] + SPLIT + ["exact"],
+        (Part(("ar", "linear", "dynatree", "recycle", "auto"), n_prompts=4),),
+    ),
     "steps": Table("what one forward costs, by its rows", [], (Part((), n_prompts=1),)),
 }
 

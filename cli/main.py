@@ -305,6 +305,9 @@ def report(request: Request, written: Tally, comparison: Comparison | None) -> d
         "versions": versions(),
         "graphs": {"n": n_graphs, "capture_s": capture_s},
     }
+    if request.options["strict"]:
+        target = request.pair.target
+        found["steady_rows"] = target.pool.steady_rows(target)
     if comparison:
         found["compare"] = asdict(comparison)
     return found

@@ -2,9 +2,9 @@
 
 checkpoint    config.json and safetensors: checked, loaded
 hub           finding a checkpoint: a folder, or fetched from the hub
-products      products with matrices, laid out for passes of a few rows
-rotary        rotary embedding as one complex product
-passes        what one pass reads and writes: rows, mask, its part of the cache
+fused         the layers of a loaded model, replaced by fast ones; nothing else departs from it
+products      products with matrices, packed for passes of a few rows
+passes        the mask as numbers, and passes that are padded
 cuda_graphs   passes of a few fixed shapes: captured, replayed
 scores        what a pass says of the token after each row
 strict        attention whose bits depend on position and keys alone

@@ -5,7 +5,7 @@ kept for the next one, because what was captured over its memory can be replayed
 else; so it is made for all the positions that the model has, if there is room. Elsewhere nothing is
 kept.
 
-    pool = CachePool(token_bytes=1024, device=device, max_positions=2048, min_rows=1)
+    pool = CachePool(run, token_bytes=1024, device=device, config=config)
     storage = pool.lend(capacity=500, use=Use(n_rows=64), make=make)
     ...
     pool.take_back(storage)
@@ -18,10 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine.cuda_graphs import ROW_COUNTS, FixedPasses, Use, row_count, slot_count
+from engine.checkpoint import Config
+from engine.cuda_graphs import FixedPasses
 from engine.memory import OutOfMemory, free_memory, in_bytes, memory_for, require_memory
+from engine.passes import ROW_COUNTS, PaddedPasses, Run, Use, row_count, slot_count
+from engine.strict import steady_rows
 
 
 @dataclass(frozen=True, eq=False)  # itself, not its tensors, is looked for among others
@@ -30,25 +33,58 @@ class Storage:
 
     kv: Tensor  # [2, L, H, slots, D], keys, then values
     turns: Tensor  # complex64 [positions, R / 2], the rotary table
-    passes: FixedPasses | None  # in fixed shapes; None where a pass has the shape it needs
+    passes: FixedPasses | PaddedPasses | None  # None where a pass has the shape that it needs
 
 
 class CachePool:
     """One model's storages: those to be had, and those given back."""
 
-    def __init__(self, token_bytes: int, device: torch.device, max_positions: int, min_rows: int):
-        """min_rows: of every pass, padded."""
-        self.token_bytes, self.device = token_bytes, device
-        self.max_positions = max_positions
-        self.min_rows = min_rows
-        self.is_fixed = device.type == "cuda"
+    def __init__(
+        self,
+        run: Run,
+        token_bytes: int,
+        device: torch.device,
+        config: Config,
+        min_rows: int = 1,
+        is_plain: bool = False,
+    ):
+        """run: the model's passes. min_rows: of each, padded. is_plain: its layers are, and know no
+        slots in a tensor."""
+        self.run, self.token_bytes, self.device, self.config = run, token_bytes, device, config
+        self.is_fixed = device.type == "cuda" and not is_plain
+        self.is_plain = is_plain
         self.has_graphs = self.is_fixed
+        self.min_rows = min_rows  # of every pass, padded
+        self.steady: dict[str, int | None] = {}  # what steady_rows found, once it is known
         self.idle: list[Storage] = []
         self.n_graphs = 0
         self.capture_s = 0.0
 
-    def lend(self, capacity: int, use: Use, make: Callable[[int], Storage]) -> Storage:
-        """Storage for `capacity` tokens; make: one of n_slots. Raises OutOfMemory."""
+    def settle(self, use: Use, model: nn.Module) -> Use:
+        """The same, told how many rows a pass has at least.
+
+        Strict ones have no more and no fewer than the widest needs, unless a row's bits are the
+        same from some count on: then they have so many, and padding shows nothing more.
+        """
+        min_rows = max(use.min_rows, self.min_rows)
+        if use.is_strict:
+            assert not self.is_plain, "only fused layers can be strict"
+            steady = self.steady_rows(model)
+            min_rows = steady or row_count(max(use.n_rows, min_rows))
+        return use._replace(min_rows=min_rows)
+
+    def steady_rows(self, model: nn.Module) -> int | None:
+        """From how many rows on a row's bits are the same in each pass; None: only at one count."""
+        if self.is_fixed:
+            return None
+        if "rows" not in self.steady:
+            self.steady["rows"] = steady_rows(model)
+        return self.steady["rows"]
+
+    def lend(
+        self, capacity: int, use: Use, make: Callable[[int], tuple[Tensor, Tensor]]
+    ) -> Storage:
+        """Storage for `capacity` tokens; make: its memory, of n_slots. Raises OutOfMemory."""
         storage = self.find_idle(capacity)
         if storage:
             self.idle.remove(storage)
@@ -63,7 +99,16 @@ class CachePool:
         # To be lent again, it must be of use outside inference mode too
         is_inference = torch.is_inference_mode_enabled() and not self.is_fixed
         with memory_for(f"{what}, {in_bytes(n_bytes)}"), torch.inference_mode(is_inference):
-            return make(n_slots)
+            kv, turns = make(n_slots)
+            return Storage(kv, turns, self.open_passes(kv, turns, use))
+
+    def open_passes(self, kv: Tensor, turns: Tensor, use: Use) -> FixedPasses | PaddedPasses | None:
+        """What passes over this memory need beside the model."""
+        if self.is_fixed:
+            return FixedPasses(self.run, kv, turns, self.config.vocab_size)
+        if use.is_strict or use.min_rows > 1:
+            return PaddedPasses(self.run, kv, turns)
+        return None
 
     def ample(self, capacity: int) -> int:
         """As many tokens, or where the storage is kept all that the model was trained for.
@@ -71,7 +116,7 @@ class CachePool:
         Else each longer request would need a new one, and graphs over the old one are never freed.
         If that is half of what is free or more, the draft's cache may need the room.
         """
-        most = max(capacity, self.max_positions)
+        most = max(capacity, self.config.max_positions)
         if not self.is_fixed or self.bytes(most) > self.free_memory() / 2:
             return capacity
         return most
@@ -94,7 +139,7 @@ class CachePool:
 
     def take_back(self, storage: Storage) -> None:
         """Keep what is not used any more, for what was captured over it."""
-        if storage.passes:
+        if self.is_fixed:
             self.idle.append(storage)
 
     def capture(self, storage: Storage, lengths: range, scratch: int, use: Use) -> None:

@@ -5,13 +5,13 @@ else is an error that names what is missing, foreign or misshapen.
 
     folder = Path("models/tiny/target")
     config = read_config(folder)
-    tensors = load_tensors(folder, config, torch.device("cpu"), torch.float32)
+    tensors = load_tensors(folder, shapes, torch.device("cpu"), torch.float32)
 """
 
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -36,24 +36,11 @@ from engine.foreign import (
     short,
     unreadable,
 )
-from engine.shares import WHOLE, Share
+from engine.shares import WHOLE, Share, split_axis
 
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu's approximate=
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-LAYER_NAMES = {  # part of a layer -> name in the checkpoint
-    "attention_norm": "input_layernorm",
-    "qkv": "attention.query_key_value",
-    "attention_out": "attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp_in": "mlp.dense_h_to_4h",
-    "mlp_out": "mlp.dense_4h_to_h",
-}
 EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
-FINAL_NORM = "gpt_neox.final_layer_norm"
-# What several ranks split. By rows, weights and biases: a head's queries, keys and values lie
-# together. By columns what leads out of heads and inside, as each rank has some of these
-BY_ROWS = (LAYER_NAMES["qkv"], LAYER_NAMES["mlp_in"], "embed_in", "embed_out")
-BY_COLUMNS = (f"{LAYER_NAMES['attention_out']}.weight", f"{LAYER_NAMES['mlp_out']}.weight")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
@@ -145,7 +132,7 @@ POSITIVE = Number(float, 1e-37, 3e38)  # in float32, too
 SHARED = {  # by both styles of config.json
     "vocab_size": SIZE,
     "hidden_size": SIZE,
-    "num_hidden_layers": Number(int, 1, 10_000),  # the tensors of each are named one by one
+    "num_hidden_layers": Number(int, 1, 1_000),  # the tensors of each are named one by one
     "num_attention_heads": SIZE,
     "intermediate_size": SIZE,
     "max_position_embeddings": SIZE,
@@ -162,57 +149,6 @@ NEWER = SHARED | {"rope_parameters": Object(ROPE)}
 WEIGHT_MAP = {"weight_map": Map(Word())}  # of an index: the file of each tensor
 
 
-def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every tensor the checkpoint must hold, by its published name."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    sizes = {  # part of a layer -> (out, in), or (hidden,) for a LayerNorm
-        "attention_norm": (hidden,),
-        "qkv": (3 * hidden, hidden),
-        "attention_out": (hidden, hidden),
-        "mlp_norm": (hidden,),
-        "mlp_in": (wide, hidden),
-        "mlp_out": (hidden, wide),
-    }
-    shapes = {EMBED_IN: (config.vocab_size, hidden)}
-    shapes |= {f"{FINAL_NORM}.{part}": (hidden,) for part in ("weight", "bias")}
-    for index in range(config.n_layers):
-        for field, name in LAYER_NAMES.items():
-            prefix = f"gpt_neox.layers.{index}.{name}"
-            shapes[f"{prefix}.weight"] = sizes[field]
-            if config.has_attention_bias or field not in ("qkv", "attention_out"):
-                shapes[f"{prefix}.bias"] = sizes[field][:1]
-    if not config.is_tied:
-        shapes[EMBED_OUT] = (config.vocab_size, hidden)
-    return shapes
-
-
-def split_axis(name: str) -> int | None:
-    """The axis of a tensor along which ranks split it; None if each has all of it."""
-    if name.endswith(BY_COLUMNS):
-        return 1
-    return 0 if name.rpartition(".")[0].endswith(BY_ROWS) else None
-
-
-def weight_bytes(config: Config, dtype: torch.dtype, share: Share = WHOLE) -> int:
-    """What all weights take, or a share of them."""
-    n = 0
-    for name, shape in expected_shapes(config).items():
-        axis = split_axis(name)
-        if axis is None:
-            n += math.prod(shape)
-        else:
-            n += math.prod(shape) // shape[axis] * share.size(shape[axis])
-    return n * dtype.itemsize
-
-
-def require_divisible(config: Config, share: Share) -> None:
-    """Raise CheckpointError unless heads and the MLP's inside can be split evenly."""
-    sizes = {"heads": config.n_heads, "columns of the MLP's inside": config.intermediate_size}
-    for what, n in sizes.items():
-        if n % share.count:
-            raise CheckpointError(f"{n} {what} cannot be split evenly over {share.count} ranks")
-
-
 def read_config(folder: Path) -> Config:
     """The Config of a checkpoint folder. Raises CheckpointError."""
     try:
@@ -223,34 +159,62 @@ def read_config(folder: Path) -> Config:
 
 def load_tensors(
     folder: Path,
-    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
     device: torch.device,
     dtype: torch.dtype,
     share: Share = WHOLE,
-) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, by published name, on the device in the wanted dtype.
+) -> "StoredTensors":
+    """All tensors of a checkpoint, by published name, each read when it is asked for.
 
-    One at a time, so that no second copy of all ever exists; of a share, nothing else is read.
-    Raises CheckpointError: a tensor is missing, extra, misshapen or not finite, a file is
-    truncated.
+    shapes: that it must have, by name. Raises CheckpointError: a tensor is missing, extra or
+    misshapen, a file is truncated.
     """
-    require_divisible(config, share)
-    shapes = expected_shapes(config)
-    tensors = {}
+    files = {}
     for file in weight_files(folder):
-        try:
-            with safe_open(file, "pt", device=str(device)) as shard:
-                for name in _wanted(shard, shapes, file):
-                    # A copy, as the file's own memory begins anywhere, and MKL rounds by alignment
-                    tensors[name] = _read(shard, name, share).to(dtype, copy=True)
-                    if not tensors[name].isfinite().all():
-                        raise CheckpointError(f"{file}: {name} is not finite in {dtype}")
-        except (SafetensorError, OSError) as error:
-            raise _damaged(file, f"{file} cannot be read: {first_line(error)}") from error
+        with _opened(file) as shard:
+            for name in _wanted(shard, shapes, file):
+                files[name] = file
     for name in shapes:
-        if name not in tensors:
+        if name not in files:
             raise CheckpointError(f"{folder} lacks the tensor {name}")
-    return tensors
+    return StoredTensors(files, device, dtype, share)
+
+
+@dataclass(frozen=True)
+class StoredTensors(Mapping):
+    """Tensors on the device in the wanted dtype, read anew at each look at one, so that memory has
+    no more of them than whoever looks keeps; of a share, nothing else is read."""
+
+    files: dict[str, Path]  # by name
+    device: torch.device
+    dtype: torch.dtype
+    share: Share
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises CheckpointError if it cannot be read, or is not finite."""
+        file = self.files[name]
+        with _opened(file) as shard:  # each time: what is read of an open file counts as memory
+            # A copy, as the file's own memory begins anywhere, and products round by alignment
+            tensor = _read(shard, name, self.share).to(self.device, self.dtype, copy=True)
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{file}: {name} is not finite in {self.dtype}")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
+    """Raises CheckpointError."""
+    try:
+        with safe_open(file, "pt") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, f"{file} cannot be read: {first_line(error)}") from error
 
 
 def _read(shard: safe_open, name: str, share: Share) -> Tensor:
@@ -268,7 +232,7 @@ def _read(shard: safe_open, name: str, share: Share) -> Tensor:
     return F.pad(part, (0, 0, 0, lacking)) if lacking else part
 
 
-def _wanted(shard: safe_open, shapes: dict[str, tuple[int, ...]], file: Path) -> Iterator[str]:
+def _wanted(shard: safe_open, shapes: Mapping[str, tuple[int, ...]], file: Path) -> Iterator[str]:
     """The names to load from a shard; raises CheckpointError on a foreign name, type or shape."""
     for name in shard.keys():
         is_tied_copy = name == EMBED_OUT and name not in shapes
@@ -284,7 +248,8 @@ def _wanted(shard: safe_open, shapes: dict[str, tuple[int, ...]], file: Path) ->
             )
         shape = tuple(shard.get_slice(name).get_shape())
         if shape != shapes[name]:
-            raise CheckpointError(f"{file}: {name} is {shape}, config.json asks for {shapes[name]}")
+            asked = tuple(shapes[name])
+            raise CheckpointError(f"{file}: {name} is {shape}, config.json asks for {asked}")
         yield name
 
 

@@ -9,16 +9,15 @@ too, so that the few numbers that the host wants of them come down by one read. 
 nothing of this. Without a capture the same code runs eagerly, which is also how it is tested where
 there is no GPU.
 
-    passes = FixedPasses(run, n_slots=1024, vocab_size=50304, device=device)
+    passes = FixedPasses(run, kv, turns, vocab_size=50304)
     use = Use(n_rows=64, n_ranked=3)
     passes.capture(range(200, 901), scratch=200, use=use)
-    scores = passes.forward(tokens, positions, mask, start, use)
+    scores = passes.forward(tokens, positions, mask, start, 1, use)
 
 Shapes: n rows of a pass, S slots it may see, V vocabulary.
 """
 
 import gc
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -26,24 +25,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.passes import (
+    ROW_COUNTS,
+    SLOT_STEP,
+    Run,
+    Use,
+    causal_mask,
+    open_bias,
+    row_count,
+    slot_count,
+)
 from engine.scores import Scores, rank
-from engine.strict import NEAR, near_slots
+from engine.strict import NEAR, near_slots, open_sight
 
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
-SLOT_STEP = 256
 # Every graph: destroying one frees a cuBLAS workspace that the others on its stream go on using
 # (pytorch issue 193402), so none is before the last has been replayed
 KEPT: list[torch.cuda.CUDAGraph] = []
-
-
-def row_count(n: int) -> int:
-    """The rows that a pass of n is padded to."""
-    return next(count for count in ROW_COUNTS if count >= n)
-
-
-def slot_count(n: int) -> int:
-    """The slots that a pass over n is padded to."""
-    return -(-n // SLOT_STEP) * SLOT_STEP
 
 
 def settle_kernels(device: torch.device, dtype: torch.dtype) -> None:
@@ -55,16 +52,6 @@ def settle_kernels(device: torch.device, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         # Some environments allow TF32, whose products keep 10 bits: no text would be ar's
         torch.set_float32_matmul_precision("highest")
-
-
-class Use(NamedTuple):
-    """What a generation asks of the passes over a cache; prefill obeys min_rows and n_ids alone."""
-
-    n_rows: int = ROW_COUNTS[-1]  # of the widest
-    min_rows: int = 1  # to which every pass is padded at least
-    n_ids: int = sys.maxsize  # of the vocabulary, the first so many count
-    n_ranked: int = 0  # candidates wanted of each row
-    is_strict: bool = False  # each row's bits are to depend on its position and its keys alone
 
 
 class Inputs(NamedTuple):
@@ -105,37 +92,44 @@ class Shape(NamedTuple):
         return Inputs(tokens, positions, start, mask.view(n, self.n_slots))
 
 
-# run(inputs, shape, logits [n, V]): write the rows to the slots from start on and their logits to
-# the last argument, and read nothing back
-Run = Callable[[Inputs, Shape, Tensor], None]
-
-
 class FixedPasses:
-    """The passes of at most 128 rows over one cache of n_slots slots."""
+    """The passes of at most 128 rows over one cache."""
 
-    def __init__(self, run: Run, n_slots: int, vocab_size: int, device: torch.device):
-        self.run = run
+    def __init__(self, run: Run, kv: Tensor, turns: Tensor, vocab_size: int):
+        """run, kv, turns: as engine.passes.PaddedPasses has them."""
+        self.run, self.kv, self.turns = run, kv, turns
         n = ROW_COUNTS[-1]
+        n_slots = kv.shape[3]
         n_bytes = max(Shape(n, n_slots, True).n_bytes, Shape(n, n_slots, False).n_bytes)
-        self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-        self.logits = torch.empty(n, vocab_size, device=device)
+        self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=kv.device)
+        self.logits = torch.empty(n, vocab_size, device=kv.device)
         self.captured: dict[tuple, Captured] = {}  # by what was captured, and its arguments
         self.pool: tuple[int, int] | None = None  # the memory that all of them share
         self.is_replaying = False
 
+    def has_room(self, n: int, use: Use) -> bool:
+        """Whether a pass of n rows is one of these."""
+        return n <= use.n_rows
+
     def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, start: int, use: Use
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        start: int,
+        n_last: int,
+        use: Use,
     ) -> Scores:
         """GPTNeoX.forward in a fixed shape; the next pass overwrites the scores."""
         n = len(tokens)
         n_slots = slot_count(start + n if mask is None else mask.shape[1])
         if mask is None and not use.is_strict:
-            mask = torch.ones(n, start + n, dtype=torch.bool).tril_(start)
+            mask = causal_mask(n, start)
         shape = Shape(row_count(max(n, use.min_rows)), n_slots, use.is_strict)
         self.upload(shape, tokens, positions, mask, start)
         self.do(self.run_pass, shape)
         ranked = self.do(self.rank, row_count(n), use.n_ids, use.n_ranked)
-        return Scores(self.logits[:n, : use.n_ids], ranked[:n])
+        return Scores(self.logits[n - n_last : n, : use.n_ids], ranked[n - n_last : n])
 
     def upload(
         self, shape: Shape, tokens: Tensor, positions: Tensor, mask: Tensor | None, start: int
@@ -160,8 +154,17 @@ class FixedPasses:
         self.buffer[: shape.n_bytes].copy_(staged, non_blocking=True)
 
     def run_pass(self, shape: Shape) -> None:
-        """The pass that was uploaded for this shape."""
-        self.run(shape.inputs(self.buffer), shape, self.logits[: shape.n_rows])
+        """The pass that was uploaded for this shape; no shape in it depends on a value, and nothing
+        is read back."""
+        inputs = shape.inputs(self.buffer)
+        if shape.is_strict:
+            bias = open_sight(inputs.positions, inputs.seen, shape.n_slots)
+        else:
+            bias = open_bias(inputs.seen, self.kv)
+        slots = inputs.start + torch.arange(shape.n_rows, device=self.kv.device)
+        run = self.run()
+        logits = run(inputs.tokens, inputs.positions, self.kv, self.turns, slots, bias)
+        self.logits[: shape.n_rows].copy_(logits)
 
     def rank(self, n_rows: int, n_ids: int, n_ranked: int) -> Tensor:
         """What the host wants of its logits, [n_rows, 2 + 2 n_ranked]."""

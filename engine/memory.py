@@ -5,9 +5,10 @@ with memory_for("the weights of models/tiny/target"):
     ...  # MemoryError and what else means that there is none becomes OutOfMemory
 """
 
+import ctypes
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -19,7 +20,7 @@ CUDA_RESERVE = 750_000_000
 # In torch's words for its allocator on CPU and for a mapped file, in the system's own, C++'s,
 # oneDNN's
 REFUSED = re.compile(
-    "allocate memory|out of memory|bad_alloc|could not create a (memory|primitive)", re.I
+    "allocate memory|out of memory|bad_alloc|could not create a (memory|primitive)(?! desc)", re.I
 )
 
 
@@ -60,6 +61,13 @@ def is_refusal(error: Exception) -> bool:
     if isinstance(error, (OutOfMemory, MemoryError, torch.OutOfMemoryError)):
         return True
     return bool(REFUSED.search(str(error)))
+
+
+def give_back() -> None:
+    """Let the system have the memory that was freed, of which glibc keeps what lies between what is
+    in use: of a model that was packed layer by layer as much again as half of it (measured)."""
+    with suppress(OSError, AttributeError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_memory(device: torch.device) -> int:

@@ -11,7 +11,7 @@ MLP are added to x together, that is one sum per layer where most other models n
 
 WHOLE is the share of a process that has all of it: nothing is split, and nobody is asked.
 
-Shapes: n rows, B blocks of columns.
+Shapes: n rows.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,18 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
+
+# By rows, weights and biases: a head's queries, keys and values lie together. By columns what leads
+# out of heads and inside, as each rank has some of these
+BY_ROWS = ("attention.query_key_value", "mlp.dense_h_to_4h", "embed_in", "embed_out")
+BY_COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+
+
+def split_axis(name: str) -> int | None:
+    """The axis of a tensor along which ranks split it; None if each has all of it."""
+    if name.endswith(BY_COLUMNS):
+        return 1
+    return 0 if name.rpartition(".")[0].endswith(BY_ROWS) else None
 
 
 @dataclass(frozen=True)
@@ -40,21 +52,20 @@ class Share:
         return -(-n // self.count)
 
     def sum(self, x: Tensor, in_order: bool = False) -> Tensor:
-        """The sum of all ranks' x [n, hidden] or [B, n, width], in place.
+        """The sum of all ranks' x [n, hidden], in place.
 
         in_order: by rank in each element. Else it may be added up in an order that depends on where
         an element lies, which three or more numbers tell.
         """
         if self.count == 1:
             return x
-        dense = x if x.is_contiguous() else x.transpose(0, 1)  # what of rows is seen in blocks
         if in_order and self.count > 2:
-            parts = self.parts(dense)
-            dense.copy_(parts[0])
+            parts = self.parts(x)
+            x.copy_(parts[0])
             for part in parts[1:]:
-                dense.add_(part)
+                x.add_(part)
         else:
-            self.reduce(dense)
+            self.reduce(x)
         return x
 
     def gather(self, x: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 In half precision two logits often lie so close that rounding decides between them, and a tree's
 pass rounds otherwise than ar's: it has more rows, and the keys of a row's ancestors lie where other
 drafts left them, so sums are grouped otherwise. Here they are not. Every pass after the prompt has
-the same number of rows, so that a product treats each row alike whatever its place and company
-(measured, on CPU, for every dtype). And a row at position p reads its keys in two parts that p
-alone decides:
+so many rows at least that a product treats each row alike, whatever its place and company; from how
+many on that is so is found by trial (steady_rows), and where it never is all passes have the same
+number. And a row at position p reads its keys in two parts that p alone decides:
 
     position   0 ................. p - 15 ................. p
     slot       the same                   wherever they are
@@ -24,14 +24,19 @@ Shapes: m rows, S cache slots, H heads, D head size.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 BLOCK = 256  # slots
 NEAR = 16  # positions up to a row's own that are gathered
 MAX_DEPTH = NEAR - 1  # of a tree
+# Of the trial that steady_rows makes
+PROBED = (1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 64, 128)  # rows of a pass
+FAR = 270  # tokens before them
+MOST_STEADY = 8  # rows to which it is worth padding each pass, so that all have the same bits
 
 
 class Sight(NamedTuple):
@@ -104,3 +109,60 @@ def attend_by_position(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
         total += block.sum(dim=2, keepdim=True)
         attended.baddbmm_(block, v[:, i * BLOCK : (i + 1) * BLOCK].float())
     return (attended / total).to(q.dtype)
+
+
+@torch.inference_mode()
+def steady_rows(model: nn.Module) -> int | None:
+    """From how many rows of a pass on the bits of a strict row do not depend on how many there are,
+    nor on its place among them; None if they always do, or on a GPU, whose passes have few row
+    counts anyway.
+
+    Found by trial, as it is a fact of libraries on a processor: on the first layer and the head,
+    and on attention before it is rounded, where half precision would hide most differences. Every
+    row of the trial stands at one position, over the same 270 keys and its own.
+    """
+    weight = model.gpt_neox.embed_in.weight
+    if weight.is_cuda:
+        return None
+    config, layer = model.config, model.gpt_neox.layers[0]
+    chance = torch.Generator().manual_seed(0)
+    n_heads = layer.n_attended // config.head_size
+    shape = (2, n_heads, 2 * BLOCK, config.head_size)
+    past = torch.randn(shape, generator=chance).to(weight.dtype)
+    past[:, :, FAR:] = past[:, :, FAR : FAR + 1]  # what a row that writes none has for its own
+    still = torch.ones(1, config.rotary_dims // 2, dtype=torch.complex64)  # no turn
+    rows = torch.randn(PROBED[-1], weight.shape[1], generator=chance).to(weight.dtype)
+    queries = torch.randn(PROBED[-1], n_heads, config.head_size, generator=chance)
+
+    def read(x: Tensor) -> Tensor:
+        x = layer(x.clone(), still, past, FAR, sight_of_trial(len(x)))
+        return torch.cat([x, model.embed_out(x)], dim=1)
+
+    def attend(q: Tensor) -> Tensor:
+        keys, values = past.float()
+        sight = sight_of_trial(len(q))
+        return attend_by_position(q.transpose(0, 1), keys, values, sight).transpose(0, 1)
+
+    found = [least_steady(attend, queries), least_steady(read, rows)]  # which writes to the slots
+    return None if None in found else max(found)
+
+
+def sight_of_trial(n: int) -> Sight:
+    """Rows at one depth, after FAR tokens."""
+    positions = torch.full((n,), FAR)
+    near = near_slots(positions, None)
+    near[:, -1] = FAR + torch.arange(n)
+    return open_sight(positions, near, 2 * BLOCK)
+
+
+def least_steady(compute: Callable[[Tensor], Tensor], rows: Tensor) -> int | None:
+    """The least count of rows from which on a row's result has the same bits at every count."""
+    whole = compute(rows)
+    least = None
+    for n in reversed(PROBED):
+        n_all = len(rows) // n * n
+        parts = torch.cat([compute(part) for part in rows[:n_all].split(n)])
+        if not torch.equal(parts, whole[:n_all]):
+            break
+        least = n
+    return least if least and least <= MOST_STEADY else None

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from engine.caches import CachePool, Storage
 from engine.checkpoint import DTYPES, first_line
-from engine.cuda_graphs import Use
+from engine.passes import Use
 from engine.scores import Scores
 from gpt_neox import GPTNeoX, KVCache
 from parallel.ranks import AGREED, Ranks, RanksError
@@ -57,11 +57,17 @@ class SharedPool(CachePool):
     """A rank's storages, of which all ranks have the same: what one captures all must."""
 
     def __init__(self, pool: CachePool, ranks: Ranks):
-        super().__init__(pool.token_bytes, pool.device, pool.max_positions, pool.min_rows)
+        vars(self).update(vars(pool))  # whose place it takes
         self.ranks = ranks
 
     def free_memory(self) -> int:
         return min(self.ranks.gather_objects(super().free_memory()))
+
+    def steady_rows(self, model: GPTNeoX) -> int | None:
+        if "rows" not in self.steady:
+            found = self.ranks.gather_objects(super().steady_rows(model))
+            self.steady["rows"] = None if None in found else max(found)
+        return self.steady["rows"]
 
 
 @dataclass

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from draft_tree import MAX_ROWS, Rule, Settings
 from engine import cuda_graphs
-from engine.checkpoint import Config, expected_shapes
+from engine.checkpoint import Config
 from engine.cuda_graphs import Captured
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, published_shapes
 from methods import METHODS
 
 if "pretend_cuda" not in sys.modules:
@@ -139,7 +139,7 @@ def random_tensors(config: Config, seed: int) -> dict[str, Tensor]:
     """Weights large enough for attention to matter and for greedy text to vary."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in expected_shapes(config).items():
+    for name, shape in published_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             tensors[name] = 1 + 0.1 * noise
@@ -152,7 +152,7 @@ def random_tensors(config: Config, seed: int) -> dict[str, Tensor]:
 
 def random_model(seed: int, **changes: object) -> GPTNeoX:
     config = random_config(**changes)
-    return GPTNeoX(config, random_tensors(config, seed))
+    return GPTNeoX.from_tensors(config, random_tensors(config, seed))
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

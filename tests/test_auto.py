@@ -174,7 +174,7 @@ def noisy(seed: int, noise: float) -> tuple[GPTNeoX, GPTNeoX]:
     tensors = random_tensors(config, seed)
     other = random_tensors(config, seed + 1)
     near = {name: t + noise * other[name] for name, t in tensors.items()}
-    return GPTNeoX(config, tensors), GPTNeoX(config, near)
+    return GPTNeoX.from_tensors(config, tensors), GPTNeoX.from_tensors(config, near)
 
 
 def adversary(seed: int) -> GPTNeoX:
@@ -182,7 +182,7 @@ def adversary(seed: int) -> GPTNeoX:
     config = random_config()
     tensors = random_tensors(config, seed)
     tensors["embed_out.weight"] = -tensors["embed_out.weight"]
-    return GPTNeoX(config, tensors)
+    return GPTNeoX.from_tensors(config, tensors)
 
 
 def n_drafting(steps: list[Step]) -> int:

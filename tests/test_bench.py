@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, random_model
+from conftest import TINY, random_config, random_model, random_tensors
 
 import bench
 from bench import Bench, main
@@ -46,6 +46,7 @@ from dynatree import Step
 from engine.files import locked
 from engine.memory import OutOfMemory
 from engine.streaming import WHOLE_TEXT, Window
+from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone, Chain, Fixed
 
@@ -593,17 +594,22 @@ def test_predicted_time_is_the_forwards_alone() -> None:
     assert times.predict_ms({1: 3, 2: 1}, {3: 2}) == 3 * 1.0 + 2.0 + 2 * 25.0
 
 
-def test_step_bytes_are_every_weight_but_the_input_embedding() -> None:
+def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:
+    """As it is stored: of a float32 model, numbers that float16 has take two bytes."""
     hidden = 32
     wide = 64
     n_ids = 96
-    layer = (hidden + 1) * (3 * hidden + wide) + (hidden + wide + 1) * hidden  # norms are inside
-    head = (hidden + 1) * n_ids + 2 * hidden
+    layer = (hidden + 1) * (3 * hidden + wide) + (hidden + wide + 1) * hidden
+    head = (hidden + 1) * n_ids
     cache = 2 * 2 * 10 * hidden  # keys and values, layers, tokens
     model = random_model(0)
     assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
     model.pool.is_fixed = True  # then a cache has slots to spare, which no step reads
     assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
+    tensors = {name: t.half().float() for name, t in random_tensors(random_config(), 0).items()}
+    n_biases = 2 * (3 * hidden + wide + hidden) + n_ids
+    half = 2 * (2 * layer + head + n_biases) + 4 * cache
+    assert step_bytes(GPTNeoX.from_tensors(random_config(), tensors), 10) == half
 
 
 def test_no_memory_for_the_copy_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,13 +32,13 @@ def test_counted_passes_are_those_that_ran(
     target = random_model(0)
     draft = random_model(1)
     ran = {id(target): [], id(draft): []}
-    real = GPTNeoX._run_tight
+    real = GPTNeoX.read
 
     def spy(self: GPTNeoX, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
         ran[id(self)].append(len(tokens))
         return real(self, tokens, *rest)
 
-    monkeypatch.setattr(GPTNeoX, "_run_tight", spy)
+    monkeypatch.setattr(GPTNeoX, "read", spy)
     steps = list(generate(target, draft, PROMPT, settings, 30, commit=commit))
     drafts, verifies = count_passes(steps, commit)
     assert sorted(drafts.elements()) == sorted(ran[id(draft)])

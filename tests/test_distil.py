@@ -21,9 +21,10 @@ from engine.checkpoint import EMBED_OUT, Config, read_config
 from engine.files import locked
 from gpt_neox import GPTNeoX
 from tools import corpus, distil, folders, outcome, resume
+from tools.batch import read_texts, write_texts
 from tools.distil import Training
-from tools.job import Job, Plan, Source
-from tools.trainable import Trainable, published_json
+from tools.folders import published_json
+from tools.job import ALONE, Job, Plan, Source
 
 Captured = pytest.CaptureFixture[str]
 SHAPE = ["--layers", "1", "--hidden", "16"]
@@ -69,18 +70,22 @@ def figures(folder: Path) -> dict[str, tuple[float, float]]:
     return {name: (float(before), float(after)) for name, before, after in rows}
 
 
+def plain_model(seed: int, **changes: object) -> GPTNeoX:
+    """As it is trained, without gradients; random_model(seed, **changes) has the same weights."""
+    config = random_config(**changes)
+    return GPTNeoX.from_tensors(config, random_tensors(config, seed), fuse=False)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, {"is_parallel": False}, {"is_tied": True}, {"has_attention_bias": False}]
     + [{"activation": "gelu_new", "rotary_fraction": 1.0}],
 )
-def test_logits_are_gpt_neoxs(changes: dict) -> None:
+def test_logits_of_a_batch_are_those_of_one_text_at_a_time(changes: dict) -> None:
     config = random_config(**changes)
-    model = Trainable(config, random_tensors(config, seed=3))
     tokens = torch.randint(96, (3, 20), generator=torch.Generator().manual_seed(0))
-    expected = GPTNeoX(config, random_tensors(config, seed=3))
-    with torch.no_grad():
-        logits = model(tokens)
+    logits = read_texts(plain_model(seed=3, **changes), tokens)
+    expected = random_model(seed=3, **changes)
     for row in range(3):
         assert_close(logits[row], run(expected, tokens[row].tolist()))
     assert Config.from_json(published_json(config)) == config
@@ -94,11 +99,10 @@ def test_one_end_of_text_is_written_as_pythias(eos_ids: tuple[int, ...], written
 
 
 def test_texts_written_at_once_are_those_of_one_at_a_time() -> None:
-    config = random_config()
-    model = Trainable(config, random_tensors(config, seed=3))
+    model = plain_model(seed=3)
     oracle = random_model(seed=3)
     prompts = torch.randint(96, (3, 5), generator=torch.Generator().manual_seed(1))
-    texts = model.write(prompts, 12, torch.zeros(3), torch.Generator(), n_ids=96)
+    texts = write_texts(model, prompts, 12, torch.zeros(3), torch.Generator(), n_ids=96)
     for row in range(3):
         text = prompts[row].tolist()
         for _ in range(12):
@@ -107,16 +111,13 @@ def test_texts_written_at_once_are_those_of_one_at_a_time() -> None:
 
 
 def test_what_is_sampled_has_the_targets_distribution() -> None:
-    config = random_config(vocab_size=8)
-    tensors = random_tensors(config, seed=3)
-    model = Trainable(config, tensors)
+    model = plain_model(seed=3, vocab_size=8)
     prompts = torch.tensor([[5, 2, 7]]).expand(4000, -1)
     for temperature in (0.5, 1.0):
         temperatures = torch.full((4000,), temperature)
         chance = torch.Generator().manual_seed(0)
-        drawn = model.write(prompts, 1, temperatures, chance, n_ids=8)[:, -1]
-        with torch.no_grad():
-            probs = (model(prompts[:1])[0, -1] / temperature).softmax(-1)
+        drawn = write_texts(model, prompts, 1, temperatures, chance, n_ids=8)[:, -1]
+        probs = (read_texts(model, prompts[:1])[0, -1] / temperature).softmax(-1)
         counts = drawn.bincount(minlength=8)
         possible = probs > 1e-3
         chi_square = ((counts - 4000 * probs) ** 2 / (4000 * probs))[possible].sum()
@@ -136,10 +137,9 @@ def little_training(n_ids: int = 96, n_target_ids: int = 104, **changes: object)
         config = random_config(vocab_size=vocab_size)
         tensors = random_tensors(config, seed)
         tensors[EMBED_OUT][96:] *= 9  # what would most often be written
-        models.append(Trainable(config, tensors))
+        models.append(GPTNeoX.from_tensors(config, tensors, fuse=False))
     text = torch.randint(96, (200,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    teacher = models[1].requires_grad_(False)
-    found = Training(little_plan(**changes), models[0], text, teacher)
+    found = Training(little_plan(**changes), models[0].requires_grad_(True), text, models[1])
     found.dtype = torch.float32
     return found
 
@@ -152,8 +152,8 @@ def test_the_loss_is_next_token_and_divergence(n_ids: int, n_target_ids: int) ->
     tokens = rows[:, :-1].long()
     following = rows[:, 1:, None].long()
     with torch.no_grad():
-        draft_probs = at_work.model(tokens)[..., :96].double().softmax(-1)
-        target_probs = at_work.teacher(tokens)[..., :96].double().softmax(-1)
+        draft_probs = read_texts(at_work.model, tokens)[..., :96].double().softmax(-1)
+        target_probs = read_texts(at_work.teacher, tokens)[..., :96].double().softmax(-1)
     next_token = -draft_probs.gather(-1, following).log().mean()
     divergence = (target_probs * (target_probs / draft_probs).log()).sum(-1).mean()
     assert abs(at_work.loss(rows).item() - (0.2 * next_token + 0.8 * divergence)) < 1e-4
@@ -166,6 +166,26 @@ def test_a_step_in_parts_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = [whole.advance() for _ in range(3)]
     monkeypatch.setattr(distil, "MAX_LOGITS", {"cpu": 1})
     assert losses == pytest.approx([parts.advance() for _ in range(3)], abs=1e-4)
+
+
+def test_a_tied_embedding_is_learned_and_saved_once() -> None:
+    text = torch.randint(96, (200,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    both = []
+    for seed in (1, 2):
+        model = plain_model(seed, is_tied=True).requires_grad_(True)
+        both.append(Training(little_plan(**ALONE), model, text, None))
+    both[0].advance()
+    both[1].restore(both[0].state())
+    assert both[1].advance() == both[0].advance()
+    model = both[1].model
+    assert model.embed_out.weight is model.gpt_neox.embed_in.weight
+    tensors = {name: half.float() for name, half in outcome.saved_tensors(model).items()}
+    assert EMBED_OUT not in tensors
+    tokens = torch.arange(9)
+    with torch.no_grad():
+        logits = read_texts(model, tokens[None])[0]
+    saved = GPTNeoX.from_tensors(model.config, tensors)
+    assert (run(saved, tokens.tolist()) - logits).abs().max() < 0.05  # float16's rounding
 
 
 def test_shares_of_rows_are_the_targets() -> None:
@@ -290,7 +310,7 @@ def test_figures_are_a_cpus(target: str, text: str) -> None:
     found = []
     for name in ("cpu", "cuda"):
         device = torch.device(name)
-        model = source.load(device, torch.float32)
+        model = GPTNeoX.from_pretrained(target, device, fuse=False)
         text_ids = corpus.Corpus(held_out, held_out)
         plan = Plan(context=16)
         job = Job(Path(), device, source, None, source.config, text_ids, plan, {}, "")
@@ -367,7 +387,8 @@ def test_a_draft_goes_on_learning(target: str, text: str, tmp_path: Path) -> Non
         (["--out", "SHORT/draft"], "cannot be written to"),
         (["--out", "/proc/draft"], "0.0 MB are free"),
         (["--hidden", "100", "--heads", "3"], "100 is not a multiple of 3 heads"),
-        (["--hidden", "1000000000"], "would take"),
+        (["--hidden", "100000000"], "would take"),
+        (["--hidden", "1000000000"], "no tensor has such sizes"),
         (["--layers", "1000000"], "num_hidden_layers"),
         (["--init", str(TINY / "draft")], "--layers has no effect"),
         (["--minutes", "3"], "not allowed with"),

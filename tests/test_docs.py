@@ -131,9 +131,8 @@ def test_the_readmes_file_tree_is_the_projects() -> None:
     assert set(files + rooms) <= set(named)
 
 
-def test_the_readme_is_short_and_keeps_what_is_read_by_machine() -> None:
+def test_the_readme_keeps_what_is_read_by_machine() -> None:
     """.ci/run runs three of its lines, bench.py fills what stands between two."""
-    assert len(README.split()) < 2500
     lines = README.splitlines()
     install = "pip install -r requirements.txt && "
     first_command = lines.index(install + 'python dynatree.py --prompt "The ship sailed at dawn"')

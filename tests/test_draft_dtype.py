@@ -130,8 +130,8 @@ def test_greedy_text_of_random_pairs(method: str, dtype: torch.dtype) -> None:
         halves = {}
         for name, tensor in tensors.items():
             halves[name] = (tensor + 0.05 * noise[name]).to(dtype)
-        target = GPTNeoX(config, tensors)
-        draft = GPTNeoX(config, halves)
+        target = GPTNeoX.from_tensors(config, tensors)
+        draft = GPTNeoX.from_tensors(config, halves)
         prompt = [rng.randrange(config.vocab_size) for _ in range(rng.choice([1, 4, 19]))]
         settings = random_settings(method, rng)
         expected = token_ids(generate(target, None, prompt, Alone(), 30))

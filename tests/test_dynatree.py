@@ -16,9 +16,9 @@ from draft_tree import DynaTree, Tree
 from dynatree import Step, generate
 from engine import memory
 from engine.caches import CachePool
-from engine.cuda_graphs import Use
 from engine.memory import OutOfMemory
-from engine.products import Layout
+from engine.passes import Use
+from engine.scores import Scores
 from gpt_neox import GPTNeoX, KVCache
 from methods.static import Alone, Chain, Fixed, StaticRule
 from verify import NonFiniteLogits, cut
@@ -30,21 +30,18 @@ class Stub(GPTNeoX):
     """A model that knows nothing but positions: after position i comes token `follows(i)`."""
 
     def __init__(self, follows: Callable[[int], int], vocab_size: int = 50):
-        self.config = random_config(vocab_size=vocab_size, n_layers=1)
-        self.layout = Layout(self.config)
+        super().__init__(random_config(vocab_size=vocab_size, n_layers=1))
         self.follows = follows
-        self.device = torch.device("cpu")
-        self.dtype = torch.float32
-        self.turns = torch.zeros(self.config.max_positions)
-        self.pool = CachePool(token_bytes=1, device=self.device, max_positions=128, min_rows=1)
+        self.n_heads = self.config.n_heads
+        self.pool = CachePool(self.logits, 1, self.device, self.config, is_plain=True)
 
-    def _run_tight(
+    def read(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
         return torch.tensor([[float(self.follows(i))] for i in positions.tolist()])
 
-    def _scores(self, x: Tensor) -> Tensor:
-        return torch.zeros(len(x), self.config.vocab_size).scatter_(1, x.long(), 20.0)
+    def score(self, x: Tensor, cache: KVCache) -> Scores:
+        return Scores(torch.zeros(len(x), self.config.vocab_size).scatter_(1, x.long(), 20.0))
 
 
 def counting(position: int) -> int:
@@ -119,7 +116,7 @@ def noisy_pair(seed: int = 5) -> tuple[GPTNeoX, GPTNeoX]:
     tensors = random_tensors(config, seed)
     noise = random_tensors(config, seed + 1)
     near = {name: t + 0.06 * noise[name] for name, t in tensors.items()}
-    return GPTNeoX(config, tensors), GPTNeoX(config, near)
+    return GPTNeoX.from_tensors(config, tensors), GPTNeoX.from_tensors(config, near)
 
 
 def assert_same_slots(cache: KVCache, expected: KVCache) -> None:
@@ -306,7 +303,7 @@ def test_a_cache_is_given_back_if_the_drafts_does_not_fit(monkeypatch: pytest.Mo
 def broken_at(model_seed: int, token: int) -> GPTNeoX:
     tensors = random_tensors(random_config(), model_seed)
     tensors["gpt_neox.embed_in.weight"][token] = float("nan")
-    return GPTNeoX(random_config(), tensors)
+    return GPTNeoX.from_tensors(random_config(), tensors)
 
 
 def test_tokens_before_a_non_finite_row_are_kept() -> None:
@@ -338,7 +335,7 @@ def test_a_rejected_non_finite_node_does_not_poison_its_siblings() -> None:
     tensors = random_tensors(random_config(), 7)
     eager = tensors["embed_out.weight"].clone()
     eager[fatal] = 0.9 * eager[text[1]]  # the draft proposes the fatal token beside a right one
-    draft = GPTNeoX(random_config(), tensors | {"embed_out.weight": eager})
+    draft = GPTNeoX.from_tensors(random_config(), tensors | {"embed_out.weight": eager})
     steps = list(generate(broken_at(7, fatal), draft, PROMPT, Fixed(B=3, tau=0.0), 20))
     assert token_ids(steps) == text
     assert any(fatal in step.tree.tokens.tolist() for step in steps[1:])

@@ -186,7 +186,8 @@ def test_what_a_killed_run_has_left_is_told_and_stays(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("hidden", str(128 * 10**10), " GB on disk"),
+        ("hidden", str(128 * 10**6), " GB on disk"),
+        ("hidden", str(128 * 10**10), "no tensor has such sizes"),
         ("layers", str(10**12), ""),
         ("vocab", str(10**12), " GB on disk"),
         ("vocab", str(10**30), "--vocab"),

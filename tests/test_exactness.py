@@ -51,7 +51,7 @@ Changes = dict[str, object]  # fields of Config that differ from conftest's
 def build(tensors: Tensors, **changes: object) -> GPTNeoX:
     """A model of its own copy of the weights, as a model consumes what it is given."""
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return GPTNeoX(random_config(**changes), copies)
+    return GPTNeoX.from_tensors(random_config(**changes), copies)
 
 
 def greedy(target: GPTNeoX, prompt: list[int], n: int) -> list[int]:

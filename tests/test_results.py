@@ -236,7 +236,7 @@ def test_documents_are_made_of_the_committed_results(
     """They show what the results files say; `bench.py --docs FILES` makes it so."""
     monkeypatch.chdir(ROOT)
     text = (ROOT / document).read_text(encoding="utf-8")
-    parts = {"README.md": readme_part(SHOWN[0]), "docs/results.md": results_part(SHOWN)}
+    parts = {"README.md": readme_part(SHOWN), "docs/results.md": results_part(SHOWN)}
     assert replaced(ROOT / document, parts[document]) == text
 
 
@@ -253,7 +253,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_command_writes_both_documents(written: Path) -> None:
     write_documents(written, SHOWN)
     readme = (written / "README.md").read_text()
-    assert readme == f"before\n{readme_part(SHOWN[0])}\nafter\n" and "old" not in readme
+    assert readme == f"before\n{readme_part(SHOWN)}\nafter\n" and "old" not in readme
     header, _, ar = readme.splitlines()[3:6]
     assert header == "| method | tok/s | x ar | tok/iter | exact |"
     assert ar.startswith("| ar | ") and ar.endswith(" |  | 1.00 |  |")

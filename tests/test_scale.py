@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from conftest import random_config
 
-from engine.checkpoint import Config, weight_bytes
+from engine.checkpoint import Config
+from gpt_neox import weight_bytes
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scale.md").read_text(encoding="utf-8")
 SIZES = {  # layers, hidden size, heads, width of the MLP, ids

@@ -21,7 +21,7 @@ from torch import Tensor
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
 from dynatree import Drafter, generate
-from engine.cuda_graphs import Use
+from engine.passes import Use
 from engine.scores import Scores
 from engine.stopwatch import Stopwatch
 from engine.streaming import Window
@@ -120,7 +120,7 @@ def test_every_method_equals_ar_over_the_same_window(method: str) -> None:
 
 def test_a_drop_that_does_not_turn_the_keys_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted error: the definition above then gives another text."""
-    tensors, changes = varied_targets()[1]
+    tensors, changes = varied_targets()[0]
     target = build(tensors, **changes)
     window = Window(12, 2)
     expected = slow_stream(target, [3, 1, 4], window, 60)
@@ -189,7 +189,7 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_draft_that_lags_behind_keeps_the_sinks() -> None:
     config = random_config()
-    draft = GPTNeoX(config, random_tensors(config, 1))
+    draft = GPTNeoX.from_tensors(config, random_tensors(config, 1))
     visible = list(range(20))
     window = Window(12, 2)
     drafter = Drafter(draft, draft.new_cache(40), visible, Stopwatch(draft.device))

@@ -20,17 +20,17 @@ import gpt_neox
 from draft_tree import Settings
 from dynatree import DynaTree, generate
 from engine import caches, checkpoint
-from engine.checkpoint import CheckpointError, Config, read_config, weight_bytes
+from engine.checkpoint import CheckpointError, Config, read_config
 from engine.memory import OutOfMemory
 from engine.sampling import Sampling
 from engine.shares import Share
 from engine.streaming import Window
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, weight_bytes
 from methods import METHODS
 from methods.static import Alone
 from parallel.ranks import LETTER, Ranks, RanksError
 from parallel.target import Mail, directing, follow, pack, unpack
-from tools.trainable import published_json
+from tools.folders import published_json
 
 CPU = torch.device("cpu")
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]

@@ -23,8 +23,9 @@ from cli.errors import UsageError
 from cli.options import parse_settings
 from draft_tree import lone
 from dynatree import Step
-from engine.cuda_graphs import ROW_COUNTS
-from gpt_neox import GPTNeoX, attend
+from engine.fused import attend
+from engine.passes import ROW_COUNTS
+from gpt_neox import GPTNeoX
 from methods.sequoia import Sequoia
 from tools import calibrate, kernel_times, profile_iteration
 
@@ -209,8 +210,8 @@ def test_kernel_times_have_a_line_for_every_shape(
 def test_both_ways_of_attention_are_right(n: int) -> None:
     """And the error that is printed beside them would show it if they were not."""
     torch.manual_seed(n)
-    q = torch.randn(1, 2, n, 16)
-    kv = torch.randn(2, 1, 2, 40, 16)
+    q = torch.randn(2, n, 16)
+    kv = torch.randn(2, 2, 40, 16)
     seen = torch.ones(n, 40, dtype=torch.bool).tril(40 - n)
     bias = torch.full((n, 40), -torch.inf).masked_fill_(seen, 0.0)
     for way in (attend, kernel_times.two_products):

@@ -7,7 +7,7 @@ kernel_times       attention two ways, and the products of a layer, by rows
 calibrate          the settings of sequoia for a pair and a machine
 gpu_check.sh       everything that only a GPU can tell, in one command
 
-Of distil: job (what it may be asked for), trainable (the model), corpus (the text), resume (the
-checkpoint of a run that was ended), outcome (figures, card). Of distil and enlarge: folders (where
-they write).
+Of distil: job (what it may be asked for), batch (many texts through the model), corpus (the text),
+resume (the checkpoint of a run that was ended), outcome (figures, card). Of distil and enlarge:
+folders (where they write).
 """

@@ -14,8 +14,9 @@ However a run ends, the same command goes on from its last checkpoint. What is r
 drawn from the seed and the step's number, so a step can be made again and is the same: with --steps
 the weights will be those of a run that was never ended.
 
-Here is the learning; trainable.py has the model, job.py what may be asked for, corpus.py
-the text, resume.py the checkpoint, outcome.py the figures and the folder. Shapes: B rows, V ids.
+Here is the learning, of the plain model of gpt_neox.py; batch.py reads and writes many rows with
+it, job.py has what may be asked for, corpus.py the text, resume.py the checkpoint, outcome.py the
+figures and the folder. Shapes: B rows, V ids.
 """
 
 import sys
@@ -41,10 +42,11 @@ from tqdm import tqdm
 
 from cli.errors import UsageError, run_command_line, say
 from cli.interrupts import heed_termination, interrupts
+from gpt_neox import GPTNeoX
+from tools.batch import read_texts, write_texts
 from tools.job import Job, Plan, build_parser, prepare, training_dtype
 from tools.outcome import measure_held_out, write_outcome
 from tools.resume import checkpoint_of, read_state, write_state
-from tools.trainable import Trainable
 
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.1  # of matrices
@@ -64,10 +66,10 @@ BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 class Training:
     """A model as it learns; at any step, `state` is all of it."""
 
-    def __init__(self, plan: Plan, model: Trainable, text: Tensor, teacher: Trainable | None):
-        """text: ids [n] int32."""
+    def __init__(self, plan: Plan, model: GPTNeoX, text: Tensor, teacher: GPTNeoX | None):
+        """model: with float32 weights and gradients. text: ids [n] int32."""
         self.plan, self.model, self.text, self.teacher = plan, model, text, teacher
-        self.device = model.head.device
+        self.device = model.device
         self.dtype = training_dtype(self.device)
         self.n_ids = model.config.vocab_size  # V: padded vocabularies of one tokenizer may differ
         if teacher:
@@ -115,14 +117,11 @@ class Training:
         divergence = F.kl_div(logprobs, wanted, reduction="batchmean", log_target=True)
         return self.plan.ce * loss + (1 - self.plan.ce) * divergence
 
-    def logprobs(self, model: Trainable, rows: Tensor) -> Tensor:
+    def logprobs(self, model: GPTNeoX, rows: Tensor) -> Tensor:
         """Of what follows each token but a row's last, [b * context, V]."""
-        with self.fast():
-            logits = model(rows[:, :-1])[..., : self.n_ids]
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            logits = read_texts(model, rows[:, :-1])[..., : self.n_ids]
         return logits.float().log_softmax(-1).flatten(0, 1)
-
-    def fast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def draw_rows(self) -> Tensor:
         """What the coming step learns from, [B, context + 1], of the text and of the target's."""
@@ -144,7 +143,7 @@ class Training:
     def let_target_write(self) -> None:
         """Every so many steps: new rows, in the place of the oldest."""
         plan = self.plan
-        row_bytes = self.teacher.new_past(1, 1).nbytes * plan.context
+        row_bytes = self.teacher.pool.token_bytes * plan.context
         n_rows = min(max(CACHE_BYTES // row_bytes, 1), N_WRITTEN[self.device.type])
         n_steps = max(round(n_rows * N_USES / (plan.written * plan.batch)), 1)
         if self.step % n_steps:
@@ -156,8 +155,7 @@ class Training:
         temperatures[n_greedy:] = torch.linspace(*TEMPERATURES, n_rows - n_greedy)
         n_new = plan.context + 1 - n_prompt
         chance = self.chance(1, self.device)
-        with self.fast():
-            new = self.teacher.write(prompts, n_new, temperatures, chance, self.n_ids)
+        new = write_texts(self.teacher, prompts, n_new, temperatures, chance, self.n_ids)
         first = self.step // n_steps % N_KEPT * n_rows  # the same if this step is made again
         parts = [self.written[:first], new.int().cpu(), self.written[first + n_rows :]]
         self.written = torch.cat(parts)

@@ -39,17 +39,14 @@ from cli.errors import Parser, UsageError, run_command_line
 from engine.checkpoint import (
     EMBED_IN,
     EMBED_OUT,
-    FINAL_NORM,
-    LAYER_NAMES,
     Config,
-    expected_shapes,
     first_line,
     load_tensors,
     read_config,
     read_json,
-    weight_bytes,
 )
 from engine.memory import memory_for, require_memory
+from gpt_neox import published_shapes, weight_bytes
 from tools.folders import (
     file_bytes,
     halved,
@@ -65,26 +62,34 @@ NEVER = -60.0  # the logit of an added id
 MAKING = "making a checkpoint of these sizes"
 
 
-def enlarge_tensors(
-    tensors: dict[str, Tensor], r: int, n_layers: tuple[int, int], n_ids: int
-) -> dict[str, Tensor]:
-    """The tensors of the larger model, float16. n_layers: of the small one, of the large one.
+def enlarge_tensors(tensors: dict[str, Tensor], small: Config, large: Config) -> dict[str, Tensor]:
+    """The tensors of the larger model, float16, by published name. Raises UsageError for one that
+    float16 cannot hold."""
+    r = large.hidden_size // small.hidden_size
+    n_ids = large.vocab_size
+    ids = tensors[EMBED_IN]
+    enlarged = {EMBED_IN: halved(EMBED_IN, add_rows(ids, n_ids, ids[0]).repeat(1, r))}
+    for name, tensor in enlarge_end(tensors, r, n_ids).items():
+        enlarged[name] = halved(name, tensor)
+    for name in published_shapes(large):
+        if name not in enlarged:
+            enlarged[name] = halved(name, enlarge_layers(tensors, name, r, small.n_layers))
+    return enlarged
 
-    Raises UsageError for one that float16 cannot hold.
-    """
-    embed_in = add_rows(tensors[EMBED_IN], n_ids, tensors[EMBED_IN][0]).repeat(1, r)
-    enlarged = {EMBED_IN: halved(EMBED_IN, embed_in)}
-    few, many = n_layers
-    for index in range(many):
-        for name in LAYER_NAMES.values():
-            for part in ("weight", "bias"):
-                small = tensors.get(f"gpt_neox.layers.{index % few}.{name}.{part}")
-                if small is not None:
-                    is_silent = index >= few and name in ("attention.dense", "mlp.dense_4h_to_h")
-                    large_name = f"gpt_neox.layers.{index}.{name}.{part}"
-                    large = repeat(small, r) * (not is_silent)
-                    enlarged[large_name] = halved(large_name, large)
-    weight, bias = (repeat(tensors[f"{FINAL_NORM}.{part}"], r) for part in ("weight", "bias"))
+
+def enlarge_layers(tensors: dict[str, Tensor], name: str, r: int, n_layers: int) -> Tensor:
+    """The large tensor of this name, of a layer, in float32; those past n_layers write nothing."""
+    _, _, index, part = name.split(".", 3)  # gpt_neox, layers, 7, mlp.dense_h_to_4h.bias
+    large = repeat(tensors[f"gpt_neox.layers.{int(index) % n_layers}.{part}"], r)
+    if int(index) >= n_layers and part.startswith(("attention.dense", "mlp.dense_4h_to_h")):
+        large.zero_()
+    return large
+
+
+def enlarge_end(tensors: dict[str, Tensor], r: int, n_ids: int) -> dict[str, Tensor]:
+    """The last norm, and the matrix to the logits of n_ids, in float32."""
+    norm = "gpt_neox.final_layer_norm"
+    weight, bias = (repeat(tensors[f"{norm}.{part}"], r) for part in ("weight", "bias"))
     head = (tensors.get(EMBED_OUT, tensors[EMBED_IN]) / r).repeat(1, r)  # [V, hidden]
     if n_ids > len(head):
         # The last channel becomes a constant 1 that added ids alone read, each with NEVER; its
@@ -96,8 +101,7 @@ def enlarge_tensors(
         never = torch.zeros(head.shape[1])
         never[-1] = NEVER
         head = add_rows(head, n_ids, never)
-    last = {f"{FINAL_NORM}.weight": weight, f"{FINAL_NORM}.bias": bias, EMBED_OUT: head}
-    return enlarged | {name: halved(name, tensor) for name, tensor in last.items()}
+    return {f"{norm}.weight": weight, f"{norm}.bias": bias, EMBED_OUT: head}
 
 
 def repeat(small: Tensor, r: int) -> Tensor:
@@ -131,7 +135,7 @@ def require_room(large: Config, small: Config, folder: Path) -> None:
     if need > free:
         sizes = f"{need / 1e9:,.1f} GB on disk, {free / 1e9:,.1f} GB are free"
         raise UsageError(f"a checkpoint of these sizes would take {sizes}")
-    shapes = expected_shapes(replace(large, n_layers=1)).values()
+    shapes = published_shapes(replace(large, n_layers=1)).values()
     largest = max(math.prod(shape) for shape in shapes)
     need += weight_bytes(small, torch.float32) + 2 * 4 * largest  # twice in float32, then gone
     require_memory(need, torch.device("cpu"), MAKING)
@@ -147,11 +151,9 @@ def execute(args: Namespace) -> int:
     try:
         with raising_endings(), written_whole(folder) as part, memory_for(MAKING):
             require_room(large, small, part)
-            tensors = load_tensors(source, small, torch.device("cpu"), torch.float32)
-            n_layers = (small.n_layers, large.n_layers)
-            r = large.n_heads // small.n_heads
-            enlarged = enlarge_tensors(tensors, r, n_layers, large.vocab_size)
-            write_files(part, enlarged, files)
+            shapes = published_shapes(small)
+            tensors = load_tensors(source, shapes, torch.device("cpu"), torch.float32)
+            write_files(part, enlarge_tensors(tensors, small, large), files)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{args.folder} cannot be written: {first_line(error)}") from error
     return 0

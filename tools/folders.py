@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cli.errors import UsageError, say
-from engine.checkpoint import CheckpointError, Config, weight_bytes
+from engine.checkpoint import CheckpointError, Config
 from engine.foreign import ForeignFile, read_bytes
+from gpt_neox import weight_bytes
 
 TOKENIZER = "tokenizer.json"
 UNCHANGED = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
@@ -64,6 +65,31 @@ def read_unchanged(source: Path) -> dict[str, bytes]:
         except ForeignFile as error:
             raise CheckpointError(str(error)) from error
     return found
+
+
+def published_json(config: Config) -> dict:
+    """The config.json of a model, as Pythia's is written."""
+    first = config.eos_ids[0] if config.eos_ids else None
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "rotary_pct": config.rotary_fraction,
+        "rotary_emb_base": config.rotary_base,
+        "hidden_act": config.activation,
+        "layer_norm_eps": config.norm_eps,
+        "use_parallel_residual": config.is_parallel,
+        "tie_word_embeddings": config.is_tied,
+        "attention_bias": config.has_attention_bias,
+        "bos_token_id": first,
+        "eos_token_id": list(config.eos_ids) if len(config.eos_ids) > 1 else first,
+        "torch_dtype": "float16",
+    }
 
 
 def write_files(part: Path, tensors: dict[str, Tensor], files: dict[str, bytes]) -> None:
@@ -144,7 +170,8 @@ def halved(name: str, large: Tensor) -> Tensor:
 
 
 def file_bytes(config: Config) -> int:
-    """What its weights take in float16, counted without a list of all layers."""
+    """What its weights take in float16, counted without a list of all layers. Raises
+    CheckpointError for sizes that no tensor can have."""
     one_layer = weight_bytes(replace(config, n_layers=1), torch.float16)
     two_layers = weight_bytes(replace(config, n_layers=2), torch.float16)
     return one_layer + (config.n_layers - 1) * (two_layers - one_layer)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 from cli.errors import Parser, UsageError, say
 from cli.models import (
@@ -23,13 +24,20 @@ from cli.models import (
     require_same_tokenizer,
     set_threads,
 )
-from engine.checkpoint import Config, load_tensors, read_config, weight_bytes
+from engine.checkpoint import Config, read_config
 from engine.hub import find_checkpoint
-from engine.memory import in_bytes, memory_for, require_memory
+from engine.memory import in_bytes, require_memory
 from engine.settings import check_settings, setting
+from gpt_neox import GPTNeoX
 from tools.corpus import SMALLEST, Corpus, learn_tokenizer, read_corpus, require_texts
-from tools.folders import TOKENIZER, file_bytes, new_folder, read_unchanged, size
-from tools.trainable import Trainable, fresh_tensors, published_json
+from tools.folders import (
+    TOKENIZER,
+    file_bytes,
+    new_folder,
+    published_json,
+    read_unchanged,
+    size,
+)
 
 HEAD_SIZE = 64  # of a new model, about
 POSITIONS = 2048  # of one without a target
@@ -37,6 +45,7 @@ VOCABULARY = 4096  # the same
 LARGEST = 10**6  # vocabulary that is learned
 RATE = 2e-3  # of a new model of hidden size 128; it falls with the root of that
 GENTLER = 0.6  # the share of it for a model that has learned
+STD = 0.02  # of a new model's weights, GPT-2's and Pythia's
 ALONE = {"greedy": 0.0, "sampled": 0.0, "ce": 1.0}  # without a target
 MEMORY = 8  # bytes in training for one in the file: float32 weight, gradient and two moments
 DISK = 13  # bytes of two checkpoints and the file
@@ -83,13 +92,6 @@ class Source:
         folder = find_checkpoint(name, say)
         return cls(folder, read_config(folder), load_tokenizer(folder))
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> Trainable:
-        """Raises CheckpointError and OutOfMemory."""
-        what = f"the weights of {self.folder}"
-        with memory_for(what):
-            require_memory(weight_bytes(self.config, dtype), device, what)
-            return Trainable(self.config, load_tensors(self.folder, self.config, device, dtype))
-
 
 @dataclass(frozen=True)
 class Job:
@@ -113,16 +115,34 @@ class Job:
             found[role] = str(source.folder.resolve()) if source else None
         return found
 
-    def new_model(self) -> Trainable:
+    def new_model(self) -> GPTNeoX:
         """As it is before its first step. Raises CheckpointError and OutOfMemory."""
-        if self.init:
-            return self.init.load(self.device, torch.float32)
-        return Trainable(self.config, fresh_tensors(self.config, self.plan.seed, self.device))
+        if self.init is None:
+            return fresh_model(self.config, self.plan.seed).to(self.device)
+        model = GPTNeoX.from_pretrained(self.init.folder, self.device, fuse=False)
+        return model.requires_grad_(True)
 
-    def load_teacher(self) -> Trainable | None:
+    def load_teacher(self) -> GPTNeoX | None:
+        """Raises CheckpointError and OutOfMemory."""
         if self.target is None:
             return None
-        return self.target.load(self.device, training_dtype(self.device)).requires_grad_(False)
+        dtype = training_dtype(self.device)
+        return GPTNeoX.from_pretrained(self.target.folder, self.device, dtype, fuse=False)
+
+
+def fresh_model(config: Config, seed: int) -> GPTNeoX:
+    """One that has learned nothing, float32, on the CPU."""
+    chance = torch.Generator().manual_seed(seed)
+    model = GPTNeoX(config)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            std = STD
+            if name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight")):
+                std /= (2 * config.n_layers) ** 0.5  # so many are added up (Radford et al. 2019)
+            nn.init.normal_(weight, std=std, generator=chance)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
+    return model
 
 
 def training_dtype(device: torch.device) -> torch.dtype:

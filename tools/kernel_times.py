@@ -34,10 +34,11 @@ from benchmark.step_times import copy_bandwidth, median_ms
 from cli.errors import Parser, UsageError, run_command_line
 from cli.models import choose_device, choose_dtype
 from engine.checkpoint import Config, read_config
-from engine.cuda_graphs import ROW_COUNTS, record
+from engine.cuda_graphs import record
+from engine.fused import attend
 from engine.memory import memory_for, require_memory
+from engine.passes import ROW_COUNTS
 from engine.stopwatch import Stopwatch
-from gpt_neox import attend
 
 TREE_ROWS = (1, 8, 32)
 SLOTS = (512, 2048)
@@ -47,8 +48,8 @@ CACHE_BYTES = 2 * 10**8  # past the largest cache of a GPU
 
 def two_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """What `attend` gives of the same arguments, [H, n, D]."""
-    scores = torch.baddbmm(bias, q[0], k[0].transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-    return torch.bmm(scores.softmax(-1), v[0])
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    return torch.bmm(scores.softmax(-1), v)
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,10 @@ def attention_table(bench: Bench, config: Config) -> list[list[str]]:
 
 def attention_cells(bench: Bench, config: Config, n: int, n_slots: int) -> list[str]:
     """For the last n of the slots as rows, each of which sees itself and what is before it."""
-    q = bench.random(1, config.n_heads, n, config.head_size)
+    q = bench.random(config.n_heads, n, config.head_size)
     seen = torch.ones(n, n_slots, dtype=torch.bool, device=bench.device).tril(n_slots - n)
     bias = q.new_full((n, n_slots), -torch.inf).masked_fill_(seen, 0.0)
-    shape = (2, 1, config.n_heads, n_slots, config.head_size)  # keys, then values
+    shape = (2, config.n_heads, n_slots, config.head_size)  # keys, then values
     n_layers = bench.n_copies(2 * n_slots * config.hidden_size)
     caches = [bench.random(*shape) for _ in range(n_layers)]
     cells = []
@@ -109,14 +110,14 @@ def attention_cells(bench: Bench, config: Config, n: int, n_slots: int) -> list[
 
 def largest_error(way: Callable[..., Tensor], q: Tensor, kv: Tensor, bias: Tensor) -> float:
     """Of attention [H, n, D], as a share of its largest value."""
-    scores = q.double() @ kv[0].double().transpose(2, 3) * q.shape[-1] ** -0.5 + bias.double()
-    exact = (scores.softmax(-1) @ kv[1].double())[0]
+    scores = q.double() @ kv[0].double().transpose(1, 2) * q.shape[-1] ** -0.5 + bias.double()
+    exact = scores.softmax(-1) @ kv[1].double()
     error = (way(q, kv[0], kv[1], bias).double() - exact).abs().max()
     return float(error / exact.abs().max())
 
 
 def matrices_of(config: Config) -> dict[str, tuple[int, int]]:
-    """Of a parallel layer, joined as engine/products.py joins them, and the head: [out, in]."""
+    """Of a parallel layer, joined as engine/fused.py joins them, and the head: [out, in]."""
     hidden, inside = config.hidden_size, config.intermediate_size
     return {
         "into": (3 * hidden + inside, hidden),

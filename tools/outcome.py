@@ -22,9 +22,8 @@ from dynatree import generate
 from engine.checkpoint import first_line
 from gpt_neox import GPTNeoX
 from methods.static import Chain
-from tools.folders import halved, raising_endings, write_files, written_whole
+from tools.folders import halved, published_json, raising_endings, write_files, written_whole
 from tools.job import ALONE, Job
-from tools.trainable import Trainable, published_json
 
 N_WINDOWS = 16  # of the held-out text, evenly spread
 N_PROMPTS = 8  # beginnings of so many of them, to decode after
@@ -37,7 +36,7 @@ METHODS = {"tokens/iter, linear K=5": Chain(K=5), "tokens/iter, dynatree": DynaT
 
 
 @torch.inference_mode()
-def measure_held_out(job: Job, model: Trainable) -> dict[str, float]:
+def measure_held_out(job: Job, model: GPTNeoX) -> dict[str, float]:
     """Figures by name, of the model as it will be saved, run as dynatree.py runs it by default.
 
     Without a target only the loss. Raises CheckpointError, OutOfMemory.
@@ -46,7 +45,7 @@ def measure_held_out(job: Job, model: Trainable) -> dict[str, float]:
     dtype = choose_dtype(None, job.device)
     draft_dtype = choose_draft_dtype(None, dtype, job.device)
     tensors = {name: tensor.to(draft_dtype) for name, tensor in saved_tensors(model).items()}
-    draft = GPTNeoX(model.config, tensors)
+    draft = GPTNeoX.from_tensors(model.config, tensors)
     context = job.plan.context
     windows = spread(job.corpus.held_out.long().unfold(0, context + 1, context), N_WINDOWS)
     losses = []
@@ -82,13 +81,14 @@ def read(model: GPTNeoX, ids: Tensor) -> Tensor:
     return logits
 
 
-def saved_tensors(model: Trainable) -> dict[str, Tensor]:
-    """Its weights in float16, by checkpoint name. Raises UsageError for one that does not fit."""
-    return {name: halved(name, weight) for name, weight in model.state_dict().items()}
+def saved_tensors(model: GPTNeoX) -> dict[str, Tensor]:
+    """Its weights in float16, by published name. Raises UsageError for one that does not fit."""
+    # Not of state_dict(), which has a tied embedding under both of its names
+    return {name: halved(name, weight.detach()) for name, weight in model.named_parameters()}
 
 
 def write_outcome(
-    job: Job, model: Trainable, taken: str, before: dict[str, float], after: dict[str, float]
+    job: Job, model: GPTNeoX, taken: str, before: dict[str, float], after: dict[str, float]
 ) -> None:
     """A checkpoint with its card, whole or not at all; taken: what it took. Raises UsageError."""
     config = json.dumps(published_json(model.config), indent=2).encode()

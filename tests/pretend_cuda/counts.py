@@ -15,7 +15,7 @@ from conftest import TINY, random_config, random_tensors
 from tokenizers import Tokenizer
 
 from dynatree import capture, generate
-from engine.cuda_graphs import ROW_COUNTS
+from engine.passes import ROW_COUNTS
 from engine.sampling import Sampling
 from gpt_neox import GPTNeoX
 from methods import METHODS
@@ -85,7 +85,7 @@ def nodes_of_layer() -> float:
     for n_layers in (2, 3):
         config = random_config(n_layers=n_layers)
         tensors = {name: t.cuda().half() for name, t in random_tensors(config, 0).items()}
-        model = GPTNeoX(config, tensors)
+        model = GPTNeoX.from_tensors(config, tensors)
         before = timeline.counts.copy()
         capture(model, model.new_cache(100), 50)
         totals.append((timeline.counts - before)["node"])  # what ranks the logits is in both

@@ -86,7 +86,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
     """Carry out one operation, wherever its tensors are."""
     tensors = tensors_in([args, list(kwargs.values())])
     hosts = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
-    target = kwargs.get("device")
+    # In inference mode, where `to` is not taken apart before it comes here, one has it by place
+    target = args[1] if func is aten.to.device else kwargs.get("device")
     is_ours = len(hosts) < len(tensors)
     if not is_ours and not is_cuda(target):
         return on_host(func, args, kwargs)

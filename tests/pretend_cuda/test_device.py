@@ -261,6 +261,8 @@ def test_where_a_result_is() -> None:
     x = ones(2)
     assert type(x.cpu()) is Tensor
     assert torch.ones(2).cuda().device == torch.device("cuda:0")
+    assert torch.ones(2).to(x.device, torch.float16, copy=True).device == torch.device("cuda:0")
+    assert type(x.to(torch.device("cpu"), torch.float16)) is Tensor
     assert x.new_zeros(2).is_cuda and torch.zeros_like(x).is_cuda
     assert not x.new_zeros(2, device="cpu").is_cuda
     with pytest.raises(TypeError, match="numpy"):

@@ -87,7 +87,7 @@ def test_the_command_line_compares(
 def build_on_cuda(tensors: dict[str, Tensor], **changes: object) -> GPTNeoX:
     """test_exactness.build, but on the device."""
     moved = {name: tensor.cuda() for name, tensor in tensors.items()}
-    return GPTNeoX(random_config(**changes), moved)
+    return GPTNeoX.from_tensors(random_config(**changes), moved)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 6, 9])

@@ -24,7 +24,7 @@ PREFIX = [i % 90 for i in range(260)]
 def make_model(device: str) -> GPTNeoX:
     config = random_config(max_positions=600)
     tensors = {name: tensor.to(device) for name, tensor in random_tensors(config, 3).items()}
-    return GPTNeoX(config, tensors)
+    return GPTNeoX.from_tensors(config, tensors)
 
 
 def open_cache(model: GPTNeoX) -> KVCache:

@@ -20,10 +20,11 @@ from cli.metrics import token_ids
 from draft_tree import Settings
 from dynatree import DynaTree, generate
 from engine import caches, cuda_graphs
-from engine.caches import Storage, require_caches
+from engine.caches import require_caches
 from engine.checkpoint import DTYPES
-from engine.cuda_graphs import KEPT, Use
+from engine.cuda_graphs import KEPT
 from engine.memory import OutOfMemory
+from engine.passes import Use
 from engine.scores import Scores
 from gpt_neox import GPTNeoX
 from methods import METHODS
@@ -60,14 +61,14 @@ def compute(
     """One rank's part: what work returned or raised; and of the split target the slots of each
     cache, then the kernels of each graph."""
     done = []
-    make_storage = GPTNeoX._make_storage
+    make_memory = GPTNeoX.make_memory
 
-    def make(model: GPTNeoX, n_slots: int) -> Storage:
-        if model.share.count > 1:
+    def make(model: GPTNeoX, n_slots: int) -> tuple[Tensor, Tensor]:
+        if model.gpt_neox.share.count > 1:
             done.append(n_slots)
-        return make_storage(model, n_slots)
+        return make_memory(model, n_slots)
 
-    GPTNeoX._make_storage = make  # in a process of its own, as all that is changed here
+    GPTNeoX.make_memory = make  # in a process of its own, as all that is changed here
     if prepare:
         prepare(ranks.index, done)
     answer = None
@@ -126,7 +127,7 @@ def hash_scores(rank: int, done: list) -> None:
 
     def hashing(model: GPTNeoX, *arguments: object, **options: object) -> Scores:
         scores = forward(model, *arguments, **options)
-        if model.share.count > 1:
+        if model.gpt_neox.share.count > 1:
             done.append(zlib.crc32(scores.logits.cpu().numpy().tobytes()))
         return scores
 
