@@ -22,6 +22,9 @@ def guard_imports() -> None:
     """From here on, until a command line runs, Ctrl-C ends the process without a traceback, and
     what cannot be imported is one line. --debug shows the traceback instead."""
     end_quietly()
+    # Torch reads it when it is imported, and then asks Linux for huge pages, from which one row's
+    # weights are fetched in 0.7 to 0.85 of the time (docs/results.md)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     limit = address_limit()
     if limit < NEEDED:
         line = f"ulimit -v allows {limit // 2**10}, and importing torch takes {NEEDED // 2**10}"

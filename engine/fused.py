@@ -132,9 +132,10 @@ def written(kv: Tensor, start: int | Tensor, n: int) -> Tensor:
 
 
 def fastest_rows(device: torch.device, dtype: torch.dtype) -> int:
-    """To how many rows a pass is best padded at least: of one row alone torch's attention in half
-    precision takes twice the time on a CPU that it takes of two (measured)."""
-    return 2 if device.type == "cpu" and dtype != torch.float32 else 1
+    """To how many rows a pass is best padded at least: on a CPU in half precision attention of one
+    row takes twice the time of two, and oneDNN's products of one or two more than of four
+    (measured)."""
+    return 4 if device.type == "cpu" and dtype != torch.float32 else 1
 
 
 class Affine(NamedTuple):

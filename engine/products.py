@@ -3,10 +3,11 @@
 What a product of few rows costs is the bytes of its matrix, so on a CPU a matrix is stored as
 narrow as it is exactly, and in the order in which it will be read:
 
-- FBGEMM, where every number of a float32 or float16 matrix is one of float16, as all published
-  Pythia weights are: stored in 2 bytes, multiplied and added up in float32. Half of what float32
-  has to fetch, the same numbers, and each row's bits are the same whatever its place and company.
-- oneDNN, for all other matrices large enough to be worth the 15 us that it takes to begin.
+- FBGEMM, where every number of a matrix is one of float16, as all published Pythia weights are:
+  stored in 2 bytes, multiplied and added up in float32. Half of what float32 has to fetch, the same
+  numbers, and each row's bits are the same whatever its place and company.
+- oneDNN, for all others large enough to be worth the 15 us that it takes to begin, and for large
+  ones in bfloat16, which it computes with instructions of its own.
 - torch's own product for the rest, and on other devices.
 
 Which one serves is decided by `open_product` and by the matrix, never by the processor. The first
@@ -100,9 +101,10 @@ def open_product(weight: Tensor, bias: Tensor | None) -> Product:
         bias = weight.new_zeros(len(weight))
     kinds: list[type] = []
     if weight.device.type == "cpu":
-        if is_exact_in_half(weight):
+        is_large = weight.nbytes >= WORTH_PACKING
+        if is_exact_in_half(weight) and not (is_large and weight.dtype == torch.bfloat16):
             kinds.append(HalfProduct)
-        if weight.nbytes >= WORTH_PACKING and weight.dtype != torch.float16:
+        if is_large and weight.dtype != torch.float16:
             kinds.append(PackedProduct)
     for kind in kinds:
         try:
@@ -114,7 +116,5 @@ def open_product(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def is_exact_in_half(weight: Tensor) -> bool:
-    """Whether its products can be computed in float32 from float16 numbers without a difference."""
-    if weight.dtype == torch.float16:
-        return True
-    return weight.dtype == torch.float32 and torch.equal(weight.half().float(), weight)
+    """Whether float16 has every number of it."""
+    return weight.dtype == torch.float16 or torch.equal(weight.half().to(weight.dtype), weight)
