@@ -1,6 +1,6 @@
 """The figures that README.md and docs/results.md show, made of results files between two marks.
 
-    python bench.py --docs results/main_cpu.json results/ablation_cpu.json results/steps_cpu.json
+    python bench.py --docs results/main_cpu.json results/enlarged_cpu.json results/steps_cpu.json
 
 README.md shows a few columns of the first file, and of one of table `enlarged` if there is one, as
 the embedded pair is bound by calls; docs/results.md shows everything of all of them.

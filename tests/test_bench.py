@@ -22,6 +22,7 @@ from conftest import TINY, random_config, random_model, random_tensors
 
 import bench
 from bench import Bench, main
+from benchmark import enlarged
 from benchmark.memory import in_own_process, measure_memory
 from benchmark.options import build_parser, name_file, open_table, warn_of_positions
 from benchmark.peers import PEERS, Peers, check_vocabularies
@@ -43,6 +44,7 @@ from cli.errors import UsageError
 from cli.models import Pair
 from draft_tree import DynaTree, Settings
 from dynatree import Step
+from engine.checkpoint import read_config
 from engine.files import locked
 from engine.memory import OutOfMemory
 from engine.streaming import WHOLE_TEXT, Window
@@ -818,6 +820,26 @@ def spy_on_strict(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]
 
     monkeypatch.setattr(models, "generate", generate)
     return seen
+
+
+def test_the_enlarged_pair_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Captured
+) -> None:
+    """Under the embedded pair's cost here; what is there stays, and what fails is said."""
+    monkeypatch.setattr(enlarged, "FOLDER", tmp_path / "enlarged")
+    monkeypatch.setattr(enlarged, "SHAPES", {"target": (640, 6), "draft": (256, 2)})
+    monkeypatch.setattr(enlarged, "VOCABULARY", 4100)
+    folders = enlarged.enlarged_pair()
+    assert [read_config(Path(folder)).hidden_size for folder in folders] == [640, 256]
+    times = [os.stat(Path(folder) / "config.json").st_mtime_ns for folder in folders]
+    assert enlarged.enlarged_pair() == folders
+    assert times == [os.stat(Path(folder) / "config.json").st_mtime_ns for folder in folders]
+    assert capfd.readouterr().err.count("making the enlarged pair") == 1
+    monkeypatch.setattr(enlarged, "FOLDER", tmp_path / "other")
+    monkeypatch.setattr(enlarged, "SHAPES", {"target": (641, 6)})
+    with pytest.raises(UsageError, match="could not be made; the line above says why"):
+        enlarged.enlarged_pair()
+    assert "can be enlarged to two or more times hidden size 320" in capfd.readouterr().err
 
 
 def test_a_strict_row_is_generated_strictly(

@@ -46,6 +46,19 @@ def test_what_ends_the_imports_is_one_line(
     assert ends == [status]
 
 
+@pytest.mark.parametrize(("chosen", "found"), [(None, "1"), ("0", "0")])
+def test_huge_pages_are_asked_for_unless_the_user_has_chosen(
+    chosen: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "end_quietly", lambda: None)
+    monkeypatch.setattr(start.sys, "argv", ["dynatree.py", "--debug"])
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    start.guard_imports()
+    assert start.os.environ["THP_MEM_ALLOC_ENABLE"] == found
+
+
 def test_less_memory_than_imports_take(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +67,7 @@ def test_less_memory_than_imports_take(
     monkeypatch.setattr(start, "end_quietly", lambda: None)
     monkeypatch.setattr(start.sys, "argv", ["dynatree.py", "--debug"])
     monkeypatch.setattr(start.os, "_exit", ends.append)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
     for allowed in (resource.RLIM_INFINITY, 640 * 2**20, 620 * 2**20):
         monkeypatch.setattr(resource, "getrlimit", lambda _, n=allowed: (n, n))
         start.guard_imports()
