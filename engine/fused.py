@@ -48,19 +48,19 @@ def fill(
     all exists. Raises CheckpointError if a matrix times the norm before it overflows.
     """
     config, layers = model.config, model.gpt_neox.layers
+    model.gpt_neox.layers = nn.ModuleList()  # theirs are taken one by one
+    take(model, "", tensors)
+    if config.is_tied:
+        model.embed_out.weight = model.gpt_neox.embed_in.weight
+    settle_kernels(model.device, model.dtype)  # before norms are folded by a product
     for i in range(config.n_layers):
         take(layers[i], f"gpt_neox.layers.{i}.", tensors)
         if fuse:
             layers[i] = FusedLayer(layers[i], config, share)
-    model.gpt_neox.layers = nn.ModuleList()  # they have theirs
-    take(model, "", tensors)
     model.gpt_neox.layers = layers
-    if config.is_tied:
-        model.embed_out.weight = model.gpt_neox.embed_in.weight
     if fuse:
         model.gpt_neox = FusedTransformer(model.gpt_neox, share)
         model.embed_out = Head(model.embed_out.weight, config.vocab_size, share)
-    settle_kernels(model.device, model.dtype)
     model.n_heads = config.n_heads // share.count
     token_bytes = 2 * config.n_layers * model.n_heads * config.head_size * model.dtype.itemsize
     # The pool is the model's: what kept the model in turn would keep its weights as well

@@ -102,7 +102,7 @@ def open_product(weight: Tensor, bias: Tensor | None) -> Product:
     kinds: list[type] = []
     if weight.device.type == "cpu":
         is_large = weight.nbytes >= WORTH_PACKING
-        if is_exact_in_half(weight) and not (is_large and weight.dtype == torch.bfloat16):
+        if not (is_large and weight.dtype == torch.bfloat16) and is_exact_in_half(weight):
             kinds.append(HalfProduct)
         if is_large and weight.dtype != torch.float16:
             kinds.append(PackedProduct)

@@ -131,6 +131,21 @@ def test_fused_layers_compute_what_plain_ones_do(source: Callable[[], Weights]) 
             assert difference <= bound, dtype  # and so none is nan
 
 
+def test_tf32_is_off_before_a_layer_is_looked_at() -> None:
+    """On CUDA norms are folded by a float32 product, which some environments let keep 10 bits."""
+
+    class Watching(dict):
+        def __getitem__(self, name: str) -> Tensor:
+            if ".layers." in name:
+                seen.add(torch.get_float32_matmul_precision())
+            return super().__getitem__(name)
+
+    seen: set[str] = set()
+    torch.set_float32_matmul_precision("high")
+    GPTNeoX.from_tensors(random_config(), Watching(random_tensors(random_config(), 0)))
+    assert seen == {"highest"}
+
+
 KINDS = [  # dtype, whether it is exact in float16, [out, in] around the sizes that decide
     (torch.float32, True, (96, 64), HalfProduct),
     (torch.float32, True, (512, 512), HalfProduct),
