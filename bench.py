@@ -268,7 +268,8 @@ class Bench:
 def execute(args: argparse.Namespace) -> int:
     """Carry out the command line, once parsed. Returns the exit status."""
     if args.shard is None or is_about_files(args):
-        return on_ranks(measure_or_show, args)
+        with on_ranks() as mail:
+            return measure_or_show(args, mail)
     return on_shards(measure_or_show, measure_share, args)
 
 

@@ -9,7 +9,7 @@ token. The text is exactly what the target alone would write. Paper: DynaTree v2
     for step in generate(target, draft, prompt_ids, DynaTree(), max_new_tokens=64):
         print(step.tokens)
 
-Shapes: N tree rows, W rows of one level, S cache slots, V vocabulary.
+Shapes: N tree rows, n rows of one level, S cache slots, V vocabulary.
 """
 
 if __name__ == "__main__":  # before torch, whose import takes a second
@@ -19,22 +19,23 @@ if __name__ == "__main__":  # before torch, whose import takes a second
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+import numpy
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, DynaTree, Rule, Settings, Tree, Watcher, grow, lone
+from draft_tree import MAX_ROWS, Candidates, DynaTree, Rule, Settings, Tree, Watcher, grow, lone
 from engine.caches import require_caches
-from engine.memory import OutOfMemory
 from engine.passes import Use
 from engine.sampling import Sampler, Sampling
-from engine.scores import Scores
+from engine.scores import Ranking, Scores
 from engine.stopwatch import Stopwatch
 from engine.streaming import WHOLE_TEXT, Window
 from engine.strict import MAX_DEPTH
 from gpt_neox import GPTNeoX, KVCache
-from verify import NonFiniteLogits, accept, cut, tree_mask, tree_positions
+from verify import NonFiniteLogits, accept, accept_sampled, cut, tree_pass
 
 __all__ = ["DynaTree", "NonFiniteLogits", "Step", "generate"]
 
@@ -47,15 +48,19 @@ class Step:
 
     tokens: list[int]  # new ids, after the EOS and limit cut
     tree: Tree | None = None
-    path: Sequence[int] = (0,)  # accepted rows of the tree, root first; as many as were committed
+    path: list[int] = field(default_factory=list)  # accepted rows of the tree, root first
     bonus: int = -1  # the target's token after the path, even if the cut removed it
-    draft_ms: float = 0.0  # forwards of the draft
-    verify_ms: float = 0.0  # forwards of the target: prefill, verification, rebuild
-    other_ms: float = 0.0  # everything else
-    n_drafted: int = 0  # nodes of the tree, the root not counted
-    predictions: Tensor | None = None  # [N] int64 on the host, the target's best id after each row
-    draft_rows: tuple[int, ...] = ()  # of each of the draft's passes, the catch-up first
+    predictions: list[int] = field(default_factory=list)  # [N], the target's best id after each row
+    draft_rows: list[int] = field(default_factory=list)  # of the draft's passes, catch-up first
     cached: tuple[int, int] = (0, 0)  # tokens that the target's cache, and the draft's, now hold
+    draft_ms: float = 0.0  # passes of the draft
+    verify_ms: float = 0.0  # passes of the target: prefill, verification, rebuild
+    other_ms: float = 0.0  # everything else
+
+    @property
+    def n_drafted(self) -> int:
+        """Nodes of the tree, the root not counted."""
+        return len(self.tree) - 1 if self.tree else 0
 
 
 class Drafter:
@@ -65,58 +70,64 @@ class Drafter:
     tokens the draft has not run yet are caught up in place, in one causal block with the root.
     """
 
-    def __init__(self, model: GPTNeoX, cache: KVCache, visible: list[int], watch: Stopwatch):
-        """visible: the ids that the loop has committed, the pending root last."""
-        self.model, self.cache, self.visible, self.watch = model, cache, visible, watch
+    def __init__(
+        self, model: GPTNeoX, cache: KVCache, rule: Rule, sampler: Sampler | None, watch: Stopwatch
+    ):
+        """sampler: None if candidates are the likeliest."""
+        self.model, self.cache, self.rule = model, cache, rule
+        self.sampler, self.watch = sampler, watch
+        self.lacking: list[int] = []  # committed tokens that it has not run, the root last
         self.depth = 0  # of the level that ran last
-        self.cursor = 0  # the slot that the next level is written from
-        self.seen = torch.empty(0)  # [W, cursor] bool, the slots that each row of the level attends
-        self.n_run: list[int] = []  # rows of each pass since they were last asked for
+        self.sees = numpy.empty((0, 0), dtype=bool)  # the slots that each row of it attends
+        self.n_run: list[int] = []  # rows of each pass of this iteration
 
-    def run(self, tokens: Tensor, parents: Tensor | None) -> Scores:
-        """One level of W rows, for draft_tree.grow."""
+    def begin(self, visible: list[int]) -> None:
+        """An iteration begins, below the last of these committed ids."""
+        self.lacking = visible[self.cache.length :]
+        self.n_run = []
+
+    def run(self, tokens: list[int], parents: list[int] | None) -> Candidates:
+        """One level of n nodes, for draft_tree.grow."""
         with self.watch.draft:
-            if parents is None:
-                return self.catch_up()
-            return self.run_level(tokens, parents)
+            scores = self.catch_up() if parents is None else self.run_level(tokens, parents)
+            if self.sampler:
+                return Candidates(*self.sampler.propose(scores.logits, self.rule.max_branches))
+            return Candidates(scores.candidates, scores.values)
 
     def catch_up(self) -> Scores:
         """Run the committed tokens that are lacking, and the root: its scores."""
         n_ids, cache = self.model.config.vocab_size, self.cache
         # An id that the draft cannot embed is read as 0: a worse guess, never a wrong text.
-        lacking = [i if i < n_ids else 0 for i in self.visible[cache.length :]]
+        lacking = [i if i < n_ids else 0 for i in self.lacking]
         self.n_run.append(len(lacking))
         if len(lacking) > cache.use.n_rows:
             scores = self.model.prefill(lacking, cache)
         else:
             scores = self.model.append(lacking, cache)
-        self.cursor = cache.length
         cache.rewind(cache.length - 1)  # the root stays scratch until it is verified
         self.depth = 0
-        self.seen = torch.ones(1, self.cursor, dtype=torch.bool)
+        self.sees = numpy.ones((1, cache.length + 1), dtype=bool)
         return scores
 
-    def run_level(self, tokens: Tensor, parents: Tensor) -> Scores:
-        """Run nodes whose parents are rows of the level before."""
-        self.n_run.append(len(tokens))
-        itself = torch.eye(len(tokens), dtype=torch.bool)
-        self.seen = torch.cat([self.seen[parents], itself], dim=1)  # what its parent saw, and it
+    def run_level(self, tokens: list[int], parents: list[int]) -> Scores:
+        """Run nodes whose parents are rows of the level before: each sees what its parent saw, and
+        itself."""
+        n, end = len(tokens), self.sees.shape[1]  # the slot that the level is written from
+        self.n_run.append(n)
+        sees = numpy.zeros((n, end + n), dtype=bool)
+        for i, parent in enumerate(parents):
+            sees[i, :end] = self.sees[parent]
+            sees[i, end + i] = True
+        self.sees = sees
         self.depth += 1
-        positions = torch.full_like(tokens, self.cache.length + self.depth)
-        scores = self.model.forward(tokens, positions, self.cache, self.seen, self.cursor)
-        self.cursor += len(tokens)
-        return scores
-
-    def take_rows(self) -> tuple[int, ...]:
-        """The rows of each pass since the last call."""
-        rows = tuple(self.n_run)
-        self.n_run.clear()
-        return rows
+        positions = torch.full((n,), self.cache.length + self.depth)
+        ids = torch.from_numpy(numpy.array(tokens))
+        return self.model.forward(ids, positions, self.cache, torch.from_numpy(sees), end)
 
     def commit(self, tree: Tree, path: list[int]) -> None:
         """Keep the accepted nodes that were run; the rest of the path is caught up later."""
-        slots = tree.draft_slots.tolist()
-        self.cache.commit([slots[row] for row in path if slots[row] >= 0])
+        slots = [tree.draft_slots[row] for row in path]
+        self.cache.commit([slot for slot in slots if slot >= 0])
 
     def drop(self, window: Window) -> None:
         """Drop the `slack` tokens after the sinks, as the target just has; all if not so many are
@@ -127,67 +138,34 @@ class Drafter:
             self.cache.rewind(min(self.cache.length, window.sinks))
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One text as it is written: the models, their caches, the rule, and the ids so far."""
-
-    target: GPTNeoX
-    cache: KVCache
-    drafter: Drafter | None
-    rule: Rule
-    sampler: Sampler | None
-    window: Window
-    visible: list[int]  # the ids in the target's cache, and the pending root
-    watch: Stopwatch
-    is_rebuilding: bool
-    inspect: Callable[[Tensor], None] | None
-
-    def prefill(self) -> Scores:
-        """Read the prompt: its last token's scores."""
-        read = self.rule.read if self.rule.n_read else None
-        with self.watch.verify:
-            return self.window.prefill(self.target, self.visible, self.cache, read)
-
-    def show(self, scores: Scores, rows: list[int]) -> None:
-        """Let `inspect` see the rows that a step's tokens were chosen from, in nobody's time."""
-        if self.inspect:
-            with self.watch.paused():
-                self.inspect(scores.logits[rows])
-
-    def commit(self, tree: Tree, path: list[int]) -> None:
-        """Keep the accepted rows; or, as the paper does, drop the tree and run them again."""
-        if self.is_rebuilding:
-            with self.watch.verify:
-                self.target.append(tree.tokens[path].tolist(), self.cache)
-        else:
-            self.cache.commit(path)
-        if self.drafter:
-            self.drafter.commit(tree, path)
-        if self.window.drop(self.target, self.visible, self.cache) and self.drafter:
-            self.drafter.drop(self.window)
-
-    def capture(self) -> None:
-        """On CUDA: the passes that are left to make, as graphs."""
-        shortest = min(len(self.visible), self.window.size + self.window.sinks)
-        capture(self.target, self.cache, shortest)
-        if self.drafter:
-            capture(self.drafter.model, self.drafter.cache, shortest)
-
-    def cached(self) -> tuple[int, int]:
-        """As Step has it."""
-        return self.cache.length, self.drafter.cache.length if self.drafter else 0
-
-    def close(self) -> None:
-        """Give the caches back."""
-        self.target.pool.take_back(self.cache.storage)
-        if self.drafter:
-            self.drafter.model.pool.take_back(self.drafter.cache.storage)
-
-
-def capture(model: GPTNeoX, cache: KVCache, shortest: int) -> None:
-    """Capture the passes over a cache from a length on, where passes are captured at all."""
-    lengths = range(shortest, cache.capacity + 1)
-    model.pool.capture(cache.storage, lengths, cache.length, cache.use)
+@contextmanager
+def open_caches(
+    target: GPTNeoX,
+    draft: GPTNeoX | None,
+    rule: Rule,
+    n_tokens: int,
+    is_drawing: bool,
+    is_strict: bool,
+) -> Iterator[list[KVCache]]:
+    """The target's cache for n_tokens and a tree, and the draft's if the rule drafts; lent as long
+    as the block runs. Raises OutOfMemory unless both fit."""
+    ranking = Ranking(rule.n_read)
+    use = Use(rule.max_rows, rule.min_rows, ranking=ranking, is_strict=is_strict)
+    needs = [(target, n_tokens + rule.max_rows, use)]
+    if rule.max_depth:
+        n_rows = min(rule.max_drafted, MAX_ROWS)
+        ranking = Ranking(rule.max_branches, are_logprobs=True, is_read=not is_drawing)
+        use = Use(n_rows, rule.min_rows, n_ids=target.config.vocab_size, ranking=ranking)
+        needs.append((draft, n_tokens + rule.max_drafted, use))
+        require_caches([(model.pool, capacity, use) for model, capacity, use in needs])
+    caches: list[KVCache] = []
+    try:
+        for model, capacity, use in needs:
+            caches.append(model.new_cache(capacity, use))
+        yield caches
+    finally:
+        for (model, _, _), cache in zip(needs, caches, strict=False):
+            model.pool.take_back(cache.storage)
 
 
 @torch.inference_mode()
@@ -217,115 +195,106 @@ def generate(
     ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
-    rule.watcher = watcher
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
         raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
-    watch = Stopwatch(target.device)
-    visible = list(prompt)
-    n_tokens = min(len(prompt) + max_new_tokens, window.full)
-    cache, drafter = open_caches(target, draft, rule, visible, n_tokens, watch, strict)
+    require_ids(prompt, target.config.vocab_size)
     sampler = sampling.sampler(target.device) if sampling else None
-    is_rebuilding = commit == "rebuild"
-    generation = Generation(
-        target, cache, drafter, rule, sampler, window, visible, watch, is_rebuilding, inspect
-    )
-    try:
-        yield from iterate(generation, max_new_tokens, eos_ids)
-    finally:
-        generation.close()
-
-
-def open_caches(
-    target: GPTNeoX,
-    draft: GPTNeoX | None,
-    rule: Rule,
-    visible: list[int],
-    n_tokens: int,
-    watch: Stopwatch,
-    strict: bool,
-) -> tuple[KVCache, Drafter | None]:
-    """The target's cache for n_tokens and a tree, and a drafter with its own, if both fit."""
-    capacity = n_tokens + rule.max_rows
-    use = Use(rule.max_rows, rule.min_rows, n_ranked=rule.n_read, is_strict=strict)
-    if not rule.max_depth:
-        return target.new_cache(capacity, use), None
-    draft_capacity = n_tokens + rule.max_drafted
-    draft_use = Use(
-        n_rows=min(rule.max_drafted, MAX_ROWS),
-        min_rows=rule.min_rows,
-        n_ids=target.config.vocab_size,
-        n_ranked=rule.max_branches,
-    )
-    require_caches([(target.pool, capacity, use), (draft.pool, draft_capacity, draft_use)])
-    cache = target.new_cache(capacity, use)
-    try:
-        draft_cache = draft.new_cache(draft_capacity, draft_use)
-    except OutOfMemory:
-        target.pool.take_back(cache.storage)
-        raise
-    return cache, Drafter(draft, draft_cache, visible, watch)
-
-
-def iterate(generation: Generation, left: int, eos_ids: Sequence[int]) -> Iterator[Step]:
-    """The loop of generate: `left` tokens after the prompt, which is still to be read."""
-    target, cache, rule = generation.target, generation.cache, generation.rule
-    sampler, visible, watch = generation.sampler, generation.visible, generation.watch
-    draft = generation.drafter.run if generation.drafter else None
-    root = torch.tensor(visible[-1:])
-    rule.start(list(visible))
-    scores = generation.prefill()
-    path, tokens = accept(lone(root), scores, sampler)
-    generation.show(scores, path)
-    step = Step(cut(tokens, eos_ids, left), cached=generation.cached(), **watch.times())
-    while True:
-        visible += step.tokens
-        left -= len(step.tokens)
-        yield step
-        if not left or visible[-1] in eos_ids:
-            return
-        if step.tree is None:  # the first: the passes to come are known now
-            generation.capture()  # set-up, which has no time
-        watch.restart()
-        # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
-        root = torch.tensor(visible[-1:])
-        max_depth = min(left, generation.window.until_drop(cache)) - 1
-        if cache.use.is_strict:
-            max_depth = min(max_depth, MAX_DEPTH)
-        tree = grow(rule, root, draft, max_depth, sampler)
-        # 2 mask and positions: a node sees the prefix and its ancestors, and stands at its depth
-        mask = tree_mask(tree.ancestors, cache.length) if tree.depth else None
-        positions = tree_positions(tree.depths, cache.length)
-        # 3 verify: one target pass over the whole tree
+    drawing = sampler if rule.is_drawing else None
+    acceptance = rule.acceptance or accept_sampled
+    visible = list(prompt)  # the ids in the target's cache, and the pending root
+    left = max_new_tokens
+    watch = Stopwatch()
+    n_tokens = min(len(visible) + left, window.full)
+    with open_caches(target, draft, rule, n_tokens, bool(drawing), strict) as (cache, *others):
+        drafter = Drafter(draft, others[0], rule, drawing, watch) if others else None
+        rule.start(list(prompt))
         with watch.verify:
-            scores = target.forward(tree.tokens, positions, cache, mask)  # of N rows
-        # 4 accept: the path on which the target agrees, then the bonus token
-        path, tokens = accept(tree, scores, sampler)
-        new = cut(tokens, eos_ids, left)
-        generation.show(scores, path[: len(new)])
-        rule.read(tree.tokens, scores)  # now: a later pass may overwrite them
-        # 5 commit: the accepted rows stay in both caches, the rest is forgotten
-        generation.commit(tree, path)
-        # 6 adapt
-        rule.adapt(tree, path, watch.ms())
-        step = Step(
-            tokens=new,
-            tree=tree,
-            path=path,
-            bonus=tokens[-1],
-            n_drafted=len(tree) - 1,
-            predictions=scores.best()[1],
-            draft_rows=generation.drafter.take_rows() if generation.drafter else (),
-            cached=generation.cached(),
-            **watch.times(),
-        )
+            read = rule.read if rule.n_read else None
+            scores = window.read_prompt(target, visible, cache, read)
+        path, tokens = accept(lone(visible[-1]), scores, sampler, acceptance, settings)
+        show(inspect, scores, path, watch)
+        step = Step(cut(tokens, eos_ids, left), cached=lengths(cache, drafter), **watch.times())
+        while True:
+            visible += step.tokens
+            left -= len(step.tokens)
+            yield step
+            if not left or visible[-1] in eos_ids:
+                return
+            if step.tree is None:  # the first: the passes to come are known now
+                shortest = min(len(visible), window.size + window.sinks)
+                for model, own in zip((target, draft), (cache, *others), strict=False):
+                    capture(model, own, shortest)
+            watch.restart()
+            # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
+            max_depth = min(left, window.until_drop(cache)) - 1
+            if strict:
+                max_depth = min(max_depth, MAX_DEPTH)
+            if drafter:
+                drafter.begin(visible)
+            tree = grow(rule, visible[-1], drafter and drafter.run, max_depth, watcher)
+            # 2 mask and positions: a node sees what is above it and stands at its depth
+            rows, positions, mask = tree_pass(tree, cache.length)
+            # 3 verify: one target pass over the whole tree
+            with watch.verify:
+                scores = target.forward(rows, positions, cache, mask)  # of N rows
+            # 4 accept: the path on which the target agrees, then the bonus token
+            path, tokens = accept(tree, scores, sampler, acceptance, settings)
+            new = cut(tokens, eos_ids, left)
+            show(inspect, scores, path[: len(new)], watch)
+            # 5 commit: the accepted rows stay in both caches, the rest is forgotten
+            if commit == "keep":
+                cache.commit(path)
+            else:  # as the paper does: run them again
+                with watch.verify:
+                    target.append([tree.tokens[row] for row in path], cache)
+            if drafter:
+                drafter.commit(tree, path)
+            if window.drop(target, visible, cache) and drafter:
+                drafter.drop(window)
+            # 6 adapt
+            if rule.n_read:
+                rule.read(tree.tokens, scores.candidates)
+            rule.adapt(tree, path, watch.ms())
+            step = Step(
+                tokens=new,
+                tree=tree,
+                path=path,
+                bonus=tokens[-1],
+                predictions=scores.best.tolist(),
+                draft_rows=drafter.n_run if drafter else [],
+                cached=lengths(cache, drafter),
+                **watch.times(),
+            )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line, which ranks above this file. Returns the exit status."""
-    from cli.main import main
+def require_ids(prompt: Sequence[int], n_ids: int) -> None:
+    """Raise ValueError for a token id that the target does not know."""
+    for token in prompt:
+        if not 0 <= token < n_ids:
+            raise ValueError(f"the prompt has id {token}, but the target knows 0 to {n_ids - 1}")
 
-    return main(arguments)
+
+def show(
+    inspect: Callable[[Tensor], None] | None, scores: Scores, rows: list[int], watch: Stopwatch
+) -> None:
+    """Let `inspect` see the rows that a step's tokens were chosen from, in nobody's time."""
+    if inspect:
+        with watch.nobodys:
+            inspect(scores.logits[rows])
+
+
+def capture(model: GPTNeoX, cache: KVCache, shortest: int) -> None:
+    """On CUDA: the passes over a cache from a length on, as graphs."""
+    lengths = range(shortest, cache.capacity + 1)
+    model.pool.capture(cache.storage, lengths, cache.length, cache.use)
+
+
+def lengths(cache: KVCache, drafter: Drafter | None) -> tuple[int, int]:
+    """As Step.cached has them."""
+    return cache.length, drafter.cache.length if drafter else 0
 
 
 if __name__ == "__main__":
+    from cli.main import main
+
     sys.exit(main())

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from numpy import ndarray
 from torch import Tensor, nn
 
 from engine.caches import Storage
@@ -39,7 +40,7 @@ from engine.fused import fill, require_divisible
 from engine.hub import find_checkpoint
 from engine.memory import OutOfMemory, memory_for, require_memory
 from engine.passes import Use, causal_bias, open_bias
-from engine.scores import Scores
+from engine.scores import Scores, scores_of
 from engine.shares import WHOLE, Share, split_axis
 
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
@@ -291,10 +292,10 @@ class GPTNeoX(nn.Module):
         cache.require(start + n)
         if cache.passes and cache.passes.has_room(n, cache.use):
             return cache.passes.forward(tokens, positions, mask, start, n_last, cache.use)
-        x = self.read(tokens, positions, cache, mask, start)
+        x = self.run(tokens, positions, cache, mask, start)
         return self.score(x[-n_last:], cache)
 
-    def read(
+    def run(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
         """x [n, hidden] of rows that are run as they come."""
@@ -308,39 +309,36 @@ class GPTNeoX(nn.Module):
 
     def score(self, x: Tensor, cache: KVCache) -> Scores:
         """What follows each of the rows x [n, hidden]."""
-        return Scores(self.embed_out(x).float()[:, : cache.use.n_ids])
+        return scores_of(self.embed_out(x).float()[:, : cache.use.n_ids], cache.use.ranking)
 
     def prefill(
         self,
         tokens: list[int],
         cache: KVCache,
-        read: Callable[[Tensor, Scores], None] | None = None,
+        read: Callable[[list[int], ndarray], None] | None = None,
     ) -> Scores:
         """Append tokens to the cache in chunks and return the last one's scores.
 
         Its logits are nan if any of the tokens overflowed: what reads one that did is worth
-        nothing. read: called with the ids [n] and the scores of every chunk.
+        nothing. read: called with every chunk's ids and the candidates [n, k] after each of them.
         """
         is_finite = torch.tensor(True, device=self.device)
         for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
             cache.require(cache.length + len(ids))
             positions = torch.arange(cache.length, cache.length + len(ids))
-            x = self.read(ids, positions, cache, None, cache.length)  # [n, hidden]
+            x = self.run(ids, positions, cache, None, cache.length)  # [n, hidden]
             is_finite &= x.isfinite().all()
             if read:
-                read(ids, self.score(x, cache))
+                read(ids.tolist(), self.score(x, cache).candidates)
             cache.advance(len(ids))
         return self.score(x[-1:].masked_fill(~is_finite, torch.nan), cache)
 
     def append(self, tokens: list[int], cache: KVCache) -> Scores:
-        """prefill() of few tokens in one pass: on CUDA of a fixed shape, as every pass of the loop.
-
-        Returns the last one's scores; they do not tell if another token overflowed.
-        """
-        n = len(tokens)
-        positions = torch.arange(cache.length, cache.length + n)
+        """Append few tokens to the cache in one pass, on CUDA of a fixed shape as every pass of the
+        loop, and return the last one's scores; they do not tell if another one overflowed."""
+        positions = torch.arange(cache.length, cache.length + len(tokens))
         scores = self.forward(torch.tensor(tokens), positions, cache, n_last=1)
-        cache.advance(n)
+        cache.advance(len(tokens))
         return scores
 
     def forget(self, cache: KVCache, start: int, n: int) -> None:

@@ -1,11 +1,11 @@
-"""Verifying a tree: which slots each node may see, and which path the target accepts.
+"""Verifying a tree: what the target's pass over it is given, and which path it accepts.
 
-Functions of tensors, and for sampled text of a sampler: no model, no cache, no tokenizer. In the
-example of draft_tree.py the target says: after "the" comes "cat", after "the cat" comes "ran",
-after "the cat ran" comes "away":
+Functions of trees, logits and a sampler: no model, no cache, no tokenizer. In the example of
+draft_tree.py the target says: after "the" comes "cat", after "the cat" comes "ran", after "the cat
+ran" comes "away":
 
-    predictions[row] = cat  ran  ...  ...  away  ...
-    accept_greedy(tree, predictions) -> rows [0, 1, 4], tokens [cat, ran, away]; "away" is the bonus
+    best[row] = cat  ran  ...  ...  away  ...
+    accept_greedy(tree, best) -> rows [0, 1, 4], tokens [cat, ran, away]; "away" is the bonus
 
 Shapes: N tree rows, S cache slots, V vocabulary. Paper: DynaTree v2, sections 3.4 and 3.5.
 """
@@ -13,11 +13,12 @@ Shapes: N tree rows, S cache slots, V vocabulary. Paper: DynaTree v2, sections 3
 import math
 from collections.abc import Sequence
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_tree import Tree
+from draft_tree import Acceptance, Settings, Tree
 from engine.sampling import Sampler
 from engine.scores import Scores
 
@@ -26,39 +27,46 @@ class NonFiniteLogits(Exception):
     """The target produced infinite or undefined logits, so it has no next token."""
 
 
-def tree_mask(ancestors: Tensor, length: int) -> Tensor:
-    """The tree attention mask A [N, length + N] bool: the whole prefix, then own ancestors.
+def tree_pass(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a pass over the tree is given, above `length` committed tokens: tokens [N], positions
+    [N] and the mask [N, length + N] bool, None for a lone root; on the host.
 
-    Node i is written to slot length + i, so column length + j is node j.
+    Node i is written to slot length + i, sees the whole prefix, its ancestors and itself, and
+    stands at its distance from the start of the text. Not at its row: siblings stand at the same
+    position, and a rotary embedding at any other one gives other logits than decoding the path
+    token by token (the paper's own code has this wrong).
     """
-    prefix = ancestors.new_ones(len(ancestors), length)
-    return torch.cat([prefix, ancestors], dim=1)
+    n = len(tree)
+    tokens = torch.from_numpy(numpy.array(tree.tokens))
+    positions = torch.from_numpy(numpy.array(tree.depths) + length)
+    if n == 1:
+        return tokens, positions, None
+    mask = numpy.zeros((n, length + n), dtype=bool)
+    mask[:, :length] = True
+    mask[0, length] = True
+    for row in range(1, n):
+        mask[row] = mask[tree.parents[row]]  # a parent comes first, so its row is whole
+        mask[row, length + row] = True
+    return tokens, positions, torch.from_numpy(mask)
 
 
-def tree_positions(depths: Tensor, length: int) -> Tensor:
-    """Each node's position [N] int64, its distance from the start of the text.
-
-    Not its row: siblings stand at the same position, and a rotary embedding at any other one
-    gives other logits than decoding the path token by token (the paper's own code has this wrong).
-    """
-    return depths + length
-
-
-def accept(tree: Tree, scores: Scores, sampler: Sampler | None) -> tuple[list[int], list[int]]:
+def accept(
+    tree: Tree, scores: Scores, sampler: Sampler | None, acceptance: Acceptance, settings: Settings
+) -> tuple[list[int], list[int]]:
     """What a step commits: the accepted rows, root first, and the id that the target puts after
     each, the bonus token last.
 
-    scores: of the tree's rows. Raises NonFiniteLogits if the root's are not finite, so that an
-    error takes back nothing that was right; a path ends before any other row whose logits are not.
+    scores: of the tree's rows. acceptance: of sampled text; greedily no other is possible. Raises
+    NonFiniteLogits if the root's are not finite, so that an error takes back nothing that was
+    right; a path ends before any other row whose logits are not.
     """
-    best, predictions = scores.best()  # [N] each
     if sampler is None:
-        path, tokens = accept_greedy(tree, predictions)
+        path, tokens = accept_greedy(tree, scores.best.tolist())
     else:
-        path, tokens = accept_sampled(tree, scores.logits, sampler)
-    best = best.tolist()  # a row that holds inf or nan has it here
+        path, tokens = acceptance(tree, scores.logits, sampler, settings)
+    highest = scores.highest.tolist()  # a row that holds inf or nan has it here
     n_finite = 0
-    while n_finite < len(path) and math.isfinite(best[path[n_finite]]):
+    while n_finite < len(path) and math.isfinite(highest[path[n_finite]]):
         n_finite += 1
     if not n_finite:
         raise NonFiniteLogits(
@@ -77,25 +85,24 @@ def cut(tokens: list[int], eos_ids: Sequence[int], limit: int) -> list[int]:
     return tokens
 
 
-def accept_greedy(tree: Tree, predictions: Tensor) -> tuple[list[int], list[int]]:
+def accept_greedy(tree: Tree, best: list[int]) -> tuple[list[int], list[int]]:
     """The longest path that the target agrees with, and what it says after each of its rows.
 
-    predictions: [N] int64 on the host, the target's argmax after each node. Returns rows, root
-    first, and as many tokens, the bonus token last. A node agrees if its token is the prediction at
-    its parent; siblings carry distinct tokens, so the agreeing path is unique.
+    best: [N], the target's argmax after each node. Returns rows, root first, and as many tokens,
+    the bonus token last. A node agrees if its token is the best at its parent; siblings carry
+    distinct tokens, so the agreeing path is unique.
     """
-    tokens = tree.tokens.tolist()
-    parents = tree.parents.tolist()
-    predicted = predictions.tolist()
     path = [0]
-    for row in range(1, len(tokens)):  # a parent precedes its children, so one walk finds the path
+    for row in range(1, len(tree)):  # a parent precedes its children, so one walk finds the path
         last = path[-1]
-        if parents[row] == last and tokens[row] == predicted[last]:
+        if tree.parents[row] == last and tree.tokens[row] == best[last]:
             path.append(row)
-    return path, [predicted[row] for row in path]
+    return path, [best[row] for row in path]
 
 
-def accept_sampled(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
+def accept_sampled(
+    tree: Tree, logits: Tensor, sampler: Sampler, settings: Settings
+) -> tuple[list[int], list[int]]:
     """Accept a path so that the text is distributed as the target's own samples would be.
 
     logits: [N, V]. Returns the accepted rows, root first, and the token that follows each of them,
@@ -106,133 +113,67 @@ def accept_sampled(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[i
     left after the last one. Leviathan et al. 2023, section 2; DySpec, Algorithm 3, whose coin
     N(0, 1) is a misprint.
     """
-    families = list_families(tree)
-    chances, residuals = try_families(tree, families, logits, sampler)
+    # On a GPU launches take the time, so all rows are warped at once; else those that are reached
+    probs = sampler.warp(logits) if logits.device.type == "cuda" else None  # [N, V]
+
+    def target_probs(row: int) -> Tensor:
+        return sampler.warp(logits[row : row + 1])[0] if probs is None else probs[row]
+
     path = [0]
-    child = first_accepted(families.get(0, []), chances, sampler)
-    while child is not None:
-        path.append(child)
-        child = first_accepted(families.get(child, []), chances, sampler)
-    last = path[-1]
-    if last in families:
-        place = list(families).index(last)
-        residual = residuals[len(families[last]) - 1][place : place + 1]  # [1, V]
-    else:
-        residual = sampler.warp(logits[last : last + 1])
-    bonus = int(sampler.draw(residual, 1))
-    return path, [*tree.tokens[path[1:]].tolist(), bonus]
+    residual = target_probs(0)  # [V]
+    draft_probs = draft_probs_of(tree, 0, residual)  # [V], what the next child was drawn from
+    for row in range(1, len(tree)):  # a node's children stand after it, in their order
+        if tree.parents[row] != path[-1]:
+            continue
+        token = tree.tokens[row]
+        is_drawn = draft_probs is not None and not tree.are_retrieved[row]
+        chance, rest, mass = try_child(token, residual, draft_probs if is_drawn else None)
+        if sampler.coin() < chance:
+            path.append(row)
+            residual = target_probs(row)
+            draft_probs = draft_probs_of(tree, row, residual)
+        else:
+            residual = rest / mass
+            if is_drawn:
+                draft_probs = without(token, draft_probs)
+    bonus = int(sampler.draw(residual.unsqueeze(0), 1))
+    return path, [tree.tokens[row] for row in path[1:]] + [bonus]
 
 
-def list_families(tree: Tree) -> dict[int, list[int]]:
-    """The children of each row that has any, in order; the largest families first."""
-    families: dict[int, list[int]] = {}
-    for child, parent in enumerate(tree.parents.tolist()[1:], start=1):
-        families.setdefault(parent, []).append(child)
-    return dict(sorted(families.items(), key=lambda family: -len(family[1])))
+def draft_probs_of(tree: Tree, row: int, like: Tensor) -> Tensor | None:
+    """What a row's children were drawn from, [V], 0 for ids that the draft has not; None if it has
+    no drawn ones."""
+    slot = tree.draft_slots[row]
+    if slot < 0 or not tree.drawn_from:
+        return None
+    probs = tree.drawn_from[slot]
+    n_unknown = len(like) - len(probs)
+    return F.pad(probs, (0, n_unknown)) if n_unknown else probs
 
 
-def first_accepted(children: list[int], chances: dict[int, float], sampler: Sampler) -> int | None:
-    """The first child whose coin says yes."""
-    for child in children:
-        if sampler.coin() < chances[child]:
-            return child
-    return None
+def try_child(
+    token: int, residual: Tensor, drawn_from: Tensor | None
+) -> tuple[float, Tensor, float]:
+    """A child's chance of acceptance; what a rejection leaves of the target's distribution [V], and
+    how much that is. One read.
 
-
-def try_families(
-    tree: Tree, families: dict[int, list[int]], logits: Tensor, sampler: Sampler
-) -> tuple[dict[int, float], list[Tensor]]:
-    """Each child's chance, by row, if its elder siblings are rejected; and by rank the residuals
-    [families that have one of this rank, V] if it is rejected too.
-
-    No coin enters here, so the whole tree is tried at once, eldest children first, and read once.
+    drawn_from: [V]; None for a child that was not drawn, which is as if it had been drawn from a
+    distribution of probability 1 on itself.
     """
-    if not families:
-        return {}, []
-    drawn = drawn_rows(tree)
-    rows, slots, tokens, is_drawn = lay_out(tree, families, drawn, logits.device)
-    residual = sampler.warp(logits.index_select(0, rows))  # [P, V], of P families
-    draft_probs = None
-    if tree.draft_probs is not None:
-        n_unknown = residual.shape[1] - tree.draft_probs.shape[1]  # ids that the draft has not
-        draft_probs = F.pad(tree.draft_probs.index_select(0, slots), (0, n_unknown))  # [P, V]
-    order = []
-    chances = []
-    residuals = []
-    for rank in range(tokens.shape[1]):
-        members = [children[rank] for children in families.values() if len(children) > rank]
-        n = len(members)  # the first n families have one
-        token = tokens[:n, rank : rank + 1]  # [n, 1]
-        residual = residual[:n]
-        drawn_from = None
-        if any(drawn[child] for child in members):
-            drawn_from = draft_probs = draft_probs[:n]
-            draft_probs = without(token, draft_probs)
-            if not all(drawn[child] for child in members):
-                others = one_hot(token, residual.shape[1])
-                drawn_from = torch.where(is_drawn[:n, rank : rank + 1], drawn_from, others)
-        chance, residual = try_children(token, residual, drawn_from)
-        order += members
-        chances.append(chance)
-        residuals.append(residual)
-    return dict(zip(order, torch.cat(chances).tolist(), strict=True)), residuals
-
-
-def lay_out(
-    tree: Tree, families: dict[int, list[int]], drawn: list[bool], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of P families with C children or fewer: the parents' rows and draft slots [P] int64, the
-    children's tokens [P, C], and whether they were drawn [P, C] bool; by one copy."""
-    n_most = len(next(iter(families.values())))
-    tokens = tree.tokens.tolist()
-    slots = tree.draft_slots.tolist()
-    lines = []
-    for row, children in families.items():
-        padding = [0] * (n_most - len(children))
-        ids = [tokens[child] for child in children] + padding
-        are_drawn = [drawn[child] for child in children] + padding
-        lines.append([row, max(slots[row], 0)] + ids + are_drawn)
-    table = torch.tensor(lines).to(device, non_blocking=True)
-    return table[:, 0], table[:, 1], table[:, 2 : 2 + n_most], table[:, 2 + n_most :].bool()
-
-
-def drawn_rows(tree: Tree) -> list[bool]:
-    """Which nodes were drawn from the draft's distribution, not chosen by their rank."""
-    if tree.draft_probs is None:
-        return [False] * len(tree)
-    if tree.is_retrieved is None:
-        return [True] * len(tree)
-    return (~tree.is_retrieved).tolist()
-
-
-def one_hot(token: Tensor, n_ids: int) -> Tensor:
-    """A distribution [n, V] of probability 1 on each token [n, 1]."""
-    probs = torch.zeros(len(token), n_ids, device=token.device)
-    return probs.scatter_(1, token, 1.0)
-
-
-def without(token: Tensor, draft_probs: Tensor) -> Tensor:
-    """What the next sibling was drawn from, [n, V]: what the draw of a token [n, 1] has left."""
-    rest = draft_probs.scatter(1, token, 0.0)
-    return rest / rest.sum(dim=1, keepdim=True)
-
-
-def try_children(
-    token: Tensor, residual: Tensor, drawn_from: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """One child of each of n parents: its chance of acceptance [n], and what a rejection leaves of
-    the target's distribution [n, V].
-
-    token: [n, 1]. residual, drawn_from: [n, V]; None for children that were not drawn, which is as
-    if each had been drawn from a distribution of probability 1 on itself.
-    """
-    chance = residual.gather(1, token)
+    chance = residual[token]
     if drawn_from is None:
-        rest = residual.scatter(1, token, 0.0)
+        rest = residual.clone()
+        rest[token].zero_()
     else:
-        chance = chance / drawn_from.gather(1, token)
+        chance = chance / drawn_from[token]
         rest = (residual - drawn_from).clamp_(min=0.0)
-    mass = rest.sum(dim=1, keepdim=True)
+    chance, mass = torch.stack((chance, rest.sum())).tolist()
     # If nothing else is possible, only rounding keeps the ratio from 1
-    chance = chance.masked_fill(mass == 0, 1.0)
-    return chance.squeeze(1), rest / mass
+    return chance if mass else 1.0, rest, mass
+
+
+def without(token: int, draft_probs: Tensor) -> Tensor:
+    """What the next sibling was drawn from: what the draw of a token has left."""
+    rest = draft_probs.clone()
+    rest[token].zero_()
+    return rest / rest.sum()

@@ -4,14 +4,11 @@ drafts, verifies = count_passes(steps, commit="keep")
 depths = count_depths(steps)
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
-
 from cli.metrics import matches
-from draft_tree import Tree
 from dynatree import Step
 from engine.caches import CachePool
 
@@ -64,20 +61,16 @@ def count_calibration(steps: Sequence[Step]) -> dict[str, list[int]]:
 
     That is the draft's own, warped if they were drawn from it; auto's is its counted chance.
     """
-    drafted = torch.zeros(N_BINS, dtype=torch.int64)
-    matching = torch.zeros(N_BINS, dtype=torch.int64)
+    drafted = [0] * N_BINS
+    matching = [0] * N_BINS
     for step in steps[1:]:
         tree = step.tree
-        chances = (tree.logprobs[1:] - tree.logprobs[tree.parents[1:]]).exp()  # [N - 1]
-        bins = (chances * N_BINS).long().clamp(max=N_BINS - 1)
-        counts = are_drafted(tree)
-        drafted += bins[counts].bincount(minlength=N_BINS)
-        matching += bins[counts & matches(step)].bincount(minlength=N_BINS)
-    return {"drafted": drafted.tolist(), "matching": matching.tolist()}
-
-
-def are_drafted(tree: Tree) -> Tensor:
-    """Which nodes [N - 1], the root left out, are the draft's."""
-    if tree.is_retrieved is None:
-        return torch.ones(len(tree) - 1, dtype=torch.bool)
-    return ~tree.is_retrieved[1:]
+        are_matching = [False, *matches(step)]
+        for row in range(1, len(tree)):
+            if not tree.are_retrieved[row]:
+                above = tree.path_logprobs[tree.parents[row]]
+                chance = math.exp(tree.path_logprobs[row] - above)
+                bin = min(int(chance * N_BINS), N_BINS - 1)
+                drafted[bin] += 1
+                matching[bin] += are_matching[row]
+    return {"drafted": drafted, "matching": matching}

@@ -61,7 +61,7 @@ class Clock:
             return
         now = time.perf_counter()
         tokens = ids.flatten().tolist()
-        path = range(len(tokens))  # its last token is the target's own, as a bonus token is
+        path = list(range(len(tokens)))  # its last token is the target's own, as a bonus token is
         self.steps.append(Step(tokens, path=path, verify_ms=(now - self.last) * 1e3))
         self.last = now
 

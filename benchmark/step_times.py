@@ -11,6 +11,7 @@ Those rows are counted in counts.py.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,6 @@ from dynatree import Step, capture
 from engine.memory import in_bytes, memory_for
 from engine.passes import ROW_COUNTS
 from engine.scores import Scores
-from engine.stopwatch import Stopwatch
 from gpt_neox import GPTNeoX, KVCache
 
 COPY_BYTES = 2**28  # past every cache, so that memory itself is measured
@@ -83,7 +83,7 @@ def measure_step_times(
     draft_cache = _open_cache(draft, context)
     target_passes = [_forward(target, target_cache, n) for n in ROW_COUNTS]
     draft_passes = [_forward(draft, draft_cache, n) for n in ROW_COUNTS]
-    medians = median_ms(target_passes + draft_passes, Stopwatch(target.device), n_rounds)
+    medians = median_ms(target_passes + draft_passes, n_rounds)
     target.pool.take_back(target_cache.storage)
     draft.pool.take_back(draft_cache.storage)
     return StepTimes(
@@ -121,7 +121,7 @@ def _forward(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Tenso
     return forward
 
 
-def median_ms(passes: Sequence[Callable], watch: Stopwatch, n_rounds: int) -> list[float]:
+def median_ms(passes: Sequence[Callable], n_rounds: int) -> list[float]:
     """Each pass's median time, all in turn, n_rounds bursts of each; once before, to warm up."""
     for forward in passes:
         forward()
@@ -129,10 +129,9 @@ def median_ms(passes: Sequence[Callable], watch: Stopwatch, n_rounds: int) -> li
     for _ in range(n_rounds):
         for i, forward in enumerate(passes):
             for _ in range(BURST):
-                watch.restart()
-                with watch.verify:
-                    forward()
-                samples[i].append(watch.verify.ms())
+                start = time.perf_counter()
+                forward()  # what it says is read, so a device has come to its end
+                samples[i].append((time.perf_counter() - start) * 1e3)
     return [statistics.median(ms) for ms in samples]
 
 
@@ -151,11 +150,11 @@ def copy_bandwidth(device: torch.device) -> float:
     with memory_for(f"a copy of {in_bytes(COPY_BYTES)} (for table steps and column predicted)"):
         source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
         copy = torch.empty_like(source)
-    watch = Stopwatch(device)
     ms = []
     for _ in range(6):
-        watch.restart()
-        with watch.verify:
-            copy.copy_(source)
-        ms.append(watch.verify.ms())
+        start = time.perf_counter()
+        copy.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        ms.append((time.perf_counter() - start) * 1e3)
     return 2 * COPY_BYTES / statistics.median(ms[1:]) / 1e6  # the first one touches new memory

@@ -155,7 +155,8 @@ def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float |
     try:
         target = pair.float32_target
         cache = target.new_cache(min(len(ids), window.full))
-        best, second = window.prefill(target, list(ids), cache).logits[0].topk(2).values.tolist()
+        logits = window.read_prompt(target, list(ids), cache).logits[0]
+        best, second = logits.topk(2).values.tolist()
         target.pool.take_back(cache.storage)
     except OutOfMemory:
         return None

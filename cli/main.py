@@ -143,9 +143,7 @@ def summarise_step(step: Step) -> str:
     """The line above a drawn tree."""
     n_accepted = len(step.path) - 1
     ms = step.draft_ms + step.verify_ms + step.other_ms
-    n_retrieved = 0
-    if step.tree.is_retrieved is not None:
-        n_retrieved = int(step.tree.is_retrieved.sum())
+    n_retrieved = sum(step.tree.are_retrieved)
     sources = f"{step.n_drafted - n_retrieved} drafted, {n_retrieved} retrieved +"
     accepted = f"{n_accepted} of {step.n_drafted} accepted ({sources})"
     return f"{accepted}, depth {step.tree.depth}, {ms:.1f} ms"
@@ -233,45 +231,46 @@ def warn_of_length(n_prompt: int, n_new: int, window: Window, pair: Pair) -> Non
         )
 
 
-def execute(args: argparse.Namespace) -> int:
+def write(args: argparse.Namespace) -> int:
     """The command line, once parsed. Returns the exit status."""
-    return on_ranks(write, args)
+    with on_ranks() as mail:
+        request, settings, reported = prepare(args, mail)
+        trace = None
+        if args.page or args.trace:
+            trace = Trace(request.pair.tokenizer, settings, request.options["eos_ids"])
+        if args.compare:  # warm up, so that whichever is first does not pay for it
+            for warm_up in (settings, reference_of(request, settings)):
+                list(islice(request.decode(warm_up), WARM_UP_STEPS))
+        is_compared = args.compare and args.strict and not request.options["sampling"]
+        digests = Digests() if is_compared else None
+        written = Tally()
+        comparison = None
+        is_interrupted = True  # or failed, until all is done
+        with interrupts(raised=False):  # but where the work is: what was written is not to be lost
+            try:
+                stream(request, settings, args, written, digests, trace)
+                if args.compare:
+                    comparison = compare_aloud(request, settings, written, digests)
+                is_interrupted = False
+            finally:
+                if written.ids and (args.json or trace):
+                    found = report(request, written, comparison)
+                    found |= {"settings": reported, "interrupted": is_interrupted}
+                    hand_over(found, request, settings, args, trace)
+        is_exact = args.strict or request.pair.target.dtype == torch.float32  # or ought to be
+        return int(comparison is not None and comparison.is_wrong and is_exact)
 
 
-def write(args: argparse.Namespace, mail: Mail | None) -> int:
-    """The same, with the other ranks if there are any."""
-    request, settings, reported = prepare(args, mail)
-    trace = None
-    if args.page or args.trace:
-        trace = Trace(request.pair.tokenizer, settings, request.options["eos_ids"])
-    if args.compare:  # warm up, so that whichever is first does not pay for it
-        for warm_up in (settings, reference_of(request, settings)):
-            list(islice(request.decode(warm_up), WARM_UP_STEPS))
-    is_compared = args.compare and args.strict and not request.options["sampling"]
-    digests = Digests() if is_compared else None
-    written = Tally()
-    comparison = None
-    is_interrupted = True  # or failed, until all is done
-    with interrupts(raised=False):  # but where the work is: what was written is not to be lost
-        try:
-            stream(request, settings, args, written, digests, trace)
-            if args.compare:
-                comparison = compare_aloud(request, settings, written, digests)
-            is_interrupted = False
-        finally:
-            if written.ids and (args.json or trace):
-                found = report(request, written, comparison)
-                found |= {"settings": reported, "interrupted": is_interrupted}
-                if args.json:
-                    print(json.dumps(found), flush=True)
-                if trace:
-                    found |= {"command": args.command, "meanings": meanings(settings)}
-                    found["base"] = describe_base(settings)
-                    save_trace(trace.as_json(request.prompt, found), args.page, args.trace)
-    is_exact = args.strict or request.pair.target.dtype == torch.float32  # or ought to be
-    if comparison and comparison.is_wrong and is_exact:
-        return 1
-    return 0
+def hand_over(
+    found: dict, request: Request, settings: Settings, args: argparse.Namespace, trace: Trace | None
+) -> None:
+    """Print what --json is to say, and write the page and the trace."""
+    if args.json:
+        print(json.dumps(found), flush=True)
+    if trace:
+        found |= {"command": args.command, "meanings": meanings(settings)}
+        found["base"] = describe_base(settings)
+        save_trace(trace.as_json(request.prompt, found), args.page, args.trace)
 
 
 def compare_aloud(
@@ -317,4 +316,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     words = sys.argv[1:] if arguments is None else arguments
     parser.set_defaults(command=[parser.prog, *words])  # the page says how to run it again
-    return run_command_line(execute, parser, arguments)
+    return run_command_line(write, parser, arguments)

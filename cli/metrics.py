@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 
 import torch
-from torch import Tensor
 
 from draft_tree import DynaTree, Settings
 from dynatree import Step
@@ -144,18 +143,19 @@ def matching(steps: Sequence[Step]) -> float:
     n_matching = 0
     n_drafted = 0
     for step in steps[1:]:
-        n_matching += int(matches(step).sum())
+        n_matching += sum(matches(step))
         n_drafted += step.n_drafted
     if not n_drafted:
         return 0.0
     return n_matching / n_drafted
 
 
-def matches(step: Step) -> Tensor:
-    """Which nodes [N - 1] of an iteration's tree, the root left out, hold the token that the target
-    likes best after their own path, whether or not that path is accepted."""
+def matches(step: Step) -> list[bool]:
+    """Which nodes of an iteration's tree, the root left out, hold the token that the target likes
+    best after their own path, whether or not that path is accepted."""
     tree = step.tree
-    return tree.tokens[1:] == step.predictions[tree.parents[1:]]
+    liked = [step.predictions[parent] for parent in tree.parents[1:]]
+    return [token == best for token, best in zip(tree.tokens[1:], liked, strict=True)]
 
 
 def code_acceptance(settings: Settings, tokens_per_iter: float) -> float | None:

@@ -1,11 +1,12 @@
 """A command line under torchrun: rank 0 carries it out, the others compute the target with it.
 
-def execute(args):
-    return on_ranks(write, args)  # write(args, mail), mail None without torchrun
+with on_ranks() as mail:  # None without torchrun
+    ...
 """
 
-import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from cli.interrupts import interrupts
@@ -13,15 +14,18 @@ from parallel.ranks import joined
 from parallel.target import Mail, directing, follow
 
 
-def on_ranks(
-    execute: Callable[[argparse.Namespace, Mail | None], int], args: argparse.Namespace
-) -> int:
-    """Carry out a command line, once parsed. Returns the exit status."""
+@contextmanager
+def on_ranks() -> Iterator[Mail | None]:
+    """What tells the other ranks, as long as the block runs; None if there are none.
+
+    Every other rank does not come to the block: it follows, and then ends with status 0.
+    """
     with joined(partial(interrupts, raised=False)) as ranks:
         if ranks is None:
-            return execute(args, None)
-        if ranks.index:
+            yield None
+        elif ranks.index:
             follow(ranks)
-            return 0
-        with directing(ranks) as mail:
-            return execute(args, mail)
+            sys.exit(0)
+        else:
+            with directing(ranks) as mail:
+                yield mail

@@ -5,6 +5,7 @@ print(stream.push(step.tokens), end="")
 """
 
 import dataclasses
+import math
 import os
 import re
 import textwrap
@@ -71,10 +72,9 @@ def draw_tree(
     tree: Tree, path: Sequence[int], bonus: int, tokenizer: Tokenizer, is_colored: bool
 ) -> str:
     """One iteration's tree, a line per node: token, p(path), * if accepted, + if retrieved."""
-    parents = tree.parents.tolist()
-    children: list[list[int]] = [[] for _ in parents]
-    for row in range(1, len(parents)):
-        children[parents[row]].append(row)
+    children: list[list[int]] = [[] for _ in tree.parents]
+    for row in range(1, len(tree)):
+        children[tree.parents[row]].append(row)
     lines: list[str] = []
 
     def visit(row: int, lead: str, branch: str, below: str) -> None:
@@ -95,10 +95,10 @@ def draw_tree(
 
 def describe_node(tree: Tree, row: int, is_accepted: bool, tokenizer: Tokenizer) -> str:
     """A node's token, p(path) and marks."""
-    label = f"{quoted(tokenizer, int(tree.tokens[row]))} {tree.logprobs[row].exp():.2f}"
+    label = f"{quoted(tokenizer, tree.tokens[row])} {math.exp(tree.path_logprobs[row]):.2f}"
     if is_accepted:
         label += " *"
-    if tree.is_retrieved is not None and tree.is_retrieved[row]:
+    if tree.are_retrieved[row]:
         label += " +"
     return label
 
@@ -123,9 +123,9 @@ def describe(methods: dict[str, type]) -> str:
         title = (settings.__doc__ or "").splitlines()[0].removeprefix(f"{name}: ")
         lines.append(textwrap.fill(f"  {name}: {title}", 80, subsequent_indent=" " * 4))
         for f in dataclasses.fields(settings):
-            value = f"{f.name}={f.default}"
+            value = f"{f.name}={f.type(f.default)}"
             line = f"    {value:<13} {f.metadata['meaning']}"
-            if not isinstance(f.default, bool):
+            if f.type is not bool:
                 line += f" ({describe_range(f.metadata)})"
             lines.append(textwrap.fill(line, 80, subsequent_indent=" " * 18))
     return "\n".join(lines)

@@ -5,32 +5,27 @@
         trace.add(step)
     trace.iterations  # the schema is in docs/page.md
 
-Gates are told by the rules themselves while a tree grows; only by elimination is it found here that
-the budget of rows was used up, or that no level was left.
+The gates are those that the tree was grown by; only by elimination is it found here that the budget
+of rows was used up, or that no level was left.
 
-Shapes: W rows of one level, k candidates per row.
+Shapes: n rows of one level, k candidates per row.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 
-import torch
+import numpy
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from cli.terminal import TextStream
-from draft_tree import Gates, Level, Settings, Tree
+from draft_tree import Gates, Level, Rule, Settings, Tree
 from dynatree import Step
 from methods.retrieval import Graft, parse_base
 
-FORMAT = {"name": "dynatree-trace", "version": 1}
+FORMAT = {"name": "dynatree-trace", "version": 2}
 MOST_DROPPED = 48  # candidates that are listed per tree, the likeliest; the rest is counted
-RANK_GATES = ("confidence", "width")  # that let so many of a node's candidates pass: B(u)
-BUDGETS = ("N_max", "N")  # settings that say how many rows a tree may have
-DEPTHS = ("D_max", "D", "widths", "K")  # and how many levels
-OF_ROWS = "rows"  # the budget, where no one setting says it
-NO_LEVEL_LEFT = "limit"  # the end of the text, a window about to drop, or what is strict
+NO_LEVEL_LEFT = Rule.deepest  # the end of the text, a window about to drop, or what is strict
 
 
 @dataclass(frozen=True)
@@ -38,9 +33,8 @@ class Seen:
     """A level as it was added: its gates by name, True where a candidate passed."""
 
     level: Level
-    candidates: Tensor  # [W, k]
-    dropping: Gates
-    stopping: Gates
+    to_add: Gates
+    to_grow: Gates
     is_full: bool
 
 
@@ -63,36 +57,23 @@ class Trace:
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer)
         self.hidden_ids = tuple(hidden_ids)
-        drafting = base_of(settings) or settings
-        self.budget = name_of(settings, BUDGETS) or OF_ROWS
-        self.drafting_budget = name_of(drafting, BUDGETS) or self.budget
-        self.deepest = name_of(drafting, DEPTHS) or NO_LEVEL_LEFT
-        if drafting is not settings and self.drafting_budget == self.budget:
-            self.budget = OF_ROWS  # of two settings of this name, the smaller one
+        self.rule = settings.rule()  # what its settings are called
         self.iterations: list[dict] = []
         self.used_ids: set[int] = set()
         # All else is of the tree that grows
-        self.standing: Mapping[str, float | str] = {}
+        self.state: Mapping[str, float | str] = {}
         self.n_levels = 0
         self.max_depth = 0
         self.levels: list[Seen] = []
-        self.dropping: dict[str, Tensor | bool] = {}
-        self.stopping: dict[str, Tensor | bool] = {}
 
-    def begin(self, standing: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
-        self.standing = standing
+    def begin(self, state: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
+        self.state = state
         self.n_levels = n_levels
         self.max_depth = max_depth
         self.levels = []
 
-    def gates(self, dropping: Gates, stopping: Gates) -> None:
-        self.dropping |= dropping
-        self.stopping |= stopping
-
-    def level(self, level: Level, candidates: Tensor, is_full: bool) -> None:
-        self.levels.append(Seen(level, candidates, self.dropping, self.stopping, is_full))
-        self.dropping = {}
-        self.stopping = {}
+    def level(self, level: Level, to_add: Gates, to_grow: Gates, is_full: bool) -> None:
+        self.levels.append(Seen(level, to_add, to_grow, is_full))
 
     def add(self, step: Step) -> None:
         """What the step that the last tree led to has added to the text."""
@@ -105,11 +86,11 @@ class Trace:
         self.used_ids.update(step.tokens)
         if step.tree:
             found |= {
-                "path": list(step.path),
+                "path": step.path,
                 "bonus": step.bonus,
-                "standing": {name: short(value) for name, value in self.standing.items()},
-                "draft_rows": list(step.draft_rows),
-                "tree": self.tree(step.tree, step.predictions.tolist()),
+                "state": {name: short(value) for name, value in self.state.items()},
+                "draft_rows": step.draft_rows,
+                "tree": self.tree(step.tree, step.predictions),
             }
             self.used_ids.add(step.bonus)
         self.iterations.append(found)
@@ -124,30 +105,26 @@ class Trace:
 
     def tree(self, tree: Tree, predictions: list[int]) -> dict:
         """A tree row by row, and the candidates that are not in it."""
-        tokens = tree.tokens.tolist()
-        parents = tree.parents.tolist()
-        slots = tree.draft_slots.tolist()
+        tokens, slots = tree.tokens, tree.draft_slots
         proposed = self.candidates()
         of_row = {}
         for row in range(1, len(tokens)):
-            of_row[row] = proposed.pop((slots[parents[row]], tokens[row]), None)
+            of_row[row] = proposed.pop((slots[tree.parents[row]], tokens[row]), None)
         self.used_ids.update(tokens + predictions)
         confidence, breadth = self.look_at_rows(slots)
-        retrieved = []
-        if tree.is_retrieved is not None:
-            retrieved = tree.is_retrieved.nonzero().flatten().tolist()
+        retrieved = [row for row in range(len(tree)) if tree.are_retrieved[row]]
         stopped = [None] * len(tokens)
         if self.max_depth < 1:
             stopped[0] = NO_LEVEL_LEFT
         elif self.n_levels and not self.levels:
-            stopped[0] = self.drafting_budget
+            stopped[0] = self.rule.budget
         for row, candidate in of_row.items():
             if candidate and slots[row] < 0 and row not in retrieved:
                 stopped[row] = candidate.stopped
         return {
             "tokens": tokens,
-            "parents": parents,
-            "p": [short(p) for p in tree.logprobs.exp().tolist()],
+            "parents": tree.parents,
+            "p": [short(math.exp(logprob)) for logprob in tree.path_logprobs],
             "slots": slots,
             "retrieved": retrieved,
             "target": predictions,
@@ -163,7 +140,7 @@ class Trace:
         found = []
         for c in candidates:
             if c.p > 0 and c.slot in slots:
-                gate = c.dropped or self.budget
+                gate = c.dropped or self.rule.budget
                 found.append([slots.index(c.slot), c.token, short(c.p), gate])
         found.sort(key=lambda entry: -entry[2])
         listed = found[:MOST_DROPPED]
@@ -175,11 +152,11 @@ class Trace:
         found = {}
         slot = 0
         for seen in self.levels:
-            shape = seen.candidates.shape
-            ids = seen.candidates.tolist()
-            p = seen.level.path_logprobs.exp().tolist()
-            dropped = first_closed(seen.dropping, shape)
-            stopped = first_closed(seen.stopping, shape)
+            shape = seen.level.tokens.shape
+            ids = seen.level.tokens.tolist()
+            p = numpy.exp(seen.level.path_logprobs).tolist()
+            dropped = first_closed(seen.to_add, shape)
+            stopped = first_closed(seen.to_grow, shape)
             for row in range(shape[0]):
                 for rank, token in enumerate(ids[row]):
                     gate = stopped[row][rank] or self.no_more(seen)
@@ -191,8 +168,8 @@ class Trace:
     def no_more(self, seen: Seen) -> str | None:
         """What stops a whole level, whatever its candidates are."""
         if seen.level.depth + 1 < self.n_levels:
-            return self.drafting_budget if seen.is_full else None
-        return NO_LEVEL_LEFT if self.n_levels == self.max_depth else self.deepest
+            return self.rule.budget if seen.is_full else None
+        return NO_LEVEL_LEFT if self.n_levels == self.max_depth else self.rule.deepest
 
     def look_at_rows(self, slots: list[int]) -> tuple[list, list]:
         """By row c(u), the draft's probability of its best guess, and B(u), the candidates its rank
@@ -202,9 +179,16 @@ class Trace:
         breadth = []
         for seen in self.levels:
             confidence += best_guesses(seen.level)
-            breadth += allowed_ranks(seen)
+            breadth += self.allowed_ranks(seen)
         by_row = [None if slot < 0 else confidence[slot] for slot in slots]
         return by_row, [None if slot < 0 else breadth[slot] for slot in slots]
+
+    def allowed_ranks(self, seen: Seen) -> list[int | None]:
+        """B(u) [n]."""
+        gate = seen.to_add.get(self.rule.rank_gate)
+        if gate is None:
+            return [None] * len(seen.level.tokens)
+        return gate.sum(axis=1).tolist()
 
     def vocabulary(self) -> dict[str, str]:
         """The text of every id that is named."""
@@ -229,27 +213,18 @@ class Trace:
 
 
 def best_guesses(level: Level) -> list[float | None]:
-    """c(u) [W]; None where what was drawn need not be the best, or the draft overflowed."""
+    """c(u) [n]; None where what was drawn need not be the best, or the draft overflowed."""
     if level.is_drawn:
         return [None] * len(level.logprobs)
-    return [short(p) for p in level.logprobs[:, 0].exp().tolist()]
-
-
-def allowed_ranks(seen: Seen) -> list[int | None]:
-    """B(u) [W]."""
-    for name in RANK_GATES:
-        if name in seen.dropping:
-            is_wanted = torch.as_tensor(seen.dropping[name]).expand(seen.candidates.shape)
-            return is_wanted.sum(dim=1).tolist()
-    return [None] * len(seen.candidates)
+    return [short(p) for p in numpy.exp(level.logprobs[:, 0]).tolist()]
 
 
 def first_closed(gates: Gates, shape: tuple[int, ...]) -> list[list[str | None]]:
-    """The first gate [W, k] that did not let a candidate pass."""
+    """The first gate [n, k] that did not let a candidate pass."""
     found: list[list[str | None]] = [[None] * shape[1] for _ in range(shape[0])]
     for name, is_open in gates.items():
-        is_closed = torch.as_tensor(is_open).logical_not().expand(shape)
-        for row, rank in is_closed.nonzero().tolist():
+        is_closed = ~numpy.broadcast_to(is_open, shape)
+        for row, rank in numpy.argwhere(is_closed).tolist():
             found[row][rank] = found[row][rank] or name
     return found
 
@@ -259,14 +234,6 @@ def short(value: float | str) -> float | str | None:
     if not isinstance(value, float):
         return value
     return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def name_of(settings: Settings, names: Iterable[str]) -> str | None:
-    """The first of these that is a setting."""
-    for name in names:
-        if hasattr(settings, name):
-            return name
-    return None
 
 
 def base_of(settings: Settings) -> Settings | None:

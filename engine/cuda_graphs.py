@@ -10,7 +10,7 @@ nothing of this. Without a capture the same code runs eagerly, which is also how
 there is no GPU.
 
     passes = FixedPasses(run, kv, turns, vocab_size=50304)
-    use = Use(n_rows=64, n_ranked=3)
+    use = Use(n_rows=64, ranking=Ranking(3))
     passes.capture(range(200, 901), scratch=200, use=use)
     scores = passes.forward(tokens, positions, mask, start, 1, use)
 
@@ -35,7 +35,7 @@ from engine.passes import (
     row_count,
     slot_count,
 )
-from engine.scores import Scores, rank
+from engine.scores import Ranking, Scores, rank, read_ranked
 from engine.strict import NEAR, near_slots, open_sight
 
 # Every graph: destroying one frees a cuBLAS workspace that the others on its stream go on using
@@ -128,8 +128,11 @@ class FixedPasses:
         shape = Shape(row_count(max(n, use.min_rows)), n_slots, use.is_strict)
         self.upload(shape, tokens, positions, mask, start)
         self.do(self.run_pass, shape)
-        ranked = self.do(self.rank, row_count(n), use.n_ids, use.n_ranked)
-        return Scores(self.logits[n - n_last : n, : use.n_ids], ranked[n - n_last : n])
+        logits = self.logits[n - n_last : n, : use.n_ids]
+        if not use.ranking.is_read:
+            return Scores(logits)
+        ranked = self.do(self.rank, row_count(n), use.n_ids, use.ranking)
+        return read_ranked(logits, ranked[n - n_last : n])
 
     def upload(
         self, shape: Shape, tokens: Tensor, positions: Tensor, mask: Tensor | None, start: int
@@ -166,11 +169,13 @@ class FixedPasses:
         logits = run(inputs.tokens, inputs.positions, self.kv, self.turns, slots, bias)
         self.logits[: shape.n_rows].copy_(logits)
 
-    def rank(self, n_rows: int, n_ids: int, n_ranked: int) -> Tensor:
-        """What the host wants of its logits, [n_rows, 2 + 2 n_ranked]."""
-        return rank(self.logits[:n_rows, :n_ids], n_ranked)
+    def rank(self, n_rows: int, n_ids: int, ranking: Ranking) -> Tensor:
+        """What the host wants of its logits, [n_rows, 2 + 2 k]."""
+        return rank(self.logits[:n_rows, :n_ids], ranking)
 
-    def do(self, step: Callable[..., Tensor | None], *arguments: Shape | int) -> Tensor | None:
+    def do(
+        self, step: Callable[..., Tensor | None], *arguments: Shape | int | Ranking
+    ) -> Tensor | None:
         """One of these two: its replay where it has been captured."""
         if not self.is_replaying:
             return step(*arguments)
@@ -217,9 +222,10 @@ class FixedPasses:
                 if n_rows >= use.min_rows:
                     shape = Shape(n_rows, n_slots, use.is_strict)
                     wanted["run_pass", shape] = partial(self.run_pass, shape)
-        for n_rows in counts:
-            ranked = (n_rows, use.n_ids, use.n_ranked)
-            wanted["rank", *ranked] = partial(self.rank, *ranked)
+        if use.ranking.is_read:
+            for n_rows in counts:
+                ranked = (n_rows, use.n_ids, use.ranking)
+                wanted["rank", *ranked] = partial(self.rank, *ranked)
         return {key: step for key, step in wanted.items() if key not in self.captured}
 
     def upload_nothing(self, shape: Shape | int, scratch: int) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.scores import Scores
+from engine.scores import Ranking, Scores, scores_of
 from engine.strict import Sight, first_near, near_slots, open_sight
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -46,7 +46,7 @@ class Use(NamedTuple):
     n_rows: int = ROW_COUNTS[-1]  # of the widest
     min_rows: int = 1  # to which every pass is padded at least
     n_ids: int = sys.maxsize  # of the vocabulary, the first so many count
-    n_ranked: int = 0  # candidates wanted of each row
+    ranking: Ranking = Ranking()  # what is wanted of each row
     is_strict: bool = False  # each row's bits are to depend on its position and its keys alone
 
 
@@ -108,7 +108,7 @@ class PaddedPasses:
         positions = F.pad(positions, (0, m - n)).to(self.kv.device)
         first = max(min(n - n_last, m - use.min_rows), 0)  # the head's product is one of rows, too
         logits = self.run()(tokens, positions, self.kv, self.turns, start, bias, first)
-        return Scores(logits[n - n_last - first : n - first, : use.n_ids].float())
+        return scores_of(logits[n - n_last - first : n - first, : use.n_ids].float(), use.ranking)
 
 
 def strict_sight(positions: Tensor, mask: Tensor | None, m: int, device: torch.device) -> Sight:

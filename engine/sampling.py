@@ -11,7 +11,9 @@ decoding is argmax and never comes here.
 import math
 from dataclasses import dataclass
 
+import numpy
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 ONE = 2**40  # the probability 1 in whole numbers
@@ -96,6 +98,37 @@ class Sampler:
         times.clamp_min_(torch.finfo(times.dtype).tiny)  # 0 / 0 would win
         return (probs / times).topk(k, dim=-1).indices
 
+    def propose(self, logits: Tensor, k: int) -> tuple[ndarray, ndarray, Tensor]:
+        """k tokens drawn from each row of the draft's logits [n, V]: ids [n, k] int64 in draw order
+        and log-probabilities [n, k] float32, on the host by one read; and what they were drawn
+        from, [n, V]."""
+        probs = self.warp_draft(logits)
+        drawn = self.draw(probs, min(k, probs.shape[1]))
+        chances = probs.gather(1, drawn)
+        if probs.device.type == "cpu":
+            ids, chances = drawn.numpy(), chances.numpy()
+        else:  # an id below 2^24 is exact in float32
+            ids, chances = torch.stack((drawn.float(), chances)).cpu().numpy()
+        with numpy.errstate(divide="ignore"):
+            return ids.astype(numpy.int64, copy=False), numpy.log(chances), probs
+
     def coin(self) -> float:
         """Uniform on [0, 1)."""
         return torch.rand((), generator=self.coins).item()
+
+
+def value_draws(logprobs: ndarray, above: ndarray) -> ndarray:
+    """Log values [n, k] of drawn candidates, each known before it is drawn (DySpec, Eq. 9 and 11).
+
+    The chance that the path is accepted and every elder sibling is not, if the draft is right: the
+    path's probability, times what the elder siblings have left undrawn. logprobs: [n, k], of each
+    candidate, -inf if it cannot be drawn. above: [n, 2], log p(u) and value of the rows.
+    """
+    probs = numpy.exp(logprobs)
+    elder = numpy.zeros_like(probs)
+    elder[:, 1:] = probs[:, :-1].cumsum(axis=1)  # without its own, even in rounding
+    with numpy.errstate(divide="ignore"):
+        values = above[:, :1] + numpy.log((1 - elder).clip(min=0))
+    # What is left may round up: nothing is worth more than its parent or its elder sibling
+    values = numpy.minimum.accumulate(numpy.minimum(values, above[:, 1:]), axis=1)
+    return numpy.where(probs > 0, values, -math.inf)

@@ -12,13 +12,16 @@ class Chain:
 
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
+from functools import cache
+from typing import get_type_hints
 
 SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 Words = Callable[[], Sequence[str]]  # told when they are asked for, not before
 
 
 def setting(default: float, low: float, high: float, meaning: str) -> float:
-    """A dataclass field for one setting, with its range (both ends allowed) and its meaning."""
+    """A dataclass field for one setting, with its range (both ends allowed) and its meaning. Its
+    type is the annotation's: `p: float = setting(1, 0, 1, ...)` is 1.0."""
     return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
 
 
@@ -40,13 +43,23 @@ def text(
     return field(default=default, metadata=metadata)
 
 
+@cache
+def types_of(kind: type) -> dict[str, type]:
+    """Of each field of a settings dataclass, as it is annotated."""
+    return get_type_hints(kind)
+
+
 def check_settings(settings: object) -> None:
-    """Raise ValueError for a setting of the wrong type or outside its range."""
+    """Raise ValueError for a setting of the wrong type or outside its range; a whole number where
+    a float is due becomes one."""
+    types = types_of(type(settings))
     for f in fields(settings):
         value = getattr(settings, f.name)
-        kind = type(f.default)
-        if kind is not float and type(value) is not kind:
-            raise ValueError(f"{f.name}={value} is not of type {kind.__name__}")
+        if types[f.name] is float and type(value) is int:
+            value = float(value)
+            object.__setattr__(settings, f.name, value)  # it is frozen for everyone else
+        if type(value) is not types[f.name]:
+            raise ValueError(f"{f.name}={value} is not of type {types[f.name].__name__}")
         if "options" in f.metadata:
             known = f.metadata["options"]()
             if value not in known:
@@ -65,12 +78,21 @@ def check_settings(settings: object) -> None:
             raise ValueError(f"{f.name}={value} is outside {low} to {high}")
 
 
+def require_order(settings: object, order: str) -> None:
+    """Raise ValueError unless settings stand in this order, as "D0 <= D_max", each pair of them."""
+    words = order.split()
+    for low, sign, high in zip(words[::2], words[1::2], words[2::2], strict=False):
+        a, b = getattr(settings, low), getattr(settings, high)
+        if not (a < b or (sign == "<=" and a == b)):
+            raise ValueError(f"{low}={a} and {high}={b} break {low} {sign} {high}")
+
+
 def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
     """What NAME=VALUE assignments give the fields of a settings dataclass, ranges not checked.
 
     Raises ValueError naming the assignment that is wrong.
     """
-    types = {f.name: type(f.default) for f in fields(kind)}
+    types = types_of(kind)
     values = {}
     for assignment in assignments:
         name, _, word = assignment.partition("=")

@@ -9,15 +9,16 @@ A drop happens at fixed counts of committed tokens, and no iteration commits acr
 decodes over exactly the cache that ar has, and its text is ar's over the same window.
 
     window = Window(size=256, sinks=4)
-    scores = window.prefill(target, visible, cache)
+    scores = window.read_prompt(target, visible, cache)
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from numpy import ndarray
 
 from engine.scores import Scores
 
@@ -34,7 +35,7 @@ class Model(Protocol):
     """GPTNeoX, as far as a window sees it."""
 
     def prefill(
-        self, tokens: list[int], cache: Cache, read: Callable[[Tensor, Scores], None] | None
+        self, tokens: list[int], cache: Cache, read: Callable[[list[int], ndarray], None] | None
     ) -> Scores: ...
 
     def forget(self, cache: Cache, start: int, n: int) -> None: ...
@@ -69,12 +70,12 @@ class Window:
         del visible[self.sinks : self.sinks + self.slack]
         return True
 
-    def prefill(
+    def read_prompt(
         self,
         model: Model,
         visible: list[int],
         cache: Cache,
-        read: Callable[[Tensor, Scores], None] | None = None,
+        read: Callable[[list[int], ndarray], None] | None = None,
     ) -> Scores:
         """GPTNeoX.prefill of a text of any length into an empty cache; `visible` keeps its ids.
 
@@ -84,7 +85,7 @@ class Window:
             piece = visible[cache.length : self.full]
             scores = model.prefill(piece, cache, read)
             self.drop(model, visible, cache)
-            if cache.length == len(visible) or scores.best()[0].isnan():
+            if cache.length == len(visible) or math.isnan(scores.highest[0]):
                 return scores
 
 

@@ -27,14 +27,13 @@ Shapes: N tree rows, V vocabulary, W rows of one level, k candidates per row.
 import math
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from operator import attrgetter
 
-import torch
-from torch import Tensor
+import numpy
+from numpy import ndarray
 
-from draft_tree import CERTAIN, MAX_ROWS, Level, Rule, Tree, mark_ancestors
-from engine.scores import Scores
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Tree, lone
 from engine.settings import check_settings, setting
+from methods.ngrams import Context, NGrams
 
 # What an iteration's time is made of, in this order wherever costs are listed
 STEP, TREE, ROW, DRAFTING, LEVEL = range(5)
@@ -52,13 +51,13 @@ class Costs:
 
     def __init__(self, first_guess: list[float]):
         """first_guess: each cost, in steps of ar."""
-        self.weights = torch.tensor(first_guess, dtype=torch.float64)  # [5]
-        self.spread = torch.diag((self.weights * 0.5).square())  # [5, 5], how unsure they are
+        self.weights = numpy.array(first_guess)  # [5]
+        self.spread = numpy.diag((self.weights * 0.5) ** 2)  # [5, 5], how unsure they are
         self.n_seen = 0
 
     def predict(self, work: list[float]) -> float:
         """Milliseconds; before the first iteration, steps of ar."""
-        return sum(w * x for w, x in zip(self.weights.tolist(), work, strict=True))
+        return float(self.weights @ work)
 
     def fit(self, work: list[float], ms: float) -> float:
         """Take in one iteration.
@@ -77,14 +76,14 @@ class Costs:
 
     def correct(self, work: list[float], ms: float) -> None:
         """Move the weights towards what this iteration took (recursive least squares)."""
-        x = torch.tensor(work, dtype=torch.float64)
+        x = numpy.array(work)
         expected = self.predict(work)
         limit = 0.5 * expected
         error = min(max(ms - expected, -limit), limit)  # a hiccup is no cost
         gain = self.spread @ x
         gain /= x @ gain + (0.2 * expected) ** 2
-        self.weights = (self.weights + gain * error).clamp(min=1e-9)
-        self.spread -= torch.outer(gain, x @ self.spread)
+        self.weights = (self.weights + gain * error).clip(min=1e-9)
+        self.spread -= numpy.outer(gain, x @ self.spread)
 
 
 @dataclass
@@ -104,7 +103,7 @@ class Worth:
 
 
 # Candidates are counted in bins, each with a first guess: the draft's by its confidence in them ...
-CONFIDENCE = torch.tensor([0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])  # bounds of the bins
+CONFIDENCE = numpy.array([0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95], numpy.float32)  # bounds
 DRAFT_GUESS = (0.02, 0.07, 0.14, 0.27, 0.45, 0.65, 0.8, 0.93, 0.98)
 # ... and the n-grams' by the tokens of context it knows and the rank of the candidate there
 NGRAM_GUESS = ((0.45, 0.1, 0.05, 0.03), (0.75, 0.08, 0.03, 0.01), (0.85, 0.06, 0.02, 0.01))
@@ -136,99 +135,20 @@ class Counts:
     """How often candidates have been right where the text came by, lately above all; by bin."""
 
     def __init__(self, guess: list[float]):
-        self.guess = guess
-        self.hits = [GUESS_WEIGHT * p for p in guess]
-        self.tries = [GUESS_WEIGHT] * len(guess)
-        self.chances = list(guess)  # hits / tries
+        self.guess = numpy.array(guess)
+        self.hits = GUESS_WEIGHT * self.guess
+        self.tries = numpy.full(len(guess), GUESS_WEIGHT)
+        self.chances = guess  # hits / tries
 
     def add(self, outcomes: list[tuple[int, bool]]) -> None:
         """Take in one iteration's (bin, was it right)."""
-        for bin, p in enumerate(self.guess):  # back towards the guess
-            self.hits[bin] += (1 - COUNT_DECAY) * (GUESS_WEIGHT * p - self.hits[bin])
-            self.tries[bin] += (1 - COUNT_DECAY) * (GUESS_WEIGHT - self.tries[bin])
+        # Back towards the guess
+        self.hits += (1 - COUNT_DECAY) * (GUESS_WEIGHT * self.guess - self.hits)
+        self.tries += (1 - COUNT_DECAY) * (GUESS_WEIGHT - self.tries)
         for bin, is_right in outcomes:
             self.hits[bin] += is_right
             self.tries[bin] += 1
-        for bin, tries in enumerate(self.tries):
-            self.chances[bin] = self.hits[bin] / tries
-
-
-MAX_CONTEXTS = 1 << 16  # that are kept; the oldest is forgotten
-
-Context = tuple[int, ...]  # the text up to a token, as much of it as an n-gram has
-
-
-def continued(context: Context, token: int) -> Context:
-    """The context of the token that follows."""
-    return (*context, token)[-MAX_CONTEXT:]
-
-
-class NGrams:
-    """What the target liked best after a context of one to three tokens, the last time it did.
-
-    ngrams.write((12, 7), [3, 9, 4, 1])  # after 12, 7 the target liked 3 best
-    ngrams.recall((5, 12, 7))  # 2 tokens of this context are known: (2, [3, 9, 4, 1])
-    """
-
-    def __init__(self) -> None:
-        self.seen: dict[Context, list[int]] = {}
-
-    def write(self, context: Context, best: list[int]) -> None:
-        """Also after each shorter end of the context."""
-        for n in range(1, len(context) + 1):
-            end = context[-n:]
-            self.seen.pop(end, None)  # so that it goes to the end: the first is the oldest
-            self.seen[end] = best
-        while len(self.seen) > MAX_CONTEXTS:
-            oldest = next(iter(self.seen))
-            del self.seen[oldest]
-
-    def recall(self, context: Context) -> tuple[int, list[int]]:
-        """The length of the longest end that is known, and the candidates there; 0 if none is."""
-        for n in range(len(context), 0, -1):
-            best = self.seen.get(context[-n:])
-            if best:
-                return n, best
-        return 0, []
-
-
-@dataclass(slots=True)
-class Node:
-    """A node of the tree that is being made; its parent comes before it."""
-
-    row: int  # its place in the tree, for now
-    token: int
-    parent: "Node | None"  # None: the root
-    depth: int
-    context: Context  # the token included
-    chance: float  # of acceptance, all the way from the root
-    bin: int  # where it is counted; -1, nowhere: the root, which is always accepted
-    draft_slot: int = -1  # as in Tree
-    is_retrieved: bool = False  # from the n-grams
-
-
-def expected_tokens(nodes: list[Node]) -> float:
-    """What the nodes are worth in tokens; the root stands for the bonus token."""
-    return sum(node.chance for node in nodes)
-
-
-def as_tree(nodes: list[Node]) -> Tree:
-    """Nodes that stand by depth, each in its row."""
-    parents = [-1]
-    for node in nodes[1:]:
-        parents.append(node.parent.row)
-    parents = torch.tensor(parents)
-    depth = nodes[-1].depth
-    return Tree(
-        tokens=torch.tensor([node.token for node in nodes]),
-        parents=parents,
-        depths=torch.tensor([node.depth for node in nodes]),
-        logprobs=torch.tensor([math.log(node.chance) for node in nodes]),
-        ancestors=mark_ancestors(parents, depth),
-        draft_slots=torch.tensor([node.draft_slot for node in nodes]),
-        depth=depth,
-        is_retrieved=torch.tensor([node.is_retrieved for node in nodes]),
-    )
+        self.chances = (self.hits / self.tries).tolist()
 
 
 @dataclass(frozen=True)
@@ -251,6 +171,7 @@ class Auto:
 
 
 MAX_DEPTH = 16  # of what the n-grams propose
+MAX_CONTEXTS = 1 << 16  # that are kept
 PROBE_SHARE = 0.01
 LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
 
@@ -259,12 +180,14 @@ class AutoRule(Rule):
     """One generation of auto: all that it remembers, has counted and timed so far."""
 
     n_read = N_RANKS
+    budget, deepest = "N", "D_max"
 
     def __init__(self, settings: Auto):
         s = settings
         super().__init__(N_RANKS, s.D_max, max_rows=s.N, max_drafted=s.N)
         self.settings = settings
-        self.ngrams = NGrams()
+        # What the target liked best after one to three tokens, the last time it stood there
+        self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT, MAX_CONTEXTS)
         self.counts = Counts(first_guess())
         self.costs = Costs([1.0, s.c_tree, s.c_row, s.c_draft, s.c_level])
         self.overall = Worth(1.0, 1.0)  # all iterations
@@ -273,31 +196,28 @@ class AutoRule(Rule):
         self.probed_ms = 0.0
         self.recent: Context = ()  # of the last token before the root
         # All else is of the tree that is being made or verified
-        self.nodes: list[Node] = []
+        self.tree: Tree | None = None
+        self.chances: list[float] = []  # of each row, to be accepted with all above it
+        self.bins: list[int] = []  # where it is counted; -1, nowhere: the root is always accepted
+        self.contexts: list[Context] = []  # its token included
         self.rate = 1.0  # tokens that a millisecond is worth
         self.prices: list[float] = []  # tokens that each cost is worth
         self.worth_of_memory = 0.0
         self.worth_of_draft = 0.0
         self.is_probe = False
-        self.n_levels = 0  # drafted so far
-        self.log_chances: list[Tensor] = []  # of what was drafted, by level
-        self.bins: list[Tensor] = []
+        self.drafted: list[tuple[ndarray, ndarray]] = []  # by level, log of chance and bin
         self.best: list[list[int]] = []  # [N, ranks], what the target likes after each row
 
-    def begin(self, root: Tensor) -> int:
+    def levels(self, root: int) -> int:
         """Make the n-grams' tree, and see whether the draft promises a better one."""
-        token = int(root)
-        context = continued(self.recent, token)
-        self.nodes = [Node(0, token, None, 0, context, chance=1.0, bin=-1)]
-        self.n_levels = 0
-        self.log_chances = [CERTAIN]
-        self.bins = [torch.tensor([-1])]
+        self.drafted = []
         self.rate = self.overall.tokens / self.overall.ms
         self.prices = [self.rate * weight for weight in self.costs.weights.tolist()]
+        self.begin(lone(root))
         self.add_remembered(MAX_DEPTH)
-        n_added = len(self.nodes) - 1
-        if expected_tokens(self.nodes[1:]) <= self.prices[TREE] + self.prices[ROW] * n_added:
-            del self.nodes[1:]
+        n_added = len(self.tree) - 1
+        if sum(self.chances[1:]) <= self.prices[TREE] + self.prices[ROW] * n_added:
+            self.begin(lone(root))
         self.worth_of_memory, self.worth_of_draft = self.compare_sources()
         is_better = self.worth_of_draft > self.worth_of_memory
         probed_ms = self.probed_ms + self.drafting.ms
@@ -307,112 +227,112 @@ class AutoRule(Rule):
     def compare_sources(self) -> tuple[float, float]:
         """Tokens beyond what the time is worth: what the n-grams promise, and what iterations that
         draft have brought."""
-        work = work_of(len(self.nodes), 0)
-        promise = expected_tokens(self.nodes) - self.rate * self.costs.predict(work)
+        work = work_of(len(self.tree), 0)
+        promise = sum(self.chances) - self.rate * self.costs.predict(work)  # the root's: the bonus
         return promise, self.drafting.tokens - self.rate * self.drafting.ms
 
-    def standing(self) -> dict[str, float | str]:
+    def state(self) -> dict[str, float | str]:
         """What both sources are worth, and what makes this tree."""
         chosen = "memory"
         if self.is_probe:
             chosen = "draft, to try it"
         elif self.max_depth and self.worth_of_draft > self.worth_of_memory:
             chosen = "draft and memory"
-        elif len(self.nodes) == 1:
+        elif len(self.tree) == 1:
             chosen = "nothing"
         return {"memory": self.worth_of_memory, "draft": self.worth_of_draft, "chosen": chosen}
 
+    def begin(self, tree: Tree) -> None:
+        """This is the tree to add to: its root, so far."""
+        self.tree = tree
+        self.chances, self.bins = [1.0], [-1]
+        self.contexts = [self.ngrams.continued(self.recent, tree.tokens[0])]
+
+    def note(self, row: int, chance: float, bin: int) -> None:
+        """What is to be known of the next row of the tree."""
+        above = self.contexts[self.tree.parents[row]]
+        self.contexts.append(self.ngrams.continued(above, self.tree.tokens[row]))
+        self.chances.append(chance)
+        self.bins.append(bin)
+
     def add_remembered(self, max_depth: int) -> None:
         """Add the n-grams' likeliest candidates, best first, as long as each pays for its row."""
-        present = {(node.parent.row, node.token) for node in self.nodes[1:]}
+        tree = self.tree
+        present = set(zip(tree.parents, tree.tokens, strict=True))
         heap: list[tuple[float, int, int, int]] = []  # - chance, row of the parent, token, bin
-        for node in self.nodes:
-            if node.depth < max_depth:
-                self.offer(heap, node, present)
-        while heap and len(self.nodes) < self.max_rows:
-            negative, row, token, bin = heappop(heap)
-            node = self.add(self.nodes[row], token, -negative, bin)
-            node.is_retrieved = True
-            if node.depth < max_depth:
-                self.offer(heap, node, present)
+        for row in range(len(tree)):
+            if tree.depths[row] < max_depth:
+                self.offer(heap, row, present)
+        while heap and len(tree) < self.max_rows:
+            negative, parent, token, bin = heappop(heap)
+            row = tree.add(token, parent, math.log(-negative), is_retrieved=True)
+            self.note(row, -negative, bin)
+            if tree.depths[row] < max_depth:
+                self.offer(heap, row, present)
 
-    def offer(self, heap: list, parent: Node, present: set[tuple[int, int]]) -> None:
-        """Put on the heap what the n-grams know below a node, if it pays and is not there yet."""
+    def offer(self, heap: list, parent: int, present: set[tuple[int, int]]) -> None:
+        """Put on the heap what the n-grams know below a row, if it pays and is not there yet."""
         price = self.prices[ROW]
-        if parent.chance < price:
+        if self.chances[parent] < price:
             return
-        n_known, best = self.ngrams.recall(parent.context)
-        bin = ngram_bin(n_known, is_beside=parent.draft_slot >= 0)
-        for token in best:
-            chance = parent.chance * self.counts.chances[bin]
-            if chance >= price and (parent.row, token) not in present:
-                heappush(heap, (-chance, parent.row, token, bin))
+        n_known, best = self.ngrams.recall(self.contexts[parent])
+        bin = ngram_bin(n_known, is_beside=self.tree.draft_slots[parent] >= 0)
+        for token in best or ():
+            chance = self.chances[parent] * self.counts.chances[bin]
+            if chance >= price and (parent, token) not in present:
+                heappush(heap, (-chance, parent, token, bin))
             bin += 1
 
-    def add(self, parent: Node, token: int, chance: float, bin: int) -> Node:
-        """A new node of the tree, in its last row for now."""
-        context = continued(parent.context, token)
-        node = Node(len(self.nodes), token, parent, parent.depth + 1, context, chance, bin)
-        self.nodes.append(node)
-        return node
-
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+    def expand(self, level: Level) -> tuple[Gates, Gates]:
         """Candidates that pay for their rows; another level, if together they pay for that."""
-        self.n_levels += 1
-        bins = torch.bucketize(level.logprobs.exp(), CONFIDENCE, right=True)  # [W, k]
-        chances = torch.tensor(self.counts.chances[: len(DRAFT_GUESS)])
-        above = self.log_chances[-1].unsqueeze(1)  # [W, 1]: if a level runs, all of it does
-        log_chances = above + chances.log()[bins]  # [W, k]
-        add = (log_chances >= math.log(self.prices[ROW])) & (level.logprobs > -math.inf)
-        added = log_chances[add]
-        self.log_chances.append(added)
-        self.bins.append(bins[add])
-        is_paying = LEVEL_YIELD * float(added.exp().sum()) >= self.prices[LEVEL]
-        self.tell({"c_row": add}, {"c_level": is_paying})
-        return add, add & is_paying
+        bins = numpy.searchsorted(CONFIDENCE, numpy.exp(level.logprobs), side="right")  # [n, k]
+        chances = numpy.log(self.counts.chances[: len(DRAFT_GUESS)])
+        log_chances = chances[bins]  # [n, k]
+        if self.drafted:  # all that was added runs, or nothing of it
+            log_chances += self.drafted[-1][0][:, None]
+        is_paying = log_chances >= math.log(self.prices[ROW])
+        is_added = is_paying & level.is_possible
+        self.drafted.append((log_chances[is_added], bins[is_added]))
+        hoped = LEVEL_YIELD * numpy.exp(log_chances[is_added]).sum()
+        return {"c_row": is_paying}, {"c_level": hoped >= self.prices[LEVEL]}
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The drafted tree with the n-grams' candidates, or these alone."""
         if len(tree) > 1:
             self.adopt(tree)
             self.add_remembered(min(max_depth, MAX_DEPTH))
-        else:
-            self.nodes = [node for node in self.nodes if node.depth <= max_depth]
-            self.nodes[0].draft_slot = int(tree.draft_slots[0])  # the draft may have run the root
-        if len(self.nodes) == 1:
-            return tree
-        self.nodes.sort(key=attrgetter("depth"))  # of equals, the drafted ones stay first
-        for row, node in enumerate(self.nodes):
-            node.row = row
-        return as_tree(self.nodes)
+        self.tree.draft_slots[0] = tree.draft_slots[0]  # the draft may have run the root
+        rows = [row for row in range(len(self.tree)) if self.tree.depths[row] <= max_depth]
+        rows.sort(key=self.tree.depths.__getitem__)  # of equals, the drafted ones stay first
+        self.tree = self.tree.take(rows)
+        self.bins = [self.bins[row] for row in rows]
+        self.contexts = [self.contexts[row] for row in rows]
+        return self.tree
 
     def adopt(self, tree: Tree) -> None:
-        """Take the drafted tree for the one to add to."""
-        tokens = tree.tokens.tolist()
-        parents = tree.parents.tolist()
-        slots = tree.draft_slots.tolist()
-        chances = torch.cat(self.log_chances).exp().tolist()  # [N or more: the budget may cut]
-        bins = torch.cat(self.bins).tolist()
-        del self.nodes[1:]
-        self.nodes[0].draft_slot = slots[0]
-        for row in range(1, len(tree)):
-            node = self.add(self.nodes[parents[row]], tokens[row], chances[row], bins[row])
-            node.draft_slot = slots[row]
+        """Take the drafted tree for the one to add to; its chances are the counted ones."""
+        self.begin(tree)
+        row = 1
+        for log_chances, bins in self.drafted:
+            for log_chance, bin in zip(log_chances.tolist(), bins.tolist(), strict=True):
+                if row < len(tree):  # the budget may have cut the last level
+                    tree.path_logprobs[row] = log_chance
+                    self.note(row, math.exp(log_chance), bin)
+                    row += 1
 
-    def read(self, tokens: Tensor, scores: Scores) -> None:
+    def read(self, tokens: list[int], candidates: ndarray) -> None:
         """Remember the prompt at once; of a tree it must first be known what was accepted."""
-        self.best = scores.likeliest_ids(N_RANKS).tolist()
-        if self.nodes:
-            return
-        for row, token in enumerate(tokens.tolist()):
-            self.recent = continued(self.recent, token)
-            self.ngrams.write(self.recent, self.best[row])
+        self.best = candidates.tolist()
+        if self.tree is None:
+            for token, best in zip(tokens, self.best, strict=True):
+                self.recent = self.ngrams.continued(self.recent, token)
+                self.ngrams.write(self.recent, best)
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         """Remember what the target likes, count what was right, and learn what it cost."""
         self.remember(path)
         self.count(path)
-        work = work_of(len(tree), self.n_levels)
+        work = work_of(len(tree), len(self.drafted))
         if self.settings.learn:
             unit = self.costs.fit(work, ms)
             self.overall.ms *= unit
@@ -420,7 +340,7 @@ class AutoRule(Rule):
         else:
             ms = self.costs.predict(work)
         self.overall.take(len(path), ms)
-        if self.n_levels:
+        if self.drafted:
             self.drafting.take(len(path), ms)
         self.total_ms += ms
         if self.is_probe:
@@ -428,17 +348,15 @@ class AutoRule(Rule):
 
     def remember(self, path: list[int]) -> None:
         """Every row, for what is wrong here may be right elsewhere; what is true comes last."""
-        for node in self.nodes:
-            if node.row not in path:
-                self.ngrams.write(node.context, self.best[node.row])
-        for row in path:
-            self.ngrams.write(self.nodes[row].context, self.best[row])
-        self.recent = self.nodes[path[-1]].context
+        others = [row for row in range(len(self.tree)) if row not in path]
+        for row in others + path:
+            self.ngrams.write(self.contexts[row], self.best[row])
+        self.recent = self.contexts[path[-1]]
 
     def count(self, path: list[int]) -> None:
         """The nodes that were tried are those below the path."""
         outcomes = []
-        for node in self.nodes[1:]:
-            if node.parent.row in path:
-                outcomes.append((node.bin, node.row in path))
+        for row in range(1, len(self.tree)):
+            if self.tree.parents[row] in path:
+                outcomes.append((self.bins[row], row in path))
         self.counts.add(outcomes)

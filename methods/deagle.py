@@ -35,10 +35,10 @@ The rows of the paper's Table 4, each vote as the only one:
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy
+from numpy import ndarray
 
-from draft_tree import LOWEST, MAX_ROWS, Level, Rule
+from draft_tree import MAX_ROWS, Gates, Level, Rule
 from engine.settings import check_settings, choice, setting
 
 
@@ -60,24 +60,23 @@ class Beam:
 class BeamRule(Rule):
     """One generation of a beam."""
 
+    budget, deepest = "N_max", "D_max"
+
     def __init__(self, k: int, n_rows: int, max_depth: int):
         # The root's children, then k of each of the k that every level expands
         n_drafted = 1 + k + k**2 * (max_depth - 1)
         super().__init__(k, max_depth, max_rows=n_rows, max_drafted=max(n_drafted, n_rows))
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
+    def expand(self, level: Level) -> tuple[Gates, Gates]:
         values = level.path_logprobs
-        n = min(self.max_branches, values.numel())
-        beam = values.flatten().topk(n)
-        expand = torch.zeros_like(values, dtype=torch.bool)
-        if self.is_over(beam.values):
-            self.tell({}, {"votes": False})
-        else:
-            expand.view(-1)[beam.indices] = True
-            self.tell({}, {"k": expand})
-        return values >= LOWEST, expand
+        best = (-values).argsort(axis=None, kind="stable")[: self.max_branches]
+        if self.is_over(values.take(best)):
+            return {}, {"votes": False}
+        is_in_beam = numpy.zeros(values.shape, dtype=bool)
+        is_in_beam.put(best, True)
+        return {}, {"k": is_in_beam}
 
-    def is_over(self, logprobs: Tensor) -> bool:
+    def is_over(self, logprobs: ndarray) -> bool:
         """Whether these, the k best log p(u) of a level, are the last to be drafted."""
         return False
 
@@ -123,12 +122,12 @@ class DeagleRule(BeamRule):
         self.settings = settings
         self.sums: list[float] = []
 
-    def begin(self, root: Tensor) -> int:
+    def levels(self, root: int) -> int:
         self.sums = [1.0]
         return self.max_depth
 
-    def is_over(self, logprobs: Tensor) -> bool:
-        self.sums.append(logprobs.exp().sum().item())
+    def is_over(self, logprobs: ndarray) -> bool:
+        self.sums.append(float(numpy.exp(logprobs).sum()))
         return sum(votes(self.sums, self.settings)) >= self.settings.votes
 
 

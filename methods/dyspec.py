@@ -3,7 +3,7 @@
 A node's value estimates the chance that its guess is reached and accepted. Ranked children
 (greedy): p(u), the draft's probability of the path. Drawn children (sampling): the chance that the
 path is accepted and every elder sibling is not, known before the child itself is drawn (Eq. 11;
-`value_draws` in draft_tree.py).
+`value_draws` in engine/sampling.py).
 
 Two forms. Exact (Algorithm 1): the N highest values. Algorithm 1 takes them off a heap one by one,
 each the child or the younger sibling of one before it, and no value is higher than that of the node
@@ -15,12 +15,12 @@ nodes of value t or more, up to N.
     python dynatree.py --method dyspec --set N=32 --prompt "..."
 """
 
+import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy
 
-from draft_tree import LOWEST, MAX_ROWS, Level, Rule, log_threshold
+from draft_tree import MAX_ROWS, Gates, Level, Rule, log_threshold
 from engine.settings import check_settings, setting
 
 
@@ -44,6 +44,7 @@ class DySpecRule(Rule):
     """One generation of DySpec; between the levels of a tree it holds the best values so far."""
 
     is_drawing = True
+    budget, deepest = "N", "D_max"
 
     def __init__(self, settings: DySpec):
         s = settings
@@ -52,20 +53,25 @@ class DySpecRule(Rule):
         n_drafted = 1 + n_others * s.D_max if s.exact else s.N
         super().__init__(max(n_others, 1), s.D_max, max_rows=s.N, max_drafted=n_drafted)
         self.settings = settings
-        self.best = torch.empty(0)  # log values of the best N - 1 nodes of this tree so far
+        self.best = numpy.empty(
+            0, numpy.float32
+        )  # log values of the best N - 1 nodes of this tree so far
 
-    def begin(self, root: Tensor) -> int:
-        self.best = torch.empty(0)
+    def levels(self, root: int) -> int:
+        self.best = numpy.empty(0, numpy.float32)
         return self.max_depth if self.settings.N > 1 else 0
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        least = log_threshold(self.settings.t)
+    def expand(self, level: Level) -> tuple[Gates, Gates]:
         if self.settings.exact:
-            both = torch.cat([self.best, level.values.flatten()])
-            self.best = both.topk(min(self.settings.N - 1, len(both))).values
-            least = max(float(self.best[-1]), LOWEST)
-        add = level.values >= least
-        expand = level.path_logprobs >= least  # what may follow is worth no more than the path
-        name = "N" if self.settings.exact else "t"
-        self.tell({name: add}, {name: expand})
-        return add, expand
+            name, least = "N", self.rank(level)
+        else:
+            name, least = "t", log_threshold(self.settings.t)
+        # What may follow a node is worth no more than its path
+        return {name: level.values >= least}, {name: level.path_logprobs >= least}
+
+    def rank(self, level: Level) -> float:
+        """The value that is needed to be among the best N - 1 so far."""
+        n_best = self.settings.N - 1
+        values = numpy.append(self.best, level.values[level.is_possible])
+        self.best = numpy.sort(values)[-n_best:]
+        return self.best[0] if len(self.best) == n_best else -math.inf

@@ -14,11 +14,9 @@ however long the text.
 import math
 from dataclasses import dataclass
 
-import torch
-
 from draft_tree import MAX_ROWS, Rule, Tree
 from engine.settings import check_settings, setting
-from methods.retrieval import extended
+from methods.ngrams import NGrams
 
 # How often a copied token is right after one, two, or three and more tokens that agree with what is
 # before it there, those copied before it among them: measured as retrieval.RANK_PROBS were
@@ -47,7 +45,7 @@ class LookupRule(Rule):
         super().__init__(max_branches=1, max_depth=0, max_rows=1 + settings.K, max_drafted=1)
         self.settings = settings
         self.text: list[int] = []  # up to the pending root, which is not part of it
-        self.after: dict[tuple[int, ...], int] = {}  # the place after an n-gram's last occurrence
+        self.places: NGrams[int] = NGrams(settings.n)  # where in it the next token stands
 
     def start(self, prompt: list[int]) -> None:
         for token in prompt:
@@ -58,42 +56,31 @@ class LookupRule(Rule):
         if len(self.text) == 2 * MEMORY:
             self.forget()
         self.text.append(token)
-        for n in range(1, min(self.settings.n, len(self.text)) + 1):
-            self.after[tuple(self.text[-n:])] = len(self.text)
+        self.places.write(tuple(self.text[-self.settings.n :]), len(self.text))
 
     def forget(self) -> None:
         """Keep the latest half of the text, so that memory stays as it is, however long it gets."""
         latest = self.text[-MEMORY:]
         self.text = []
-        self.after = {}
+        self.places = NGrams(self.settings.n)
         for token in latest:
             self.append(token)
 
-    def find(self, root: int) -> tuple[int, int]:
-        """The longest end of text and root that has occurred before: how many tokens it has, and
-        the place after its latest earlier occurrence; 0 tokens if none has."""
-        for n in range(min(self.settings.n, len(self.text) + 1), 0, -1):
-            end = tuple(self.text[len(self.text) + 1 - n :] + [root])
-            if end in self.after:
-                return n, self.after[end]
-        return 0, 0
-
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The root with the chain that is copied below it."""
-        root = int(tree.tokens[0])
-        n_known, place = self.find(root)
+        root = tree.tokens[0]
+        n_known, place = self.places.recall((*self.text[-self.settings.n :], root))
         n_copied = min(self.settings.K, max_depth)
         if not n_known or n_copied < 1:
             return tree
         source = self.text[place : place + n_copied] + [root]  # the root only if it comes so far
-        span = [source[i % len(source)] for i in range(n_copied)]
-        rows = torch.arange(n_copied)
-        logprobs = path_logprobs(n_known, n_copied)
-        return extended(tree, torch.tensor(span), rows, rows + 1, torch.tensor(logprobs))
+        for i, logprob in enumerate(path_logprobs(n_known, n_copied)):
+            tree.add(source[i % len(source)], i, logprob, is_retrieved=True)
+        return tree
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
-        for token in tree.tokens[path].tolist():
-            self.append(token)
+        for row in path:
+            self.append(tree.tokens[row])
 
 
 def path_logprobs(n_known: int, n_copied: int) -> list[float]:

@@ -17,9 +17,9 @@ the rows of nodes above it, and so whether a node that has been drawn is tried.
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import numpy
 
-from draft_tree import MAX_ROWS, Level, Rule
+from draft_tree import MAX_ROWS, Gates, Level, Rule
 from engine.settings import check_settings, setting
 from methods.dyspec import DySpec, DySpecRule
 
@@ -48,9 +48,8 @@ class OptTreeRule(DySpecRule):
         super().__init__(DySpec(N=settings.N, D_max=settings.D_max))
         self.delta = settings.delta
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        before = self.best.exp().sum()  # E(A) without this level
-        add, expand = super().expand(level)
-        is_paying = self.best.exp().sum() - before > self.delta
-        self.tell({}, {"delta": is_paying})
-        return add, expand & is_paying
+    def expand(self, level: Level) -> tuple[Gates, Gates]:
+        before = numpy.exp(self.best).sum()  # E(A) without this level
+        to_add, to_grow = super().expand(level)
+        is_paying = numpy.exp(self.best).sum() - before > self.delta
+        return to_add, {**to_grow, "delta": is_paying}

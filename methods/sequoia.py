@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy
 import torch
 from torch import Tensor
 
-from draft_tree import LOWEST, MAX_ROWS, Level, Rule
+from draft_tree import MAX_ROWS, Gates, Level, Rule
 from engine.settings import check_settings, setting, text
 
 # Of the embedded pair, greedily: tools/calibrate.py on 24 texts of its training corpus
@@ -119,6 +120,7 @@ class SequoiaRule(Rule):
     """One generation of Sequoia; between the levels of a tree it knows which nodes have run."""
 
     is_drawing = True
+    budget, deepest = "N", "D_max"
 
     def __init__(self, shape: Shape, max_depth: int):
         widest = max(len(family) for family in shape)
@@ -127,21 +129,20 @@ class SequoiaRule(Rule):
         self.shape = shape
         self.nodes: list[int] = []  # of the shape, one for each row that the draft runs next
 
-    def begin(self, root: Tensor) -> int:
+    def levels(self, root: int) -> int:
         self.nodes = [0]
         return self.max_depth
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        add = level.path_logprobs >= LOWEST  # [W, k]; what cannot be drawn has no row to run
-        expand = torch.zeros_like(add)
+    def expand(self, level: Level) -> tuple[Gates, Gates]:
+        is_child = numpy.zeros(level.tokens.shape, dtype=bool)
+        has_children = numpy.zeros(level.tokens.shape, dtype=bool)
         growing = []
-        for row, is_possible in enumerate(add.tolist()):
+        for row, is_possible in enumerate(level.is_possible.tolist()):
             family = self.shape[self.nodes[row]]
-            add[row, len(family) :] = False
-            for rank, child in enumerate(family):
-                if rank < len(is_possible) and is_possible[rank] and self.shape[child]:
-                    expand[row, rank] = True
+            for rank, child in enumerate(family[: len(is_possible)]):
+                is_child[row, rank] = True
+                has_children[row, rank] = bool(self.shape[child])
+                if self.shape[child] and is_possible[rank]:  # what is not has no row to run
                     growing.append(child)
         self.nodes = growing
-        self.tell({"shape": add}, {"shape": expand})
-        return add, expand
+        return {"shape": is_child}, {"shape": has_children}

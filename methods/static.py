@@ -15,14 +15,14 @@ none of it left, and a second draw of it can never pass (DySpec says so, too).
     python dynatree.py --method specinfer --set widths=3:2:1 --prompt "..."
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy
 
-from draft_tree import LOWEST, MAX_ROWS, Level, Rule, log_threshold
+from draft_tree import MAX_ROWS, Gates, Level, Rule, log_threshold
 from engine.settings import check_settings, setting, text
 
 
@@ -53,7 +53,7 @@ class Chain:
         check_settings(self)
 
     def rule(self) -> Rule:
-        return StaticRule([1] * self.K, n_rows=self.K + 1, is_drawing=True)
+        return StaticRule([1] * self.K, self.K + 1, is_drawing=True, deepest="K")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ConfidentChain:
         check_settings(self)
 
     def rule(self) -> Rule:
-        rule = StaticRule([1] * self.K, n_rows=self.K + 1, is_drawing=True)
+        rule = StaticRule([1] * self.K, self.K + 1, is_drawing=True, deepest="K")
         rule.least_to_expand = log_threshold(self.p_min)
         return rule
 
@@ -85,7 +85,8 @@ class Fixed:
         check_settings(self)
 
     def rule(self) -> Rule:
-        rule = StaticRule([self.B] * self.D, self.N_max, is_drawing=False)
+        rule = StaticRule([self.B] * self.D, self.N_max, is_drawing=False, deepest="D")
+        rule.budget = "N_max"
         rule.least_to_add = log_threshold(self.tau)
         return rule
 
@@ -130,25 +131,26 @@ class SpecInfer:
 
     def rule(self) -> Rule:
         widths = parse_widths(self.widths)
-        return StaticRule(widths, count_rows(widths), is_drawing=True)
+        return StaticRule(widths, count_rows(widths), is_drawing=True, deepest="widths")
 
 
 class StaticRule(Rule):
     """As many children per node as its depth allows, in breadth-first order up to n_rows."""
 
-    least_to_add = LOWEST  # log p(u) of a child that is added
-    least_to_expand = LOWEST  # log-probability, given its path, of a child that has children
+    rank_gate = "width"
+    least_to_add = -math.inf  # log p(u) of a child that is added
+    least_to_expand = -math.inf  # log-probability, given its path, of a child that has children
 
-    def __init__(self, widths: Sequence[int], n_rows: int, is_drawing: bool):
-        """widths: children per node, by depth."""
+    def __init__(self, widths: Sequence[int], n_rows: int, is_drawing: bool, deepest: str):
+        """widths: children per node, by depth. deepest: the setting that says how deep."""
         widest = max(widths, default=1)
         super().__init__(widest, len(widths), max_rows=n_rows, max_drafted=n_rows)
-        self.is_drawing = is_drawing
+        self.is_drawing, self.deepest = is_drawing, deepest
         self.widths = widths
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        is_likely = level.path_logprobs >= self.least_to_add  # [W, k]
-        is_wanted = torch.arange(level.logprobs.shape[1]) < self.widths[level.depth]
-        expand = level.logprobs >= self.least_to_expand
-        self.tell({"width": is_wanted, "tau": is_likely}, {"p_min": expand})
-        return is_likely & is_wanted, expand
+    def expand(self, level: Level) -> tuple[Gates, Gates]:
+        is_likely = level.path_logprobs >= self.least_to_add
+        is_wanted = numpy.zeros(level.tokens.shape, dtype=bool)
+        is_wanted[:, : self.widths[level.depth]] = True
+        may_grow = level.logprobs >= self.least_to_expand
+        return {"width": is_wanted, "tau": is_likely}, {"p_min": may_grow}

@@ -25,12 +25,13 @@ from pathlib import Path
 
 import numpy
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from engine.caches import CachePool, Storage
 from engine.checkpoint import DTYPES, first_line
 from engine.passes import Use
-from engine.scores import Scores
+from engine.scores import Ranking, Scores
 from gpt_neox import GPTNeoX, KVCache
 from parallel.ranks import AGREED, Ranks, RanksError
 
@@ -203,7 +204,7 @@ class ParallelTarget(GPTNeoX):
         self,
         tokens: list[int],
         cache: ParallelCache,
-        read: Callable[[Tensor, Scores], None] | None = None,
+        read: Callable[[list[int], ndarray], None] | None = None,
     ) -> Scores:
         cache.require(cache.length + len(tokens))
         with self.mail.now(["prefill", cache.number, list(tokens), read is not None]):
@@ -256,7 +257,7 @@ class Follower:
     def new_cache(self, model: int, capacity: int, use: list) -> None:
         with suppress(*AGREED):  # rank 0 raises it
             with self.ranks.agreeing():
-                cache = self.models[model].new_cache(capacity, Use(*use))
+                cache = self.models[model].new_cache(capacity, as_use(use))
             self.caches[self.n_caches] = (self.models[model], cache)
             self.n_caches += 1
 
@@ -299,11 +300,17 @@ class Follower:
 
     def capture(self, number: int, first: int, last: int, scratch: int, use: list) -> None:
         model, cache = self.caches[number]
-        model.pool.capture(cache.storage, range(first, last), scratch, Use(*use))
+        model.pool.capture(cache.storage, range(first, last), scratch, as_use(use))
 
 
-def ignore(ids: Tensor, scores: Scores) -> None:
-    """What a follower does with the scores of a prompt: they were computed for rank 0."""
+def as_use(told: list) -> Use:
+    """What was told as JSON."""
+    use = Use(*told)
+    return use._replace(ranking=Ranking(*use.ranking))
+
+
+def ignore(ids: list[int], candidates: ndarray) -> None:
+    """What a follower does with what a prompt's tokens say: it was computed for rank 0."""
 
 
 @torch.inference_mode()

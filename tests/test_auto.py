@@ -3,27 +3,27 @@
 import math
 import random
 
+import numpy
 import pytest
 import torch
-from conftest import random_config, random_model, random_tensors
+from conftest import Remembering, random_config, random_model, random_tensors, ranked
 from test_draft_tree import FakeDraft, paths
 
 from cli.metrics import token_ids
-from draft_tree import Tree, grow
+from draft_tree import Candidates, grow
 from dynatree import Step, generate
-from engine.scores import Scores
 from gpt_neox import GPTNeoX
 from methods import auto
 from methods.auto import (
     BESIDE_GUESS,
     CONFIDENCE,
     DRAFT_GUESS,
+    GUESS_WEIGHT,
     NGRAM_GUESS,
     Auto,
     AutoRule,
     Costs,
     Counts,
-    NGrams,
     Worth,
     first_guess,
     ngram_bin,
@@ -31,26 +31,18 @@ from methods.auto import (
 )
 
 N_IDS = 32
+DRAFTED, RETRIEVED = slice(len(DRAFT_GUESS)), slice(len(DRAFT_GUESS), None)  # bins
 FREE = {"c_tree": 0.0, "c_row": 0.0001, "c_draft": 0.0, "c_level": 0.0}
 
 
-def test_ngrams_recall_after_the_longest_context_they_know() -> None:
-    ngrams = NGrams()
-    ngrams.write((1, 2, 3), [10, 11])
-    ngrams.write((9, 2, 3), [20, 21])
-    ngrams.write((7, 3), [30])
-    assert ngrams.recall((1, 2, 3)) == (3, [10, 11])
-    assert ngrams.recall((5, 2, 3)) == (2, [20, 21])  # the last time
-    assert ngrams.recall((5, 5, 3)) == (1, [30])
-    assert ngrams.recall((1, 2, 4)) == (0, [])
-
-
-def test_ngrams_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "MAX_CONTEXTS", 3)
-    ngrams = NGrams()
-    for token in (1, 2, 3, 1, 4):
-        ngrams.write((token,), [token])
-    assert list(ngrams.seen) == [(3,), (1,), (4,)]
+def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Remembering(Auto(learn=False))
+    sizes = []
+    for most in (auto.MAX_CONTEXTS, 50):
+        monkeypatch.setattr(auto, "MAX_CONTEXTS", most)
+        list(generate(random_model(0), random_model(1), [3, 1, 4], settings, 60))
+        sizes.append(len(settings.rules[-1].ngrams.seen))
+    assert sizes[0] > sizes[1] == 50
 
 
 def test_counts_move_from_the_guess_to_what_happens_and_back() -> None:
@@ -100,14 +92,11 @@ def test_worth_starts_as_the_guess_and_follows_the_last_ten() -> None:
 
 
 def taught(settings: Auto, best: dict[int, list[int]]) -> AutoRule:
-    """A rule that has read each token with these best successors, worst of all ids the others."""
+    """A rule that has read each token with these best successors."""
     rule = settings.rule()
     for token, successors in best.items():
-        logits = torch.zeros(1, N_IDS)
-        for rank, successor in enumerate(successors):
-            logits[0, successor] = 9.0 - rank
         rule.recent = ()  # each on its own: a context of one token
-        rule.read(torch.tensor([token]), Scores(logits))
+        rule.read([token], numpy.array([successors]))
     rule.recent = ()
     return rule
 
@@ -132,22 +121,23 @@ def expected_chances(price: float) -> dict[tuple[int, ...], float]:
 def test_the_ngrams_are_unrolled_best_first_and_each_node_pays() -> None:
     """The node set is the literal one above the price; of too many, the likeliest."""
     settings = Auto(D_max=0, c_tree=0.0, c_row=0.02, learn=False)
-    tree = grow(taught(settings, BEST), torch.tensor([1]), None, 99)
+    tree = grow(taught(settings, BEST), 1, None, 99)
     expected = expected_chances(0.02)
-    chances = tree.logprobs.exp().tolist()
+    chances = [math.exp(logprob) for logprob in tree.path_logprobs]
     assert dict(zip(paths(tree), chances, strict=True)) == pytest.approx(expected)
     assert len(expected) > 6
-    assert not tree.is_retrieved[0] and tree.is_retrieved[1:].all()
-    small = grow(taught(Auto(D_max=0, N=4, **FREE), BEST), torch.tensor([1]), None, 99)
+    assert tree.are_retrieved == [False] + [True] * (len(tree) - 1)
+    small = grow(taught(Auto(D_max=0, N=4, **FREE), BEST), 1, None, 99)
+    chances = [math.exp(logprob) for logprob in small.path_logprobs]
     best = sorted(expected.values(), reverse=True)[:4]
-    assert sorted(small.logprobs.exp().tolist(), reverse=True) == pytest.approx(best)
+    assert sorted(chances, reverse=True) == pytest.approx(best)
 
 
 def test_the_ngrams_go_no_deeper_than_asked_and_propose_nothing_unread() -> None:
     settings = Auto(D_max=0, c_tree=0.0, c_row=0.02, learn=False)
-    assert grow(taught(settings, BEST), torch.tensor([1]), None, 99).depth > 1
-    assert grow(taught(settings, BEST), torch.tensor([1]), None, 1).depth == 1
-    assert len(grow(taught(settings, BEST), torch.tensor([20]), None, 99)) == 1
+    assert grow(taught(settings, BEST), 1, None, 99).depth > 1
+    assert grow(taught(settings, BEST), 1, None, 1).depth == 1
+    assert len(grow(taught(settings, BEST), 20, None, 99)) == 1
 
 
 def test_drafted_and_remembered_nodes_are_never_the_same() -> None:
@@ -156,16 +146,62 @@ def test_drafted_and_remembered_nodes_are_never_the_same() -> None:
         rule = taught(Auto(N=30, D_max=2, **FREE), same_for_all)
         rule.drafting.tokens = 1e6  # so that it drafts
         draft = FakeDraft(seed)
-        tree = grow(rule, torch.tensor([7]), draft, 99)
+        tree = grow(rule, 7, draft, 99)
         found = paths(tree)
         assert len(tree) == 30 == len(set(found)) and draft.n_calls > 0
         for row in range(1, 30):
             assert found[tree.parents[row]] == found[row][:-1]
             assert tree.depths[row] == len(found[row]) - 1
-        assert (tree.depths.diff() >= 0).all()
-        is_retrieved = tree.is_retrieved
-        assert is_retrieved.any() and not is_retrieved[1:].all()
-        assert (tree.draft_slots[is_retrieved] == -1).all()
+        assert tree.depths == sorted(tree.depths)
+        assert any(tree.are_retrieved) and not all(tree.are_retrieved[1:])
+        slots = zip(tree.draft_slots, tree.are_retrieved, strict=True)
+        assert {slot for slot, is_retrieved in slots if is_retrieved} == {-1}
+
+
+def test_a_drafted_nodes_chance_is_the_counted_one_of_its_confidence() -> None:
+    """And that of those above it, whatever overflows beside them."""
+    n_beside = 0
+    for seed in range(20):
+        rule = taught(Auto(N=30, D_max=3, **FREE), {1: [0, 1, 2, 3]})
+        rule.drafting.tokens = 1e6  # so that it drafts
+        first = int(FakeDraft(seed).logits((7,)).argmax())
+        broken = {(7, first): torch.full((N_IDS,), math.nan)}
+        draft = FakeDraft(seed, broken)
+        tree = grow(rule, 7, draft, 99)
+        expected = {(7,): 0.0}
+        for path, is_retrieved in zip(paths(tree)[1:], tree.are_retrieved[1:], strict=True):
+            if not is_retrieved:
+                confidence = float(torch.softmax(draft.logits(path[:-1]), dim=-1)[path[-1]])
+                bin = sum(bound <= confidence for bound in CONFIDENCE.tolist())
+                expected[path] = expected[path[:-1]] + math.log(DRAFT_GUESS[bin])
+                n_beside += len(path) > 2
+        found = dict(zip(paths(tree), tree.path_logprobs, strict=True))
+        assert {path: found[path] for path in expected} == pytest.approx(expected, abs=1e-6)
+    assert n_beside > 50
+
+
+def test_each_row_is_remembered_and_counted_as_what_it_is() -> None:
+    """By the tokens up to it, and by where it is from; only rows below the path were tried."""
+    for seed in range(20):
+        rule = taught(Auto(N=30, D_max=2, **FREE), dict.fromkeys(range(N_IDS), [0, 1, 2, 3]))
+        rule.drafting.tokens = 1e6  # so that it drafts
+        tree = grow(rule, 7, FakeDraft(seed), 99)
+        path = [len(tree) - 1]
+        while path[0]:
+            path.insert(0, tree.parents[path[0]])
+        rule.read(tree.tokens, numpy.array([[row] * 4 for row in range(len(tree))]))
+        rule.adapt(tree, path, 1.0)
+        contexts = [found[-3:] for found in paths(tree)]
+        for row, context in enumerate(contexts):
+            if len(context) == 3 and contexts.count(context) == 1:
+                assert rule.ngrams.recall(context) == (3, [row] * 4)
+        assert rule.recent == contexts[path[-1]]
+        tried = [row for row in range(1, len(tree)) if tree.parents[row] in path]
+        for is_retrieved, bins in ((False, DRAFTED), (True, RETRIEVED)):
+            rows = [row for row in tried if tree.are_retrieved[row] == is_retrieved]
+            hits = rule.counts.hits - GUESS_WEIGHT * rule.counts.guess
+            assert (rule.counts.tries - GUESS_WEIGHT)[bins].sum() == pytest.approx(len(rows))
+            assert hits[bins].sum() == pytest.approx(len(set(rows) & set(path)))
 
 
 def noisy(seed: int, noise: float) -> tuple[GPTNeoX, GPTNeoX]:
@@ -189,7 +225,7 @@ def n_drafting(steps: list[Step]) -> int:
     """Iterations of which a drafted tree came."""
     n = 0
     for step in steps[1:]:
-        if step.tree.draft_slots.max() >= 0:
+        if max(step.tree.draft_slots) >= 0:
             n += 1
     return n
 
@@ -216,9 +252,8 @@ def test_a_draft_that_is_off_is_probed_for_one_percent_of_the_time() -> None:
     rule.drafting = Worth(0.0, 1.0)
     n_probes = 0
     for _ in range(1000):
-        root = torch.tensor([20])
-        tree = grow(rule, root, FakeDraft(0), 99)
-        rule.read(tree.tokens, Scores(torch.zeros(len(tree), N_IDS)))
+        tree = grow(rule, 20, FakeDraft(0), 99)
+        rule.read(tree.tokens, numpy.array([[0, 1, 2, 3]] * len(tree)))
         rule.adapt(tree, [0], 1.0)
         n_probes += rule.is_probe
         assert rule.probed_ms <= 0.01 * rule.total_ms + 5
@@ -230,34 +265,30 @@ def test_fixed_costs_make_a_text_depend_on_nothing_but_itself() -> None:
 
     def shapes() -> list:
         steps = list(generate(target, draft, [3, 1, 4], Auto(learn=False), 60))
-        return [(paths(step.tree), list(step.path)) for step in steps[1:]]
+        return [(paths(step.tree), step.path) for step in steps[1:]]
 
     assert shapes() == shapes()
 
 
+def overflowing(tokens: list[int], parents: list[int] | None) -> Candidates:
+    """A draft of whose logits none is finite."""
+    return ranked(torch.full((len(tokens), N_IDS), math.nan))
+
+
 def test_a_row_with_non_finite_logits_adds_nothing() -> None:
-    rule = Auto(**FREE).rule()
-    rule.read(torch.tensor([1]), Scores(torch.zeros(1, N_IDS)))
+    rule = taught(Auto(**FREE), {1: [0, 1, 2, 3]})
     rule.drafting.tokens = 1e6
-
-    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> Scores:
-        return Scores(torch.full((len(tokens), N_IDS), math.nan))
-
-    tree: Tree = grow(rule, torch.tensor([9]), draft, 99)
-    assert len(tree) == 1 and rule.n_levels == 1
+    tree = grow(rule, 9, overflowing, 99)
+    assert len(tree) == 1 and len(rule.drafted) == 1
 
 
 def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:
     """It was lost if there were n-grams, and so the draft read the root twice."""
     rule = taught(Auto(**FREE), BEST)
     rule.drafting.tokens = 1e6  # so that it drafts
-
-    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> Scores:
-        return Scores(torch.full((len(tokens), N_IDS), math.nan))
-
-    tree = grow(rule, torch.tensor([1]), draft, 99)
-    assert rule.n_levels == 1 and len(tree) > 1
-    assert tree.draft_slots.tolist() == [0] + [-1] * (len(tree) - 1)
+    tree = grow(rule, 1, overflowing, 99)
+    assert len(rule.drafted) == 1 and len(tree) > 1
+    assert tree.draft_slots == [0] + [-1] * (len(tree) - 1)
 
 
 def test_a_small_vocabulary() -> None:

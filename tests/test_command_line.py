@@ -26,7 +26,7 @@ from cli.models import Request
 from draft_tree import Settings, Tree
 from dynatree import Step
 from engine.memory import OutOfMemory
-from engine.scores import Scores
+from engine.scores import Ranking, Scores, scores_of
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone
@@ -104,10 +104,10 @@ def test_compare_tells_a_wrong_text(capsys: Captured, monkeypatch: pytest.Monkey
     real_accept = verify.accept_greedy
     real_decode = Request.decode
 
-    def gullible(tree: object, predictions: torch.Tensor) -> tuple[list[int], list[int]]:
+    def gullible(tree: Tree, best: list[int]) -> tuple[list[int], list[int]]:
         if tree.depth:
-            predictions[0] = (predictions[0] + 1) % 4096
-        return real_accept(tree, predictions)
+            best[0] = (best[0] + 1) % 4096
+        return real_accept(tree, best)
 
     def decode(request: Request, settings: Settings, *others: None) -> object:
         """Only ar, the reference, keeps its verifier."""
@@ -466,11 +466,11 @@ def overflow_later(monkeypatch: pytest.MonkeyPatch) -> None:
     real = dynatree.accept
     trees = []
 
-    def fail_later(tree: Tree, scores: Scores, sampler: None) -> tuple:
+    def fail_later(tree: Tree, scores: Scores, *others: object) -> tuple:
         trees.append(tree)
         if len(trees) >= 7:
-            scores = Scores(scores.logits * math.nan)
-        return real(tree, scores, sampler)
+            scores = scores_of(scores.logits * math.nan, Ranking())
+        return real(tree, scores, *others)
 
     monkeypatch.setattr(dynatree, "accept", fail_later)
 

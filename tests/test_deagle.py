@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import ranked
 from test_draft_tree import ROOT, FakeDraft, Path, assert_starts_anew, paths
-from torch import Tensor
 
-from draft_tree import Draft, grow
-from engine.scores import Scores
+from draft_tree import Candidates, Draft, grow
 from methods.deagle import Beam, Deagle, expected_length, momenta, votes
 
 SETTINGS = Deagle()
@@ -90,8 +89,8 @@ def constant(p: float, n_ids: int = 8) -> Draft:
     probs = torch.full((n_ids,), (1 - p) / (n_ids - 1))
     probs[3] = p
 
-    def draft(tokens: Tensor, parents: Tensor | None) -> Scores:
-        return Scores(probs.log().expand(len(tokens), -1))
+    def draft(tokens: list[int], parents: list[int] | None) -> Candidates:
+        return ranked(probs.log().expand(len(tokens), -1))
 
     return draft
 
@@ -148,7 +147,7 @@ def beam_tree(draft: FakeDraft, settings: Beam | Deagle) -> tuple[list[Path], in
     oracle = None
     if isinstance(settings, Deagle):
         oracle = Oracle(settings)
-    root = (ROOT.item(),)
+    root = (ROOT,)
     beam = {root: 0.0}  # path -> log p(u), of the nodes to expand
     drafted: dict[Path, float] = {}  # of all levels
     depth = 0

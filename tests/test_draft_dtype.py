@@ -138,7 +138,7 @@ def test_greedy_text_of_random_pairs(method: str, dtype: torch.dtype) -> None:
         steps = list(generate(target, draft, prompt, settings, 30))
         assert token_ids(steps) == expected, settings
         assert draft.dtype == dtype and target.dtype == torch.float32
-        n_accepted += sum(len(step.path) - 1 for step in steps)
+        n_accepted += sum(len(step.path) - 1 for step in steps[1:])
     assert n_accepted, "no draft was of any use"
 
 

@@ -10,19 +10,22 @@ added and never counted. The draft of both is one function of a node's path.
 import math
 import random
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from zlib import crc32
 
+import numpy
 import pytest
 import torch
+from conftest import ranked
 from torch import Tensor
 
-from draft_tree import DynaTree, DynaTreeRule, Level, Rule, Tree, grow
-from engine.scores import Scores
+from draft_tree import Candidates, DynaTree, DynaTreeRule, Gates, Level, Rule, Tree, grow, lone
+from engine.sampling import Sampler
 from methods.static import Alone, Chain, Fixed
 
 VOCAB = 32
-ROOT = torch.tensor([7])
+ROOT = 7
 
 Path = tuple[int, ...]  # tokens from the root on
 Settings = Chain | Fixed | DynaTree
@@ -34,10 +37,17 @@ class FakeDraft:
     As the draft of grow it follows the parents it is given, so a wrong parent gives other logits.
     """
 
-    def __init__(self, seed: int, changed: dict[Path, Tensor] | None = None):
-        """changed: logits to give for some paths instead."""
+    def __init__(
+        self,
+        seed: int,
+        changed: dict[Path, Tensor] | None = None,
+        sampler: Sampler | None = None,
+    ):
+        """changed: logits to give for some paths instead. sampler: draws all candidates; without
+        one they are ranked."""
         self.seed = seed
         self.changed = changed or {}
+        self.sampler = sampler
         self.level: list[Path] = []  # the rows of the last call
         self.ran: list[Path] = []  # of all calls
         self.n_calls = 0
@@ -48,16 +58,19 @@ class FakeDraft:
         logits = heat * torch.randn(VOCAB, generator=generator)
         return self.changed.get(path, logits)
 
-    def __call__(self, tokens: Tensor, parents: Tensor | None) -> Scores:
+    def __call__(self, tokens: list[int], parents: list[int] | None) -> Candidates:
         above = [()]
         if parents is not None:
-            above = [self.level[parent] for parent in parents.tolist()]
+            above = [self.level[parent] for parent in parents]
         self.level = []
-        for path, token in zip(above, tokens.tolist(), strict=True):
+        for path, token in zip(above, tokens, strict=True):
             self.level.append(path + (token,))
         self.ran += self.level
         self.n_calls += 1
-        return Scores(torch.stack([self.logits(path) for path in self.level]))  # [W, V]
+        logits = torch.stack([self.logits(path) for path in self.level])  # [n, V]
+        if self.sampler:
+            return Candidates(*self.sampler.propose(logits, logits.shape[1]))
+        return ranked(logits)
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,7 @@ class Node:
 
 def is_expandable(s: DynaTree, u: Node) -> bool:
     """Lines 17 to 25."""
-    if not s.depth:
+    if not s.adapt_depth:
         return u.depth < s.D0
     if u.depth >= s.D_max or u.p < s.rho_stop:
         return False
@@ -88,7 +101,7 @@ def is_expandable(s: DynaTree, u: Node) -> bool:
 
 def branches(s: DynaTree, confidence: float) -> str:
     """Line 27: the name of the setting that says how many children."""
-    if not s.breadth:
+    if not s.adapt_breadth:
         return "B_mid"
     if confidence >= s.tau_h:
         return "B_min"
@@ -99,7 +112,7 @@ def branches(s: DynaTree, confidence: float) -> str:
 
 def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]) -> list[Node]:
     """Lines 11 to 30; `seen` counts what makes a case worth comparing."""
-    root = Node((ROOT.item(),), -1, torch.tensor(0.0))
+    root = Node((ROOT,), -1, torch.tensor(0.0))
     tree = [root]
     frontier = deque([0])
     while frontier and len(tree) < s.N_max:
@@ -120,10 +133,10 @@ def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]
                 break
             frontier.append(len(tree))
             tree.append(child)
-        seen[name] += s.breadth and len(tree) - n_before == breadth
+        seen[name] += s.adapt_breadth and len(tree) - n_before == breadth
     deepest = tree[-1].depth
     seen["only the root"] += len(tree) == 1 and s.N_max > 1 and max_depth > 0
-    seen["deeper than D0"] += s.depth and deepest > s.D0
+    seen["deeper than D0"] += s.adapt_depth and deepest > s.D0
     seen["as deep as the caller allows"] += 0 < deepest == max_depth < s.D_max
     return tree
 
@@ -131,7 +144,7 @@ def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]
 def paths(tree: Tree) -> list[Path]:
     """Each row's tokens from the root on."""
     found: list[Path] = []
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
         above = ()
         if parent >= 0:
             above = found[parent]
@@ -142,9 +155,10 @@ def paths(tree: Tree) -> list[Path]:
 def assert_same(tree: Tree, nodes: list[Node]) -> None:
     """The tree that grow drew is the oracle's, row for row."""
     assert paths(tree) == [node.path for node in nodes]
-    assert tree.parents.tolist() == [node.parent for node in nodes]
-    assert tree.depths.tolist() == [node.depth for node in nodes]
-    torch.testing.assert_close(tree.logprobs, torch.stack([node.logprob for node in nodes]))
+    assert tree.parents == [node.parent for node in nodes]
+    assert tree.depths == [node.depth for node in nodes]
+    logprobs = torch.stack([node.logprob for node in nodes])
+    torch.testing.assert_close(torch.tensor(tree.path_logprobs), logprobs)
 
 
 def assert_starts_anew(rule: Rule) -> None:
@@ -173,8 +187,8 @@ def random_settings(rng: random.Random) -> DynaTree:
         rho_deep=rho_deep,
         tau=rng.choice([0.0, 1e-4, rng.random() ** 3]),
         N_max=rng.choice([rng.randint(1, 16), rng.randint(17, 64), 128]),
-        breadth=rng.random() < 0.8,
-        depth=rng.random() < 0.8,
+        adapt_breadth=rng.random() < 0.8,
+        adapt_depth=rng.random() < 0.8,
         prune=rng.random() < 0.8,
     )
 
@@ -202,7 +216,7 @@ def test_fixed_and_chain_are_algorithm_1_without_its_adaptive_parts() -> None:
     seen: Counter[str] = Counter()
     for seed in range(150):
         s, draft, max_depth = random_case(seed)
-        static = replace(s, breadth=False, depth=False, prune=True)
+        static = replace(s, adapt_breadth=False, adapt_depth=False, prune=True)
         fixed = Fixed(D=s.D0, B=s.B_mid, tau=s.tau, N_max=s.N_max)
         nodes = draft_tree(static, draft, max_depth, seen)
         assert_same(grow(fixed.rule(), ROOT, draft, max_depth), nodes)
@@ -212,11 +226,11 @@ def test_fixed_and_chain_are_algorithm_1_without_its_adaptive_parts() -> None:
     assert seen["cut between siblings"] >= 10, seen
 
 
-def even_draft(tokens: Tensor, parents: Tensor | None) -> Scores:
+def even_draft(tokens: list[int], parents: list[int] | None) -> Candidates:
     """Two tokens of probability 0.5 and nothing else, exact in float32."""
     logits = torch.full((len(tokens), VOCAB), -math.inf)
     logits[:, :2] = 0.0
-    return Scores(logits)
+    return ranked(logits)
 
 
 @pytest.mark.parametrize(
@@ -244,13 +258,17 @@ def assert_well_formed(tree: Tree) -> None:
     rows = paths(tree)
     assert len(set(rows)) == len(rows)  # siblings carry distinct tokens
     assert tree.parents[0] == -1
-    assert (tree.parents < torch.arange(len(tree))).all()
-    assert (tree.parents.diff() >= 0).all()  # breadth-first
-    assert (tree.depths.diff() >= 0).all()
-    longest = max(len(path) for path in rows)
-    assert tree.depth == tree.depths.max() == longest - 1
-    for path, marks in zip(rows, tree.ancestors.tolist(), strict=True):
-        assert marks == [above == path[: len(above)] for above in rows]
+    assert all(parent < row for row, parent in enumerate(tree.parents))
+    assert tree.parents == sorted(tree.parents)  # breadth-first
+    assert tree.depths == [len(path) - 1 for path in rows] == sorted(tree.depths)
+    assert tree.depth == max(tree.depths)
+    assert tree.path_logprobs[0] == 0.0
+    assert all(math.isfinite(logprob) for logprob in tree.path_logprobs)
+    columns = [tree.tokens, tree.parents, tree.depths, tree.draft_slots]
+    columns += [tree.path_logprobs, tree.are_retrieved]
+    assert {len(column) for column in columns} == {len(tree)}
+    kinds = [{type(entry) for entry in column} for column in columns]
+    assert kinds == [{int}] * 4 + [{float}, {bool}]  # plain ones, none of NumPy's
 
 
 def assert_slots_follow_the_runs(tree: Tree, ran: list[Path]) -> None:
@@ -259,7 +277,7 @@ def assert_slots_follow_the_runs(tree: Tree, ran: list[Path]) -> None:
     slots = {path: slot for slot, path in enumerate(ran)}
     assert len(slots) == len(ran)  # nothing ran twice
     assert set(ran) <= set(rows)
-    assert tree.draft_slots.tolist() == [slots.get(path, -1) for path in rows]
+    assert tree.draft_slots == [slots.get(path, -1) for path in rows]
     if ran:
         assert ran[0] == rows[0]
     for path in ran[1:]:
@@ -279,9 +297,8 @@ def test_every_tree_is_well_formed(seed: int) -> None:
 class Wide(Rule):
     """A fork's rule: all three candidates of every row."""
 
-    def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-        every = level.path_logprobs > -math.inf
-        return every, every
+    def expand(self, level: Level) -> tuple[Gates, Gates]:
+        return {}, {}
 
 
 def test_a_rule_says_how_much_it_drafts() -> None:
@@ -292,10 +309,140 @@ def test_a_rule_says_how_much_it_drafts() -> None:
     cut = grow(Wide(3, 3, max_rows=8, max_drafted=8), ROOT, FakeDraft(2), 9)
     best = grow(Wide(3, 3, max_rows=8, max_drafted=40), ROOT, FakeDraft(2), 9)
     every = grow(Wide(3, 3, max_rows=40, max_drafted=40), ROOT, FakeDraft(2), 9)
-    likeliest = every.logprobs.topk(8).indices.tolist()
+    likeliest = torch.tensor(every.path_logprobs).topk(8).indices.tolist()
     assert paths(cut) == paths(every)[:8]
     assert set(paths(best)) == {paths(every)[row] for row in likeliest}
     assert set(paths(best)) != set(paths(cut))
+
+
+def test_what_is_impossible_is_never_added_whatever_a_rule_says() -> None:
+    """The root has two possible candidates; the first child of them none, its sibling one."""
+    rule = Wide(3, 3, max_rows=40, max_drafted=40)
+    root, first, second = paths(grow(rule, ROOT, FakeDraft(2), 1))[:3]
+    changed = {}
+    for path, n_possible in ((root, 2), (first, 0), (second, 1)):
+        logits = FakeDraft(2).logits(path)
+        logits[logits.argsort(descending=True)[n_possible:]] = -math.inf
+        changed[path] = logits
+    tree = grow(rule, ROOT, FakeDraft(2, changed), 2)
+    only = int(changed[second].argmax())
+    assert paths(tree) == [root, first, second, second + (only,)]
+    assert_well_formed(tree)
+
+
+class Gated(Wide):
+    """Wide with these gates at depth 1, where three rows have three candidates each."""
+
+    def __init__(self, to_add: Gates, to_grow: Gates):
+        super().__init__(3, 3, max_rows=40, max_drafted=40)
+        self.gates = to_add, to_grow
+
+    def expand(self, level: Level) -> tuple[Gates, Gates]:
+        return self.gates if level.depth == 1 else ({}, {})
+
+
+NO_GATES = {
+    "one row": numpy.ones((1, 3), dtype=bool),
+    "a vector": numpy.ones(3, dtype=bool),
+    "a column": numpy.ones((3, 1), dtype=bool),
+    "a level more": numpy.ones((1, 3, 3), dtype=bool),
+    "one in brackets": numpy.ones(1, dtype=bool),
+    "too few rows": numpy.ones((2, 3), dtype=bool),
+    "whole numbers": numpy.ones((3, 3), dtype=int),
+    "floats": numpy.ones((3, 3)),
+    "1": 1,
+    "1.0": 1.0,
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("name", NO_GATES)
+@pytest.mark.parametrize("is_second", [False, True])
+def test_what_is_no_gate_is_an_error(name: str, is_second: bool) -> None:
+    """A shape that can be stretched to that of the candidates would let some pass unasked."""
+    gates = {"fine": True, name: NO_GATES[name]}
+    rule = Gated({}, gates) if is_second else Gated(gates, {})
+    with pytest.raises(TypeError, match=f"^Gated.expand: gate '{name}' is .*bool \\[3, 3\\]"):
+        grow(rule, ROOT, FakeDraft(2), 127)
+
+
+@pytest.mark.parametrize("kind", [bool, numpy.bool_])
+def test_one_bool_is_a_gate_for_all(kind: type) -> None:
+    every = paths(grow(Wide(3, 3, 40, 40), ROOT, FakeDraft(2), 127))
+    for to_add, to_grow, n_rows in ((True, True, 40), (True, False, 13), (False, True, 4)):
+        single = Gated({"one": kind(to_add)}, {"one": kind(to_grow)})
+        assert paths(grow(single, ROOT, FakeDraft(2), 127)) == every[:n_rows]
+        array = Gated({"one": numpy.full((3, 3), to_add)}, {"one": numpy.full((3, 3), to_grow)})
+        assert paths(grow(array, ROOT, FakeDraft(2), 127)) == every[:n_rows]
+
+
+def test_a_candidate_passes_all_of_several_gates() -> None:
+    """Each gate closes another one of the nine."""
+    gates = {}
+    for place in range(4):
+        gates[str(place)] = numpy.arange(9).reshape(3, 3) != place
+    every = paths(grow(Wide(3, 3, 40, 40), ROOT, FakeDraft(2), 2))
+    assert paths(grow(Gated(gates, {}), ROOT, FakeDraft(2), 2)) == every[:4] + every[8:]
+    draft = FakeDraft(2)
+    assert paths(grow(Gated({}, gates), ROOT, draft, 3))[:13] == every
+    assert draft.ran == every[:4] + every[8:]
+
+
+class Told:
+    """A Watcher that keeps what it is told of the last tree."""
+
+    def begin(self, state: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
+        self.state, self.n_levels, self.max_depth = state, n_levels, max_depth
+        self.levels: list[tuple[Level, Gates, Gates, bool]] = []
+
+    def level(self, level: Level, to_add: Gates, to_grow: Gates, is_full: bool) -> None:
+        self.levels.append((level, to_add, to_grow, is_full))
+
+
+def passing(level: Level, gates: Gates) -> list[tuple[int, int]]:
+    """Row and rank of each possible candidate that all gates let pass, in breadth-first order."""
+    found = []
+    for row, rank in numpy.ndindex(level.tokens.shape):
+        own = [numpy.broadcast_to(gate, level.tokens.shape)[row, rank] for gate in gates.values()]
+        if level.is_possible[row, rank] and all(own):
+            found.append((row, rank))
+    return found
+
+
+def test_a_watcher_is_told_what_the_tree_got() -> None:
+    """From the gates and the candidates alone the tree is built again, up to where it was cut; and
+    the rows that the draft ran, level by level."""
+    seen: Counter[str] = Counter()
+    for seed in range(80):
+        settings, draft, max_depth = random_case(seed)
+        told = Told()
+        rule = settings.rule()
+        tree = grow(rule, ROOT, draft, max_depth, told)
+        assert told.state == rule.state()
+        assert (told.n_levels, told.max_depth) == (min(settings.D_max, max_depth), max_depth)
+        found = [(ROOT,)]
+        running = found  # what the draft runs next
+        ran = []
+        for depth, (level, to_add, to_grow, is_full) in enumerate(told.levels):
+            assert (level.depth, level.is_drawn, len(level.tokens)) == (depth, False, len(running))
+            assert (level.is_possible == (level.path_logprobs > -math.inf)).all()
+            ran += running
+            may_grow = passing(level, to_grow)
+            below = []
+            for row, rank in passing(level, to_add):
+                path = running[row] + (int(level.tokens[row, rank]),)
+                found.append(path)
+                if (row, rank) in may_grow:
+                    below.append(path)
+            running = below
+            assert is_full == (len(found) >= settings.N_max)
+            seen["cut short"] += len(found) > settings.N_max
+            seen["gate closed"] += len(passing(level, {})) > len(passing(level, to_add))
+        assert paths(tree) == found[: settings.N_max]
+        assert draft.ran == ran
+        assert len(found) >= settings.N_max or not running or len(told.levels) == told.n_levels
+        seen["whole"] += 1 < len(found) < settings.N_max
+    assert min(seen[name] for name in ("cut short", "gate closed", "whole")) >= 10, seen
 
 
 def test_a_rule_that_drafts_must_expand() -> None:
@@ -321,7 +468,8 @@ def test_no_room_means_no_draft_call(settings: Settings, max_depth: int) -> None
     assert draft.n_calls == 0
     assert len(tree) == 1
     assert tree.depth == 0
-    assert tree.draft_slots.tolist() == [-1]
+    assert tree.draft_slots == [-1]
+    assert tree == lone(ROOT)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -332,15 +480,17 @@ def test_the_example_of_the_docstring() -> None:
     table[cat, [sat, ran, away]] = torch.tensor([0.5, 0.3, 0.2])
     table[dog, [ran, sat]] = torch.tensor([0.8, 0.2])
 
-    def draft(tokens: Tensor, parents: Tensor | None) -> Scores:
-        return Scores(table[tokens].log())
+    def draft(tokens: list[int], parents: list[int] | None) -> Candidates:
+        return ranked(table[tokens].log())
 
     rule = Fixed(D=2, B=2, tau=0.15).rule()
-    tree = grow(rule, torch.tensor([the]), draft, max_depth=8)
-    assert tree.tokens.tolist() == [the, cat, dog, sat, ran, ran]
-    assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2]
-    assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2]
-    assert tree.logprobs.exp().tolist() == pytest.approx([1.0, 0.6, 0.3, 0.3, 0.18, 0.24])
+    tree = grow(rule, the, draft, max_depth=8)
+    assert tree.tokens == [the, cat, dog, sat, ran, ran]
+    assert tree.parents == [-1, 0, 0, 1, 1, 2]
+    assert tree.depths == [0, 1, 1, 2, 2, 2]
+    p = [math.exp(logprob) for logprob in tree.path_logprobs]
+    assert p == pytest.approx([1.0, 0.6, 0.3, 0.3, 0.18, 0.24])
+    assert tree.draft_slots == [0, 1, 2, -1, -1, -1]  # as the docstring of grow counts
 
 
 WIDE = DynaTree(N_max=128, tau=0.0, rho_stop=0.0, rho_deep=0.01, D0=3, D_max=5)
@@ -384,7 +534,7 @@ OUT_OF_RANGE = [
     (DynaTree, "tau", [1.5, math.nan]),
     (DynaTree, "N_max", [0, 129, math.nan]),
     (DynaTree, "W", [0, 1001]),
-    (DynaTree, "breadth", [2]),
+    (DynaTree, "adapt_breadth", [2]),
     (DynaTree, "history", [-1]),
 ]
 OUT_OF_ORDER = [
@@ -415,6 +565,12 @@ def test_a_bad_setting_is_named(kind: type[Settings], values: dict[str, float]) 
         kind(**values)
     for name, value in values.items():
         assert f"{name}={value}" in str(error.value)
+
+
+def test_a_whole_number_is_a_float_where_one_is_due() -> None:
+    settings = DynaTree(tau=0, rho_deep=1)
+    assert (type(settings.tau), type(settings.rho_deep)) == (float, float)
+    assert settings == DynaTree(tau=0.0, rho_deep=1.0)
 
 
 def moved(rule: DynaTreeRule) -> dict[str, float]:
@@ -522,6 +678,59 @@ def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
         assert_same(after, draft_tree(as_moved, draft, 127, Counter()))
         n_changed[seed % 2] += paths(before) != paths(after)
     assert min(n_changed[0], n_changed[1]) >= 10, n_changed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tree_may_be_written_in_any_order(seed: int) -> None:
+    """Rows added at random, put into breadth-first order again; some of its rows taken."""
+    tree = grow(Wide(3, 3, 40, 40), ROOT, FakeDraft(seed), 127)
+    rng = random.Random(seed)
+    rows = [0]  # of the tree, in the order in which they are added
+    written = lone(ROOT)
+    while len(rows) < len(tree):
+        row = rng.randrange(1, len(tree))
+        if row in rows or tree.parents[row] not in rows:
+            continue
+        place = rows.index(tree.parents[row])
+        is_retrieved = row % 2 == 0
+        added = written.add(tree.tokens[row], place, tree.path_logprobs[row], is_retrieved)
+        assert added == len(rows)
+        rows.append(row)
+    assert paths(written) == [paths(tree)[row] for row in rows]
+    assert written.depths == [tree.depths[row] for row in rows]
+    assert written.path_logprobs == [tree.path_logprobs[row] for row in rows]
+    assert written.are_retrieved == [row > 0 and row % 2 == 0 for row in rows]
+    ordered = written.by_depth()
+    assert ordered.depths == sorted(tree.depths)
+    assert ordered.by_depth() is ordered
+    for depth in range(4):  # those added first stay first
+        level = [path for path in paths(written) if len(path) == depth + 1]
+        assert level == [path for path in paths(ordered) if len(path) == depth + 1]
+    taken = tree.take([0, 3, 1, 10, 11])
+    assert taken.parents == [-1, 0, 0, 1, 1]
+    assert paths(taken) == [paths(tree)[row] for row in (0, 3, 1, 10, 11)]
+    assert taken.draft_slots == [tree.draft_slots[row] for row in (0, 3, 1, 10, 11)]
+
+
+class Mending(Wide):
+    """Wide to depth 2, with a chain of two below the first child and then one below the root."""
+
+    def extend(self, tree: Tree, max_depth: int) -> Tree:
+        below = tree.add(VOCAB, 1, -1.0, is_retrieved=True)
+        tree.add(VOCAB + 1, below, -2.0, is_retrieved=True)
+        tree.add(VOCAB + 2, 0, -3.0, is_retrieved=True)
+        return tree
+
+
+def test_a_rule_may_extend_in_any_order() -> None:
+    drafted = paths(grow(Wide(3, 2, 40, 40), ROOT, FakeDraft(2), 127))
+    tree = grow(Mending(3, 2, 40, 40), ROOT, FakeDraft(2), 127)
+    first = drafted[1]
+    last = [first + (VOCAB,), first + (VOCAB, VOCAB + 1)]
+    assert paths(tree) == drafted[:4] + [(ROOT, VOCAB + 2)] + drafted[4:] + last
+    retrieved = [row for row in range(len(tree)) if tree.are_retrieved[row]]
+    assert retrieved == [4, 14, 15]
+    assert [tree.draft_slots[row] for row in retrieved] == [-1] * 3
 
 
 def test_a_rule_of_more_rows_than_the_widest_pass_is_refused() -> None:

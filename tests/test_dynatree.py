@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from engine import memory
 from engine.caches import CachePool
 from engine.memory import OutOfMemory
 from engine.passes import Use
-from engine.scores import Scores
+from engine.sampling import Sampler, Sampling
+from engine.scores import Scores, scores_of
+from engine.stopwatch import Stopwatch
 from gpt_neox import GPTNeoX, KVCache
+from methods import METHODS
 from methods.static import Alone, Chain, Fixed, StaticRule
 from verify import NonFiniteLogits, cut
 
@@ -35,13 +39,14 @@ class Stub(GPTNeoX):
         self.n_heads = self.config.n_heads
         self.pool = CachePool(self.logits, 1, self.device, self.config, is_plain=True)
 
-    def read(
+    def run(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
         return torch.tensor([[float(self.follows(i))] for i in positions.tolist()])
 
     def score(self, x: Tensor, cache: KVCache) -> Scores:
-        return Scores(torch.zeros(len(x), self.config.vocab_size).scatter_(1, x.long(), 20.0))
+        logits = torch.zeros(len(x), self.config.vocab_size).scatter_(1, x.long(), 20.0)
+        return scores_of(logits, cache.use.ranking)
 
 
 def counting(position: int) -> int:
@@ -146,7 +151,7 @@ def test_both_caches_equal_a_fresh_prefill_after_every_commit(
     has_moved = False
     for step in generate(target, draft, PROMPT, settings, 30, commit=commit):
         ids += step.tokens
-        path = list(step.path)
+        path = step.path
         if path != list(range(len(path))):
             has_moved = True
         target_cache = caches[0]
@@ -155,7 +160,7 @@ def test_both_caches_equal_a_fresh_prefill_after_every_commit(
         if step.tree and not is_cut:
             assert target_cache.length == len(ids) - 1
             root_slot = len(ids) - len(step.tokens) - 1
-            n_run = int((step.tree.draft_slots[path] >= 0).sum())
+            n_run = sum(step.tree.draft_slots[row] >= 0 for row in path)
             assert draft_cache.length == root_slot + n_run
             assert draft_cache.length <= target_cache.length
         assert_equals_fresh_prefill(target, target_cache, ids)
@@ -169,7 +174,7 @@ def test_keep_and_rebuild_leave_the_same_steps_and_cache(monkeypatch: pytest.Mon
     runs = []
     for commit in ("keep", "rebuild"):
         steps = generate(target, draft, PROMPT, Fixed(D=4, B=3, tau=0.0), 30, commit=commit)
-        runs.append([(step.tokens, list(step.path)) for step in steps])
+        runs.append([(step.tokens, step.path) for step in steps])
     assert runs[0] == runs[1]
     kept = caches[0]
     rebuilt = caches[2]  # after the draft's of the first run
@@ -202,7 +207,7 @@ def test_history_starts_fresh_in_each_generation() -> None:
         trees = []
         for step in generate(target, draft, PROMPT, settings, 40):
             if step.tree:
-                trees.append(step.tree.tokens.tolist())
+                trees.append(step.tree.tokens)
         return trees
 
     first = drafted()
@@ -275,6 +280,18 @@ def test_bad_calls(prompt: list[int], settings: Alone | Chain, limit: int, commi
         next(generate(random_model(0), None, prompt, settings, limit, commit=commit))
 
 
+@pytest.mark.parametrize("id", [-1, 96, 2**40])
+@pytest.mark.parametrize("place", range(3))
+def test_a_prompt_id_that_the_target_does_not_know_is_named(id: int, place: int) -> None:
+    """Below 0 or past the vocabulary, wherever it stands; the first and the last id are known."""
+    target = random_model(0)
+    prompt = [0, 95, 3]
+    assert len(token_ids(generate(target, None, prompt, Alone(), 2))) == 2
+    prompt[place] = id
+    with pytest.raises(ValueError, match=f"has id {id}, but the target knows 0 to 95"):
+        next(generate(target, None, prompt, Alone(), 2))
+
+
 def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fits alone; taken lazily, both together would only fail when they are filled."""
     target = random_model(7)
@@ -338,7 +355,7 @@ def test_a_rejected_non_finite_node_does_not_poison_its_siblings() -> None:
     draft = GPTNeoX.from_tensors(random_config(), tensors | {"embed_out.weight": eager})
     steps = list(generate(broken_at(7, fatal), draft, PROMPT, Fixed(B=3, tau=0.0), 20))
     assert token_ids(steps) == text
-    assert any(fatal in step.tree.tokens.tolist() for step in steps[1:])
+    assert any(fatal in step.tree.tokens for step in steps[1:])
 
 
 def test_a_non_finite_draft_costs_acceptance_not_the_text() -> None:
@@ -350,9 +367,9 @@ def test_a_non_finite_draft_costs_acceptance_not_the_text() -> None:
 
 
 def tree_of(n: int) -> Tree:
-    rows = torch.arange(n)
-    chain = torch.ones(n, n, dtype=torch.bool).tril()
-    return Tree(rows, rows - 1, rows, torch.zeros(n), chain, rows, n - 1)
+    """A chain of n rows."""
+    rows = list(range(n))
+    return Tree(rows, [row - 1 for row in rows], rows, [0.0] * n, rows, [False] * n)
 
 
 def iteration(
@@ -362,12 +379,11 @@ def iteration(
     return Step(
         tokens,
         tree=tree_of(n_drafted + 1),
-        path=range(n_accepted + 1),
+        path=list(range(n_accepted + 1)),
         draft_ms=draft_ms,
         verify_ms=verify_ms,
         other_ms=1.0,
-        n_drafted=n_drafted,
-        draft_rows=(2,) + (1,) * (n_drafted - 1),
+        draft_rows=[2] + [1] * (n_drafted - 1),
     )
 
 
@@ -465,14 +481,80 @@ def test_a_rule_is_told_the_prompt_and_a_step_what_the_target_chose() -> None:
 
     class Wide:
         def rule(self) -> Listening:
-            return Listening(widths=[2, 2], n_rows=7, is_drawing=False)
+            return Listening([2, 2], n_rows=7, is_drawing=False, deepest="widths")
 
     first, *steps = generate(target, draft, [3, 1, 4], Wide(), 20)
     assert prompts == [[3, 1, 4]]
-    assert first.predictions is None and first.draft_rows == ()
-    assert steps[0].draft_rows == (4, 2)  # the prompt and the root, then two nodes
+    assert first.predictions == [] and first.draft_rows == []
+    assert steps[0].draft_rows == [4, 2]  # the prompt and the root, then two nodes
     for step in steps:
-        after_path = step.predictions[list(step.path)].tolist()
+        after_path = [step.predictions[row] for row in step.path]
         assert after_path[: len(step.tokens)] == step.tokens
         assert len(step.predictions) == len(step.tree)
         assert len(step.draft_rows) == step.tree.depth
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_is_plain_lists(method: str, sampling: Sampling | None) -> None:
+    """Of every step: the first, which has no tree, ar's and a tree's; and as many rows on the path
+    as were committed, but for what the limit cuts."""
+    target, draft = noisy_pair()
+    first, *steps = generate(target, draft, PROMPT, METHODS[method](), 20, sampling=sampling)
+    assert (first.path, first.predictions, first.draft_rows, first.n_drafted) == ([], [], [], 0)
+    for step in steps:
+        assert type(step.path) is type(step.predictions) is type(step.draft_rows) is list
+        assert all(type(row) is int for row in step.path + step.predictions + step.draft_rows)
+        assert step.path[0] == 0 and step.n_drafted == len(step.tree) - 1
+        accepted = [step.tree.tokens[row] for row in step.path[1:]]
+        assert step.tokens == (accepted + [step.bonus])[: len(step.tokens)]
+    assert all(len(step.path) == len(step.tokens) for step in steps[:-1])
+
+
+def test_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is nobody's is in none of them, nor in all that has passed; a part may come again."""
+    now = [5.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    watch = Stopwatch()
+    for _ in range(2):
+        for part, seconds in ((watch.draft, 1), (watch.verify, 2), (watch.nobodys, 4)):
+            now[0] += 8
+            with part:
+                now[0] += seconds
+        assert watch.ms() == 27e3
+        assert watch.times() == {"draft_ms": 1e3, "verify_ms": 2e3, "other_ms": 24e3}
+        watch.restart()
+        assert set(watch.times().values()) == {0.0}
+    for _ in range(3):
+        with watch.draft:
+            now[0] += 1
+    assert watch.times() == {"draft_ms": 3e3, "verify_ms": 0.0, "other_ms": 0.0}
+
+
+@pytest.mark.parametrize("limit", [1, 12])
+def test_a_rule_may_bring_its_own_acceptance(limit: int) -> None:
+    """Of sampled text alone, told the settings; prefill's token is chosen by it, too."""
+    target, draft = noisy_pair()
+    calls = []
+
+    @dataclass(frozen=True)
+    class Cautious(Chain):
+        def rule(self) -> StaticRule:
+            rule = super().rule()
+            rule.acceptance = accept_one
+            return rule
+
+    def accept_one(
+        tree: Tree, logits: Tensor, sampler: Sampler, settings: Cautious
+    ) -> tuple[list[int], list[int]]:
+        calls.append((len(tree), logits.shape, settings))
+        return [0], [7]
+
+    settings = Cautious(K=3)
+    steps = list(generate(target, draft, PROMPT, settings, limit, sampling=Sampling(1.0)))
+    assert token_ids(steps) == [7] * limit and len(steps) == limit
+    assert {kind for _, _, kind in calls} == {settings} and len(calls) == limit
+    assert all(shape == (n, 96) for n, shape, _ in calls)
+    plain = token_ids(generate(target, draft, PROMPT, Chain(K=3), limit))
+    assert token_ids(generate(target, draft, PROMPT, settings, limit)) == plain
+    assert len(calls) == limit, "greedily it is not asked"

@@ -3,24 +3,27 @@
 import heapq
 import itertools
 import math
+import random
+from collections import Counter
 from zlib import crc32
 
 import pytest
 import torch
+from conftest import ranked
 from test_draft_tree import (
     ROOT,
-    VOCAB,
     FakeDraft,
     Path,
     assert_starts_anew,
     assert_well_formed,
     paths,
 )
+from torch import Tensor
 
-from draft_tree import grow, value_draws
-from engine.sampling import Sampler, Sampling
-from engine.scores import Scores
+from draft_tree import Candidates, grow
+from engine.sampling import Sampler, Sampling, value_draws
 from methods.dyspec import DySpec, DySpecRule
+from methods.opttree import OptTree
 
 DEPTH = 6
 
@@ -28,17 +31,19 @@ DEPTH = 6
 def heap_tree(draft: FakeDraft, n_rows: int, max_depth: int) -> dict[Path, float]:
     """Algorithm 1 as it stands, for ranked children: pop the best guess, add it, push the two it
     opens: its first child, and its next sibling. Path -> value, the root included."""
-    root = (ROOT.item(),)
+    root = (ROOT,)
     tree = {root: 1.0}
     children = {}  # path -> its children's log-probabilities and tokens, best first
     heap: list[tuple[float, Path, int]] = []  # (- log value, parent's path, rank among siblings)
 
     def push(parent: Path, rank: int) -> None:
-        if len(parent) > max_depth or rank == VOCAB:
+        if len(parent) > max_depth:
             return
         if parent not in children:
             logprobs = torch.log_softmax(draft.logits(parent), -1)
             children[parent] = logprobs.sort(descending=True)
+        if rank == len(children[parent].values):
+            return
         logprob = float(children[parent].values[rank])
         heapq.heappush(heap, (-math.log(tree[parent]) - logprob, parent, rank))
 
@@ -81,10 +86,10 @@ def test_the_set_has_the_highest_total_value_of_all_connected_sets() -> None:
     """Brute force over every connected set of five rows in a tree of two levels, four ids."""
     logits = torch.randn(21, 4, generator=torch.Generator().manual_seed(3))
 
-    def draft(tokens: torch.Tensor, parents: torch.Tensor | None) -> Scores:
+    def draft(tokens: list[int], parents: list[int] | None) -> Candidates:
         if parents is None:
-            return Scores(logits[:1])
-        return Scores(logits[1 + tokens])
+            return ranked(logits[:1])
+        return ranked(logits[[1 + token for token in tokens]])
 
     probs = torch.softmax(logits, -1).tolist()
     value = {}  # of each path below the root
@@ -103,16 +108,22 @@ def test_the_set_has_the_highest_total_value_of_all_connected_sets() -> None:
     assert sorted(path[1:] for path in paths(tree)[1:]) == sorted(best)
 
 
+def values_of(probs: Tensor, above: Tensor) -> Tensor:
+    """Log values [n, k] of draws of these probabilities [n, k]; above: log p(u) and value of each
+    row [n, 2]."""
+    return torch.from_numpy(value_draws(probs.log().numpy(), above.numpy()))
+
+
 def test_a_draw_is_valued_before_it_is_drawn() -> None:
     """What its elder siblings left; the drawn token itself does not matter (Eq. 8 and 9)."""
     probs = torch.tensor([[0.5, 0.3, 0.2]])
     above = torch.zeros(1, 2)
-    values = value_draws(probs, above).exp()
+    values = values_of(probs, above).exp()
     torch.testing.assert_close(values, torch.tensor([[1.0, 0.5, 0.2]]))
     sampler = Sampling(1.0, draft_temperature=0.6).sampler(torch.device("cpu"))
     warped = sampler.warp_draft(probs.log())
     torch.testing.assert_close(warped, torch.tensor([[0.608, 0.260, 0.132]]), atol=5e-4, rtol=0)
-    values = value_draws(warped, above).exp()
+    values = values_of(warped, above).exp()
     torch.testing.assert_close(values, torch.tensor([[1.0, 0.392, 0.132]]), atol=5e-4, rtol=0)
     # Eq. 8: of what the first left, the second is drawn with .3 / (1 - .5); Eq. 9: their product
     second = probs[0, 1] / (1 - probs[0, 0])
@@ -122,11 +133,11 @@ def test_a_draw_is_valued_before_it_is_drawn() -> None:
 def test_no_value_exceeds_the_one_it_follows() -> None:
     """Below a path of p .25 that was worth .3; nothing is left for the last to be drawn from."""
     above = torch.tensor([[0.25, 0.3]]).log()
-    values = value_draws(torch.tensor([[0.6, 0.4 + 1e-6, 0.0]]), above)
+    values = values_of(torch.tensor([[0.6, 0.4 + 1e-6, 0.0]]), above)
     torch.testing.assert_close(values[0, :2].exp(), torch.tensor([0.25, 0.1]))
     assert values[0, 2] == -torch.inf
     rounded = torch.tensor([[0.25, 0.2499999]]).log()
-    assert value_draws(torch.tensor([[0.6, 0.4]]), rounded)[0, 0] == rounded[0, 1]
+    assert values_of(torch.tensor([[0.6, 0.4]]), rounded)[0, 0] == rounded[0, 1]
 
 
 class Drawing(Sampler):
@@ -137,18 +148,18 @@ class Drawing(Sampler):
         self.draft = draft
         self.seed = seed
 
-    def draws(self, path: Path, probs: torch.Tensor) -> list[int]:
+    def draws(self, path: Path, probs: Tensor) -> list[int]:
         """All tokens that can be drawn below a path, in order."""
         generator = torch.Generator().manual_seed(crc32(repr((self.seed, path)).encode()))
         n = int((probs > 0).sum())
         return torch.multinomial(probs, n, generator=generator).tolist()
 
-    def draw(self, probs: torch.Tensor, k: int) -> torch.Tensor:
+    def draw(self, probs: Tensor, k: int) -> Tensor:
         """For the level that the draft has just run."""
         rows = []
         for path, row in zip(self.draft.level, probs, strict=True):
             drawn = self.draws(path, row)
-            others = [token for token in range(VOCAB) if token not in drawn]
+            others = [token for token in range(len(row)) if token not in drawn]
             rows.append((drawn + others)[:k])
         return torch.tensor(rows)
 
@@ -157,7 +168,7 @@ def drawn_heap_tree(
     draft: FakeDraft, sampler: Drawing, n_rows: int, max_depth: int
 ) -> dict[Path, float]:
     """Algorithm 1 as it stands: pop the most valuable guess, draw it, push its two followers."""
-    root = (ROOT.item(),)
+    root = (ROOT,)
     tree = {root: 1.0}
     heap = [(-1.0, 0, root, 0)]  # - value, for ties depth, parent, rank among siblings
     path_prob = {root: 1.0}
@@ -184,12 +195,86 @@ def test_of_drawn_children_the_exact_form_is_the_heaps_set_too(seed: int, n_rows
     draft = FakeDraft(seed)
     settings = Sampling(1.0, top_p=(1.0, 0.8)[seed % 2], draft_temperature=0.6)
     sampler = Drawing(settings, draft, seed)
-    tree = grow(DySpec(N=n_rows, D_max=DEPTH).rule(), ROOT, draft, 127, sampler)
+    draft.sampler = sampler
+    tree = grow(DySpec(N=n_rows, D_max=DEPTH).rule(), ROOT, draft, 127)
     assert sorted(paths(tree)) == sorted(drawn_heap_tree(draft, sampler, n_rows, DEPTH))
     assert draft.n_calls <= DEPTH
+
+
+class FewIds(FakeDraft):
+    """A FakeDraft with few ids, none of them so likely that rounding decides what the others are
+    worth."""
+
+    def __init__(self, seed: int, n_ids: int):
+        super().__init__(seed)
+        self.n_ids = n_ids
+
+    def logits(self, path: Path) -> Tensor:
+        return 0.2 * super().logits(path)[: self.n_ids]
+
+
+def seen_in(heap: dict[Path, float], n_rows: int, n_ids: int) -> list[str]:
+    """What makes a case worth comparing."""
+    is_scarce = n_ids < n_rows - 1
+    n_deep = sum(len(path) > 2 for path in heap)
+    kinds = {
+        "a level is not enough": is_scarce and n_deep > 0,
+        "every row is used": is_scarce and len(heap) == n_rows,
+        "nodes lack": is_scarce and len(heap) < n_rows,
+        "a level is enough": n_deep == 0 and len(heap) == n_rows,
+    }
+    return [kind for kind, is_seen in kinds.items() if is_seen]
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_so_it_is_if_the_draft_has_fewer_ids_than_the_tree_nodes(is_drawn: bool) -> None:
+    """A level may then name fewer than N - 1 nodes, and what follows the least of them still
+    belongs to the best."""
+    seen: Counter[str] = Counter()
+    for seed in range(400):
+        rng = random.Random(seed)
+        n_ids, n_rows, depth = rng.randint(2, 12), rng.randint(2, 40), rng.choice([1, 2, 3, 6])
+        draft = FewIds(seed, n_ids)
+        top_p, temperature = rng.choice([1.0, 0.8]), rng.choice([None, 0.6, 2.0])
+        sampler = Drawing(Sampling(1.0, top_p, draft_temperature=temperature), draft, seed)
+        draft.sampler = sampler if is_drawn else None
+        tree = grow(DySpec(N=n_rows, D_max=depth).rule(), ROOT, draft, 127)
+        if is_drawn:
+            heap = drawn_heap_tree(draft, sampler, n_rows, depth)
+        else:
+            heap = heap_tree(draft, n_rows, depth)
+        assert sorted(paths(tree)) == sorted(heap), f"case {seed}"
+        assert_well_formed(tree)
+        seen.update(seen_in(heap, n_rows, n_ids))
+    assert len(seen) == 4 and min(seen.values()) >= 10, f"the cases have become too tame: {seen}"
 
 
 def test_a_tree_remembers_nothing_of_the_one_before() -> None:
     rule = DySpec(N=9, D_max=DEPTH).rule()
     assert isinstance(rule, DySpecRule)
     assert_starts_anew(rule)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_sure_draft_leaves_takes_no_room(seed: int) -> None:
+    """Elder siblings may leave so little that it rounds to nothing: what is worth that much neither
+    fills the tree nor ends it."""
+    draft = FakeDraft(seed)
+    draft.sampler = sampler = Drawing(Sampling(0.1), draft, seed)
+    tree = grow(DySpec(N=24, D_max=DEPTH).rule(), ROOT, draft, 127)
+    heap = drawn_heap_tree(draft, sampler, 24, DEPTH)
+    assert {path for path, value in heap.items() if value > 1e-4} <= set(paths(tree))
+
+
+@pytest.mark.parametrize("settings", [DySpec(N=12, D_max=2), OptTree(N=12, D_max=2, delta=0.0)])
+@pytest.mark.parametrize("row", [1, 2])
+def test_broken_logits_end_only_their_own_branch(settings: DySpec | OptTree, row: int) -> None:
+    """NaN sorts above every number; it is not among the best values."""
+    above = paths(grow(settings.rule(), ROOT, FakeDraft(1), 127))[row]
+    broken = FakeDraft(1).logits(above)
+    broken[3] = math.nan
+    tree = grow(settings.rule(), ROOT, FakeDraft(1, {above: broken}), 127)
+    whole = heap_tree(FakeDraft(1), 1 + 32 + 32**2, 2)
+    rest = [path for path in whole if path == above or path[: len(above)] != above]
+    rest.sort(key=whole.get, reverse=True)
+    assert sorted(paths(tree)) == sorted(rest[:12])

@@ -10,7 +10,6 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,7 +157,7 @@ def first_difference(ids: list[int], expected: list[int]) -> int:
 def note(seen: Counter, step: Step, settings: Settings, eos_ids: list[int]) -> None:
     """Count what one iteration shows."""
     tree = step.tree
-    path = list(step.path)
+    path = step.path
     n_accepted = len(path) - 1
     is_eos = step.tokens[-1] in eos_ids
     seen[f"accepted {min(n_accepted, 3)}"] += 1
@@ -171,27 +170,24 @@ def note(seen: Counter, step: Step, settings: Settings, eos_ids: list[int]) -> N
     seen["N_max cut"] += has_cut_siblings(tree, settings)
 
 
-def has_second_sibling(tree: Tree, path: Sequence[int]) -> bool:
+def has_second_sibling(tree: Tree, path: list[int]) -> bool:
     """Whether an accepted row has a sibling before it."""
-    parents = tree.parents.tolist()
+    parents = tree.parents
     return any(parents[row] in parents[1:row] for row in path[1:])
 
 
-def has_grafted(tree: Tree, path: Sequence[int]) -> bool:
+def has_grafted(tree: Tree, path: list[int]) -> bool:
     """Whether an accepted row came from the successor table."""
-    if tree.is_retrieved is None:
-        return False
-    return bool(tree.is_retrieved[path].any())
+    return any(tree.are_retrieved[row] for row in path)
 
 
 def has_cut_siblings(tree: Tree, settings: Settings) -> bool:
     """Whether N_max ended a full static tree between the children of one node."""
     if not isinstance(settings, Fixed) or settings.tau > 0:
         return False
-    widths = torch.bincount(tree.depths).tolist()
-    if len(widths) == 1 or len(tree) < settings.N_max:
+    if not tree.depth or len(tree) < settings.N_max:
         return False
-    return widths[-1] % settings.B > 0
+    return tree.depths.count(tree.depth) % settings.B > 0
 
 
 # The random cases.

@@ -5,6 +5,7 @@ itself, run in a way that leaves no room for the bug in question: whole text, fr
 """
 
 import gc
+import math
 import random
 import sys
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 from conftest import (
@@ -33,6 +35,7 @@ from engine.checkpoint import EMBED_IN
 from engine.cuda_graphs import Shape
 from engine.memory import OutOfMemory
 from engine.passes import Use
+from engine.scores import FEW, Ranking, scores_of
 from gpt_neox import GPTNeoX, KVCache
 from methods.static import Alone
 
@@ -464,7 +467,7 @@ def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: Monke
     plain = random_model(6)
     expected = run_tree(plain, prefilled(plain, PREFIX, 20), TREE)
     model.pool.has_graphs = True
-    cache = model.new_cache(600, Use(n_rows=20, n_ranked=3))
+    cache = model.new_cache(600, Use(n_rows=20, ranking=Ranking(3)))
     model.prefill(PREFIX, cache)
     capture(model, cache, 10)
     shapes = []
@@ -474,10 +477,10 @@ def test_captured_passes_are_replayed_again_by_the_next_cache(monkeypatch: Monke
     passes = cache.passes
     ranked = [shape for step, *shape in passes.captured if step == "rank"]
     assert [shape for step, *shape in passes.captured if step == "run_pass"] == shapes
-    assert ranked == [[rows, sys.maxsize, 3] for rows in (32, 16, 8, 4, 2, 1)]
+    assert ranked == [[rows, sys.maxsize, Ranking(3)] for rows in (32, 16, 8, 4, 2, 1)]
     assert_close(run_tree(model, cache, TREE), expected)
     model.pool.take_back(cache.storage)
-    again = model.new_cache(500, Use(n_rows=7, n_ranked=3))
+    again = model.new_cache(500, Use(n_rows=7, ranking=Ranking(3)))
     assert again.storage is cache.storage and again.length == 0 and not again.passes.is_replaying
     captured = dict(again.passes.captured)
     model.prefill(PREFIX, again)
@@ -515,6 +518,58 @@ def test_a_text_that_ends_with_its_first_token_captures_nothing(monkeypatch: Mon
     assert model.pool.n_graphs == 0
     next(steps)
     assert model.pool.n_graphs == 2, "the pass of one row, and what ranks it"
+
+
+@pytest.mark.parametrize("are_logprobs", [False, True])
+@pytest.mark.parametrize("k", [0, 1, 3, FEW, FEW + 1, 40])
+def test_what_the_host_is_told_of_each_row(k: int, are_logprobs: bool) -> None:
+    """Against a sort: the best id, of equals the first, and candidates, no more than there are ids;
+    the logits stay as they are, for whoever samples."""
+    logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(k))
+    logits[1:3] = logits[1:3].round()  # with equals
+    logits[3, 7], logits[4, 9] = torch.nan, torch.inf
+    before = logits.clone()
+    scores = scores_of(logits, Ranking(k, are_logprobs))
+    assert scores.logits is logits
+    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+    assert math.isnan(scores.highest[3]) and not math.isfinite(scores.highest[4])
+    assert scores.best.dtype == scores.candidates.dtype == numpy.int64
+    values = torch.log_softmax(logits, dim=-1) if are_logprobs else logits
+    for row in (0, 1, 2, 5):
+        ranked = sorted(range(30), key=lambda i, row=row: -float(logits[row, i]))
+        assert scores.best[row] == ranked[0]
+        assert are_logprobs or scores.highest[row] == float(logits[row, ranked[0]])
+        assert scores.values[row].tolist() == values[row, ranked[:k]].tolist()
+        candidates = scores.candidates[row].tolist()
+        assert scores.values[row].tolist() == values[row, candidates].tolist()
+        assert len(set(candidates)) == min(k, 30)
+        assert k > FEW or candidates == ranked[:k]
+
+
+def test_nothing_is_read_of_what_nobody_asks_for() -> None:
+    logits = torch.zeros(2, 3)
+    scores = scores_of(logits, Ranking(3, is_read=False))
+    assert scores.logits is logits and scores[1:] == (None,) * 4
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["tight", "fixed"])
+def test_a_prompt_is_read_with_what_follows_each_token(
+    k: int, is_fixed: bool, monkeypatch: MonkeyPatch
+) -> None:
+    """Chunk by chunk: the ids as a list, and the k likeliest ids after each of them."""
+    monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", 4)
+    model = random_model(6)
+    expected = run(model, PREFIX).topk(k).indices.tolist()
+    model.pool.is_fixed = is_fixed
+    read: list[tuple[int, list[int]]] = []
+
+    def note(ids: list[int], candidates: numpy.ndarray) -> None:
+        assert type(ids) is list and len(ids) <= 4
+        read.extend(zip(ids, candidates.tolist(), strict=True))
+
+    model.prefill(PREFIX, model.new_cache(20, Use(ranking=Ranking(k))), note)
+    assert read == list(zip(PREFIX, expected, strict=True))
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])

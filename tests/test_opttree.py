@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from conftest import random_model, run
 from test_draft_tree import (
     ROOT,
     FakeDraft,
@@ -14,11 +15,10 @@ from test_draft_tree import (
     even_draft,
     paths,
 )
-from torch import Tensor
 
-from draft_tree import grow
+from draft_tree import Candidates, grow
+from dynatree import generate
 from engine.sampling import Sampling
-from engine.scores import Scores
 from methods.dyspec import DySpec
 from methods.opttree import OptTree
 
@@ -30,7 +30,7 @@ def literal_tree(draft: FakeDraft, settings: OptTree) -> tuple[list[Path], int]:
     Add up the n likeliest of all layers: E(A). Stop if that is no more than delta above the last
     E(A). Returns the root and these n, and how many layers were drafted."""
     n = settings.N - 1
-    root = (ROOT.item(),)
+    root = (ROOT,)
     layer = {root: 0.0}  # path -> log p
     drafted: dict[Path, float] = {}
     expected = 0.0  # E(A)
@@ -89,7 +89,7 @@ class Counting:
 
     n_calls = 0
 
-    def __call__(self, tokens: Tensor, parents: Tensor | None) -> Scores:
+    def __call__(self, tokens: list[int], parents: list[int] | None) -> Candidates:
         self.n_calls += 1
         return even_draft(tokens, parents)
 
@@ -106,11 +106,19 @@ def test_it_stops_by_what_the_last_level_added() -> None:
 
 def test_candidates_are_ranked_also_when_the_text_is_sampled() -> None:
     """A stop that looks at what was drawn would decide whether it is tried."""
-    sampler = Sampling(1.0, seed=3).sampler(torch.device("cpu"))
-    rule = OptTree(N=8).rule()
-    tree = grow(rule, ROOT, FakeDraft(2), 127, sampler)
-    assert tree.draft_probs is None
-    assert paths(tree) == paths(grow(rule, ROOT, FakeDraft(2), 127))
+    target, draft = random_model(0), random_model(1)
+    visible = [1, 2, 3]
+    n_children = 0
+    sampling = Sampling(1.0, seed=3)
+    for step in generate(target, draft, list(visible), OptTree(N=8), 20, sampling=sampling):
+        if tree := step.tree:
+            assert tree.drawn_from == []
+            below = [row for row in range(len(tree)) if tree.parents[row] == 0]
+            likeliest = run(draft, visible)[-1].argsort(descending=True)[: len(below)]
+            assert [tree.tokens[row] for row in below] == likeliest.tolist()
+            n_children += len(below)
+        visible += step.tokens
+    assert n_children > 20
 
 
 def test_a_tree_remembers_nothing_of_the_one_before() -> None:

@@ -208,7 +208,7 @@ def test_a_gate_has_the_value_that_it_had_in_that_tree(opened: Callable, traced:
     content = traced("--max-new-tokens", "60")
     at = widest(content)
     tree = content["iterations"][at]["tree"]
-    content["iterations"][at]["standing"]["rho_deep"] = 0.4321
+    content["iterations"][at]["state"]["rho_deep"] = 0.4321
     tree["stopped"][-1] = "rho_deep"
     with opened(content) as page:
         go(page, at)
@@ -305,7 +305,7 @@ def test_sums_over_the_run_are_the_traces(opened: Callable, traced: Callable) ->
             assert well.get_attribute("title") == counts
         for name in ("D0", "tau_h", "rho_deep"):
             shown = page.locator(f"#thresholds .value.{name}").inner_text()
-            now = content["iterations"][-1]["standing"][name]
+            now = content["iterations"][-1]["state"][name]
             assert float(shown) == pytest.approx(now, abs=0.006)
         page.locator("#settings summary").click()
         assert " ".join(content["command"][-4:-2]) in page.locator("#about").inner_text()

@@ -102,7 +102,7 @@ CASES = {
     "main": (made_up(), BARS),
     "two datasets": (made_up(places=DATASETS), BARS),
     "another name": (made_up(table="v9-1"), BARS),
-    "ablation": (made_up(("ar", "dynatree depth=off", "dynatree")), BARS),
+    "ablation": (made_up(("ar", "dynatree adapt_depth=off", "dynatree")), BARS),
     "ar alone": (made_up(("ar",)), {"", "_latency"}),
     "lengths": (made_up(places=LENGTHS), LINES),
     "prompts": (made_up(places=("L=4", "L=8", "L=9")), LINES),
@@ -301,7 +301,8 @@ def test_every_method_has_a_colour_of_its_own() -> None:
 
 def test_a_grid_puts_each_run_at_its_settings() -> None:
     """Also those that a label leaves to the defaults, and nothing else in the same cell."""
-    names = GRID + ("fixed D=5", "fixed D=4 B=3 tau=0.1", "dynatree breadth=off", "dynatree W=20")
+    names = GRID + ("fixed D=5", "fixed D=4 B=3 tau=0.1")
+    names += ("dynatree adapt_breadth=off", "dynatree W=20")
     rows = made_up(names).rows()
     by_label = {row.run.label: row for row in rows}
     fixed, dynatree = grid_panels(rows)
@@ -419,7 +420,8 @@ def test_texts_of_one_token(
 @pytest.mark.parametrize("n_left", [1, 3, 5])
 def test_a_run_that_was_stopped_early(n_left: int) -> None:
     """Some rows have no text yet, some no text beside ar's."""
-    for names, places in ((METHODS, ("",)), (GRID, LENGTHS), (("ar", "dynatree depth=off"), ("",))):
+    switched_off = ("ar", "dynatree adapt_depth=off")
+    for names, places in ((METHODS, ("",)), (GRID, LENGTHS), (switched_off, ("",))):
         results = made_up(names, places)
         results.records = results.records[:n_left]
         assert drawings(results)
@@ -428,7 +430,7 @@ def test_a_run_that_was_stopped_early(n_left: int) -> None:
 
 
 def test_figures_of_metrics_that_are_not_there() -> None:
-    results = made_up(("ar", "fixed", "dynatree depth=off"))
+    results = made_up(("ar", "fixed", "dynatree adapt_depth=off"))
     assert set(drawings(results)) == BARS
     for record in results.records:
         del record["metrics"]["throughput"], record["metrics"]["iterations"]

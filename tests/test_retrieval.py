@@ -4,35 +4,37 @@ import math
 import random
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
+import numpy
 import pytest
 import torch
-from conftest import TINY, Remembering, pretend_capture, random_model
+from conftest import TINY, Remembering, pretend_capture, random_model, ranked
 from test_draft_tree import ROOT, FakeDraft, Path, assert_starts_anew, paths
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from cli.metrics import measure
-from draft_tree import DynaTree, Level, Settings, Tree, grow, lone
+from draft_tree import Candidates, DynaTree, Gates, Level, Settings, Tree, grow
 from dynatree import generate
-from engine.scores import Scores
 from engine.settings import setting, text
 from gpt_neox import GPTNeoX
-from methods import DRAFTING
 from methods.deagle import Deagle
+from methods.drafting import DRAFTING
 from methods.dyspec import DySpec
+from methods.ngrams import NGrams
 from methods.retrieval import (
     RANK_PROBS,
     Graft,
     GraftRule,
+    Node,
     Recycle,
     SuccessorTable,
-    Template,
     graft,
     parse_base,
     parse_checkpoints,
     template,
+    unroll,
 )
 from methods.static import Alone, Chain, Fixed, StaticRule
 
@@ -40,118 +42,106 @@ from methods.static import Alone, Chain, Fixed, StaticRule
 def full_table(n_ids: int = 32, seed: int = 0) -> SuccessorTable:
     """Every token has successors, all different."""
     generator = torch.Generator().manual_seed(seed)
-    table = SuccessorTable()
-    table.read(torch.arange(n_ids), Scores(torch.randn(n_ids, n_ids, generator=generator)))
+    logits = torch.randn(n_ids, n_ids, generator=generator)
+    table: SuccessorTable = NGrams(1)
+    for token, ids in enumerate(logits.topk(len(RANK_PROBS)).indices.tolist()):
+        table.write((token,), ids)
     return table
 
 
-def ranks_of(shape: Template) -> list[int]:
-    """Which successor of its parent each node is; the root has 0."""
-    ranks = torch.tensor([0])
-    for _, level_ranks in shape.levels:
-        ranks = torch.cat([ranks, level_ranks])
-    return ranks[shape.place].tolist()
+def successors(table: SuccessorTable, token: int) -> list[int]:
+    """What the table knows after a token, best first."""
+    return table.seen.get((token,), [])
+
+
+def forget(table: SuccessorTable, tokens: list[int]) -> None:
+    """As if they had never been read."""
+    for token in tokens:
+        table.seen.pop((token,), None)
 
 
 def test_a_template_is_the_likeliest_tree_of_its_size() -> None:
-    shape = template(20, 4)
-    parents = shape.parents.tolist()
-    depths = shape.depths.tolist()
-    ranks = ranks_of(shape)
-    assert parents[0] == 0
-    assert max(depths) <= 4
+    nodes = template(20, 4)
+    assert nodes[0].depth == 0 and max(node.depth for node in nodes) <= 4
     probs = [1.0]
     children = set()
-    for node in range(1, 20):
-        above = parents[node]
-        assert above < node
-        assert depths[node] == depths[above] + 1
-        assert shape.ancestors[node].sum() == depths[node] + 1
-        assert shape.ancestors[node, above]
-        probs.append(probs[above] * RANK_PROBS[ranks[node]])
-        children.add((above, ranks[node]))
+    for i, node in enumerate(nodes[1:], start=1):
+        assert 0 <= node.parent < i
+        assert node.depth == nodes[node.parent].depth + 1
+        probs.append(probs[node.parent] * RANK_PROBS[node.rank])
+        children.add((node.parent, node.rank))
     assert len(children) == 19  # no child twice
-    torch.testing.assert_close(shape.logprobs.exp(), torch.tensor(probs))
-    rounded = [round(p, 9) for p in probs]
-    assert rounded == sorted(rounded, reverse=True)
+    assert [math.exp(node.logprob) for node in nodes] == pytest.approx(probs)
+    level = [1.0]
+    every = [1.0]  # each path of ranks down to depth 4
+    for _ in range(4):
+        level = [above * p for above in level for p in RANK_PROBS]
+        every += level
+    assert probs == pytest.approx(sorted(every, reverse=True)[:20])
 
 
 def test_the_table_holds_the_last_reading_of_each_token() -> None:
-    table = SuccessorTable()
-    logits = torch.zeros(4, 20)
-    for row, best in enumerate([5, 6, 7, 8]):
-        logits[row, best] = 9.0
-        logits[row, best + 1] = 8.0
-    table.read(torch.tensor([3, 1, 3, 2]), Scores(logits))
-    assert table.ids[[1, 2, 3], :2].tolist() == [[6, 7], [8, 9], [7, 8]]
-    assert table.unknown == 20
-    never_read = [0] + list(range(4, 21))
-    assert (table.ids[never_read] == table.unknown).all()
-    table.read(torch.tensor([1]), Scores(logits[:1]))
-    assert table.ids[[1, 2], 0].tolist() == [5, 8]
+    rule = Recycle().rule()
+    best = numpy.array([[5, 6], [6, 7], [7, 8], [8, 9]])
+    rule.read([3, 1, 3, 2], best)
+    known = {token: successors(rule.table, token) for token in range(20)}
+    assert {token: ids for token, ids in known.items() if ids} == {1: [6, 7], 2: [8, 9], 3: [7, 8]}
+    rule.read([1], best[:1])
+    assert successors(rule.table, 1) == [5, 6] and successors(rule.table, 2) == [8, 9]
 
 
 def test_unrolling_follows_the_table() -> None:
     table = full_table()
-    shape = template(16, 4)
-    parents = shape.parents.tolist()
-    ranks = ranks_of(shape)
-    roots = torch.tensor([7, 3, 7])
-    for root, tokens in zip(roots.tolist(), table.unroll(roots, shape).tolist(), strict=True):
-        assert tokens[0] == root
-        for node in range(1, 16):
-            above = tokens[parents[node]]
-            assert tokens[node] == table.ids[above, ranks[node]]
-    table.ids[tokens[1]] = table.unknown  # nothing known of it, so nothing below it
-    (tokens,) = table.unroll(roots[:1], shape).tolist()
-    below = [node for node in range(2, 16) if parents[node] == 1]
-    assert below
-    for node in below:
-        assert tokens[node] == table.unknown
+    nodes = template(16, 4)
+    for root in (3, 7):
+        tokens = {0: root} | dict(unroll(table, root, nodes))
+        assert list(tokens) == list(range(16))  # every node, a parent before its children
+        for i, node in enumerate(nodes[1:], start=1):
+            assert tokens[i] == successors(table, tokens[node.parent])[node.rank]
+    forget(table, [tokens[1]])  # nothing known of it, so nothing below it
+    known = dict(unroll(table, root, nodes))
+    assert 1 in known
+    below = [i for i, node in enumerate(nodes) if node.parent == 1]
+    assert below and not set(below) & set(known)
 
 
-def agree_at_the_root(table: SuccessorTable, token: Tensor) -> None:
+def agree_at_the_root(table: SuccessorTable, token: int) -> None:
     """Let the table's best guess after ROOT be this token, and none of its others there."""
-    others = table.ids[ROOT, 1:]
-    table.ids[ROOT, 0] = token
-    table.ids[ROOT, 1:] = torch.where(others == token, 31, others)
+    others = [other for other in successors(table, ROOT) if other != token]
+    table.write((ROOT,), [token, *others][: len(RANK_PROBS)])
 
 
 def assert_holds(merged: Tree, drafted: Tree) -> None:
     """What was drafted is there, in its old order and with its old slots; the rest is retrieved."""
     found = paths(merged)
-    is_retrieved = merged.is_retrieved.tolist()
-    kept = [path for path, is_new in zip(found, is_retrieved, strict=True) if not is_new]
+    kept = [path for path, is_new in zip(found, merged.are_retrieved, strict=True) if not is_new]
     assert kept == paths(drafted)
-    slots = dict(zip(paths(drafted), drafted.draft_slots.tolist(), strict=True))
-    assert merged.draft_slots.tolist() == [slots.get(path, -1) for path in found]
+    slots = dict(zip(paths(drafted), drafted.draft_slots, strict=True))
+    assert merged.draft_slots == [slots.get(path, -1) for path in found]
 
 
 def assert_in_order(merged: Tree) -> None:
     """Rows by depth, each below its parent, and no grafted row before a drafted sibling."""
     found = paths(merged)
     depths = [len(path) - 1 for path in found]
-    assert merged.depths.tolist() == depths == sorted(depths)
+    assert merged.depths == depths == sorted(depths)
     assert merged.depth == max(depths)
-    parents = merged.parents.tolist()
-    is_retrieved = merged.is_retrieved.tolist()
     for row in range(1, len(merged)):
-        assert found[parents[row]] == found[row][:-1]
-        assert merged.ancestors[row].sum() == len(found[row])
-        earlier_siblings = [i for i in range(row) if parents[i] == parents[row]]
-        if not is_retrieved[row]:
-            assert not any(is_retrieved[i] for i in earlier_siblings)
+        assert found[merged.parents[row]] == found[row][:-1]
+        earlier_siblings = [i for i in range(row) if merged.parents[i] == merged.parents[row]]
+        if not merged.are_retrieved[row]:
+            assert not any(merged.are_retrieved[i] for i in earlier_siblings)
 
 
 def test_a_grafted_token_merges_with_its_drafted_sibling_and_the_slot_is_refilled() -> None:
     """Drafted and table's trees share nodes; the budget is full all the same, nothing twice."""
     for seed in range(20):
         drafted = grow(Fixed(D=3, B=2, tau=0.0).rule(), ROOT, FakeDraft(seed), 127)
+        merged = grow(Fixed(D=3, B=2, tau=0.0).rule(), ROOT, FakeDraft(seed), 127)
         table = full_table(seed=seed)
         agree_at_the_root(table, drafted.tokens[1])
-        shape = template(64, 5)
-        (tokens,) = table.unroll(ROOT, shape)
-        merged = graft(drafted, tokens, shape, tokens < table.unknown, n_rows=30)
+        graft(merged, table, n_rows=30, max_depth=5)
+        merged = merged.by_depth()
         assert len(merged) == 30
         assert len(set(paths(merged))) == 30
         assert_holds(merged, drafted)
@@ -195,7 +185,7 @@ def test_the_base_keeps_to_its_own_settings() -> None:
 
 def test_a_smaller_budget_keeps_the_best_that_the_base_drafts() -> None:
     every = grow(Fixed(D=3, B=2, tau=0.0).rule(), ROOT, FakeDraft(5), 127)
-    best = every.logprobs.topk(6).indices.tolist()
+    best = torch.tensor(every.path_logprobs).topk(6).indices.tolist()
     rule = Graft(base="fixed:D=3:B=2:tau=0", checkpoints="off", N=6, graft=False).rule()
     tree = grow(rule, ROOT, FakeDraft(5), 127)
     assert set(paths(tree)) == {paths(every)[row] for row in best}
@@ -208,17 +198,16 @@ def test_without_grafting_the_target_is_not_asked() -> None:
     steps = list(generate(target, draft, [3, 1, 4, 1], settings, 40))
     (rule,) = settings.rules
     assert rule.n_read == 0
-    assert len(rule.table.ids) == 0
-    assert all(step.tree.is_retrieved is None for step in steps[1:])
+    assert not rule.table.seen
+    assert not any(any(step.tree.are_retrieved) for step in steps[1:])
     assert any(0 < len(step.tree) - 1 < 5 for step in steps[1:])  # a checkpoint stopped it
 
 
 def test_nothing_known_means_nothing_grafted() -> None:
     rule = Recycle(N=8).rule()
-    logits = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
-    rule.read(torch.tensor([1, 2]), Scores(logits))
-    assert len(grow(rule, torch.tensor([9]), None, 127)) == 1
-    assert len(grow(rule, torch.tensor([1]), None, 127)) > 1
+    rule.read([1, 2], numpy.array([[5, 6, 7], [8, 2, 4]]))
+    assert len(grow(rule, 9, None, 127)) == 1
+    assert len(grow(rule, 1, None, 127)) > 1
 
 
 def test_no_node_is_deeper_than_the_text_has_room() -> None:
@@ -235,7 +224,7 @@ def test_checkpoints_stop_the_drafting() -> None:
         chain = grow(Chain(K=6).rule(), ROOT, FakeDraft(seed), 127)
         expected = 6
         for depth, threshold in ((4, 0.3), (2, 0.4)):
-            if chain.logprobs[depth].exp() < threshold:
+            if math.exp(chain.path_logprobs[depth]) < threshold:
                 expected = depth
         rule = Graft(base="linear:K=6", checkpoints="2@0.4:4@0.3", N=7).rule()
         rule.table = full_table()
@@ -251,7 +240,7 @@ def test_checkpoints_stop_the_drafting() -> None:
 def test_the_best_path_decides_not_every_path() -> None:
     """One likely path lets the whole level go on."""
     drafted = grow(Fixed(D=2, B=2, tau=0.0).rule(), ROOT, FakeDraft(1), 127)
-    best, other = drafted.logprobs[1:3].exp().tolist()
+    best, other = map(math.exp, drafted.path_logprobs[1:3])
     checkpoints = f"1@{(best + other) / 2}"
     rule = Graft(base="fixed:D=2:B=2:tau=0", checkpoints=checkpoints, graft=False).rule()
     assert paths(grow(rule, ROOT, FakeDraft(1), 127)) == paths(drafted)
@@ -302,24 +291,23 @@ def test_a_value_of_the_base_may_have_colons(monkeypatch: pytest.MonkeyPatch) ->
 # Graft(TAIL): below the ends of the branches.
 
 
-def literal_tails(drafted: Tree, table: SuccessorTable, shape: Template) -> dict[Path, float]:
+def literal_tails(drafted: Tree, table: SuccessorTable, nodes: list[Node]) -> dict[Path, float]:
     """All that the table knows below the leaves, node by node, with the log-probabilities."""
     found = paths(drafted)
-    parents = shape.parents.tolist()
-    ranks = ranks_of(shape)
     offered = {}
     for row, leaf in enumerate(found):
-        if row in drafted.parents.tolist():
+        if row in drafted.parents:
             continue
-        below = {0: (leaf, float(drafted.logprobs[row]))}  # by node of the template
-        for node in range(1, len(parents)):
-            if parents[node] not in below:
+        below = {0: (leaf, drafted.path_logprobs[row])}  # by node of the template
+        for i, node in enumerate(nodes[1:], start=1):
+            if node.parent not in below:
                 continue
-            path, logprob = below[parents[node]]
-            token = int(table.ids[path[-1], ranks[node]])
-            if token != table.unknown:
-                below[node] = (path + (token,), logprob + math.log(RANK_PROBS[ranks[node]]))
-                offered[path + (token,)] = below[node][1]
+            path, logprob = below[node.parent]
+            known = successors(table, path[-1])
+            if known:
+                token = known[node.rank]
+                below[i] = (path + (token,), logprob + math.log(RANK_PROBS[node.rank]))
+                offered[path + (token,)] = below[i][1]
     return offered
 
 
@@ -333,7 +321,7 @@ def assert_likeliest(
         return added
     assert_holds(tree, drafted)
     assert_in_order(tree)
-    for path, logprob in zip(paths(tree), tree.logprobs.tolist(), strict=True):
+    for path, logprob in zip(paths(tree), tree.path_logprobs, strict=True):
         if path in added:
             assert logprob == pytest.approx(offered[path], abs=1e-4)
     least = min(offered[path] for path in added)
@@ -354,13 +342,12 @@ def test_tails_are_the_likeliest_continuations_of_the_branches() -> None:
         settings = Graft(base=base, checkpoints="off", N=n_rows, D_max=levels, at="tail")
         rule = settings.rule()
         rule.table = full_table(seed=seed)
-        unread = rng.sample(range(32), rng.choice([0, 10, 31]))
-        rule.table.ids[unread] = rule.table.unknown
+        forget(rule.table, rng.sample(range(32), rng.choice([0, 10, 31])))
         tree = grow(rule, ROOT, FakeDraft(seed), max_depth)
         pruned = replace(settings, graft=False)
         drafted = grow(pruned.rule(), ROOT, FakeDraft(seed), max_depth)
-        shape = template(2 * n_rows, min(levels, max_depth))
-        offered = literal_tails(drafted, rule.table, shape)
+        nodes = template(2 * n_rows, min(levels, max_depth))
+        offered = literal_tails(drafted, rule.table, nodes)
         n_offered = len(offered)
         offered = {path: p for path, p in offered.items() if len(path) - 1 <= max_depth}
         added = assert_likeliest(tree, drafted, offered, n_rows)
@@ -383,7 +370,7 @@ def test_a_lone_root_is_its_own_leaf() -> None:
         trees.append(grow(rule, ROOT, None, 5))
     assert len(trees[0]) == 20
     assert paths(trees[0]) == paths(trees[1])
-    torch.testing.assert_close(trees[0].logprobs, trees[1].logprobs)
+    assert trees[0].path_logprobs == pytest.approx(trees[1].path_logprobs)
 
 
 def test_the_base_is_told_the_prompt() -> None:
@@ -399,12 +386,13 @@ def test_the_base_learns_from_its_own_nodes() -> None:
     rule = Graft(base="dynatree:D_max=2:D0=1", checkpoints="off", at="tail").rule()
     rule.table = full_table()
     tree = grow(rule, ROOT, FakeDraft(5), 127)
-    drafted = (~tree.is_retrieved).nonzero().flatten().tolist()
-    assert tree.depth > 2 == int(tree.depths[drafted].max())
-    row = drafted[-1]
-    path = tree.ancestors[row].nonzero().flatten().tolist()
-    below = (tree.parents == row).nonzero().flatten().tolist()
-    assert tree.is_retrieved[below[0]]
+    drafted = [row for row in range(len(tree)) if not tree.are_retrieved[row]]
+    assert tree.depth > 2 == max(tree.depths[row] for row in drafted)
+    path = [drafted[-1]]
+    while path[0]:
+        path.insert(0, tree.parents[path[0]])
+    below = [row for row in range(len(tree)) if tree.parents[row] == path[-1]]
+    assert tree.are_retrieved[below[0]]
     for committed, reach in ((path + below[:1], 1.0), (path[:2], 0.5), (path[:1], 0.0)):
         rule.adapt(tree, committed, 1.0)
         assert rule.base.reaches[-1] == reach
@@ -416,17 +404,10 @@ def test_the_rule_below_is_told_of_every_new_tree(base: str) -> None:
     assert_starts_anew(Graft(base=base, N=9).rule())
 
 
-def test_a_grafted_tree_does_not_change_the_drafted_one() -> None:
-    tree = lone(ROOT)
-    shape = template(8, 3)
-    is_known = torch.arange(8) == 0
-    assert graft(tree, torch.full((8,), 7), shape, is_known, 8) is tree
-
-
 def shapes_of(target: GPTNeoX, draft: GPTNeoX, settings: Settings) -> list[tuple[int, list[int]]]:
     """The size of each tree of a text, and the path accepted of it."""
     steps = list(generate(target, draft, [3, 1, 4, 1], settings, 40))
-    return [(len(step.tree), list(step.path)) for step in steps[1:]]
+    return [(len(step.tree), step.path) for step in steps[1:]]
 
 
 def test_the_same_text_twice_and_nothing_learned_in_between() -> None:
@@ -446,7 +427,7 @@ def test_recycle_on_repeated_text_commits_several_tokens_a_pass() -> None:
 
 
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
-def test_the_table_reads_logits_before_another_pass_overwrites_them(
+def test_the_table_reads_candidates_before_another_pass_overwrites_them(
     commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of fixed shapes share one buffer of logits, and rebuild is a pass more."""
@@ -459,16 +440,36 @@ def test_the_table_reads_logits_before_another_pass_overwrites_them(
         steps = list(generate(target, None, [3, 1, 4, 1, 5], settings, 40, commit=commit))
         assert any(len(step.path) > 2 for step in steps)
         tables.append(settings.rules[0].table)
-    assert torch.equal(tables[0].ids, tables[1].ids)
+    assert tables[0].seen == tables[1].seen
 
 
-LEAST = ["linear:K=0", "confident:K=0", "fixed:N_max=1", "specinfer:widths=1", "sequoia:N=1"]
-LEAST += ["dynatree:N_max=1", "dyspec:N=1", "opttree:N=1", "beam:N_max=1", "deagle:N_max=1"]
+def with_one_setting(name: str) -> Iterator[str]:
+    """A base with each of its settings in turn at its least, or as one of its examples."""
+    for field in fields(DRAFTING[name]):
+        values = field.metadata.get("options") or field.metadata.get("examples")
+        for value in values() if values else [field.type(field.metadata["low"])]:
+            try:
+                parse_base(f"{name}:{field.name}={value}")
+            except ValueError:
+                continue  # against its other settings
+            yield f"{name}:{field.name}={value}"
+
+
+def n_drafted(base: str) -> int:
+    """Rows that graft lets it have verified at most, root included."""
+    rule = Graft(base=base).rule()
+    return min(rule.max_drafted, rule.max_kept)
+
+
+LEAST = [min(with_one_setting(name), key=n_drafted) for name in DRAFTING]
+
+
+def test_most_bases_can_be_set_to_draft_nothing() -> None:
+    assert [n_drafted(base) for base in LEAST].count(1) > len(DRAFTING) / 2
 
 
 @pytest.mark.parametrize("base", LEAST)
 def test_a_base_of_the_least_settings_is_grafted_over(base: str) -> None:
-    assert {word.partition(":")[0] for word in LEAST} == set(DRAFTING)
     target = random_model(0)
     expected = [step.tokens for step in generate(target, None, [3, 1, 4], Alone(), 12)]
     text = []
@@ -481,16 +482,14 @@ def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
     """The draft's only node at depth 1 is unlikely; a candidate that was not added is no reason."""
     logits = torch.tensor([[-9.0, 1.0, 0.9, 0.8]])
 
-    def draft(tokens: Tensor, parents: Tensor | None) -> Scores:
-        return Scores(logits.expand(len(tokens), -1))
+    def draft(tokens: list[int], parents: list[int] | None) -> Candidates:
+        return ranked(logits.expand(len(tokens), -1))
 
     class Second(StaticRule):
-        def expand(self, level: Level) -> tuple[Tensor, Tensor]:
-            add = torch.zeros_like(level.logprobs, dtype=torch.bool)
-            add[:, 1] = True
-            return add, add
+        def expand(self, level: Level) -> tuple[Gates, Gates]:
+            return {"second": level.tokens == 2}, {}
 
-    base = Second(widths=[2, 2, 2], n_rows=8, is_drawing=False)
+    base = Second(widths=[2, 2, 2], n_rows=8, is_drawing=False, deepest="widths")
     best = float(torch.log_softmax(logits, -1).max().exp())
     rule = GraftRule(base, 8, 0, checkpoints={1: best - 1e-3})
     assert grow(rule, ROOT, draft, 3).depth == 1

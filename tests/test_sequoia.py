@@ -17,7 +17,7 @@ from test_draft_tree import (
 )
 from torch import Tensor
 
-from draft_tree import LOWEST, grow
+from draft_tree import grow
 from engine.sampling import Sampling
 from methods.sequoia import Chances, Sequoia, SequoiaRule, Shape, parse_chances, plan
 
@@ -126,11 +126,11 @@ class Choosy(FakeDraft):
 
 def shaped_tree(draft: FakeDraft, shape: Shape) -> list[Path]:
     """Node by node: the likeliest tokens, one for each child that the shape has here."""
-    queue = [((ROOT.item(),), 0)]
+    queue = [((ROOT,), 0)]
     for path, node in queue:  # which grows meanwhile
         best = torch.log_softmax(draft.logits(path), -1).sort(descending=True)
         for rank, child in enumerate(shape[node]):
-            if best.values[rank] >= LOWEST:
+            if best.values[rank] > -math.inf:
                 queue.append((path + (int(best.indices[rank]),), child))
     return [path for path, _ in queue]
 
@@ -155,14 +155,14 @@ def test_a_drawn_tree_has_that_shape_too(kind: type[FakeDraft]) -> None:
     """How many children a node has is up to the shape and the tokens there are, no draw."""
     shape = plan(23, 5, FALLING).shape(23, 5)
     for seed in range(30):
-        draft = kind(seed)
         sampler = Sampling(1.0, top_p=0.99999, seed=seed).sampler(torch.device("cpu"))
-        tree = grow(SequoiaRule(shape, 5), ROOT, draft, 127, sampler)
+        draft = kind(seed, sampler=sampler)
+        tree = grow(SequoiaRule(shape, 5), ROOT, draft, 127)
         assert_well_formed(tree)
         families: dict[Path, list[int]] = {path: [] for path in paths(tree)}
         for path in paths(tree)[1:]:
             families[path[:-1]].append(path[-1])
-        queue = [((ROOT.item(),), 0)]
+        queue = [((ROOT,), 0)]
         for path, node in queue:
             n_possible = int((sampler.warp_draft(draft.logits(path)[None]) > 0).sum())
             assert len(families[path]) == min(len(shape[node]), n_possible)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 from test_draft_tree import (
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 def confident_chain(draft: FakeDraft, settings: ConfidentChain) -> list[Path]:
     """Token by token: add the likeliest, and stop if the draft gave it less than p_min."""
-    path = (ROOT.item(),)
+    path = (ROOT,)
     chain = [path]
     while len(chain) <= settings.K:
         probs = torch.softmax(draft.logits(path), -1)
@@ -60,9 +61,9 @@ def test_a_drawn_chain_goes_by_what_was_drawn() -> None:
     """By the token's own probability, in the distribution it was drawn from; it is added anyway."""
     n_ended = 0
     for seed in range(40):
-        draft = FakeDraft(seed)
         sampler = Sampling(0.5, seed=seed).sampler(CPU)
-        tree = grow(ConfidentChain(K=4, p_min=0.4).rule(), ROOT, draft, 127, sampler)
+        draft = FakeDraft(seed, sampler=sampler)
+        tree = grow(ConfidentChain(K=4, p_min=0.4).rule(), ROOT, draft, 127)
         rows = paths(tree)
         confidences = []
         for path in rows[1:]:
@@ -76,7 +77,7 @@ def test_a_drawn_chain_goes_by_what_was_drawn() -> None:
 
 def widest_tree(draft: FakeDraft, widths: list[int]) -> list[Path]:
     """Breadth-first: the likeliest children of every node, as many as its depth says."""
-    level = [(ROOT.item(),)]
+    level = [(ROOT,)]
     tree = list(level)
     for width in widths:
         below = []
@@ -104,10 +105,16 @@ def test_specinfer_is_as_wide_as_it_is_told(widths: list[int]) -> None:
 def test_drawn_children_are_as_many_and_distinct() -> None:
     for seed in range(10):
         sampler = Sampling(1.0, seed=seed).sampler(CPU)
-        tree = grow(SpecInfer("3:1:2").rule(), ROOT, FakeDraft(seed), 127, sampler)
+        draft = FakeDraft(seed, sampler=sampler)
+        tree = grow(SpecInfer("3:1:2").rule(), ROOT, draft, 127)
         assert_well_formed(tree)
-        assert torch.bincount(tree.depths).tolist() == [1, 3, 3, 6]
-        assert torch.bincount(tree.parents[1:]).tolist() == [3, 1, 1, 1, 2, 2, 2]
+        assert numpy.bincount(tree.depths).tolist() == [1, 3, 3, 6]
+        assert numpy.bincount(tree.parents[1:]).tolist() == [3, 1, 1, 1, 2, 2, 2]
+        # What a row's children were drawn from stands at its slot
+        assert len(tree.drawn_from) == 7
+        for path, slot in zip(paths(tree)[:7], tree.draft_slots, strict=False):
+            probs = sampler.warp_draft(draft.logits(path)[None])[0]
+            assert torch.equal(tree.drawn_from[slot], probs)
 
 
 @pytest.mark.parametrize(

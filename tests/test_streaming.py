@@ -22,7 +22,7 @@ from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
 from dynatree import Drafter, generate
 from engine.passes import Use
-from engine.scores import Scores
+from engine.scores import Ranking
 from engine.stopwatch import Stopwatch
 from engine.streaming import Window
 from gpt_neox import GPTNeoX, KVCache
@@ -167,18 +167,18 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
     capacities = []
     lengths = []
     new_cache = GPTNeoX.new_cache
-    catch_up = Drafter.catch_up
+    begin = Drafter.begin
 
     def spied_cache(self: GPTNeoX, capacity: int, use: Use) -> KVCache:
         capacities.append(capacity)
         return new_cache(self, capacity, use)
 
-    def spied_catch_up(self: Drafter) -> Scores:
-        lengths.append(len(self.visible))
-        return catch_up(self)
+    def spied_begin(self: Drafter, visible: list[int]) -> None:
+        lengths.append(len(visible))
+        begin(self, visible)
 
     monkeypatch.setattr(GPTNeoX, "new_cache", spied_cache)
-    monkeypatch.setattr(Drafter, "catch_up", spied_catch_up)
+    monkeypatch.setattr(Drafter, "begin", spied_begin)
     for limit in (100, 400):
         steps = generate(target, draft, [3, 1, 4] * 50, Chain(K=3), limit, window=window)
         assert len(token_ids(steps)) == limit
@@ -192,14 +192,18 @@ def test_a_draft_that_lags_behind_keeps_the_sinks() -> None:
     draft = GPTNeoX.from_tensors(config, random_tensors(config, 1))
     visible = list(range(20))
     window = Window(12, 2)
-    drafter = Drafter(draft, draft.new_cache(40), visible, Stopwatch(draft.device))
+    use = Use(ranking=Ranking(96, are_logprobs=True))
+    drafter = Drafter(draft, draft.new_cache(40, use), Chain().rule(), None, Stopwatch())
     with torch.inference_mode():
         draft.prefill(visible[:4], drafter.cache)
         drafter.drop(window)
         assert drafter.cache.length == 2
         del visible[2:5]
-        logits = drafter.run(torch.tensor(visible[-1:]), None).logits[0]
-    assert_close(logits, run(draft, visible)[-1])
+        drafter.begin(visible)
+        candidates = drafter.run(visible[-1:], None)
+    expected = torch.log_softmax(run(draft, visible)[-1], dim=-1)
+    assert candidates.tokens[0].tolist() == expected.argsort(descending=True).tolist()
+    assert_close(torch.from_numpy(candidates.logprobs[0]), expected.sort(descending=True).values)
 
 
 @pytest.mark.parametrize("method", ["ar", "dynatree", "graft"])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.passes
 from cli.metrics import token_ids
-from draft_tree import Settings, Tree, mark_ancestors
+from draft_tree import Settings, Tree
 from dynatree import generate
 from engine import caches, fused, strict
 from engine.checkpoint import Config
@@ -24,7 +24,7 @@ from engine.streaming import Window
 from gpt_neox import GPTNeoX, KVCache
 from methods import METHODS
 from methods.static import Alone
-from verify import tree_mask, tree_positions
+from verify import tree_pass
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Around the first near position, the ends of blocks, and where a block is left
@@ -59,20 +59,22 @@ def random_tree(rng: random.Random, n_most: int) -> Tree:
             parent = 0
         above.append((parent, above[parent][1] + 1))
     order = sorted(range(n), key=lambda node: above[node][1])
-    parents = torch.tensor([order.index(above[node][0]) if node else -1 for node in order])
-    depths = torch.tensor([above[node][1] for node in order])
-    tokens = torch.tensor([rng.randrange(90) for _ in range(n)])
-    depth = int(depths[-1])
-    ancestors = mark_ancestors(parents, depth)
-    none = torch.full((n,), -1)
-    return Tree(tokens, parents, depths, torch.zeros(n), ancestors, none, depth)
+    parents = [order.index(above[node][0]) if node else -1 for node in order]
+    depths = [above[node][1] for node in order]
+    tokens = [rng.randrange(90) for _ in range(n)]
+    return Tree(tokens, parents, depths, [0.0] * n, [-1] * n, [False] * n)
+
+
+def path_to(tree: Tree, row: int) -> list[int]:
+    """Rows from the root to this one."""
+    above = tree.parents[row]
+    return (path_to(tree, above) if above >= 0 else []) + [row]
 
 
 def run_tree(model: GPTNeoX, cache: KVCache, tree: Tree) -> Tensor:
     """The logits [N, V] of a tree's rows, as the loop asks for them."""
-    mask = tree_mask(tree.ancestors, cache.length)
-    positions = tree_positions(tree.depths, cache.length)
-    return model.forward(tree.tokens, positions, cache, mask).logits.clone()
+    tokens, positions, mask = tree_pass(tree, cache.length)
+    return model.forward(tokens, positions, cache, mask).logits.clone()
 
 
 def decode_path(model: GPTNeoX, cache: KVCache, tokens: list[int]) -> Tensor:
@@ -98,13 +100,13 @@ def count_differing(
     n_differing = 0
     for leaf in leaves:
         cache.rewind(length)
-        path = tree.ancestors[leaf].nonzero().flatten().tolist()
+        path = path_to(tree, leaf)
         run_tree(model, cache, tree)
         cache.commit(path)
         end = cache.length
         committed = cache.kv[:, :, :, length:end].clone()
         cache.rewind(length)
-        alone = decode_path(model, cache, tree.tokens[path].tolist())
+        alone = decode_path(model, cache, [tree.tokens[row] for row in path])
         is_same = torch.equal(alone, logits[leaf])
         is_same &= torch.equal(cache.kv[:, :, :, length:end], committed)
         n_differing += not is_same
@@ -357,7 +359,8 @@ def first_differing_operation(model: GPTNeoX) -> str | None:
         model.prefill([i % 90 for i in range(40)], cache)
         ids = torch.tensor([5] * (n - 1) + [9])
         mask = torch.zeros(n, 40 + N_PROBED, dtype=torch.bool)
-        mask[:, : 40 + n] = tree_mask(torch.eye(n, dtype=torch.bool), 40)
+        mask[:, :40] = True
+        mask[:, 40 : 40 + n] = torch.eye(n, dtype=torch.bool)
         with Outputs() as outputs:
             model.forward(ids, torch.full((n,), 40), cache, mask)
         runs.append(outputs.seen)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from conftest import random_config, random_settings, random_tensors
+from numpy import ndarray
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_ranks import on_ranks
@@ -22,7 +23,9 @@ from dynatree import DynaTree, generate
 from engine import caches, checkpoint
 from engine.checkpoint import CheckpointError, Config, read_config
 from engine.memory import OutOfMemory
+from engine.passes import Use
 from engine.sampling import Sampling
+from engine.scores import Ranking, Scores
 from engine.shares import Share
 from engine.streaming import Window
 from gpt_neox import GPTNeoX, weight_bytes
@@ -73,28 +76,33 @@ def with_ranks(count: int, work: Callable, *arguments: object) -> object:
     return found[0]
 
 
-def everything(target: GPTNeoX) -> list[numpy.ndarray]:
-    """The logits of all that a loop may ask of a target, and what its cache does between."""
+def everything(target: GPTNeoX) -> list[ndarray]:
+    """What the target likes after each token of a prompt, then the logits of all that a loop may
+    ask of it, and what its cache does between."""
     found = []
 
-    def keep(ids: Tensor, scores: object) -> None:
+    def read(ids: list[int], candidates: ndarray) -> None:
+        assert ids == PROMPT and candidates.shape == (len(PROMPT), 4)
+        found.append(candidates)
+
+    def keep(scores: Scores) -> None:
         found.append(scores.logits.numpy())
 
-    cache = target.new_cache(64)
-    keep(None, target.prefill(PROMPT, cache, keep))
+    cache = target.new_cache(64, Use(ranking=Ranking(4)))
+    keep(target.prefill(PROMPT, cache, read))
     mask = torch.ones(4, 15, dtype=torch.bool)
     mask[:, 11:] = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]])
     tree = (torch.tensor([5, 6, 7, 8]), torch.tensor([11, 12, 12, 13]))
-    keep(None, target.forward(*tree, cache, mask))
+    keep(target.forward(*tree, cache, mask))
     cache.commit([0, 2, 3])
-    keep(None, target.append([9, 10], cache))
+    keep(target.append([9, 10], cache))
     cache.rewind(15)
-    keep(None, target.append([11], cache))
+    keep(target.append([11], cache))
     target.forget(cache, 2, 5)
-    keep(None, target.append([12, 13], cache))
+    keep(target.append([12, 13], cache))
     target.pool.take_back(cache.storage)
     other = target.new_cache(30)
-    keep(None, target.prefill(PROMPT[:4], other))
+    keep(target.prefill(PROMPT[:4], other))
     return found
 
 
@@ -312,8 +320,8 @@ def find_overflow(target: GPTNeoX) -> list[list[float]]:
     gpt_neox.PREFILL_CHUNK = 2
     cache = target.new_cache(16)
     rows = torch.tensor([2, 1, 3])
-    of_rows = target.forward(rows, torch.arange(3), cache).best()[0].tolist()
-    after = [target.prefill([2, 1, 3, 4, 5, 6], cache).best()[0].item()]
+    of_rows = target.forward(rows, torch.arange(3), cache).highest.tolist()
+    after = [target.prefill([2, 1, 3, 4, 5, 6], cache).highest.item()]
     return [of_rows, after]
 
 

@@ -1,11 +1,11 @@
 """Streaming text and drawing trees."""
 
 import io
+import math
 import random
 from itertools import cycle
 
 import pytest
-import torch
 from conftest import TINY
 from tokenizers import Tokenizer
 
@@ -65,11 +65,14 @@ def test_any_ids_add_up(tokenizer: Tokenizer, seed: int) -> None:
 @pytest.fixture
 def example(tokenizer: Tokenizer) -> Tree:
     words = [" the", " cat", " dog", " sat", " ran", " ran"]
-    tokens = torch.tensor([tokenizer.encode(word).ids[0] for word in words])
-    parents = torch.tensor([-1, 0, 0, 1, 1, 2])
-    depths = torch.tensor([0, 1, 1, 2, 2, 2])
-    logprobs = torch.tensor([1.0, 0.6, 0.3, 0.3, 0.18, 0.24]).log()
-    return Tree(tokens, parents, depths, logprobs, torch.empty(0), torch.empty(0), 2)
+    return Tree(
+        tokens=[tokenizer.encode(word).ids[0] for word in words],
+        parents=[-1, 0, 0, 1, 1, 2],
+        depths=[0, 1, 1, 2, 2, 2],
+        path_logprobs=[math.log(p) for p in (1.0, 0.6, 0.3, 0.3, 0.18, 0.24)],
+        draft_slots=[0, 1, 2, -1, -1, -1],
+        are_retrieved=[False] * 6,
+    )
 
 
 def test_a_drawn_tree(tokenizer: Tokenizer, example: Tree) -> None:
@@ -82,6 +85,15 @@ def test_a_drawn_tree(tokenizer: Tokenizer, example: Tree) -> None:
         "`-- ' dog' 0.30",
         "    `-- ' ran' 0.24",
         "bonus: ' away'",
+    ]
+
+
+def test_a_retrieved_node_is_marked(tokenizer: Tokenizer, example: Tree) -> None:
+    example.are_retrieved[2] = example.are_retrieved[4] = True
+    lines = draw_tree(example, [0, 1, 4], 1, tokenizer, is_colored=False).splitlines()
+    assert [line for line in lines if line.endswith(" +")] == [
+        "|   `-- ' ran' 0.18 * +",
+        "`-- ' dog' 0.30 +",
     ]
 
 

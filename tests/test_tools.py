@@ -232,11 +232,11 @@ def test_ranks_are_counted_by_the_row_that_was_accepted() -> None:
     tree = SimpleNamespace(depth=1)
     steps = [
         Step([5]),
-        Step([1, 2], tree, path=(0, 1)),
-        Step([1, 2], tree, path=(0, 3)),
-        Step([1], tree, path=(0,)),
-        Step([1], tree, path=(0, 3)),
-        Step([1], lone(torch.tensor([4])), path=(0,)),
+        Step([1, 2], tree, path=[0, 1]),
+        Step([1, 2], tree, path=[0, 3]),
+        Step([1], tree, path=[0]),
+        Step([1], tree, path=[0, 3]),
+        Step([1], lone(4), path=[0]),
     ]
     counts = calibrate.count_ranks(steps)
     assert counts == {0: 1, 2: 2, calibrate.N_RANKS: 1}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draft_tree import Tree
-from verify import accept_greedy, tree_mask, tree_positions
+from verify import accept_greedy, tree_pass
 
 
 def path_to(row: int, parents: list[int]) -> list[int]:
@@ -27,21 +27,8 @@ def path_to(row: int, parents: list[int]) -> list[int]:
 def make_tree(tokens: list[int], parents: list[int]) -> Tree:
     """A tree from its two defining columns; verifying reads no probability and no draft slot."""
     n = len(tokens)
-    depths = []
-    ancestors = torch.zeros(n, n, dtype=torch.bool)
-    for row in range(n):
-        path = path_to(row, parents)
-        depths.append(len(path) - 1)
-        ancestors[row, path] = True
-    return Tree(
-        tokens=torch.tensor(tokens),
-        parents=torch.tensor(parents),
-        depths=torch.tensor(depths),
-        logprobs=torch.zeros(n),
-        ancestors=ancestors,
-        draft_slots=torch.full((n,), -1),
-        depth=max(depths),
-    )
+    depths = [len(path_to(row, parents)) - 1 for row in range(n)]
+    return Tree(tokens, parents, depths, [0.0] * n, [-1] * n, [False] * n)
 
 
 def random_tree(rng: random.Random) -> Tree:
@@ -58,17 +45,17 @@ def random_tree(rng: random.Random) -> Tree:
 
 
 def children_of(tree: Tree, row: int) -> list[int]:
-    return (tree.parents == row).nonzero().flatten().tolist()
+    return [child for child, parent in enumerate(tree.parents) if parent == row]
 
 
-def random_predictions(tree: Tree, rng: random.Random) -> torch.Tensor:
+def random_predictions(tree: Tree, rng: random.Random) -> list[int]:
     """Mostly a child's token, or no random path would be long; sometimes -1, no prediction."""
     predictions = []
     for row in range(len(tree)):
-        tokens = tree.tokens[children_of(tree, row)].tolist()
+        tokens = [tree.tokens[child] for child in children_of(tree, row)]
         likely = rng.choice(tokens or [0])
         predictions.append(likely if rng.random() < 0.6 else rng.randint(-1, 6))
-    return torch.tensor(predictions)
+    return predictions
 
 
 def agreeing_children(tree: Tree, row: int, prediction: int) -> list[int]:
@@ -76,19 +63,19 @@ def agreeing_children(tree: Tree, row: int, prediction: int) -> list[int]:
     return [child for child in children_of(tree, row) if tree.tokens[child] == prediction]
 
 
-def walk(tree: Tree, predictions: torch.Tensor) -> list[int]:
+def walk(tree: Tree, predictions: list[int]) -> list[int]:
     """From the root, step to the child that carries the predicted token while there is one."""
     path = []
     following = [0]
     while following:
         path += following
         last = path[-1]
-        following = agreeing_children(tree, last, int(predictions[last]))
+        following = agreeing_children(tree, last, predictions[last])
     return path
 
 
 def is_first_child(tree: Tree, row: int) -> bool:
-    return row == children_of(tree, int(tree.parents[row]))[0]
+    return row == children_of(tree, tree.parents[row])[0]
 
 
 def test_accept_greedy_is_the_walk_from_the_root() -> None:
@@ -100,7 +87,7 @@ def test_accept_greedy_is_the_walk_from_the_root() -> None:
         predictions = random_predictions(tree, rng)
         path, tokens = accept_greedy(tree, predictions)
         assert path == walk(tree, predictions)
-        assert tokens == predictions[path].tolist()
+        assert tokens == [predictions[row] for row in path]
         assert path == sorted(set(path))  # the cache moves rows in order, so they must rise
         lengths[min(len(path) - 1, 3)] += 1
         n_second += not all(is_first_child(tree, row) for row in path[1:])
@@ -118,8 +105,7 @@ def example() -> Tree:
 
 
 def test_the_example_of_the_docstring() -> None:
-    predictions = torch.tensor([CAT, RAN, RAN, AWAY, AWAY, AWAY])
-    path, tokens = accept_greedy(example(), predictions)
+    path, tokens = accept_greedy(example(), [CAT, RAN, RAN, AWAY, AWAY, AWAY])
     assert path == [0, 1, 4]
     assert tokens == [CAT, RAN, AWAY]  # committed next: two guesses, the bonus
 
@@ -137,17 +123,16 @@ def test_the_example_of_the_docstring() -> None:
 )
 def test_a_path_ends_where_the_target_disagrees(predictions: list[int], path: list[int]) -> None:
     """A prediction that is no token at all ends the path there."""
-    accepted, _ = accept_greedy(example(), torch.tensor(predictions))
+    accepted, _ = accept_greedy(example(), predictions)
     assert accepted == path
 
 
 @pytest.mark.parametrize("last", [-1, THE, CAT, AWAY])
 def test_the_root_needs_no_prediction(last: int) -> None:
     """The root's parent is -1, which as an index is the last row: that one must not judge it."""
-    predictions = torch.tensor([CAT, RAN, RAN, AWAY, AWAY, last])
-    path, _ = accept_greedy(example(), predictions)
+    path, _ = accept_greedy(example(), [CAT, RAN, RAN, AWAY, AWAY, last])
     assert path == [0, 1, 4]
-    assert accept_greedy(make_tree([THE], [-1]), torch.tensor([last])) == ([0], [last])
+    assert accept_greedy(make_tree([THE], [-1]), [last]) == ([0], [last])
 
 
 def test_the_mask_of_the_example() -> None:
@@ -160,13 +145,14 @@ def test_the_mask_of_the_example() -> None:
         "## ##..#.",  # cat ran
         "## #.#..#",  # dog ran
     ]
-    mask = tree_mask(example().ancestors, 2)
+    tokens, positions, mask = tree_pass(example(), 2)
     expected = []
     for row in drawn:
         marks = row.replace(" ", "")
         expected.append([mark == "#" for mark in marks])
     assert mask.tolist() == expected
-    assert tree_positions(example().depths, 2).tolist() == [2, 3, 3, 4, 4, 4]
+    assert tokens.tolist() == [THE, CAT, DOG, SAT, RAN, RAN]
+    assert positions.tolist() == [2, 3, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
@@ -176,15 +162,18 @@ def test_a_node_sees_the_prefix_and_its_own_path(length: int) -> None:
     for _ in range(50):
         tree = random_tree(rng)
         n = len(tree)
-        mask = tree_mask(tree.ancestors, length)
-        positions = tree_positions(tree.depths, length)
+        tokens, positions, mask = tree_pass(tree, length)
+        assert tokens.tolist() == tree.tokens
+        assert positions.shape == (n,)
+        assert tokens.dtype == positions.dtype == torch.int64
+        if mask is None:
+            assert n == 1, "a root alone needs none"
+            mask = torch.ones(1, length + 1, dtype=torch.bool)
         assert mask.shape == (n, length + n)
         assert mask.dtype == torch.bool
-        assert positions.shape == (n,)
-        assert positions.dtype == torch.int64
         prefix = list(range(length))
         for row in range(n):
-            path = path_to(row, tree.parents.tolist())
+            path = path_to(row, tree.parents)
             seen = prefix + [length + i for i in path]
             assert mask[row].nonzero().flatten().tolist() == seen
             assert positions[row] == len(seen) - 1

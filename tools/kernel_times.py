@@ -38,7 +38,6 @@ from engine.cuda_graphs import record
 from engine.fused import attend
 from engine.memory import memory_for, require_memory
 from engine.passes import ROW_COUNTS
-from engine.stopwatch import Stopwatch
 
 TREE_ROWS = (1, 8, 32)
 SLOTS = (512, 2048)
@@ -77,9 +76,13 @@ class Bench:
             for call in calls:
                 call()
 
-        if self.device.type == "cuda":
-            run = record(run, None, self.device).graph.replay
-        (ms,) = median_ms([run], Stopwatch(self.device), N_ROUNDS)
+        graph = record(run, None, self.device).graph if self.device.type == "cuda" else None
+
+        def replay() -> None:
+            graph.replay()
+            torch.cuda.synchronize(self.device)
+
+        (ms,) = median_ms([replay if graph else run], N_ROUNDS)
         return ms * 1e3 / len(calls)
 
 

@@ -43,7 +43,7 @@ function viewOf(index) {
   view.isRetrieved = new Set(retrieved);
   view.isAccepted = new Set(iteration.path);
   view.leaf = iteration.path[iteration.path.length - 1];
-  view.standing = iteration.standing;
+  view.state = iteration.state;
   view.stages.push(...stagesOf(iteration));
   return view;
 }
@@ -78,7 +78,7 @@ function isAt(stage, kind) {
 
 // A gate with the value it had in this tree and what it means; graft's are mostly its base's.
 function gateOf(view, name) {
-  const value = view.standing[name] ?? data.base?.settings[name] ?? ownValue(name);
+  const value = view.state[name] ?? data.base?.settings[name] ?? ownValue(name);
   const meaning = data.base?.meanings[name] ?? data.meanings[name] ?? OTHER_GATES[name] ?? "its own gate";
   return { name, value: value === undefined ? "" : plain(value), meaning };
 }

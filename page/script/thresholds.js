@@ -19,7 +19,7 @@ const MEANINGS = {
 function buildThresholds() {
   const place = byId("thresholds");
   const names = new Set();
-  for (const { standing } of iterations) Object.keys(standing ?? {}).forEach((key) => names.add(key));
+  for (const iteration of iterations) Object.keys(iteration.state ?? {}).forEach((key) => names.add(key));
   if (!names.size) {
     const hasTree = iterations.some((iteration) => iteration.tree);
     const why = `${data.settings.method} keeps to its settings: no threshold moves during a run.`;
@@ -43,11 +43,11 @@ function buildThresholds() {
 }
 
 function isNumeric(key) {
-  return iterations.every(({ standing }) => typeof (standing ?? {})[key] !== "string");
+  return iterations.every((iteration) => typeof iteration.state?.[key] !== "string");
 }
 
 function valuesOf(key) {
-  return iterations.map(({ standing }) => (standing ?? {})[key]);
+  return iterations.map((iteration) => iteration.state?.[key]);
 }
 
 function rangeOf({ low, high, zero }, columns) {
@@ -92,7 +92,7 @@ function rounded(value) {
 }
 
 function valueNow(view, key, isNamed) {
-  const value = view.standing?.[key];
+  const value = view.state?.[key];
   const text = value === undefined ? "–" : rounded(value);
   return html("span", { class: `value ${key}`, title: MEANINGS[key] }, isNamed ? `${key} ${text}` : text);
 }
@@ -155,7 +155,7 @@ function stripChart(key) {
     element: figure(chart, value, plot(key, cursor, parts), choices),
     show(view) {
       cursor.style.left = across(view.index);
-      value.textContent = view.standing?.[key] ?? "–";
+      value.textContent = view.state?.[key] ?? "–";
     },
   };
 }

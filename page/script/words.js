@@ -99,12 +99,12 @@ function tellCommit(view, stage, iteration) {
 }
 
 function tellAdapt(view) {
-  const next = view.index < lastIteration ? iterations[view.index + 1].standing : null;
-  const names = Object.keys(view.standing);
+  const next = view.index < lastIteration ? iterations[view.index + 1].state : null;
+  const names = Object.keys(view.state);
   if (!names.length) return `${data.settings.method} keeps to its settings; no history moves them.`;
   if (!next) return "The text ends here.";
-  const moved = names.filter((name) => view.standing[name] !== next[name]);
+  const moved = names.filter((name) => view.state[name] !== next[name]);
   if (!moved.length) return "Nothing has moved for the next tree.";
-  const changes = moved.map((name) => `${name} ${plain(view.standing[name])} → ${plain(next[name])}`);
+  const changes = moved.map((name) => `${name} ${plain(view.state[name])} → ${plain(next[name])}`);
   return `For the next tree: ${changes.join(", ")}.`;
 }

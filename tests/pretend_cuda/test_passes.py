@@ -4,6 +4,8 @@ By logits, which show what greedy text hides: with the end of the mask left as i
 came out the same.
 """
 
+from collections import Counter
+
 import pytest
 import torch
 from conftest import assert_close, random_config, random_tensors
@@ -13,12 +15,18 @@ from benchmark.step_times import measure_step_times
 from draft_tree import DynaTree
 from dynatree import capture, generate
 from engine.cuda_graphs import Inputs, Shape
+from engine.passes import Use
+from engine.sampling import Sampling
+from engine.scores import Ranking
 from gpt_neox import GPTNeoX, KVCache
+from methods import METHODS
 
 from . import graphs
+from .timeline import timeline
 
 pytestmark = pytest.mark.cuda
 PREFIX = [i % 90 for i in range(260)]
+SAMPLING = Sampling(temperature=0.8)
 
 
 def make_model(device: str) -> GPTNeoX:
@@ -27,9 +35,9 @@ def make_model(device: str) -> GPTNeoX:
     return GPTNeoX.from_tensors(config, tensors)
 
 
-def open_cache(model: GPTNeoX) -> KVCache:
+def open_cache(model: GPTNeoX, use: Use | None = None) -> KVCache:
     """A cache with the prefix, whose passes are captured on CUDA."""
-    cache = model.new_cache(400)
+    cache = model.new_cache(400, use)
     model.prefill(PREFIX, cache)
     capture(model, cache, 10)
     return cache
@@ -75,6 +83,32 @@ def test_the_end_of_the_mask_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Shape, "inputs", inputs)
     with pytest.raises(AssertionError, match="not close"):
         check_passes()
+
+
+def test_what_is_drawn_from_is_not_ranked() -> None:
+    """Nor is anything of it read."""
+    model = make_model("cuda")
+    cache = open_cache(model, Use(ranking=Ranking(is_read=False)))
+    with timeline.traced() as sites:
+        scores = model.append([5], cache)
+    asked = Counter(kind for kind, *_ in sites.elements())
+    assert scores.best is None and asked["replay"] == asked["h2d"] == 1 and not asked["sync"]
+
+
+@pytest.mark.parametrize(
+    ("method", "sampling", "has_ranks"),
+    [("linear", None, True), ("linear", SAMPLING, False), ("dynatree", SAMPLING, True)],
+)
+def test_which_drafts_are_ranked(method: str, sampling: Sampling | None, has_ranks: bool) -> None:
+    target, draft = make_model("cuda"), make_model("cuda")
+    settings = METHODS[method]()
+    list(generate(target, draft, PREFIX[:20], settings, 10, sampling=sampling))
+    steps = {
+        model: {name for name, *_ in model.pool.idle[0].passes.captured}
+        for model in (target, draft)
+    }
+    assert steps[target] == {"run_pass", "rank"}
+    assert ("rank" in steps[draft]) == has_ranks
 
 
 def test_a_cache_that_is_gone_is_not_replayed() -> None:

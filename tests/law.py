@@ -1,0 +1,213 @@
+"""The law of a sampled text: how likely each one is, over all that draft and coin can do.
+
+Sampling is exact if every text is as likely as from the target alone. Where both models are tables,
+logits of the next token by the last one, that is no estimate: all trees that can be drafted are
+drafted, each is accepted in every way it can be, and the chances are added up.
+
+    found = law(Chain(K=2), target_table, draft_table, 3)
+    assert difference(found, target_law(target_table, 3)) < 1e-7
+
+What it may find wrong is an acceptance, or a rule that looks at what was drawn.
+"""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
+
+import torch
+from conftest import ranked
+from torch import Tensor
+
+from draft_tree import Acceptance, Candidates, Draft, Rule, Settings, Tree, grow
+from engine.sampling import Sampler, Sampling
+from verify import accept_sampled
+
+CPU = torch.device("cpu")
+PLAIN = Sampling(1.0)
+Text = tuple[int, ...]
+Law = dict[Text, float]
+Result = TypeVar("Result")
+
+
+@torch.inference_mode()
+def law(
+    settings: Settings,
+    target_table: Tensor,
+    draft_table: Tensor,
+    n_tokens: int,
+    acceptance: Acceptance | None = None,
+    sampling: Sampling = PLAIN,
+) -> Law:
+    """The probability of each text of n_tokens that a method may write after token 0.
+
+    It is written as dynatree.generate does: a tree below the last token, no deeper than what is
+    left to write, the accepted path and its bonus, the next tree, ... but each with a fresh rule,
+    so what a rule learns from one tree to the next has no part in it.
+
+    Tables: logits [V, V] by the token before; in float64 the law is right to 1e-8 or so. The draft
+    may have fewer ids, or more. acceptance: None for the rule's own, as in the loop. All its chance
+    must be from the sampler: `draw`, and `coin`, which it may compare and nothing else. The number
+    of cases grows fast: a few ids, and trees of a few drawn nodes, are what it is for.
+    """
+    acceptance = acceptance or settings.rule().acceptance or accept_sampled
+    sampler = sampling.sampler(CPU)
+
+    @functools.cache
+    def after(root: int, n_left: int) -> Law:
+        """Of texts of n_left tokens."""
+        if n_left < 1:
+            return {(): 1.0}
+        found: Law = defaultdict(float)
+        drafting = partial(draft, settings, root, draft_table, len(target_table), n_left - 1)
+        for tree, chance in every_outcome(drafting, sampler):
+            verifying = partial(commit, acceptance, tree, target_table, settings)
+            for new, chance_below in every_outcome(verifying, sampler):
+                for rest, p in after(new[-1], n_left - len(new)).items():
+                    found[new + rest] += chance * chance_below * p
+        return found
+
+    return dict(after(0, n_tokens))
+
+
+def target_law(target_table: Tensor, n_tokens: int, sampling: Sampling = PLAIN) -> Law:
+    """The probability of each text of n_tokens that the target alone writes after token 0."""
+    probs = sampling.sampler(CPU).warp(target_table).tolist()
+    found: Law = {(): 1.0}
+    for _ in range(n_tokens):
+        longer = {}
+        for text, chance in found.items():
+            for token, p in enumerate(probs[text[-1] if text else 0]):
+                longer[*text, token] = chance * p
+        found = longer
+    return found
+
+
+def difference(one: Law, other: Law) -> float:
+    """Their total variation: 0 if each text is as likely in both, 1 if none is possible in both."""
+    return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in one | other) / 2
+
+
+def bigram(table: Tensor, rule: Rule, sampler: "Sampler | Scripted", n_ids: int) -> Draft:
+    """The draft that a table makes, asked for n_ids ids as dynatree.Drafter asks its model: the
+    candidates are drawn for a rule that draws, and an id that is not in the table is read as 0."""
+
+    def run(tokens: list[int], parents: list[int] | None) -> Candidates:
+        logits = table[[token if token < len(table) else 0 for token in tokens], :n_ids]
+        drawn_from = None
+        if rule.is_drawing:
+            ids, logprobs, drawn_from = sampler.propose(logits, rule.max_branches)
+        else:
+            ids, logprobs, _ = ranked(logits)
+        return Candidates(ids, logprobs.astype("float32"), drawn_from)
+
+    return run
+
+
+def draft(
+    settings: Settings, root: int, table: Tensor, n_ids: int, max_depth: int, sampler: "Scripted"
+) -> Tree:
+    """A tree below this token."""
+    rule = settings.rule()
+    return grow(rule, root, bigram(table, rule, sampler, n_ids), max_depth)
+
+
+def commit(
+    acceptance: Acceptance, tree: Tree, table: Tensor, settings: Settings, sampler: "Scripted"
+) -> Text:
+    """The tokens that are accepted of a tree, and the bonus."""
+    path, tokens = acceptance(tree, table[tree.tokens], sampler, settings)
+    assert path[0] == 0 and len(tokens) == len(path), "a token after each row, from the root on"
+    for above, row, token in zip(path, path[1:], tokens, strict=False):
+        assert tree.parents[row] == above, "the rows are a path"
+        assert tree.tokens[row] == token, "the tokens are the path's"
+    return tuple(tokens)
+
+
+class Scripted:
+    """A sampler whose every choice is fixed beforehand, and how likely it is that they come so."""
+
+    propose = Sampler.propose
+
+    def __init__(self, sampler: Sampler, script: list[int]):
+        """script: which of its options each choice takes."""
+        self.settings = sampler.settings
+        self.warp, self.warp_draft = sampler.warp, sampler.warp_draft
+        self.script = script
+        self.chance = 1.0  # of all choices so far together
+        self.n_options: list[int] = []  # that each choice has had
+
+    def choose(self, chances: list[float]) -> int:
+        """One of the possible options, as the script says; the first past its end."""
+        possible = [i for i, chance in enumerate(chances) if chance > 0]
+        place = len(self.n_options)
+        self.n_options.append(len(possible))
+        chosen = possible[self.script[place] if place < len(self.script) else 0]
+        self.chance *= chances[chosen]
+        return chosen
+
+    def draw(self, probs: Tensor, k: int) -> Tensor:
+        return torch.tensor([self.draw_row(row, k) for row in probs.tolist()])
+
+    def draw_row(self, probs: list[float], k: int) -> list[int]:
+        """Each draw is from what the earlier ones leave; when nothing is left, impossible ids."""
+        drawn: list[int] = []
+        for _ in range(k):
+            left = [0.0 if i in drawn else p for i, p in enumerate(probs)]
+            total = sum(left)
+            if total > 0:
+                drawn.append(self.choose([p / total for p in left]))
+            else:
+                drawn.append(next(i for i in range(len(probs)) if i not in drawn))
+        return drawn
+
+    def coin(self) -> "Coin":
+        return Coin(self.choose)
+
+
+class Coin:
+    """Uniform on [0, 1), and known only as far as it has been compared: each time is a choice."""
+
+    def __init__(self, choose: Callable[[list[float]], int]):
+        self.choose = choose
+        self.low, self.high = 0.0, 1.0  # it lies between
+
+    def __lt__(self, bound: float) -> bool:
+        if math.isnan(bound):
+            return False
+        middle = min(max(float(bound), self.low), self.high)
+        share = (middle - self.low) / (self.high - self.low)
+        is_lower = self.choose([share, 1 - share]) == 0
+        if is_lower:
+            self.high = middle
+        else:
+            self.low = middle
+        return is_lower
+
+    def __gt__(self, bound: float) -> bool:
+        return not math.isnan(bound) and not self < bound
+
+    __le__, __ge__ = __lt__, __gt__  # it is never equal
+
+
+def every_outcome(
+    trial: Callable[[Scripted], Result], sampler: Sampler
+) -> Iterator[tuple[Result, float]]:
+    """What `trial` returns and how likely that is, for all of its choices in all combinations."""
+    script: list[int] | None = []
+    while script is not None:
+        scripted = Scripted(sampler, script)
+        result = trial(scripted)
+        yield result, scripted.chance
+        n_unscripted = len(scripted.n_options) - len(script)
+        script = next_script(script + [0] * n_unscripted, scripted.n_options)
+
+
+def next_script(taken: list[int], n_options: list[int]) -> list[int] | None:
+    """The next combination, counting up from the last choice; None after the last one."""
+    for i in reversed(range(len(taken))):
+        if taken[i] + 1 < n_options[i]:
+            return taken[:i] + [taken[i] + 1]
+    return None
