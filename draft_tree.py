@@ -258,18 +258,18 @@ def grow(
             n_run += 1
         if candidates.drawn_from is not None:
             tree.drawn_from.extend(candidates.drawn_from)
-        above = [(tree.path_logprobs[row], values[row]) for row in rows]
+        above = [[tree.path_logprobs[row], values[row]] for row in rows]
         level = look(depth, candidates, rule.max_branches, above)
         to_add, to_grow = rule.expand(level)
-        added = all_open(rule, to_add, level).ravel().nonzero()[0][: budget - len(tree)]
-        columns = [level.tokens, level.path_logprobs, level.values, all_open(rule, to_grow, level)]
+        is_added, may_grow = all_open(rule, to_add, level), all_open(rule, to_grow, level)
         run, rows, parents = rows, [], []
-        places = (added // level.tokens.shape[1]).tolist()  # level rows, in breadth-first order
-        found = [column.take(added).tolist() for column in columns]
-        for i, token, path_logprob, value, may_grow in zip(places, *found, strict=True):
-            values.append(value)
-            row = tree.add(token, run[i], path_logprob)
-            if may_grow:
+        level_rows, ranks = is_added.nonzero()  # breadth-first
+        for i, rank in zip(level_rows.tolist(), ranks.tolist(), strict=True):
+            if len(tree) >= budget:
+                break
+            row = tree.add(level.tokens.item(i, rank), run[i], level.path_logprobs.item(i, rank))
+            values.append(level.values.item(i, rank))
+            if may_grow.item(i, rank):
                 rows.append(row)
                 parents.append(i)
         if depth == 0:
@@ -283,13 +283,15 @@ def grow(
     return tree
 
 
-def look(depth: int, candidates: Candidates, k: int, above: list[tuple[float, float]]) -> Level:
+def look(depth: int, candidates: Candidates, k: int, above: list[list[float]]) -> Level:
     """What a rule sees of a level's candidates, the first k of each row. above: log p(u) and value
     of the rows."""
-    tokens, logprobs = candidates.tokens[:, :k], candidates.logprobs[:, :k]
+    tokens, logprobs, drawn_from = candidates
+    if tokens.shape[1] > k:
+        tokens, logprobs = tokens[:, :k], logprobs[:, :k]
     above = numpy.array(above, numpy.float32)  # [n, 2]
     path_logprobs = above[:, :1] + logprobs
-    is_drawn = candidates.drawn_from is not None
+    is_drawn = drawn_from is not None
     values = value_draws(logprobs, above) if is_drawn else path_logprobs
     is_possible = values > -math.inf
     return Level(depth, tokens, logprobs, path_logprobs, values, is_possible, is_drawn)
@@ -299,13 +301,12 @@ def all_open(rule: Rule, gates: Gates, level: Level) -> ndarray:
     """Which candidates [n, k] are possible and pass every gate. Raises TypeError for what is no
     gate, as an array of another shape would be stretched to this one."""
     are_open = level.is_possible
-    shape = are_open.shape
     for name, gate in gates.items():
-        gate = numpy.asarray(gate)
-        if gate.dtype != bool or gate.shape not in ((), shape):
+        gate = gate if isinstance(gate, ndarray) else numpy.asarray(gate)
+        if gate.dtype != bool or gate.shape not in (are_open.shape, ()):
             raise TypeError(
                 f"{type(rule).__name__}.expand: gate {name!r} is {gate.dtype} {list(gate.shape)}, "
-                f"not one bool, or bool {list(shape)} with one for each candidate"
+                f"not one bool, or bool {list(are_open.shape)} with one for each candidate"
             )
         are_open = are_open & gate
     return are_open

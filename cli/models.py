@@ -154,7 +154,7 @@ class Pair:
     def use_graphs(self, has_graphs: bool) -> None:
         """Whether passes are replayed as CUDA graphs, as they are by default on CUDA."""
         for model in self.models:
-            model.pool.has_graphs = has_graphs and model.pool.is_fixed
+            model.pool.has_graphs = has_graphs and model.pool.is_shaped
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint import Config
-from engine.cuda_graphs import FixedPasses
+from engine.cuda_graphs import ShapedPasses
 from engine.memory import OutOfMemory, free_memory, in_bytes, memory_for, require_memory
 from engine.passes import ROW_COUNTS, PaddedPasses, Run, Use, row_count, slot_count
 from engine.strict import steady_rows
@@ -33,7 +33,7 @@ class Storage:
 
     kv: Tensor  # [2, L, H, slots, D], keys, then values
     turns: Tensor  # complex64 [positions, R / 2], the rotary table
-    passes: FixedPasses | PaddedPasses | None  # None where a pass has the shape that it needs
+    passes: ShapedPasses | PaddedPasses | None  # None where a pass has the shape that it needs
 
 
 class CachePool:
@@ -51,9 +51,9 @@ class CachePool:
         """run: the model's passes. min_rows: of each, padded. is_plain: its layers are, and know no
         slots in a tensor."""
         self.run, self.token_bytes, self.device, self.config = run, token_bytes, device, config
-        self.is_fixed = device.type == "cuda" and not is_plain
+        self.is_shaped = device.type == "cuda" and not is_plain
         self.is_plain = is_plain
-        self.has_graphs = self.is_fixed
+        self.has_graphs = self.is_shaped
         self.min_rows = min_rows  # of every pass, padded
         self.steady: dict[str, int | None] = {}  # what steady_rows found, once it is known
         self.idle: list[Storage] = []
@@ -75,7 +75,7 @@ class CachePool:
 
     def steady_rows(self, model: nn.Module) -> int | None:
         """From how many rows on a row's bits are the same in each pass; None: only at one count."""
-        if self.is_fixed:
+        if self.is_shaped:
             return None
         if "rows" not in self.steady:
             self.steady["rows"] = steady_rows(model)
@@ -97,15 +97,17 @@ class CachePool:
         n_bytes = self.bytes(capacity, use)
         require_memory(n_bytes, self.device, what)
         # To be lent again, it must be of use outside inference mode too
-        is_inference = torch.is_inference_mode_enabled() and not self.is_fixed
+        is_inference = torch.is_inference_mode_enabled() and not self.is_shaped
         with memory_for(f"{what}, {in_bytes(n_bytes)}"), torch.inference_mode(is_inference):
             kv, turns = make(n_slots)
             return Storage(kv, turns, self.open_passes(kv, turns, use))
 
-    def open_passes(self, kv: Tensor, turns: Tensor, use: Use) -> FixedPasses | PaddedPasses | None:
+    def open_passes(
+        self, kv: Tensor, turns: Tensor, use: Use
+    ) -> ShapedPasses | PaddedPasses | None:
         """What passes over this memory need beside the model."""
-        if self.is_fixed:
-            return FixedPasses(self.run, kv, turns, self.config.vocab_size)
+        if self.is_shaped:
+            return ShapedPasses(self.run, kv, turns, self.config.vocab_size)
         if use.is_strict or use.min_rows > 1:
             return PaddedPasses(self.run, kv, turns)
         return None
@@ -117,7 +119,7 @@ class CachePool:
         If that is half of what is free or more, the draft's cache may need the room.
         """
         most = max(capacity, self.config.max_positions)
-        if not self.is_fixed or self.bytes(most) > self.free_memory() / 2:
+        if not self.is_shaped or self.bytes(most) > self.free_memory() / 2:
             return capacity
         return most
 
@@ -139,7 +141,7 @@ class CachePool:
 
     def take_back(self, storage: Storage) -> None:
         """Keep what is not used any more, for what was captured over it."""
-        if self.is_fixed:
+        if self.is_shaped:
             self.idle.append(storage)
 
     def capture(self, storage: Storage, lengths: range, scratch: int, use: Use) -> None:
@@ -161,12 +163,12 @@ class CachePool:
     def padded(self, n: int, min_rows: int = 1) -> int:
         """The rows that a pass of n rows really has."""
         n = max(n, min_rows, self.min_rows)
-        return row_count(n) if self.is_fixed and n <= ROW_COUNTS[-1] else n
+        return row_count(n) if self.is_shaped and n <= ROW_COUNTS[-1] else n
 
     def n_slots(self, capacity: int, use: Use | None = None) -> int:
         """Slots that a cache needs so that every padded write stays inside."""
         use = use or Use()
-        if self.is_fixed:
+        if self.is_shaped:
             return slot_count(capacity + ROW_COUNTS[-1])
         n_slots = capacity + max(use.min_rows, self.min_rows) - 1
         return slot_count(n_slots) if use.is_strict else n_slots  # which reads whole blocks

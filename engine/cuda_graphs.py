@@ -9,7 +9,7 @@ too, so that the few numbers that the host wants of them come down by one read. 
 nothing of this. Without a capture the same code runs eagerly, which is also how it is tested where
 there is no GPU.
 
-    passes = FixedPasses(run, kv, turns, vocab_size=50304)
+    passes = ShapedPasses(run, kv, turns, vocab_size=50304)
     use = Use(n_rows=64, ranking=Ranking(3))
     passes.capture(range(200, 901), scratch=200, use=use)
     scores = passes.forward(tokens, positions, mask, start, 1, use)
@@ -92,7 +92,7 @@ class Shape(NamedTuple):
         return Inputs(tokens, positions, start, mask.view(n, self.n_slots))
 
 
-class FixedPasses:
+class ShapedPasses:
     """The passes of at most 128 rows over one cache."""
 
     def __init__(self, run: Run, kv: Tensor, turns: Tensor, vocab_size: int):

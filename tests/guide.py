@@ -1,6 +1,6 @@
 """A copy of the project with the methods of docs/method.md in it, to the letter.
 
-python tests/guide.py FOLDER && cd FOLDER && python -m pytest
+python tests/guide.py FOLDER && cd FOLDER && python -m pytest  # but for the copying of the copy
 
 As a plugin (-p guide) it leaves only the tests that are about one of them.
 """

@@ -606,7 +606,7 @@ def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:
     cache = 2 * 2 * 10 * hidden  # keys and values, layers, tokens
     model = random_model(0)
     assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
-    model.pool.is_fixed = True  # then a cache has slots to spare, which no step reads
+    model.pool.is_shaped = True  # then a cache has slots to spare, which no step reads
     assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
     tensors = {name: t.half().float() for name, t in random_tensors(random_config(), 0).items()}
     n_biases = 2 * (3 * hidden + wide + hidden) + n_ids

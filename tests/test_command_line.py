@@ -234,7 +234,7 @@ def test_graphs_are_counted_apart(capsys: Captured, monkeypatch: pytest.MonkeyPa
 
     def as_on_cuda(*args: object) -> GPTNeoX:
         model = load(*args)
-        model.pool.is_fixed = True
+        model.pool.is_shaped = True
         model.pool.has_graphs = True
         return model
 

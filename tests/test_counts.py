@@ -54,7 +54,7 @@ def test_passes_are_padded_as_their_own_pool_pads_them() -> None:
     pool.min_rows = 3
     assert padded({1: 5, 2: 1, 4: 2}, pool, min_rows=1) == {3: 6, 4: 2}
     assert padded({1: 5, 4: 2}, pool, min_rows=8) == {8: 7}
-    pool.is_fixed = True
+    pool.is_shaped = True
     assert padded({3: 1, 5: 1, 8: 1, 200: 1}, pool, min_rows=1) == {4: 1, 8: 2, 200: 1}
 
 

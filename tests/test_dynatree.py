@@ -239,14 +239,14 @@ def test_eos_as_the_first_token_ends_the_text() -> None:
     assert steps[0].tokens == [4] and steps[0].tree is None
 
 
-@pytest.mark.parametrize("is_fixed", [False, True], ids=["tight", "fixed"])
+@pytest.mark.parametrize("is_shaped", [False, True], ids=["tight", "fixed"])
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
 def test_inspect_sees_the_logits_of_each_token(
-    commit: str, is_fixed: bool, monkeypatch: pytest.MonkeyPatch
+    commit: str, is_shaped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the prompt's last token too, of none after an EOS, and in no one's time."""
     target = random_model(1)
-    target.pool.is_fixed = is_fixed  # then a later pass overwrites what an earlier one said
+    target.pool.is_shaped = is_shaped  # then a later pass overwrites what an earlier one said
     settings = Fixed(D=3, B=2, tau=0.0)
     whole = token_ids(generate(target, target, PROMPT, settings, 12))
     eos = whole[6]  # the second of a step
@@ -306,7 +306,7 @@ def test_a_cache_is_given_back_if_the_drafts_does_not_fit(monkeypatch: pytest.Mo
     """What was captured over it is never destroyed, so it must be lent again."""
     target = random_model(7)
     draft = random_model(8)
-    target.pool.is_fixed = True
+    target.pool.is_shaped = True
 
     def no_room(*_: int) -> None:
         raise OutOfMemory("none")

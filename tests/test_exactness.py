@@ -124,8 +124,8 @@ def use_shapes(shapes: str, case: int, *models: GPTNeoX) -> None:
     """Every second case pads one row to two; of the fixed shapes, replays what was captured."""
     is_second = case % 2 == 1
     for model in models:
-        model.pool.is_fixed = shapes == "fixed"
-        model.pool.has_graphs = model.pool.is_fixed and is_second
+        model.pool.is_shaped = shapes == "fixed"
+        model.pool.has_graphs = model.pool.is_shaped and is_second
         model.pool.min_rows = 2 if is_second else 1
 
 

@@ -353,7 +353,7 @@ def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
 def fixed_model(seed: int, **changes: object) -> GPTNeoX:
     """As on CUDA, but for the graphs."""
     model = random_model(seed, **changes)
-    model.pool.is_fixed = True
+    model.pool.is_shaped = True
     return model
 
 
@@ -553,15 +553,15 @@ def test_nothing_is_read_of_what_nobody_asks_for() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("is_fixed", [False, True], ids=["tight", "fixed"])
+@pytest.mark.parametrize("is_shaped", [False, True], ids=["tight", "fixed"])
 def test_a_prompt_is_read_with_what_follows_each_token(
-    k: int, is_fixed: bool, monkeypatch: MonkeyPatch
+    k: int, is_shaped: bool, monkeypatch: MonkeyPatch
 ) -> None:
     """Chunk by chunk: the ids as a list, and the k likeliest ids after each of them."""
     monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", 4)
     model = random_model(6)
     expected = run(model, PREFIX).topk(k).indices.tolist()
-    model.pool.is_fixed = is_fixed
+    model.pool.is_shaped = is_shaped
     read: list[tuple[int, list[int]]] = []
 
     def note(ids: list[int], candidates: numpy.ndarray) -> None:
@@ -579,7 +579,7 @@ def test_a_model_that_is_dropped_is_gone(is_on_gpu: bool, monkeypatch: MonkeyPat
     if is_on_gpu:
         pretend_capture(monkeypatch)
     model = random_model(seed=0)
-    model.pool.is_fixed = model.pool.has_graphs = is_on_gpu
+    model.pool.is_shaped = model.pool.has_graphs = is_on_gpu
     gc.disable()
     try:
         list(generate(model, None, [1, 2, 3], Alone(), 8))
@@ -620,7 +620,7 @@ def count_kernels(n_layers: int) -> int:
     config = random_config(n_layers=n_layers)
     halves = {name: t.half() for name, t in random_tensors(config, 6).items()}
     model = GPTNeoX.from_tensors(config, halves)
-    model.pool.is_fixed = True
+    model.pool.is_shaped = True
     cache = prefilled(model, PREFIX, 20)
     with Recorder() as recorder:
         cache.passes.run_pass(Shape(4, 256, False))

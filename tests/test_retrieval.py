@@ -433,9 +433,9 @@ def test_the_table_reads_candidates_before_another_pass_overwrites_them(
     """Passes of fixed shapes share one buffer of logits, and rebuild is a pass more."""
     pretend_capture(monkeypatch)
     tables = []
-    for is_fixed in (False, True):
+    for is_shaped in (False, True):
         target = random_model(7)
-        target.pool.is_fixed = target.pool.has_graphs = is_fixed
+        target.pool.is_shaped = target.pool.has_graphs = is_shaped
         settings = Remembering(Recycle(N=8))
         steps = list(generate(target, None, [3, 1, 4, 1, 5], settings, 40, commit=commit))
         assert any(len(step.path) > 2 for step in steps)

@@ -212,12 +212,12 @@ def test_captured_passes_stream_the_same(method: str, monkeypatch: pytest.Monkey
     pretend_capture(monkeypatch)
     prompt = [i % 90 for i in range(300)]
     texts = []
-    for is_fixed in (False, True):
+    for is_shaped in (False, True):
         target = random_model(7, max_positions=700)
         draft = random_model(8, max_positions=700)
         for model in (target, draft):
-            model.pool.is_fixed = is_fixed
-            model.pool.has_graphs = is_fixed
+            model.pool.is_shaped = is_shaped
+            model.pool.has_graphs = is_shaped
         steps = generate(target, draft, prompt, METHODS[method](), 250, window=Window(200, 4))
         texts.append(token_ids(steps))
     assert texts[0] == texts[1]

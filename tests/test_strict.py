@@ -38,13 +38,13 @@ SHAPES = [  # sizes of heads: 16, 32, 64, 80, 256
 ]
 
 
-def model_of(changes: dict[str, object], dtype: torch.dtype, is_fixed: bool = False) -> GPTNeoX:
+def model_of(changes: dict[str, object], dtype: torch.dtype, is_shaped: bool = False) -> GPTNeoX:
     config: Config = random_config(max_positions=700, **changes)
     tensors = random_tensors(config, 7)
     model = GPTNeoX.from_tensors(
         config, {name: tensor.to(dtype) for name, tensor in tensors.items()}
     )
-    model.pool.is_fixed = is_fixed
+    model.pool.is_shaped = is_shaped
     return model
 
 
@@ -113,13 +113,13 @@ def count_differing(
     return n_differing
 
 
-@pytest.mark.parametrize("is_fixed", [False, True], ids=["tight", "fixed"])
+@pytest.mark.parametrize("is_shaped", [False, True], ids=["tight", "fixed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
 def test_a_row_is_its_path_bit_for_bit(
-    changes: dict[str, object], dtype: torch.dtype, is_fixed: bool
+    changes: dict[str, object], dtype: torch.dtype, is_shaped: bool
 ) -> None:
-    model = model_of(changes, dtype, is_fixed)
+    model = model_of(changes, dtype, is_shaped)
     rng = random.Random(str(changes))
     for length in LENGTHS:
         assert count_differing(model, length, rng.choice([2, 8, 32]), rng) == 0, length
@@ -290,10 +290,10 @@ def test_a_sampled_texts_logits_are_ars() -> None:
 def test_replays_are_strict_too(monkeypatch: MonkeyPatch) -> None:
     """As on CUDA, with captures that are only pretended: fixed shapes for every pass."""
     pretend_capture(monkeypatch)
-    target = model_of({"hidden_size": 64}, torch.float16, is_fixed=True)
+    target = model_of({"hidden_size": 64}, torch.float16, is_shaped=True)
     draft = GPTNeoX.from_tensors(target.config, noisy(target.config))
     for model in (target, draft):
-        model.pool.is_fixed = True
+        model.pool.is_shaped = True
         model.pool.has_graphs = True
     settings = METHODS["dynatree"](tau=0.01)
     for prompt in ([3] * 5, [7] * 240):

@@ -55,7 +55,7 @@ def write(pair: Pair, method: str, way: str) -> list[int]:
     if way == "long prompt":
         prompt = prompt * 30  # more than one chunk of prefill, and than any pass of a fixed shape
     for model in (target, draft):
-        model.pool.has_graphs = model.pool.is_fixed and way != "no graphs"
+        model.pool.has_graphs = model.pool.is_shaped and way != "no graphs"
     n_tokens = N_TOKENS.get(way, 60)
     return token_ids(generate(target, draft, prompt, settings, n_tokens, **WAYS[way]))
 
