@@ -69,7 +69,7 @@ class Results:
     def load(cls, file: str | Path) -> "Results":
         """Raises UsageError: not there, not a results file, or one of another version."""
         try:
-            content = read_json(Path(file), LIMIT)
+            content = read_json(Path(file), limit=LIMIT)
             require_format(content, str(file))
             check_results(content, str(file))
         except ForeignFile as error:

@@ -16,10 +16,15 @@ import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 LIMIT = 2**26  # bytes of a file; parsed, they may take ten times as much
 MAX_PARTS = 2**21  # lists and objects in a JSON file, of which each takes up to 200 bytes
+MESSAGE = 300  # characters of one, which may quote the file
 LARGEST = sys.float_info.max
 KINDS = {  # of what is no regular file
     stat.S_IFDIR: "a folder",
@@ -85,31 +90,26 @@ def read_text(file: Path, limit: int = LIMIT) -> str:
         raise ForeignFile(f"{file} is not UTF-8: {error}") from error
 
 
-def read_json(file: Path, limit: int = LIMIT) -> object:
-    """What a JSON file says. Raises ForeignFile."""
-    try:
-        text = read_bytes(file, limit).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ForeignFile(f"{file} is not JSON: no UTF-8 from byte {error.start} on") from error
-    return parse_json(text, str(file))
+def read_json(file: Path, kind: type[T] = object, limit: int = LIMIT) -> T:
+    """What a JSON file says, as msgspec reads it into this type. Raises ForeignFile, naming the key
+    that is lacking, of another type or out of range."""
+    return parse_json(read_bytes(file, limit), str(file), kind)
 
 
-def parse_json(text: str, where: str) -> object:
+def parse_json(content: bytes | str, where: str, kind: type[T] = object) -> T:
     """What a JSON text says; `where` it stands is named in errors. Raises ForeignFile."""
-
-    def refuse(constant: str) -> NoReturn:
-        raise ForeignFile(f"{where} is not JSON: {constant} is no number")
-
-    if text.count("[") + text.count("{") > MAX_PARTS:
+    if isinstance(content, str):
+        content = content.encode("utf-8", "surrogatepass")
+    if content.count(b"[") + content.count(b"{") > MAX_PARTS:
         raise ForeignFile(f"{where} is not JSON of any use: it has too many lists and objects")
     try:
-        return json.loads(text, parse_constant=refuse)
+        return msgspec.json.decode(content, type=kind)
     except RecursionError as error:
         raise ForeignFile(f"{where} is not JSON of any use: it is nested too deep") from error
-    except json.JSONDecodeError as error:
+    except msgspec.ValidationError as error:
+        raise ForeignFile(f"{where}: {str(error)[:MESSAGE]}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ForeignFile(f"{where} is not JSON: {error}") from error
-    except ValueError as error:  # Python reads no number of more than 4,300 digits
-        raise ForeignFile(f"{where} is not JSON of any use: a number is too long") from error
 
 
 class Kind(Protocol):
