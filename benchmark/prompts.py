@@ -25,7 +25,7 @@ from cli.models import Pair, Request, encode
 from cli.options import MAX_PROMPT_BYTES
 from engine.checkpoint import CheckpointError
 from engine.foreign import ForeignFile, Word, checked, parse_json, read_bytes, read_text
-from engine.hub import client_errors, hub_error, require_client
+from engine.hub import hub_client
 from engine.sampling import Sampling
 from methods.static import Alone
 
@@ -183,23 +183,13 @@ def _fetch_wikitext() -> str:
 
 def _fetch_archive() -> str:
     """Where WikiText-2's archive is, once it is there. Raises CheckpointError."""
-    require_client("wikitext2")
-    from huggingface_hub import (
-        get_hf_file_metadata,
-        hf_hub_download,
-        hf_hub_url,
-        try_to_load_from_cache,
-    )
+    with hub_client("wikitext2"):
+        from huggingface_hub import HfApi, hf_hub_download
 
-    cached = try_to_load_from_cache(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset")
-    if isinstance(cached, str):
-        return cached
-    try:
-        # Tried once: a download is tried for half a minute, with a line for each time
-        get_hf_file_metadata(hf_hub_url(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset"))
-        return hf_hub_download(WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset")
-    except client_errors() as error:
-        raise hub_error("wikitext2", error) from error
+        commit = HfApi().resolve_revision(WIKITEXT_REPOSITORY, repo_type="dataset")
+        return hf_hub_download(
+            WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset", revision=commit
+        )
 
 
 def _unpack(archive: bytes) -> bytes:

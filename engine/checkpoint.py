@@ -10,32 +10,19 @@ else is an error that names what is missing, foreign or misshapen.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from msgspec import Meta, Struct, field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine import foreign
-from engine.foreign import (
-    Either,
-    ForeignFile,
-    List,
-    Map,
-    Number,
-    Object,
-    Optional,
-    Switch,
-    Word,
-    checked,
-    require_file,
-    short,
-    unreadable,
-)
+from engine.foreign import ForeignFile, convert, read_json, require_file
 from engine.shares import WHOLE, Share, split_axis
 
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu's approximate=
@@ -44,30 +31,47 @@ EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
+NO_WEIGHTS = "no safetensors; .bin weights have to be converted to them"
+JSON_BYTES = 2**24  # of a config or an index, of which the largest have some hundred thousand
+CheckpointError = ForeignFile  # what cannot be found, read or used; one line for the user
+
+Size = Annotated[int, Meta(ge=1, le=10**15)]
+Positive = Annotated[float, Meta(ge=1e-37, le=3e38)]  # in float32, too
 
 
-class CheckpointError(Exception):
-    """A checkpoint that cannot be found, read or used; the message is one line for the user."""
+class Rope(Struct):
+    """The rotary embedding, as newer saves have it."""
+
+    partial_rotary_factor: float
+    rope_theta: Positive
+    rope_type: Literal["default"] | None = None
 
 
-@dataclass(frozen=True)
-class Config:
-    """What config.json says, in both of its styles (published Pythia and newer saves)."""
+class Scaling(Struct):
+    """What config.json may say of rotary embeddings beside the published keys."""
 
-    vocab_size: int  # V, rows of the embedding; may be padded beyond the tokenizer
-    hidden_size: int
-    n_layers: int  # L
-    n_heads: int  # H
-    intermediate_size: int
-    max_positions: int  # the trained range; longer works, worse
-    rotary_fraction: float  # share of each head that is rotated
-    rotary_base: float
-    activation: str = "gelu"
-    norm_eps: float = 1e-5
-    is_parallel: bool = True  # x + attention(x) + mlp(x), else one after the other
-    is_tied: bool = False  # the output projection is the embedding
-    has_attention_bias: bool = True
-    eos_ids: tuple[int, ...] = ()
+    rope_parameters: Rope | None = None
+    rope_scaling: None = None
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """config.json: its keys, their ranges and what they are if they are absent."""
+
+    vocab_size: Size  # V, rows of the embedding; may be padded beyond the tokenizer
+    hidden_size: Size
+    n_layers: Annotated[int, Meta(ge=1, le=1000)] = field(name="num_hidden_layers")  # L
+    n_heads: Size = field(name="num_attention_heads")  # H
+    intermediate_size: Size
+    max_positions: Size = field(name="max_position_embeddings")  # trained; longer works, worse
+    rotary_fraction: float = field(name="rotary_pct")  # share of each head that is rotated
+    rotary_base: Positive = field(name="rotary_emb_base")
+    activation: Literal[*ACTIVATIONS] = field(name="hidden_act", default="gelu")
+    norm_eps: Positive = field(name="layer_norm_eps", default=1e-5)
+    # x + attention(x) + mlp(x), else one after the other
+    is_parallel: bool = field(name="use_parallel_residual", default=True)
+    is_tied: bool = field(name="tie_word_embeddings", default=False)  # the output is the embedding
+    has_attention_bias: bool = field(name="attention_bias", default=True)
+    eos_ids: tuple[int, ...] = field(name="eos_token_id", default=())
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.n_heads:
@@ -90,69 +94,32 @@ class Config:
 
     @classmethod
     def from_json(cls, raw: dict) -> "Config":
-        """Read a parsed config.json. Raises CheckpointError naming what is missing or foreign."""
+        """Read a parsed config.json, of either style. Raises CheckpointError naming what is missing
+        or foreign."""
+        where = "config.json"
         if raw.get("model_type") != "gpt_neox":
-            raise CheckpointError(f"model_type is {short(raw.get('model_type'))}, not 'gpt_neox'")
-        rope = raw.get("rope_parameters")
-        rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
-        scaling = raw.get("rope_scaling") or rope_type
-        if scaling not in (None, "default"):
-            raise CheckpointError(f"rope scaling {short(scaling)} is not supported")
-        try:
-            found = checked(raw, NEWER if rope else PUBLISHED, "config.json")
-        except ForeignFile as error:
-            raise CheckpointError(str(error)) from error
+            found = str(raw.get("model_type"))[:100]
+            raise CheckpointError(f"{where} has model_type {found!r}, not 'gpt_neox'")
+        said = {key: value for key, value in raw.items() if value is not None}
+        rope = convert(said, where, Scaling).rope_parameters
         if rope:
-            fraction = found["rope_parameters"]["partial_rotary_factor"]
-            base = found["rope_parameters"]["rope_theta"]
-        else:
-            fraction = found["rotary_pct"]
-            base = found["rotary_emb_base"]
-        eos = found["eos_token_id"]
-        return cls(
-            vocab_size=found["vocab_size"],
-            hidden_size=found["hidden_size"],
-            n_layers=found["num_hidden_layers"],
-            n_heads=found["num_attention_heads"],
-            intermediate_size=found["intermediate_size"],
-            max_positions=found["max_position_embeddings"],
-            rotary_fraction=float(fraction),
-            rotary_base=float(base),
-            activation=found["hidden_act"],
-            norm_eps=float(found["layer_norm_eps"]),
-            is_parallel=found["use_parallel_residual"],
-            is_tied=found["tie_word_embeddings"],
-            has_attention_bias=found["attention_bias"],
-            eos_ids=tuple(eos if isinstance(eos, list) else [eos]),
-        )
+            said |= {"rotary_pct": rope.partial_rotary_factor, "rotary_emb_base": rope.rope_theta}
+        if "eos_token_id" in said and not isinstance(said["eos_token_id"], list):
+            said["eos_token_id"] = [said["eos_token_id"]]
+        return convert(said, where, cls)
 
 
-SIZE = Number(int, 1, 10**15)
-POSITIVE = Number(float, 1e-37, 3e38)  # in float32, too
-SHARED = {  # by both styles of config.json
-    "vocab_size": SIZE,
-    "hidden_size": SIZE,
-    "num_hidden_layers": Number(int, 1, 1_000),  # the tensors of each are named one by one
-    "num_attention_heads": SIZE,
-    "intermediate_size": SIZE,
-    "max_position_embeddings": SIZE,
-    "hidden_act": Optional(Word(tuple(ACTIVATIONS)), Config.activation),
-    "layer_norm_eps": Optional(POSITIVE, Config.norm_eps),
-    "use_parallel_residual": Optional(Switch(), Config.is_parallel),
-    "tie_word_embeddings": Optional(Switch(), Config.is_tied),
-    "attention_bias": Optional(Switch(), Config.has_attention_bias),
-    "eos_token_id": Optional(Either(List(Number(int)), Number(int)), []),
-}
-ROPE = {"partial_rotary_factor": Number(float), "rope_theta": POSITIVE}
-PUBLISHED = SHARED | {"rotary_pct": Number(float), "rotary_emb_base": POSITIVE}
-NEWER = SHARED | {"rope_parameters": Object(ROPE)}
-WEIGHT_MAP = {"weight_map": Map(Word())}  # of an index: the file of each tensor
+class Index(Struct):
+    """Of a checkpoint in several files."""
+
+    weight_map: dict[str, str]  # the file of each tensor, by name
 
 
 def read_config(folder: Path) -> Config:
     """The Config of a checkpoint folder. Raises CheckpointError."""
+    raw = read_json(folder / "config.json", dict, JSON_BYTES)
     try:
-        return Config.from_json(read_json(folder / "config.json"))
+        return Config.from_json(raw)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
@@ -214,7 +181,10 @@ def _opened(file: Path) -> Iterator[safe_open]:
         with safe_open(file, "pt") as shard:
             yield shard
     except (SafetensorError, OSError) as error:
-        raise _damaged(file, f"{file} cannot be read: {first_line(error)}") from error
+        line = f"{file} cannot be read: {first_line(error)}"
+        if file.is_symlink():  # in the hub client's cache, which fetches what is not there
+            line += f"; delete {file.resolve()} and the next run fetches it again"
+        raise CheckpointError(line) from error
 
 
 def _read(shard: safe_open, name: str, share: Share) -> Tensor:
@@ -255,63 +225,25 @@ def _wanted(shard: safe_open, shapes: Mapping[str, tuple[int, ...]], file: Path)
 
 def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the shards that its index lists. Raises CheckpointError."""
-    try:
-        names = os.listdir(folder)
-    except OSError as error:
-        raise CheckpointError(str(unreadable(folder, error))) from error
-    require_safetensors(names, folder)
-    if SINGLE in names:
-        return [_weight_file(folder, SINGLE)]
-    return [_weight_file(folder, name) for name in shard_names(folder)]
-
-
-def _weight_file(folder: Path, name: str) -> Path:
-    try:
-        require_file(folder / name)
-    except ForeignFile as error:
-        listed = "" if name == SINGLE else f"{folder / INDEX} lists {name}, but "
-        raise CheckpointError(f"{listed}{error}") from error
-    return folder / name
+    if os.path.lexists(folder / SINGLE):
+        files = [folder / SINGLE]
+    elif os.path.lexists(folder / INDEX):
+        files = [folder / name for name in shard_names(folder)]
+    else:
+        raise CheckpointError(f"{folder} holds {NO_WEIGHTS}")
+    for file in files:
+        require_file(file)
+    return files
 
 
 def shard_names(folder: Path) -> list[str]:
     """The files that the folder's index lists, all inside of it. Raises CheckpointError."""
-    index = folder / INDEX
-    try:
-        weight_map = checked(read_json(index), WEIGHT_MAP, str(index))["weight_map"]
-    except ForeignFile as error:
-        raise CheckpointError(str(error)) from error
-    names = sorted(set(weight_map.values()))
+    names = sorted(set(read_json(folder / INDEX, Index, JSON_BYTES).weight_map.values()))
     for name in names:
-        if not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} lists {name}, which is not safetensors")
-        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-            raise CheckpointError(f"{index} lists {name}, which lies outside its folder")
+        if not name.endswith(".safetensors") or PurePath(name).name != name:
+            what = f"{name[:100]!r}, which is no safetensors file in its folder"
+            raise CheckpointError(f"{folder / INDEX} lists {what}")
     return names
-
-
-def require_safetensors(files: Iterable[str], where: str | Path) -> None:
-    """Raise CheckpointError unless the file names hold a safetensors checkpoint."""
-    if not {SINGLE, INDEX} & set(files):
-        has_bin = any(name.endswith(".bin") for name in files)
-        found = "only .bin weights; convert them to safetensors" if has_bin else "no safetensors"
-        raise CheckpointError(f"{where} holds {found}")
-
-
-def read_json(file: Path) -> dict:
-    """A file that must hold one JSON object. Raises CheckpointError."""
-    try:
-        return checked(foreign.read_json(file), {}, str(file))
-    except ForeignFile as error:
-        raise _damaged(file, str(error)) from error
-
-
-def _damaged(file: Path, line: str) -> CheckpointError:
-    """The line for a file that is not as it should be."""
-    if os.path.islink(file) and os.path.isfile(file):
-        # In the hub client's cache, which fetches what is not there
-        line += f"; delete {file.resolve()} and the next run fetches it again"
-    return CheckpointError(line)
 
 
 def first_line(error: Exception) -> str:

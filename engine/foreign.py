@@ -1,11 +1,14 @@
 """Files that somebody else may have written, or cut short: read whole, then checked, or refused.
 
 Nothing of such a file is believed: not that it is a file, nor its size, encoding and nesting, nor
-the types and ranges of what it says. Each kind of file has one declared schema; a key that no
-schema names is left as it is. Whatever is wrong is one line that names the file and the key.
+the types and ranges of what it says. msgspec reads JSON straight into the type that says what it
+may be; a key that the type does not name is left out. Whatever is wrong is one line that names the
+file and the key.
 
-    CONFIG = {"vocab_size": Number(int, 1, 10**9), "is_tied": Optional(Switch(), False)}
-    content = checked(read_json(Path("config.json")), CONFIG, "config.json")
+    class Index(msgspec.Struct):
+        weight_map: dict[str, str]
+
+    index = read_json(Path("model.safetensors.index.json"), Index)
 """
 
 import errno
@@ -21,54 +24,49 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 T = TypeVar("T")
-
-LIMIT = 2**26  # bytes of a file; parsed, they may take ten times as much
-MAX_PARTS = 2**21  # lists and objects in a JSON file, of which each takes up to 200 bytes
-MESSAGE = 300  # characters of one, which may quote the file
+LIMIT = 2**26  # bytes of a file
 LARGEST = sys.float_info.max
-KINDS = {  # of what is no regular file
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+LONGEST = 300  # characters of what msgspec says, which may quote the file
 
 
 class ForeignFile(Exception):
     """A file that cannot be read, or says what it may not; the message is one line for the user."""
 
 
-def require_file(file: Path) -> int:
-    """The bytes of a regular file or of what a link leads to. Raises ForeignFile if it is none, or
-    may not be read."""
+def read_json(file: Path, kind: type[T] = object, limit: int = LIMIT) -> T:
+    """What a JSON file says, as this type. Raises ForeignFile."""
+    return parse_json(read_bytes(file, limit), str(file), kind)
+
+
+def parse_json(text: bytes | str, where: str, kind: type[T] = object) -> T:
+    """What a JSON text says, as this type; `where` it stands is named in errors. Raises
+    ForeignFile, naming the key that is lacking, of another type or out of range."""
     try:
-        found = os.stat(file)
-    except (OSError, ValueError) as error:
-        raise unreadable(file, error) from error
-    if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise ForeignFile(f"{file} is {kind}, not a file")
-    if not os.access(file, os.R_OK):
-        raise ForeignFile(f"{file} cannot be read: {os.strerror(errno.EACCES)}")
-    return found.st_size
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise misread(where, error) from error
 
 
-def unreadable(file: Path, error: OSError | ValueError) -> ForeignFile:
-    """What to say of a path that the system refused."""
-    code = error.errno if isinstance(error, OSError) else None
-    if code == errno.ENAMETOOLONG:
-        name = str(file)
-        return ForeignFile(f"{name[:60]}... is longer than a name may be: {len(name)} characters")
-    if code == errno.ELOOP:
-        return ForeignFile(f"{file} is a link that leads back to itself")
-    if code == errno.ENOENT and os.path.islink(file):
-        return ForeignFile(f"{file} is a link to {os.readlink(file)}, which is not there")
-    if code == errno.ENOENT:
-        return ForeignFile(f"{file} is not there")
-    if code is None:  # a null character, or half of a surrogate pair
-        return ForeignFile(f"{str(file)!r} cannot be a file's name")
-    return ForeignFile(f"{file} cannot be read: {error.strerror}")
+def convert(content: object, where: str, kind: type[T]) -> T:
+    """The same of what was parsed before."""
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise misread(where, error) from error
+
+
+def misread(where: str, error: Exception) -> ForeignFile:
+    """What to say of a text that msgspec did not take: JSON of another type, or none."""
+    what = where if isinstance(error, msgspec.ValidationError) else f"{where} is not JSON"
+    return ForeignFile(f"{what}: {str(error)[:LONGEST]}")
+
+
+def read_text(file: Path, limit: int = LIMIT) -> str:
+    """A UTF-8 text. Raises ForeignFile."""
+    try:
+        return read_bytes(file, limit).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ForeignFile(f"{file} is not UTF-8: {error}") from error
 
 
 def read_bytes(file: Path, limit: int = LIMIT) -> bytes:
@@ -76,40 +74,36 @@ def read_bytes(file: Path, limit: int = LIMIT) -> bytes:
     if require_file(file) > limit:
         raise ForeignFile(f"{file} is larger than {limit / 1e6:,.1f} MB, too large for what it is")
     try:
-        with open(file, "rb") as stream:
-            return stream.read()
+        return file.read_bytes()
     except OSError as error:
         raise unreadable(file, error) from error
 
 
-def read_text(file: Path, limit: int = LIMIT) -> str:
-    """The same of a UTF-8 text. Raises ForeignFile."""
+def require_file(file: Path) -> int:
+    """The bytes of a regular file or of what a link leads to. Raises ForeignFile if it is none."""
     try:
-        return read_bytes(file, limit).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ForeignFile(f"{file} is not UTF-8: {error}") from error
+        found = os.stat(file)
+    except (OSError, ValueError) as error:
+        raise unreadable(file, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device or a pipe"
+        raise ForeignFile(f"{file} is {kind}, not a file")
+    return found.st_size
 
 
-def read_json(file: Path, kind: type[T] = object, limit: int = LIMIT) -> T:
-    """What a JSON file says, as msgspec reads it into this type. Raises ForeignFile, naming the key
-    that is lacking, of another type or out of range."""
-    return parse_json(read_bytes(file, limit), str(file), kind)
+def unreadable(file: Path, error: OSError | ValueError) -> ForeignFile:
+    """What to say of a path that the system refused."""
+    if isinstance(error, ValueError):  # a null character, or half of a surrogate pair
+        return ForeignFile(f"{str(file)!r} cannot be a file's name")
+    if error.errno == errno.ENOENT and os.path.islink(file):
+        return ForeignFile(f"{file} is a link to {os.readlink(file)}, which is not there")
+    if error.errno == errno.ENOENT:
+        return ForeignFile(f"{file} is not there")
+    return ForeignFile(f"{file} cannot be read: {error.strerror}")
 
 
-def parse_json(content: bytes | str, where: str, kind: type[T] = object) -> T:
-    """What a JSON text says; `where` it stands is named in errors. Raises ForeignFile."""
-    if isinstance(content, str):
-        content = content.encode("utf-8", "surrogatepass")
-    if content.count(b"[") + content.count(b"{") > MAX_PARTS:
-        raise ForeignFile(f"{where} is not JSON of any use: it has too many lists and objects")
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except RecursionError as error:
-        raise ForeignFile(f"{where} is not JSON of any use: it is nested too deep") from error
-    except msgspec.ValidationError as error:
-        raise ForeignFile(f"{where}: {str(error)[:MESSAGE]}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ForeignFile(f"{where} is not JSON: {error}") from error
+# What follows declares what benchmark/schema.py, prompts.py, pg19.py and results.py check; it goes
+# once their types say it
 
 
 class Kind(Protocol):

@@ -3,11 +3,12 @@
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings

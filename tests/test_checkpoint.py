@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine import checkpoint
 from engine.checkpoint import EMBED_IN, EMBED_OUT, CheckpointError, Config
 from engine.memory import OutOfMemory
 from gpt_neox import GPTNeoX
@@ -65,37 +64,31 @@ def test_missing_field_is_named(field: str) -> None:
         Config.from_json(raw)
 
 
-FOREIGN = [
-    ("llama", {"model_type": "llama"}),
-    ("yarn", {"rope_parameters": ROPE | {"rope_type": "yarn"}}),
-    ("linear", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+FOREIGN = [  # what is said -> of what
+    ("llama", {"model_type": "llama", "hidden_act": "silu"}),
+    ("rope_type", {"rope_parameters": ROPE | {"rope_type": "yarn"}}),
+    ("rope_scaling", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     ("relu", {"hidden_act": "relu"}),
     (r"0\.0", {"rotary_pct": 0.0}),
     (r"1\.5", {"rotary_pct": 1.5}),
+    ("1e.300", {"rotary_pct": 1e300}),
     ("32.* 5 heads", {"num_attention_heads": 5}),
-    ("n_heads is 0", {"num_attention_heads": 0}),
+    ("num_attention_heads", {"num_attention_heads": 0}),
     ("3 rotary dims", {"rotary_pct": 0.2}),
     ("8 rotary dims of 15", {"hidden_size": 30, "rotary_pct": 0.55}),
-    ("'last'", {"eos_token_id": ["last"]}),
-    ("many", {"vocab_size": "many"}),
-    ("hidden_size is null", {"hidden_size": None}),
-    ("vocab_size is true", {"vocab_size": True}),
-    (r"intermediate_size is 64\.5", {"intermediate_size": 64.5}),
-    ("num_hidden_layers is 100000000, .* 1,000", {"num_hidden_layers": 10**8}),
-    ("max_position_embeddings is 1000000", {"max_position_embeddings": 10**20}),
-    ("'false', not true or false", {"use_parallel_residual": "false"}),
-    ("tie_word_embeddings is 0, not", {"tie_word_embeddings": 0}),
-    ("attention_bias is 1, not", {"attention_bias": 1}),
-    ("eos_token_id is true", {"eos_token_id": True}),
-    ("rotary_emb_base is inf", {"rotary_emb_base": math.inf}),
-    ("rope_theta is inf", {"rope_parameters": ROPE | {"rope_theta": math.inf}}),
-    ("rope_theta is -1", {"rope_parameters": ROPE | {"rope_theta": -1}}),
-    (r"rotary_emb_base is 1e\+39", {"rotary_emb_base": 1e39}),
-    ("layer_norm_eps is inf", {"layer_norm_eps": math.inf}),
-    ("layer_norm_eps is 1e-46", {"layer_norm_eps": 1e-46}),
-    ("layer_norm_eps is nan", {"layer_norm_eps": math.nan}),
-    ("hidden_act is 7", {"hidden_act": 7}),
-    ("rope_parameters is true", {"rope_parameters": True}),
+    ("1000 .*num_hidden_layers", {"num_hidden_layers": 10**8}),
+    ("max_position_embeddings", {"max_position_embeddings": 10**20}),
+    ("float.*intermediate_size", {"intermediate_size": 64.5}),
+    ("bool.*vocab_size", {"vocab_size": True}),
+    ("bool.*use_parallel_residual", {"use_parallel_residual": "false"}),
+    ("bool.*attention_bias", {"attention_bias": 1}),
+    ("bool.*eos_token_id", {"eos_token_id": True}),
+    ("rotary_emb_base", {"rotary_emb_base": math.inf}),
+    ("rotary_emb_base", {"rotary_emb_base": 1e39}),
+    ("rope_theta", {"rope_parameters": ROPE | {"rope_theta": -1}}),
+    ("layer_norm_eps", {"layer_norm_eps": 1e-46}),
+    ("layer_norm_eps", {"layer_norm_eps": math.nan}),
+    ("rope_parameters", {"rope_parameters": True}),
 ]
 
 
@@ -105,11 +98,10 @@ def test_foreign_value_is_named(cause: str, changes: dict[str, object]) -> None:
         Config.from_json(PUBLISHED | changes)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "{", "", "\x00"], ids=repr)
-def test_broken_config_file_is_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.json is not"):
-        checkpoint.read_config(tmp_path)
+@pytest.mark.parametrize("changes", [{"n_heads": 5}, {"rotary_fraction": 1.5}, {"hidden_size": 30}])
+def test_a_config_made_in_python_is_checked(changes: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError):
+        random_config(**changes)
 
 
 QKV = "gpt_neox.layers.1.attention.query_key_value"
@@ -224,16 +216,16 @@ DAMAGE = {  # which file is damaged, and how -> cause
     "tail": ("model.safetensors", -7, "model.safetensors cannot be read"),
     "header": ("model.safetensors", 100, "model.safetensors cannot be read"),
     "empty": ("model.safetensors", 0, "model.safetensors cannot be read"),
-    "weights": ("model.safetensors", None, "no safetensors"),
+    "weights": ("model.safetensors", None, "no safetensors; .bin weights"),
     "config": ("config.json", None, "config.json is not there"),
-    "shard": ("model-1.safetensors", None, "lists model-1.safetensors"),
-    "index": (INDEX, 40, "is not JSON"),
-    "no_map": (INDEX, '{"metadata": {}}', "no weight_map"),
-    "list": (INDEX, "[]", "not a JSON object"),
-    "no_text": (INDEX, '{"weight_map": {"a": 3}}', "weight_map.a is 3, not a text"),
-    "outside": (INDEX, '{"weight_map": {"a": "../x.safetensors"}}', "lies outside its folder"),
-    "absolute": (INDEX, '{"weight_map": {"a": "/x.safetensors"}}', "lies outside its folder"),
-    "deep": (INDEX, "[" * 10**5, "nested too deep"),
+    "config's type": ("config.json", "[]", "config.json: Expected `object`"),
+    "shard": ("model-1.safetensors", None, "model-1.safetensors is not there"),
+    "index": (INDEX, 40, "truncated"),
+    "no map": (INDEX, '{"metadata": {}}', "weight_map"),
+    "outside": (INDEX, '{"weight_map": {"a": "../x.safetensors"}}', "no safetensors file in its"),
+    "absolute": (INDEX, '{"weight_map": {"a": "/x.safetensors"}}', "no safetensors file in its"),
+    "below": (INDEX, '{"weight_map": {"a": "b/x.safetensors"}}', "no safetensors file in its"),
+    "pickle": (INDEX, '{"weight_map": {"a": "x.bin"}}', "no safetensors file in its"),
 }
 
 
@@ -261,48 +253,20 @@ def test_a_shard_outside_the_folder_is_refused_where_it_exists(tmp_path: Path) -
     (folder / "model.safetensors").rename(outside)
     for name in ("../model.safetensors", "sub/../../model.safetensors", str(outside)):
         (folder / INDEX).write_text(json.dumps({"weight_map": {EMBED_IN: name}}))
-        with pytest.raises(CheckpointError, match="outside its folder"):
+        with pytest.raises(CheckpointError, match="no safetensors file in its folder"):
             GPTNeoX.from_pretrained(folder)
 
 
-def as_fifo(file: Path) -> None:
-    os.mkfifo(file)
-
-
-def as_folder(file: Path) -> None:
-    file.mkdir()
-
-
-def as_broken_link(file: Path) -> None:
-    file.symlink_to("nothing")
-
-
-def as_own_link(file: Path) -> None:
-    file.symlink_to(file.name)
-
-
-NO_FILES = {
-    as_fifo: "is a pipe, not a file",
-    as_folder: "is a folder, not a file",
-    as_broken_link: "is a link to nothing, which is not there",
-    as_own_link: "is a link that leads back to itself",
-}
-
-
-@pytest.mark.parametrize(("make", "cause"), NO_FILES.items())
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX, "model-1.safetensors"])
-def test_what_is_no_file_is_named(
-    name: str, make: Callable[[Path], None], cause: str, tmp_path: Path
-) -> None:
-    """A fifo was waited for without an end."""
+def test_a_fifo_is_not_waited_for(name: str, tmp_path: Path) -> None:
     tensors = random_tensors(random_config(), 15)
     if name in (INDEX, "model-1.safetensors"):
         write_shards(tmp_path, tensors)
     else:
         write_single(tmp_path, tensors)
     (tmp_path / name).unlink()
-    make(tmp_path / name)
-    with pytest.raises(CheckpointError, match=f"{name} {cause}"):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is .*, not a file"):
         GPTNeoX.from_pretrained(tmp_path)
 
 
@@ -348,21 +312,21 @@ def test_a_model_of_many_positions_takes_memory_for_those_in_use(
     assert torch.equal(run(model, PREFIX), expected)
 
 
-REFUSALS = [  # of memory
-    MemoryError(),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
-    RuntimeError("unable to mmap 20048144 bytes from file <x>: Cannot allocate memory (12)"),
-    SafetensorError("Error while deserializing header: Cannot allocate memory (os error 12)"),
-    OSError(12, "Cannot allocate memory"),
+REFUSALS = [  # of memory, and where
+    ("engine.checkpoint.safe_open", OSError(12, "Cannot allocate memory")),
+    (
+        "engine.checkpoint.safe_open",
+        SafetensorError("header: Cannot allocate memory (os error 12)"),
+    ),
+    ("engine.checkpoint.safe_open", RuntimeError("unable to mmap: Cannot allocate memory (12)")),
+    ("torch.Tensor.to", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")),
+    ("engine.products.HalfProduct", MemoryError()),
+    ("engine.products.PackedProduct", MemoryError()),
 ]
 
 
-@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize(
-    "place",
-    ["engine.checkpoint.safe_open", "engine.products.HalfProduct", "engine.products.PackedProduct"],
-)
-def test_memory_that_is_refused_while_loading_is_named(
+@pytest.mark.parametrize(("place", "error"), REFUSALS)
+def test_memory_that_is_refused_is_named(
     place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process may have less than the machine, and only learns it when it asks. Where a matrix is
@@ -372,32 +336,16 @@ def test_memory_that_is_refused_while_loading_is_named(
         raise error
 
     write_single(tmp_path, random_tensors(random_config(), 15))
-    monkeypatch.setattr("engine.products.is_exact_in_half", lambda _: place.endswith("HalfProduct"))
-    monkeypatch.setattr("engine.products.WORTH_PACKING", 0)
-    monkeypatch.setattr(place, refuse)
-    with pytest.raises(OutOfMemory, match=f"no memory for the weights of {tmp_path}"):
-        GPTNeoX.from_pretrained(tmp_path)
-
-
-def test_memory_that_is_refused_to_a_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise REFUSALS[1]
-
     model = random_model(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.products.is_exact_in_half", lambda _: place.endswith("HalfProduct"))
+        patch.setattr("engine.products.WORTH_PACKING", 0)
+        patch.setattr(place, refuse)
+        with pytest.raises(OutOfMemory, match=f"no memory for the weights of {tmp_path}"):
+            GPTNeoX.from_pretrained(tmp_path)
     monkeypatch.setattr("torch.zeros", refuse)
     with pytest.raises(OutOfMemory, match="no memory for a cache of 20 tokens, 0.0 MB"):
         model.new_cache(20)
-    monkeypatch.undo()
-    monkeypatch.setattr(model, "make_memory", lambda n_slots: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model.new_cache(20)
-
-
-def test_folder_with_only_bin_weights_says_so(tmp_path: Path) -> None:
-    write_single(tmp_path, {})
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="only .bin weights"):
-        GPTNeoX.from_pretrained(tmp_path)
 
 
 def test_absurd_sizes_are_refused_before_allocation(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_files(tmp_path: Path) -> None:
         ("d.jsonl", b'{"prompt": ""}\n', '"prompt" is empty'),
         ("e.jsonl", b'{"prompt": 3}\n', "prompt is 3, not a text"),
         ("f.JSONL", b"not json\n", "line 1 is not JSON"),
-        ("g.jsonl", b'{"prompt": ' + b"[" * 100_000 + b"\n", "line 1 .* is nested too deep"),
+        ("g.jsonl", b'{"prompt": ' + b"[" * 100_000 + b"\n", "line 1 is not JSON"),
         ("h.jsonl", b'{"prompt": "a\\ud800"}\n', "line 1 is not JSON"),
     ],
 )
@@ -73,7 +73,7 @@ def test_no_such_file_or_dataset(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="none.txt is not there"):
         load_prompts("builtin", str(tmp_path / "none.txt"))
     for place, what in ((tmp_path, "folder"), ("/dev/zero", "device")):
-        with pytest.raises(UsageError, match=f"is a {what}, not a file"):
+        with pytest.raises(UsageError, match=f"is a {what}.*, not a file"):
             load_prompts("builtin", str(place))
     with pytest.raises(UsageError, match="unknown dataset 'c4'; there are builtin, wikitext2, "):
         load_prompts("c4", None)

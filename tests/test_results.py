@@ -205,7 +205,7 @@ def test_a_file_holds_everything(results: Results, tmp_path: Path) -> None:
         ('{"format": 99}', "has format 99, not 1"),
         ('{"format": "1"}', "has format '1', not 1"),
         ('{"format": 1}', "not a results file: .* has no table"),
-        ("[" * 100_000, "is nested too deep"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_bad_files(content: str, message: str, tmp_path: Path) -> None:
@@ -285,5 +285,5 @@ def test_documents_whose_marks_are_swapped_or_that_are_no_files(written: Path) -
         write_documents(written, SHOWN)
     readme.unlink()
     os.mkfifo(readme)
-    with pytest.raises(UsageError, match="README.md is a pipe, not a file"):
+    with pytest.raises(UsageError, match="README.md is .*, not a file"):
         write_documents(written, SHOWN)

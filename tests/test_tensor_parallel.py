@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from conftest import random_config, random_settings, random_tensors
+from msgspec.structs import replace
 from numpy import ndarray
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -54,7 +55,7 @@ def write(folder: Path, config: Config, tensors: dict[str, Tensor]) -> None:
 def small(folder: Path, seed: int = 0, **changes: object) -> Path:
     """A random model of four heads."""
     config = random_config(n_heads=4, hidden_size=64, intermediate_size=128)
-    config = Config(**{**vars(config), **changes})
+    config = replace(config, **changes)
     write(folder, config, random_tensors(config, seed))
     return folder
 

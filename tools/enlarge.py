@@ -29,9 +29,9 @@ import math
 import shutil
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -43,8 +43,8 @@ from engine.checkpoint import (
     first_line,
     load_tensors,
     read_config,
-    read_json,
 )
+from engine.foreign import read_json
 from engine.memory import memory_for, require_memory
 from gpt_neox import published_shapes, weight_bytes
 from tools.folders import (
@@ -144,7 +144,7 @@ def require_room(large: Config, small: Config, folder: Path) -> None:
 def execute(args: Namespace) -> int:
     source = Path(args.source)
     small = read_config(source)
-    raw = enlarged_json(read_json(source / "config.json"), small, args)
+    raw = enlarged_json(read_json(source / "config.json", dict), small, args)
     large = Config.from_json(raw)  # as it will be read
     files = read_unchanged(source) | {"config.json": json.dumps(raw, indent=2).encode() + b"\n"}
     folder = new_folder(args.folder, source)

@@ -13,10 +13,10 @@ import signal
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor
 
