@@ -6,13 +6,13 @@ with memory_for("the weights of models/tiny/target"):
 """
 
 import ctypes
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
-
-from engine.host_memory import free_host_memory
 
 # On CUDA, for what comes with the first passes: kernels, cuBLAS's workspaces, graphs and their
 # pools, logits. Others tell of 0.3 to 0.7 GB; not measured here
@@ -81,3 +81,32 @@ def free_memory(device: torch.device) -> int:
         if segment["device"] == index and not is_graphs:
             free += segment["total_size"] - segment["allocated_size"]
     return max(free, 0)
+
+
+def free_host_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be had without swapping, as Linux estimates it, within the limits of our
+    control groups (version 2), as a container's is one; elsewhere all there are.
+
+    root: where proc and sys are.
+    """
+    found = re.search(r"MemAvailable: *(\d+) kB", read(root / "proc/meminfo"))
+    if not found:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = int(found[1]) * 1024
+    group = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup"), re.MULTILINE)
+    own = root / "sys/fs/cgroup" / (group[1] if group else "")
+    for folder in (own, *own.parents):  # it is part of those around it
+        limit = read(folder / "memory.max").strip()
+        if limit.isdigit():  # not "max", and it is there
+            files = re.search(r"^inactive_file (\d+)$", read(folder / "memory.stat"), re.MULTILINE)
+            kept = int(files[1]) if files else 0  # for files, which is given up when it is needed
+            free = min(free, int(limit) - int(read(folder / "memory.current")) + kept)
+    return max(free, 0)
+
+
+def read(file: Path) -> str:
+    """What a file of the system says; nothing if it has none such."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

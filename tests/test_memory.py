@@ -1,0 +1,43 @@
+"""What is free on the host: of all memory, and within a container's limits."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.memory import free_host_memory
+
+GIB = 2**30
+GROUPS = {  # what our group and the one around it may take, take, keep for files -> what is free
+    "none": ({}, 8 * GIB),
+    "no limit": ({"a/b": ("max", 5000, 0)}, 8 * GIB),
+    "ours": ({"a/b": (9000, 5000, 300)}, 4300),
+    "around ours": ({"a/b": ("max", 10, 0), "a": (9000, 5000, 0)}, 4000),
+    "the root's": ({"": (7000, 5000, 0)}, 2000),
+    "the least": ({"a/b": (9000, 5000, 0), "a": (9000, 8000, 0)}, 1000),
+    "another's": ({"a/c": (9000, 5000, 0)}, 8 * GIB),
+    "overdrawn": ({"a/b": (100, 900, 0)}, 0),
+    "wider than the machine": ({"a/b": (99 * GIB, 0, 0)}, 8 * GIB),
+}
+
+
+@pytest.mark.parametrize(("groups", "free"), GROUPS.values(), ids=GROUPS)
+def test_a_containers_limit_and_those_around_it(
+    groups: dict[str, tuple], free: int, tmp_path: Path
+) -> None:
+    """MemAvailable is the machine's: within a container the process was killed for what it took."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:  {8 * 2**20} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/old\n0::/a/b\n")
+    for name, (most, used, kept) in groups.items():
+        folder = tmp_path / "sys/fs/cgroup" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {kept}\nactive_file 7\n")
+    assert free_host_memory(tmp_path) == free
+
+
+def test_a_system_that_tells_of_nothing(tmp_path: Path) -> None:
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert free_host_memory(tmp_path) == everything >= free_host_memory() > 0
