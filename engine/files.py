@@ -8,6 +8,7 @@ whatever its name.
 """
 
 import errno
+import glob
 import os
 import secrets
 import shutil
@@ -15,25 +16,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # there is no such lock on this system
-    fcntl = None
+from filelock import FileLock, Timeout
 
 
 def write_whole(file: Path, content: bytes | str) -> None:
     """Put this content, text as UTF-8, where the file is, or where it leads if it is a link.
 
-    It is written beside it, under a name that nobody has, and then renamed. Raises OSError.
+    It is written beside it, under a name that nobody has, and then renamed: whoever is killed
+    leaves the old or the new. Raises OSError.
     """
     if isinstance(content, str):
         content = content.encode("utf-8")
     place = Path(os.path.realpath(file))
     require_regular(place)
-    draft = place.with_name(f".{secrets.token_hex(12)}.part")
+    draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
     try:
-        with open(draft, "xb") as stream:
-            stream.write(content)
+        draft.write_bytes(content)
         if place.exists():
             shutil.copymode(place, draft)
         os.replace(draft, place)
@@ -45,9 +43,9 @@ def require_writable(file: Path) -> None:
     """Raise OSError where `write_whole` could not begin, and leave no trace of having asked."""
     place = Path(os.path.realpath(file))
     require_regular(place)
-    probe = place.with_name(f".{secrets.token_hex(12)}.part")
-    with open(probe, "xb"):
-        probe.unlink()
+    probe = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
+    probe.touch()
+    probe.unlink()
 
 
 def require_regular(place: Path) -> None:
@@ -68,47 +66,20 @@ def remove(file: Path) -> None:
 def locked(file: Path) -> Iterator[None]:
     """Keep every other process out that asks for the same; what becomes of the file is free.
 
-    Raises BlockingIOError if another one is in, and OSError if there can be no lock there. Where
-    the system has none, nobody is kept out.
+    What a writer that was killed has left beside the file is removed. Raises BlockingIOError if
+    another one is in, and OSError if there can be no lock there.
     """
     place = Path(os.path.realpath(file))
     beside = place.with_name(f".{place.name}.lock")  # the file itself is another with every writing
-    descriptor = take_lock(beside)
+    lock = FileLock(beside, timeout=0)
     try:
+        lock.acquire()
+    except Timeout as error:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(file)) from error
+    try:
+        for draft in place.parent.glob(f".{glob.escape(place.name)}.*.part"):
+            remove(draft)
         yield
     finally:
-        if os.fstat(descriptor).st_size == 0:  # whoever has written into it may want it
-            remove(beside)
-        os.close(descriptor)
-
-
-def take_lock(beside: Path) -> int:
-    """The descriptor of a locked file of this name, made if there is none."""
-    while True:
-        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            lock(descriptor)
-            if is_still_there(beside, descriptor):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # the one that had it has removed it: the next is another file
-
-
-def lock(descriptor: int) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # a file system without locks
-        return
-
-
-def is_still_there(file: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(file), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        remove(beside)  # before it is given up: whoever comes then makes another
+        lock.release()

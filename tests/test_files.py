@@ -1,14 +1,17 @@
 """Files are written whole or not at all, and by one process at a time."""
 
 import os
+import random
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from engine.files import locked, write_whole
+from engine.files import locked, require_writable, write_whole
 
 ROOT = Path(__file__).parent.parent
 HOLD = """
@@ -19,57 +22,62 @@ with locked(Path(sys.argv[1])):
     print("in", flush=True)
     sys.stdin.read()
 """
+WRITE = """
+import sys
+from itertools import count
+from pathlib import Path
+from engine.files import write_whole
+for i in count():
+    write_whole(Path(sys.argv[1]), str(i % 10) * 3_000_000)
+    print(end=".", flush=True)
+"""
 
 
 def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
+def start(program: str, file: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", program, str(file)]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 def test_what_is_written_is_there_and_nothing_else(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a", "é\n")
-    write_whole(tmp_path / "b", b"\xff")
+    """Nor is a file of the user's overwritten that is called almost the same."""
+    for name in ("a.part", "a.tmp", ".a.part"):
+        (tmp_path / name).write_text("mine")
+    with locked(tmp_path / "a"):
+        require_writable(tmp_path / "a")
+        write_whole(tmp_path / "a", "é\n")
+        write_whole(tmp_path / "b", b"\xff")
     assert (tmp_path / "a").read_bytes() == b"\xc3\xa9\n"
     assert (tmp_path / "b").read_bytes() == b"\xff"
-    assert names(tmp_path) == ["a", "b"]
-
-
-def test_a_neighbour_is_never_overwritten(tmp_path: Path) -> None:
-    """A draft was called as the file with another ending, which a user may have."""
-    for name in ("a.part", "a.tmp", ".a.lock"):
-        (tmp_path / name).write_text("mine")
-    with locked(tmp_path / "a.json"), locked(tmp_path / "a"):
-        write_whole(tmp_path / "a.json", "new")
-        write_whole(tmp_path / "a", "new")
-    for name in ("a.part", "a.tmp", ".a.lock"):
+    for name in ("a.part", "a.tmp", ".a.part"):
         assert (tmp_path / name).read_text() == "mine"
-    assert names(tmp_path) == [".a.lock", "a", "a.json", "a.part", "a.tmp"]
+    assert names(tmp_path) == [".a.part", "a", "a.part", "a.tmp", "b"]
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_a_link_stays_a_link_and_who_may_read_it_stays(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a").write_text("old")
+    (tmp_path / "there" / "a").chmod(0o640)
     (tmp_path / "link").symlink_to("there/a")
     write_whole(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "there" / "a").read_text() == "new" and names(tmp_path / "there") == ["a"]
+    assert stat.S_IMODE((tmp_path / "there" / "a").stat().st_mode) == 0o640
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [lambda file: write_whole(file, "new"), require_writable])
+def test_what_is_no_file_is_not_replaced(write: Callable[[Path], None], tmp_path: Path) -> None:
     """A rename onto a device takes the device away."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "round").symlink_to("round")
-    for name in ("fifo", "round", "."):
+    for name in ("fifo", "round", ".", "none/a"):
         with pytest.raises(OSError):
-            write_whole(tmp_path / name, "new")
+            write(tmp_path / name)
     assert names(tmp_path) == ["fifo", "round"]
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode) and (tmp_path / "round").is_symlink()
-
-
-def test_who_may_read_it_stays(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("old")
-    (tmp_path / "a").chmod(0o640)
-    write_whole(tmp_path / "a", "new")
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -86,14 +94,28 @@ def test_a_failure_leaves_the_old_file_whole(
     assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
 
 
+def test_a_writer_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    """And whoever has the file next takes away what lies beside it."""
+    file = tmp_path / "a"
+    rng = random.Random(0)
+    for _ in range(10):
+        with start(WRITE, file) as writer:
+            writer.stdout.read(1)
+            time.sleep(rng.uniform(0, 0.02))
+            writer.kill()
+        content = file.read_text()
+        assert len(content) == 3_000_000 and len(set(content)) == 1
+    (tmp_path / ".a.0123.part").touch()
+    with locked(file):
+        assert names(tmp_path) == [".a.lock", "a"]
+    assert names(tmp_path) == ["a"]
+
+
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
     """Through a link, too, until the first one ends, be it killed."""
-    pytest.importorskip("fcntl")
     file = tmp_path / "a"
     (tmp_path / "link").symlink_to("a")
-    command = [sys.executable, "-c", HOLD, str(file)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as holder:
+    with start(HOLD, file) as holder:
         assert holder.stdout.readline() == b"in\n"
         for name in ("a", "link"):
             with pytest.raises(BlockingIOError), locked(tmp_path / name):
