@@ -15,4 +15,6 @@ streaming     a cache of constant size for text of any length
 shares        what one of several ranks has of a model, and how parts become whole
 stopwatch     milliseconds of an iteration by part
 settings      what a method's settings may be
+foreign       files that somebody else wrote: read as what they ought to be, or refused
+files         files of our own: written whole, by one process at a time
 """

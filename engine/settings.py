@@ -12,8 +12,6 @@ class Chain:
 
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
-from functools import cache
-from typing import get_type_hints
 
 SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 Words = Callable[[], Sequence[str]]  # told when they are asked for, not before
@@ -34,48 +32,34 @@ def text(
     default: str, parse: Callable[[str], object], meaning: str, examples: Words | None = None
 ) -> str:
     """A dataclass field for a setting written as a word, such as 4:2:1; parse: its reader, which
-    raises ValueError saying what is wrong with it. examples: other words that it can read."""
-
-    def only_default() -> Sequence[str]:
-        return (default,)
-
-    metadata = {"parse": parse, "meaning": meaning, "examples": examples or only_default}
+    raises ValueError saying what is wrong with it. examples: words that it can read."""
+    metadata = {"parse": parse, "meaning": meaning, "examples": examples or (lambda: (default,))}
     return field(default=default, metadata=metadata)
 
 
-@cache
-def types_of(kind: type) -> dict[str, type]:
-    """Of each field of a settings dataclass, as it is annotated."""
-    return get_type_hints(kind)
-
-
 def check_settings(settings: object) -> None:
-    """Raise ValueError for a setting of the wrong type or outside its range; a whole number where
-    a float is due becomes one."""
-    types = types_of(type(settings))
+    """Raise ValueError, naming the setting and what it may be, for one of the wrong type or outside
+    its range; a whole number where a float is due becomes one."""
     for f in fields(settings):
         value = getattr(settings, f.name)
-        if types[f.name] is float and type(value) is int:
+        if f.type is float and type(value) is int:
             value = float(value)
             object.__setattr__(settings, f.name, value)  # it is frozen for everyone else
-        if type(value) is not types[f.name]:
-            raise ValueError(f"{f.name}={value} is not of type {types[f.name].__name__}")
-        if "options" in f.metadata:
-            known = f.metadata["options"]()
-            if value not in known:
-                known = ", ".join(known)
-                raise ValueError(f"{f.name}={value} is not one of {known}")
-            continue
-        if "parse" in f.metadata:
+        if type(value) is not f.type:
+            raise ValueError(f"{f.name}={value} is not of type {f.type.__name__}")
+        if "low" in f.metadata:
+            low, high = f.metadata["low"], f.metadata["high"]
+            if not low <= value <= high:
+                raise ValueError(f"{f.name}={value} is outside {low} to {high}")
+        elif "options" in f.metadata:
+            options = f.metadata["options"]()
+            if value not in options:
+                raise ValueError(f"{f.name}={value} is not one of {', '.join(options)}")
+        else:
             try:
                 f.metadata["parse"](value)
             except ValueError as error:
                 raise ValueError(f"{f.name}={value}: {error}") from error
-            continue
-        low = f.metadata["low"]
-        high = f.metadata["high"]
-        if not low <= value <= high:
-            raise ValueError(f"{f.name}={value} is outside {low} to {high}")
 
 
 def require_order(settings: object, order: str) -> None:
@@ -92,7 +76,7 @@ def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
 
     Raises ValueError naming the assignment that is wrong.
     """
-    types = types_of(kind)
+    types = {f.name: f.type for f in fields(kind)}
     values = {}
     for assignment in assignments:
         name, _, word = assignment.partition("=")
@@ -102,20 +86,10 @@ def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
             raise ValueError(f"{assignment}: this method has no {name!r}; it has {known}")
         if name in values:
             raise ValueError(f"{assignment}: {name} is set twice")
+        kind, word = types[name], word.strip()
         try:
-            values[name] = read_value(types[name], word.strip())
-        except ValueError as error:
-            raise ValueError(f"{assignment}: {name} takes {error}") from error
+            values[name] = SWITCH[word.lower()] if kind is bool else kind(word)
+        except (KeyError, ValueError) as error:
+            expected = "on or off" if kind is bool else f"a value of type {kind.__name__}"
+            raise ValueError(f"{assignment}: {name} takes {expected}") from error
     return values
-
-
-def read_value(kind: type, word: str) -> object:
-    """A word as a value of this type. Raises ValueError naming what it should be."""
-    if kind is bool:
-        if word.lower() not in SWITCH:
-            raise ValueError("on or off")
-        return SWITCH[word.lower()]
-    try:
-        return kind(word)
-    except ValueError as error:
-        raise ValueError(f"a value of type {kind.__name__}") from error
