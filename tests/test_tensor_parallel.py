@@ -34,7 +34,6 @@ from methods import METHODS
 from methods.static import Alone
 from parallel.ranks import LETTER, Ranks, RanksError
 from parallel.target import Mail, directing, follow, pack, unpack
-from tools.folders import published_json
 
 CPU = torch.device("cpu")
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
@@ -44,6 +43,27 @@ SHAPES = [
     (2, {"is_parallel": False, "vocab_size": 97}),
     (4, {"has_attention_bias": False, "activation": "gelu_new"}),
 ]
+
+
+def published_json(config: Config) -> dict:
+    """The config.json of a model, as Pythia's is written."""
+    return {
+        "model_type": "gpt_neox",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "rotary_pct": config.rotary_fraction,
+        "rotary_emb_base": config.rotary_base,
+        "hidden_act": config.activation,
+        "layer_norm_eps": config.norm_eps,
+        "use_parallel_residual": config.is_parallel,
+        "tie_word_embeddings": config.is_tied,
+        "attention_bias": config.has_attention_bias,
+        "eos_token_id": list(config.eos_ids),
+    }
 
 
 def write(folder: Path, config: Config, tensors: dict[str, Tensor]) -> None:

@@ -4,10 +4,7 @@ Speed at the papers' scale needs weights of that shape, and acceptance needs a m
 learned something. Where published weights cannot be fetched, this gives both: every channel and
 every head of the small model is repeated r times and what reads them is divided by r, layers are
 added that write nothing, and ids are added that no text comes to. Up to rounding the logits are the
-small model's.
-
-Nothing that exists is written to: the folder is a new one or an empty one, and it is there once all
-of it is.
+small model's. The folder is a new one, and it is there once all of it is.
 
     # to the shapes of Pythia-2.8B and Pythia-70M
     python tools/enlarge.py models/tiny/target FOLDER --hidden 2560 --layers 32 --vocab 50304
@@ -26,40 +23,20 @@ if __name__ == "__main__":  # before torch, whose import takes a second
 
 import json
 import math
-import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
-from msgspec.structs import replace
-from safetensors import SafetensorError
 from torch import Tensor
 
 from cli.errors import Parser, UsageError, run_command_line
-from engine.checkpoint import (
-    EMBED_IN,
-    EMBED_OUT,
-    Config,
-    first_line,
-    load_tensors,
-    read_config,
-)
+from engine.checkpoint import EMBED_IN, EMBED_OUT, Config, load_tensors, read_config
 from engine.foreign import read_json
-from engine.memory import memory_for, require_memory
+from engine.memory import require_memory
 from gpt_neox import published_shapes, weight_bytes
-from tools.folders import (
-    file_bytes,
-    halved,
-    new_folder,
-    raising_endings,
-    read_unchanged,
-    size,
-    write_files,
-    written_whole,
-)
+from tools.folders import halved, new_folder, read_unchanged, write_checkpoint
 
 NEVER = -60.0  # the logit of an added id
-MAKING = "making a checkpoint of these sizes"
 
 
 def enlarge_tensors(tensors: dict[str, Tensor], small: Config, large: Config) -> dict[str, Tensor]:
@@ -128,43 +105,27 @@ def enlarged_json(raw: dict, config: Config, args: Namespace) -> dict:
     return raw | large
 
 
-def require_room(large: Config, small: Config, folder: Path) -> None:
-    """Raise UsageError or OutOfMemory if making the weights would fill the disk or the memory."""
-    need = file_bytes(large)
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        sizes = f"{need / 1e9:,.1f} GB on disk, {free / 1e9:,.1f} GB are free"
-        raise UsageError(f"a checkpoint of these sizes would take {sizes}")
-    shapes = published_shapes(replace(large, n_layers=1)).values()
-    largest = max(math.prod(shape) for shape in shapes)
-    need += weight_bytes(small, torch.float32) + 2 * 4 * largest  # twice in float32, then gone
-    require_memory(need, torch.device("cpu"), MAKING)
-
-
 def execute(args: Namespace) -> int:
-    source = Path(args.source)
+    source, folder = Path(args.source), new_folder(args.folder)
     small = read_config(source)
     raw = enlarged_json(read_json(source / "config.json", dict), small, args)
     large = Config.from_json(raw)  # as it will be read
+    need = weight_bytes(large, torch.float16) + weight_bytes(small, torch.float32)
+    largest = max(math.prod(shape) for shape in published_shapes(large).values())
+    need += 2 * 4 * largest  # twice in float32, then gone
+    require_memory(need, torch.device("cpu"), "making a checkpoint of these sizes")
     files = read_unchanged(source) | {"config.json": json.dumps(raw, indent=2).encode() + b"\n"}
-    folder = new_folder(args.folder, source)
-    try:
-        with raising_endings(), written_whole(folder) as part, memory_for(MAKING):
-            require_room(large, small, part)
-            shapes = published_shapes(small)
-            tensors = load_tensors(source, shapes, torch.device("cpu"), torch.float32)
-            write_files(part, enlarge_tensors(tensors, small, large), files)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{args.folder} cannot be written: {first_line(error)}") from error
+    tensors = load_tensors(source, published_shapes(small), torch.device("cpu"), torch.float32)
+    write_checkpoint(folder, enlarge_tensors(tensors, small, large), files)
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="tools/enlarge.py", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="folder of the small checkpoint")
-    parser.add_argument("folder", help="where the large one goes, in float16: new or empty")
+    parser.add_argument("folder", help="where the large one goes, in float16: a new folder")
     for name, what in (("hidden", "hidden size"), ("layers", "layers"), ("vocab", "ids")):
-        parser.add_argument(f"--{name}", type=size, required=True, metavar="N", help=what)
+        parser.add_argument(f"--{name}", type=int, required=True, metavar="N", help=what)
     return run_command_line(execute, parser, arguments)
 
 
