@@ -6,10 +6,10 @@
 #   bash tools/gpu_check.sh --dry          # tiny shapes, the CPU if need be: does this script run?
 #
 # First what is there, the tests marked cuda, and exactness in float32. Then, at those shapes: every
-# method, with graphs and without, beside rounding alone (ar rows=...); a profile of an iteration;
-# step times in both 16-bit types beside the bandwidth floor; attention and products by themselves;
-# memory at 2,048 tokens. It is meant to take eight minutes on a large GPU, which is not measured. A
-# step that fails, or takes three times what is allowed for it, stops no other; the end names it.
+# method, with graphs and without, beside rounding alone (ar rows=...); profiles of iterations; step
+# times in both 16-bit types beside the bandwidth floor; memory at 2,048 tokens. It is meant to take
+# eight minutes on a large GPU, which is not measured. A step that fails, or takes three times what is
+# allowed for it, stops no other; the end names it.
 #
 # Leaves its log, tables and profiles in results/run_gpu_<device>_<time>, and every method's table also
 # as results/gpu_<device>.json, or as gpu_<device>_2.json and so on beside earlier ones: no file that
@@ -138,7 +138,6 @@ if $dry; then
   draft_shape=(models/tiny/draft --hidden 256 --layers 2 --vocab 4200)
   sizes=(--n-prompts 1 --prompt-tokens 20 --new-tokens 12)
   full=(--n-prompts 1 --prompt-tokens 20 --new-tokens 12)
-  copies=2
   export OMP_NUM_THREADS=1  # a second thread costs more than it computes at these shapes
 else
   work=results/run_gpu_${name}_$(date +%Y%m%d-%H%M%S)
@@ -148,7 +147,6 @@ else
   draft_shape=(models/tiny/draft --hidden 512 --layers 6 --vocab 50304)
   sizes=(--n-prompts 4 --prompt-tokens 150 --new-tokens 128)
   full=(--n-prompts 1 --prompt-tokens 150 --new-tokens 1856)
-  copies=32
 fi
 enlarged=$work/pair
 clean() {  # nothing but what this run has made
@@ -228,8 +226,12 @@ run_all() {
     --methods "$methods,dynatree strict,recycle strict" \
     --output "$work/every.json" >"$work/every.txt"
 
-  step "profile of one iteration, $dtype" 25
-  check python tools/profile_iteration.py "$work" "${models[@]}" --dtype "$dtype"
+  step "profiles of iterations, $dtype" 40
+  local method
+  for method in ar dynatree; do
+    check python tools/profile_iteration.py "$work/profile_$method" --method "$method" \
+      "${models[@]}" --dtype "$dtype"
+  done
 
   local type graph context
   for type in $dtypes; do
@@ -242,13 +244,6 @@ run_all() {
           --output "$work/steps_${type}_$context$graph.json"
       done
     done
-  done
-
-  step "attention and products by themselves" 20
-  local folder
-  for folder in "${models[1]}" "${models[3]}"; do
-    check python tools/kernel_times.py "$folder" --device "$device" --dtype "$dtype" \
-      --copies "$copies"
   done
 
   step "memory, up to 2,048 tokens" 50
