@@ -25,14 +25,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmark.prompts import DATASETS, cut_prompts, load_prompts
-from benchmark.report import text_table
 from benchmark.step_times import StepTimes, measure_step_times
 from cli.errors import Parser, UsageError, run_command_line, say
 from cli.models import Request, open_pair
 from cli.options import add_model_options, add_sampling_options, choose_sampling
 from draft_tree import MAX_ROWS
 from dynatree import Step
-from engine.memory import memory_for
 from methods.sequoia import Chances, Shape, plan
 from methods.static import SpecInfer
 
@@ -44,11 +42,8 @@ def count_ranks(steps: Iterable[Step]) -> Counter[int]:
     """How often the child of each rank was accepted, of trees of one level; N_RANKS: none was."""
     counts: Counter[int] = Counter()
     for step in steps:
-        if step.tree and step.tree.depth:
-            rank = N_RANKS
-            if len(step.path) > 1:
-                rank = step.path[1] - 1  # row 0 is the root
-            counts[rank] += 1
+        if step.tree and step.tree.depth:  # neither prefill's nor the last one
+            counts[step.path[1] - 1 if len(step.path) > 1 else N_RANKS] += 1  # row 0 is the root
     return counts
 
 
@@ -82,9 +77,7 @@ def draft_passes(shape: Shape, padded: Callable[[int], int]) -> Counter[int]:
         parents = [node for node in level if shape[node]]
         if parents:
             passes[padded(len(parents))] += 1
-        level = []
-        for node in parents:
-            level += shape[node]
+        level = [child for node in parents for child in shape[node]]
     return passes
 
 
@@ -105,19 +98,6 @@ def choose_tree(
     return best, alone
 
 
-def time_table(times: StepTimes) -> str:
-    """Milliseconds of a pass, by its rows."""
-    header = ["rows"]
-    target = ["target ms"]
-    draft = ["draft ms"]
-    for i, n_rows in enumerate(times.rows):
-        header.append(str(n_rows))
-        target.append(f"{times.target_ms[i]:.2f}")
-        draft.append(f"{times.draft_ms[i]:.2f}")
-    return text_table(header, [target, draft], width=80)
-
-
-@memory_for("decoding and timing")
 def execute(args: Namespace) -> int:
     if min(args.n_prompts, args.prompt_tokens) < 1 or args.new_tokens < 3:
         raise UsageError("--n-prompts and --prompt-tokens are at least 1, --new-tokens 3")
@@ -132,12 +112,11 @@ def execute(args: Namespace) -> int:
         counts += count_ranks(Request(pair, prompt, options).decode(SpecInfer(str(N_RANKS))))
     chances = chances_of(counts)
     p = ":".join([f"{chance:g}" for chance in chances])
-    print(f"chances of acceptance by rank, of {counts.total()} trees: {p}\n", flush=True)
+    print(f"chances of acceptance by rank, of {counts.total()} trees: {p}", flush=True)
     longest = max(len(prompt) for prompt in prompts)  # not what they would be cut to
     context = longest + args.new_tokens // 2
     times = measure_step_times(pair.target, pair.draft, context)
     best, alone = choose_tree(chances, times, pair.target.pool.padded)
-    print(f"{time_table(times)}\n")
     print(f"ar: {alone.describe()}")
     print(f"sequoia: {best.describe()}")
     print(f"--set N={best.n_rows} --set D_max={best.depth} --set p={p}")
