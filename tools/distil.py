@@ -58,9 +58,9 @@ from cli.models import (
 )
 from draft_tree import DynaTree
 from dynatree import generate
-from engine.checkpoint import Config, read_config, read_json
+from engine.checkpoint import Config, read_config
 from engine.files import locked, write_whole
-from engine.foreign import ForeignFile, read_text
+from engine.foreign import ForeignFile, read_json, read_text
 from engine.hub import find_checkpoint
 from engine.memory import require_memory
 from engine.passes import causal_bias
@@ -123,20 +123,20 @@ def build_parser() -> Parser:
     add("--text", nargs="+", required=True, metavar="FILE", help="to learn from, UTF-8")
     add("--out", required=True, metavar="FOLDER", help="where the draft goes: a new folder")
     add("--init", metavar="MODEL", help="go on from this one, which has the target's tokenizer")
-    add("--layers", type=whole, metavar="N", help="of a new model")
+    add("--layers", type=whole, metavar="N", help="of a new draft")
     add("--hidden", type=whole, metavar="N", help="its hidden size")
     add("--heads", type=whole, metavar="N", help=f"its attention heads (of size {HEAD_SIZE})")
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--steps", type=whole, metavar="N", help="of training")
+    budget = parser.add_mutually_exclusive_group().add_argument
     minutes = number(float, 0.001, 10**6)
-    budget.add_argument("--minutes", type=minutes, default=30.0, metavar="X", help="or time (30)")
+    budget("--minutes", type=minutes, default=30.0, metavar="X", help="of training (30)")
+    budget("--steps", type=whole, metavar="N", help="of training, in place of --minutes")
     add("--batch", type=whole, default=8, metavar="N", help="rows of a step (8)")
     context = number(int, 8, 10**6)
     add("--context", type=context, default=512, metavar="N", help="tokens of a row (512)")
     add("--rate", type=number(float, 1e-9, 1), metavar="X", help="learning rate (by hidden size)")
-    add("--greedy", type=share, default=0.25, metavar="X", help="of rows, the target's own (0.25)")
-    add("--sampled", type=share, default=0.15, metavar="X", help="the same, sampled (0.15)")
-    add("--ce", type=share, default=0.2, metavar="X", help="next token's share of the loss (0.2)")
+    add("--ce", type=share, default=0.2, metavar="X", help="next token's part of the loss (0.2)")
+    add("--greedy", type=share, default=0.25, metavar="X", help="part of rows it writes (0.25)")
+    add("--sampled", type=share, default=0.15, metavar="X", help="part that it samples (0.15)")
     add("--seed", type=number(int, 0, 10**9), default=0, metavar="N", help="of all chance (0)")
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
@@ -175,7 +175,7 @@ def prepare(args: Namespace) -> Job:
     init = find_checkpoint(args.init, say) if args.init else None
     if init:
         require_same_tokenizer(tokenizer, load_tokenizer(init))
-    raw = read_json(init / "config.json") if init else new_json(args, target)
+    raw = read_json(init / "config.json", dict) if init else new_json(args, target)
     config, target_config = Config.from_json(raw), read_config(target)
     if args.rate is None:
         args.rate = RATE * (128 / config.hidden_size) ** 0.5 * (GENTLER if init else 1.0)
@@ -195,7 +195,7 @@ def prepare(args: Namespace) -> Job:
 
 def new_json(args: Namespace, target: Path) -> dict:
     """config.json of a new draft, with the target's ids and positions. Raises CheckpointError."""
-    known = read_json(target / "config.json")
+    known = read_json(target / "config.json", dict)
     shared = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")
     return {name: known.get(name) for name in shared} | {
         "architectures": ["GPTNeoXForCausalLM"],
@@ -621,16 +621,16 @@ def execute(args: Namespace) -> int:
     except BlockingIOError as error:
         raise UsageError(f"another run is at work on {job.out}") from error
     except OSError as error:
-        why = f"{file} cannot be written: {error.strerror}"
+        why = f"{file} cannot be written: {error.strerror or error}"
         raise UsageError(f"{why}; what was there stays, to go on from") from error
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    if arguments is None:
-        arguments = sys.argv[1:]
     parser = build_parser()
-    parser.set_defaults(command=shlex.join(["python", parser.prog, *arguments]))
+    words = sys.argv[1:] if arguments is None else arguments
+    same = [word for word in words if word != "--debug"]
+    parser.set_defaults(command=shlex.join(["python", parser.prog, *same]))
     return run_command_line(execute, parser, arguments)
 
 
