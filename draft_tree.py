@@ -213,7 +213,11 @@ class Rule:
 
 
 class Settings(Protocol):
-    """A method's settings: a frozen dataclass whose fields are made by `setting`."""
+    """A method's settings: a frozen dataclass whose fields are made by `setting`, checked when one
+    is made."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def rule(self) -> Rule:
         """A fresh rule, for one generation."""
@@ -328,7 +332,7 @@ def log_threshold(probability: float) -> float:
 
 
 @dataclass(frozen=True)
-class DynaTree:
+class DynaTree(Settings):
     """dynatree: breadth by confidence, depth by path probability, thresholds by history (3.3)."""
 
     B_min: int = setting(1, 1, 32, "children of a confident node, c(u) >= tau_h")
@@ -349,7 +353,7 @@ class DynaTree:
     history: bool = setting(True, False, True, "move D0, tau_h and rho_deep by acceptance")
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         require_order(self, "B_min <= B_mid <= B_max")
         require_order(self, "tau_l < tau_h")
         require_order(self, "D0 <= D_max")

@@ -110,9 +110,9 @@ def quoted(tokenizer: Tokenizer, token: int) -> str:
 
 def describe_range(metadata: Mapping) -> str:
     if "options" in metadata:
-        return ", ".join(metadata["options"]())
+        return ", ".join(metadata["options"])
     if "parse" in metadata:
-        return "such as " + ", ".join(metadata["examples"]())
+        return "such as " + ", ".join(metadata["examples"])
     return f"{metadata['low']:g} to {metadata['high']:g}"
 
 

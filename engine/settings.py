@@ -1,11 +1,8 @@
 """A method's settings: what a field of them may be, said once for checks, --help and tests.
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(Settings):  # draft_tree.Settings checks what is made
     K: int = setting(5, 0, 127, "tokens drafted per iteration")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     Chain(**read_values(Chain, ["K=8"]))
 """
@@ -14,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 
 SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
-Words = Callable[[], Sequence[str]]  # told when they are asked for, not before
 
 
 def setting(default: float, low: float, high: float, meaning: str) -> float:
@@ -23,17 +19,17 @@ def setting(default: float, low: float, high: float, meaning: str) -> float:
     return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
 
 
-def choice(default: str, options: Words, meaning: str) -> str:
+def choice(default: str, options: Sequence[str], meaning: str) -> str:
     """A dataclass field for a setting that is one of several words."""
     return field(default=default, metadata={"options": options, "meaning": meaning})
 
 
 def text(
-    default: str, parse: Callable[[str], object], meaning: str, examples: Words | None = None
+    default: str, parse: Callable[[str], object], meaning: str, examples: Sequence[str] = ()
 ) -> str:
     """A dataclass field for a setting written as a word, such as 4:2:1; parse: its reader, which
-    raises ValueError saying what is wrong with it. examples: words that it can read."""
-    metadata = {"parse": parse, "meaning": meaning, "examples": examples or (lambda: (default,))}
+    raises ValueError saying what is wrong with it. examples: other words that it can read."""
+    metadata = {"parse": parse, "meaning": meaning, "examples": examples or (default,)}
     return field(default=default, metadata=metadata)
 
 
@@ -52,9 +48,9 @@ def check_settings(settings: object) -> None:
             if not low <= value <= high:
                 raise ValueError(f"{f.name}={value} is outside {low} to {high}")
         elif "options" in f.metadata:
-            options = f.metadata["options"]()
-            if value not in options:
-                raise ValueError(f"{f.name}={value} is not one of {', '.join(options)}")
+            if value not in f.metadata["options"]:
+                known = ", ".join(f.metadata["options"])
+                raise ValueError(f"{f.name}={value} is not one of {known}")
         else:
             try:
                 f.metadata["parse"](value)

@@ -31,8 +31,8 @@ from heapq import heappop, heappush
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Tree, lone
-from engine.settings import check_settings, setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, lone
+from engine.settings import setting
 from methods.ngrams import Context, NGrams
 
 # What an iteration's time is made of, in this order wherever costs are listed
@@ -152,7 +152,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Settings):
     """auto: both sources, each level and node only while it pays (this project's own)."""
 
     N: int = setting(48, 1, MAX_ROWS, "most rows per tree, root included")
@@ -162,9 +162,6 @@ class Auto:
     c_draft: float = setting(0.2, 0.0, 100.0, "cost of drafting beside its levels")
     c_level: float = setting(0.4, 0.0, 100.0, "cost of a level drafted")
     learn: bool = setting(True, False, True, "fit the costs; off: a seed decides a sampled text")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         return AutoRule(self)

@@ -38,20 +38,17 @@ from dataclasses import dataclass
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule
-from engine.settings import check_settings, choice, setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings
+from engine.settings import choice, setting
 
 
 @dataclass(frozen=True)
-class Beam:
+class Beam(Settings):
     """beam: the k likeliest nodes of every level, the likeliest of all verified (EAGLE-2)."""
 
     k: int = setting(4, 1, 32, "nodes expanded per level, and children of each")
     N_max: int = setting(32, 1, MAX_ROWS, "rows verified, root included: the likeliest drafted")
     D_max: int = setting(6, 1, MAX_ROWS - 1, "depth of the tree")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         return BeamRule(self.k, self.N_max, self.D_max)
@@ -81,13 +78,8 @@ class BeamRule(Rule):
         return False
 
 
-def lengths() -> tuple[str, ...]:
-    """What the length vote may go by."""
-    return ("projected", "literal", "off")
-
-
 @dataclass(frozen=True)
-class Deagle:
+class Deagle(Settings):
     """deagle: a beam as deep as two of three votes allow (DEAGLE, 3.4)."""
 
     k: int = setting(4, 1, 32, "nodes expanded per level, and children of each")
@@ -97,11 +89,13 @@ class Deagle:
     tau_rho: float = setting(0.6, 0.0, 1.0, "momentum vote: S_d / S_(d-1) below it twice")
     low: bool = setting(True, False, True, "cast the low vote")
     momentum: bool = setting(True, False, True, "cast the momentum vote")
-    length: str = choice("projected", lengths, "E_d of the length vote; literal: Eq. 26")
+    length: str = choice(
+        "projected", ("projected", "literal", "off"), "E_d of the length vote; literal: Eq. 26"
+    )
     votes: int = setting(2, 1, 3, "votes that stop the tree")
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         n_on = self.low + self.momentum + (self.length != "off")
         if self.votes > n_on:
             on = f"low={self.low}, momentum={self.momentum} and length={self.length}"

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import numpy
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, log_threshold
-from engine.settings import check_settings, setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, log_threshold
+from engine.settings import setting
 
 
 @dataclass(frozen=True)
-class DySpec:
+class DySpec(Settings):
     """dyspec: the N likeliest nodes, or all above a threshold (DySpec, Algorithms 1 and 2)."""
 
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
@@ -33,15 +33,12 @@ class DySpec:
     D_max: int = setting(16, 1, MAX_ROWS - 1, "hard limit of depth")
     exact: bool = setting(True, False, True, "the N best; off: all of value t or more, up to N")
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
     def rule(self) -> Rule:
         return DySpecRule(self)
 
 
 class DySpecRule(Rule):
-    """One generation of DySpec; between the levels of a tree it holds the best values so far."""
+    """One generation of DySpec."""
 
     is_drawing = True
     budget, deepest = "N", "D_max"
@@ -53,13 +50,11 @@ class DySpecRule(Rule):
         n_drafted = 1 + n_others * s.D_max if s.exact else s.N
         super().__init__(max(n_others, 1), s.D_max, max_rows=s.N, max_drafted=n_drafted)
         self.settings = settings
-        self.best = numpy.empty(
-            0, numpy.float32
-        )  # log values of the best N - 1 nodes of this tree so far
+        self.best = numpy.zeros(0, numpy.float32)  # log values of this tree's N - 1 best so far
 
     def levels(self, root: int) -> int:
-        self.best = numpy.empty(0, numpy.float32)
-        return self.max_depth if self.settings.N > 1 else 0
+        self.best = self.best[:0]  # none of this tree's
+        return self.max_depth
 
     def expand(self, level: Level) -> tuple[Gates, Gates]:
         if self.settings.exact:

@@ -14,8 +14,8 @@ however long the text.
 import math
 from dataclasses import dataclass
 
-from draft_tree import MAX_ROWS, Rule, Tree
-from engine.settings import check_settings, setting
+from draft_tree import MAX_ROWS, Rule, Settings, Tree
+from engine.settings import setting
 from methods.ngrams import NGrams
 
 # How often a copied token is right after one, two, or three and more tokens that agree with what is
@@ -25,14 +25,11 @@ MEMORY = 1 << 16  # tokens that are remembered at least
 
 
 @dataclass(frozen=True)
-class Lookup:
+class Lookup(Settings):
     """lookup: what followed the text's own end the last time, no draft model (prompt lookup)."""
 
     n: int = setting(3, 1, 16, "longest n-gram looked up; then n - 1, ..., 1")
     K: int = setting(10, 1, MAX_ROWS - 1, "tokens copied per iteration")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         return LookupRule(self)

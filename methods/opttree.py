@@ -19,21 +19,18 @@ from dataclasses import dataclass
 
 import numpy
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule
-from engine.settings import check_settings, setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings
+from engine.settings import setting
 from methods.dyspec import DySpec, DySpecRule
 
 
 @dataclass(frozen=True)
-class OptTree:
+class OptTree(Settings):
     """opttree: the N likeliest nodes, until a level adds too little (OPT-Tree)."""
 
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
     D_max: int = setting(16, 1, MAX_ROWS - 1, "hard limit of depth")
     delta: float = setting(0.05, 0.0, 1.0, "a level that adds no more to E(A) is the last")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         return OptTreeRule(self)

@@ -22,7 +22,7 @@ Shapes: V vocabulary, k successors, M nodes of the template, N tree rows, L leav
 import heapq
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from typing import NamedTuple
 from numpy import ndarray
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, all_open, log_threshold
-from engine.settings import check_settings, choice, read_values, setting, text
+from engine.settings import choice, read_values, setting, text
 from methods.drafting import DRAFTING
 from methods.ngrams import NGrams
 from methods.static import Alone
@@ -122,14 +122,11 @@ def graft_tails(
 
 
 @dataclass(frozen=True)
-class Recycle:
+class Recycle(Settings):
     """recycle: a tree from the successor table alone, no draft model (Token Recycling)."""
 
     N: int = setting(16, 1, MAX_ROWS, "rows per tree, root included")
     D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         return GraftRule(Alone().rule(), self.N, self.D_max, checkpoints={})
@@ -144,10 +141,6 @@ def parse_base(word: str) -> Settings:
         raise ValueError(f"no drafting method is called {name!r}; there are {known}")
     kind = DRAFTING[name]
     return kind(**read_values(kind, parts[1:]))
-
-
-def example_bases() -> Sequence[str]:
-    return list(DRAFTING) + ["linear:K=3", "deagle:k=4:N_max=24"]
 
 
 def parse_checkpoints(word: str) -> dict[int, float]:
@@ -172,21 +165,15 @@ def parse_checkpoints(word: str) -> dict[int, float]:
     return thresholds
 
 
-def example_checkpoints() -> Sequence[str]:
-    return ("1@0.5:3@0.3:5@0.2", "2@0.1", "off")
-
-
-def places() -> Sequence[str]:
-    """Below which drafted nodes the template is unrolled."""
-    return ("root", "tail")
-
-
 @dataclass(frozen=True)
-class Graft:
+class Graft(Settings):
     """graft: a drafting rule, stopped early where unlikely, then the successor table (Graft, 3)."""
 
     base: str = text(
-        "dynatree", parse_base, "the drafting rule, its own settings after it", example_bases
+        "dynatree",
+        parse_base,
+        "the drafting rule, its own settings after it",
+        (*DRAFTING, "linear:K=3", "deagle:k=4:N_max=24"),
     )
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included: drafted, then grafted")
     D_max: int = setting(8, 1, MAX_ROWS - 1, "levels grafted at most")
@@ -194,13 +181,12 @@ class Graft:
         "1@0.5:3@0.3:5@0.2",
         parse_checkpoints,
         "DEPTH@P: drafting stops there if its best path is below P",
-        example_checkpoints,
+        ("1@0.5:3@0.3:5@0.2", "2@0.1", "off"),
     )
-    at: str = choice("root", places, "below what to graft: tail is the ends of the branches")
+    at: str = choice(
+        "root", ("root", "tail"), "below what to graft: tail is the ends of the branches"
+    )
     graft: bool = setting(True, False, True, "fill up from the table; off: pruning alone")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         base = parse_base(self.base).rule()

@@ -15,7 +15,6 @@ Shapes: D depth, k ranks, n nodes.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,8 +22,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule
-from engine.settings import check_settings, setting, text
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings
+from engine.settings import setting, text
 
 # Of the embedded pair, greedily: tools/calibrate.py on 24 texts of its training corpus
 P_TINY = "0.815:0.115:0.026:0.01"
@@ -47,20 +46,18 @@ def parse_chances(word: str) -> Chances:
     return tuple(chances)
 
 
-def example_chances() -> Sequence[str]:
-    return ("0.6:0.15:0.05", "0.2:0.5:0.0:0.3", "0.0")
-
-
 @dataclass(frozen=True)
-class Sequoia:
+class Sequoia(Settings):
     """sequoia: the static tree of the highest expected length, by rank (Chen et al. 2024)."""
 
     N: int = setting(16, 1, MAX_ROWS, "rows per tree, root included")
     D_max: int = setting(6, 1, MAX_ROWS - 1, "hard limit of depth")
-    p: str = text(P_TINY, parse_chances, "chances of acceptance by rank", example_chances)
-
-    def __post_init__(self) -> None:
-        check_settings(self)
+    p: str = text(
+        P_TINY,
+        parse_chances,
+        "chances of acceptance by rank",
+        ("0.6:0.15:0.05", "0.2:0.5:0.0:0.3", "0.0"),
+    )
 
     def rule(self) -> Rule:
         n_nodes = self.N - 1

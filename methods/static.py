@@ -22,20 +22,17 @@ from dataclasses import dataclass
 
 import numpy
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, log_threshold
-from engine.settings import check_settings, setting, text
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, log_threshold
+from engine.settings import setting, text
 
 
 @dataclass(frozen=True)
-class Alone:
+class Alone(Settings):
     """ar: the target alone; every tree is only its root."""
 
     rows: int = setting(
         1, 1, MAX_ROWS, "rows a pass is padded to: shows what rounding alone changes"
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         rule = Rule(max_branches=1, max_depth=0, max_rows=1, max_drafted=1)
@@ -44,27 +41,21 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(Settings):
     """linear: a chain of K tokens, a tree with one branch (Leviathan et al. 2023)."""
 
     K: int = setting(5, 0, MAX_ROWS - 1, "tokens drafted per iteration")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         return StaticRule([1] * self.K, self.K + 1, is_drawing=True, deepest="K")
 
 
 @dataclass(frozen=True)
-class ConfidentChain:
+class ConfidentChain(Settings):
     """confident: a chain that ends with the first token of less than p_min (Mamou et al. 2024)."""
 
     K: int = setting(16, 0, MAX_ROWS - 1, "tokens drafted per iteration at most")
     p_min: float = setting(0.2, 0.0, 1.0, "a token to which the draft gives less is the last")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         rule = StaticRule([1] * self.K, self.K + 1, is_drawing=True, deepest="K")
@@ -73,16 +64,13 @@ class ConfidentChain:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Settings):
     """fixed: the static tree, B children for every node down to depth D (section 4.3)."""
 
     D: int = setting(5, 1, MAX_ROWS - 1, "depth of the tree")
     B: int = setting(2, 1, 32, "children per node")
     tau: float = setting(0.05, 0.0, 1.0, "a child with p(path) below tau is not added")
     N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         rule = StaticRule([self.B] * self.D, self.N_max, is_drawing=False, deepest="D")
@@ -114,20 +102,16 @@ def count_rows(widths: Sequence[int]) -> int:
     return n_rows
 
 
-def example_widths() -> Sequence[str]:
-    return ("1:1:3:1:1:1:1:1", "4:2", "1")
-
-
 @dataclass(frozen=True)
-class SpecInfer:
+class SpecInfer(Settings):
     """specinfer: as many children per node as is said for its depth (Miao et al. 2024)."""
 
     widths: str = text(
-        "3:2:1:1:1", parse_widths, "children per node, at depth 0, 1, ...", example_widths
+        "3:2:1:1:1",
+        parse_widths,
+        "children per node, at depth 0, 1, ...",
+        ("1:1:3:1:1:1:1:1", "4:2", "1"),
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def rule(self) -> Rule:
         widths = parse_widths(self.widths)

@@ -106,9 +106,9 @@ def random_settings(method: str, rng: random.Random) -> Settings:
 def random_value(field: Field, rng: random.Random) -> object:
     """One setting, often at an end of its range."""
     if "options" in field.metadata:
-        return rng.choice(field.metadata["options"]())
+        return rng.choice(field.metadata["options"])
     if "parse" in field.metadata:
-        return rng.choice(field.metadata["examples"]())
+        return rng.choice(field.metadata["examples"])
     low = field.metadata["low"]
     high = field.metadata["high"]
     if field.type is bool:

@@ -447,7 +447,7 @@ def with_one_setting(name: str) -> Iterator[str]:
     """A base with each of its settings in turn at its least, or as one of its examples."""
     for field in fields(DRAFTING[name]):
         values = field.metadata.get("options") or field.metadata.get("examples")
-        for value in values() if values else [field.type(field.metadata["low"])]:
+        for value in values if values else [field.type(field.metadata["low"])]:
             try:
                 parse_base(f"{name}:{field.name}={value}")
             except ValueError:
