@@ -14,13 +14,13 @@ they are.
 Shapes: D depth, k ranks, n nodes.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from functools import cache
 
 import numpy
-import torch
-from torch import Tensor
+from numpy import ndarray
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings
 from engine.settings import setting, text
@@ -34,16 +34,13 @@ Shape = list[list[int]]  # the children of each node, nodes in breadth-first ord
 
 def parse_chances(word: str) -> Chances:
     """Chances of acceptance by rank. Raises ValueError."""
-    chances = []
-    for part in word.split(":"):
-        try:
-            chance = float(part)
-        except ValueError:
-            chance = -1.0
-        if not 0 <= chance <= 1:
-            raise ValueError("chances by rank are numbers from 0 to 1, such as 0.6:0.15:0.05")
-        chances.append(chance)
-    return tuple(chances)
+    try:
+        chances = tuple(float(part) for part in word.split(":"))
+    except ValueError:
+        chances = (math.nan,)
+    if not all(0 <= chance <= 1 for chance in chances):
+        raise ValueError("chances by rank are numbers from 0 to 1, such as 0.6:0.15:0.05")
+    return chances
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,8 @@ class Plan:
     """What is best below a node, for each number of levels and of nodes that may follow it, if its
     children of a rank below k are there: tables [D + 1, k + 1, n + 1]."""
 
-    lengths: Tensor  # float64, what the n nodes add to the expected accepted length
-    shares: Tensor  # int64, those of the n that go to the child of rank k; 0: there is none
+    lengths: ndarray  # float64, what the n nodes add to the expected accepted length
+    shares: ndarray  # int64, those of the n that go to the child of rank k; 0: there is none
 
     def shape(self, n_nodes: int, max_depth: int) -> Shape:
         """The best tree of n_nodes below its root; of fewer if they have no room."""
@@ -81,13 +78,11 @@ class Plan:
         while waiting:
             n, depth = waiting.popleft()
             family = []
-            share = int(self.shares[depth, 0, n])
-            while share:
+            while share := self.shares.item(depth, len(family), n):
                 family.append(n_named)
                 n_named += 1
                 waiting.append((share - 1, depth - 1))
                 n -= share
-                share = int(self.shares[depth, len(family), n])
             shape.append(family)
         return shape
 
@@ -96,20 +91,19 @@ class Plan:
 def plan(n_nodes: int, max_depth: int, chances: Chances) -> Plan:
     """Sequoia's dynamic programming, for so many nodes and levels below the root, and for fewer."""
     n_ranks = len(chances)
-    lengths = torch.zeros(max_depth + 1, n_ranks + 1, n_nodes + 1, dtype=torch.float64)
-    shares = torch.zeros(lengths.shape, dtype=torch.int64)
-    n = torch.arange(n_nodes + 1)
-    left = n.unsqueeze(1) - n  # [n + 1, n + 1], what each share leaves of n nodes
+    lengths = numpy.zeros((max_depth + 1, n_ranks + 1, n_nodes + 1))
+    shares = numpy.zeros(lengths.shape, dtype=int)
+    n = numpy.arange(n_nodes + 1)
+    left = n[:, None] - n  # [n + 1, n + 1], what each share leaves of n nodes
     for depth in range(1, max_depth + 1):
         for rank in reversed(range(n_ranks)):
-            eldest = torch.zeros(n_nodes + 1, dtype=torch.float64)  # by its share
+            eldest = numpy.zeros(n_nodes + 1)  # what the child adds, by its share
             eldest[1:] = chances[rank] * (1 + lengths[depth - 1, 0, :-1])
-            younger = lengths[depth, rank + 1][left.clamp(min=0)]
-            younger[:, 0] = 0.0
-            both = (eldest + younger).masked_fill(left < 0, -torch.inf)
-            best = both.max(dim=1)
-            lengths[depth, rank] = best.values
-            shares[depth, rank] = best.indices
+            younger = lengths[depth, rank + 1][left]  # what its siblings add, of the nodes left
+            younger[:, 0] = 0.0  # none is there without it
+            both = numpy.where(left >= 0, eldest + younger, -math.inf)
+            lengths[depth, rank] = both.max(axis=1)
+            shares[depth, rank] = both.argmax(axis=1)
     return Plan(lengths, shares)
 
 
@@ -132,14 +126,13 @@ class SequoiaRule(Rule):
 
     def expand(self, level: Level) -> tuple[Gates, Gates]:
         is_child = numpy.zeros(level.tokens.shape, dtype=bool)
-        has_children = numpy.zeros(level.tokens.shape, dtype=bool)
+        has_children = is_child.copy()
         growing = []
-        for row, is_possible in enumerate(level.is_possible.tolist()):
-            family = self.shape[self.nodes[row]]
-            for rank, child in enumerate(family[: len(is_possible)]):
+        for row, node in enumerate(self.nodes):
+            for rank, child in enumerate(self.shape[node][: level.tokens.shape[1]]):
                 is_child[row, rank] = True
                 has_children[row, rank] = bool(self.shape[child])
-                if self.shape[child] and is_possible[rank]:  # what is not has no row to run
-                    growing.append(child)
+                if self.shape[child] and level.is_possible.item(row, rank):
+                    growing.append(child)  # what is impossible has no row to run
         self.nodes = growing
         return {"shape": is_child}, {"shape": has_children}

@@ -16,7 +16,6 @@ none of it left, and a second draw of it can never pass (DySpec says so, too).
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,11 +80,12 @@ class Fixed(Settings):
 
 def parse_widths(word: str) -> list[int]:
     """Children per node at each depth. Raises ValueError unless the tree fits in a pass."""
-    widths = []
-    for part in word.split(":"):
-        if not re.fullmatch("[0-9]{1,3}", part) or int(part) == 0:
-            raise ValueError("children per node, by depth, are whole numbers such as 4:2:1")
-        widths.append(int(part))
+    try:
+        widths = [int(part) for part in word.split(":")]
+    except ValueError:
+        widths = [0]
+    if min(widths) < 1:
+        raise ValueError("children per node, by depth, are whole numbers such as 4:2:1")
     n_rows = count_rows(widths)
     if n_rows > MAX_ROWS:
         raise ValueError(f"its tree has {n_rows} rows, {MAX_ROWS} is the most")
@@ -133,8 +133,7 @@ class StaticRule(Rule):
         self.widths = widths
 
     def expand(self, level: Level) -> tuple[Gates, Gates]:
-        is_likely = level.path_logprobs >= self.least_to_add
         is_wanted = numpy.zeros(level.tokens.shape, dtype=bool)
         is_wanted[:, : self.widths[level.depth]] = True
-        may_grow = level.logprobs >= self.least_to_expand
-        return {"width": is_wanted, "tau": is_likely}, {"p_min": may_grow}
+        to_add = {"width": is_wanted, "tau": level.path_logprobs >= self.least_to_add}
+        return to_add, {"p_min": level.logprobs >= self.least_to_expand}
