@@ -7,19 +7,18 @@ probabilities at depth d, S_0 = 1:
 
     low         S_d < tau_S
     momentum    S_d / S_(d-1) < tau_rho for the second time in this tree
-    length      d >= ceil(E_d), the expected accepted length
+    length      d >= E_d, the expected accepted length
 
 The paper defines the ratio twice: Eq. 25 has it upside down, and the text below it means what
 stands here.
 
 Its E_d (Eq. 26) is the sum of p over the active leaves at depth d. Their paths are distinct, so it
-is at most 1, and this vote is cast from depth 1 on: one of the other two is then enough. Nor does
-the sum of Eq. 22 help, along a branch down to d, which is at most d. Both say what has been grown
-so far and not what might still come, and the length vote alone would end every tree at depth 1,
-with two tokens an iteration at most, where the paper's Table 4 has it 3.9 times as fast as ar. So
-by default the sum down to d is continued by the tail that the last ratio r = S_d / S_(d-1)
-projects, E_d = S_1 + ... + S_d + S_d r / (1 - r), and there is no vote if r >= 1.
-`length=literal` is Eq. 26.
+is at most 1, and this vote is always cast: one of the other two is then enough. Nor does the sum of
+Eq. 22 help, along a branch down to d, which is at most d. Both say what has been grown so far and
+not what might still come, and the length vote alone would end every tree at depth 1, with two
+tokens an iteration at most, where the paper's Table 4 has it 3.9 times as fast as ar. So by default
+the sum down to d is continued by the tail that the last ratio r = S_d / S_(d-1) projects,
+E_d = S_1 + ... + S_d + S_d r / (1 - r), and there is no vote if r >= 1. `length=literal` is Eq. 26.
 
     python dynatree.py --method deagle --set D_max=12 --prompt "..."
     python dynatree.py --method deagle --set length=literal --prompt "..."
@@ -32,8 +31,8 @@ The rows of the paper's Table 4, each vote as the only one:
     Voting      the defaults
 """
 
-import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy
 from numpy import ndarray
@@ -98,10 +97,9 @@ class Deagle(Settings):
         super().__post_init__()
         n_on = self.low + self.momentum + (self.length != "off")
         if self.votes > n_on:
-            on = f"low={self.low}, momentum={self.momentum} and length={self.length}"
             raise ValueError(
-                f"votes={self.votes} with {on} break votes <= how many are on ({n_on}); to stop at "
-                "no vote is the method beam"
+                f"votes={self.votes} with {n_on} of low, momentum and length on could never stop "
+                "a tree; that is the method beam"
             )
 
     def rule(self) -> Rule:
@@ -109,12 +107,12 @@ class Deagle(Settings):
 
 
 class DeagleRule(BeamRule):
-    """One generation of DEAGLE; between the levels of a tree it holds S_0, S_1, ..."""
+    """One generation of DEAGLE."""
 
     def __init__(self, settings: Deagle):
         super().__init__(settings.k, settings.N_max, settings.D_max)
         self.settings = settings
-        self.sums: list[float] = []
+        self.sums: list[float] = []  # S_0, S_1, ... of this tree so far
 
     def levels(self, root: int) -> int:
         self.sums = [1.0]
@@ -128,34 +126,11 @@ class DeagleRule(BeamRule):
 def votes(sums: list[float], settings: Deagle) -> tuple[bool, bool, bool]:
     """The votes to stop that are cast, from S_0 = 1, S_1, ..., S_d: low, momentum, length."""
     s = settings
-    ratios = momenta(sums)
-    n_falls = sum(ratio < s.tau_rho for ratio in ratios)
+    ratios = [now / before if before else 0.0 for before, now in pairwise(sums)]
     is_low = s.low and sums[-1] < s.tau_S
-    is_falling = s.momentum and n_falls >= 2
-    depth = len(ratios)
-    is_long = depth >= expected_length(sums, s.length)  # depth is whole: no need to round up
+    is_falling = s.momentum and sum(ratio < s.tau_rho for ratio in ratios) >= 2
+    is_long = s.length == "literal"  # Eq. 26 is at most 1
+    if s.length == "projected" and ratios[-1] < 1:
+        tail = sums[-1] * ratios[-1] / (1 - ratios[-1])
+        is_long = len(ratios) >= sum(sums[1:]) + tail  # depth is whole: no need to round up
     return is_low, is_falling, is_long
-
-
-def momenta(sums: list[float]) -> list[float]:
-    """rho_1 to rho_d, each S_t / S_(t-1); 0 where nothing was left."""
-    ratios = []
-    before = sums[0]
-    for now in sums[1:]:
-        ratio = 0.0
-        if before:
-            ratio = now / before
-        ratios.append(ratio)
-        before = now
-    return ratios
-
-
-def expected_length(sums: list[float], length: str) -> float:
-    """E_d, as the setting `length` has it; infinite if it gives no reason to stop."""
-    last = sums[-1]
-    if length == "literal":
-        return min(last, 1.0)  # of distinct paths: what is more is rounding
-    ratio = momenta(sums)[-1]
-    if length == "off" or ratio >= 1:
-        return math.inf
-    return sum(sums[1:]) + last * ratio / (1 - ratio)
