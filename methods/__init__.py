@@ -10,7 +10,7 @@ dyspec      the nodes of the highest estimated value, whatever shape they make
 opttree     the same, until a level adds too little
 deagle      beam and deagle: the likeliest nodes of each level, as deep as votes allow
 drafting    all of these and dynatree: what needs nothing but a draft model
-ngrams      what came after a few tokens the last time, for the next three
+ngrams      what came after a few tokens the last time, for lookup and auto
 retrieval   recycle and graft: candidates from a table of successors
 lookup      what followed the text's own end the last time
 auto        both sources, each level and node only while it pays

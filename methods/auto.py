@@ -18,10 +18,10 @@ future.
 
     python dynatree.py --method auto --prompt "..."
 
-First comes what is learned: costs, worth, chances, n-grams; then a node; then the rule, its
-hooks in the order in which they are called.
+First comes what is learned: costs, worth, chances; then the rule, its hooks in the order in which
+they are called.
 
-Shapes: N tree rows, V vocabulary, W rows of one level, k candidates per row.
+Shapes: N tree rows, n rows of one level, k candidates per row.
 """
 
 import math
@@ -41,9 +41,7 @@ STEP, TREE, ROW, DRAFTING, LEVEL = range(5)
 
 def work_of(n_rows: int, n_levels: int) -> list[float]:
     """How often an iteration pays each cost: one of n_rows verified, and n_levels drafted."""
-    n_trees = float(n_rows > 1)
-    n_draftings = float(n_levels > 0)
-    return [1.0, n_trees, n_rows - 1.0, n_draftings, float(n_levels)]
+    return [1.0, float(n_rows > 1), n_rows - 1.0, float(n_levels > 0), float(n_levels)]
 
 
 class Costs:
@@ -116,19 +114,14 @@ COUNT_DECAY = 0.99  # what an iteration leaves of the counts before it
 
 def first_guess() -> list[float]:
     """The chance of each bin: the draft's, the n-grams' alone, the n-grams' beside the draft."""
-    alone = []
-    for ranks in NGRAM_GUESS:
-        alone += ranks
-    beside = [BESIDE_GUESS * p for p in alone]
-    return list(DRAFT_GUESS) + alone + beside
+    alone = [p for ranks in NGRAM_GUESS for p in ranks]
+    return [*DRAFT_GUESS, *alone, *(BESIDE_GUESS * p for p in alone)]
 
 
 def ngram_bin(n_known: int, is_beside: bool) -> int:
     """The bin of the best candidate after so many tokens of context; the next ranks' follow it."""
-    bin = len(DRAFT_GUESS) + N_RANKS * (n_known - 1)
-    if is_beside:
-        bin += N_RANKS * MAX_CONTEXT
-    return bin
+    n_before = n_known - 1 + (MAX_CONTEXT if is_beside else 0)
+    return len(DRAFT_GUESS) + N_RANKS * n_before
 
 
 class Counts:
@@ -168,7 +161,6 @@ class Auto(Settings):
 
 
 MAX_DEPTH = 16  # of what the n-grams propose
-MAX_CONTEXTS = 1 << 16  # that are kept
 PROBE_SHARE = 0.01
 LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
 
@@ -184,7 +176,7 @@ class AutoRule(Rule):
         super().__init__(N_RANKS, s.D_max, max_rows=s.N, max_drafted=s.N)
         self.settings = settings
         # What the target liked best after one to three tokens, the last time it stood there
-        self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT, MAX_CONTEXTS)
+        self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT)
         self.counts = Counts(first_guess())
         self.costs = Costs([1.0, s.c_tree, s.c_row, s.c_draft, s.c_level])
         self.overall = Worth(1.0, 1.0)  # all iterations
@@ -194,39 +186,36 @@ class AutoRule(Rule):
         self.recent: Context = ()  # of the last token before the root
         # All else is of the tree that is being made or verified
         self.tree: Tree | None = None
-        self.chances: list[float] = []  # of each row, to be accepted with all above it
+        # [N], of each row:
+        self.chances: list[float] = []  # to be accepted with all above it
         self.bins: list[int] = []  # where it is counted; -1, nowhere: the root is always accepted
         self.contexts: list[Context] = []  # its token included
-        self.rate = 1.0  # tokens that a millisecond is worth
+        self.best: list[list[int]] = []  # what the target likes after it
         self.prices: list[float] = []  # tokens that each cost is worth
-        self.worth_of_memory = 0.0
-        self.worth_of_draft = 0.0
+        self.worth_of_memory = self.worth_of_draft = 0.0
         self.is_probe = False
-        self.drafted: list[tuple[ndarray, ndarray]] = []  # by level, log of chance and bin
-        self.best: list[list[int]] = []  # [N, ranks], what the target likes after each row
+        self.n_levels = 0  # drafted
+        self.above = numpy.zeros(0)  # log-chances of what the last level added: the next one's rows
+        self.drafted: list[tuple[float, int]] = []  # log of chance and bin of all that were added
 
     def levels(self, root: int) -> int:
         """Make the n-grams' tree, and see whether the draft promises a better one."""
-        self.drafted = []
-        self.rate = self.overall.tokens / self.overall.ms
-        self.prices = [self.rate * weight for weight in self.costs.weights.tolist()]
+        self.n_levels, self.above, self.drafted = 0, numpy.zeros(1), []
+        rate = self.overall.tokens / self.overall.ms
+        self.prices = [rate * weight for weight in self.costs.weights.tolist()]
         self.begin(lone(root))
         self.add_remembered(MAX_DEPTH)
-        n_added = len(self.tree) - 1
-        if sum(self.chances[1:]) <= self.prices[TREE] + self.prices[ROW] * n_added:
+        if sum(self.chances[1:]) <= self.prices[TREE] + self.prices[ROW] * (len(self.tree) - 1):
             self.begin(lone(root))
-        self.worth_of_memory, self.worth_of_draft = self.compare_sources()
+        # Tokens beyond what their time is worth: what the n-grams promise, and what iterations that
+        # draft have brought
+        promise = sum(self.chances)  # the root's: the bonus
+        self.worth_of_memory = promise - rate * self.costs.predict(work_of(len(self.tree), 0))
+        self.worth_of_draft = self.drafting.tokens - rate * self.drafting.ms
         is_better = self.worth_of_draft > self.worth_of_memory
         probed_ms = self.probed_ms + self.drafting.ms
         self.is_probe = not is_better and probed_ms < PROBE_SHARE * self.total_ms
         return self.max_depth if is_better or self.is_probe else 0
-
-    def compare_sources(self) -> tuple[float, float]:
-        """Tokens beyond what the time is worth: what the n-grams promise, and what iterations that
-        draft have brought."""
-        work = work_of(len(self.tree), 0)
-        promise = sum(self.chances) - self.rate * self.costs.predict(work)  # the root's: the bonus
-        return promise, self.drafting.tokens - self.rate * self.drafting.ms
 
     def state(self) -> dict[str, float | str]:
         """What both sources are worth, and what makes this tree."""
@@ -269,34 +258,37 @@ class AutoRule(Rule):
 
     def offer(self, heap: list, parent: int, present: set[tuple[int, int]]) -> None:
         """Put on the heap what the n-grams know below a row, if it pays and is not there yet."""
-        price = self.prices[ROW]
-        if self.chances[parent] < price:
+        price, chance_above = self.prices[ROW], self.chances[parent]
+        if chance_above < price:
             return
         n_known, best = self.ngrams.recall(self.contexts[parent])
-        bin = ngram_bin(n_known, is_beside=self.tree.draft_slots[parent] >= 0)
-        for token in best or ():
-            chance = self.chances[parent] * self.counts.chances[bin]
+        first = ngram_bin(n_known, is_beside=self.tree.draft_slots[parent] >= 0)
+        for bin, token in enumerate(best or (), start=first):
+            chance = chance_above * self.counts.chances[bin]
             if chance >= price and (parent, token) not in present:
                 heappush(heap, (-chance, parent, token, bin))
-            bin += 1
 
     def expand(self, level: Level) -> tuple[Gates, Gates]:
         """Candidates that pay for their rows; another level, if together they pay for that."""
         bins = numpy.searchsorted(CONFIDENCE, numpy.exp(level.logprobs), side="right")  # [n, k]
         chances = numpy.log(self.counts.chances[: len(DRAFT_GUESS)])
-        log_chances = chances[bins]  # [n, k]
-        if self.drafted:  # all that was added runs, or nothing of it
-            log_chances += self.drafted[-1][0][:, None]
+        log_chances = self.above[:, None] + chances[bins]  # [n, k]
         is_paying = log_chances >= math.log(self.prices[ROW])
         is_added = is_paying & level.is_possible
-        self.drafted.append((log_chances[is_added], bins[is_added]))
-        hoped = LEVEL_YIELD * numpy.exp(log_chances[is_added]).sum()
+        self.n_levels += 1
+        self.above = log_chances[is_added]  # all of them run, or none does
+        self.drafted += zip(self.above.tolist(), bins[is_added].tolist(), strict=True)
+        hoped = LEVEL_YIELD * numpy.exp(self.above).sum()
         return {"c_row": is_paying}, {"c_level": hoped >= self.prices[LEVEL]}
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The drafted tree with the n-grams' candidates, or these alone."""
         if len(tree) > 1:
-            self.adopt(tree)
+            self.begin(tree)
+            rows = range(1, len(tree))  # the budget may have cut the last level
+            for row, (log_chance, bin) in zip(rows, self.drafted, strict=False):
+                tree.path_logprobs[row] = log_chance  # as counted
+                self.note(row, math.exp(log_chance), bin)
             self.add_remembered(min(max_depth, MAX_DEPTH))
         self.tree.draft_slots[0] = tree.draft_slots[0]  # the draft may have run the root
         rows = [row for row in range(len(self.tree)) if self.tree.depths[row] <= max_depth]
@@ -305,17 +297,6 @@ class AutoRule(Rule):
         self.bins = [self.bins[row] for row in rows]
         self.contexts = [self.contexts[row] for row in rows]
         return self.tree
-
-    def adopt(self, tree: Tree) -> None:
-        """Take the drafted tree for the one to add to; its chances are the counted ones."""
-        self.begin(tree)
-        row = 1
-        for log_chances, bins in self.drafted:
-            for log_chance, bin in zip(log_chances.tolist(), bins.tolist(), strict=True):
-                if row < len(tree):  # the budget may have cut the last level
-                    tree.path_logprobs[row] = log_chance
-                    self.note(row, math.exp(log_chance), bin)
-                    row += 1
 
     def read(self, tokens: list[int], candidates: ndarray) -> None:
         """Remember the prompt at once; of a tree it must first be known what was accepted."""
@@ -327,9 +308,14 @@ class AutoRule(Rule):
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         """Remember what the target likes, count what was right, and learn what it cost."""
-        self.remember(path)
-        self.count(path)
-        work = work_of(len(tree), len(self.drafted))
+        # Every row, for what is wrong here may be right elsewhere; what is true comes last
+        others = [row for row in range(len(tree)) if row not in path]
+        for row in others + path:
+            self.ngrams.write(self.contexts[row], self.best[row])
+        self.recent = self.contexts[path[-1]]
+        tried = [row for row in range(1, len(tree)) if tree.parents[row] in path]
+        self.counts.add([(self.bins[row], row in path) for row in tried])
+        work = work_of(len(tree), self.n_levels)
         if self.settings.learn:
             unit = self.costs.fit(work, ms)
             self.overall.ms *= unit
@@ -337,23 +323,8 @@ class AutoRule(Rule):
         else:
             ms = self.costs.predict(work)
         self.overall.take(len(path), ms)
-        if self.drafted:
-            self.drafting.take(len(path), ms)
         self.total_ms += ms
+        if self.n_levels:
+            self.drafting.take(len(path), ms)
         if self.is_probe:
             self.probed_ms += ms
-
-    def remember(self, path: list[int]) -> None:
-        """Every row, for what is wrong here may be right elsewhere; what is true comes last."""
-        others = [row for row in range(len(self.tree)) if row not in path]
-        for row in others + path:
-            self.ngrams.write(self.contexts[row], self.best[row])
-        self.recent = self.contexts[path[-1]]
-
-    def count(self, path: list[int]) -> None:
-        """The nodes that were tried are those below the path."""
-        outcomes = []
-        for row in range(1, len(self.tree)):
-            if self.tree.parents[row] in path:
-                outcomes.append((self.bins[row], row in path))
-        self.counts.add(outcomes)

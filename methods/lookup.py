@@ -21,7 +21,6 @@ from methods.ngrams import NGrams
 # How often a copied token is right after one, two, or three and more tokens that agree with what is
 # before it there, those copied before it among them: measured as retrieval.RANK_PROBS were
 COPY_PROBS = (0.33, 0.56, 0.91)
-MEMORY = 1 << 16  # tokens that are remembered at least
 
 
 @dataclass(frozen=True)
@@ -50,42 +49,24 @@ class LookupRule(Rule):
 
     def append(self, token: int) -> None:
         """The text is longer by one token, and by the n-grams that end in it."""
-        if len(self.text) == 2 * MEMORY:
-            self.forget()
         self.text.append(token)
         self.places.write(tuple(self.text[-self.settings.n :]), len(self.text))
-
-    def forget(self) -> None:
-        """Keep the latest half of the text, so that memory stays as it is, however long it gets."""
-        latest = self.text[-MEMORY:]
-        self.text = []
-        self.places = NGrams(self.settings.n)
-        for token in latest:
-            self.append(token)
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
         """The root with the chain that is copied below it."""
         root = tree.tokens[0]
         n_known, place = self.places.recall((*self.text[-self.settings.n :], root))
-        n_copied = min(self.settings.K, max_depth)
-        if not n_known or n_copied < 1:
+        if not n_known:
             return tree
+        n_copied = min(self.settings.K, max_depth)
         source = self.text[place : place + n_copied] + [root]  # the root only if it comes so far
-        for i, logprob in enumerate(path_logprobs(n_known, n_copied)):
-            tree.add(source[i % len(source)], i, logprob, is_retrieved=True)
+        path_logprob = 0.0
+        for i in range(n_copied):
+            n_agreeing = min(n_known + i, len(COPY_PROBS))
+            path_logprob += math.log(COPY_PROBS[n_agreeing - 1])
+            tree.add(source[i % len(source)], i, path_logprob, is_retrieved=True)
         return tree
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         for row in path:
             self.append(tree.tokens[row])
-
-
-def path_logprobs(n_known: int, n_copied: int) -> list[float]:
-    """The estimate for each copied token and all before it, after n_known tokens that agree."""
-    found = []
-    logprob = 0.0
-    for i in range(n_copied):
-        n_agreeing = min(n_known + i, len(COPY_PROBS))
-        logprob += math.log(COPY_PROBS[n_agreeing - 1])
-        found.append(logprob)
-    return found

@@ -1,10 +1,10 @@
 """recycle and graft: candidates from a table of successors instead of a draft model.
 
 The table holds, for every token id, the k tokens that the target liked best the last time it read
-that token: in the prompt, or in a verified tree, whether accepted or not. Unrolled from the root by
-one gather a level it gives a tree for nearly nothing. Alone this is recycle (Luo et al. 2024, Token
-Recycling); graft (Graft, section 3) lets a drafting rule go first, stops it at checkpoints if its
-best path is unlikely there, and fills the rows that are left of the budget from the table.
+that token: in the prompt, or in a verified tree, whether accepted or not. Unrolled from the root it
+gives a tree for nearly nothing. Alone this is recycle (Luo et al. 2024, Token Recycling); graft
+(Graft, section 3) lets a drafting rule go first, stops it at checkpoints if its best path is
+unlikely there, and fills the rows that are left of the budget from the table.
 
     python dynatree.py --method recycle --set N=16 --prompt "..."
     python dynatree.py --method graft --set base=deagle:k=4:N_max=24 --prompt "..."
@@ -16,7 +16,7 @@ to what is retrieved, hung below the root or below the ends of the branches:
     checkpoints=off base=fixed:N_max=24 N=32 at=root
     checkpoints=off base=fixed:N_max=24 N=32 at=tail
 
-Shapes: V vocabulary, k successors, M nodes of the template, N tree rows, L leaves.
+Shapes: k successors, N tree rows.
 """
 
 import heapq
@@ -32,12 +32,13 @@ from numpy import ndarray
 from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, all_open, log_threshold
 from engine.settings import choice, read_values, setting, text
 from methods.drafting import DRAFTING
-from methods.ngrams import NGrams
 from methods.static import Alone
 
 # How often the target's next token is the successor of this rank: measured on 24 texts of the
 # embedded pair's training corpus, 150 greedy tokens after 150 of the text
 RANK_PROBS = (0.7, 0.079, 0.031, 0.017, 0.008, 0.006, 0.006, 0.004)
+
+SuccessorTable = dict[int, list[int]]  # each token's k successors, best first
 
 
 class Node(NamedTuple):
@@ -65,60 +66,17 @@ def template(n: int, max_depth: int) -> list[Node]:
     return nodes
 
 
-# Each token's successors, best first, under the token alone
-SuccessorTable = NGrams[list[int]]
-
-
-def unroll(table: SuccessorTable, root: int, nodes: list[Node]) -> Iterator[tuple[int, int]]:
-    """The template's nodes that the table knows below a token, and each one's token."""
-    tokens = {0: root}
+def unroll(
+    tree: Tree, table: SuccessorTable, top: int, nodes: list[Node], max_depth: int
+) -> Iterator[tuple[float, int, int, int]]:
+    """What the table knows below a row of the tree, no deeper than max_depth: - log-probability of
+    the path, that row, the template's node, its token. The likeliest first, as nodes are."""
+    tokens = {0: tree.tokens[top]}
     for i, node in enumerate(nodes[1:], start=1):
-        if node.parent in tokens:
-            _, successors = table.recall((tokens[node.parent],))
-            if successors and node.rank < len(successors):
-                tokens[i] = successors[node.rank]
-                yield i, tokens[i]
-
-
-def graft(tree: Tree, table: SuccessorTable, n_rows: int, max_depth: int) -> None:
-    """Add unrolled nodes to a tree until it has n_rows, the likeliest first.
-
-    A node that the tree has already merges with it, and the next one takes its place.
-    """
-    # Twice the nodes: some merge with drafted ones, of some the table knows nothing
-    nodes = template(2 * n_rows, max_depth)
-    present = {(tree.parents[row], tree.tokens[row]): row for row in range(len(tree))}
-    rows = {0: 0}  # of the template's nodes
-    for i, token in unroll(table, tree.tokens[0], nodes):
-        if len(tree) == n_rows:
-            return
-        parent = rows[nodes[i].parent]
-        row = present.get((parent, token))
-        if row is None:
-            row = tree.add(token, parent, nodes[i].logprob, is_retrieved=True)
-        rows[i] = row
-
-
-def graft_tails(
-    tree: Tree, table: SuccessorTable, n_rows: int, n_levels: int, max_depth: int
-) -> None:
-    """Unroll n_levels below every leaf; add the likeliest nodes until the tree has n_rows.
-
-    A leaf has no children that could merge. No node is deeper than max_depth.
-    """
-    nodes = template(2 * n_rows, n_levels)
-    proposals = []
-    rows = {}  # by the leaf and the template's node
-    for leaf in sorted(set(range(len(tree))) - set(tree.parents)):
-        rows[leaf, 0] = leaf
-        for i, token in unroll(table, tree.tokens[leaf], nodes):
-            if tree.depths[leaf] + nodes[i].depth <= max_depth:
-                logprob = tree.path_logprobs[leaf] + nodes[i].logprob
-                proposals.append((-logprob, leaf, i, token))
-    proposals.sort()  # no node is as likely as its parent, so whatever is taken hangs together
-    for negative, leaf, i, token in proposals[: n_rows - len(tree)]:
-        parent = rows[leaf, nodes[i].parent]
-        rows[leaf, i] = tree.add(token, parent, -negative, is_retrieved=True)
+        successors = table.get(tokens.get(node.parent), ())
+        if node.rank < len(successors) and tree.depths[top] + node.depth <= max_depth:
+            tokens[i] = successors[node.rank]
+            yield -tree.path_logprobs[top] - node.logprob, top, i, tokens[i]
 
 
 @dataclass(frozen=True)
@@ -145,23 +103,17 @@ def parse_base(word: str) -> Settings:
 
 def parse_checkpoints(word: str) -> dict[int, float]:
     """Thresholds by depth, as in 1@0.5:3@0.3; none for off. Raises ValueError."""
-    thresholds: dict[int, float] = {}
     if word == "off":
-        return thresholds
-    deepest = 0
+        return {}
+    thresholds = {}
     for part in word.split(":"):
-        before, _, after = part.partition("@")
+        depth, _, threshold = part.partition("@")
         try:
-            depth = int(before)
-            threshold = float(after)
+            thresholds[int(depth)] = float(threshold)
         except ValueError as error:
             raise ValueError(f"{part!r} is not DEPTH@P such as 1@0.5") from error
-        if depth <= deepest:
-            raise ValueError("depths rise, from 1 on")
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"{threshold} is no probability")
-        thresholds[depth] = threshold
-        deepest = depth
+    if min(thresholds) < 1 or not all(0 <= p <= 1 for p in thresholds.values()):
+        raise ValueError("depths are 1 or more, probabilities from 0 to 1")
     return thresholds
 
 
@@ -189,24 +141,27 @@ class Graft(Settings):
     graft: bool = setting(True, False, True, "fill up from the table; off: pruning alone")
 
     def rule(self) -> Rule:
-        base = parse_base(self.base).rule()
-        rule = GraftRule(base, self.N, self.D_max, parse_checkpoints(self.checkpoints))
-        rule.is_at_tail = self.at == "tail"
-        if not self.graft:
-            rule.graft_depth = 0
-            rule.n_read = 0
-        return rule
+        n_levels = self.D_max if self.graft else 0
+        thresholds = parse_checkpoints(self.checkpoints)
+        return GraftRule(
+            parse_base(self.base).rule(), self.N, n_levels, thresholds, is_at_tail=self.at == "tail"
+        )
 
 
 class GraftRule(Rule):
     """One generation of recycle or graft: a drafting rule, and the table as it has grown."""
 
-    n_read = len(RANK_PROBS)
-    is_at_tail = False  # graft below the ends of the branches, not the root
-
-    def __init__(self, base: Rule, n_rows: int, graft_depth: int, checkpoints: dict[int, float]):
+    def __init__(
+        self,
+        base: Rule,
+        n_rows: int,
+        graft_depth: int,
+        checkpoints: dict[int, float],
+        is_at_tail: bool = False,
+    ):
         """graft_depth: levels grafted at most, 0 for none. checkpoints: depth -> probability of the
-        best path below which drafting stops there."""
+        best path below which drafting stops there. is_at_tail: graft below the ends of the
+        branches, not the root."""
         n_drafted = base.max_drafted
         if base.is_drawing and n_drafted <= base.max_kept:
             # All that it draws is kept, so here, too: which rows a budget cuts off depends on what
@@ -219,16 +174,15 @@ class GraftRule(Rule):
             max_drafted=n_drafted,
             max_kept=min(base.max_kept, n_rows),
         )
-        self.is_drawing = base.is_drawing
         self.base = base
-        self.graft_depth = graft_depth
+        self.graft_depth, self.is_at_tail = graft_depth, is_at_tail
         self.checkpoints = checkpoints
-        self.table: SuccessorTable = NGrams(longest=1)
+        self.table: SuccessorTable = {}
+        self.n_read = len(RANK_PROBS) if graft_depth else 0
+        self.is_drawing = base.is_drawing
         self.deepest, self.rank_gate = base.deepest, base.rank_gate
-        is_own_smaller = n_rows < base.max_rows or base.budget == Rule.budget
-        self.budget = "N" if is_own_smaller else base.budget
-        if base.budget == "N":
-            self.budget = Rule.budget  # of two settings of this name the smaller
+        if base.budget != "N":  # else "rows": two settings of this name, and the smaller counts
+            self.budget = "N" if n_rows < base.max_rows else base.budget
 
     def start(self, prompt: list[int]) -> None:
         self.base.start(prompt)
@@ -249,18 +203,30 @@ class GraftRule(Rule):
         return to_add, to_grow
 
     def extend(self, tree: Tree, max_depth: int) -> Tree:
-        """Fill the rows that drafting left."""
-        n_levels = min(self.graft_depth, max_depth)
-        if n_levels > 0 and len(tree) < self.max_rows:
-            if self.is_at_tail:
-                graft_tails(tree, self.table, self.max_rows, n_levels, max_depth)
-            else:
-                graft(tree, self.table, self.max_rows, n_levels)
+        """Fill the rows that drafting left with what the table knows, the likeliest first.
+
+        A node that the tree has already merges with it, and the next one takes its place.
+        """
+        tops = [0]
+        if self.is_at_tail:
+            tops = sorted(set(range(len(tree))) - set(tree.parents))
+        # Twice the nodes: some merge with drafted ones, of some the table knows nothing
+        nodes = template(2 * self.max_rows, min(self.graft_depth, max_depth))
+        streams = [unroll(tree, self.table, top, nodes, max_depth) for top in tops]
+        present = {(tree.parents[row], tree.tokens[row]): row for row in range(len(tree))}
+        rows = {(top, 0): top for top in tops}  # of the tree, by what is unrolled where
+        for negative, top, i, token in heapq.merge(*streams):  # a parent before its children
+            if len(tree) == self.max_rows:
+                break
+            parent = rows[top, nodes[i].parent]
+            row = present.get((parent, token))
+            if row is None:
+                row = tree.add(token, parent, -negative, is_retrieved=True)
+            rows[top, i] = row
         return tree
 
     def read(self, tokens: list[int], candidates: ndarray) -> None:
-        for token, successors in zip(tokens, candidates.tolist(), strict=True):
-            self.table.write((token,), successors)  # of a token read twice the last stays
+        self.table.update(zip(tokens, candidates.tolist(), strict=True))  # the last reading stays
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         """Tell the base of its own nodes: how far the retrieved ones reach says nothing of it."""

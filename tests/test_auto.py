@@ -6,14 +6,13 @@ import random
 import numpy
 import pytest
 import torch
-from conftest import Remembering, random_config, random_model, random_tensors, ranked
+from conftest import random_config, random_model, random_tensors, ranked
 from test_draft_tree import FakeDraft, paths
 
 from cli.metrics import token_ids
 from draft_tree import Candidates, grow
 from dynatree import Step, generate
 from gpt_neox import GPTNeoX
-from methods import auto
 from methods.auto import (
     BESIDE_GUESS,
     CONFIDENCE,
@@ -33,16 +32,6 @@ from methods.auto import (
 N_IDS = 32
 DRAFTED, RETRIEVED = slice(len(DRAFT_GUESS)), slice(len(DRAFT_GUESS), None)  # bins
 FREE = {"c_tree": 0.0, "c_row": 0.0001, "c_draft": 0.0, "c_level": 0.0}
-
-
-def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Remembering(Auto(learn=False))
-    sizes = []
-    for most in (auto.MAX_CONTEXTS, 50):
-        monkeypatch.setattr(auto, "MAX_CONTEXTS", most)
-        list(generate(random_model(0), random_model(1), [3, 1, 4], settings, 60))
-        sizes.append(len(settings.rules[-1].ngrams.seen))
-    assert sizes[0] > sizes[1] == 50
 
 
 def test_counts_move_from_the_guess_to_what_happens_and_back() -> None:
@@ -279,7 +268,7 @@ def test_a_row_with_non_finite_logits_adds_nothing() -> None:
     rule = taught(Auto(**FREE), {1: [0, 1, 2, 3]})
     rule.drafting.tokens = 1e6
     tree = grow(rule, 9, overflowing, 99)
-    assert len(tree) == 1 and len(rule.drafted) == 1
+    assert len(tree) == 1 and rule.n_levels == 1
 
 
 def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:
@@ -287,7 +276,7 @@ def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:
     rule = taught(Auto(**FREE), BEST)
     rule.drafting.tokens = 1e6  # so that it drafts
     tree = grow(rule, 1, overflowing, 99)
-    assert len(rule.drafted) == 1 and len(tree) > 1
+    assert rule.n_levels == 1 and len(tree) > 1
     assert tree.draft_slots == [0] + [-1] * (len(tree) - 1)
 
 

@@ -13,8 +13,7 @@ from draft_tree import Tree, grow
 from dynatree import Step, generate
 from engine.streaming import WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
-from methods import lookup
-from methods.lookup import COPY_PROBS, Lookup, path_logprobs
+from methods.lookup import COPY_PROBS, Lookup
 
 
 def literal_copy(text: list[int], n: int, n_tokens: int) -> tuple[list[int], int, int]:
@@ -59,8 +58,10 @@ def test_a_copy_is_what_a_plain_search_finds() -> None:
         tree = grow(rule, text[-1], None, max_depth)
         assert_chain(tree, text[-1], copied)
         if copied:
-            expected = path_logprobs(length, n_tokens)
-            assert tree.path_logprobs == pytest.approx([0.0] + expected)
+            p = [1.0]
+            for i in range(n_tokens):
+                p.append(p[-1] * COPY_PROBS[min(length + i, 3) - 1])
+            assert [math.exp(logprob) for logprob in tree.path_logprobs] == pytest.approx(p)
         seen[f"end of {length}"] += 1
         seen["copies itself"] += length > 0 and place + n_tokens > len(text)
         seen["no room"] += max_depth == 0
@@ -132,27 +133,8 @@ def test_nothing_outlives_a_generation() -> None:
         copies_of(steps, prompt, settings, 30, is_whole=True)
 
 
-def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The earlier half is forgotten; what is left is looked up as if it were all."""
-    monkeypatch.setattr(lookup, "MEMORY", 10)
-    rng = random.Random(1)
-    rule = Lookup(n=3, K=4).rule()
-    text = [rng.randrange(3) for _ in range(200)]
-    for end in range(1, 200):
-        rule.start(text[end - 1 : end])
-        assert min(end, 10) <= len(rule.text) <= 20
-        assert len(rule.places.seen) <= 3 * 20
-        known = text[end - len(rule.text) : end + 1]
-        copied, _, _ = literal_copy(known, 3, 4)
-        assert_chain(grow(rule, text[end], None, 9), text[end], copied)
-
-
 def test_a_copy_is_the_surer_the_longer_it_agrees() -> None:
     assert list(COPY_PROBS) == sorted(COPY_PROBS)
-    first, second, third = COPY_PROBS
-    chances = [second, second * third, second * third * third]
-    assert path_logprobs(2, 3) == pytest.approx([math.log(p) for p in chances])
-    assert path_logprobs(1, 1) == pytest.approx([math.log(first)])
 
 
 def test_on_repeated_text_several_tokens_are_committed_a_pass() -> None:
