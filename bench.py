@@ -21,10 +21,8 @@ The tables are in benchmark/tables.py, the papers' in benchmark/presets.py, the 
 benchmark/options.py.
 """
 
-if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.start import guard_imports
-
-    guard_imports()
+if __name__ == "__main__":
+    import cli.start  # noqa: F401
 
 import argparse
 import sys
@@ -51,7 +49,6 @@ from benchmark.step_times import StepTimes, measure_step_times, predict_text_ms
 from benchmark.turns import Prompts, Turn, Turns
 from cli.compare import TIE, first_difference, top2_gap
 from cli.errors import UsageError, run_command_line, say
-from cli.interrupts import interrupts
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Pair, Request, overflow_note
@@ -82,8 +79,7 @@ class Bench:
     def measure_until_interrupted(self) -> None:
         """Measure what the results file lacks, or as much of it as there is time for."""
         try:
-            with interrupts(raised=True):
-                self.measure_all()
+            self.measure_all()
         except KeyboardInterrupt:
             self.is_interrupted = True
             say("interrupted")
@@ -106,12 +102,11 @@ class Bench:
 
     def keep(self, records: list[dict]) -> int:
         """Save these records and what other ranks have written; how many they are."""
-        with interrupts(raised=False):
-            records = records + self.shard.records()
-            if records:
-                self.turns.add(records)
-                self.results.save(self.file)
-            return len(records)
+        records = records + self.shard.records()
+        if records:
+            self.turns.add(records)
+            self.results.save(self.file)
+        return len(records)
 
     def set_up(self) -> None:
         """Load and warm up every run, and time single forwards: set-up, not speed."""
@@ -172,13 +167,18 @@ class Bench:
         if run.method in PEERS:
             n_tokens = min(n_steps or run.new_tokens, run.new_tokens)
             return self.peers.decode(run.method, self.prompt_ids(turn), n_tokens)
-        options = {"max_new_tokens": run.new_tokens, "commit": run.commit}
-        options["strict"] = run.is_strict
-        options["sampling"] = self.sampling(turn)
-        options["window"] = window_of(run, self.pair)
-        request = Request(self.pair, self.prompt_ids(turn), options)
+        request = Request(
+            self.pair,
+            self.prompt_ids(turn),
+            settings_of(run),
+            run.new_tokens,
+            sampling=self.sampling(turn),
+            window=window_of(run, self.pair),
+            commit=run.commit,
+            strict=run.is_strict,
+        )
         self.pair.use_graphs(self.has_graphs and not run.is_eager)
-        steps = list(islice(request.decode(settings_of(run)), n_steps))
+        steps = list(islice(request.decode(), n_steps))
         self.say_overflow(steps)
         return steps
 
@@ -302,11 +302,10 @@ def measure_share(results: Results, pair: Pair, prompts: Prompts, shard: Shard) 
 
 def run_table(bench: Bench, kind: str) -> int:
     """Measure and show a table. Returns the exit status."""
-    with interrupts(raised=False):  # but while it measures: what it measured is not to be lost
-        try:
-            bench.measure_until_interrupted()
-        finally:  # an error, too, leaves what was measured
-            problem = bench.close(kind)
+    try:
+        bench.measure_until_interrupted()
+    finally:  # an error, too, leaves what was measured
+        problem = bench.close(kind)
     if problem:
         say(f"error: {problem}")
     if bench.is_interrupted:

@@ -12,10 +12,8 @@ token. The text is exactly what the target alone would write. Paper: DynaTree v2
 Shapes: N tree rows, n rows of one level, S cache slots, V vocabulary.
 """
 
-if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.start import guard_imports
-
-    guard_imports()
+if __name__ == "__main__":
+    import cli.start  # noqa: F401
 
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -96,12 +96,18 @@ def measure_memory(
     rule = settings.rule()
     pair, _ = open_pair(argparse.Namespace(**options), rule.max_depth > 0, lambda line: None)
     pair.use_graphs(not (run.is_eager or options.get("no_graphs")))
-    how = {"max_new_tokens": run.new_tokens, "commit": run.commit, "strict": run.is_strict}
-    how["sampling"] = sampling
     window = window_of(run, pair)
-    how["window"] = window
-    request = Request(pair, prompt, how)
-    steps = list(request.decode(settings))
+    request = Request(
+        pair,
+        prompt,
+        settings,
+        run.new_tokens,
+        sampling=sampling,
+        window=window,
+        commit=run.commit,
+        strict=run.is_strict,
+    )
+    steps = list(request.decode())
     end = min(len(prompt) + run.new_tokens, window.full)
     floor = floor_bytes(pair.target, end + rule.max_rows)
     if pair.draft:

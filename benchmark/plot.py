@@ -10,10 +10,8 @@ matplotlib is needed here alone, and only when a figure is drawn.
     python -m benchmark.plot results/main_cpu.json  # main_cpu.png, main_cpu_depth.png, ...
 """
 
-if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.start import guard_imports
-
-    guard_imports()
+if __name__ == "__main__":
+    import cli.start  # noqa: F401
 
 import argparse
 import importlib

@@ -243,7 +243,7 @@ def lengthened(prompts: list[list[int]], pair: Pair, n_tokens: int) -> list[list
         text = list(prompt)
         n_lacking = n_tokens - len(prompt)
         if n_lacking > 0:
-            options = {"max_new_tokens": n_lacking, "sampling": Sampling(temperature=1.0, seed=0)}
-            text += token_ids(Request(pair, prompt, options).decode(Alone()))
+            sampling = Sampling(temperature=1.0, seed=0)
+            text += token_ids(Request(pair, prompt, Alone(), n_lacking, sampling=sampling).decode())
         found.append(text[:n_tokens])
     return found

@@ -11,6 +11,7 @@ that fails costs what it has not finished, and no more.
 
 import argparse
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,6 @@ from benchmark.results import Results
 from benchmark.shard import Other, Shard, shares_cpu
 from benchmark.turns import Prompts
 from cli.errors import UsageError, explain
-from cli.interrupts import heed_termination
 from cli.models import Pair
 from parallel.ranks import Ranks, RanksError, joined, read_number
 
@@ -39,12 +39,19 @@ def on_shards(
         raise UsageError(f"--shard is for several processes, as torchrun starts them: {command}")
     with joined() as ranks:
         if ranks:
-            heed_termination(lambda: RanksError(ranks.why_ended()))
-        else:
-            heed_termination()
+            heed_termination(ranks)
         if ranks and ranks.index:
             return follow(args, ranks, measure_share)
         return measure(restarted(args), None, ranks)
+
+
+def heed_termination(ranks: Ranks) -> None:
+    """SIGTERM, as torchrun sends it when a rank has gone, is an error that says so."""
+
+    def end(number: int, frame: object) -> None:
+        raise RanksError(ranks.why_ended())
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def lead(ranks: Ranks, results: Results, pair: Pair) -> Shard:

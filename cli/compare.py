@@ -1,14 +1,13 @@
 """--compare: a method's run beside ar's on the same prompt, and what explains a difference.
 
-comparison = compare(request, settings, tally(steps))
+comparison = compare(request, tally(steps))
 print(comparison.line())
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from cli.metrics import Tally, tally
@@ -20,7 +19,6 @@ from engine.streaming import WHOLE_TEXT, Window
 from methods.static import Alone
 
 TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
-CONTROL_ROWS = 16  # of ar's passes, where it shows what rounding alone changes
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,7 @@ class Comparison:
     exact: bool | None  # None if sampled: then no two texts need agree
     first_difference: int | None = None  # index into token_ids
     top2_gap: float | None = None  # the target's there, in float32; None if it does not fit
-    control: dict | None = None  # in half precision: ar against itself at CONTROL_ROWS rows
-    is_strict: bool = False  # then none of the last two, and ar's passes have as many rows
+    is_strict: bool = False  # then no gap, and ar's passes have as many rows
     logits_difference: int | None = None  # if strict, the first token whose logits differ in a bit
 
     @property
@@ -43,9 +40,7 @@ class Comparison:
     @property
     def is_wrong(self) -> bool:
         """They differ, and rounding does not explain it: under strict it explains nothing."""
-        if self.is_strict and self.logits_difference is not None:
-            return True
-        return self.exact is False and not self.is_tie
+        return self.logits_difference is not None or (self.exact is False and not self.is_tie)
 
     def line(self) -> str:
         ar = "strict ar" if self.is_strict else "ar"
@@ -54,26 +49,19 @@ class Comparison:
 
     def verdict(self) -> str:
         """What is to be said of the ids."""
+        ids = equal_or_not(self.first_difference)
         if self.exact is None:
             return "are sampled, not compared"
+        if self.is_strict and self.is_wrong:
+            return f"{ids}, the logits {equal_or_not(self.logits_difference)}"
         if self.is_strict:
-            if self.exact and self.logits_difference is None:
-                return "and logits are equal, bit for bit"
-            logits = equal_or_not(self.logits_difference)
-            return f"{equal_or_not(self.first_difference)}, the logits {logits}"
+            return "and logits are equal, bit for bit"
         if self.exact:
-            return "are equal"
-        why = "no room for the float32 model that would tell the top-2 gap"
-        if self.top2_gap is not None:
-            kind = "a tie" if self.is_tie else "not a tie"
-            why = f"top-2 gap {self.top2_gap:.1e} in float32: {kind}"
-        way_out = "; with --strict they would not" if self.control else ""
-        return f"{equal_or_not(self.first_difference)} ({why}){way_out}"
-
-    def control_line(self) -> str:
-        result = equal_or_not(self.control["first_difference"])
-        rows = self.control["rows"]
-        return f"control: ar with {rows} rows a pass, nothing drafted; the ids {result}"
+            return ids
+        if self.top2_gap is None:
+            return f"{ids} (no room for the float32 model that would tell the top-2 gap)"
+        kind = "a tie" if self.is_tie else "not a tie"
+        return f"{ids} (top-2 gap {self.top2_gap:.1e} in float32: {kind})"
 
 
 def equal_or_not(first_difference: int | None) -> str:
@@ -93,41 +81,10 @@ class Digests:
             self.found.append(hashlib.blake2b(row.tobytes()).digest())
 
 
-def reference_of(request: Request, settings: Settings) -> Alone:
-    """The ar that a run with these settings is held against."""
-    if request.options.get("strict"):
-        return strict_reference(settings)
-    return Alone()
-
-
-def compare(
-    request: Request, settings: Settings, written: Tally, digests: Digests | None = None
-) -> Comparison:
-    """Run ar and hold what was written against it (metrics `speedup` and `exact`).
-
-    digests: of a strict run's logits, to be compared bit for bit.
-    """
-    of_ar = Digests() if digests else None
-    reference = tally(request.decode(reference_of(request, settings), of_ar))
-    ours = written.ids.tolist()
-    theirs = reference.ids.tolist()
-    ar = reference.metrics().throughput
-    speedup = written.metrics().throughput / ar if ar else 1.0
-    if request.options.get("sampling"):
-        return Comparison(ar, speedup, exact=None, is_strict=bool(request.options.get("strict")))
-    gap = None
-    at = first_difference(ours, theirs)
-    if digests:
-        of_logits = first_difference(digests.found, of_ar.found)
-        return Comparison(ar, speedup, at is None, at, is_strict=True, logits_difference=of_logits)
-    if at is not None:
-        window = request.options.get("window", WHOLE_TEXT)
-        gap = top2_gap(request.pair, request.prompt + theirs[:at], window)
-    control = None
-    if request.pair.target.dtype != torch.float32:
-        padded = tally(request.decode(Alone(rows=CONTROL_ROWS))).ids.tolist()
-        control = {"rows": CONTROL_ROWS, "first_difference": first_difference(padded, theirs)}
-    return Comparison(ar, speedup, at is None, at, gap, control)
+def reference_of(request: Request) -> Request:
+    """The same text by the ar that it is held against."""
+    ar = strict_reference(request.settings) if request.strict else Alone()
+    return replace(request, settings=ar)
 
 
 def strict_reference(settings: Settings) -> Alone:
@@ -136,15 +93,37 @@ def strict_reference(settings: Settings) -> Alone:
     return Alone(rows=row_count(max(rule.max_rows, rule.min_rows)))
 
 
+def compare(request: Request, written: Tally, digests: Digests | None) -> Comparison:
+    """Run ar and hold what was written against it (metrics `speedup` and `exact`).
+
+    digests: of a strict run's logits, to be compared bit for bit.
+    """
+    of_ar = Digests()
+    reference = tally(reference_of(request).decode(of_ar if request.strict else None))
+    ar = reference.metrics().throughput
+    speedup = written.metrics().throughput / ar if ar else 1.0
+    found = Comparison(ar, speedup, exact=None, is_strict=request.strict)
+    if request.sampling:
+        return found
+    theirs = reference.ids.tolist()
+    at = first_difference(written.ids.tolist(), theirs)
+    found = replace(found, exact=at is None, first_difference=at)
+    if request.strict:
+        return replace(found, logits_difference=first_difference(digests.found, of_ar.found))
+    if at is None:
+        return found
+    gap = top2_gap(request.pair, request.prompt + theirs[:at], request.window)
+    return replace(found, top2_gap=gap)
+
+
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
     """The first index at which two lists part, the shorter one's end included; None if equal."""
     if ours == theirs:
         return None
-    n_both = min(len(ours), len(theirs))
-    for i in range(n_both):
-        if ours[i] != theirs[i]:
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
             return i
-    return n_both
+    return min(len(ours), len(theirs))
 
 
 def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float | None:

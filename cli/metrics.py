@@ -53,10 +53,7 @@ def new_ids() -> array:
 
 def token_ids(steps: Iterable[Step]) -> list[int]:
     """All generated ids."""
-    ids = []
-    for step in steps:
-        ids += step.tokens
-    return ids
+    return [token for step in steps for token in step.tokens]
 
 
 @dataclass(slots=True)
@@ -73,9 +70,12 @@ class Tally:
     n_accepted: int = 0
     n_drafted: int = 0
     n_draft_passes: int = 0
+    has_overflowed: bool = False  # the draft, in one of them at least
 
     def add(self, step: Step) -> None:
         """The ids last: Ctrl-C may come between any two lines, and what has ids can be measured."""
+        if step.tree and step.tree.has_overflowed:
+            self.has_overflowed = True
         if self.n_steps:
             self.draft_ms += step.draft_ms
             self.verify_ms += step.verify_ms
@@ -96,10 +96,10 @@ class Tally:
         decode = self.draft_ms + self.verify_ms + self.other_ms
         return Metrics(
             new_tokens=n_tokens,
-            throughput=(n_tokens - 1) / decode * 1e3 if n_iterations else 0.0,
+            throughput=(n_tokens - 1) / decode * 1e3 if decode else 0.0,
             end_to_end=n_tokens / (self.ttft_ms + decode) * 1e3,
             ttft_ms=self.ttft_ms,
-            tpot_ms=decode / (n_tokens - 1) if n_iterations else 0.0,
+            tpot_ms=decode / (n_tokens - 1) if n_tokens > 1 else 0.0,
             iterations=n_iterations,
             tokens_per_iter=(self.n_accepted + n_iterations) / n,
             path_length=self.n_accepted / n,
@@ -140,14 +140,8 @@ def measure_acceptance(steps: Sequence[Step], settings: Settings) -> dict[str, f
 
 def matching(steps: Sequence[Step]) -> float:
     """Drafted tokens that match the target's choice / drafted tokens; 0 if none were drafted."""
-    n_matching = 0
-    n_drafted = 0
-    for step in steps[1:]:
-        n_matching += sum(matches(step))
-        n_drafted += step.n_drafted
-    if not n_drafted:
-        return 0.0
-    return n_matching / n_drafted
+    found = [is_match for step in steps[1:] for is_match in matches(step)]
+    return sum(found) / len(found) if found else 0.0
 
 
 def matches(step: Step) -> list[bool]:
@@ -177,16 +171,8 @@ def code_acceptance(settings: Settings, tokens_per_iter: float) -> float | None:
 
 def repetition(ids: Sequence[int], n: int = 4) -> float:
     """1 - distinct n-grams / n-grams."""
-    if len(ids) < n:
-        return 0.0
-    tokens = torch.tensor(ids)
-    n_ids = int(tokens.max()) + 1
-    # Numbers for the grams that begin at each token, made longer one by one: all n side by side,
-    # sorted, would be what a text over a window takes the most memory for
-    grams = tokens
-    for i in range(1, n):
-        grams = (grams[:-1] * n_ids + tokens[i:]).unique(return_inverse=True)[1]
-    return 1 - len(grams.unique()) / len(grams)
+    grams = list(zip(*[ids[i:] for i in range(n)], strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def versions() -> dict[str, str]:

@@ -1,16 +1,16 @@
-"""Opening a pair: device, dtype, checkpoints, tokenizers; a request to continue a prompt with it.
+"""Opening a pair: device, dtype, checkpoints; a request to continue a prompt with it.
 
-pair = load_pair("models/tiny/target", "models/tiny/draft", torch.device("cpu"), torch.float32)
-steps = Request(pair, prompt_ids, {"max_new_tokens": 64}).decode(DynaTree())
+pair = load_pair("models/tiny/target", "models/tiny/draft")
+for piece in stream_text(pair, "The ship sailed at dawn", max_new_tokens=64):
+    print(piece, end="", flush=True)
 """
 
 import argparse
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -18,39 +18,34 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cli.errors import UsageError, no_panic
-from draft_tree import Settings, Watcher
+from cli.errors import UsageError
+from cli.tokens import TextStream, encode, load_tokenizer, require_same_tokenizer
+from draft_tree import DynaTree, Settings, Watcher
 from dynatree import Step, generate
-from engine.checkpoint import DTYPES, CheckpointError, first_line, read_json
+from engine.checkpoint import DTYPES, CheckpointError
 from engine.hub import find_checkpoint
-from engine.memory import memory_for, require_memory
+from engine.memory import memory_for
+from engine.sampling import Sampling
+from engine.streaming import WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
 from parallel.target import Mail
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
-# What the tokenizers library takes for one of a prompt (measured: 94 to 254)
-BYTES_PER_BYTE = 300
-LARGEST_ID = 2**24
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
 
 def choose_device(name: str | None) -> torch.device:
     """cpu or cuda, the latter where it exists if none is asked for. Raises UsageError."""
     n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name is None:
-        name = "cuda" if n_cuda else "cpu"
-    found = re.fullmatch(r"(cpu|cuda)(?::([0-9]+))?", name)
-    if not found:
+    name = name or ("cuda" if n_cuda else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
         raise UsageError(f"unknown device {name!r}; there are cpu, cuda and cuda:N")
-    if found[1] == "cpu":
-        return torch.device("cpu")
-    if not n_cuda:
-        raise UsageError(f"--device {name}: torch sees no CUDA device; use --device cpu")
-    index = int(found[2] or 0)
-    if index >= n_cuda:
-        raise UsageError(f"--device {name}: there are {n_cuda} CUDA devices, cuda:0 the first")
-    return torch.device("cuda", index)
+    device = torch.device("cuda:0" if name == "cuda" else name)
+    if device.type == "cuda" and device.index >= n_cuda:
+        has = f"torch sees {n_cuda} CUDA devices" + ", cuda:0 the first" * bool(n_cuda)
+        raise UsageError(f"--device {name}: {has}; use --device cpu")
+    return device
 
 
 def choose_dtype(name: str | None, device: torch.device, option: str = "--dtype") -> torch.dtype:
@@ -59,9 +54,8 @@ def choose_dtype(name: str | None, device: torch.device, option: str = "--dtype"
     if name not in DTYPES:
         raise UsageError(f"{option} {name}: there are {', '.join(DTYPES)}")
     if name == "bfloat16" and not has_bfloat16(device):
-        major, minor = torch.cuda.get_device_capability(device)
-        what = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-        raise UsageError(f"{option} bfloat16: {what}, has none; use {option} float16")
+        gpu = torch.cuda.get_device_name(device)
+        raise UsageError(f"{option} bfloat16: {gpu} has none; use {option} float16")
     return DTYPES[name]
 
 
@@ -102,15 +96,6 @@ def processor_flags() -> str:
     except OSError:
         return ""
     return found[1] if found else ""
-
-
-def warn_of_emulation(dtypes: set[torch.dtype], say: Callable[[str], None]) -> None:
-    """Say which of these this processor is known to have no instructions for."""
-    flags = processor_flags()
-    for dtype in dtypes:
-        if flags and lacks_instructions(dtype, flags):
-            name = dtype_name(dtype)
-            say(f"note: this processor has no {name} instructions and emulates them, slowly")
 
 
 def set_threads(n: int | None) -> None:
@@ -159,39 +144,78 @@ class Pair:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue, whatever the method."""
+    """One text to write: what it continues, by which method, and how."""
 
     pair: Pair
-    prompt: list[int]
-    options: dict[str, object]  # of dynatree.generate, by keyword
+    prompt: list[int]  # ids
+    settings: Settings  # the method's
+    max_new_tokens: int
+    _: KW_ONLY
+    sampling: Sampling | None = None  # None is greedy
+    window: Window = WHOLE_TEXT
+    eos_ids: Sequence[int] = ()
+    commit: str = "keep"
+    strict: bool = False
 
     def decode(
         self,
-        settings: Settings,
         inspect: Callable[[Tensor], None] | None = None,
         watcher: Watcher | None = None,
     ) -> Iterator[Step]:
-        """inspect, watcher: as dynatree.generate has them."""
-        pair = self.pair
-        options = self.options | {"inspect": inspect, "watcher": watcher}
-        return generate(pair.target, pair.draft, self.prompt, settings, **options)
+        """Its steps. inspect, watcher: as dynatree.generate has them."""
+        return generate(
+            self.pair.target,
+            self.pair.draft,
+            self.prompt,
+            self.settings,
+            self.max_new_tokens,
+            eos_ids=self.eos_ids,
+            commit=self.commit,
+            sampling=self.sampling,
+            window=self.window,
+            strict=self.strict,
+            inspect=inspect,
+            watcher=watcher,
+        )
 
-    def printable(self, ids: Iterable[int]) -> list[int]:
-        """EOS is counted, not printed."""
-        return [i for i in ids if i not in self.options.get("eos_ids", ())]
+    def text(
+        self,
+        told: Callable[[Step], None] = lambda step: None,
+        inspect: Callable[[Tensor], None] | None = None,
+        watcher: Watcher | None = None,
+    ) -> Iterator[str]:
+        """Its text in pieces, each as soon as it is final; before each, `told` has its step. What
+        ends the text is no part of it."""
+        stream = TextStream(self.pair.tokenizer)
+        for step in self.decode(inspect, watcher):
+            told(step)
+            yield stream.push([i for i in step.tokens if i not in self.eos_ids])
+        yield stream.finish()
+
+
+def stream_text(
+    pair: Pair,
+    prompt: str,
+    settings: Settings | None = None,
+    max_new_tokens: int = 128,
+    **options: object,
+) -> Iterator[str]:
+    """The text that continues a prompt, in pieces of whole characters, each as soon as it is final.
+
+    settings: the method's, DynaTree() if None. options: others of Request, as sampling. Raises
+    UsageError for a prompt that the model cannot read, and as dynatree.generate.
+    """
+    target = pair.target.config
+    ids = encode(prompt, pair.tokenizer, target.vocab_size)
+    options = {"eos_ids": target.eos_ids} | options
+    return Request(pair, ids, settings or DynaTree(), max_new_tokens, **options).text()
 
 
 def overflow_note(draft: GPTNeoX) -> str:
     """What to say when no candidate of this draft is finite."""
-    way_out = "--draft-dtype float32"
-    if draft.dtype == torch.float16 and has_bfloat16(draft.device):
-        way_out = "--draft-dtype bfloat16"
-    elif draft.dtype == torch.float32:
-        way_out = "another --draft"
+    way_out = "another --draft" if draft.dtype == torch.float32 else "--draft-dtype float32"
     what = f"the draft's logits are not finite in {dtype_name(draft.dtype)}"
-    return (
-        f"note: {what}; until they are, it drafts nothing and saves nothing over ar; try {way_out}"
-    )
+    return f"note: {what}; until they are, it drafts nothing; try {way_out}"
 
 
 def default_models(device: torch.device) -> tuple[str, str]:
@@ -219,6 +243,8 @@ def open_pair(
     draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
     if is_drafting and args.target and not args.draft:
         raise UsageError("--target also needs --draft: the method drafts")
+    if args.no_graphs and device.type != "cuda":
+        raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
     target, draft = default_models(device)
     target = args.target or target
     draft = (args.draft or draft) if is_drafting else None
@@ -227,10 +253,10 @@ def open_pair(
     if mail:
         found["ranks"] = mail.ranks.count
     say(announcement(found))
-    if device.type == "cpu":
-        warn_of_emulation({dtype, draft_dtype} if draft else {dtype}, say)
-    if args.no_graphs and device.type != "cuda":
-        raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
+    flags = processor_flags()
+    for each in {dtype, draft_dtype} if draft else {dtype}:
+        if device.type == "cpu" and flags and lacks_instructions(each, flags):
+            say(f"note: this processor has no {dtype_name(each)} instructions: it will be slow")
     pair = load_pair(target, draft, device, dtype, draft_dtype, say, mail)
     if args.no_graphs:
         pair.use_graphs(False)
@@ -254,22 +280,22 @@ def announcement(found: dict[str, str | int | None]) -> str:
 def load_pair(
     target: str,
     draft: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
     draft_dtype: torch.dtype | None = None,
     announce: Callable[[str], None] = lambda line: None,
     mail: Mail | None = None,
 ) -> Pair:
     """Find, check and load the models; `announce` is told before a download.
 
-    draft_dtype: the target's if None. mail: to the ranks that each load a share of the target; the
-    draft is loaded whole, here alone. Raises CheckpointError (the two tokenizers must be the same)
-    and OutOfMemory.
+    device, dtype: as choose_device and choose_dtype have them if None. draft_dtype: the target's if
+    None. mail: to the ranks that each load a share of the target; the draft is loaded whole, here
+    alone. Raises CheckpointError (the two tokenizers must be the same) and OutOfMemory.
     """
+    device = device or choose_device(None)
+    dtype = dtype or choose_dtype(None, device)
     with memory_for("the tokenizer"):
-        # The draft first: a mistake in its name is told before gigabytes are fetched
-        draft_folder = None if draft is None else find_checkpoint(draft, announce)
-        target_folder = find_checkpoint(target, announce)
+        target_folder, draft_folder = find_both(target, draft, announce)
         tokenizer = load_tokenizer(target_folder)
         if draft_folder:
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
@@ -284,6 +310,30 @@ def load_pair(
     return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, mail)
 
 
+def find_both(
+    target: str, draft: str | None, announce: Callable[[str], None]
+) -> tuple[Path, Path | None]:
+    """The folders of both. Raises CheckpointError, which names both if neither is there."""
+    if draft is None:
+        return find_checkpoint(target, announce), None
+    try:
+        draft_folder = find_checkpoint(draft, announce)
+    except CheckpointError as error:
+        problem = error
+    else:
+        return find_checkpoint(target, announce), draft_folder
+
+    def fetch_nothing(line: str) -> None:
+        raise problem
+
+    try:
+        find_checkpoint(target, fetch_nothing)
+    except CheckpointError as other:
+        if other is not problem:
+            raise type(problem)(f"{other}; {problem}") from problem
+    raise problem
+
+
 def load_target(
     folder: Path, device: torch.device, dtype: torch.dtype, mail: Mail | None
 ) -> GPTNeoX:
@@ -291,64 +341,3 @@ def load_target(
     if mail:
         return mail.load(folder, device, dtype)
     return GPTNeoX.from_pretrained(folder, device, dtype)
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The folder's tokenizer.json. Raises CheckpointError."""
-    file = folder / "tokenizer.json"
-    read_json(file)  # its errors are the clearer ones
-    text = file.read_text(encoding="utf-8")
-    # The library ends the whole process if it gets none (tiny's takes 20 times its file)
-    require_memory(40 * len(text) + 2**25, torch.device("cpu"), "the tokenizer")
-    try:
-        with no_panic():
-            tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{file} is not a tokenizer: {first_line(error)}") from error
-    tokenizer.no_truncation()  # a file may carry either, meant for training
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise CheckpointError unless both split text into the same ids."""
-    vocabularies = []
-    for tokenizer in (target, draft):
-        vocabulary = tokenizer.get_vocab()
-        largest = max(vocabulary.values(), default=0)
-        if largest > LARGEST_ID:  # to_str counts up to it, which takes minutes and gigabytes
-            raise CheckpointError(f"a tokenizer.json has id {largest}, as no vocabulary has")
-        vocabularies.append(vocabulary)
-    ours = json.loads(target.to_str())
-    theirs = json.loads(draft.to_str())
-    differing = []
-    if vocabularies[0] != vocabularies[1]:
-        differing.append("vocabulary")
-    if ours["model"].get("merges") != theirs["model"].get("merges"):
-        differing.append("merges")
-    if ours["normalizer"] != theirs["normalizer"]:
-        differing.append("normaliser")
-    if ours["pre_tokenizer"] != theirs["pre_tokenizer"]:
-        differing.append("pre-tokeniser")
-    if differing:
-        raise CheckpointError(f"target and draft tokenizers differ: {', '.join(differing)}")
-
-
-def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """The prompt's ids, no special token added. Raises UsageError if the model cannot read them,
-    and OutOfMemory."""
-    n_bytes = BYTES_PER_BYTE * len(prompt.encode("utf-8"))
-    if n_bytes > 2**25:  # where it gets none, it ends the whole process
-        require_memory(n_bytes, torch.device("cpu"), "tokenizing the prompt")
-    try:
-        with no_panic():
-            ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    except Exception as error:  # the library raises nothing narrower
-        why = first_line(error).rpartition(": ")[2]  # after the name of its kind of model
-        to_do = "leave out what no token stands for"
-        raise UsageError(f"the tokenizer cannot encode the prompt ({why}); {to_do}") from error
-    if not ids:
-        raise UsageError("the prompt is empty: the tokenizer makes no token of it")
-    if max(ids) >= vocab_size:
-        raise UsageError(f"the prompt has id {max(ids)}, but the target knows {vocab_size} ids")
-    return ids

@@ -8,6 +8,7 @@ Every mistake raises a UsageError whose message is one line that says what is wr
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 from cli.errors import UsageError
@@ -55,10 +56,8 @@ def choose_sampling(
             if value is not None:
                 raise UsageError(f"{name} needs a --temperature above 0")
         return None
-    if top_p is None:
-        top_p = 1.0
     try:
-        return Sampling(temperature, top_p, seed or 0, draft_temperature)
+        return Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0, draft_temperature)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
 
@@ -72,7 +71,7 @@ def require_drawing(row: str, rule: Rule) -> None:
     raise UsageError(f"--draft-temperature has no effect: {why}")
 
 
-def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pair") -> Window:
+def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: Pair) -> Window:
     """What the caches keep. Raises UsageError if the tree or the trained range does not fit."""
     if size is None:
         if sinks is not None:
@@ -92,47 +91,30 @@ def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: "Pai
 def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
     """A settings dataclass with NAME=VALUE changes. Raises UsageError naming what is wrong."""
     try:
-        values = read_values(kind, assignments)
+        return kind(**read_values(kind, assignments))
     except ValueError as error:
         raise UsageError(f"--set {error}") from error
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise UsageError(f"--set: {error}") from error
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
-    """The prompt given as text, or as a file (- is standard input).
+    """The prompt as it is given, or what is in its file (- is standard input).
 
-    Raises UsageError: none or both given, empty, too long, unreadable, not UTF-8.
+    Raises UsageError: unreadable, too long, not UTF-8.
     """
-    if (text is None) == (file is None):
-        raise UsageError("give either --prompt or --prompt-file")
+    raw = read_file(file) if text is None else text.encode("utf-8", "surrogateescape")
     try:
-        if text is None:
-            raw = read_file(file)
-        else:
-            raw = text.encode("utf-8", "surrogateescape")
-        prompt = raw.decode("utf-8")
-    except UnicodeError as error:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise UsageError(f"the prompt is not UTF-8: {error}") from error
-    if not prompt:
-        raise UsageError("the prompt is empty")
-    return prompt
 
 
 def read_file(name: str) -> bytes:
     """A prompt's file, which may be a pipe. Raises UsageError."""
-    if name == "-" and sys.stdin is None:
-        raise UsageError("--prompt-file -: standard input is closed")
     try:
-        if name == "-":
-            raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-        else:
-            with open(name, "rb") as file:
-                raw = file.read(MAX_PROMPT_BYTES + 1)
+        with nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
+            raw = file.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error
+        raise UsageError(f"{name} cannot be read: {error.strerror}") from error
     if len(raw) > MAX_PROMPT_BYTES:  # a device never ends
         most = f"{MAX_PROMPT_BYTES // 1_000_000} MB"
         raise UsageError(f"{name} is longer than a prompt may be, {most}; give a part of it")

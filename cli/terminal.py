@@ -1,7 +1,6 @@
-"""What the command line shows: streamed text, drawn trees, the help of every setting.
+"""What the command line shows: text that a terminal does not obey, drawn trees, every setting.
 
-stream = TextStream(tokenizer)
-print(stream.push(step.tokens), end="")
+print(draw_tree(step.tree, step.path, step.bonus, tokenizer, is_colored=False))
 """
 
 import dataclasses
@@ -15,51 +14,16 @@ from typing import TextIO
 from tokenizers import Tokenizer
 
 from cli.errors import shown
+from cli.tokens import decode
 from draft_tree import Tree
 
-INCOMPLETE = "\ufffd"  # what a tokenizer prints for bytes that are not a whole character (yet)
 ACCEPTED, REJECTED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 
-class TextStream:
-    """Ids in, text out as soon as it is final: half a character is held back, not shown as junk."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self.recent: list[int] = []  # enough past ids to decode the next ones in context
-        self.shown = 0  # characters of their text already out
-        self.is_mid_line = False  # what came last is out and ends no line
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete; all pushes and `finish` add up to decode(all ids)."""
-        self.recent += ids
-        text = self.tokenizer.decode(self.recent)
-        final = text.rstrip(INCOMPLETE)
-        new = final[self.shown :]
-        if new:
-            self.is_mid_line = not new.endswith("\n")
-        self.shown = max(self.shown, len(final))
-        if final == text:  # nothing is pending: later text depends on no earlier id but the last
-            self.recent = self.recent[-1:]
-            self.shown = len(self.tokenizer.decode(self.recent))
-        return new
-
-    def finish(self) -> str:
-        """What was held back and never completed."""
-        rest = self.tokenizer.decode(self.recent)[self.shown :]
-        self.recent = []
-        self.shown = 0
-        return rest
-
-
 def harmless(text: str) -> str:
     """The model's own text for a terminal: escapes in it are shown, not obeyed."""
-    return CONTROLS.sub(show_control, text)
-
-
-def show_control(found: re.Match) -> str:
-    return shown(found[0])
+    return CONTROLS.sub(lambda found: shown(found[0]), text)
 
 
 def has_color(stream: TextIO) -> bool:
@@ -105,7 +69,7 @@ def describe_node(tree: Tree, row: int, is_accepted: bool, tokenizer: Tokenizer)
 
 def quoted(tokenizer: Tokenizer, token: int) -> str:
     """A token as a quoted string on one line."""
-    return repr(tokenizer.decode([token], skip_special_tokens=False))
+    return repr(decode([token], tokenizer, has_special=True))
 
 
 def describe_range(metadata: Mapping) -> str:

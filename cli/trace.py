@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy
 from tokenizers import Tokenizer
 
-from cli.terminal import TextStream
+from cli.tokens import TextStream, decode
 from draft_tree import Gates, Level, Rule, Settings, Tree
 from dynatree import Step
 from methods.retrieval import Graft, parse_base
@@ -192,8 +192,7 @@ class Trace:
 
     def vocabulary(self) -> dict[str, str]:
         """The text of every id that is named."""
-        decode = self.tokenizer.decode
-        return {str(i): decode([i], skip_special_tokens=False) for i in sorted(self.used_ids)}
+        return {str(i): decode([i], self.tokenizer, True) for i in sorted(self.used_ids)}
 
     def as_json(self, prompt: list[int], about: dict) -> dict:
         """The whole object, once the text has ended. about: of the run, everything else there is to

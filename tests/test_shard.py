@@ -24,10 +24,9 @@ from benchmark.options import build_parser, restarted
 from benchmark.report import caption
 from benchmark.results import Results
 from benchmark.shard import on_own_device
-from benchmark.sharing import on_shards, require_alike
+from benchmark.sharing import require_alike
 from benchmark.turns import Turn
 from cli.errors import UsageError
-from cli.interrupts import handling_interrupts, interrupts
 from engine.memory import OutOfMemory
 
 ROOT = Path(__file__).parent.parent
@@ -321,20 +320,6 @@ def test_without_torchrun(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(["--shard", "prompts"]) == 2
     assert "as torchrun starts them: torchrun --nproc" in capsys.readouterr().err
-
-
-def test_one_process_heeds_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As several do: what it has measured is shown."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    args = build_parser().parse_args(["--shard", "prompts"])
-
-    def measure(*_: object) -> int:
-        with pytest.raises(KeyboardInterrupt), interrupts(raised=True):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return 5
-
-    with handling_interrupts():
-        assert on_shards(measure, None, args) == 5
 
 
 @pytest.mark.parametrize(

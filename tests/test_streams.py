@@ -1,105 +1,83 @@
-"""Standard output and error that fail: full, closed, or with a reader that has gone.
+"""A program as a shell starts it: what it imports first, and what becomes of its output.
 
 What can still be written is; what cannot is one line and a status, never Python's own complaint.
-What is closed before Python begins, or fails as it ends, only a process of its own can show.
 """
 
-import json
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import TINY
 
-from cli.errors import wait_for_streams
 from cli.main import main
+from cli.models import Request
+from cli.tokens import load_tokenizer
+from dynatree import Step
 
 ROOT = Path(__file__).parent.parent
-PROMPT = "The ship sailed at dawn"
-TEXT = "--prompt-file - --max-new-tokens 6 --method ar --threads 1"
-FULL = Path("/dev/full")
-needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
-NO_SPACE = "error: standard output cannot be written: No space left on device"
-Captured = pytest.CaptureFixture[str]
+TEXT = "--prompt 'The ship sailed at dawn' --max-new-tokens 300 --ignore-eos --method ar"
 
 
-def run(arguments: str, around: str) -> subprocess.CompletedProcess:
-    """dynatree.py with redirections, or a pipe behind it; one before it brings the prompt."""
-    command = f"{sys.executable} dynatree.py {arguments} {around}"
-    pipes = {"input": PROMPT, "capture_output": True, "text": True}
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, **pipes)
-    for complaint in ("Traceback", "Exception ignored", "BrokenPipe"):
-        assert complaint not in done.stderr, done.stderr
-    return done
+def run(command: str, **variables: str) -> subprocess.CompletedProcess:
+    """A command line of bash, whose python is ours."""
+    shell = ["bash", "-o", "pipefail", "-c", f'python() {{ "{sys.executable}" "$@"; }}; {command}']
+    found = {"cwd": ROOT, "capture_output": True, "text": True, "env": os.environ | variables}
+    return subprocess.run(shell, **found)
 
 
-@needs_full
-def test_output_that_is_full() -> None:
-    done = run(TEXT, ">/dev/full")
-    assert done.stderr.splitlines()[-1] == NO_SPACE
-    assert done.returncode == 2
+@pytest.mark.parametrize(
+    ("command", "status", "n_lines", "told"),
+    [
+        (f"python dynatree.py {TEXT} | head -c 20", 1, 1, "target models"),
+        (f"python dynatree.py {TEXT} --json | true", 1, 2, " tokens/s, "),
+        (f"python dynatree.py {TEXT} --show-tree 2>&1 >/dev/null | head -2 >&2", 1, 2, "iteration"),
+        ("python dynatree.py --help | head -2", 0, 0, ""),
+        ("python bench.py --help | true", 0, 0, ""),
+        (
+            f"python dynatree.py {TEXT} >/dev/full",
+            2,
+            2,
+            "error: [Errno 28] No space left on device",
+        ),
+    ],
+)
+def test_output_that_ends_early(command: str, status: int, n_lines: int, told: str) -> None:
+    if "/dev/full" in command and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    done = run(command)
+    assert done.returncode == status and told in done.stderr
+    assert len(done.stderr.splitlines()) == n_lines, done.stderr
 
 
-@needs_full
-def test_a_help_that_is_full(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FULL.open("w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert main(["--help"]) == 2
-    assert capsys.readouterr().err == f"{NO_SPACE}\n"
+def test_a_character_that_the_output_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text ended in an error where the locale is an old one."""
+    ids = load_tokenizer(TINY / "target").encode("naïve").ids
+    monkeypatch.setattr(Request, "decode", lambda *_: iter([Step(ids, verify_ms=1.0)]))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["--prompt", "a", "--method", "ar"]) == 0
+    assert out.buffer.getvalue() == b"na?ve\n"
 
 
-def test_output_that_is_closed() -> None:
-    done = run(TEXT + " --json", ">&-")
-    last = done.stderr.splitlines()[-1]
-    assert last == "error: standard output cannot be written: Bad file descriptor"
-    assert done.returncode == 2
+PROGRAMS = [file for file in ROOT.rglob("*.py") if "\n    sys.exit(main())" in file.read_text()]
 
 
-@needs_full
-def test_the_text_comes_without_a_stderr_that_is_full(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("program", [str(file.relative_to(ROOT)) for file in PROGRAMS])
+def test_packages_that_are_not_installed(program: str) -> None:
+    command = f"python -S -m {program[:-3].replace('/', '.')}"  # without site-packages
+    done = run(command)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: No module named ")
+    assert "pip install -r requirements.txt" in line
+
+
+@pytest.mark.parametrize(("chosen", "found"), [({}, "1"), ({"THP_MEM_ALLOC_ENABLE": "0"}, "0")])
+def test_huge_pages_are_asked_for_unless_the_user_has_chosen(
+    chosen: dict[str, str], found: str
 ) -> None:
-    with FULL.open("w") as full:
-        monkeypatch.setattr(sys, "stderr", full)
-        assert main(["--prompt", PROMPT, "--max-new-tokens", "6", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 6
-
-
-def test_the_text_comes_without_a_stderr_that_is_closed() -> None:
-    """Its lines came to stdout."""
-    done = run(TEXT + " --json", "2>&-")
-    assert done.returncode == 0 and done.stderr == ""
-    report = json.loads(done.stdout)
-    assert len(report["token_ids"]) == 6 and report["settings"]["prompt_tokens"] == 7
-
-
-def test_a_reader_that_goes_after_some_words() -> None:
-    done = run(TEXT + " --max-new-tokens 300 --ignore-eos", "| head -c 20")
-    assert done.returncode == 1 and "error" not in done.stderr
-    assert len(done.stdout) == 20
-
-
-def test_a_reader_that_was_never_there(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        assert main(["--help"]) == 1
-    assert capsys.readouterr().err == ""
-
-
-def test_a_stream_that_another_program_told_not_to_wait() -> None:
-    """A prompt that had not come yet was a TypeError; of an object longer than a pipe half came."""
-    reader, writer = os.pipe()
-    before = os.dup(0)
-    try:
-        os.set_blocking(reader, False)
-        os.dup2(reader, 0)
-        assert not os.get_blocking(0)
-        wait_for_streams()
-        assert os.get_blocking(0)
-    finally:
-        os.dup2(before, 0)
-        for descriptor in (reader, writer, before):
-            os.close(descriptor)
+    program = "import os, cli.start; print(os.environ['THP_MEM_ALLOC_ENABLE'])"
+    assert run(f'python -c "{program}"', **chosen).stdout == f"{found}\n"

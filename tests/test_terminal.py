@@ -9,7 +9,8 @@ import pytest
 from conftest import TINY
 from tokenizers import Tokenizer
 
-from cli.terminal import INCOMPLETE, TextStream, draw_tree, harmless, has_color
+from cli.terminal import draw_tree, harmless, has_color
+from cli.tokens import INCOMPLETE, TextStream
 from draft_tree import Tree
 
 TEXT = "naïve café — “quoted” 日本語 🚢🌊 ok"
@@ -34,6 +35,11 @@ def pieces(tokenizer: Tokenizer, ids: list[int], sizes: list[int]) -> list[str]:
     return shown
 
 
+def half(tokenizer: Tokenizer) -> int:
+    """An id that begins a character of two bytes or more."""
+    return tokenizer.token_to_id("Ã")  # byte C3, in GPT-2's alphabet of bytes
+
+
 @pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [5, 2, 1], [100]])
 def test_streamed_text_equals_the_decoded_ids(tokenizer: Tokenizer, sizes: list[int]) -> None:
     """Characters of two to four bytes span tokens and iterations; no replacement flashes by."""
@@ -46,20 +52,35 @@ def test_streamed_text_equals_the_decoded_ids(tokenizer: Tokenizer, sizes: list[
 
 def test_text_is_shown_as_soon_as_it_is_final(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two three").ids
-    shown = pieces(tokenizer, ids, [1])
-    assert shown[:-1] == [tokenizer.decode([i]) for i in ids]
-    assert shown[-1] == ""
+    assert pieces(tokenizer, ids, [1]) == [tokenizer.decode([i]) for i in ids] + [""]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_ids_add_up(tokenizer: Tokenizer, seed: int) -> None:
-    """Random ids are mostly broken UTF-8; what is shown is still exactly what decoding gives."""
+    """Random ids are mostly broken UTF-8, single bytes even more so; what is shown is still exactly
+    what decoding gives."""
     rng = random.Random(seed)
-    ids = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(60)]
+    n_ids = 257 if seed % 4 < 2 else tokenizer.get_vocab_size()  # one id for each byte comes first
+    ids = [rng.randrange(n_ids) for _ in range(200)]
     if seed % 2:  # every other text ends in half a character
-        ids.append(tokenizer.encode("é").ids[0])
+        ids.append(half(tokenizer))
     sizes = [rng.randint(1, 6) for _ in range(10)]
     assert "".join(pieces(tokenizer, ids, sizes)) == tokenizer.decode(ids)
+
+
+def test_broken_characters_cost_no_more_the_more_there_are(tokenizer: Tokenizer) -> None:
+    """All of them were decoded again with each one that came."""
+
+    class Counting:
+        n_ids = 0
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            Counting.n_ids += len(ids)
+            return tokenizer.decode(ids, skip_special_tokens)
+
+    shown = pieces(Counting(), [half(tokenizer)] * 300, [1])
+    assert shown == [""] + [INCOMPLETE] * 300
+    assert Counting.n_ids < 50 * 300
 
 
 @pytest.fixture
@@ -71,53 +92,27 @@ def example(tokenizer: Tokenizer) -> Tree:
         depths=[0, 1, 1, 2, 2, 2],
         path_logprobs=[math.log(p) for p in (1.0, 0.6, 0.3, 0.3, 0.18, 0.24)],
         draft_slots=[0, 1, 2, -1, -1, -1],
-        are_retrieved=[False] * 6,
+        are_retrieved=[False, False, True, False, True, False],
     )
 
 
 def test_a_drawn_tree(tokenizer: Tokenizer, example: Tree) -> None:
-    bonus = tokenizer.encode(" away").ids[0]
-    assert draw_tree(example, [0, 1, 4], bonus, tokenizer, is_colored=False).splitlines() == [
+    """A token is on one line, whatever is in it; colours tell accepted from rejected."""
+    bonus = tokenizer.encode("\n").ids[0]
+    plain = draw_tree(example, [0, 1, 4], bonus, tokenizer, is_colored=False).splitlines()
+    assert plain == [
         "' the' 1.00 *",
         "|-- ' cat' 0.60 *",
         "|   |-- ' sat' 0.30",
-        "|   `-- ' ran' 0.18 *",
-        "`-- ' dog' 0.30",
-        "    `-- ' ran' 0.24",
-        "bonus: ' away'",
-    ]
-
-
-def test_a_retrieved_node_is_marked(tokenizer: Tokenizer, example: Tree) -> None:
-    example.are_retrieved[2] = example.are_retrieved[4] = True
-    lines = draw_tree(example, [0, 1, 4], 1, tokenizer, is_colored=False).splitlines()
-    assert [line for line in lines if line.endswith(" +")] == [
         "|   `-- ' ran' 0.18 * +",
         "`-- ' dog' 0.30 +",
+        "    `-- ' ran' 0.24",
+        r"bonus: '\n'",
     ]
-
-
-def test_colour_tells_accepted_from_rejected(tokenizer: Tokenizer, example: Tree) -> None:
-    lines = draw_tree(example, [0, 1, 4], 1, tokenizer, is_colored=True).splitlines()
-    expected = [
-        ("the", "green"),
-        ("cat", "green"),
-        ("sat", "dim"),
-        ("ran", "green"),
-        ("dog", "dim"),
-        ("ran", "dim"),
-        ("bonus", "plain"),
-    ]
-    for line, (word, color) in zip(lines, expected, strict=True):
-        assert word in line
-        assert ("\033[1;32m" in line) == (color == "green"), line
-        assert ("\033[2m" in line) == (color == "dim"), line
-
-
-def test_a_token_is_drawn_on_one_line(tokenizer: Tokenizer, example: Tree) -> None:
-    newline = tokenizer.encode("\n").ids[0]
-    lines = draw_tree(example, [0], newline, tokenizer, is_colored=False).splitlines()
-    assert len(lines) == 7 and lines[-1] == r"bonus: '\n'"
+    colored = draw_tree(example, [0, 1, 4], bonus, tokenizer, is_colored=True).splitlines()
+    for line, same in zip(colored[:-1], plain, strict=False):
+        assert ("\033[1;32m" in line) == ("*" in same)
+        assert ("\033[2m" in line) == ("*" not in same)
 
 
 class Terminal(io.StringIO):

@@ -14,10 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
-if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.start import guard_imports
-
-    guard_imports()
+if __name__ == "__main__":
+    import cli.start  # noqa: F401
 
 from argparse import Namespace
 from collections import Counter
@@ -106,10 +104,11 @@ def execute(args: Namespace) -> int:
     pair, _ = open_pair(args, True, say)
     n_ids = pair.target.config.vocab_size
     prompts = cut_prompts(texts, pair.tokenizer, n_ids, args.prompt_tokens, args.n_prompts)
-    options = {"max_new_tokens": args.new_tokens, "sampling": sampling}
+    settings = SpecInfer(str(N_RANKS))
     counts: Counter[int] = Counter()
     for prompt in prompts:
-        counts += count_ranks(Request(pair, prompt, options).decode(SpecInfer(str(N_RANKS))))
+        request = Request(pair, prompt, settings, args.new_tokens, sampling=sampling)
+        counts += count_ranks(request.decode())
     chances = chances_of(counts)
     p = ":".join([f"{chance:g}" for chance in chances])
     print(f"chances of acceptance by rank, of {counts.total()} trees: {p}", flush=True)

@@ -21,10 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
-if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.start import guard_imports
-
-    guard_imports()
+if __name__ == "__main__":
+    import cli.start  # noqa: F401
 
 import json
 import math
@@ -48,14 +46,12 @@ from cli.models import (
     choose_device,
     choose_draft_dtype,
     choose_dtype,
-    encode,
     has_bfloat16,
     lacks_instructions,
-    load_tokenizer,
     processor_flags,
-    require_same_tokenizer,
     set_threads,
 )
+from cli.tokens import encode, load_tokenizer, require_same_tokenizer
 from draft_tree import DynaTree
 from dynatree import generate
 from engine.checkpoint import Config, read_config

@@ -14,10 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
-if __name__ == "__main__":  # before torch, whose import takes a second
-    from cli.start import guard_imports
+if __name__ == "__main__":
+    import cli.start  # noqa: F401
 
-    guard_imports()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells stderr what it does
 
 from argparse import Namespace
@@ -28,8 +27,9 @@ from torch.profiler import ProfilerActivity, profile, schedule, supported_activi
 
 from benchmark.prompts import BUILTIN
 from cli.errors import Parser, UsageError, run_command_line, say
-from cli.models import Request, encode, open_pair
+from cli.models import Request, open_pair
 from cli.options import add_model_options, parse_settings
+from cli.tokens import encode
 from dynatree import Step
 from methods import METHODS
 
@@ -71,7 +71,7 @@ def execute(args: Namespace) -> int:
     settings = parse_settings(METHODS[args.method], args.set)
     pair, _ = open_pair(args, settings.rule().max_depth > 0, say)
     prompt = encode(BUILTIN[0], pair.tokenizer, pair.target.config.vocab_size)
-    steps = Request(pair, prompt, {"max_new_tokens": N_TOKENS}).decode(settings)
+    steps = Request(pair, prompt, settings, N_TOKENS).decode()
     ms, found = profile_steps(steps, args.iterations)
     clock = "self_device_time_total" if pair.target.device.type == "cuda" else "self_cpu_time_total"
     table = found.key_averages().table(clock, row_limit=N_NAMES, max_name_column_width=60)

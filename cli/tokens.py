@@ -1,0 +1,130 @@
+"""Text to ids and back: a folder's tokenizer, prompts, and text out of ids that come bit by bit.
+
+tokenizer = load_tokenizer(Path("models/tiny/target"))
+ids = encode("The ship sailed at dawn", tokenizer, vocab_size=4096)
+print(TextStream(tokenizer).push(ids))
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from cli.errors import UsageError
+from engine.checkpoint import CheckpointError, first_line
+from engine.foreign import read_json
+
+INCOMPLETE = "\ufffd"  # what a tokenizer prints for bytes that are not a whole character (yet)
+CONTEXT = 4  # ids that the text of the next ones may depend on: a character has up to four bytes
+LARGEST_ID = 2**24
+LONG = 32  # ids to decode with each that comes
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer.json. Raises CheckpointError."""
+    file = folder / "tokenizer.json"
+    read_json(file)  # its errors are the clearer ones
+    try:
+        with no_panic():
+            tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{file} is not a tokenizer: {first_line(error)}") from error
+    tokenizer.no_truncation()  # a file may carry either, meant for training
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise CheckpointError unless both split text into the same ids."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    differing = ["vocabulary"] if ours != theirs else []
+    largest = max(ours.values(), default=0)
+    if largest > LARGEST_ID:  # to_str counts up to it, which takes minutes and gigabytes
+        raise CheckpointError(f"a tokenizer.json has id {largest}, as no vocabulary has")
+    if not differing:
+        ours, theirs = json.loads(target.to_str()), json.loads(draft.to_str())
+        if ours["model"].get("merges") != theirs["model"].get("merges"):
+            differing.append("merges")
+        for part in ("normalizer", "pre_tokenizer"):
+            if ours[part] != theirs[part]:
+                differing.append(part)
+    if differing:
+        raise CheckpointError(f"target and draft tokenizers differ: {', '.join(differing)}")
+
+
+def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """The prompt's ids, no special token added. Raises UsageError if the model cannot read them."""
+    try:
+        with no_panic():
+            ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    except Exception as error:  # the library raises nothing narrower
+        why = first_line(error).rpartition(": ")[2]  # after the name of its kind of model
+        to_do = "leave out what no token stands for"
+        raise UsageError(f"the tokenizer cannot encode the prompt ({why}); {to_do}") from error
+    if not ids:
+        raise UsageError("the prompt is empty: the tokenizer makes no token of it")
+    if max(ids) >= vocab_size:
+        raise UsageError(f"the prompt has id {max(ids)}, but the target knows {vocab_size} ids")
+    return ids
+
+
+def decode(ids: Sequence[int], tokenizer: Tokenizer, has_special: bool = False) -> str:
+    """The text of these ids, special ones left out unless has_special. Raises CheckpointError."""
+    try:
+        with no_panic():
+            return tokenizer.decode(ids, skip_special_tokens=not has_special)
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"the tokenizer cannot decode ids: {first_line(error)}") from error
+
+
+class TextStream:
+    """Ids in, text out as soon as it is final: half a character is held back, not shown as junk."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.recent: list[int] = []  # enough past ids to decode the next ones in context
+        self.n_shown = 0  # characters of their text already out
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete; all pushes and `finish` add up to decode(all ids)."""
+        self.recent += ids
+        final = self.final()
+        new = final[self.n_shown :]
+        self.n_shown = len(final)
+        if len(self.recent) > LONG:
+            self.recent = self.recent[-CONTEXT:]
+            self.n_shown = len(self.final())
+        return new
+
+    def final(self) -> str:
+        """What no later id changes: only what comes last may be half a character."""
+        return decode(self.recent, self.tokenizer).removesuffix(INCOMPLETE)
+
+    def finish(self) -> str:
+        """What was held back and never completed."""
+        rest = decode(self.recent, self.tokenizer)[self.n_shown :]
+        self.recent = []
+        self.n_shown = 0
+        return rest
+
+
+@contextmanager
+def no_panic() -> Iterator[None]:
+    """Let tokenizers raise ValueError where it panics, as libraries written in Rust do: what they
+    raise then is no Exception, and they have printed it before, on several lines."""
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # each library has its own
+            raise
+        raise ValueError(str(error)) from error
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
