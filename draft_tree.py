@@ -128,13 +128,17 @@ Acceptance = Callable[[Tree, Tensor, Sampler, "Settings"], tuple[list[int], list
 
 
 class Watcher(Protocol):
-    """Told how each tree grows; --page shows it (cli/trace.py)."""
+    """Told how each tree grows and is tried; --page shows it (cli/trace.py)."""
 
     def begin(self, state: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
         """A tree begins, of so many levels at most; state: Rule.state. max_depth: the caller's."""
 
     def level(self, level: Level, to_add: Gates, to_grow: Gates, is_full: bool) -> None:
         """A level has been added, by these gates of its rule; is_full: the budget is used up."""
+
+    def tried(self, row: int, chance: float, coin: float, left: float) -> None:
+        """A child's turn, if text is sampled: accepted if coin < chance, and if not, so much of the
+        target's distribution is left."""
 
 
 class Rule:

@@ -189,14 +189,14 @@ def generate(
     one more target pass, the same cache. window: what of the text the caches keep. strict: the
     target's logits are ar's bit for bit, if ar's passes have as many rows (engine/strict.py); trees
     are no deeper than 15. inspect: shown, before each step, the target's float32 logits [n, V] that
-    its n tokens were chosen from, where the model is. watcher: told how each tree grows. Raises
-    ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
+    its n tokens were chosen from, where the model is. watcher: told of each tree.
+    Raises ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
         raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
     require_ids(prompt, target.config.vocab_size)
-    sampler = sampling.sampler(target.device) if sampling else None
+    sampler = sampling.sampler(target.device, watcher and watcher.tried) if sampling else None
     drawing = sampler if rule.is_drawing else None
     acceptance = rule.acceptance or accept_sampled
     visible = list(prompt)  # the ids in the target's cache, and the pending root

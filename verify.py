@@ -128,7 +128,9 @@ def accept_sampled(
         token = tree.tokens[row]
         is_drawn = draft_probs is not None and not tree.are_retrieved[row]
         chance, rest, mass = try_child(token, residual, draft_probs if is_drawn else None)
-        if sampler.coin() < chance:
+        coin = sampler.coin()
+        sampler.tell(row, chance, coin, left=mass)
+        if coin < chance:
             path.append(row)
             residual = target_probs(row)
             draft_probs = draft_probs_of(tree, row, residual)

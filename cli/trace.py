@@ -65,15 +65,20 @@ class Trace:
         self.n_levels = 0
         self.max_depth = 0
         self.levels: list[Seen] = []
+        self.trials: list[list[float]] = []
 
     def begin(self, state: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
         self.state = state
         self.n_levels = n_levels
         self.max_depth = max_depth
         self.levels = []
+        self.trials = []
 
     def level(self, level: Level, to_add: Gates, to_grow: Gates, is_full: bool) -> None:
         self.levels.append(Seen(level, to_add, to_grow, is_full))
+
+    def tried(self, row: int, chance: float, coin: float, left: float) -> None:
+        self.trials.append([row, *map(short, (min(chance, 1.0), coin, left))])
 
     def add(self, step: Step) -> None:
         """What the step that the last tree led to has added to the text."""
@@ -90,6 +95,7 @@ class Trace:
                 "bonus": step.bonus,
                 "state": {name: short(value) for name, value in self.state.items()},
                 "draft_rows": step.draft_rows,
+                "tried": self.trials,
                 "tree": self.tree(step.tree, step.predictions),
             }
             self.used_ids.add(step.bonus)

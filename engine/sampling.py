@@ -9,6 +9,7 @@ decoding is argmax and never comes here.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy
@@ -40,11 +41,11 @@ class Sampling:
         if not 0 <= self.seed <= LAST_SEED:
             raise ValueError(f"seed {self.seed} is outside 0 to 2^63 - 1")
 
-    def sampler(self, device: torch.device) -> "Sampler":
-        """A fresh sampler, for one generation."""
+    def sampler(self, device: torch.device, tried: "Tried | None" = None) -> "Sampler":
+        """A fresh sampler, for one generation. tried: told of each child that acceptance tries."""
         generator = torch.Generator(device).manual_seed(self.seed)
         coins = torch.Generator().manual_seed(LAST_SEED - self.seed)  # one seed gives one series
-        return Sampler(self, generator, coins)
+        return Sampler(self, generator, coins, tried)
 
 
 def require_float32(name: str, value: float) -> None:
@@ -56,6 +57,11 @@ def require_float32(name: str, value: float) -> None:
         raise ValueError(f"{name} {value} is out of float32's range, {least} to {most}")
 
 
+# tried(row, chance, coin, left): a row of the tree, its chance of acceptance, the coin, which is
+# below that if it was accepted, and how much of the target's distribution a rejection leaves
+Tried = Callable[[int, float, float, float], None]
+
+
 @dataclass(frozen=True)
 class Sampler:
     """The settings with the only sources of chance in a generation."""
@@ -63,6 +69,7 @@ class Sampler:
     settings: Sampling
     generator: torch.Generator  # on the models' device
     coins: torch.Generator  # on the host: a coin is no reason to wait for the device
+    tried: Tried | None = None  # who watches
 
     def warp(self, logits: Tensor) -> Tensor:
         """The target's logits [n, V] -> probabilities [n, V] float32, 0 outside the top-p set."""
@@ -115,6 +122,11 @@ class Sampler:
     def coin(self) -> float:
         """Uniform on [0, 1)."""
         return torch.rand((), generator=self.coins).item()
+
+    def tell(self, row: int, chance: float, coin: float, left: float) -> None:
+        """Tell who watches that a child was tried."""
+        if self.tried:
+            self.tried(row, chance, coin, left)
 
 
 def value_draws(logprobs: ndarray, above: ndarray) -> ndarray:

@@ -130,6 +130,7 @@ class Scripted:
     """A sampler whose every choice is fixed beforehand, and how likely it is that they come so."""
 
     propose = Sampler.propose
+    tell, tried = Sampler.tell, None  # nobody watches
 
     def __init__(self, sampler: Sampler, script: list[int]):
         """script: which of its options each choice takes."""

@@ -226,6 +226,39 @@ def test_grafts_gates_are_its_bases() -> None:
     assert "rows" in gates
 
 
+@pytest.mark.parametrize("method", ["dynatree", "dyspec", "graft"])
+def test_what_was_tried_decided_the_path(method: str) -> None:
+    """Of sampled text: chance and coin of every child whose turn it was, and no other's."""
+    logits = []
+    n_rejected = 0
+    sampling = Sampling(0.8, 1.0, 2)
+    settings = METHODS[method]()
+    trace = Trace(TOKENIZER, settings)
+    models = random_model(1), random_model(2)
+    how = {"sampling": sampling, "watcher": trace, "inspect": logits.append}
+    for step in generate(*models, [1, 2, 3], settings, 40, **how):
+        trace.add(step)
+        if not step.tree:
+            continue
+        tried = trace.iterations[-1]["tried"]
+        kept = [row for row, chance, coin, _ in tried if coin < chance]
+        assert [0, *kept] == step.path
+        last = 0
+        at_last = []  # the children tried there
+        for row, chance, coin, left in tried:
+            assert step.tree.parents[row] == last and 0 <= left <= 1 and 0 <= chance <= 1
+            above = step.path.index(last)
+            if not at_last and not step.tree.drawn_from and above < len(logits[-1]):
+                probs = sampling.sampler(torch.device("cpu")).warp(logits[-1])  # of the path's rows
+                assert chance == pytest.approx(probs[above, step.tree.tokens[row]].item(), rel=1e-3)
+                assert left == pytest.approx(1 - chance, abs=1e-3)
+            at_last.append(row)
+            if coin < chance:
+                last, at_last = row, []
+            n_rejected += coin >= chance
+    assert n_rejected > 3
+
+
 def test_what_was_drawn_is_not_taken_for_the_best_guess() -> None:
     """Its probability was shown as c(u), the draft's best."""
     found = iterations(METHODS["linear"](), 1, sampling=Sampling(1.0, 1.0, 3))
