@@ -213,8 +213,8 @@ class AutoRule(Rule):
         self.worth_of_memory = promise - rate * self.costs.predict(work_of(len(self.tree), 0))
         self.worth_of_draft = self.drafting.tokens - rate * self.drafting.ms
         is_better = self.worth_of_draft > self.worth_of_memory
-        probed_ms = self.probed_ms + self.drafting.ms
-        self.is_probe = not is_better and probed_ms < PROBE_SHARE * self.total_ms
+        is_due = self.probed_ms + self.drafting.ms < PROBE_SHARE * self.total_ms
+        self.is_probe = is_due and not is_better and self.max_depth > 0
         return self.max_depth if is_better or self.is_probe else 0
 
     def state(self) -> dict[str, float | str]:
