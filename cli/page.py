@@ -2,9 +2,9 @@
 
     save_trace(trace.as_json(prompt, about), page="run.html", trace=None)
 
-The page is page/template.html with the style, the scripts and the data put in. Whatever a user or a
-model wrote is data: it stands in a JSON string, in which no `<` is left, and the script shows it as
-text.
+The page is page/template.html with colours, style, scripts and the data put in. Whatever a user or
+a model wrote is data: it stands in a JSON string, in which no `<` is left, and the script shows it
+as text.
 """
 
 import json
@@ -12,46 +12,57 @@ from pathlib import Path
 
 from cli.errors import UsageError
 from engine.files import write_whole
+from methods import METHODS
 
 FOLDER = Path(__file__).parent.parent / "page"
 SCRIPTS = (  # in their order: the first make elements and read the data, the last starts the page
     "elements.js",
     "run.js",
-    "words.js",
-    "text.js",
-    "layout.js",
     "tree.js",
-    "mask.js",
-    "caches.js",
-    "thresholds.js",
-    "time.js",
-    "details.js",
+    "rows.js",
+    "overview.js",
+    "words.js",
     "about.js",
-    "steps.js",
-    "pointing.js",
-    "keys.js",
     "main.js",
 )
-PARTS = {"/* style */": ("style.css",), "/* script */": [f"script/{name}" for name in SCRIPTS]}
-DATA = "/* data */"
 
 
 def save_trace(content: dict, page: str | None, trace: str | None) -> None:
     """Write the page, the trace, or both, whole or not at all. Raises UsageError."""
-    data = json.dumps(content, separators=(",", ":"))
     if trace:
-        save(trace, data)
+        save(trace, as_data(content))
     if page:
-        save(page, as_page(data))
+        save(page, as_page(content))
 
 
-def as_page(data: str) -> str:
-    """The page with this JSON in it."""
-    text = (FOLDER / "template.html").read_text(encoding="utf-8")
-    for place, names in PARTS.items():
-        parts = [(FOLDER / name).read_text(encoding="utf-8") for name in names]
-        text = text.replace(place, "\n".join(parts), 1)
-    return text.replace(DATA, data.replace("<", "\\u003c"), 1)  # no end of the script inside
+def as_data(content: dict) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def as_page(content: dict) -> str:
+    """The page with this trace in it."""
+    parts = {
+        "/* style */": colours(content["settings"]["method"]) + read("style.css"),
+        "/* script */": "\n".join(map(read, SCRIPTS)),
+        "/* data */": as_data(content).replace("<", "\\u003c"),  # no end of the script inside
+    }
+    text = read("template.html")
+    for place, part in parts.items():
+        text = text.replace(place, part, 1)
+    return text
+
+
+def colours(method: str) -> str:
+    """As the figures have them: of each part of the work, and of the method, by its place."""
+    found = json.loads(read("colours.json"))
+    methods = found["methods"]
+    parts = found["parts"] | {"method": methods[list(METHODS).index(method) % len(methods)]}
+    names = "".join(f"--{name}-colour: {colour}; " for name, colour in parts.items())
+    return f":root {{ {names}}}\n"
+
+
+def read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
 def save(name: str, text: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from tokenizers import Tokenizer
 
 from cli.main import main
 from cli.metrics import token_ids
-from cli.page import as_page
 from cli.trace import (
     MOST_DROPPED,
     NO_LEVEL_LEFT,
@@ -325,11 +325,16 @@ def test_nothing_in_the_data_ends_the_script(capsys: Captured, tmp_path: Path) -
     assert "".join(data_of(text)["prompt"]["text"]) == hostile
 
 
-def test_the_page_needs_nothing_else() -> None:
-    """No address but the names of XML's own namespaces; every place is filled."""
-    text = as_page("{}")
-    addresses = [word for word in text.split('"') if "//" in word and "http" in word]
-    assert set(addresses) <= {"http://www.w3.org/2000/svg"}
+def test_the_page_needs_nothing_else(capsys: Captured, tmp_path: Path) -> None:
+    """No address but those of XML's own namespaces and of the papers, which a click leads to."""
+    run(capsys, ["--page", str(tmp_path / "run.html")])
+    text = (tmp_path / "run.html").read_text()
+    addresses = set(re.findall(r"https?://[\w./-]+", text))
+    assert {address.split("/")[2] for address in addresses} == {
+        "www.w3.org",
+        "github.com",
+        "arxiv.org",
+    }
     text = text.replace("url(#", "").replace('href="data:,"', "")  # of the page itself; no icon
     for word in ("@import", "url(", "href=", "src=", "/* style */", "/* script */", "innerHTML"):
         assert word not in text

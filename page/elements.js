@@ -2,7 +2,7 @@
 // node or an attribute, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const BULLET = "·"; // a space, made visible
+const UNIT = 13; // pixels of the usual letters; drawings are made for that size and then scaled
 
 const byId = (id) => document.getElementById(id);
 
@@ -22,10 +22,13 @@ function svg(name, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, name), attributes, children);
 }
 
-// A drawing of so many pixels.
-function drawing(width, height, attributes, ...children) {
-  const size = { width, height, viewBox: `0 0 ${width} ${height}` };
+function drawing(width, height, scale, attributes, ...children) {
+  const size = { width: width * scale, height: height * scale, viewBox: `0 0 ${width} ${height}` };
   return svg("svg", { ...size, ...attributes }, ...children);
+}
+
+function nothing(text) {
+  return html("p", { class: "nothing" }, text);
 }
 
 function classes(flags) {
@@ -35,7 +38,7 @@ function classes(flags) {
 // A token with its white space, and what has no look of its own, made visible.
 function visible(text) {
   const marked = text
-    .replace(/ /g, BULLET)
+    .replace(/ /g, "·")
     .replace(/\n/g, "↵")
     .replace(/\t/g, "⇥")
     .replace(/[\u0000-\u001f\u007f-\u00a0\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g, codePoint);
@@ -52,13 +55,12 @@ function shortened(text, most) {
 }
 
 const ruler = document.createElement("canvas").getContext("2d");
-const rulerSize = 100;
-ruler.font = `${rulerSize}px ${styled("--mono")}`;
+ruler.font = `100px ${getComputedStyle(document.documentElement).getPropertyValue("--mono")}`;
 const widths = new Map(); // of texts that were measured
 
-// The width of a text in the fixed-width font, in pixels.
+// The width of a text in the fixed-width font of this size.
 function widthOf(text, size) {
-  if (!widths.has(text)) widths.set(text, ruler.measureText(text).width / rulerSize);
+  if (!widths.has(text)) widths.set(text, ruler.measureText(text).width / 100);
   return size * widths.get(text);
 }
 
@@ -85,16 +87,20 @@ function clamp(value, low, high) {
   return Math.max(low, Math.min(high, value));
 }
 
-const rooms = new Map(); // of panels, until the window is another
-
-// The room of a panel whose size does not depend on what it shows. Asked anew after every drawing,
-// it would have the browser lay out the whole page each time.
-function roomOf(place) {
-  if (!rooms.has(place)) rooms.set(place, { width: place.clientWidth, height: place.clientHeight });
-  return rooms.get(place);
+function sum(values) {
+  return values.reduce((total, value) => total + value, 0);
 }
 
-// A number of the style sheet, as it now is: a colour, in the dark or in the light.
-function styled(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const rooms = new Map(); // of panels, until the window is another
+
+// The room that a drawing has, and the scale it is shown at. Asked anew after every drawing, it would
+// have the browser lay out the whole page each time.
+function roomOf(place) {
+  if (!rooms.has(place)) {
+    const scale = parseFloat(getComputedStyle(place).fontSize) / UNIT;
+    const width = Math.max(place.offsetWidth / scale, 200); // even where a window has no size yet
+    const height = Math.max(place.offsetHeight / scale, 60);
+    rooms.set(place, { width, height, scale });
+  }
+  return rooms.get(place);
 }
