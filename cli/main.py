@@ -6,12 +6,10 @@ main(["--prompt", "The ship sailed at dawn", "--method", "auto"])
 import argparse
 import io
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from pathlib import Path
 
 import torch
 
@@ -28,12 +26,11 @@ from cli.options import (
     read_prompt,
     require_drawing,
 )
-from cli.page import not_written, save_trace
+from cli.page import require_places, save_trace
 from cli.ranks import on_ranks
 from cli.terminal import describe, draw_tree, harmless, has_color
 from cli.trace import Trace, describe_base, meanings
 from dynatree import COMMITS, Step
-from engine.files import require_writable
 from engine.streaming import WHOLE_TEXT
 from methods import METHODS
 from parallel.target import Mail
@@ -101,7 +98,7 @@ def prepare(args: argparse.Namespace, mail: Mail | None) -> tuple[Request, dict]
     if args.draft_temperature is not None:
         require_drawing(args.method, rule)
     text = read_prompt(args.prompt, args.prompt_file)
-    require_places(args)
+    require_places(args.page, args.trace)
     if (args.draft or args.draft_dtype) and not rule.max_depth:
         say(f"note: --method {args.method} needs no draft: --draft, --draft-dtype have no effect")
     pair, models = open_pair(args, rule.max_depth > 0, say, mail)
@@ -132,22 +129,6 @@ def describe_rest(request: Request) -> dict:
         "sampling": asdict(request.sampling) if request.sampling else None,
         "window": None if is_whole else asdict(request.window),
     }
-
-
-def require_places(args: argparse.Namespace) -> None:
-    """Raise UsageError where the page or the trace could not be written, or would be over what is
-    read."""
-    places = {"--page": args.page, "--trace": args.trace}
-    places = {option: name for option, name in places.items() if name is not None}
-    for name in places.values():
-        try:
-            require_writable(Path(name))
-        except (OSError, ValueError) as error:
-            raise not_written(name, error) from error
-    if args.prompt_file is not None:
-        places["--prompt-file"] = args.prompt_file
-    if len({os.path.realpath(name) for name in places.values()}) < len(places):
-        raise UsageError(f"{' and '.join(places)} must not be one file")
 
 
 def warn_of_length(request: Request) -> None:

@@ -8,10 +8,12 @@ as text.
 """
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from cli.errors import UsageError
-from engine.files import write_whole
+from engine.files import require_writable, write_whole
 from methods import METHODS
 
 FOLDER = Path(__file__).parent.parent / "page"
@@ -25,6 +27,34 @@ SCRIPTS = (  # in their order: the first make elements and read the data, the la
     "about.js",
     "main.js",
 )
+OWN = (b'{"format":{"name":"dynatree-trace"', b"<title>DynaTree: a run</title>")  # how ours begin
+
+
+def require_places(page: str | None, trace: str | None) -> None:
+    """Raise UsageError where page or trace could not be written, where they are one file, or where
+    either would be over what is neither: weights, the prompt, the text that is printed."""
+    names = [name for name in (page, trace) if name is not None]
+    for name in names:
+        try:
+            require_writable(Path(name))
+            if os.path.exists(name) and is_foreign(name):
+                raise UsageError(f"{name} is no page or trace of a run; it is not overwritten")
+        except (OSError, ValueError) as error:
+            raise not_written(name, error) from error
+    if len(set(map(os.path.realpath, names))) < len(names):
+        raise UsageError("--page and --trace must not be one file")
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a file is something else than a page, a trace, or nothing yet."""
+    with open(name, "rb") as file:
+        start = file.read(2000)
+        status = os.fstat(file.fileno())
+    for descriptor in (1, 2):
+        with suppress(OSError):  # which may be closed
+            if os.path.samestat(status, os.fstat(descriptor)):
+                return True
+    return bool(start) and not any(mark in start for mark in OWN)
 
 
 def save_trace(content: dict, page: str | None, trace: str | None) -> None:

@@ -4,11 +4,12 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from conftest import TINY, random_model, random_settings
@@ -16,12 +17,12 @@ from tokenizers import Tokenizer
 
 from cli.main import main
 from cli.metrics import token_ids
+from cli.models import Request
 from cli.trace import (
     MOST_DROPPED,
     NO_LEVEL_LEFT,
     Trace,
     describe_base,
-    first_closed,
     meanings,
 )
 from draft_tree import DynaTree, Settings
@@ -112,6 +113,7 @@ def test_dynatrees_gates_have_their_reasons() -> None:
     """By the numbers beside them, for every node and every candidate of many trees."""
     s = DynaTree(tau=0.02, D0=2, D_max=4, N_max=6, rho_stop=0.05, history=False)
     counts: dict[str, int] = {}
+    both = 0
     for seed in range(12):
         for found in iterations(s, seed):
             tree = found["tree"]
@@ -138,7 +140,9 @@ def test_dynatrees_gates_have_their_reasons() -> None:
                 }
                 assert reasons[gate], (gate, row, tree)
                 assert tree["breadth"][row] == breadth(tree["confidence"][row])
+                both += gate == "confidence" and p < 0.02
     assert {"tau", "confidence", "N_max", "stopped D_max", "stopped rho_deep"} <= set(counts)
+    assert both  # the first gate that closes is named
 
 
 def breadth(confidence: float) -> int:
@@ -153,11 +157,6 @@ def depths_of(parents: list[int]) -> list[int]:
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     return depths
-
-
-def test_the_first_gate_that_closes_is_named() -> None:
-    gates = {"one": numpy.array([[True, True], [False, False]]), "two": False}
-    assert first_closed(gates, (2, 2)) == [["two", "two"], ["one", "one"]]
 
 
 def test_all_that_is_dropped_is_counted() -> None:
@@ -340,57 +339,62 @@ def test_the_page_needs_nothing_else(capsys: Captured, tmp_path: Path) -> None:
         assert word not in text
 
 
-def forbid(*_: object) -> None:
-    pytest.fail("a model was loaded")
-
-
-@pytest.mark.parametrize("option", ["--page", "--trace"])
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("no/such/folder/x", "No such file"),
-        (".", "not a regular file"),
-        ("", "is empty"),
-        ("x" * 300, "File name too long"),
-        ("/dev/full", "not a regular file"),
-    ],
-)
-def test_what_cannot_be_written_is_said_first(
-    option: str,
-    name: str,
-    why: str,
-    capsys: Captured,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cli.main.open_pair", forbid)
-    assert main(TEXT + [option, name]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and why in line
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        (["--page", "no/such/folder/x"], "No such file"),
+        (["--trace", "."], "not a regular file"),
+        (["--page", ""], "is empty"),
+        (["--trace", "x" * 300], "File name too long"),
+        (["--page", "\0"], "null byte"),
+        (["--trace", "/dev/full"], "not a regular file"),
         (["--page", "x", "--trace", "./x"], "--page and --trace must not be one file"),
-        (["--prompt-file", "p", "--page", "p"], "--page and --prompt-file must not be one file"),
+        (["--prompt-file", "notes", "--page", "notes"], "not overwritten"),
+        (["--page", "weights"], "not overwritten"),
+        (["--trace", "weights"], "not overwritten"),
+        (["--trace", "other.json"], "not overwritten"),
     ],
 )
-def test_one_file_is_not_two(
+def test_a_place_is_refused_before_anything_is_loaded(
     options: list[str],
     why: str,
     capsys: Captured,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """One that cannot be written, or that holds what nobody wants to lose: it was overwritten."""
+    files = {
+        "weights": b"\x93" * 99,
+        "other.json": b'{"format":{"name":"x"}}',
+        "notes": b"a prompt",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "p").write_text("a prompt")
     prompt = [] if "--prompt-file" in options else ["--prompt", "a"]
-    assert main(prompt + options) == 2
-    assert why in capsys.readouterr().err
-    assert (tmp_path / "p").read_text() == "a prompt"
+    assert main([*prompt, *options, "--target", "no-such-folder"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and why in line
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
+
+
+def test_own_files_are_written_again(capsys: Captured, tmp_path: Path) -> None:
+    page, trace = tmp_path / "run.html", tmp_path / "run.json"
+    places = ["--page", str(page), "--trace", str(trace)]
+    page.touch()
+    for method in ("ar", "linear"):
+        run(capsys, [*places, "--method", method])
+        assert data_of(page.read_text()) == json.loads(trace.read_text())
+        assert data_of(page.read_text())["settings"]["method"] == method
+
+
+def test_the_text_is_not_lost_under_a_page(tmp_path: Path) -> None:
+    """A file that stdout goes to would be another file, once renamed over."""
+    command = [sys.executable, "dynatree.py", *TEXT, "--page", "/dev/stdout"]
+    with open(tmp_path / "out", "wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert (tmp_path / "out").read_bytes() == b""
 
 
 def interrupt_at(n: int, real: Callable) -> Callable:
@@ -406,10 +410,7 @@ def interrupt_at(n: int, real: Callable) -> Callable:
 def test_ctrl_c_leaves_a_page_of_what_there_is(
     capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cli.models import Request
-
     page = tmp_path / "run.html"
-    page.write_text("an older one")
     monkeypatch.setattr(Request, "decode", interrupt_at(3, Request.decode))
     assert main(TEXT + ["--page", str(page), "--json"]) == 130
     report = json.loads(capsys.readouterr().out)
@@ -422,7 +423,8 @@ def test_a_full_disk_leaves_the_text_and_the_older_page(
     capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "run.html"
-    page.write_text("an older one")
+    run(capsys, ["--page", str(page)])
+    older = page.read_text()
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -431,7 +433,5 @@ def test_a_full_disk_leaves_the_text_and_the_older_page(
     assert main(TEXT + ["--page", str(page)]) == 2
     captured = capsys.readouterr()
     assert len(captured.out) > 20
-    assert (
-        captured.err.splitlines()[-1] == f"error: {page} cannot be written: No space left on device"
-    )
-    assert page.read_text() == "an older one"
+    assert f"error: {page} cannot be written: No space left on device" in captured.err
+    assert page.read_text() == older
