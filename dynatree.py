@@ -155,11 +155,13 @@ def open_caches(
         ranking = Ranking(rule.max_branches, are_logprobs=True, is_read=not is_drawing)
         use = Use(n_rows, rule.min_rows, n_ids=target.config.vocab_size, ranking=ranking)
         needs.append((draft, n_tokens + rule.max_drafted, use))
-        require_caches([(model.pool, capacity, use) for model, capacity, use in needs])
     caches: list[KVCache] = []
     try:
-        for model, capacity, use in needs:
-            caches.append(model.new_cache(capacity, use))
+        with target.share.agreeing():
+            require_caches([(model.pool, capacity, use) for model, capacity, use in needs])
+        with target.share.agreeing():
+            for model, capacity, use in needs:
+                caches.append(model.new_cache(capacity, use))
         yield caches
     finally:
         for (model, _, _), cache in zip(needs, caches, strict=False):
@@ -193,6 +195,9 @@ def generate(
     Raises ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
+    share = target.share  # of several ranks rank 0 decides, and all make the target's passes
+    if share.index:
+        rule = spectator(rule)
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
         raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
     require_ids(prompt, target.config.vocab_size)
@@ -209,7 +214,8 @@ def generate(
         with watch.verify:
             read = rule.read if rule.n_read else None
             scores = window.read_prompt(target, visible, cache, read)
-        path, tokens = accept(lone(visible[-1]), scores, sampler, acceptance, settings)
+        root = lone(visible[-1])
+        path, tokens = share.first(accept, root, scores, sampler, acceptance, settings)
         show(inspect, scores, path, watch)
         step = Step(cut(tokens, eos_ids, left), cached=lengths(cache, drafter), **watch.times())
         while True:
@@ -220,8 +226,9 @@ def generate(
                 return
             if step.tree is None:  # the first: the passes to come are known now
                 shortest = min(len(visible), window.size + window.sinks)
-                for model, own in zip((target, draft), (cache, *others), strict=False):
-                    capture(model, own, shortest)
+                with share.agreeing():
+                    for model, own in zip((target, draft), (cache, *others), strict=False):
+                        capture(model, own, shortest)
             watch.restart()
             # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
             max_depth = min(left, window.until_drop(cache)) - 1
@@ -229,14 +236,15 @@ def generate(
                 max_depth = min(max_depth, MAX_DEPTH)
             if drafter:
                 drafter.begin(visible)
-            tree = grow(rule, visible[-1], drafter and drafter.run, max_depth, watcher)
+            run = drafter and drafter.run
+            tree = share.first(grow, rule, visible[-1], run, max_depth, watcher)
             # 2 mask and positions: a node sees what is above it and stands at its depth
             rows, positions, mask = tree_pass(tree, cache.length)
             # 3 verify: one target pass over the whole tree
             with watch.verify:
                 scores = target.forward(rows, positions, cache, mask)  # of N rows
             # 4 accept: the path on which the target agrees, then the bonus token
-            path, tokens = accept(tree, scores, sampler, acceptance, settings)
+            path, tokens = share.first(accept, tree, scores, sampler, acceptance, settings)
             new = cut(tokens, eos_ids, left)
             show(inspect, scores, path[: len(new)], watch)
             # 5 commit: the accepted rows stay in both caches, the rest is forgotten
@@ -263,6 +271,13 @@ def generate(
                 cached=lengths(cache, drafter),
                 **watch.times(),
             )
+
+
+def spectator(rule: Rule) -> Rule:
+    """What other ranks than the first have for a rule: as many rows, and no say."""
+    own = Rule(rule.max_branches, 0, rule.max_rows, rule.max_rows)
+    own.min_rows, own.n_read = rule.min_rows, rule.n_read
+    return own
 
 
 def require_ids(prompt: Sequence[int], n_ids: int) -> None:

@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,6 +119,8 @@ def run_command_line(
                 traceback.print_exception(error)
             line, status = explain(error, parser)
             say(f"error: {line}")
+            if is_silent():  # rank 0 meets it, too, and is to say so before torchrun ends all
+                time.sleep(1)
             return status
 
 

@@ -27,13 +27,12 @@ from cli.options import (
     require_drawing,
 )
 from cli.page import require_places, save_trace
-from cli.ranks import on_ranks
 from cli.terminal import describe, draw_tree, harmless, has_color
 from cli.trace import Trace, describe_base, meanings
 from dynatree import COMMITS, Step
 from engine.streaming import WHOLE_TEXT
 from methods import METHODS
-from parallel.target import Mail
+from parallel.ranks import Ranks, joined
 
 WARM_UP_STEPS = 8
 ENDINGS = """exit status:
@@ -88,7 +87,7 @@ class Written:
     digests: Digests | None = None  # of its logits, if they are to be compared
 
 
-def prepare(args: argparse.Namespace, mail: Mail | None) -> tuple[Request, dict]:
+def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dict]:
     """Check everything that was asked for and load the models; also the settings to report."""
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
@@ -101,7 +100,7 @@ def prepare(args: argparse.Namespace, mail: Mail | None) -> tuple[Request, dict]
     require_places(args.page, args.trace)
     if (args.draft or args.draft_dtype) and not rule.max_depth:
         say(f"note: --method {args.method} needs no draft: --draft, --draft-dtype have no effect")
-    pair, models = open_pair(args, rule.max_depth > 0, say, mail)
+    pair, models = open_pair(args, rule.max_depth > 0, say, ranks)
     request = Request(
         pair,
         encode(text, pair.tokenizer, pair.target.config.vocab_size),
@@ -148,10 +147,10 @@ def warn_of_length(request: Request) -> None:
 
 def write(args: argparse.Namespace) -> int:
     """The command line, once parsed. Returns the exit status."""
-    with on_ranks() as mail:
-        request, reported = prepare(args, mail)
+    with joined() as ranks:
+        request, reported = prepare(args, ranks)
         written = Written()
-        if args.page or args.trace:
+        if (args.page or args.trace) and not (ranks and ranks.index):
             written.trace = Trace(request.pair.tokenizer, request.settings, request.eos_ids)
         if args.compare:
             written.digests = Digests() if args.strict else None

@@ -28,7 +28,7 @@ from engine.memory import memory_for
 from engine.sampling import Sampling
 from engine.streaming import WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
-from parallel.target import Mail
+from parallel.ranks import Ranks
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
@@ -118,7 +118,7 @@ class Pair:
     target_folder: Path
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
-    mail: Mail | None = None  # to other ranks, with whom the target is computed
+    ranks: Ranks | None = None  # with whom the target is computed
 
     @property
     def models(self) -> list[GPTNeoX]:
@@ -129,7 +129,7 @@ class Pair:
         """The target in float32, loaded again if it is not. Raises OutOfMemory."""
         if self.target.dtype == torch.float32:
             return self.target
-        return load_target(self.target_folder, self.target.device, torch.float32, self.mail)
+        return load_target(self.target_folder, self.target.device, torch.float32, self.ranks)
 
     def captured(self) -> tuple[int, float]:
         """CUDA graphs so far, and the seconds they took."""
@@ -229,15 +229,15 @@ def open_pair(
     args: argparse.Namespace,
     is_drafting: bool,
     say: Callable[[str], None],
-    mail: Mail | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Pair, dict[str, str | int | None]]:
     """The models that the options name, announced and loaded; and what to report of them.
 
-    mail: to the other ranks, if the target is computed with them.
+    ranks: with whom the target is computed, if there are several.
     """
     set_threads(args.threads)
     device = choose_device(args.device)
-    if mail and ":" in (args.device or ""):
+    if ranks and ":" in (args.device or ""):
         raise UsageError(f"--device {args.device}: under torchrun each rank has its own; say cuda")
     dtype = choose_dtype(args.dtype, device)
     draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
@@ -250,14 +250,14 @@ def open_pair(
     draft = (args.draft or draft) if is_drafting else None
     found = {"target": target, "draft": draft, "device": str(device), "dtype": dtype_name(dtype)}
     found["draft_dtype"] = dtype_name(draft_dtype) if draft else None
-    if mail:
-        found["ranks"] = mail.ranks.count
+    if ranks:
+        found["ranks"] = ranks.count
     say(announcement(found))
     flags = processor_flags()
     for each in {dtype, draft_dtype} if draft else {dtype}:
         if device.type == "cpu" and flags and lacks_instructions(each, flags):
             say(f"note: this processor has no {dtype_name(each)} instructions: it will be slow")
-    pair = load_pair(target, draft, device, dtype, draft_dtype, say, mail)
+    pair = load_pair(target, draft, device, dtype, draft_dtype, say, ranks)
     if args.no_graphs:
         pair.use_graphs(False)
     return pair, found | {"threads": torch.get_num_threads()}
@@ -284,13 +284,13 @@ def load_pair(
     dtype: torch.dtype | None = None,
     draft_dtype: torch.dtype | None = None,
     announce: Callable[[str], None] = lambda line: None,
-    mail: Mail | None = None,
+    ranks: Ranks | None = None,
 ) -> Pair:
     """Find, check and load the models; `announce` is told before a download.
 
     device, dtype: as choose_device and choose_dtype have them if None. draft_dtype: the target's if
-    None. mail: to the ranks that each load a share of the target; the draft is loaded whole, here
-    alone. Raises CheckpointError (the two tokenizers must be the same) and OutOfMemory.
+    None. ranks: they load a share of the target each, and the first alone the draft. Raises
+    CheckpointError (the two tokenizers must be the same) and OutOfMemory.
     """
     device = device or choose_device(None)
     dtype = dtype or choose_dtype(None, device)
@@ -300,14 +300,14 @@ def load_pair(
         if draft_folder:
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     start = time.perf_counter()
-    target_model = load_target(target_folder, device, dtype, mail)
+    target_model = load_target(target_folder, device, dtype, ranks)
     load_s = {"target": time.perf_counter() - start}
     draft_model = None
-    if draft_folder:
+    if draft_folder and not (ranks and ranks.index):
         start = time.perf_counter()
         draft_model = GPTNeoX.from_pretrained(draft_folder, device, draft_dtype or dtype)
         load_s["draft"] = time.perf_counter() - start
-    return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, mail)
+    return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, ranks)
 
 
 def find_both(
@@ -335,9 +335,13 @@ def find_both(
 
 
 def load_target(
-    folder: Path, device: torch.device, dtype: torch.dtype, mail: Mail | None
+    folder: Path, device: torch.device, dtype: torch.dtype, ranks: Ranks | None
 ) -> GPTNeoX:
     """The whole of it, or with other ranks a share. Raises as GPTNeoX.from_pretrained."""
-    if mail:
-        return mail.load(folder, device, dtype)
-    return GPTNeoX.from_pretrained(folder, device, dtype)
+    if not ranks:
+        return GPTNeoX.from_pretrained(folder, device, dtype)
+    with ranks.agreeing():
+        device = ranks.own_device(device)
+    share = ranks.share(device)
+    with ranks.agreeing():
+        return GPTNeoX.from_pretrained(folder, device, dtype, share)

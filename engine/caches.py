@@ -24,6 +24,7 @@ from engine.checkpoint import Config
 from engine.cuda_graphs import ShapedPasses
 from engine.memory import OutOfMemory, free_memory, in_bytes, memory_for, require_memory
 from engine.passes import ROW_COUNTS, PaddedPasses, Run, Use, row_count, slot_count
+from engine.shares import WHOLE, Share
 from engine.strict import steady_rows
 
 
@@ -47,12 +48,13 @@ class CachePool:
         config: Config,
         min_rows: int = 1,
         is_plain: bool = False,
+        share: Share = WHOLE,
     ):
         """run: the model's passes. min_rows: of each, padded. is_plain: its layers are, and know no
-        slots in a tensor."""
+        slots in a tensor. share: of the model; what shapes a pass must be the same on all ranks."""
         self.run, self.token_bytes, self.device, self.config = run, token_bytes, device, config
         self.is_shaped = device.type == "cuda" and not is_plain
-        self.is_plain = is_plain
+        self.is_plain, self.share = is_plain, share
         self.has_graphs = self.is_shaped
         self.min_rows = min_rows  # of every pass, padded
         self.steady: dict[str, int | None] = {}  # what steady_rows found, once it is known
@@ -78,7 +80,8 @@ class CachePool:
         if self.is_shaped:
             return None
         if "rows" not in self.steady:
-            self.steady["rows"] = steady_rows(model)
+            found = self.share.every(steady_rows(model))
+            self.steady["rows"] = None if None in found else max(found)
         return self.steady["rows"]
 
     def lend(
@@ -91,7 +94,6 @@ class CachePool:
             storage.passes.is_replaying = False  # until `capture` has seen to these lengths
             return storage
         self.drop_idle()
-        # Of several processes all ask here; what comes next may raise in one alone
         n_slots = self.n_slots(self.ample(capacity), use)
         what = f"a cache of {capacity} tokens"
         n_bytes = self.bytes(capacity, use)
@@ -119,13 +121,10 @@ class CachePool:
         If that is half of what is free or more, the draft's cache may need the room.
         """
         most = max(capacity, self.config.max_positions)
-        if not self.is_shaped or self.bytes(most) > self.free_memory() / 2:
+        if not self.is_shaped:
             return capacity
-        return most
-
-    def free_memory(self) -> int:
-        """Bytes that it may go by."""
-        return free_memory(self.device)
+        free = min(self.share.every(free_memory(self.device)))
+        return capacity if self.bytes(most) > free / 2 else most
 
     def find_idle(self, capacity: int) -> Storage | None:
         """A storage that was given back and is large enough."""

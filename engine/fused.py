@@ -61,12 +61,14 @@ def fill(
     if fuse:
         model.gpt_neox = FusedTransformer(model.gpt_neox, share)
         model.embed_out = Head(model.embed_out.weight, config.vocab_size, share)
+    model.share = share
     model.n_heads = config.n_heads // share.count
     token_bytes = 2 * config.n_layers * model.n_heads * config.head_size * model.dtype.itemsize
     # The pool is the model's: what kept the model in turn would keep its weights as well
     run = weakref.WeakMethod(model.logits)
     min_rows = fastest_rows(model.device, model.dtype) if fuse else 1
-    model.pool = CachePool(run, token_bytes, model.device, config, min_rows, is_plain=not fuse)
+    is_plain = not fuse
+    model.pool = CachePool(run, token_bytes, model.device, config, min_rows, is_plain, share)
 
 
 def take(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> None:

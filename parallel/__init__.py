@@ -1,5 +1,4 @@
-"""One target in several processes, as torchrun starts them.
+"""One command in several processes, as torchrun starts them.
 
-ranks   the processes of one command: what they tell each other, and how they end
-target  a target of which each has a share; rank 0 tells, the others follow
+ranks   what rank 0 decides and all hear; what goes wrong on one and ends all
 """

@@ -5,16 +5,14 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 
+from draft_tree import lone
 from engine.memory import OutOfMemory
-from parallel import ranks as found_ranks
 from parallel.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, is_silent, joined
-
-ROOT = Path(__file__).parent.parent
 
 
 def free_port() -> int:
@@ -54,31 +52,39 @@ def on_ranks(count: int, work: Callable, *arguments: object, n_answers: int | No
     found = [None] * count
     try:
         for _ in range(n_answers or count):
-            index, found[index] = answers.get(timeout=60)
+            index, found[index] = answers.get(timeout=120)
     finally:
         for process in processes:
-            process.join(10)
+            process.join(30)
             assert not process.is_alive(), process.kill()
     return found
 
 
-def exchange(ranks: Ranks, letters: list) -> tuple[list, list]:
-    """What was heard of a few letters, and what everybody is."""
-    heard = []
-    for letter in letters:
-        if ranks.index:
-            heard.append(ranks.hear())
-        else:
-            ranks.tell(letter)
-    return heard, ranks.gather_objects(ranks.index * 17)
+def exchange(ranks: Ranks, values: list) -> tuple[list, list]:
+    """What was heard of some values, and what everybody is."""
+    share = ranks.share(torch.device("cpu"))
+    heard = [share.first(take_from, values, i, ranks.index) for i in range(len(values))]
+    return heard, share.every(ranks.index * 17)
+
+
+def take_from(values: list, i: int, index: int) -> object:
+    assert index == 0, "rank 0 alone computes"
+    return values[i]
 
 
 def test_what_one_tells_the_others_hear() -> None:
-    """Letters that fit one broadcast, fill it and are longer."""
-    letters = [[["forward", 3, [1, 2], None]], [], [["x" * (LETTER - 14)]], [["é" * LETTER, 1]]]
-    first, *others = on_ranks(3, exchange, letters)
-    assert first == ([], [0, 17, 34])
-    assert others == [(letters, [0, 17, 34])] * 2
+    """Values that are short, fill one broadcast or take two; a tree without what it was drawn from,
+    which rank 0 keeps."""
+    tree = lone(7)
+    tree.add(8, 0, -0.5)
+    told = replace(tree)
+    tree.drawn_from.append(torch.ones(100_000))
+    told.drawn_from = [None]
+    values = [([0, 2], [5, 9]), "", "é" * LETTER, b"x" * (10 * LETTER), tree]
+    values += [b"x" * n for n in range(LETTER - 40, LETTER)]
+    first, *others = on_ranks(3, exchange, values)
+    assert first[0][4].drawn_from[0].shape == (100_000,)
+    assert others == [([*values[:4], told, *values[5:]], [0, 17, 34])] * 2
 
 
 def disagree(ranks: Ranks, failing: list[int]) -> str:
@@ -103,44 +109,18 @@ def test_what_goes_wrong_on_one_is_raised_on_all(failing: list[int], said: list[
     assert on_ranks(2, disagree, failing) == said
 
 
-def leave(ranks: Ranks, words: str) -> None:
-    """Rank 1 goes, with some words or killed, while the others wait for it."""
+def leave(ranks: Ranks) -> None:
+    """Rank 1 is killed, while the others wait for it."""
     if ranks.index == 1:
-        if not words:
-            os.kill(os.getpid(), signal.SIGKILL)
-        ranks.leave_word(words)
-        return
-    if ranks.index:
-        ranks.hear()
-    ranks.gather_objects(None, is_patient=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.gather_objects(None)
 
 
 @pytest.mark.parametrize(("count", "who"), [(2, "rank 1"), (3, "another rank")])
 def test_one_that_is_killed_ends_the_others(count: int, who: str) -> None:
-    found = on_ranks(count, leave, "", n_answers=count - 1)
+    found = on_ranks(count, leave, n_answers=count - 1)
     for index in {0, count - 1} - {1}:
         assert isinstance(found[index], RanksError) and str(found[index]).startswith(f"{who} has")
-
-
-def test_one_that_ends_can_say_why() -> None:
-    found = on_ranks(2, leave, "no milk")
-    assert isinstance(found[0], RanksError) and str(found[0]) == "rank 1: no milk"
-
-
-def test_ranks_of_other_versions_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Found:
-        def gather_objects(self, own: tuple) -> list[tuple]:
-            return [own, own, other]
-
-    own = (str(torch.__version__), found_ranks.hash_of_code())
-    other = ("2.0.0", own[1])
-    with pytest.raises(RanksError, match="rank 2 has torch 2.0.0, rank 0 has"):
-        found_ranks.require_same_code(Found())
-    other = (own[0], "another hash")
-    with pytest.raises(RanksError, match="rank 2 runs other files of this project"):
-        found_ranks.require_same_code(Found())
-    other = own
-    found_ranks.require_same_code(Found())
 
 
 def test_without_torchrun_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,36 +129,29 @@ def test_without_torchrun_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setenv("WORLD_SIZE", value)
         else:
             monkeypatch.delenv("WORLD_SIZE")
-        assert not is_launched()
+        assert not is_launched() and not is_silent()
         with joined() as ranks:
             assert ranks is None
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"WORLD_SIZE": "2"}, "not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start it with"),
-        (dict.fromkeys(VARIABLES, "2"), "RANK is 2, of a WORLD_SIZE of 2: the first is 0"),
-    ],
-)
-def test_an_environment_that_is_not_torchruns(
-    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("numbers", [("0", "two"), ("2", "2"), ("", "2"), ("-1", "2"), ("1", "1")])
+def test_whoever_has_wrong_numbers_says_so(
+    numbers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in variables.items():
+    """Ranks started by hand; torchrun gives right ones."""
+    values = (*numbers, "127.0.0.1", str(free_port()))
+    for name, value in zip(VARIABLES, values, strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(RanksError, match=said):
-        with joined():
-            pass
-
-
-def test_a_rank_is_silent_where_another_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the rest of torchrun's variables it ended with status 2 and not a word."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
     assert not is_silent()
-    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")
+    if numbers[1] != "1":
+        with pytest.raises(RanksError, match="is no place among several processes"):
+            with joined():
+                pass
+
+
+def test_the_first_rank_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES, ("1", "2", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
     assert is_silent()
     monkeypatch.setenv("RANK", "0")
     assert not is_silent()
@@ -187,12 +160,9 @@ def test_a_rank_is_silent_where_another_speaks(monkeypatch: pytest.MonkeyPatch) 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torchrun, which brings its own; only rank 0 opens it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2}
-        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
-        for name, value in values.items():
-            monkeypatch.setenv(name, str(value))
-        before = signal.getsignal(signal.SIGINT)
-        with pytest.raises(RanksError, match="the 2 ranks do not find each other: .*(in use|port)"):
+        values = ("0", "2", "127.0.0.1", str(server.getsockname()[1]))
+        for name, value in zip(VARIABLES, values, strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RanksError, match="do not find each other: .*(in use|port)"):
             with joined():
                 pass
-        assert signal.getsignal(signal.SIGINT) is before

@@ -39,7 +39,7 @@ def mistakes(ranks: Ranks) -> None:
     graph.replay()
     assert x.tolist() == [4.0] * 3
     with pytest.raises(torch.AcceleratorError, match="previous error during capture"):
-        captured(lambda: dist.all_reduce(x, group=ranks.prompt))
+        captured(lambda: dist.all_reduce(x, group=ranks.group))
     with pytest.raises(RuntimeError, match="device type cpu"):
         dist.all_reduce(torch.ones(3), group=group)
     with pytest.raises(ValueError, match="contiguous"):
