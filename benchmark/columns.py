@@ -26,9 +26,7 @@ def number(title: str, metric: str, digits: int) -> Column:
 
     def cell(row: Row) -> str:
         value = row.median(metric)
-        if value is None:
-            return ""
-        return f"{value:.{digits}f}"
+        return "" if value is None else f"{value:.{digits}f}"
 
     return Column(title, cell)
 
@@ -36,21 +34,13 @@ def number(title: str, metric: str, digits: int) -> Column:
 def own_number(title: str, metric: str, digits: int) -> Column:
     """The same for a metric that the peers do not tell."""
     column = number(title, metric, digits)
-
-    def cell(row: Row) -> str:
-        if row.is_peer:
-            return ""
-        return column.cell(row)
-
-    return Column(title, cell)
+    return Column(title, lambda row: "" if row.is_peer else column.cell(row))
 
 
 def values(row: Row, name: str) -> list[float]:
-    """One metric of every text; none if some lack it, as those of older files do."""
+    """One metric of every text; none if some lack it."""
     found = [record["metrics"].get(name) for record in row.records.values()]
-    if None in found:
-        return []
-    return found
+    return [] if None in found else found
 
 
 def mean_cell(found: list[float], digits: int) -> str:
@@ -74,60 +64,37 @@ def speedup_mean_cell(row: Row) -> str:
 def code_acceptance_cell(row: Row) -> str:
     """The mean, as in table 3, whose figures it is there to be held against."""
     found = values(row, "code_acceptance")
-    if not found:
-        return ""
-    return f"{statistics.mean(found):.1%}"
-
-
-def published(name: str) -> Column:
-    """What a paper printed in a column; its speed-ups are over a baseline of its own."""
-
-    def cell(row: Row) -> str:
-        return shown(row.run.published.get(name, ""))
-
-    return Column("paper " + COLUMNS[name].title.replace("x ar", "x"), cell)
+    return f"{statistics.mean(found):.1%}" if found else ""
 
 
 def speedup_cell(row: Row) -> str:
-    if not row.speedups:
-        return ""
-    return f"{row.speedup:.2f}x"
+    return f"{row.speedup:.2f}x" if row.speedups else ""
 
 
 def spread_cell(row: Row) -> str:
-    if not row.speedups:
-        return ""
-    return f"{min(row.speedups):.2f}-{max(row.speedups):.2f}"
+    return f"{min(row.speedups):.2f}-{max(row.speedups):.2f}" if row.speedups else ""
 
 
 def predicted_cell(row: Row) -> str:
-    if row.is_peer or not row.speedups:
-        return ""
-    predicted = row.predicted()
-    if predicted is None:
-        return ""
-    return f"{predicted:.2f}x"
+    predicted = row.predicted() if row.speedups else None
+    return "" if predicted is None else f"{predicted:.2f}x"
 
 
 def exact_cell(row: Row) -> str:
     n_compared = len(row.compared())
-    if not n_compared:
-        return ""
-    return f"{n_compared - len(row.differing())}/{n_compared}"
+    return f"{n_compared - len(row.differing())}/{n_compared}" if n_compared else ""
 
 
 def more_memory_cell(row: Row) -> str:
     own = row.median("peak_mb")
     ar = [record["metrics"].get("peak_mb") for _, record in row.beside_ar()]
-    if own is None or not ar or None in ar:
+    if own is None or not ar or not all(ar):
         return ""
     return f"{own / statistics.median(ar) - 1:+.1%}"
 
 
 def setup_cell(row: Row) -> str:
-    if row.setup_s is None:
-        return ""
-    return f"{row.setup_s:.2f}"
+    return "" if row.setup_s is None else f"{row.setup_s:.2f}"
 
 
 COLUMNS = {
@@ -164,6 +131,12 @@ COLUMNS = {
 TIMED = ("throughput", "speedup", "spread", "throughput_mean", "speedup_mean", "predicted")
 TIMED += ("end_to_end", "setup", "ttft", "tpot", "draft", "verify", "other")  # columns of speed
 TIMES = ("throughput", "end_to_end", "ttft_ms", "tpot_ms", "draft_ms", "verify_ms", "other_ms")
+
+
+def published(name: str) -> Column:
+    """What a paper printed in a column; its speed-ups are over a baseline of its own."""
+    title = "paper " + COLUMNS[name].title.replace("x ar", "x")
+    return Column(title, lambda row: shown(row.run.published.get(name, "")))
 
 
 def require_columns(names: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """What is counted from a generation's steps: passes and their rows, depths, matches by confidence.
 
 drafts, verifies = count_passes(steps, commit="keep")
+predicted_ms = predict_text_ms(times, run, pair, steps)
 depths = count_depths(steps)
 """
 
@@ -8,7 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from benchmark.results import Run
+from benchmark.rows import settings_of
+from benchmark.step_times import StepTimes
 from cli.metrics import matches
+from cli.models import Pair
 from dynatree import Step
 from engine.caches import CachePool
 
@@ -33,6 +38,15 @@ def padded(passes: Mapping[int, int], pool: CachePool, min_rows: int) -> Counter
     for n_rows, n in passes.items():
         found[pool.padded(n_rows, min_rows)] += n
     return found
+
+
+def predict_text_ms(times: StepTimes, run: Run, pair: Pair, steps: Sequence[Step]) -> float:
+    """What the forwards of a run's text would take alone."""
+    min_rows = settings_of(run).rule().min_rows
+    drafts, verifies = count_passes(steps, run.commit)
+    drafts = padded(drafts, pair.draft.pool, min_rows)
+    verifies = padded(verifies, pair.target.pool, min_rows)
+    return times.predict_ms(drafts, verifies)
 
 
 def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:

@@ -14,7 +14,7 @@ from benchmark.report import machine_text, markdown_report, markdown_table, prom
 from benchmark.results import Results
 from cli.errors import UsageError, shown
 from engine.files import write_whole
-from engine.foreign import ForeignFile, read_bytes
+from engine.foreign import ForeignFile, read_text
 
 START = "<!-- results: made by bench.py --docs -->"
 END = "<!-- end of results -->"
@@ -23,12 +23,9 @@ README_COLUMNS = ["throughput", "speedup", "tokens_per_iter", "exact"]
 
 def write_documents(root: Path, files: Sequence[str]) -> None:
     """Write both documents' made parts anew, or neither. Raises UsageError."""
-    texts = {
-        root / "README.md": readme_part(files),
-        root / "docs" / "results.md": results_part(files),
-    }
-    for document, part in texts.items():
-        texts[document] = replaced(document, part)
+    readme, page = root / "README.md", root / "docs" / "results.md"
+    texts = {readme: replaced(readme, readme_part(files))}
+    texts[page] = replaced(page, results_part(files))
     for document, text in texts.items():
         try:
             write_whole(document, text)
@@ -39,11 +36,9 @@ def write_documents(root: Path, files: Sequence[str]) -> None:
 def replaced(document: Path, part: str) -> str:
     """A document's text with this made part, the marks included. Raises UsageError."""
     try:
-        text = read_bytes(document).decode("utf-8")
+        text = read_text(document)
     except ForeignFile as error:
         raise UsageError(str(error)) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{document} is not UTF-8: {error}") from error
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     if text.count(START) != 1 or text.count(END) != 1 or END in before:
@@ -53,23 +48,20 @@ def replaced(document: Path, part: str) -> str:
 
 def results_part(files: Sequence[str]) -> str:
     """Of docs/results.md: every file's whole table, in this order."""
-    parts = [START]
-    for file in files:
-        parts.append(f"From `{shown(file)}`. {markdown_report(Results.load(file))}")
-    parts.append(END)
-    return "\n\n".join(parts)
+    tables = [f"From `{shown(file)}`. {markdown_report(Results.load(file))}" for file in files]
+    return "\n\n".join([START, *tables, END])
 
 
 def readme_part(files: Sequence[str]) -> str:
     """Of README.md: how the methods compare, in a table with a sentence on the machine."""
-    loaded = {file: Results.load(file) for file in files}
-    if not loaded[files[0]].runs:
-        raise UsageError(f"{files[0]} has no methods for README's table: name another file first")
     parts = [START]
-    for file, results in loaded.items():
+    for file in files:
+        results = Results.load(file)
         if file == files[0] or results.table == "enlarged":
+            if not results.runs:
+                raise UsageError(f"{file} has no methods for README's table: name it later")
             header, body = run_cells(results, README_COLUMNS)
             machine = machine_text(results.machine)
             sentence = shown(f"{prompts_text(results)}; {machine}, from `{file}`.")
             parts += [markdown_table(header, body), sentence]
-    return "\n\n".join(parts + [END])
+    return "\n\n".join([*parts, END])

@@ -25,21 +25,20 @@ SIZE = "1 GB"  # of both, on disk
 def enlarged_pair() -> list[str]:
     """The folders of target and draft, as one would name them. Raises UsageError if they are not
     there and cannot be made."""
-    folders = [os.path.relpath(FOLDER / role) for role in SHAPES]
-    if all(os.path.exists(os.path.join(folder, "config.json")) for folder in folders):
-        return folders
-    if is_launched():
+    lacking = [role for role in SHAPES if not (FOLDER / role / "config.json").exists()]
+    if lacking and is_launched():
         raise UsageError("make the enlarged pair first: python bench.py --table enlarged")
-    say(f"making the enlarged pair in {os.path.relpath(FOLDER)}, once: {SIZE}")
-    for role, folder in zip(SHAPES, folders, strict=True):
-        if not os.path.exists(os.path.join(folder, "config.json")):
-            enlarge(role, folder)
-    return folders
+    if lacking:
+        say(f"making the enlarged pair in {os.path.relpath(FOLDER)}, once: {SIZE}")
+    for role in lacking:
+        enlarge(role)
+    return [os.path.relpath(FOLDER / role) for role in SHAPES]
 
 
-def enlarge(role: str, folder: str) -> None:
+def enlarge(role: str) -> None:
     """Make one of them; the tool says itself what stands in its way."""
     hidden, layers = SHAPES[role]
+    folder = os.path.relpath(FOLDER / role)
     sizes = ["--hidden", str(hidden), "--layers", str(layers), "--vocab", str(VOCABULARY)]
     source = str(ROOT / "models" / "tiny" / role)
     command = [sys.executable, str(ROOT / "tools" / "enlarge.py"), source, folder, *sizes]

@@ -17,15 +17,12 @@ from cli.models import Pair
 ROOT = Path(__file__).parent.parent
 
 
-def describe_machine(pair: Pair, models: dict, has_peers: bool) -> dict:
+def describe_machine(pair: Pair, models: dict, has_peers: bool) -> dict[str, str | int | None]:
     """For the results file; models: what open_pair reports of them."""
-    machine = versions()
+    machine = versions() | models
     if has_peers:
         machine["transformers"] = version("transformers")
-    machine |= models
-    machine["processor"] = processor(pair.target.device)
-    machine["commit"] = revision()
-    return machine
+    return machine | {"processor": processor(pair.target.device), "commit": revision()}
 
 
 def processor(device: torch.device) -> str:
@@ -33,24 +30,22 @@ def processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu_info = Path("/proc/cpuinfo")
+    found = None
     if cpu_info.exists():
         found = re.search("model name\\s*: (.*)", cpu_info.read_text())
-        if found:
-            return found[1]
-    return platform.machine()
+    return found[1] if found else platform.machine()
 
 
 def revision() -> str:
     """The code's commit, marked if files differ from it; "unknown" outside a repository."""
     try:
         commit = git("rev-parse", "--short=10", "HEAD")
-        if git("status", "--porcelain", "--untracked-files=no"):
-            commit += "-modified"
-        return commit
+        is_modified = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{commit}-modified" if is_modified else commit
 
 
 def git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT)] + list(arguments)
+    command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

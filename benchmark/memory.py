@@ -3,122 +3,88 @@
 peak_mb = in_own_process(measure_memory, options, run, ids, None, 0)["metrics"]["peak_mb"]
 """
 
-import argparse
 import multiprocessing
+import os
 import re
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
+import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
-from benchmark.results import Run
-from benchmark.rows import settings_of, window_of
+from benchmark.results import Options, Run
+from benchmark.rows import request_of, settings_of
 from cli.errors import UsageError
 from cli.metrics import token_ids
-from cli.models import Request, open_pair
+from cli.models import open_pair
 from engine.memory import OutOfMemory
 from engine.sampling import Sampling
 from gpt_neox import GPTNeoX, weight_bytes
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
-    """Call a function in a fresh interpreter, whose memory nothing else has touched.
+    """Call a function in a fresh interpreter, whose memory nothing else has touched; it ends with
+    this process, whatever ends that.
 
     Raises what the function raises, and OutOfMemory if the process was killed.
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
-    with running(spawn.Process(target=_answer, args=(sender, function, arguments))):
+    process = spawn.Process(target=_answer, args=(sender, function, arguments))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a new process inherits:
+    try:  # a terminal's Ctrl-C is for this one alone
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    try:
         sender.close()
-        try:
-            answer = receiver.recv()
-        except EOFError as error:
-            what = "the measured process was killed, as it is if memory runs out"
-            raise OutOfMemory(what) from error
+        answer = receiver.recv()
+    except EOFError as error:
+        what = "the measured process was killed, as it is if memory runs out"
+        raise OutOfMemory(what) from error
+    finally:
+        process.kill()
+        process.join()
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
-@contextmanager
-def running(process: BaseProcess) -> Iterator[None]:
-    """A process that runs until the end of the block, whatever ends it; Ctrl-C is for us alone."""
-    resource_tracker.ensure_running()  # else it is started below, and lets Ctrl-C through again
-    try:
-        with without_interrupts():
-            process.start()
-        yield
-    finally:
-        if process.pid is not None:
-            process.kill()
-            process.join()
-
-
-@contextmanager
-def without_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block; for a process started in it, for good."""
-    held: list[int] = []
-
-    def hold(number: int, frame: object) -> None:
-        held.append(number)
-
-    handler = signal.signal(signal.SIGINT, hold)  # another thread may still be told of it
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a process inherits
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            signal.raise_signal(signal.SIGINT)
-
-
 def _answer(sender: Connection, function: Callable[..., dict], arguments: tuple) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         sender.send(function(*arguments))
     except Exception as error:  # whatever it is, it is raised again where it is wanted
         sender.send(error)
 
 
+def _end_with_parent() -> None:
+    """A parent that was killed can end nobody."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def measure_memory(
-    options: dict, run: Run, prompt: list[int], sampling: Sampling | None, used: int
+    options: Options, run: Run, prompt: list[int], sampling: Sampling | None, used: int
 ) -> dict:
     """Load what the run needs, run it, and tell this process's peak (on CUDA the device's).
 
     used: bytes of the device that were in use before.
     """
-    settings = settings_of(run)
-    rule = settings.rule()
-    pair, _ = open_pair(argparse.Namespace(**options), rule.max_depth > 0, lambda line: None)
-    pair.use_graphs(not (run.is_eager or options.get("no_graphs")))
-    window = window_of(run, pair)
-    request = Request(
-        pair,
-        prompt,
-        settings,
-        run.new_tokens,
-        sampling=sampling,
-        window=window,
-        commit=run.commit,
-        strict=run.is_strict,
-    )
+    rule = settings_of(run).rule()
+    pair, _ = open_pair(options, rule.max_depth > 0, lambda line: None)
+    pair.use_graphs(not (run.is_eager or options.no_graphs))
+    request = request_of(run, pair, prompt, sampling)
     steps = list(request.decode())
-    end = min(len(prompt) + run.new_tokens, window.full)
+    end = min(len(prompt) + run.new_tokens, request.window.full)
     floor = floor_bytes(pair.target, end + rule.max_rows)
     if pair.draft:
         floor += floor_bytes(pair.draft, end + rule.max_drafted)
     device = pair.target.device
-    if device.type == "cuda":
-        parts = cuda_memory(device, used)
-    else:
-        parts = {"peak": peak_memory()}
-    parts["floor"] = floor
-    metrics = {f"{name}_mb": size / 1e6 for name, size in parts.items()}
+    parts = cuda_memory(device, used) if device.type == "cuda" else {"peak": peak_memory()}
+    metrics = {f"{name}_mb": size / 1e6 for name, size in (parts | {"floor": floor}).items()}
     return {"metrics": metrics, "token_ids": token_ids(steps)}
 
 

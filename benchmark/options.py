@@ -2,7 +2,8 @@
 
 args = build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"])
 with ExitStack() as held:
-    results, pair, prompts, file = open_table(args, held)
+    file, options, previous = open_file(args, held)
+    results, pair, prompts = open_table(options)
 """
 
 import argparse
@@ -10,60 +11,54 @@ import hashlib
 import os
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 
 import torch
 
-from benchmark.columns import COLUMNS
+from benchmark.columns import COLUMNS, require_columns
 from benchmark.documents import write_documents
 from benchmark.enlarged import enlarged_pair
 from benchmark.machine import ROOT, describe_machine
 from benchmark.peers import PEERS, check_vocabularies, require_transformers
-from benchmark.presets import NOT_HERE, PRESETS
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import markdown_report, text_report
-from benchmark.results import Results, Run
-from benchmark.resume import require_possible, require_same
+from benchmark.results import LARGE, Options, Results, Run
 from benchmark.rows import SIZED_WORDS, choose_runs, settings_of, window_of
-from benchmark.shard import on_own_device, require_sharable
+from benchmark.shard import Shard, left_behind, on_own_device, require_sharable
 from benchmark.tables import (
+    NOT_HERE,
+    PRESETS,
     TABLES,
     Part,
     Table,
-    choose_columns,
     choose_parts,
-    parse_sizes,
-    parse_temperatures,
+    split_list,
     with_controls,
 )
-from benchmark.turns import Prompts
 from cli.errors import Parser, UsageError, say
 from cli.models import Pair, choose_device, choose_dtype, open_pair
 from cli.options import add_model_options, choose_sampling, require_drawing
-from engine.files import locked, remove
-from engine.sampling import LAST_SEED
-from parallel.ranks import read_number
-from parallel.target import Mail
+from engine.files import locked
 
-MOST_REPEATS = 10**12
-# Options that decide no figure
-ABOUT_THE_CALL = ("output", "resume", "show", "format", "docs", "shard")
+Prompts = dict[str, list[list[int]]]  # their ids, by dataset
+MOST = 10**9  # tokens that can be asked for
 
 
 def build_parser() -> Parser:
     parser = Parser(
         prog="bench.py",
         description="Measure every method beside ar, prompt by prompt in turn.",
-        epilog=describe_tables(),
+        epilog=describe_own(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
     add = parser.add_argument
-    add("--table", default="main", metavar="T", help="one of those below (main)")
+    add("--table", metavar="T", help="one of those below, or a paper's (main)")
+    add("--tables", action="store_true", help="list the papers' tables, and what is not here")
     rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager] [strict] [window=N] [sinks=S]"'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show")
@@ -74,13 +69,13 @@ def build_parser() -> Parser:
     add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (the table's, most often builtin)")
     add("--prompts", metavar="FILE", help='.jsonl with "prompt" fields, or text in paragraphs')
     add("--n-prompts", type=int, metavar="N", help="prompts, evenly spread over the dataset")
-    add("--prompt-tokens", metavar="N,...", help="lengths to cut the prompts to")
-    add("--new-tokens", metavar="N,...", help="tokens to generate")
-    add("--temperature", metavar="X,...", help="0 is greedy (0)")
+    add("--prompt-tokens", type=sizes, metavar="N,...", help="lengths to cut the prompts to")
+    add("--new-tokens", type=sizes, metavar="N,...", help="tokens to generate")
+    add("--temperature", type=temperatures, metavar="X,...", help="0 is greedy (0)")
     add("--top-p", type=float, metavar="P", help="of the sampled runs (1)")
     add("--seed", type=int, metavar="N", help="of the sampled runs; each prompt has its own (0)")
     add("--draft-temperature", type=float, metavar="X", help="of what sampled runs draw (the same)")
-    add("--repeats", type=int, default=1, metavar="N", help="rounds over all prompts (1)")
+    add("--repeats", type=int, metavar="N", help="rounds over all prompts (1)")
     add_model_options(parser)
     shard = "under torchrun: each process takes prompts of its own, with a pair on its own device"
     add("--shard", choices=("prompts",), help=shard)
@@ -90,45 +85,81 @@ def build_parser() -> Parser:
     add("--format", choices=("text", "markdown"), default="text", help="of the table printed")
     docs = "write docs/results.md from these files, and README's table from the first"
     add("--docs", nargs="+", metavar="FILE", help=docs)
+    parser.set_defaults(**asdict(Options()))
     return parser
 
 
-def describe_tables() -> str:
-    """The end of --help: every table and every column."""
-    titles = {name: table.title for name, table in TABLES.items()}
-    papers = {name: table.title for name, table in PRESETS.items()}
-    lines = ["tables:"] + describe(titles, 9)
-    lines += ["", "the papers' own, beside what they print:"] + describe(papers, 14)
-    lines += ["", "and what theirs need that is not here:"] + describe(NOT_HERE, 14)
-    lines += ["", textwrap.fill(f"columns: {', '.join(COLUMNS)}", 80, subsequent_indent="  ")]
-    return "\n".join(lines)
+def sizes(text: str) -> tuple[int, ...]:
+    """An option's list of whole numbers. Raises argparse.ArgumentTypeError."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < size < MOST for size in found) or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers of 1 or more, each once")
+    return found
 
 
-def describe(titles: dict[str, str], width: int) -> list[str]:
+def temperatures(text: str) -> tuple[float, ...]:
+    """The same of numbers; whether they are temperatures is for choose_sampling."""
+    found = tuple(float(part) for part in text.split(","))  # argparse names what is none
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names one twice")
+    return found
+
+
+def describe_own() -> str:
+    """The end of --help: our own tables, and every column."""
+    columns = textwrap.fill(f"columns: {', '.join(COLUMNS)}", 80, subsequent_indent="  ")
+    own = describe({name: table.title for name, table in TABLES.items()}, 9)
+    return "\n".join(["tables:", *own, "  the papers' own: --tables", "", columns])
+
+
+def describe_papers() -> str:
+    """What --tables prints."""
+    papers = describe({name: table.title for name, table in PRESETS.items()}, 14)
+    lines = ["the papers' tables, beside what they print:", *papers]
+    return "\n".join(
+        [*lines, "", "and what theirs need that is not here:", *describe(NOT_HERE, 14)]
+    )
+
+
+def describe(titles: Mapping[str, str], width: int) -> list[str]:
     """A paragraph for each name, all as far to the right."""
     margin = " " * (width + 3)
-    paragraphs = []
-    for name, title in titles.items():
-        head = f"  {name:<{width}} "
-        paragraphs.append(textwrap.fill(head + title, 80, subsequent_indent=margin))
-    return paragraphs
+    return [
+        textwrap.fill(f"  {name:<{width}} {title}", 80, subsequent_indent=margin)
+        for name, title in titles.items()
+    ]
 
 
 def is_about_files(args: argparse.Namespace) -> bool:
-    """Whether results files are to be shown or written up, and nothing measured."""
-    return args.show is not None or args.docs is not None
+    """Whether there is something to be shown or written up, and nothing to be measured."""
+    return args.tables or args.show is not None or args.docs is not None
 
 
 def show_files(args: argparse.Namespace) -> None:
-    """Carry out --show or --docs."""
-    if args.docs is not None:
-        require_alone(args, "--docs", ())
+    """Carry out --tables, --docs or --show."""
+    if args.tables:
+        require_alone(args, "--tables")
+        print(describe_papers())
+    elif args.docs is not None:
+        require_alone(args, "--docs")
         write_documents(ROOT, args.docs)
-        return
-    require_alone(args, "--show", ("columns", "format"))
-    results = Results.load(args.show)
-    results.columns = choose_columns(args.columns, results.columns)
-    show(results, args.format)
+    else:
+        require_alone(args, "--show", "columns", "format")
+        results = Results.load(args.show)
+        results.columns = choose_columns(args.columns, results.columns)
+        show(results, args.format)
+
+
+def require_alone(args: argparse.Namespace, option: str, *allowed: str) -> None:
+    """Raise UsageError for options that would have no effect beside this one."""
+    unused = build_parser().parse_args([])
+    for name, value in vars(args).items():
+        given = f"--{name.replace('_', '-')}"
+        if given != option and name not in allowed and value != getattr(unused, name):
+            raise UsageError(f"{given} has no effect beside {option}")
 
 
 def show(results: Results, kind: str) -> None:
@@ -139,128 +170,118 @@ def show(results: Results, kind: str) -> None:
         print(text_report(results, shutil.get_terminal_size().columns), flush=True)
 
 
-def open_table(
-    args: argparse.Namespace, held: ExitStack, mail: Mail | None = None
-) -> tuple[Results, Pair, Prompts, Path]:
-    """Check the options, load models and prompts; continue a results file or begin one.
+def open_file(args: argparse.Namespace, held: ExitStack) -> tuple[Path, Options, Results | None]:
+    """The results file, which no other run can write before `held` ends; the options to measure
+    with; and if an interrupted table goes on, what there is of it. Raises UsageError."""
+    if args.resume is None:
+        file = choose_file(args)
+        keep(file, held)
+        if os.path.lexists(file):
+            raise UsageError(f"{file} exists already; go on with it (--resume) or remove it")
+        chosen = {field.name: getattr(args, field.name) for field in fields(Options)}
+        return file, Options(**chosen), None
+    require_alone(args, "--resume", "format", "shard")
+    file = Path(args.resume)
+    Results.load(file)  # before anything is made beside it
+    keep(file, held)
+    previous = Results.load(file)  # as the run left it that may have kept it before
+    for other in left_behind(file):
+        previous.add(Results.load(other).records)
+        previous.save(file)
+        other.unlink()
+    threads = previous.options.threads or previous.machine["threads"]
+    return file, replace(previous.options, threads=threads), previous
 
-    Returns the results so far, the models, the prompts' ids by dataset, and the results file, which
-    no other run can write before `held` ends. mail: to the ranks that compute the target, if any.
+
+def open_table(options: Options, shard: Shard) -> tuple[Results, Pair, Prompts]:
+    """Check the options, load models and prompts. Returns results of which there are none yet, the
+    models, the prompts' ids by dataset. shard: what of all that is this rank's.
+
+    Raises UsageError; what is wrong is told before a model is loaded.
     """
-    previous = None
-    if args.resume is not None:
-        previous = open_previous(args, held)
-        args = recorded_arguments(args, previous.options)
-        args.threads = args.threads or recorded_threads(previous)
-    plan = make_plan(args, mail)
-    file = choose_file(args, held)
-    results, pair, prompts = open_plan(args, plan, mail)
-    if previous:
-        require_same(previous, results)
-        previous.options = results.options  # with those that there were not before
-        require_possible(previous, prompts, pair.target.config.vocab_size)
-        return previous, pair, prompts, file
-    held.callback(remove_unless_begun, file)
-    results.save(file)  # now, so that a file that cannot be written costs no measurement
-    return results, pair, prompts, file
-
-
-def open_share(
-    args: argparse.Namespace, options: dict, done: Sequence[dict]
-) -> tuple[Results, Pair, Prompts]:
-    """The same on a rank that keeps no file, told which options and which texts rank 0 has."""
-    args = recorded_arguments(args, options)
-    results, pair, prompts = open_plan(args, make_plan(args))
-    results.records += done
-    return results, pair, prompts
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be measured, checked before anything is loaded or written."""
-
-    table: Table
-    runs: list[Run]
-    texts: dict[str, list[str]]  # by dataset
-
-
-def make_plan(args: argparse.Namespace, mail: Mail | None = None) -> Plan:
-    """Raises UsageError."""
-    table = choose_table(args)
-    runs = choose_runs(table, args.methods, args.peers, words_everywhere(args))
-    check_options(args, table, runs)
-    if args.table == "enlarged" and args.target is None and args.draft is None:
-        args.target, args.draft = enlarged_pair()
-    if table.is_memory and mail:
-        raise UsageError(f"--table {args.table} measures processes of its own: leave out torchrun")
+    table = choose_table(options)
+    runs = choose_runs(table, options.methods, options.peers, words_everywhere(options))
+    check_options(options, table, runs)
+    if shard.is_shared:
+        require_sharable(options, table)
+    if table.is_memory and shard.ranks:
+        raise UsageError(f"--table {options.table} measures processes of its own, without torchrun")
+    if options.table == "enlarged" and options.target is None and options.draft is None:
+        target, draft = enlarged_pair()
+        options = replace(options, target=target, draft=draft)
     texts = {}
     for part in table.parts:
-        texts[part.dataset] = load_prompts(part.dataset, args.prompts, part.n_prompts)
-    check_last_seed(args, table, texts)
-    return Plan(table, runs, texts)
-
-
-def open_plan(
-    args: argparse.Namespace, plan: Plan, mail: Mail | None = None
-) -> tuple[Results, Pair, Prompts]:
-    """Results of which there are none yet, the models, the prompts' ids by dataset."""
-    table, runs = plan.table, plan.runs
-    pair, models = open_pair(on_own_device(args), is_drafting=True, say=say, mail=mail)
-    machine = describe_machine(pair, models, has_peers(runs))
+        texts[part.dataset] = load_prompts(part.dataset, options.prompts, part.n_prompts)
+    ranks = shard.ranks
+    if shard.is_shared:
+        options, ranks = on_own_device(options, ranks), None
+    pair, models = open_pair(options, is_drafting=True, say=say, ranks=ranks)
     check_vocabularies([run.method for run in runs], pair)
     for run in runs:
         window_of(run, pair)  # which raises UsageError if there can be none such
     warn_of_positions(pair, runs)
-    prompts, described = cut_all(table, plan.texts, pair)
-    options = plain_options(vars(args))
-    results = Results(args.table, table.columns, options, machine, described, table.sizes(), runs)
+    machine = describe_machine(pair, models, has_peers(runs))
+    prompts, described = cut_all(table, texts, pair)
+    columns = list(table.columns)
+    results = Results(options.table, columns, options, machine, described, table.sizes(), runs)
     results.is_memory = table.is_memory
-    if args.table in PRESETS:
-        results.title = table.title
+    results.title = table.title if options.table in PRESETS else ""
     return results, pair, prompts
 
 
-def choose_table(args: argparse.Namespace) -> Table:
+def require_same(previous: Results, now: Results) -> None:
+    """Raise UsageError if an interrupted table would go on under other conditions."""
+    changed = []
+    for name in sorted(previous.machine.keys() | now.machine.keys()):
+        before = previous.machine.get(name)
+        if before != now.machine.get(name):
+            changed.append(f"{name} was {before}")
+    for name in ("prompts", "columns", "sizes", "runs"):
+        if getattr(previous, name) != getattr(now, name):
+            changed.append(f"the {name} were others")
+    if changed:
+        raise UsageError(f"--resume would mix two conditions: {', '.join(changed)}")
+
+
+def choose_table(options: Options) -> Table:
     """The table asked for, with the columns, datasets and sizes asked for. Raises UsageError."""
     tables = TABLES | PRESETS
-    if args.table in NOT_HERE:
-        raise UsageError(f"--table {args.table} is not here: it needs {NOT_HERE[args.table]}")
-    if args.table not in tables:
-        raise UsageError(f"unknown table {args.table!r}; there are {', '.join(tables)}")
-    device = choose_device(args.device)
-    is_half = choose_dtype(args.dtype, device) != torch.float32
-    table = with_controls(tables[args.table], device.type == "cuda", not args.no_graphs, is_half)
-    parts = []
-    for part in choose_parts(table, args.dataset, args.prompts):
-        parts.append(choose_sizes(part, args))
-    columns = choose_columns(args.columns, table.columns)
-    return replace(table, columns=columns, parts=tuple(parts))
+    name = options.table
+    if name in NOT_HERE:
+        raise UsageError(f"--table {name} is not here: it needs {NOT_HERE[name]}")
+    if name not in tables:
+        raise UsageError(f"unknown table {name!r}; there are {', '.join(tables)}")
+    device = choose_device(options.device)
+    is_half = choose_dtype(options.dtype, device) != torch.float32
+    table = with_controls(tables[name], device.type == "cuda", not options.no_graphs, is_half)
+    parts = choose_parts(table, options.dataset, options.prompts)
+    columns = choose_columns(options.columns, table.columns)
+    parts = tuple(choose_sizes(part, options) for part in parts)
+    return replace(table, columns=columns, parts=parts)
 
 
-def choose_sizes(part: Part, args: argparse.Namespace) -> Part:
-    """A part with the sizes asked for. Raises UsageError."""
-    if args.n_prompts is not None:
-        part = replace(part, n_prompts=args.n_prompts)
-    if args.draft_temperature is not None:
-        part = replace(part, draft_temperature=args.draft_temperature)
-    chosen = replace(
-        part,
-        prompt_tokens=parse_sizes(args.prompt_tokens, part.prompt_tokens, "--prompt-tokens"),
-        new_tokens=parse_sizes(args.new_tokens, part.new_tokens, "--new-tokens"),
-        temperature=parse_temperatures(args.temperature, part.temperature),
-    )
+def choose_columns(text: str | None, default: Sequence[str]) -> list[str]:
+    """Columns by name. Raises UsageError."""
+    columns = list(default) if text is None else split_list(text, "--columns")
+    require_columns(columns)
+    return columns
+
+
+def choose_sizes(part: Part, options: Options) -> Part:
+    """A part with the sizes asked for."""
+    names = ("n_prompts", "prompt_tokens", "new_tokens", "temperature", "draft_temperature")
+    asked = {name: getattr(options, name) for name in names}
+    chosen = replace(part, **{name: value for name, value in asked.items() if value is not None})
     if chosen.temperature != part.temperature:  # what a paper printed is of its own
-        chosen = replace(chosen, published={})
+        chosen = replace(chosen, printed={})
     return chosen
 
 
-def words_everywhere(args: argparse.Namespace) -> list[str]:
+def words_everywhere(options: Options) -> list[str]:
     """What the options add to every row."""
-    words = []
-    if args.strict:
-        words.append("strict")
+    words = ["strict"] if options.strict else []
     for name in SIZED_WORDS:
-        value = getattr(args, name)
+        value = getattr(options, name)
         if value is not None:
             words.append(f"{name}={value}")
     return words
@@ -270,144 +291,60 @@ def has_peers(runs: Sequence[Run]) -> bool:
     return any(run.method in PEERS for run in runs)
 
 
-def check_options(args: argparse.Namespace, table: Table, runs: Sequence[Run]) -> None:
+def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     """Raise UsageError for options that are wrong together, or that nothing would use."""
-    if args.shard is not None:
-        require_sharable(args, table)
     sizes = table.sizes()
     hot = [value for value in sizes["temperature"] if value]
     is_varied = any(len(values) > 1 for values in sizes.values())
-    if args.table == "steps" and (runs or hot or is_varied):
-        raise UsageError("--table steps runs no methods, and at one length")
-    if has_peers(runs):
-        check_peers(args, table, is_sampling=bool(hot))
     for value in hot or [0.0]:
-        choose_sampling(value, args.top_p, args.seed, args.draft_temperature)
-    if args.draft_temperature is not None:
+        choose_sampling(value, options.top_p, options.seed, options.draft_temperature)
+    if options.draft_temperature is not None:
         for run in runs:
             if run.temperature and run.method != "ar":
                 require_drawing(run.label, settings_of(run).rule())
-    if args.prompts is not None and args.dataset not in (None, DATASETS[0]):
-        raise UsageError("give either --dataset or --prompts")
-    if not 1 <= args.repeats <= MOST_REPEATS:  # with more, its progress is no float
-        raise UsageError(f"--repeats {args.repeats}: 1 to {MOST_REPEATS}")
-    if min(part.n_prompts for part in table.parts) < 1:
-        raise UsageError("--n-prompts is at least 1")
-    device = choose_device(args.device)
-    if device.type != "cuda" and any(run.is_eager for run in runs):
-        raise UsageError(f'"eager" has no effect on {device}: only cuda has graphs')
+    peers = ", ".join(PEERS)
+    are_told = has_peers(runs)
+    device = choose_device(options.device)
+    has_eager = any(run.is_eager for run in runs)
+    is_moved = options.dataset not in (None, DATASETS[0])
+    is_no_steps = options.table == "steps" and (runs or hot or is_varied)
+    mistakes = [
+        (is_no_steps, "--table steps runs no methods, and at one length"),
+        (are_told and table.is_memory, f"--table {options.table} does not measure {peers}"),
+        (are_told and hot, f"{peers} are measured at temperature 0 only"),
+        (are_told and options.window is not None, f"{peers} have no --window"),
+        (options.prompts is not None and is_moved, "give either --dataset or --prompts"),
+        (not 1 <= options.repeats <= LARGE, f"--repeats {options.repeats}: 1 to {LARGE}"),
+        (any(part.n_prompts < 1 for part in table.parts), "--n-prompts is at least 1"),
+        (has_eager and device.type != "cuda", f'"eager" has no effect on {device}: only on cuda'),
+    ]
+    for is_made, mistake in mistakes:
+        if is_made:
+            raise UsageError(mistake)
+    if are_told:
+        require_transformers()
 
 
-def check_last_seed(args: argparse.Namespace, table: Table, texts: dict[str, list[str]]) -> None:
-    """Raise UsageError if the seeds of a sampled table, one for each text, would run out."""
-    if not any(table.sizes()["temperature"]):
-        return
-    most = max(min(part.n_prompts, len(texts[part.dataset])) for part in table.parts)
-    last = (args.seed or 0) + args.repeats * most - 1
-    if last > LAST_SEED:
-        why = f"each text has its own, and the last would have {last}, past 2^63 - 1"
-        raise UsageError(f"--seed {args.seed or 0}: {why}")
-
-
-def check_peers(args: argparse.Namespace, table: Table, is_sampling: bool) -> None:
-    """Raise UsageError where transformers cannot be measured."""
-    names = ", ".join(PEERS)
-    if table.is_memory:
-        raise UsageError(f"--table {args.table} does not measure {names}")
-    if is_sampling:
-        raise UsageError(f"{names} are measured at temperature 0 only")
-    if args.window is not None:
-        raise UsageError(f"{names} have no --window")
-    require_transformers()
-
-
-def open_previous(args: argparse.Namespace, held: ExitStack) -> Results:
-    """The results to go on with, kept from every other run. Raises UsageError."""
-    require_alone(args, "--resume", ("format", "shard"))
-    Results.load(args.resume)  # before anything is made beside it
-    keep(Path(args.resume), held)
-    return Results.load(args.resume)  # as the run left it that may have kept it before
-
-
-def recorded_arguments(args: argparse.Namespace, options: dict) -> argparse.Namespace:
-    """The call that began a table, read again from what its file says of it. Raises UsageError."""
-    known = vars(build_parser().parse_args([]))
-    words = []
-    for name, value in plain_options(options).items():
-        if name not in known:
-            raise UsageError(f"{args.resume}: there is no option {name!r}")
-        option = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(option)
-        elif value is not None and value is not False:
-            words.append(f"{option}={value}")
-    found = build_parser().parse_args(words)
-    for name in ABOUT_THE_CALL:
-        setattr(found, name, getattr(args, name))
-    return found
-
-
-def recorded_threads(previous: Results) -> int | None:
-    """Those of an interrupted table that did not ask for any: torchrun gives a process others than
-    it has by itself. None if this machine has fewer."""
-    n_threads = previous.machine["threads"]
-    return n_threads if n_threads <= (os.cpu_count() or 1) else None
-
-
-def restarted(args: argparse.Namespace) -> argparse.Namespace:
-    """The options; to go on, if torchrun has started all ranks again (its --max-restarts)."""
-    is_again = args.shard is not None and read_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
-    if is_again and args.output is not None and os.path.exists(args.output):
-        words = ["--resume", args.output, "--shard", args.shard, "--format", args.format]
-        return build_parser().parse_args(words)
-    return args
-
-
-def choose_file(args: argparse.Namespace, held: ExitStack) -> Path:
-    """Where results go, kept from every other run. Raises UsageError rather than overwrite some."""
-    if args.resume is not None:
-        return Path(args.resume)
-    file = name_file(args)
-    if os.path.lexists(file) and not os.path.isfile(file):
-        raise UsageError(f"{file} is there and is no file; name a new one")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
-    keep(file, held)
-    if os.path.lexists(file):
-        raise UsageError(f"{file} exists already; go on with it (--resume) or remove it")
-    return file
-
-
-def name_file(args: argparse.Namespace) -> Path:
-    """As asked for, or by the time, to the microsecond: several runs may begin in one second."""
+def choose_file(args: argparse.Namespace) -> Path:
+    """Where results go: as asked for, or named by the time, to the microsecond, as several runs may
+    begin in one second. Raises UsageError."""
     if args.output is None:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         return ROOT / "results" / f"run_{stamp}_{args.table}.json"
-    if not args.output:
-        raise UsageError("--output needs the name of a file")
+    if os.path.lexists(args.output) and not os.path.isfile(args.output):
+        raise UsageError(f"{args.output} is there and is no file; name a new one")
     return Path(args.output)
 
 
 def keep(file: Path, held: ExitStack) -> None:
     """Keep a results file from every other run until `held` ends. Raises UsageError."""
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         held.enter_context(locked(file))
     except BlockingIOError as error:
         raise UsageError(f"{file} is being written by another run: let it end first") from error
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
-
-
-def remove_unless_begun(file: Path) -> None:
-    """Leave no results file in which nothing was measured; whatever else is there stays."""
-    try:
-        is_begun = Results.load(file).is_begun
-    except UsageError:
-        return
-    if not is_begun:
-        remove(file)
 
 
 def warn_of_positions(pair: Pair, runs: Sequence[Run]) -> None:
@@ -424,14 +361,11 @@ def cut_all(table: Table, texts: dict[str, list[str]], pair: Pair) -> tuple[Prom
     are, how many, and what tells them from any others."""
     prompts = {}
     names = []
-    every: list[list[int]] = []
     for part in table.parts:
         own, name = choose_prompts(texts[part.dataset], pair, part)
-        if len(table.parts) > 1:
-            name = f"{len(own)} {name}"
         prompts[part.dataset] = own
-        names.append(name)
-        every += own
+        names.append(f"{len(own)} {name}" if len(table.parts) > 1 else name)
+    every = sum(prompts.values(), [])
     sha256 = hashlib.sha256(repr(every).encode()).hexdigest()
     return prompts, {"dataset": ", ".join(names), "n": len(every), "sha256": sha256}
 
@@ -445,32 +379,15 @@ def choose_prompts(texts: list[str], pair: Pair, part: Part) -> tuple[list[list[
     longest = max(part.prompt_tokens)
     is_varied = len(part.prompt_tokens) > 1
     is_own = part.dataset == DATASETS[0]
-    shortest = 1
-    which = "prompts"
-    if is_varied and not is_own:
-        shortest = longest
-        which = f"prompts of {longest} tokens or more"
+    shortest = longest if is_varied and not is_own else 1
     vocab_size = pair.target.config.vocab_size
     prompts = cut_prompts(texts, pair.tokenizer, vocab_size, longest, part.n_prompts, shortest)
     if len(prompts) < part.n_prompts:
-        say(f"note: {part.dataset} has {len(prompts)} {which}, not {part.n_prompts}")
+        enough = f" of {shortest} tokens or more" if shortest > 1 else ""
+        say(f"note: {part.dataset} has {len(prompts)} prompts{enough}, not {part.n_prompts}")
     name = part.dataset
     if is_varied and is_own and min(len(prompt) for prompt in prompts) < longest:
         say(f"note: the target writes our own prompts on, to {longest} tokens")
         prompts = lengthened(prompts, pair, longest)
         name += ", written on by the target"
     return prompts, name
-
-
-def plain_options(options: dict) -> dict:
-    """What decides the figures, for the results file; the rest is about this call alone."""
-    return {name: value for name, value in options.items() if name not in ABOUT_THE_CALL}
-
-
-def require_alone(args: argparse.Namespace, option: str, allowed: tuple[str, ...]) -> None:
-    """Raise UsageError for options that would have no effect beside this one."""
-    unused = build_parser().parse_args([])
-    for name, value in vars(args).items():
-        given = f"--{name.replace('_', '-')}"
-        if given != option and name not in allowed and value != getattr(unused, name):
-            raise UsageError(f"{given} has no effect beside {option}")

@@ -9,8 +9,10 @@ from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
+import msgspec
+
 from cli.errors import UsageError
-from engine.foreign import ForeignFile, List, Object, Word, checked, parse_json
+from engine.foreign import ForeignFile, parse_json
 
 BUCKET = "deepmind-gutenberg"
 HOST = "https://storage.googleapis.com"
@@ -18,18 +20,28 @@ PREFIX = "test/"
 N_BYTES = 40_000  # of each book, some ten thousand tokens
 LISTING_BYTES = 2**22  # at most; it has a hundred names
 TIMEOUT_S = 30.0  # without a byte
-LISTING = {"items": List(Object({"name": Word()}))}
+
+
+class Book(msgspec.Struct):
+    """What the bucket's listing says of one file, as far as it matters."""
+
+    name: str  # as test/10146.txt
+
+
+class Listing(msgspec.Struct):
+    """Of the bucket's files."""
+
+    items: list[Book]
 
 
 def list_books() -> list[str]:
-    """Their names in the bucket, as test/10146.txt."""
+    """Their names in the bucket."""
     where = f"{HOST}/storage/v1/b/{BUCKET}/o?prefix={PREFIX}"
     try:
-        text = fetch(where, LISTING_BYTES).decode("utf-8")
-        listing = checked(parse_json(text, where), LISTING, where)
-    except (UnicodeDecodeError, ForeignFile) as error:
+        books = parse_json(fetch(where, LISTING_BYTES), where, Listing).items
+    except ForeignFile as error:
         raise failure(f"{where} gave no list of books") from error
-    names = [item["name"] for item in listing["items"] if item["name"].endswith(".txt")]
+    names = [book.name for book in books if book.name.endswith(".txt")]
     if not names:
         raise failure(f"{where} gave no list of books")
     return names
@@ -37,7 +49,7 @@ def list_books() -> list[str]:
 
 def fetch_opening(name: str) -> str:
     """The whole characters of a book's first N_BYTES."""
-    where = f"{HOST}/{BUCKET}/{quote(name, errors='replace')}"
+    where = f"{HOST}/{BUCKET}/{quote(name)}"
     content = fetch(where, N_BYTES, {"Range": f"bytes=0-{N_BYTES - 1}"})
     try:
         text, _ = codecs.utf_8_decode(content)
@@ -54,10 +66,9 @@ def fetch(where: str, limit: int, headers: dict[str, str] | None = None) -> byte
             if answer.length and len(content) < limit:  # left when it went away
                 raise IncompleteRead(content, answer.length)
             return content
-    except HTTPError as error:
-        error.close()  # it is an answer, too
-        raise failure(f"{where} cannot be fetched: {error}") from error
     except (OSError, HTTPException, ValueError) as error:  # the last: of a proxy's address
+        if isinstance(error, HTTPError):
+            error.close()  # it is an answer, too
         raise failure(f"{where} cannot be fetched: {error}") from error
 
 

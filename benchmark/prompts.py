@@ -15,7 +15,9 @@ import zlib
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 from tokenizers import Tokenizer
 
 from benchmark.pg19 import fetch_opening, list_books
@@ -24,7 +26,7 @@ from cli.metrics import token_ids
 from cli.models import Pair, Request, encode
 from cli.options import MAX_PROMPT_BYTES
 from engine.checkpoint import CheckpointError
-from engine.foreign import ForeignFile, Word, checked, parse_json, read_bytes, read_text
+from engine.foreign import ForeignFile, parse_json, read_bytes, read_text
 from engine.hub import hub_client
 from engine.sampling import Sampling
 from methods.static import Alone
@@ -37,62 +39,14 @@ WIKITEXT_BYTES = 2**24  # at most, of the archive (4.7 million) and of the text 
 INFLATED_BY_PARTS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # by others all that a part gives
 BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, RuntimeError)
 BROKEN_ARCHIVE += (ValueError, ForeignFile)
-PROMPT = {"prompt": Word()}  # a line of a .jsonl file
 MAX_BYTES = 2**24  # of a file of prompts, which the tokenizer reads in some 15 seconds
 SHORTEST = 200  # characters of a paragraph; shorter ones say too little to go on from
 
-BUILTIN = (
-    # encyclopaedic
-    "The common swift is a medium-sized bird that spends almost its whole life in the air. It "
-    "feeds, drinks, mates and even sleeps on the wing, and comes to land only to nest. In the "
-    "north of its range it arrives in the first days of May and leaves again before the end of "
-    "August. The nest is built in a hole in a wall or under the tiles of a roof, and",
-    "The Battle of the Three Rivers was fought in the autumn of 1643 between the army of the "
-    "northern provinces and a smaller force that held the only bridge. The defenders had few "
-    "guns and almost no cavalry, but the ground before them was soft after a week of rain. On "
-    "the morning of the second day the northern general ordered",
-    "Granite is a coarse rock made mostly of quartz, feldspar and mica. It forms when molten "
-    "rock cools slowly, far below the surface, so that its crystals have time to grow. Because it "
-    "is hard and resists the weather, it has been used for bridges, harbours and monuments. The "
-    "colour of the stone depends on",
-    # narrative
-    "It was nearly dark when the old man came to the door of the inn and asked whether there was "
-    "a bed to be had. He carried a small leather bag, which he would not let the boy take from "
-    "him, and his boots were white with dust. The landlady looked at him for some time before "
-    'she answered. "There is a room," she said at last, "but',
-    "My sister had always been the braver of the two of us. When we were children it was she who "
-    "climbed the wall of the orchard, and she who went first into the cellar with the candle. So "
-    "I was not surprised, on the night of the storm, to find her already at the window with her "
-    "coat on. She turned to me and",
-    "The ship had been eleven days out of port when the wind failed. The sea lay round her like "
-    "glass, and the sails hung straight down from the yards. The captain walked up and down the "
-    "deck with his hands behind his back and spoke to nobody. On the third day of the calm, the "
-    "mate came to him and said",
-    # list-like
-    "Things to buy before the journey: two blankets, a coil of rope, a lantern, a pound of "
-    "candles, a box of matches, a knife, a tin kettle, three cups, a bag of flour, a bag of "
-    "salt, dried apples, dried beans, coffee, sugar, soap, needles and thread, a map of the "
-    "coast, a compass,",
-    "Kings of the island and the years of their reigns:\n1. Aldric the Elder, 801 to 823\n2. "
-    "Aldric the Younger, 823 to 830\n3. Osmund, 830 to 851\n4. Edwy the Tall, 851 to 862\n5. "
-    "Osmund the Second, 862 to 880\n6. Hereward, 880 to 884\n7. Edwy the Second, 884 to",
-    "Monday: clean the stove, bake the bread, mend the gate.\nTuesday: wash the linen, walk to "
-    "the market, write to the lawyer.\nWednesday: bake the bread, weed the garden, pay the "
-    "miller.\nThursday: clean the windows, feed the hens, read to grandmother.\nFriday: bake the "
-    "bread,",
-    # code-like
-    "def count_words(text):\n    counts = {}\n    for line in text.split('\\n'):\n        for word "
-    "in line.split(' '):\n            if word in counts:\n                counts[word] = "
-    "counts[word] + 1\n            else:\n                counts[word] = 1\n    return counts\n\n"
-    "def longest_word(text):\n    longest = ''\n    for line in text.split('\\n'):\n",
-    '{"name": "harbour", "kind": "place", "size": 12, "open": true}\n{"name": "lighthouse", '
-    '"kind": "place", "size": 3, "open": false}\n{"name": "market", "kind": "place", "size": 40, '
-    '"open": true}\n{"name": "chapel", "kind": "place",',
-    "CREATE TABLE books (id INTEGER, title TEXT, author TEXT, year INTEGER);\nINSERT INTO books "
-    "VALUES (1, 'The Long Road', 'A. Miller', 1871);\nINSERT INTO books VALUES (2, 'The Short "
-    "Road', 'A. Miller', 1874);\nINSERT INTO books VALUES (3, 'A Winter in the Hills', 'J. "
-    "Carter',",
-)
+
+class Line(msgspec.Struct):
+    """A line of a .jsonl file; what else it says is left out."""
+
+    prompt: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]:
@@ -103,7 +57,7 @@ def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]
     of PG-19's are fetched, evenly spread over the hundred, each a request. Raises UsageError.
     """
     if file is not None:
-        return _read_file(Path(file))
+        return read_prompts(Path(file))
     if dataset == "builtin":
         return list(BUILTIN)
     if dataset == "wikitext2":
@@ -113,45 +67,25 @@ def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]
     raise UsageError(f"unknown dataset {dataset!r}; there are {', '.join(DATASETS)}, or --prompts")
 
 
-def _read_file(file: Path) -> list[str]:
+def read_prompts(file: Path) -> list[str]:
+    """A file's prompts. Raises UsageError."""
     try:
         text = read_text(file, MAX_BYTES)
+        if file.suffix.lower() == ".jsonl":
+            what = "line"
+            lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+            texts = [parse_json(line, f"{file}, line {n}", Line).prompt for n, line in lines]
+        else:
+            what = f"paragraph of {SHORTEST} characters or more"
+            texts = paragraphs(text)
     except ForeignFile as error:
         raise UsageError(f"--prompts: {error}") from error
-    if file.suffix.lower() == ".jsonl":
-        texts = _prompt_fields(text, file)
-        what = "line"
-    else:
-        texts = paragraphs(text)
-        what = f"paragraph of {SHORTEST} characters or more"
     if not texts:
         raise UsageError(f"{file} has no {what} to use as a prompt")
-    longest = max(len(text) for text in texts)
-    if longest > MAX_PROMPT_BYTES:
+    if max(map(len, texts)) > MAX_PROMPT_BYTES:
         most = f"{MAX_PROMPT_BYTES // 1_000_000} MB"
         raise UsageError(f"{file} has a {what} longer than a prompt may be, {most}")
     return texts
-
-
-def _prompt_fields(text: str, file: Path) -> list[str]:
-    texts = []
-    for n, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            texts.append(_prompt_field(line, f"{file}, line {n}"))
-    return texts
-
-
-def _prompt_field(line: str, where: str) -> str:
-    try:
-        prompt = checked(parse_json(line, where), PROMPT, where)["prompt"]
-        prompt.encode("utf-8")
-    except ForeignFile as error:
-        raise UsageError(str(error)) from error
-    except UnicodeEncodeError as error:
-        raise UsageError(f'{where}: "prompt" has half a character: {error.reason}') from error
-    if not prompt:
-        raise UsageError(f'{where}: "prompt" is empty')
-    return prompt
 
 
 def paragraphs(text: str) -> list[str]:
@@ -247,3 +181,7 @@ def lengthened(prompts: list[list[int]], pair: Pair, n_tokens: int) -> list[list
             text += token_ids(Request(pair, prompt, Alone(), n_lacking, sampling=sampling).decode())
         found.append(text[:n_tokens])
     return found
+
+
+# A dozen: encyclopaedic, narrative, list-like, code-like
+BUILTIN = tuple(read_prompts(Path(__file__).with_name("prompts.jsonl")))

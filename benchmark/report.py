@@ -40,8 +40,8 @@ def caption(results: Results) -> str:
     what = "forwards alone"
     if results.runs:
         temperature = sizes_text(results, "temperature")
-        repeats = results.options.get("repeats", 1)
-        what = f"{prompts_text(results)}, temperature {temperature}, rounds: {repeats}"
+        rounds = 1 + max((record["repeat"] for record in results.records), default=0)
+        what = f"{prompts_text(results)}, temperature {temperature}, rounds: {rounds}"
     machine = results.machine
     models = f"{machine['target']} and {machine['draft']}"
     where = machine_text(machine) + ranks_text(results)
@@ -86,7 +86,7 @@ def machine_text(machine: dict) -> str:
 def precision_text(machine: dict) -> str:
     """The target's dtype, and the draft's where it is another."""
     precision = machine["dtype"]
-    of_draft = machine.get("draft_dtype", precision)  # files before it had a dtype of its own
+    of_draft = machine.get("draft_dtype", precision)
     if of_draft != precision:
         precision += f" (draft {of_draft})"
     return precision
@@ -100,8 +100,7 @@ def notes(results: Results) -> list[str]:
     found += slower_notes([row for row in rows if row.speedups])
     found += best_notes(results)
     if rows and "exact" in results.columns:
-        is_summed = results.machine["dtype"] != "float32"  # then rounding makes many
-        found += exactness_notes(rows, is_summed)
+        found += exactness_notes(rows)
     if results.step_times:
         found += step_notes(results.step_times)
     return [shown(note) for note in found]
@@ -122,12 +121,10 @@ def title_notes(results: Results) -> list[str]:
 def slower_notes(rows: list[Row]) -> list[str]:
     """Which rows are slower than ar, or how many if they are many."""
     slower = [row for row in rows if row.speedup < 1]
-    if not slower:
-        return []
     if len(slower) > MANY:
         return [f"{len(slower)} of {len(rows)} rows are slower than ar."]
     names = ", ".join(f"{row.run.label} ({row.speedup:.2f}x)" for row in slower)
-    return [f"Slower than ar on the median prompt: {names}."]
+    return [f"Slower than ar on the median prompt: {names}."] if slower else []
 
 
 def best_notes(results: Results) -> list[str]:
@@ -169,16 +166,9 @@ def speedup_of(row: Row) -> float:
     return row.speedup
 
 
-def exactness_notes(rows: list[Row], is_summed: bool) -> list[str]:
-    """A sentence for each text that is not its reference's, or if they are summed for each row that
-    has some."""
-    found = []
-    for row in rows:
-        differing = [record for record, _ in row.differing()]
-        if differing and is_summed:
-            found.append(sum_up_differences(row, differing))
-        else:
-            found += [describe_difference(row, record) for record in differing]
+def exactness_notes(rows: list[Row]) -> list[str]:
+    """A sentence for each row with texts that are not its reference's, and what that is."""
+    found = [describe_differences(row) for row in rows if row.differing()]
     if not found and any(row.compared() for row in rows):
         found.append("Every greedy text is ar's, token for token.")
     if any(row.run.is_strict for row in rows):
@@ -188,39 +178,24 @@ def exactness_notes(rows: list[Row], is_summed: bool) -> list[str]:
     return found
 
 
-def sum_up_differences(row: Row, differing: list[dict]) -> str:
-    """One sentence for all of a row's records that are not the reference's."""
+def describe_differences(row: Row) -> str:
+    """On how many texts a row leaves its reference, where first, and how near the target's choice
+    was there; what is not known yet of a run cut short is "?"."""
+    differing = [record for record, _ in row.differing()]
     found = [record["difference"] for record in differing if "difference" in record]
+    prompt = min(record["prompt"] for record in differing)
     first = min((difference["at"] for difference in found), default="?")
-    gaps = [difference["gap"] for difference in found if difference.get("gap") is not None]
-    gap = "not known"
-    if gaps:
-        gap = f"at most {max(gaps):.1e}"
-    count = f"{len(differing)} of {len(row.compared())} texts"
-    return (
-        f"{row.run.label} differs from {reference_of(row)} on {count}, from token {first} at the "
-        f"earliest (top-2 gap in float32 there {gap})."
-    )
-
-
-def reference_of(row: Row) -> str:
-    """What a row's texts are held against, for a sentence."""
+    gaps = [difference["gap"] for difference in found if difference["gap"] is not None]
+    gap = f"at most {max(gaps):.1e}" if gaps else "not known"
+    n_ties = sum(difference["is_tie"] for difference in found)
+    reference = "ar"
     if row.run.is_strict or row.run.window is not None:
-        return row.run.reference
-    return "ar"
-
-
-def describe_difference(row: Row, record: dict) -> str:
-    at, gap, kind = "?", "not known", ""
-    if "difference" in record:
-        found = record["difference"]
-        at = found["at"]
-        if found.get("gap") is not None:
-            gap = f"{found['gap']:.1e}"
-        if found["is_tie"]:
-            kind = ": a tie"
-    where = f"{reference_of(row)} on prompt {record['prompt']} from token {at} on"
-    return f"{record['run']} differs from {where} (top-2 gap in float32 {gap}{kind})."
+        reference = row.run.reference
+    return (
+        f"{row.run.label} differs from {reference} on {len(differing)} of {len(row.compared())} "
+        f"texts, the first on prompt {prompt}, from token {first} at the earliest "
+        f"(top-2 gap in float32 {gap}; ties: {n_ties})."
+    )
 
 
 def step_notes(times: dict) -> list[str]:
@@ -267,13 +242,11 @@ def run_cells(results: Results, names: list[str]) -> tuple[list[str], list[list[
 def step_cells(times: dict) -> tuple[list[str], list[list[str]]]:
     """Forward times by rows, and as multiples of one row's."""
     header = ["rows", "draft ms", "x 1 row", "target ms", "x 1 row"]
+    drafts, targets = times["draft_ms"], times["target_ms"]
     body = []
-    for i, n_rows in enumerate(times["rows"]):
-        cells = [str(n_rows)]
-        for role in ("draft", "target"):
-            ms = times[f"{role}_ms"]
-            cells += [f"{ms[i]:.2f}", f"{ms[i] / ms[0]:.2f}"]
-        body.append(cells)
+    for n_rows, draft, target in zip(times["rows"], drafts, targets, strict=False):
+        cells = [str(n_rows), f"{draft:.2f}", f"{draft / drafts[0]:.2f}"]
+        body.append(cells + [f"{target:.2f}", f"{target / targets[0]:.2f}"])
     return header, body
 
 
@@ -290,7 +263,8 @@ def text_table(header: list[str], body: list[list[str]], width: int) -> str:
 
 def split_columns(widths: list[int], width: int) -> list[list[int]]:
     """Columns 1, 2, ... in groups that fit `width` beside column 0, one in each at least."""
-    groups, used = [], 0
+    groups: list[list[int]] = []
+    used = 0
     for column in range(1, len(widths)):
         used += 2 + widths[column]
         if not groups or used > width:

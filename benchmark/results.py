@@ -1,27 +1,72 @@
 """Results files: what a benchmark leaves behind, one JSON object per file.
 
-What was measured on what, and one record for every prompt. Everything shown, on the terminal, in
-the documents or as a figure, is computed from the file alone.
+What was measured on what, and one record for every text. Everything shown, on the terminal, in the
+documents or as a figure, is computed from the file alone. A file may be anybody's: its format, its
+keys and their types and ranges are checked by the declarations below.
 
     results = Results.load("results/main_cpu.json")
     for row in results.rows():
         print(row.run.label, row.median("throughput"))
 """
 
-import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Literal, NotRequired, TypedDict
+
+import msgspec
+from msgspec import Meta
 
 from benchmark.peers import PEERS
-from benchmark.schema import check_results
+from benchmark.step_times import StepTimes
 from cli.errors import UsageError
 from engine.files import write_whole
-from engine.foreign import ForeignFile, read_json, short
+from engine.foreign import ForeignFile, convert, read_json
+from methods import METHODS
 
-FORMAT = 1  # of the file; another number is refused
+FORMAT = 2  # of the file; another number is refused
 LIMIT = 2**28  # bytes of a file, some ten million tokens
+LARGE = 10**12  # past any figure; what is divided and drawn stays far from where floats end
+NEEDED = {  # what is shown of every table
+    "machine": "target draft dtype processor torch python commit threads",
+    "prompts": "dataset n",
+    "sizes": "prompt_tokens new_tokens temperature",
+}
+
+Count = Annotated[int, Meta(ge=0, le=LARGE)]
+Size = Annotated[int, Meta(ge=1, le=LARGE)]
+Temperature = Annotated[float, Meta(ge=0, le=LARGE)]  # 0 is greedy
+Figure = Annotated[int, Meta(ge=-LARGE, le=LARGE)] | Annotated[float, Meta(ge=-LARGE, le=LARGE)]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides a table's figures: bench.py's options but those about the call alone."""
+
+    table: str = "main"
+    methods: str | None = None
+    columns: str | None = None
+    strict: bool = False
+    window: int | None = None
+    sinks: int | None = None
+    peers: bool = False
+    dataset: str | None = None
+    prompts: str | None = None
+    n_prompts: Size | None = None
+    prompt_tokens: tuple[Size, ...] | None = None
+    new_tokens: tuple[Size, ...] | None = None
+    temperature: tuple[float, ...] | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    draft_temperature: float | None = None
+    repeats: Size = 1
+    target: str | None = None
+    draft: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    draft_dtype: str | None = None
+    threads: int | None = None
+    no_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,61 +77,108 @@ class Run:
     method: str
     settings: tuple[str, ...]  # NAME=VALUE
     commit: str
-    prompt_tokens: int
-    new_tokens: int
-    temperature: float  # 0 is greedy
+    prompt_tokens: Count
+    new_tokens: Count
+    temperature: Temperature
     baseline: str  # label of ar on the same prompts and limits
     is_eager: bool = False  # on CUDA, without graphs
     is_strict: bool = False  # the target's logits are to be the reference's, bit for bit
     reference: str = ""  # label of the run whose ids are to be its own; the baseline if empty
     dataset: str = ""  # of its prompts
-    window: int | None = None  # latest tokens that the caches keep; None: all of the text
-    sinks: int | None = None  # first tokens that they keep beside a window
-    draft_temperature: float | None = None  # of what a sampled run drafts; None: the target's
+    window: Size | None = None  # latest tokens that the caches keep; None: all of the text
+    sinks: Count | None = None  # first tokens that they keep beside a window
+    draft_temperature: Temperature | None = None  # of what is drafted; None: the target's
     published: dict[str, str] = field(default_factory=dict)  # by column: a paper's own figure
+
+
+class Difference(TypedDict):
+    """Where a text leaves its reference's."""
+
+    at: Count  # index of the token
+    gap: Figure | None  # the target's top-2 gap there in float32; None if that does not fit
+    is_tie: bool
+
+
+class Record(TypedDict):
+    """One text: a run on a prompt, in one of the rounds over all prompts."""
+
+    run: str  # its label
+    prompt: Count  # index among its dataset's
+    repeat: Count  # the round
+    metrics: dict[str, Figure]  # of cli/metrics.py, or of the memory table
+    token_ids: list[Count]
+    depths: NotRequired[dict[str, list[Count]]]  # as counts.count_depths
+    calibration: NotRequired[dict[str, list[Count]]]  # as counts.count_calibration
+    predicted_ms: NotRequired[Figure]  # what its forwards alone would take
+    difference: NotRequired[Difference]
+    rank: NotRequired[Count]  # which of `shared_by` wrote it
 
 
 @dataclass
 class Results:
-    """A results file. `records`: one dict per run, prompt and repeat, see Bench.measure."""
+    """A results file."""
 
+    format: Literal[FORMAT] = field(default=FORMAT, kw_only=True)
     table: str
     columns: list[str]
-    options: dict  # the command line's
-    machine: dict  # versions, processor, models, device, dtypes, threads, commit of the code
-    prompts: dict  # datasets, how many, their sha256
-    sizes: dict[str, Sequence[float]]  # prompt_tokens, new_tokens, temperature
+    options: Options
+    machine: dict[str, str | int | None]  # versions, processor, models, dtypes, threads, commit
+    prompts: dict[str, str | int]  # whose, how many, and what tells them from any others
+    sizes: dict[str, list[Size | Temperature]]  # every value of prompt_tokens, new_tokens, ...
     runs: list[Run]
-    setup_s: dict[str, float] = field(default_factory=dict)  # by label: loading and warming up
-    step_times: dict | None = None  # step_times.StepTimes
-    records: list[dict] = field(default_factory=list)
+    setup_s: dict[str, Figure] = field(default_factory=dict)  # by label: loading and warming up
+    step_times: dict[str, object] | None = None  # a StepTimes
     is_memory: bool = False  # peak memory was measured, and no speed
-    shared_by: list[dict] = field(default_factory=list)  # ranks, of which a record names one
+    shared_by: list[dict[str, str | int]] = field(default_factory=list)  # the ranks of `rank`
     title: str = ""  # of a paper's table: which it is, and what is different here
-    format: int = FORMAT
+    records: list[Record] = field(default_factory=list)
 
     @classmethod
     def load(cls, file: str | Path) -> "Results":
-        """Raises UsageError: not there, not a results file, or one of another version."""
+        """A file's checked content. Raises UsageError: not there, not a results file, or one of
+        another format."""
         try:
-            content = read_json(Path(file), limit=LIMIT)
-            require_format(content, str(file))
-            check_results(content, str(file))
+            found = read_json(Path(file), cls, LIMIT)
+            if found.step_times is not None:
+                convert(found.step_times, f"{file}: step_times", StepTimes)
         except ForeignFile as error:
-            raise UsageError(f"not a results file: {error}") from error
-        fill_in(content)
-        return cls(**content)
+            raise UsageError(f"not a results file of format {FORMAT}: {error}") from error
+        found.require_sense(str(file))
+        return found
+
+    def require_sense(self, where: str) -> None:
+        """Raise UsageError unless what is shown of every table is there, each run has a label of
+        its own and a method that there is, and all else names one of the runs."""
+        for name, keys in NEEDED.items():
+            lacking = set(keys.split()) - getattr(self, name).keys()
+            if lacking:
+                raise UsageError(f"{where}: {name} has no {', '.join(sorted(lacking))}")
+        labels = {run.label for run in self.runs}
+        named = {record["run"] for record in self.records}
+        for run in self.runs:
+            named |= {run.baseline, run.reference or run.baseline}
+            if run.method not in METHODS and run.method not in PEERS:
+                raise UsageError(f"{where} has runs of {run.method!r}, which is no method here")
+        if named - labels:
+            raise UsageError(f"{where} speaks of {min(named - labels)!r}, which is no run of it")
+        if len(labels) < len(self.runs):
+            raise UsageError(f"{where} has two runs of one label")
 
     def save(self, file: Path) -> None:
         """Write all at once or not at all, a record a line. Raises UsageError."""
-        content = asdict(self)
-        records = ",\n".join(json.dumps(record) for record in content.pop("records"))
-        head = json.dumps(content, indent=1).removesuffix("\n}")
+        head = msgspec.json.format(msgspec.json.encode(replace(self, records=[])), indent=1)
+        before, _, after = head.partition(b'"records": []')
+        records = b",\n".join(msgspec.json.encode(record) for record in self.records)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, f'{head},\n "records": [\n{records}\n]}}\n')
+            write_whole(file, before + b'"records": [\n' + records + b"\n]" + after + b"\n")
         except OSError as error:
             raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+
+    def add(self, records: list[Record]) -> None:
+        """Add those that are not there yet."""
+        known = {key_of(record) for record in self.records}
+        self.records += [record for record in records if key_of(record) not in known]
 
     @property
     def is_begun(self) -> bool:
@@ -108,20 +200,9 @@ class Results:
         return found
 
 
-def require_format(content: object, where: str) -> None:
-    """Raise ForeignFile for a results file of another version, whatever else it says."""
-    if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
-        raise ForeignFile(f"{where} has format {short(content['format'])}, not {FORMAT}")
-
-
-def fill_in(content: dict) -> None:
-    """Make the runs of a file's JSON object, and what it lacks if it is from before."""
-    content.setdefault("is_memory", content["table"] == "memory")
-    dataset = {"dataset": content["prompts"]["dataset"]}  # there was one for all runs
-    runs = []
-    for run in content["runs"]:
-        runs.append(Run(**(dataset | run | {"settings": tuple(run["settings"])})))
-    content["runs"] = runs
+def key_of(record: Record) -> tuple[str, int, int]:
+    """Which text it is of."""
+    return record["run"], record["prompt"], record["repeat"]
 
 
 class Row:
@@ -130,7 +211,7 @@ class Row:
     def __init__(
         self, run: Run, records: dict, baseline: dict, reference: dict, setup_s: float | None
     ):
-        """records, baseline, reference: (prompt, repeat) -> record."""
+        """records, baseline, reference: (prompt, repeat) -> Record."""
         self.run = run
         self.records = records
         self.baseline = baseline
@@ -139,19 +220,15 @@ class Row:
         self.is_peer = run.method in PEERS
         self.speedups = self.measure_speedups()
 
-    def beside_ar(self) -> list[tuple[dict, dict]]:
+    def beside_ar(self) -> list[tuple[Record, Record]]:
         """Records, each with ar's on the same prompt and in the same round; none for ar itself."""
         return self.beside(self.baseline)
 
-    def beside(self, others: dict) -> list[tuple[dict, dict]]:
+    def beside(self, others: dict) -> list[tuple[Record, Record]]:
         """Records, each with another run's on the same prompt; none for a run beside itself."""
         if others is self.records:
             return []
-        pairs = []
-        for key, record in self.records.items():
-            if key in others:
-                pairs.append((record, others[key]))
-        return pairs
+        return [(record, others[key]) for key, record in self.records.items() if key in others]
 
     def measure_speedups(self) -> list[float]:
         """Throughput / ar's on the same prompt; none if the table does not measure it."""
@@ -159,7 +236,7 @@ class Row:
         for record, ar in self.beside_ar():
             ours = record["metrics"].get("throughput")
             theirs = ar["metrics"].get("throughput")
-            if ours and theirs:
+            if ours and theirs:  # 0 of a text of one token, which no pass follows
                 found.append(ours / theirs)
         return found
 
@@ -170,10 +247,8 @@ class Row:
 
     def median(self, name: str) -> float | None:
         """Median over prompts of one metric; None if this table does not measure it."""
-        values = [record["metrics"].get(name) for record in self.records.values()]
-        if None in values:
-            return None
-        return statistics.median(values)
+        found = [record["metrics"].get(name) for record in self.records.values()]
+        return None if None in found else statistics.median(found)
 
     def predicted(self) -> float | None:
         """Median over prompts of the speedup that the forwards' step times alone would give; None
@@ -183,15 +258,12 @@ class Row:
             if not record.get("predicted_ms") or "predicted_ms" not in ar:
                 return None
             ratios.append(ar["predicted_ms"] / record["predicted_ms"])
-        return statistics.median(ratios)
+        return statistics.median(ratios) if ratios else None
 
-    def compared(self) -> list[tuple[dict, dict]]:
+    def compared(self) -> list[tuple[Record, Record]]:
         """Records whose ids are to be the reference's, each with it; none if sampled."""
-        if self.run.temperature:
-            return []
-        return self.beside(self.reference)
+        return [] if self.run.temperature else self.beside(self.reference)
 
-    def differing(self) -> list[tuple[dict, dict]]:
+    def differing(self) -> list[tuple[Record, Record]]:
         """Of the compared ones, those whose ids are not the reference's."""
-        pairs = self.compared()
-        return [pair for pair in pairs if pair[0]["token_ids"] != pair[1]["token_ids"]]
+        return [pair for pair in self.compared() if pair[0]["token_ids"] != pair[1]["token_ids"]]

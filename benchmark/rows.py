@@ -13,9 +13,10 @@ from benchmark.results import Run
 from benchmark.tables import SYMBOLS, Part, Table, split_list
 from cli.compare import strict_reference
 from cli.errors import UsageError
-from cli.models import Pair
+from cli.models import Pair, Request
 from cli.options import choose_window, parse_settings
 from draft_tree import Settings
+from engine.sampling import Sampling
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 
@@ -26,52 +27,47 @@ SIZED_WORDS = ("window", "sinks")  # the same, with a number: window=512
 def parse_run(text: str) -> Run:
     """A run from "method NAME=VALUE ... [rebuild] [eager] [strict] [window=N [sinks=S]]", with no
     sizes. Raises UsageError."""
-    words = text.split()
-    method = words.pop(0)
-    settings = []
-    names = [word.partition("=")[0] for word in words]
+    method, *words = text.split()
+    names = [name_in(word) for word in words]
     if len(set(names)) < len(names):
         raise UsageError(f"{text!r} says something twice")
-    sized: dict[str, int | None] = {name: None for name in SIZED_WORDS}
-    for word in words:
-        name, _, value = word.partition("=")
-        if name in SIZED_WORDS:
-            sized[name] = parse_number(text, name, value)
-        elif word not in WORDS:
-            settings.append(word)
-    if sized["sinks"] is not None and sized["window"] is None:
-        raise UsageError(f"{text!r}: sinks need a window")
-    if method in PEERS:
-        if words:
-            raise UsageError(f"{text!r}: {method} takes no settings")
-    elif method in METHODS:
+    settings = [word for word in words if word not in WORDS and name_in(word) not in SIZED_WORDS]
+    if method in METHODS:
         parse_settings(METHODS[method], settings)
-    else:
-        known = ", ".join(list(METHODS) + list(PEERS))
+    elif method not in PEERS:
+        known = ", ".join([*METHODS, *PEERS])
         raise UsageError(f"unknown method {method!r}; there are {known}")
-    commit = "keep"
-    if "rebuild" in words:
-        commit = "rebuild"
-    label = " ".join(text.split())
+    elif words:
+        raise UsageError(f"{text!r}: {method} takes no settings")
+    commit = "rebuild" if "rebuild" in words else "keep"
+    label = " ".join([method, *words])
     run = Run(label, method, tuple(settings), commit, 0, 0, 0.0, "")
+    sized = parse_sized(text, words)
     return replace(run, is_eager="eager" in words, is_strict="strict" in words, **sized)
 
 
-def parse_number(text: str, name: str, value: str) -> int:
-    """The number of a word of a row, NAME=VALUE. Raises UsageError."""
-    if not re.fullmatch("[0-9]{1,9}", value):
-        raise UsageError(f"{text!r}: {name} takes a whole number")
-    return int(value)
+def parse_sized(text: str, words: Sequence[str]) -> dict[str, int]:
+    """A row's window and sinks, those that are among its words. Raises UsageError."""
+    sized = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in SIZED_WORDS:
+            if not re.fullmatch("[0-9]{1,9}", value):
+                raise UsageError(f"{text!r}: {name} takes a whole number")
+            sized[name] = int(value)
+    if "sinks" in sized and "window" not in sized:
+        raise UsageError(f"{text!r}: sinks need a window")
+    return sized
+
+
+def name_in(word: str) -> str:
+    """NAME of NAME=VALUE, or the word itself."""
+    return word.partition("=")[0]
 
 
 def settings_of(run: Run) -> Settings:
     """What a run's method is told, of a method that is not a peer."""
     return parse_settings(METHODS[run.method], run.settings)
-
-
-def is_drawing(run: Run) -> bool:
-    """Whether its guesses are drawn from the draft where the text is sampled."""
-    return settings_of(run).rule().is_drawing
 
 
 def window_of(run: Run, pair: Pair) -> Window:
@@ -83,6 +79,20 @@ def window_of(run: Run, pair: Pair) -> Window:
         return choose_window(run.window, run.sinks, settings_of(run).rule().max_rows, pair)
     except UsageError as error:
         raise UsageError(f"{run.label}: {error}") from error
+
+
+def request_of(run: Run, pair: Pair, prompt: list[int], sampling: Sampling | None) -> Request:
+    """A text that continues these ids as the run says; of a method that is not a peer."""
+    return Request(
+        pair,
+        prompt,
+        settings_of(run),
+        run.new_tokens,
+        sampling=sampling,
+        window=window_of(run, pair),
+        commit=run.commit,
+        strict=run.is_strict,
+    )
 
 
 def choose_runs(
@@ -98,12 +108,8 @@ def choose_runs(
     """
     runs = []
     for part in table.parts:
-        suffix = ""
-        if len(table.parts) > 1:
-            suffix = f" on {part.dataset}"
-        texts = part.methods
-        if methods is not None:
-            texts = split_list(methods, "--methods")
+        suffix = f" on {part.dataset}" if len(table.parts) > 1 else ""
+        texts = part.rows if methods is None else split_list(methods, "--methods")
         runs += at_every_size(choose_rows(texts, with_peers, everywhere), part, suffix)
     return runs
 
@@ -116,40 +122,31 @@ def choose_rows(texts: Sequence[str], with_peers: bool, everywhere: Sequence[str
     texts = [add_words(text, everywhere) for text in texts]
     if with_peers:
         texts += [name for name in PEERS if name not in texts]
-    runs = [parse_run(text) for text in texts]
-    labels = [run.label for run in runs]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise UsageError(f"--methods names a row twice: {label!r}")
+    runs = {}
+    for text in texts:
+        run = parse_run(text)
+        if run.label in runs:
+            raise UsageError(f"--methods names a row twice: {run.label!r}")
+        runs[run.label] = run
     if not runs:
         return []
     baseline = parse_run(add_words("ar", [word for word in everywhere if word != "strict"]))
-    return with_references([baseline] + [run for run in runs if run.label != baseline.label])
+    found = {baseline.label: baseline}
+    for run in runs.values():
+        label = reference_of(run)
+        if label not in runs | found:
+            found[label] = parse_run(label)
+    return [replace(run, reference=reference_of(run)) for run in (found | runs).values()]
 
 
 def add_words(text: str, words: Sequence[str]) -> str:
     """A row with these words after its method, but for those that it has; a peer takes none."""
-    own = text.split()
-    if own[0] in PEERS:
+    method, *own = text.split()
+    if method in PEERS:
         return text
-    names = [word.partition("=")[0] for word in own]
-    added = [word for word in words if word.partition("=")[0] not in names]
-    return " ".join(own[:1] + added + own[1:])
-
-
-def with_references(runs: Sequence[Run]) -> list[Run]:
-    """Runs, the first the baseline, told whose ids they must have; that run comes after the
-    baseline if it is not among them."""
-    labels = {run.label for run in runs}
-    added = []
-    found = []
-    for run in runs:
-        reference = reference_of(run)
-        if reference not in labels:
-            labels.add(reference)
-            added.append(replace(parse_run(reference), reference=reference))
-        found.append(replace(run, reference=reference))
-    return found[:1] + added + found[1:]
+    names = [name_in(word) for word in own]
+    added = [word for word in words if name_in(word) not in names]
+    return " ".join([method, *added, *own])
 
 
 def reference_of(run: Run) -> str:
@@ -181,12 +178,15 @@ def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run
                 varied += f" {SYMBOLS[name]}={value}"
         end = suffix + varied
         for row in rows:
-            own = None
-            if size["temperature"] and row.method in METHODS and is_drawing(row):
-                own = part.draft_temperature
-            labels = {"label": row.label + end, "baseline": rows[0].label + end}
-            labels["reference"] = row.reference + end
-            published = dict(part.published.get(row.label + varied, {}))
-            run = replace(row, dataset=part.dataset, published=published, **labels, **size)
-            runs.append(replace(run, draft_temperature=own))
+            sized = replace(row, dataset=part.dataset, **size)
+            sized = replace(sized, label=row.label + end, baseline=rows[0].label + end)
+            sized = replace(sized, reference=row.reference + end)
+            if is_drawing(sized):
+                sized = replace(sized, draft_temperature=part.draft_temperature)
+            runs.append(replace(sized, published=part.published(row.label + varied)))
     return runs
+
+
+def is_drawing(run: Run) -> bool:
+    """Whether its guesses are drawn from the draft: of a sampled text, by some methods."""
+    return bool(run.temperature) and run.method in METHODS and settings_of(run).rule().is_drawing

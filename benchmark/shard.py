@@ -1,214 +1,141 @@
-"""Prompts shared out over ranks: what one rank has of the work, and how rank 0 hears of the others.
+"""A table under torchrun: one target for all ranks, or with --shard prompts a pair for each.
 
-Whoever has finished a prompt takes the next. Rank 0 alone keeps the results file and gets what the
-others write, a record at a time. That goes through torch.distributed's store, which torchrun keeps:
-nobody waits for a rank that computes, and one that dies takes nothing along but its text. How ranks
-begin and end is in benchmark/sharing.py.
+    torchrun --nproc-per-node 4 bench.py --shard prompts --output results/mine.json
 
-taken      how many prompts have been taken, by whomever
-R/0 ...    the records that rank R has written, until rank 0 takes them
-R/end      that it has come to its end, and why if it failed
-R/beats    a number that rises for as long as it lives
+Rank r of n takes the prompts r, r + n, ... and keeps what it writes in a file of its own beside the
+results file; at the end all is gathered. A rank that is killed leaves its file, which --resume
+takes up.
 """
 
-import argparse
-import json
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from itertools import groupby
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
-from torch.distributed import HashStore, Store
 
 from benchmark.columns import TIMED, TIMES
+from benchmark.results import Options, Record, Results
 from benchmark.tables import Table
-from benchmark.turns import Turn, prompt_of
 from cli.errors import UsageError
 from cli.models import choose_device
-from engine.checkpoint import first_line
-from parallel.ranks import RanksError, read_number
-
-POLL_S = 0.1  # between two looks into the store
-BEAT_S = 1.0
-LOST_S = 30.0  # without a beat, after which a rank is thought to be gone
-
-
-class Other:
-    """Another rank, as rank 0 sees it while both measure."""
-
-    def __init__(self, store: Store, rank: int):
-        self.store = store
-        self.rank = rank
-        self.n_heard = 0  # records
-        self.n_beats = 0
-        self.heard_at = time.monotonic()
-        self.has_ended = False
-        self.problem = ""  # why it ended before there was no more to do
-        self.mark: dict = {}  # of its records
-
-    def heard(self, key: str) -> object | None:
-        """What it has said under this key, to be heard once; None if there is nothing yet."""
-        key = f"{self.rank}/{key}"
-        if not self.store.check([key]):
-            return None
-        said = json.loads(self.store.get(key))
-        self.store.delete_key(key)
-        return said
-
-    def records(self) -> list[dict]:
-        """Those that it has written since they were asked for."""
-        found = []
-        record = self.heard(str(self.n_heard))
-        while record is not None:
-            self.n_heard += 1
-            found.append(record | self.mark)
-            record = self.heard(str(self.n_heard))
-        return found
-
-    def is_awaited(self) -> bool:
-        """Whether more may come of it."""
-        if self.has_ended:
-            return False
-        end = self.heard("end")
-        if end is None and not self.is_lost():
-            return True
-        self.has_ended = True
-        self.problem = end if end is not None else f"not heard of for {LOST_S:.0f} s"
-        return False
-
-    def is_lost(self) -> bool:
-        """Whether its beats have stopped."""
-        now = time.monotonic()
-        n_beats = self.store.add(f"{self.rank}/beats", 0)
-        if n_beats != self.n_beats:
-            self.n_beats = n_beats
-            self.heard_at = now
-        return now - self.heard_at > LOST_S
+from parallel.ranks import Ranks
 
 
 class Shard:
-    """What one rank has of the work that all share; there being but one, all of it."""
+    """What one rank has of a table's work; there being but one, all of it."""
 
-    def __init__(self, store: Store | None = None, rank: int = 0, has_times: bool = True):
-        """has_times: whether what this rank measures says anything of speed."""
-        self.store = store or HashStore()
-        self.rank = rank
-        self.has_times = has_times
-        self.n_told = 0  # records
-        self.mark: dict = {}  # of rank 0's own
-        self.others: list[Other] = []  # whom rank 0 hears
+    def __init__(self, ranks: Ranks | None = None, is_shared: bool = False):
+        """ranks: of the command, if there are several. is_shared: each has prompts of its own, else
+        they compute one target together."""
+        if is_shared and "WORLD_SIZE" not in os.environ:
+            command = "torchrun --nproc-per-node N bench.py --shard prompts"
+            raise UsageError(f"--shard is for several processes: {command}")
+        self.ranks, self.is_shared = ranks, is_shared and ranks is not None
+        self.index = ranks.index if ranks else 0
+        self.mark: dict[str, int] = {}  # of this rank's records: which rank of `shared_by` it is
+        self.has_times = True  # what it measures says something of speed
 
-    def own(self, turns: Iterator[Turn]) -> Iterator[Turn]:
-        """Of turns that are the same on every rank, those on prompts that nobody else has taken; a
-        prompt is taken when the one before is finished. Raises RanksError."""
-        taken = self.take()
-        for i, (_, on_prompt) in enumerate(groupby(turns, prompt_of)):
-            if i == taken:
-                yield from on_prompt
-                taken = self.take()
+    def first(self, compute: Callable, *arguments: object) -> object:
+        """What rank 0 computes, on every rank."""
+        if not self.ranks:
+            return compute(*arguments)
+        return self.ranks.tell(None if self.index else compute(*arguments))
 
-    def take(self) -> int:
-        """The number of the next prompt that nobody has."""
-        with needed():
-            return self.store.add("taken", 1) - 1
+    def own_file(self, file: Path) -> Path | None:
+        """Where this rank keeps what it measures; None if rank 0 keeps the same."""
+        if self.index == 0:
+            return file
+        return beside(file, str(self.index)) if self.is_shared else None
 
-    def marked(self, record: dict) -> dict:
-        """A record of this rank, which it names, and without times where they say nothing."""
+    def takes(self, prompt: int) -> bool:
+        """Whether a prompt is this rank's."""
+        return not self.is_shared or prompt % self.ranks.count == self.index
+
+    def record(self, describe: Callable, *arguments: object) -> Record:
+        """A text as it is kept: as rank 0 describes it, on all; or this rank's own, which it names,
+        and without times where they say nothing."""
+        if not self.is_shared:
+            return self.first(describe, *arguments)
+        record = describe(*arguments)
+        metrics = record["metrics"].items()
         if not self.has_times:
-            for name in TIMES:
-                del record["metrics"][name]
-        return record | self.mark
+            metrics = [(name, value) for name, value in metrics if name not in TIMES]
+        return record | {"metrics": dict(metrics)} | self.mark
 
-    def records(self) -> list[dict]:
-        """Those that the others have written since they were asked for."""
-        found = []
-        with suppress(RuntimeError):  # the store has gone
-            for other in self.others:
-                found += other.records()
-        return found
+    def join(self, results: Results, device: torch.device, processor: str) -> None:
+        """Say what each rank is; all come here. Raises UsageError unless all measure one table."""
+        if not self.is_shared:
+            return
+        self.has_times = not shares_cpu(device)
+        own = {"rank": self.index, "device": str(device), "processor": processor}
+        told = self.ranks.gather_objects((own, results.machine, results.prompts))
+        for index, (described, machine, prompts) in enumerate(told):
+            require_alike(index, machine | {"prompts": prompts}, told[0], self.has_times)
+            if described not in results.shared_by:
+                results.shared_by.append(described)
+        self.mark = {"rank": results.shared_by.index(own)}
 
-    def is_awaiting(self) -> bool:
-        """Whether another rank is still at work; a moment later, so that it can be asked again."""
-        awaited = [other for other in self.others if other.is_awaited()]
-        if awaited:
-            time.sleep(POLL_S)
-        return bool(awaited)
+    def gather(self, results: Results) -> None:
+        """Let every rank have all ranks' records."""
+        if self.is_shared:
+            for records in self.ranks.gather_objects(results.records):
+                results.add(records)
 
-    def problems(self) -> list[str]:
-        """Which ranks ended too early, and why."""
-        return [f"rank {other.rank}: {other.problem}" for other in self.others if other.problem]
+    def end(self, file: Path | None) -> None:
+        """All is in rank 0's file: no other rank needs its own."""
+        if self.is_shared:
+            self.ranks.gather_objects(None)
+            if self.index:
+                file.unlink(missing_ok=True)
 
     def command(self, words: list[str]) -> list[str]:
         """What starts bench.py with these words, as it was started."""
-        if not self.others:
+        if not self.ranks:
             return ["python", *words]
-        n_here = read_number("LOCAL_WORLD_SIZE", 1 + len(self.others))
-        return ["torchrun", "--nproc-per-node", str(n_here), *words, "--shard", "prompts"]
-
-    def tell(self, record: dict) -> None:
-        """Give rank 0 a record. Raises RanksError."""
-        with needed():
-            self.store.set(f"{self.rank}/{self.n_told}", json.dumps(record))
-        self.n_told += 1
-
-    def end(self, problem: str) -> None:
-        """Tell rank 0 that nothing more comes, and why if there was more to do. Raises
-        RanksError."""
-        with needed():
-            self.store.set(f"{self.rank}/end", json.dumps(problem))
-
-    @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Let rank 0 see that this one lives."""
-        is_over = threading.Event()
-
-        def beat() -> None:
-            with suppress(RuntimeError):  # the store has gone, and rank 0 with it
-                while not is_over.wait(BEAT_S):
-                    self.store.add(f"{self.rank}/beats", 1)
-
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
+        n_here = os.environ.get("LOCAL_WORLD_SIZE", str(self.ranks.count))
+        shard = ["--shard", "prompts"] if self.is_shared else []
+        return ["torchrun", "--nproc-per-node", n_here, *words, *shard]
 
 
-@contextmanager
-def needed() -> Iterator[None]:
-    """Where a rank cannot go on without the store. Raises RanksError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RanksError(f"torchrun's store has gone: {first_line(error)}") from error
+def beside(file: Path, rank: str) -> Path:
+    """Where another rank than 0 keeps what it has measured; rank: its number, or a pattern."""
+    return file.with_name(f"{file.stem}.rank{rank}{file.suffix}")
 
 
-def require_sharable(args: argparse.Namespace, table: Table) -> None:
+def left_behind(file: Path) -> list[Path]:
+    """The files of ranks that did not come to the end."""
+    return sorted(file.parent.glob(beside(file, "*").name))
+
+
+def require_alike(index: int, said: dict, first: tuple, has_times: bool) -> None:
+    """Raise UsageError unless what a rank measures goes into one table with what rank 0 does."""
+    _, machine, prompts = first
+    for name, value in (machine | {"prompts": prompts}).items():
+        is_own = name == "device" or (name == "processor" and not has_times)
+        if not is_own and said.get(name) != value:
+            raise UsageError(f"rank {index} has {name} {said.get(name)}, rank 0 {value}")
+
+
+def require_sharable(options: Options, table: Table) -> None:
     """Raise UsageError for a table that several ranks cannot measure."""
-    if args.table == "steps" or table.is_memory:
-        raise UsageError(f"--table {args.table} is measured by one process: leave out --shard")
-    if args.device is not None and ":" in args.device:
-        one = f"--device {args.device}: with --shard each rank has a device of its own"
+    if options.table == "steps" or table.is_memory:
+        raise UsageError(f"--table {options.table} is measured by one process: leave out --shard")
+    if options.device is not None and ":" in options.device:
+        one = f"--device {options.device}: with --shard each rank has a device of its own"
         raise UsageError(f"{one}; say cpu, cuda or nothing")
     timed = [name for name in table.columns if name in TIMED]
-    if timed and shares_cpu(choose_device(args.device)):
+    if timed and shares_cpu(choose_device(options.device)):
         why = f"ranks that share a CPU disturb each other's times ({', '.join(timed)})"
         raise UsageError(f"{why}; without times: --columns tokens_per_iter,acceptance,exact")
 
 
 def shares_cpu(device: torch.device) -> bool:
     """Whether several ranks of this machine compute on its CPU."""
-    n_here = read_number("LOCAL_WORLD_SIZE", read_number("WORLD_SIZE", 1))
-    return device.type == "cpu" and n_here > 1
+    return device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
-def on_own_device(args: argparse.Namespace) -> argparse.Namespace:
+def on_own_device(options: Options, ranks: Ranks) -> Options:
     """The options with the device of this rank."""
-    if args.shard is None or choose_device(args.device).type != "cuda":
-        return args
-    own = f"cuda:{read_number('LOCAL_RANK', 0)}"
-    return argparse.Namespace(**(vars(args) | {"device": own}))
+    device = ranks.own_device(choose_device(options.device))
+    return replace(options, device=str(device)) if device.type == "cuda" else options

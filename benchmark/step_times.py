@@ -7,21 +7,18 @@ Those rows are counted in counts.py.
 
     times = measure_step_times(target, draft, context=200)
     times.predict_ms(drafts={1: 40, 3: 35}, verifies={7: 40})
-    predict_text_ms(times, run, pair, steps)
 """
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 
-from benchmark.counts import count_passes, padded
-from benchmark.results import Run
-from benchmark.rows import settings_of
-from cli.models import Pair
-from dynatree import Step, capture
+from dynatree import capture
 from engine.memory import in_bytes, memory_for
 from engine.passes import ROW_COUNTS
 from engine.scores import Scores
@@ -30,18 +27,21 @@ from gpt_neox import GPTNeoX, KVCache
 COPY_BYTES = 2**28  # past every cache, so that memory itself is measured
 BURST = 3  # times that a pass runs before the next one's turn
 
+Rate = Annotated[float, Meta(gt=0, le=1e12)]
+Rates = Annotated[list[Rate], Meta(min_length=2)]
+
 
 @dataclass(frozen=True)
 class StepTimes:
     """Median milliseconds of one forward, and the bytes that a one-row forward has to read."""
 
-    context: int  # cached tokens before the rows
-    rows: list[int]
-    target_ms: list[float]  # by `rows`
-    draft_ms: list[float]
-    target_bytes: int
-    draft_bytes: int
-    copy_gb_s: float  # gigabytes read and written per second by a large copy
+    context: Annotated[int, Meta(ge=0)]  # cached tokens before the rows
+    rows: Annotated[list[int], Meta(min_length=2)]  # rising
+    target_ms: Rates  # by `rows`
+    draft_ms: Rates
+    target_bytes: Annotated[int, Meta(ge=0)]
+    draft_bytes: Annotated[int, Meta(ge=0)]
+    copy_gb_s: Rate  # gigabytes read and written per second by a large copy
 
     def predict_ms(self, drafts: Mapping[int, int], verifies: Mapping[int, int]) -> float:
         """Milliseconds of the forwards alone; both arguments: rows of a forward -> how many."""
@@ -51,15 +51,6 @@ class StepTimes:
         for rows, n in verifies.items():
             total += n * interpolate(self.rows, self.target_ms, rows)
         return total
-
-
-def predict_text_ms(times: StepTimes, run: Run, pair: Pair, steps: Sequence[Step]) -> float:
-    """What the forwards of a run's text would take alone."""
-    min_rows = settings_of(run).rule().min_rows
-    drafts, verifies = count_passes(steps, run.commit)
-    drafts = padded(drafts, pair.draft.pool, min_rows)
-    verifies = padded(verifies, pair.target.pool, min_rows)
-    return times.predict_ms(drafts, verifies)
 
 
 def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
@@ -73,26 +64,24 @@ def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
 
 
 def measure_step_times(
-    target: GPTNeoX, draft: GPTNeoX, context: int, n_rounds: int = 5
+    target: GPTNeoX, draft: GPTNeoX | None, context: int, n_rounds: int = 5
 ) -> StepTimes:
     """Median times of both models at every width, taken in turn, in n_rounds bursts.
 
-    Raises OutOfMemory if the caches do not fit.
+    draft: None on other ranks than the first. Raises OutOfMemory if the caches do not fit.
     """
-    target_cache = _open_cache(target, context)
-    draft_cache = _open_cache(draft, context)
-    target_passes = [_forward(target, target_cache, n) for n in ROW_COUNTS]
-    draft_passes = [_forward(draft, draft_cache, n) for n in ROW_COUNTS]
-    medians = median_ms(target_passes + draft_passes, n_rounds)
-    target.pool.take_back(target_cache.storage)
-    draft.pool.take_back(draft_cache.storage)
+    opened = [(model, _open_cache(model, context)) for model in (target, draft) if model]
+    passes = [_forward(model, cache, n) for model, cache in opened for n in ROW_COUNTS]
+    medians = median_ms(passes, n_rounds)
+    for model, cache in opened:
+        model.pool.take_back(cache.storage)
     return StepTimes(
         context=context,
         rows=list(ROW_COUNTS),
-        target_ms=medians[: len(target_passes)],
-        draft_ms=medians[len(target_passes) :],
+        target_ms=medians[: len(ROW_COUNTS)],
+        draft_ms=medians[len(ROW_COUNTS) :],
         target_bytes=step_bytes(target, context),
-        draft_bytes=step_bytes(draft, context),
+        draft_bytes=step_bytes(draft, context) if draft else 0,
         copy_gb_s=copy_bandwidth(target.device),
     )
 

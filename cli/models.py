@@ -301,7 +301,7 @@ def load_pair(
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     start = time.perf_counter()
     target_model = load_target(target_folder, device, dtype, ranks)
-    load_s = {"target": time.perf_counter() - start}
+    load_s = {"target": time.perf_counter() - start, "draft": 0.0}
     draft_model = None
     if draft_folder and not (ranks and ranks.index):
         start = time.perf_counter()

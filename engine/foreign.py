@@ -12,20 +12,15 @@ file and the key.
 """
 
 import errno
-import json
 import os
-import reprlib
 import stat
-import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 T = TypeVar("T")
 LIMIT = 2**26  # bytes of a file
-LARGEST = sys.float_info.max
 LONGEST = 300  # characters of what msgspec says, which may quote the file
 
 
@@ -100,152 +95,3 @@ def unreadable(file: Path, error: OSError | ValueError) -> ForeignFile:
     if error.errno == errno.ENOENT:
         return ForeignFile(f"{file} is not there")
     return ForeignFile(f"{file} cannot be read: {error.strerror}")
-
-
-# What follows declares what benchmark/schema.py, prompts.py, pg19.py and results.py check; it goes
-# once their types say it
-
-
-class Kind(Protocol):
-    """What a value may be."""
-
-    def accept(self, value: object, where: str) -> object:
-        """The value, with defaults filled in. Raises ForeignFile naming `where` it stands."""
-
-
-Schema = Mapping[str, Kind]
-
-
-def checked(content: object, schema: Schema, where: str) -> dict:
-    """A parsed file as its schema has it, defaults filled in, unknown keys left as they are.
-
-    where: the file, for errors. Raises ForeignFile naming the key: it is lacking, of another type,
-    out of range.
-    """
-    if not isinstance(content, dict):
-        raise ForeignFile(f"{where} is not a JSON object")
-    return _accept_fields(content, schema, where, f"{where}: ")
-
-
-def _accept_fields(content: dict, schema: Schema, where: str, prefix: str) -> dict:
-    found = dict(content)
-    for key, kind in schema.items():
-        if key in content:
-            found[key] = kind.accept(content[key], prefix + key)
-        elif isinstance(kind, Optional):
-            found[key] = kind.default
-        else:
-            raise ForeignFile(f"{where} has no {key}")
-    return found
-
-
-def wrong(where: str, value: object, expected: object) -> ForeignFile:
-    """The error for a value that is not what its schema expects."""
-    return ForeignFile(f"{where} is {short(value)}, not {expected}")
-
-
-def short(value: object) -> str:
-    """A JSON value on part of a line, whatever its size and depth."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return reprlib.repr(value)
-
-
-class Number(NamedTuple):
-    """A whole number, or if `kind` is float any; never true, nor what is not finite."""
-
-    kind: type  # int or float
-    low: float = -LARGEST
-    high: float = LARGEST
-
-    def accept(self, value: object, where: str) -> object:
-        is_number = type(value) is int or type(value) is self.kind  # a bool is an int, too
-        if is_number and self.low <= value <= self.high:
-            return value
-        raise wrong(where, value, self)
-
-    def __str__(self) -> str:
-        noun = "a whole number" if self.kind is int else "a number"
-        if self.high < LARGEST:
-            return f"{noun} from {self.low:,} to {self.high:,}"
-        if self.low > -LARGEST:
-            return f"{noun} of at least {self.low:,}"
-        return noun
-
-
-class Switch:
-    """true or false, and nothing that only looks like it."""
-
-    def accept(self, value: object, where: str) -> object:
-        if isinstance(value, bool):
-            return value
-        raise wrong(where, value, "true or false")
-
-
-class Word(NamedTuple):
-    """A text; one of the options if there are any."""
-
-    options: tuple[str, ...] = ()
-
-    def accept(self, value: object, where: str) -> object:
-        if isinstance(value, str) and (not self.options or value in self.options):
-            return value
-        raise wrong(where, value, f"one of {', '.join(self.options)}" if self.options else "a text")
-
-
-class List(NamedTuple):
-    """A list of values of one kind."""
-
-    of: Kind
-
-    def accept(self, value: object, where: str) -> object:
-        if not isinstance(value, list):
-            raise wrong(where, value, "a list")
-        return [self.of.accept(item, f"{where}[{i}]") for i, item in enumerate(value)]
-
-
-class Map(NamedTuple):
-    """An object with keys of any name and values of one kind."""
-
-    of: Kind
-
-    def accept(self, value: object, where: str) -> object:
-        if not isinstance(value, dict):
-            raise wrong(where, value, "an object")
-        return {key: self.of.accept(item, f"{where}.{key}") for key, item in value.items()}
-
-
-class Object(NamedTuple):
-    """An object with a schema of its own."""
-
-    schema: Schema
-
-    def accept(self, value: object, where: str) -> object:
-        if not isinstance(value, dict):
-            raise wrong(where, value, "an object")
-        return _accept_fields(value, self.schema, where, f"{where}.")
-
-
-class Either(NamedTuple):
-    """A value of one of two kinds; errors are those of the second."""
-
-    first: Kind
-    second: Kind
-
-    def accept(self, value: object, where: str) -> object:
-        try:
-            return self.first.accept(value, where)
-        except ForeignFile:
-            return self.second.accept(value, where)
-
-
-class Optional(NamedTuple):
-    """A key that may be absent or null; `default` stands for it then."""
-
-    of: Kind
-    default: object = None
-
-    def accept(self, value: object, where: str) -> object:
-        if value is None:
-            return self.default
-        return self.of.accept(value, where)

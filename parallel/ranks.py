@@ -176,10 +176,11 @@ def as_bytes(content: bytes, n: int) -> Tensor:
 
 
 @contextmanager
-def joined() -> Iterator[Ranks | None]:
+def joined(is_split: bool = True) -> Iterator[Ranks | None]:
     """All processes of this command, as long as the block runs; None if this is the only one.
 
-    Ctrl-C is for rank 0, which all others end after. Raises RanksError.
+    is_split: they compute one target together; then Ctrl-C is for rank 0, after which all others
+    end. Raises RanksError.
     """
     if not is_launched():
         yield None
@@ -196,11 +197,12 @@ def joined() -> Iterator[Ranks | None]:
         ranks = Ranks(index, count, int(os.environ.get("LOCAL_RANK", index)), group)
     except (RuntimeError, ValueError) as error:
         raise RanksError(f"the ranks do not find each other: {first_line(error)}") from error
-    if index:
+    if is_split and index:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield ranks
     finally:
         with suppress(RuntimeError):  # of a device that has failed, which was said
             destroy_graphs()  # nccl waits for every one that has a collective in it
-        dist.destroy_process_group()
+        with suppress(RuntimeError):  # of a rank that has ended before this one
+            dist.destroy_process_group()

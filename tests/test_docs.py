@@ -18,8 +18,7 @@ from conftest import TINY
 from pytest import MonkeyPatch
 from tokenizers import Tokenizer
 
-from benchmark.presets import PRESETS
-from benchmark.tables import TABLES
+from benchmark.tables import PRESETS, TABLES
 from methods import DRAFTING, METHODS
 
 ROOT = Path(__file__).parent.parent

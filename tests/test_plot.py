@@ -19,11 +19,10 @@ from benchmark.plot_bars import place_bars
 from benchmark.plot_canvas import COLOURS
 from benchmark.plot_lines import shares, summed
 from benchmark.plot_sweeps import grid, grid_panels, group, setting, setting_panels
-from benchmark.presets import PRESETS
 from benchmark.report import name_of, text_report
 from benchmark.results import Results, Run
 from benchmark.rows import choose_runs
-from benchmark.tables import SYMBOLS, TABLES
+from benchmark.tables import PRESETS, SYMBOLS, TABLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
