@@ -26,10 +26,16 @@ PUBLISHED = SIZES | {"rotary_pct": 0.5, "rotary_emb_base": 10000, "torch_dtype":
 NEWER = SIZES | {"rope_parameters": ROPE, "dtype": "float16"}
 
 
-@pytest.mark.parametrize("raw", [PUBLISHED, NEWER, PUBLISHED | {"rope_scaling": None}])
+BOTH = NEWER | {"rotary_pct": 0.25, "rotary_emb_base": 500, "rope_scaling": None}
+
+
+@pytest.mark.parametrize("raw", [PUBLISHED, NEWER, BOTH])
 def test_both_styles_of_config(raw: dict[str, object]) -> None:
-    """random_config leaves every optional field alone, so this pins the defaults as well."""
-    assert Config.from_json(raw) == random_config()
+    """Where both stand the newer one is meant."""
+    found = Config.from_json(raw)
+    assert found == random_config()
+    assert (found.activation, found.norm_eps, found.eos_ids) == ("gelu", 1e-5, ())
+    assert found.is_parallel and not found.is_tied and found.has_attention_bias
     optional = {"hidden_act": "gelu_fast", "layer_norm_eps": 1e-3, "use_parallel_residual": False}
     optional |= {"tie_word_embeddings": True, "attention_bias": False}
     changes = dict(activation="gelu_fast", norm_eps=1e-3, is_parallel=False)
