@@ -32,7 +32,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 NO_WEIGHTS = "no safetensors; .bin weights have to be converted to them"
-JSON_BYTES = 2**24  # of a config or an index, of which the largest have some hundred thousand
+JSON_BYTES = 2**22  # of a config or an index, of which the largest have some hundred thousand
 CheckpointError = ForeignFile  # what cannot be found, read or used; one line for the user
 
 Size = Annotated[int, Meta(ge=1, le=10**15)]
