@@ -137,6 +137,10 @@ def test_shares_of_rows_are_the_targets() -> None:
     is_text = [tuple(row.tolist()) in stretches for row in at_work.draw_rows()]
     assert 0.4 < sum(is_text) / 400 < 0.6
     assert at_work.written.max() < 96  # what the draft can read
+    prompts = at_work.written[:, :2].long()  # an eighth of 16
+    greedy = write_rows(at_work.teacher, prompts, 15, torch.zeros(4), torch.Generator(), 96)
+    is_greedy = (at_work.written == greedy).all(dim=1)
+    assert is_greedy[:2].all() and not is_greedy[2:].all()
     for at_work.step in range(1, distil.N_KEPT + 3):
         before = at_work.written
         at_work.draw_rows()
