@@ -2,7 +2,6 @@
 
 import gc
 import json
-import math
 import re
 import shutil
 import sys
@@ -15,19 +14,17 @@ from conftest import TINY, pretend_capture
 from tokenizers import Tokenizer, decoders
 
 import cli.main
-import dynatree
 from cli import models
 from cli.main import main
 from cli.metrics import Metrics
 from cli.models import Pair, Request, load_pair, stream_text
-from draft_tree import Tree
 from dynatree import Step
 from engine.memory import OutOfMemory
 from engine.sampling import Sampling
-from engine.scores import Ranking, Scores, scores_of
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone
+from verify import NonFiniteLogits
 
 ROOT = TINY.parent.parent
 PROMPT = "The ship sailed at dawn"
@@ -286,9 +283,10 @@ def test_no_room_for_the_gap_does_not_lose_the_run(
 # What ends a text early
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(KeyboardInterrupt(), 130), (KeyError("x"), 70), (OSError(28, "x"), 2)]
-)
+ENDS = [(KeyboardInterrupt(), 130), (KeyError("x"), 70), (NonFiniteLogits("x"), 2)]
+
+
+@pytest.mark.parametrize(("error", "status"), ENDS)
 @pytest.mark.parametrize("is_json", [True, False])
 def test_what_ends_a_text_leaves_what_there_is(
     error: BaseException,
@@ -322,25 +320,6 @@ def test_what_ends_a_text_leaves_what_there_is(
     n = len(report["token_ids"])
     assert 5 <= n < 40 and report["token_ids"] == whole["token_ids"][:n]
     assert len(report["text"]) > 9 and whole["text"].startswith(report["text"])
-
-
-def test_logits_that_overflow_leave_what_there_is(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The target's, from the seventh token on."""
-    whole = run_json(capsys, AR)
-    real = dynatree.accept
-    trees = []
-
-    def fail_later(tree: Tree, scores: Scores, *others: object) -> tuple:
-        trees.append(tree)
-        if len(trees) >= 7:
-            scores = scores_of(scores.logits * math.nan, Ranking())
-        return real(tree, scores, *others)
-
-    monkeypatch.setattr(dynatree, "accept", fail_later)
-    report = run_json(capsys, AR, status=2)
-    assert report["interrupted"] and report["token_ids"] == whole["token_ids"][:6]
 
 
 def test_a_decoder_that_panics_leaves_what_there_is(capfd: Captured, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from conftest import TINY, pretend_one_gpu, random_config, random_tensors
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from cli import options
 from cli.errors import say, shown
 from cli.main import main
 from cli.models import encode, load_tokenizer
@@ -127,13 +126,46 @@ def test_a_mistake_is_one_line(
     assert Path("x").read_text() == "a" and os.listdir() == ["x"]
 
 
-def test_a_prompt_of_the_largest_size_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(options, "MAX_PROMPT_BYTES", 10)
-    file = tmp_path / "prompt"
-    file.write_bytes(b"0123456789")
-    assert options.read_prompt(None, str(file)) == "0123456789"
+@dataclass(frozen=True)
+class Given:
+    """Settings of each type that has a range."""
+
+    p: float = setting(1, 0, 1, "a share")
+    least: float = setting(0.25, 0.0, 1.0, "a smaller one")
+    n: int = setting(3, 0, 9, "a number")
+    is_on: bool = setting(True, False, True, "a switch")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        require_order(self, "least < p")
+        require_order(self, "least <= n <= is_on" if self.n < 2 else "least <= n")
+
+
+def test_a_setting_is_of_the_type_that_is_annotated() -> None:
+    """Whatever its default was written as; a whole number where a float is due becomes one."""
+    for given in (Given(), Given(p=1), Given(**read_values(Given, ["p=1"]))):
+        assert given == Given(p=1.0) and type(given.p) is float
+    assert type(Given(least=0).least) is float and type(Given(n=5).n) is int
+    for wrong in ({"p": True}, {"p": "1"}, {"n": 1.0}, {"n": True}, {"is_on": 1}, {"least": None}):
+        with pytest.raises(ValueError, match=" is not of type "):
+            Given(**wrong)
+    for wrong in ({"p": 2}, {"p": -1}, {"n": 10}, {"p": math.nan}):
+        with pytest.raises(ValueError, match=" is outside 0"):
+            Given(**wrong)
+    with pytest.raises(ValueError, match="n=1.0: n takes a value of type int"):
+        read_values(Given, ["n=1.0"])
+
+
+def test_settings_out_of_order_are_named() -> None:
+    """Each pair of them; of a pair with <= both may be the same."""
+    assert Given(least=0.0, n=0, is_on=False).n == 0
+    for wrong, told in (
+        ({"least": 0.5, "p": 0.5}, "least=0.5 and p=0.5 break least < p"),
+        ({"least": 0.5, "n": 0}, "least=0.5 and n=0 break least <= n"),
+        ({"least": 0.0, "n": 1, "is_on": False}, "n=1 and is_on=False break n <= is_on"),
+    ):
+        with pytest.raises(ValueError, match=f"^{told}$"):
+            Given(**wrong)
 
 
 ENDS = [  # what ends a run, its status, and a word of the line
@@ -207,7 +239,6 @@ def halve(file: Path) -> None:
 
 DAMAGE = [  # how which file is damaged -> what the line names
     (halve, "model.safetensors", "model.safetensors"),
-    (lambda file: file.write_bytes(b""), "model.safetensors", "model.safetensors"),
     (Path.unlink, "model.safetensors", "safetensors"),
     (plant_nan, "model.safetensors", "embed_out.weight"),
     (drop_rows, "model.safetensors", "embed_out.weight"),
@@ -216,8 +247,6 @@ DAMAGE = [  # how which file is damaged -> what the line names
     (edit('"gpt_neox"', '"llama"'), "config.json", "llama"),
     (Path.unlink, "tokenizer.json", "tokenizer.json"),
     (halve, "tokenizer.json", "tokenizer.json"),
-    (lambda file: file.write_text('{"a": 1}'), "tokenizer.json", "tokenizer"),
-    (lambda file: file.write_text('{"model": "x"}'), "tokenizer.json", "tokenizer.json"),
     (lambda file: file.write_text("[]"), "tokenizer.json", "tokenizer.json"),
 ]
 
