@@ -241,16 +241,11 @@ def short(value: float | str) -> float | str | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def base_of(settings: Settings) -> Settings | None:
-    """The settings of the rule that graft goes over."""
-    return parse_base(settings.base) if isinstance(settings, Graft) else None
-
-
 def describe_base(settings: Settings) -> dict | None:
-    """The settings of graft's base, and what they say; None without one."""
-    base = base_of(settings)
-    if base is None:
+    """The settings of the rule that graft goes over, and what they say; None for all else."""
+    if not isinstance(settings, Graft):
         return None
+    base = parse_base(settings.base)
     return {"settings": asdict(base), "meanings": meanings(base)}
 
 
