@@ -285,6 +285,15 @@ def test_half_a_character_at_the_end_is_in_the_text() -> None:
     assert "".join(found["text"]) == TOKENIZER.decode(ids) != "a"
 
 
+def test_what_ends_the_text_has_none() -> None:
+    """Whether its tokenizer calls it special or not."""
+    ids = TOKENIZER.encode("the end").ids
+    trace = Trace(TOKENIZER, DynaTree(), hidden_ids=ids[-1:])
+    trace.add(Step(ids))
+    (found,) = trace.as_json([1], {})["iterations"]
+    assert found["text"][-1] == "" and "".join(found["text"]) == TOKENIZER.decode(ids[:-1])
+
+
 def run(capsys: Captured, options: list[str]) -> dict:
     assert main(TEXT + options + ["--json"]) == 0
     return json.loads(capsys.readouterr().out)
