@@ -72,13 +72,6 @@ def test_a_copy_is_what_a_plain_search_finds() -> None:
     assert min(seen[what] for what in wanted) >= 5, seen
 
 
-def test_the_latest_occurrence_of_the_longest_end_is_copied() -> None:
-    rule = Lookup(n=2, K=3).rule()
-    rule.start([1, 2, 7, 8, 1, 2, 9, 8, 2, 5, 1])
-    tree = grow(rule, 2, None, 9)
-    assert tree.tokens == [2, 9, 8, 2]  # after the second 1, 2; not after the last 2
-
-
 def copies_of(
     steps: list[Step], prompt: list[int], settings: Lookup, limit: int, is_whole: bool
 ) -> int:
@@ -123,18 +116,6 @@ def test_the_text_is_followed_as_it_is_committed(name: str, commit: str) -> None
         text += [steps[-1].tree.tokens[row] for row in steps[-1].path[1:]]  # before any cut
         assert remembering.rules[0].text == text
     assert n_full > 5 and n_partly > 2
-
-
-def test_nothing_outlives_a_generation() -> None:
-    target = random_model(7)
-    settings = Lookup(K=6)
-    for prompt in (PROMPT, [3, 8, 4], PROMPT):
-        steps = list(generate(target, None, prompt, settings, 30))
-        copies_of(steps, prompt, settings, 30, is_whole=True)
-
-
-def test_a_copy_is_the_surer_the_longer_it_agrees() -> None:
-    assert list(COPY_PROBS) == sorted(COPY_PROBS)
 
 
 def test_on_repeated_text_several_tokens_are_committed_a_pass() -> None:

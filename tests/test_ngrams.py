@@ -1,29 +1,8 @@
-"""The index that recycle, graft, lookup and auto ask: what it recalls, and what it forgets."""
+"""The index that lookup and auto ask: what it recalls, and what it forgets."""
 
 import random
 
 from methods.ngrams import NGrams
-
-
-def test_the_longest_end_that_is_known_wins() -> None:
-    ngrams: NGrams[list[int]] = NGrams(longest=3)
-    ngrams.write((1, 2, 3), [10, 11])
-    ngrams.write((9, 2, 3), [20, 21])
-    ngrams.write((7, 3), [30])
-    assert ngrams.recall((1, 2, 3)) == (3, [10, 11])
-    assert ngrams.recall((5, 2, 3)) == (2, [20, 21])
-    assert ngrams.recall((5, 5, 3)) == (1, [30])
-    assert ngrams.recall((1, 2, 4)) == (0, None)
-    assert ngrams.recall(()) == (0, None)
-
-
-def test_what_is_written_last_stays() -> None:
-    ngrams: NGrams[str] = NGrams(longest=2)
-    for after in ("first", "second", "last"):
-        ngrams.write((4, 5), after)
-    ngrams.write((6, 5), "of another")
-    assert ngrams.recall((4, 5)) == (2, "last")
-    assert ngrams.recall((5,)) == (1, "of another")
 
 
 def test_the_oldest_contexts_are_forgotten() -> None:

@@ -19,7 +19,6 @@ from test_draft_tree import (
 from draft_tree import Candidates, grow
 from dynatree import generate
 from engine.sampling import Sampling
-from methods.dyspec import DySpec
 from methods.opttree import OptTree
 
 DEPTH = 6
@@ -69,21 +68,6 @@ def test_the_tree_is_the_papers(n_rows: int, delta: float) -> None:
     assert len(n_layers) > 1 or n_rows == 2, f"the cases have become too tame: {n_layers}"
 
 
-def test_without_a_threshold_it_is_dyspec() -> None:
-    for seed in range(12):
-        tree = grow(OptTree(N=12, D_max=DEPTH, delta=0.0).rule(), ROOT, FakeDraft(seed), 127)
-        other = grow(DySpec(N=12, D_max=DEPTH).rule(), ROOT, FakeDraft(seed), 127)
-        assert paths(tree) == paths(other)
-
-
-def test_what_a_level_adds_by_hand() -> None:
-    """Two tokens of p 0.5 after everything. Three nodes: the first level gives .5 + .5, the second
-    .25 in the third place, which was empty; a third level has nothing to give."""
-    for delta, n_rows in ((0.0, 4), (0.25, 4), (0.3, 4), (1.0, 3)):
-        tree = grow(OptTree(N=4, delta=delta).rule(), ROOT, even_draft, 127)
-        assert len(tree) == n_rows, delta
-
-
 class Counting:
     """even_draft, and how often it has run."""
 
@@ -95,7 +79,7 @@ class Counting:
 
 
 def test_it_stops_by_what_the_last_level_added() -> None:
-    """Eight nodes: the levels add two of p .5, four of .25 and two of .125."""
+    """Eight nodes: the levels add two of p .5, four of .25 and two of .125; delta or less ends."""
     n_drafted = []
     for delta in (0.0, 0.2, 0.25, 0.99, 1.0):
         draft = Counting()
