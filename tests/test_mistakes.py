@@ -107,7 +107,7 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --fast", "--fast"),
     (A + " --commit never", "rebuild"),
     (A + f" --target ./none --draft {DRAFT}", "./none"),
-    (A + " --target ./none --draft ./gone", "'./none' is not a folder: none is not there; './gone"),
+    (A + " --target ./none --draft ./gone", "'./none' is not a folder, and no hub name; './gone"),
     (A + f" --target {__file__} --draft {DRAFT}", "not a folder"),
     (A + " --target a/b/c --method ar", "a/b/c"),
     (A + f" --target {TARGET}", "--draft"),
@@ -124,48 +124,6 @@ def test_a_mistake_is_one_line(
     Path("x").write_text("a")
     assert hint in error_line(capsys, arguments.split(" "))
     assert Path("x").read_text() == "a" and os.listdir() == ["x"]
-
-
-@dataclass(frozen=True)
-class Given:
-    """Settings of each type that has a range."""
-
-    p: float = setting(1, 0, 1, "a share")
-    least: float = setting(0.25, 0.0, 1.0, "a smaller one")
-    n: int = setting(3, 0, 9, "a number")
-    is_on: bool = setting(True, False, True, "a switch")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        require_order(self, "least < p")
-        require_order(self, "least <= n <= is_on" if self.n < 2 else "least <= n")
-
-
-def test_a_setting_is_of_the_type_that_is_annotated() -> None:
-    """Whatever its default was written as; a whole number where a float is due becomes one."""
-    for given in (Given(), Given(p=1), Given(**read_values(Given, ["p=1"]))):
-        assert given == Given(p=1.0) and type(given.p) is float
-    assert type(Given(least=0).least) is float and type(Given(n=5).n) is int
-    for wrong in ({"p": True}, {"p": "1"}, {"n": 1.0}, {"n": True}, {"is_on": 1}, {"least": None}):
-        with pytest.raises(ValueError, match=" is not of type "):
-            Given(**wrong)
-    for wrong in ({"p": 2}, {"p": -1}, {"n": 10}, {"p": math.nan}):
-        with pytest.raises(ValueError, match=" is outside 0"):
-            Given(**wrong)
-    with pytest.raises(ValueError, match="n=1.0: n takes a value of type int"):
-        read_values(Given, ["n=1.0"])
-
-
-def test_settings_out_of_order_are_named() -> None:
-    """Each pair of them; of a pair with <= both may be the same."""
-    assert Given(least=0.0, n=0, is_on=False).n == 0
-    for wrong, told in (
-        ({"least": 0.5, "p": 0.5}, "least=0.5 and p=0.5 break least < p"),
-        ({"least": 0.5, "n": 0}, "least=0.5 and n=0 break least <= n"),
-        ({"least": 0.0, "n": 1, "is_on": False}, "n=1 and is_on=False break n <= is_on"),
-    ):
-        with pytest.raises(ValueError, match=f"^{told}$"):
-            Given(**wrong)
 
 
 ENDS = [  # what ends a run, its status, and a word of the line
@@ -264,11 +222,8 @@ def test_a_damaged_file_is_one_line(
         assert hint in error_line(capsys, arguments)
 
 
-def test_ids_that_mean_something_else_are_refused_and_no_more(
-    capsys: Captured, tmp_path: Path
-) -> None:
-    """How a draft's tokenizer splits text is of no matter, as it never reads any; nor are a length
-    and padding that training code has left in a file."""
+def test_tokenizers_that_differ_are_refused(capsys: Captured, tmp_path: Path) -> None:
+    """But not for a length and padding that training code has left in a file."""
     folder = tmp_path / "model"
     shutil.copytree(DRAFT, folder)
     file = folder / "tokenizer.json"
@@ -279,13 +234,19 @@ def test_ids_that_mean_something_else_are_refused_and_no_more(
     tokenizer.save(str(file))
     ids = encode(PROMPT, load_tokenizer(folder), 4096)
     assert len(ids) == 7 and ids == load_tokenizer(TINY / "target").encode(PROMPT).ids
-    content = json.loads(file.read_text()) | {"normalizer": {"type": "NFC"}}
-    file.write_text(json.dumps(content))
     assert main(["--prompt", PROMPT] + pair) == 0
     capsys.readouterr()
-    content["model"]["vocab"]["zzzz"] = 4096
-    file.write_text(json.dumps(content))
-    assert "tokenizers differ" in error_line(capsys, ["--prompt", PROMPT] + pair)
+    content = json.loads(file.read_text())
+    model = content["model"]
+    for changes, part in (
+        ({"normalizer": {"type": "NFC"}}, "normalizer"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer"),
+        ({"model": model | {"merges": model["merges"][:-1]}}, "merges"),
+        ({"model": model | {"vocab": model["vocab"] | {"zzzz": 4096}}}, "vocabulary"),
+    ):
+        file.write_text(json.dumps(content | changes))
+        line = error_line(capsys, ["--prompt", PROMPT] + pair)
+        assert line.endswith(f"tokenizers differ: {part}")
 
 
 def test_non_finite_target_names_the_way_out(capsys: Captured, tmp_path: Path) -> None:
