@@ -17,5 +17,6 @@ results     results files: what was measured on what, and one record for every t
 columns     what each column says of a row
 report      what is shown of results: tables, captions, notes
 documents   the figures that README.md and docs/results.md show, made of results files
-plot        results files as figures: which; plot_canvas, _bars, _lines and _sweeps draw them
+plot        results files as PNG figures
+figures     which figures a results file gives, and how they are drawn
 """

@@ -142,7 +142,7 @@ def test_the_readme_keeps_what_is_read_by_machine() -> None:
     assert first_command < 25
     assert lines[first_command + 1] == install + "python -m pytest"
     assert sum(line.startswith(install) for line in lines) == 2
-    assert sum(line.startswith("pip install matplotlib") for line in lines) == 1
+    assert sum(line.startswith("pip install seaborn") for line in lines) == 1
     start = lines.index("<!-- results: made by bench.py --docs -->")
     assert start < lines.index("<!-- end of results -->")
 
