@@ -238,7 +238,7 @@ def test_the_benchmark_has_a_draft_dtype(
     assert captured.err.count("the draft's logits are not finite in float16") == 1
     assert "float32 (draft float16) on " in " ".join(captured.out.split())
     results = Results.load(file)
-    assert results.options["draft_dtype"] == "float16"
+    assert results.options.draft_dtype == "float16"
     assert (results.machine["dtype"], results.machine["draft_dtype"]) == ("float32", "float16")
     n_records = len(results.records)
     results.records.pop()
