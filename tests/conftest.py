@@ -11,12 +11,17 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, Candidates, Rule, Settings
+from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree, lone
 from engine import cuda_graphs
+from engine.caches import CachePool
 from engine.checkpoint import Config
 from engine.cuda_graphs import Captured
-from gpt_neox import GPTNeoX, published_shapes
+from engine.passes import Use
+from engine.scores import Scores, scores_of
+from engine.shares import WHOLE
+from gpt_neox import GPTNeoX, KVCache, published_shapes
 from methods import METHODS
+from verify import tree_pass
 
 if "pretend_cuda" not in sys.modules:
     collect_ignore = ["pretend_cuda"]  # tests on a pretended device: python tests/pretend_cuda
@@ -158,9 +163,52 @@ def random_tensors(config: Config, seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def random_model(seed: int, **changes: object) -> GPTNeoX:
+def random_model(
+    seed: int, dtype: torch.dtype = torch.float32, fuse: bool = True, **changes: object
+) -> GPTNeoX:
     config = random_config(**changes)
-    return GPTNeoX.from_tensors(config, random_tensors(config, seed))
+    tensors = {name: t.to(dtype) for name, t in random_tensors(config, seed).items()}
+    return GPTNeoX.from_tensors(config, tensors, fuse=fuse)
+
+
+def noisy_pair(
+    seed: int = 5,
+    noise: float = 0.06,
+    dtype: torch.dtype = torch.float32,
+    fuse: bool = True,
+    **changes: object,
+) -> tuple[GPTNeoX, GPTNeoX]:
+    """A target, and as its draft the same with noise: often accepted, and often rejected."""
+    config = random_config(**changes)
+    tensors, other = random_tensors(config, seed), random_tensors(config, seed + 1)
+    near = {name: (t + noise * other[name]).to(dtype) for name, t in tensors.items()}
+    target = random_model(seed, dtype, fuse, **changes)
+    return target, GPTNeoX.from_tensors(config, near, fuse=fuse)
+
+
+class Stub(GPTNeoX):
+    """A model that knows nothing but a row's own token and position."""
+
+    def __init__(self, logits: Callable[[Tensor, Tensor], Tensor], vocab_size: int):
+        """logits: of tokens [n] and positions [n], [n, V]."""
+        super().__init__(random_config(vocab_size=vocab_size, n_layers=1))
+        self.logits_of = logits
+        self.n_heads, self.share = self.config.n_heads, WHOLE
+        self.pool = CachePool(self.logits, 1, self.device, self.config, is_plain=True)
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
+    ) -> Tensor:
+        return self.logits_of(tokens, positions)
+
+    def score(self, x: Tensor, cache: KVCache) -> Scores:
+        return scores_of(x, cache.use.ranking)
+
+
+def fix_shapes(*models: GPTNeoX, has_graphs: bool = False) -> None:
+    """Passes of few fixed shapes, as on CUDA; has_graphs: replayed, after `pretend_capture`."""
+    for model in models:
+        model.pool.is_shaped, model.pool.has_graphs = True, has_graphs
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -172,3 +220,44 @@ def run(model: GPTNeoX, tokens: list[int]) -> Tensor:
     positions = torch.arange(len(tokens))
     cache = model.new_cache(len(tokens))
     return model.forward(torch.tensor(tokens), positions, cache).logits
+
+
+def prefilled(model: GPTNeoX, tokens: list[int], capacity: int, use: Use | None = None) -> KVCache:
+    cache = model.new_cache(capacity, use)
+    model.prefill(tokens, cache)
+    return cache
+
+
+def make_tree(tokens: list[int], parents: list[int]) -> Tree:
+    """A tree by its two defining columns; what verifies one reads no other but the depths."""
+    tree = lone(tokens[0])
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        tree.add(token, parent, 0.0)
+    return tree
+
+
+def random_tree(rng: random.Random, n_rows: int, n_ids: int = 90, deepest: int = 15) -> Tree:
+    """In breadth-first order; some have long chains, some large families."""
+    tree = lone(rng.randrange(n_ids))
+    is_bushy = rng.random() < 0.5
+    while len(tree) < n_rows:
+        row = rng.randrange(len(tree)) if is_bushy or rng.random() < 0.3 else len(tree) - 1
+        siblings = [tree.tokens[i] for i, above in enumerate(tree.parents) if above == row]
+        token = rng.randrange(n_ids)
+        if tree.depths[row] < deepest and token not in siblings:
+            tree.add(token, row, 0.0)
+    return tree.by_depth()
+
+
+def path_to(tree: Tree, row: int) -> list[int]:
+    """Rows from the root to this one."""
+    path = [row]
+    while path[0]:
+        path.insert(0, tree.parents[path[0]])
+    return path
+
+
+def run_tree(model: GPTNeoX, cache: KVCache, tree: Tree) -> Tensor:
+    """The logits [N, V] of a tree's rows, as the loop asks for them."""
+    tokens, positions, mask = tree_pass(tree, cache.length)
+    return model.forward(tokens, positions, cache, mask).logits.clone()

@@ -6,14 +6,13 @@ other tests.
 
 import pytest
 import torch
-from conftest import TINY, assert_close, random_config, random_tensors
+from conftest import TINY, assert_close, prefilled, random_config, random_tensors
 from tokenizers import Tokenizer
 
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
 from dynatree import capture, generate
 from engine.fused import attend
-from engine.sampling import Sampling
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.static import Alone
@@ -50,12 +49,10 @@ def test_replays_write_what_eager_ar_writes(method: str, pair: Pair) -> None:
     assert token_ids(generate(target, draft, prompt, settings, 40)) == expected[:40]
     use_graphs(True, target, draft)
     assert token_ids(generate(target, draft, prompt, settings, 300)) == expected
-    of_target = target.pool.n_graphs
-    of_draft = draft.pool.n_graphs
-    assert of_target > 0, "captured"
+    n_graphs = target.pool.n_graphs, draft.pool.n_graphs
+    assert n_graphs[0] > 0, "captured"
     assert token_ids(generate(target, draft, prompt, settings, 300)) == expected
-    assert target.pool.n_graphs == of_target, "captured once"
-    assert draft.pool.n_graphs == of_draft, "captured once"
+    assert n_graphs == (target.pool.n_graphs, draft.pool.n_graphs), "captured once"
 
 
 def test_the_text_is_the_one_the_cpu_writes(pair: Pair) -> None:
@@ -65,59 +62,48 @@ def test_the_text_is_the_one_the_cpu_writes(pair: Pair) -> None:
     assert token_ids(generate(target, draft, prompt, DynaTree(), 30)) == expected
 
 
-@pytest.mark.parametrize("commit", ["keep", "rebuild"])
-def test_two_generations_at_once(commit: str, pair: Pair) -> None:
+def test_two_generations_at_once(pair: Pair) -> None:
     """Each has its own cache, so neither replays over the other's."""
     target, draft, prompt = pair
-    other = prompt[:5]
-    expected = token_ids(generate(target, draft, prompt, DynaTree(), 60, commit=commit))
-    first = generate(target, draft, prompt, DynaTree(), 60, commit=commit)
-    second = generate(target, draft, other, DynaTree(), 60, commit=commit)
-    other_expected = token_ids(generate(target, draft, other, DynaTree(), 60, commit=commit))
-    ids: list[int] = []
-    other_ids: list[int] = []
-    for step, other_step in zip(first, second, strict=False):  # until the shorter one ends
-        ids += step.tokens
-        other_ids += other_step.tokens
-    assert ids and ids == expected[: len(ids)]
-    assert other_ids == other_expected[: len(other_ids)]
+    prompts = prompt, prompt[:5]
+    expected = [token_ids(generate(target, draft, p, DynaTree(), 60)) for p in prompts]
+    both = [generate(target, draft, p, DynaTree(), 60) for p in prompts]
+    ids: list[list[int]] = [[], []]
+    for steps in zip(*both, strict=False):  # until the shorter one ends
+        for text, step in zip(ids, steps, strict=True):
+            text += step.tokens
+    for text, whole in zip(ids, expected, strict=True):
+        assert len(text) > 20 and text == whole[: len(text)]
 
 
-@pytest.mark.parametrize("n", [1, 3, 8, 60, 128])
+@pytest.mark.parametrize("n", [1, 8, 60, 128])
 def test_a_replay_gives_the_eager_logits(n: int) -> None:
     config = random_config(max_positions=600)
     model = GPTNeoX.from_tensors(
         config, {name: t.cuda() for name, t in random_tensors(config, 3).items()}
     )
     prefix = [i % 90 for i in range(240)]
-    added = prefix[:n]
-    logits = []
-    slots = []
+    found = []
     for has_graphs in (False, True):
         use_graphs(has_graphs, model)
-        cache = model.new_cache(400)
-        model.prefill(prefix, cache)
+        cache = prefilled(model, prefix, 400)
         capture(model, cache, 240)
-        logits.append(model.append(added, cache).logits.clone())
-        slots.append(cache.kv[:, :, :, : cache.length].clone())
-    assert_close(logits[1], logits[0])
-    assert_close(slots[1], slots[0])
+        logits = model.append(prefix[:n], cache).logits.clone()
+        found.append((logits, cache.kv[:, :, :, : cache.length].clone()))
+    for eager, replayed in zip(*found, strict=True):
+        assert_close(replayed, eager)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [1, 7, 32, 128])
+@pytest.mark.parametrize("n", [1, 7, 128])
 def test_attention_obeys_an_arbitrary_mask(n: int, dtype: torch.dtype) -> None:
     """Pythia-2.8B's heads over 2,304 slots. A mask of another dtype than the queries' has been
     silently wrong on some backends, so the error is held against exact arithmetic."""
     generator = torch.Generator("cuda").manual_seed(n)
-
-    def random_heads(size: int) -> torch.Tensor:
-        heads = torch.randn(32, size, 80, generator=generator, device="cuda")
-        return heads.to(dtype)
-
-    q = random_heads(n)
-    k = random_heads(2304)
-    v = random_heads(2304)
+    sizes = (n, 2304, 2304)
+    q, k, v = (
+        torch.randn(32, size, 80, generator=generator, device="cuda").to(dtype) for size in sizes
+    )
     seen = torch.rand(n, 2304, generator=generator, device="cuda") < 0.3
     seen[:, 0] = True
     seen[:, 1500:] = False  # as the slots that padding adds
@@ -160,11 +146,3 @@ def test_strict_logits_are_ars_bit_for_bit(
     assert ids == ar_ids == again
     assert torch.equal(logits, ar_logits) and torch.equal(again_logits, ar_logits)
     assert (target.pool.n_graphs > 0) == has_graphs
-
-
-def test_a_seed_decides_a_sampled_text(pair: Pair) -> None:
-    target, draft, prompt = pair
-    sampling = Sampling(0.8, 0.95, seed=3)
-    first = token_ids(generate(target, draft, prompt, DynaTree(), 40, sampling=sampling))
-    again = token_ids(generate(target, draft, prompt, DynaTree(), 40, sampling=sampling))
-    assert first == again

@@ -10,8 +10,7 @@ added and never counted. The draft of both is one function of a node's path.
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from zlib import crc32
 
 import numpy
@@ -22,7 +21,8 @@ from torch import Tensor
 
 from draft_tree import Candidates, DynaTree, DynaTreeRule, Gates, Level, Rule, Tree, grow, lone
 from engine.sampling import Sampler
-from methods.static import Alone, Chain, Fixed
+from methods import METHODS
+from methods.static import Chain, Fixed
 
 VOCAB = 32
 ROOT = 7
@@ -201,12 +201,42 @@ def random_case(seed: int) -> tuple[DynaTree, FakeDraft, int]:
     return settings, FakeDraft(seed), max_depth
 
 
+def assert_well_formed(tree: Tree) -> None:
+    """What every tree promises, whatever the rule: the comments on Tree's fields."""
+    rows = paths(tree)
+    assert len(set(rows)) == len(rows)  # siblings carry distinct tokens
+    assert tree.parents[0] == -1
+    assert all(parent < row for row, parent in enumerate(tree.parents))
+    assert tree.parents == sorted(tree.parents)  # breadth-first
+    assert tree.depths == [len(path) - 1 for path in rows] == sorted(tree.depths)
+    assert tree.path_logprobs[0] == 0.0
+    assert all(math.isfinite(logprob) for logprob in tree.path_logprobs)
+    columns = [tree.tokens, tree.parents, tree.depths, tree.draft_slots]
+    columns += [tree.path_logprobs, tree.are_retrieved]
+    assert {len(column) for column in columns} == {len(tree)}
+    kinds = [{type(entry) for entry in column} for column in columns]
+    assert kinds == [{int}] * 4 + [{float}, {bool}]  # plain ones, none of NumPy's
+
+
+def assert_slots_follow_the_runs(tree: Tree, ran: list[Path]) -> None:
+    """Slots count the runs; a node that ran has a parent that ran, so un-run nodes end a path."""
+    rows = paths(tree)
+    slots = {path: slot for slot, path in enumerate(ran)}
+    assert len(slots) == len(ran)  # nothing ran twice
+    assert set(ran) <= set(rows)
+    assert tree.draft_slots == [slots.get(path, -1) for path in rows]
+    assert all(path == (ROOT,) or path[:-1] in slots for path in ran)
+
+
 def test_grow_draws_the_tree_of_algorithm_1() -> None:
     seen: Counter[str] = Counter()
     for seed in range(300):
         settings, draft, max_depth = random_case(seed)
-        nodes = draft_tree(settings, draft, max_depth, seen)
-        assert_same(grow(settings.rule(), ROOT, draft, max_depth), nodes)
+        tree = grow(settings.rule(), ROOT, draft, max_depth)
+        assert_same(tree, draft_tree(settings, draft, max_depth, seen))
+        assert_well_formed(tree)
+        assert_slots_follow_the_runs(tree, draft.ran)
+        assert draft.n_calls <= min(max_depth, settings.D_max, settings.N_max - 1)
     assert len(seen) == 7, f"a kind of case never came up: {seen}"
     assert min(seen.values()) >= 10, f"the cases have become too tame: {seen}"
 
@@ -253,47 +283,6 @@ def test_at_its_threshold_a_candidate_passes_but_never_at_0(
     assert len(grow(settings.rule(), ROOT, even_draft, 127)) == n_rows
 
 
-def assert_well_formed(tree: Tree) -> None:
-    """What every tree promises, whatever the rule: the comments on Tree's fields."""
-    rows = paths(tree)
-    assert len(set(rows)) == len(rows)  # siblings carry distinct tokens
-    assert tree.parents[0] == -1
-    assert all(parent < row for row, parent in enumerate(tree.parents))
-    assert tree.parents == sorted(tree.parents)  # breadth-first
-    assert tree.depths == [len(path) - 1 for path in rows] == sorted(tree.depths)
-    assert tree.depth == max(tree.depths)
-    assert tree.path_logprobs[0] == 0.0
-    assert all(math.isfinite(logprob) for logprob in tree.path_logprobs)
-    columns = [tree.tokens, tree.parents, tree.depths, tree.draft_slots]
-    columns += [tree.path_logprobs, tree.are_retrieved]
-    assert {len(column) for column in columns} == {len(tree)}
-    kinds = [{type(entry) for entry in column} for column in columns]
-    assert kinds == [{int}] * 4 + [{float}, {bool}]  # plain ones, none of NumPy's
-
-
-def assert_slots_follow_the_runs(tree: Tree, ran: list[Path]) -> None:
-    """Slots count the runs; a node that ran has a parent that ran, so un-run nodes end a path."""
-    rows = paths(tree)
-    slots = {path: slot for slot, path in enumerate(ran)}
-    assert len(slots) == len(ran)  # nothing ran twice
-    assert set(ran) <= set(rows)
-    assert tree.draft_slots == [slots.get(path, -1) for path in rows]
-    if ran:
-        assert ran[0] == rows[0]
-    for path in ran[1:]:
-        assert path[:-1] in ran
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_every_tree_is_well_formed(seed: int) -> None:
-    settings, draft, max_depth = random_case(seed)
-    tree = grow(settings.rule(), ROOT, draft, max_depth)
-    assert_well_formed(tree)
-    assert_slots_follow_the_runs(tree, draft.ran)
-    assert len(tree) <= settings.N_max
-    assert draft.n_calls <= min(max_depth, settings.D_max)
-
-
 class Wide(Rule):
     """A fork's rule: all three candidates of every row."""
 
@@ -301,175 +290,34 @@ class Wide(Rule):
         return {}, {}
 
 
-def test_a_rule_says_how_much_it_drafts() -> None:
-    """A rule that drafted more than it verified and did not say so was cut breadth-first, and no
-    test of exactness could see it: the text is right with any tree."""
-    with pytest.raises(TypeError, match="max_drafted"):
-        Wide(max_branches=3, max_depth=3, max_rows=8)
+def test_of_what_is_drafted_the_best_or_the_first_are_kept() -> None:
+    """No test of exactness can see which: the text is right with any tree."""
     cut = grow(Wide(3, 3, max_rows=8, max_drafted=8), ROOT, FakeDraft(2), 9)
     best = grow(Wide(3, 3, max_rows=8, max_drafted=40), ROOT, FakeDraft(2), 9)
     every = grow(Wide(3, 3, max_rows=40, max_drafted=40), ROOT, FakeDraft(2), 9)
     likeliest = torch.tensor(every.path_logprobs).topk(8).indices.tolist()
     assert paths(cut) == paths(every)[:8]
-    assert set(paths(best)) == {paths(every)[row] for row in likeliest}
-    assert set(paths(best)) != set(paths(cut))
+    assert paths(best) == [paths(every)[row] for row in sorted(likeliest)] != paths(cut)
+    slots = dict(zip(paths(every), every.draft_slots, strict=True))
+    assert best.draft_slots == [slots[path] for path in paths(best)]
 
 
-def test_what_is_impossible_is_never_added_whatever_a_rule_says() -> None:
-    """The root has two possible candidates; the first child of them none, its sibling one."""
-    rule = Wide(3, 3, max_rows=40, max_drafted=40)
-    root, first, second = paths(grow(rule, ROOT, FakeDraft(2), 1))[:3]
-    changed = {}
-    for path, n_possible in ((root, 2), (first, 0), (second, 1)):
-        logits = FakeDraft(2).logits(path)
-        logits[logits.argsort(descending=True)[n_possible:]] = -math.inf
-        changed[path] = logits
-    tree = grow(rule, ROOT, FakeDraft(2, changed), 2)
-    only = int(changed[second].argmax())
-    assert paths(tree) == [root, first, second, second + (only,)]
-    assert_well_formed(tree)
+SHAPES = [(1, 3), (3,), (3, 1), (1, 3, 3), (1,), (2, 3)]
+NO_GATES = [numpy.ones(shape, dtype=bool) for shape in SHAPES] + [numpy.ones((3, 3)), 1, 1.0, None]
 
 
-class Gated(Wide):
-    """Wide with these gates at depth 1, where three rows have three candidates each."""
-
-    def __init__(self, to_add: Gates, to_grow: Gates):
-        super().__init__(3, 3, max_rows=40, max_drafted=40)
-        self.gates = to_add, to_grow
-
-    def expand(self, level: Level) -> tuple[Gates, Gates]:
-        return self.gates if level.depth == 1 else ({}, {})
-
-
-NO_GATES = {
-    "one row": numpy.ones((1, 3), dtype=bool),
-    "a vector": numpy.ones(3, dtype=bool),
-    "a column": numpy.ones((3, 1), dtype=bool),
-    "a level more": numpy.ones((1, 3, 3), dtype=bool),
-    "one in brackets": numpy.ones(1, dtype=bool),
-    "too few rows": numpy.ones((2, 3), dtype=bool),
-    "whole numbers": numpy.ones((3, 3), dtype=int),
-    "floats": numpy.ones((3, 3)),
-    "1": 1,
-    "1.0": 1.0,
-    "None": None,
-}
-
-
-@pytest.mark.parametrize("name", NO_GATES)
-@pytest.mark.parametrize("is_second", [False, True])
-def test_what_is_no_gate_is_an_error(name: str, is_second: bool) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("gate", NO_GATES, ids=repr)
+def test_what_is_no_gate_is_an_error(gate: object, is_first: bool) -> None:
     """A shape that can be stretched to that of the candidates would let some pass unasked."""
-    gates = {"fine": True, name: NO_GATES[name]}
-    rule = Gated({}, gates) if is_second else Gated(gates, {})
-    with pytest.raises(TypeError, match=f"^Gated.expand: gate '{name}' is .*bool \\[3, 3\\]"):
-        grow(rule, ROOT, FakeDraft(2), 127)
 
+    class Gated(Wide):
+        def expand(self, level: Level) -> tuple[Gates, Gates]:
+            gates = {"fine": True, "mine": gate if level.depth == 1 else True}
+            return (gates, {}) if is_first else ({}, gates)
 
-@pytest.mark.parametrize("kind", [bool, numpy.bool_])
-def test_one_bool_is_a_gate_for_all(kind: type) -> None:
-    every = paths(grow(Wide(3, 3, 40, 40), ROOT, FakeDraft(2), 127))
-    for to_add, to_grow, n_rows in ((True, True, 40), (True, False, 13), (False, True, 4)):
-        single = Gated({"one": kind(to_add)}, {"one": kind(to_grow)})
-        assert paths(grow(single, ROOT, FakeDraft(2), 127)) == every[:n_rows]
-        array = Gated({"one": numpy.full((3, 3), to_add)}, {"one": numpy.full((3, 3), to_grow)})
-        assert paths(grow(array, ROOT, FakeDraft(2), 127)) == every[:n_rows]
-
-
-def test_a_candidate_passes_all_of_several_gates() -> None:
-    """Each gate closes another one of the nine."""
-    gates = {}
-    for place in range(4):
-        gates[str(place)] = numpy.arange(9).reshape(3, 3) != place
-    every = paths(grow(Wide(3, 3, 40, 40), ROOT, FakeDraft(2), 2))
-    assert paths(grow(Gated(gates, {}), ROOT, FakeDraft(2), 2)) == every[:4] + every[8:]
-    draft = FakeDraft(2)
-    assert paths(grow(Gated({}, gates), ROOT, draft, 3))[:13] == every
-    assert draft.ran == every[:4] + every[8:]
-
-
-class Told:
-    """A Watcher that keeps what it is told of the last tree."""
-
-    def begin(self, state: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
-        self.state, self.n_levels, self.max_depth = state, n_levels, max_depth
-        self.levels: list[tuple[Level, Gates, Gates, bool]] = []
-
-    def level(self, level: Level, to_add: Gates, to_grow: Gates, is_full: bool) -> None:
-        self.levels.append((level, to_add, to_grow, is_full))
-
-
-def passing(level: Level, gates: Gates) -> list[tuple[int, int]]:
-    """Row and rank of each possible candidate that all gates let pass, in breadth-first order."""
-    found = []
-    for row, rank in numpy.ndindex(level.tokens.shape):
-        own = [numpy.broadcast_to(gate, level.tokens.shape)[row, rank] for gate in gates.values()]
-        if level.is_possible[row, rank] and all(own):
-            found.append((row, rank))
-    return found
-
-
-def test_a_watcher_is_told_what_the_tree_got() -> None:
-    """From the gates and the candidates alone the tree is built again, up to where it was cut; and
-    the rows that the draft ran, level by level."""
-    seen: Counter[str] = Counter()
-    for seed in range(80):
-        settings, draft, max_depth = random_case(seed)
-        told = Told()
-        rule = settings.rule()
-        tree = grow(rule, ROOT, draft, max_depth, told)
-        assert told.state == rule.state()
-        assert (told.n_levels, told.max_depth) == (min(settings.D_max, max_depth), max_depth)
-        found = [(ROOT,)]
-        running = found  # what the draft runs next
-        ran = []
-        for depth, (level, to_add, to_grow, is_full) in enumerate(told.levels):
-            assert (level.depth, level.is_drawn, len(level.tokens)) == (depth, False, len(running))
-            assert (level.is_possible == (level.path_logprobs > -math.inf)).all()
-            ran += running
-            may_grow = passing(level, to_grow)
-            below = []
-            for row, rank in passing(level, to_add):
-                path = running[row] + (int(level.tokens[row, rank]),)
-                found.append(path)
-                if (row, rank) in may_grow:
-                    below.append(path)
-            running = below
-            assert is_full == (len(found) >= settings.N_max)
-            seen["cut short"] += len(found) > settings.N_max
-            seen["gate closed"] += len(passing(level, {})) > len(passing(level, to_add))
-        assert paths(tree) == found[: settings.N_max]
-        assert draft.ran == ran
-        assert len(found) >= settings.N_max or not running or len(told.levels) == told.n_levels
-        seen["whole"] += 1 < len(found) < settings.N_max
-    assert min(seen[name] for name in ("cut short", "gate closed", "whole")) >= 10, seen
-
-
-def test_a_rule_that_drafts_must_expand() -> None:
-    with pytest.raises(NotImplementedError, match="Rule drafts and has no `expand`"):
-        grow(Rule(1, 1, 2, 2), ROOT, FakeDraft(0), 9)
-
-
-@pytest.mark.parametrize(
-    ("settings", "max_depth"),
-    [
-        (Alone(), 9),
-        (Chain(K=0), 9),
-        (Chain(), 0),
-        (DynaTree(), 0),
-        (Fixed(N_max=1), 9),
-        (DynaTree(N_max=1), 9),
-    ],
-)
-def test_no_room_means_no_draft_call(settings: Settings, max_depth: int) -> None:
-    draft = FakeDraft(0)
-    tree = grow(settings.rule(), ROOT, draft, max_depth)
-    assert_well_formed(tree)
-    assert draft.n_calls == 0
-    assert len(tree) == 1
-    assert tree.depth == 0
-    assert tree.draft_slots == [-1]
-    assert tree == lone(ROOT)
+    with pytest.raises(TypeError, match="gate 'mine'"):
+        grow(Gated(3, 3, max_rows=40, max_drafted=40), ROOT, FakeDraft(2), 127)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -516,61 +364,33 @@ def test_broken_logits_end_only_their_own_branch(
     assert tree.has_overflowed == (row == 0)
 
 
-OUT_OF_RANGE = [
-    (Chain, "K", [-1, 128, math.nan]),
-    (Fixed, "D", [0, 128]),
-    (Fixed, "B", [0, 33]),
-    (Fixed, "N_max", [0]),
-    (Fixed, "tau", [-0.1, 1.5]),
-    (DynaTree, "B_min", [0]),
-    (DynaTree, "B_mid", [0]),
-    (DynaTree, "B_max", [0, 129]),
-    (DynaTree, "tau_h", [1.5, math.nan]),
-    (DynaTree, "tau_l", [1.5]),
-    (DynaTree, "D0", [0]),
-    (DynaTree, "D_max", [0, 129]),
-    (DynaTree, "rho_stop", [1.5]),
-    (DynaTree, "rho_deep", [1.5, math.nan]),
-    (DynaTree, "tau", [1.5, math.nan]),
-    (DynaTree, "N_max", [0, 129, math.nan]),
-    (DynaTree, "W", [0, 1001]),
-    (DynaTree, "adapt_breadth", [2]),
-    (DynaTree, "history", [-1]),
-]
-OUT_OF_ORDER = [
-    {"tau_l": 0.6, "tau_h": 0.6},
-    {"tau_l": 0.7, "tau_h": 0.6},
-    {"rho_stop": 0.2, "rho_deep": 0.2},
-    {"rho_stop": 0.3, "rho_deep": 0.2},
-    {"B_min": 3, "B_mid": 2},
-    {"B_mid": 5, "B_max": 4},
-    {"D0": 7, "D_max": 6},
-]
+@pytest.mark.parametrize("kind", METHODS.values())
+def test_a_setting_outside_its_range_is_named(kind: type[Settings]) -> None:
+    for field in fields(kind):
+        bad = ["no"]
+        if "low" in field.metadata:
+            bad = [field.metadata["low"] - 1, field.metadata["high"] + 1, math.nan]
+        for value in bad:
+            with pytest.raises(ValueError, match=f"{field.name}={value}"):
+                kind(**{field.name: value})
 
 
-def bad_settings() -> list[tuple[type[Settings], dict[str, float]]]:
-    """Both tables, a case for each value."""
-    cases = []
-    for kind, name, values in OUT_OF_RANGE:
-        for value in values:
-            cases.append((kind, {name: value}))
-    for values in OUT_OF_ORDER:
-        cases.append((DynaTree, values))
-    return cases
-
-
-@pytest.mark.parametrize(("kind", "values"), bad_settings())
-def test_a_bad_setting_is_named(kind: type[Settings], values: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tau_l": 0.6, "tau_h": 0.6},
+        {"tau_l": 0.7, "tau_h": 0.6},
+        {"rho_stop": 0.2, "rho_deep": 0.2},
+        {"B_min": 3, "B_mid": 2},
+        {"B_mid": 5, "B_max": 4},
+        {"D0": 7, "D_max": 6},
+    ],
+    ids=str,
+)
+def test_settings_out_of_order_are_named(values: dict[str, float]) -> None:
     with pytest.raises(ValueError) as error:
-        kind(**values)
-    for name, value in values.items():
-        assert f"{name}={value}" in str(error.value)
-
-
-def test_a_whole_number_is_a_float_where_one_is_due() -> None:
-    settings = DynaTree(tau=0, rho_deep=1)
-    assert (type(settings.tau), type(settings.rho_deep)) == (float, float)
-    assert settings == DynaTree(tau=0.0, rho_deep=1.0)
+        DynaTree(**values)
+    assert all(f"{name}={value}" in str(error.value) for name, value in values.items())
 
 
 def moved(rule: DynaTreeRule) -> dict[str, float]:
@@ -666,8 +486,8 @@ def test_history_off_never_moves_and_every_generation_starts_afresh() -> None:
 
 
 def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
-    n_changed: Counter[int] = Counter()
-    for seed in range(100):
+    n_changed = [0, 0]
+    for seed in range(60):
         settings, draft, _ = random_case(seed)
         rule = replace(settings, W=1).rule()
         before = grow(rule, ROOT, draft, 127)
@@ -677,60 +497,23 @@ def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
         as_moved = replace(settings, **moved(rule))
         assert_same(after, draft_tree(as_moved, draft, 127, Counter()))
         n_changed[seed % 2] += paths(before) != paths(after)
-    assert min(n_changed[0], n_changed[1]) >= 10, n_changed
+    assert min(n_changed) >= 5, n_changed
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_tree_may_be_written_in_any_order(seed: int) -> None:
-    """Rows added at random, put into breadth-first order again; some of its rows taken."""
-    tree = grow(Wide(3, 3, 40, 40), ROOT, FakeDraft(seed), 127)
-    rng = random.Random(seed)
-    rows = [0]  # of the tree, in the order in which they are added
-    written = lone(ROOT)
-    while len(rows) < len(tree):
-        row = rng.randrange(1, len(tree))
-        if row in rows or tree.parents[row] not in rows:
-            continue
-        place = rows.index(tree.parents[row])
-        is_retrieved = row % 2 == 0
-        added = written.add(tree.tokens[row], place, tree.path_logprobs[row], is_retrieved)
-        assert added == len(rows)
-        rows.append(row)
-    assert paths(written) == [paths(tree)[row] for row in rows]
-    assert written.depths == [tree.depths[row] for row in rows]
-    assert written.path_logprobs == [tree.path_logprobs[row] for row in rows]
-    assert written.are_retrieved == [row > 0 and row % 2 == 0 for row in rows]
-    ordered = written.by_depth()
-    assert ordered.depths == sorted(tree.depths)
-    assert ordered.by_depth() is ordered
-    for depth in range(4):  # those added first stay first
-        level = [path for path in paths(written) if len(path) == depth + 1]
-        assert level == [path for path in paths(ordered) if len(path) == depth + 1]
-    taken = tree.take([0, 3, 1, 10, 11])
-    assert taken.parents == [-1, 0, 0, 1, 1]
-    assert paths(taken) == [paths(tree)[row] for row in (0, 3, 1, 10, 11)]
-    assert taken.draft_slots == [tree.draft_slots[row] for row in (0, 3, 1, 10, 11)]
-
-
-class Mending(Wide):
-    """Wide to depth 2, with a chain of two below the first child and then one below the root."""
-
-    def extend(self, tree: Tree, max_depth: int) -> Tree:
-        below = tree.add(VOCAB, 1, -1.0, is_retrieved=True)
-        tree.add(VOCAB + 1, below, -2.0, is_retrieved=True)
-        tree.add(VOCAB + 2, 0, -3.0, is_retrieved=True)
-        return tree
-
-
-def test_a_rule_may_extend_in_any_order() -> None:
-    drafted = paths(grow(Wide(3, 2, 40, 40), ROOT, FakeDraft(2), 127))
-    tree = grow(Mending(3, 2, 40, 40), ROOT, FakeDraft(2), 127)
-    first = drafted[1]
-    last = [first + (VOCAB,), first + (VOCAB, VOCAB + 1)]
-    assert paths(tree) == drafted[:4] + [(ROOT, VOCAB + 2)] + drafted[4:] + last
-    retrieved = [row for row in range(len(tree)) if tree.are_retrieved[row]]
-    assert retrieved == [4, 14, 15]
-    assert [tree.draft_slots[row] for row in retrieved] == [-1] * 3
+def test_rows_added_in_any_order_are_put_in_breadth_first_order() -> None:
+    """Those of one depth stay in the order in which they were added."""
+    rng = random.Random(0)
+    for _ in range(20):
+        written = lone(ROOT)
+        for row in range(1, 40):
+            added = written.add(VOCAB + row, rng.randrange(row), -rng.random(), row % 2 == 0)
+            assert added == row
+        ordered = written.by_depth()
+        assert paths(ordered) == sorted(paths(written), key=len)
+        assert ordered.depths == sorted(written.depths) == [len(p) - 1 for p in paths(ordered)]
+        for name in ("path_logprobs", "are_retrieved"):
+            of = dict(zip(paths(written), getattr(written, name), strict=True))
+            assert getattr(ordered, name) == [of[path] for path in paths(ordered)]
 
 
 def test_a_rule_of_more_rows_than_the_widest_pass_is_refused() -> None:
