@@ -452,14 +452,14 @@ def test_the_example_shows_trees(opened: Callable) -> None:
 
 def make_example() -> None:
     """docs/example.html, and README's picture of it: a node of a tree is pointed at."""
-    page = DOCS / "example.html"
+    page = Path("docs/example.html")  # as the command is shown on it
     wide = ["--set", "tau=0.01", "--set", "rho_stop=0.02", "--set", "rho_deep=0.05"]
     prompt = "She opened the door of the house and"
     main(["--prompt", prompt, "--max-new-tokens", "48", "--compare", *wide, "--page", str(page)])
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         shown = chromium.new_page(viewport=LAPTOP)
-        shown.goto(page.as_uri() + "#7")
+        shown.goto(page.absolute().as_uri() + "#7")
         shown.locator('#tree .node[data-row="3"]').hover()
         shown.screenshot(path=DOCS / "page.png")
         chromium.close()

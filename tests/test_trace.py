@@ -174,7 +174,7 @@ def test_auto_says_what_made_a_tree() -> None:
     """Without levels memory or nothing: never the draft, which it claimed to probe now and then."""
     settings = METHODS["auto"](D_max=0, learn=False)
     seen = set()
-    for found in iterations(settings, 1, n=600):
+    for found in iterations(settings, 1, n=1200):
         chosen = found["state"]["chosen"]
         assert chosen == "memory" or len(found["tree"]["tokens"]) == 1
         seen.add(chosen)
