@@ -53,22 +53,10 @@ def mean_cell(found: list[float], digits: int) -> str:
     return f"{mean} ± {statistics.stdev(found):.{digits}f}"
 
 
-def throughput_mean_cell(row: Row) -> str:
-    return mean_cell(values(row, "throughput"), 1)
-
-
-def speedup_mean_cell(row: Row) -> str:
-    return mean_cell(row.speedups, 2)
-
-
 def code_acceptance_cell(row: Row) -> str:
     """The mean, as in table 3, whose figures it is there to be held against."""
     found = values(row, "code_acceptance")
     return f"{statistics.mean(found):.1%}" if found else ""
-
-
-def speedup_cell(row: Row) -> str:
-    return f"{row.speedup:.2f}x" if row.speedups else ""
 
 
 def spread_cell(row: Row) -> str:
@@ -93,19 +81,15 @@ def more_memory_cell(row: Row) -> str:
     return f"{own / statistics.median(ar) - 1:+.1%}"
 
 
-def setup_cell(row: Row) -> str:
-    return "" if row.setup_s is None else f"{row.setup_s:.2f}"
-
-
 COLUMNS = {
     "throughput": number("tok/s", "throughput", 1),
-    "speedup": Column("x ar", speedup_cell),
+    "speedup": Column("x ar", lambda row: f"{row.speedup:.2f}x" if row.speedups else ""),
     "spread": Column("min-max", spread_cell),
-    "throughput_mean": Column("tok/s mean", throughput_mean_cell),
-    "speedup_mean": Column("x ar mean", speedup_mean_cell),
+    "throughput_mean": Column("tok/s mean", lambda row: mean_cell(values(row, "throughput"), 1)),
+    "speedup_mean": Column("x ar mean", lambda row: mean_cell(row.speedups, 2)),
     "predicted": Column("predicted", predicted_cell),
     "end_to_end": number("end-to-end tok/s", "end_to_end", 1),
-    "setup": Column("set-up s", setup_cell),
+    "setup": Column("set-up s", lambda row: "" if row.setup_s is None else f"{row.setup_s:.2f}"),
     "ttft": number("TTFT ms", "ttft_ms", 1),
     "tpot": number("TPOT ms", "tpot_ms", 2),
     "tokens_per_iter": number("tok/iter", "tokens_per_iter", 2),

@@ -3,7 +3,7 @@
 args = build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"])
 with ExitStack() as held:
     file, options, previous = open_file(args, held)
-    results, pair, prompts = open_table(options)
+    results, pair, prompts = open_table(options, Shard())
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmark.machine import ROOT, describe_machine
 from benchmark.peers import PEERS, check_vocabularies, require_transformers
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import markdown_report, text_report
-from benchmark.results import LARGE, Options, Results, Run
+from benchmark.results import MOST_ROUNDS, Options, Results, Run
 from benchmark.rows import SIZED_WORDS, choose_runs, settings_of, window_of
 from benchmark.shard import Shard, left_behind, on_own_device, require_sharable
 from benchmark.tables import (
@@ -119,9 +119,8 @@ def describe_papers() -> str:
     """What --tables prints."""
     papers = describe({name: table.title for name, table in PRESETS.items()}, 14)
     lines = ["the papers' tables, beside what they print:", *papers]
-    return "\n".join(
-        [*lines, "", "and what theirs need that is not here:", *describe(NOT_HERE, 14)]
-    )
+    lines += ["", "and what theirs need that is not here:", *describe(NOT_HERE, 14)]
+    return "\n".join(lines)
 
 
 def describe(titles: Mapping[str, str], width: int) -> list[str]:
@@ -302,6 +301,7 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
         for run in runs:
             if run.temperature and run.method != "ar":
                 require_drawing(run.label, settings_of(run).rule())
+    rounds = options.repeats
     peers = ", ".join(PEERS)
     are_told = has_peers(runs)
     device = choose_device(options.device)
@@ -314,7 +314,7 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
         (are_told and hot, f"{peers} are measured at temperature 0 only"),
         (are_told and options.window is not None, f"{peers} have no --window"),
         (options.prompts is not None and is_moved, "give either --dataset or --prompts"),
-        (not 1 <= options.repeats <= LARGE, f"--repeats {options.repeats}: 1 to {LARGE}"),
+        (not 1 <= rounds <= MOST_ROUNDS, f"--repeats {rounds}: 1 to {MOST_ROUNDS}"),
         (any(part.n_prompts < 1 for part in table.parts), "--n-prompts is at least 1"),
         (has_eager and device.type != "cuda", f'"eager" has no effect on {device}: only on cuda'),
     ]

@@ -26,6 +26,7 @@ from methods import METHODS
 
 FORMAT = 2  # of the file; another number is refused
 LIMIT = 2**28  # bytes of a file, some ten million tokens
+MOST_ROUNDS = 10_000  # over all prompts
 LARGE = 10**12  # past any figure; what is divided and drawn stays far from where floats end
 NEEDED = {  # what is shown of every table
     "machine": "target draft dtype processor torch python commit threads",
@@ -59,7 +60,7 @@ class Options:
     top_p: float | None = None
     seed: int | None = None
     draft_temperature: float | None = None
-    repeats: Size = 1
+    repeats: Annotated[int, Meta(ge=1, le=MOST_ROUNDS)] = 1
     target: str | None = None
     draft: str | None = None
     device: str | None = None

@@ -119,6 +119,7 @@ def test_a_results_file_is_shown_or_refused(
         (json.dumps(whole("main")).replace("50.0", "9" * 5000).encode(), "out of range"),
         (json.dumps(whole("main")).replace("50.0", "NaN").encode(), "malformed"),
         (json.dumps(whole("main")).replace('"fixed"', '"other"').encode(), "no method here"),
+        (json.dumps(whole("main")).replace("fixed D=4 T", "fixed D=3 T").encode(), "of one label"),
     ],
 )
 def test_what_is_no_results_file(

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-import bench
 from bench import main
 from benchmark.columns import COLUMNS
 from benchmark.options import check_options, choose_table
@@ -78,6 +77,7 @@ def test_dynatrees_tables_have_their_papers_sizes() -> None:
     best = [run for run in runs if run.published and run.method == "fixed"]
     assert [run.new_tokens for run in best] == [100, 200, 500, 750, 1000]
     assert best[0].published["throughput_mean"] == "113.4"
+    assert chosen("v1-7")[0].is_memory and chosen("v2-5")[0].is_memory
     by_label = {run.label: run for run in chosen("v2-1")[1]}
     wikitext = by_label["linear K=8 on wikitext2"]
     pg19 = by_label["linear K=5 on pg19"]
@@ -156,11 +156,3 @@ def test_a_preset_is_measured_and_shows_what_is_printed(capsys: Captured, tmp_pa
     )
     sampled = run_preset("v2-1", tmp_path / "s.json", *methods, "--temperature", "0.8")
     assert not any(run.published for run in sampled.runs)
-
-
-def test_a_papers_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Measured as the memory table is, but in this process."""
-    monkeypatch.setattr(bench, "in_own_process", lambda measure, *arguments: measure(*arguments))
-    results = run_preset("v2-5", tmp_path / "r.json", "--methods", "ar")
-    assert results.is_memory and "paper peak MB" in table_cells(results)[0]
-    assert results.records[0]["metrics"]["peak_mb"] > 0
