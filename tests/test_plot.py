@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from benchmark.presets import PRESETS
 
 from benchmark.plot import main
 from benchmark.results import Results
 from benchmark.rows import choose_runs
-from benchmark.tables import SYMBOLS, TABLES
+from benchmark.tables import PRESETS, SYMBOLS, TABLES
 from methods import METHODS
 
 figures = pytest.importorskip("benchmark.figures")  # which need seaborn
