@@ -14,6 +14,7 @@ from cli.errors import UsageError, shown
 MANY = 8  # rows, after which a note counts instead of naming them
 FEW = 3  # settings of a method from which one of them is called the fastest
 PAPERS = "The papers' own figures: docs/results.md."
+PRINTED = "The paper's figures are of its own models, prompts, lengths, machine and baseline."
 
 
 def text_report(results: Results, width: int) -> str:
@@ -96,7 +97,9 @@ def notes(results: Results) -> list[str]:
     """Sentences below the table: what it is, what is slower than ar, what is not exact, the
     floor."""
     rows = [row for row in results.rows() if row.beside_ar()]
-    found = title_notes(results)
+    found = [f"{results.title}."] if results.title else []
+    if any(run.published for run in results.runs):
+        found.append(PRINTED)
     found += slower_notes([row for row in rows if row.speedups])
     found += best_notes(results)
     if rows and "exact" in results.columns:
@@ -104,18 +107,6 @@ def notes(results: Results) -> list[str]:
     if results.step_times:
         found += step_notes(results.step_times)
     return [shown(note) for note in found]
-
-
-def title_notes(results: Results) -> list[str]:
-    """Of a paper's table: which it is, and what its own figures are."""
-    found = []
-    if results.title:
-        found.append(f"{results.title}.")
-    if any(run.published for run in results.runs):
-        found.append(
-            "The paper's figures are of its own models, prompts, lengths, machine and baseline."
-        )
-    return found
 
 
 def slower_notes(rows: list[Row]) -> list[str]:
@@ -131,7 +122,7 @@ def best_notes(results: Results) -> list[str]:
     """Which settings of a method are the fastest at each text length (v1, table 4)."""
     found = []
     for (place, method), rows in contests(results).items():
-        best = max(rows, key=speedup_of)
+        best = max(rows, key=lambda row: row.speedup)
         speed = f"{best.median('throughput'):.1f} tok/s, {best.speedup:.2f}x"
         found.append(
             f"{place}: of {len(rows)} {method} rows {name_of(best)} is the fastest, {speed}."
@@ -160,10 +151,6 @@ def place_of(row: Row) -> str:
 def name_of(row: Row) -> str:
     """The rest of its label: method, settings, words."""
     return row.run.label.removesuffix(f" {place_of(row)}")
-
-
-def speedup_of(row: Row) -> float:
-    return row.speedup
 
 
 def exactness_notes(rows: list[Row]) -> list[str]:
