@@ -29,7 +29,7 @@ from benchmark.report import caption, name_of, place_of
 from benchmark.results import Results
 from benchmark.rows import settings_of
 from benchmark.tables import SYMBOLS
-from cli.errors import UsageError, shown
+from cli.errors import UsageError
 from cli.page import read
 from methods import METHODS
 
@@ -49,7 +49,7 @@ CROWD = 20  # names, beyond which no figure shows each of them
 FEWEST = 10  # trees, paths or guesses; a share of fewer says nothing
 SWEEP = 4  # rows of a method that make a sweep of its settings
 
-# Columns of the table of texts are named as axes are; from which metric of cli/metrics.py
+# Columns of the table of texts, named as their axes are; which metric of a record each one is
 SPEED, SPEEDUP, PROGRESS = "tokens/s", "x ar on the same prompt", "tokens per target pass"
 ACCEPTANCE, PASSES = "accepted / drafted", "draft passes for a text"
 CHANCE = "probability (auto: estimate)"
@@ -89,7 +89,7 @@ def text_table(results: Results) -> pd.DataFrame:
     for row in results.rows():
         run = row.run
         own = {"run": run.label, "method": run.method, "is_peer": row.is_peer}
-        own |= {"name": brief(name_of(row)), "place": brief(place_of(row)), "dataset": run.dataset}
+        own |= {"name": name_of(row), "place": place_of(row), "dataset": run.dataset}
         own |= {column: getattr(run, size) for column, size in SIZES.items()}
         own["tick"] = own["name"]
         if len(row.records) < expected[run.label]:
@@ -128,11 +128,6 @@ def expected_texts(results: Results) -> dict[str, int]:
     if len(most) == 1:
         most[run.dataset] = results.prompts["n"] * results.options.repeats
     return {run.label: most[run.dataset] for run in results.runs}
-
-
-def brief(text: str) -> str:
-    """A foreign text as it can be drawn, whatever characters and however many it has."""
-    return shown(text)[:200]
 
 
 def wrapped(text: str, width: int) -> str:
@@ -328,7 +323,7 @@ def multiples(results: Results, title: str, points: pd.DataFrame, x: str, y: str
         style = {"color": METHOD_COLOURS[own.method.iloc[0]]}
         for dash, (label, line) in zip(cycle(DASHES), own.groupby("line"), strict=False):
             axis.fill_between(line[x], line[0.25], line[0.75], alpha=0.2, linewidth=0, **style)
-            axis.plot(line[x], line[0.5], dash, marker=".", label=label, **style)
+            axis.plot(line[x], line[0.5], dash, marker=".", label=wrapped(label, 30), **style)
         for row in own.to_dict("records"):
             axis.annotate(row["note"], (row[x], row[0.5]), (0, 3.5), **NOTE)
         axis.set_title(wrapped(name, 100 // n_columns))
@@ -394,7 +389,8 @@ def staircase(results: Results) -> Figure:
     figure, (axis,) = canvas(results, title, 1, 1, 4)
     for role, part in (("target", "verify"), ("draft", "draft")):
         floor = times[f"{role}_bytes"] / times["copy_gb_s"] / 1e6
-        axis.plot(times["rows"], times[f"{role}_ms"], "o-", color=PARTS[part], label=role)
+        points = zip(times["rows"], times[f"{role}_ms"], strict=False)
+        axis.plot(*zip(*points, strict=True), "o-", color=PARTS[part], label=role)
         axis.axhline(floor, color=PARTS[part], linestyle="--", label=f"{role}'s floor")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
