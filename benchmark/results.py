@@ -30,7 +30,6 @@ MOST_ROUNDS = 10_000  # over all prompts
 LARGE = 10**12  # past any figure; what is divided and drawn stays far from where floats end
 NEEDED = {  # what is shown of every table
     "machine": "target draft dtype processor torch python commit threads",
-    "prompts": "dataset n",
     "sizes": "prompt_tokens new_tokens temperature",
 }
 
@@ -115,6 +114,14 @@ class Record(TypedDict):
     rank: NotRequired[Count]  # which of `shared_by` wrote it
 
 
+class Prompts(TypedDict):
+    """Whose prompts, how many, and what tells them from any others."""
+
+    dataset: str
+    n: Count
+    sha256: NotRequired[str]
+
+
 @dataclass
 class Results:
     """A results file."""
@@ -124,7 +131,7 @@ class Results:
     columns: list[str]
     options: Options
     machine: dict[str, str | int | None]  # versions, processor, models, dtypes, threads, commit
-    prompts: dict[str, str | int]  # whose, how many, and what tells them from any others
+    prompts: Prompts
     sizes: dict[str, list[Size | Temperature]]  # every value of prompt_tokens, new_tokens, ...
     runs: list[Run]
     setup_s: dict[str, Figure] = field(default_factory=dict)  # by label: loading and warming up
