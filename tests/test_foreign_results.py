@@ -75,7 +75,7 @@ def changed(content: object, data: st.DataObject) -> object:
             other, place = data.draw(st.sampled_from(places(content)))
             holder[key] = copy.deepcopy(other[place])
         else:
-            holder[key] = data.draw(st.sampled_from(STRANGE))
+            holder[key] = copy.deepcopy(data.draw(st.sampled_from(STRANGE)))
     return content
 
 

@@ -296,13 +296,14 @@ def test_padding_changes_no_logits_and_no_kept_slot(n_prefix: int) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 2, 129, 255, 257])
 def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
-    """The widest of every length, at the end of the cache."""
-    model = random_model(6)
-    fix_shapes(model)
-    cache = model.new_cache(capacity)
-    cache.advance(capacity - min(capacity, 65))
-    model.append([3] * (capacity - cache.length), cache)
-    assert cache.length == capacity and cache.kv.nbytes == model.pool.bytes(capacity)
+    """The widest of every length, and the narrowest, at the end of the cache."""
+    for is_shaped, n in ((True, min(capacity, 65)), (True, 1), (False, 1)):
+        model = random_model(6)
+        model.pool.is_shaped, model.pool.min_rows = is_shaped, 4
+        cache = model.new_cache(capacity)
+        cache.advance(capacity - n)
+        assert model.append([3] * n, cache).logits.isfinite().all()
+        assert cache.length == capacity and cache.kv.nbytes == model.pool.bytes(capacity)
 
 
 def test_a_cache_given_back_is_lent_again_to_whoever_asks_for_no_more(
