@@ -70,10 +70,12 @@ class Ranks:
     group: Group  # of gloo, whatever the device
 
     def together(self, collective: Callable, *arguments: object, **options: object) -> None:
-        """A collective of torch.distributed. Raises RanksError if another rank has gone."""
+        """A collective of torch.distributed. Raises RanksError if another rank has gone; torchrun
+        ends this one next, and what there is of a text is to be kept first."""
         try:
             collective(*arguments, **options)
         except RuntimeError as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             who = f"rank {1 - self.index}" if self.count == 2 else "another rank"
             raise RanksError(f"{who} has gone; torchrun says how that one ended") from error
 

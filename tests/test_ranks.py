@@ -110,10 +110,13 @@ def test_what_goes_wrong_on_one_is_raised_on_all(failing: list[int], said: list[
 
 
 def leave(ranks: Ranks) -> None:
-    """Rank 1 is killed, while the others wait for it."""
+    """Rank 1 is killed, while the others wait for it; then torchrun ends all."""
     if ranks.index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    ranks.gather_objects(None)
+    try:
+        ranks.gather_objects(None)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize(("count", "who"), [(2, "rank 1"), (3, "another rank")])
