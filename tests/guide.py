@@ -1,16 +1,12 @@
 """A copy of the project with the methods of docs/method.md in it, to the letter.
 
 python tests/guide.py FOLDER && cd FOLDER && python -m pytest  # but for the copying of the copy
-
-As a plugin (-p guide) it leaves only the tests that are about one of them.
 """
 
 import re
 import shutil
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "method.md"
@@ -52,16 +48,6 @@ def make_copy(folder: Path) -> None:
     for name, source in files().items():
         assert not (folder / name).exists(), name
         (folder / name).write_text(source, encoding="utf-8")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    names = [Path(name).stem for name in files()]
-    kept = []
-    for item in items:
-        of = item.callspec.params.get("method") if hasattr(item, "callspec") else None
-        if of in names or item.path.stem in names:
-            kept.append(item)
-    items[:] = kept
 
 
 if __name__ == "__main__":

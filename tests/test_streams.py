@@ -18,7 +18,9 @@ from cli.tokens import load_tokenizer
 from dynatree import Step
 
 ROOT = Path(__file__).parent.parent
-TEXT = "--prompt 'The ship sailed at dawn' --max-new-tokens 300 --ignore-eos --method ar"
+TEXT = (
+    "--prompt 'The ship sailed at dawn' --max-new-tokens 100 --ignore-eos --threads 1 --method ar"
+)
 
 
 def run(command: str, **variables: str) -> subprocess.CompletedProcess:
