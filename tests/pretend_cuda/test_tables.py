@@ -53,7 +53,7 @@ def test_gpu_check() -> None:
 
     How the pair is enlarged is no matter of the device.
     """
-    environment = os.environ | {"PYTEST_ADDOPTS": "-k test_a_seed_decides_a_sampled_text"}
+    environment = os.environ | {"PYTEST_ADDOPTS": "-k test_two_generations_at_once"}
     environment["OMP_NUM_THREADS"] = "1"
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", "tools/gpu_check.sh", "--dry", *PAIR]
