@@ -282,7 +282,7 @@ def test_ctrl_c_ends_a_download_at_once(hub: Hub, tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as run:
         assert hub.has_stalled.wait(120)
         run.send_signal(signal.SIGINT)
-        lines = run.communicate(timeout=60)[1].decode()
+        lines = run.communicate(timeout=600)[1].decode()
     assert run.returncode == 130 and "Traceback" not in lines
     assert "fetching org/name: 0.4 MB" in lines and "%|" not in lines
 

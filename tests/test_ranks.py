@@ -52,10 +52,10 @@ def on_ranks(count: int, work: Callable, *arguments: object, n_answers: int | No
     found = [None] * count
     try:
         for _ in range(n_answers or count):
-            index, found[index] = answers.get(timeout=120)
+            index, found[index] = answers.get(timeout=600)
     finally:
         for process in processes:
-            process.join(30)
+            process.join(120)
             assert not process.is_alive(), process.kill()
     return found
 

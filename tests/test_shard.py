@@ -92,7 +92,7 @@ def share(count: int, place: Path, *words: str, change: Callable = nothing) -> t
         for process in processes:
             process.start()
         for process in processes:
-            process.join(120)
+            process.join(600)
     finally:
         for process in processes:
             process.kill()
@@ -160,7 +160,7 @@ def test_ctrl_c_under_torchrun(alone: Path, tmp_path: Path) -> None:
             while process.poll() is None and not (file.exists() and other.exists()):
                 time.sleep(0.05)
             os.killpg(process.pid, signal.SIGINT)
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=600)
         finally:
             process.kill()
     assert "interrupted" in err and " are lacking; to go on: torchrun" in err, err

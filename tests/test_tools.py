@@ -288,7 +288,7 @@ def test_gpu_check_stops_at_ctrl_c_and_keeps_what_it_measured(
     """As a terminal sends it, to all. It went on to the next step if pytest was stopped."""
     process = start_waiting(checkout, at, f"trap 'kill $!; exit {status}' INT")
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130
     if status == 130:
         assert (measured(checkout) / "every.json").read_text() == "measured\n"
@@ -308,7 +308,7 @@ def test_gpu_check_ends_with_all_that_it_runs(
     monkeypatch.setenv("TMPDIR", str(checkout / "models"))
     process = start_waiting(checkout, "--output*/every.json", ":", *arguments)
     process.send_signal(number)
-    _, err = process.communicate(timeout=120)  # nothing is left that could write
+    _, err = process.communicate(timeout=600)  # nothing is left that could write
     assert process.returncode == 128 + number
     if arguments:
         assert "leaves nothing" in err and not list(checkout.glob("models/tmp*"))
@@ -324,7 +324,7 @@ def test_gpu_check_publishes_a_table_whole_or_not_at_all(checkout: Path) -> None
     copy.write_text('#!/bin/sh\nhead -c 4 <"$1" >"$2"\nkill -9 $PPID\n')
     copy.chmod(0o755)
     process = start(checkout, CHOICE)
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     assert process.returncode != 0
     assert not (checkout / "results" / "gpu_some_h100_3.json").exists()
     assert (measured(checkout) / "every.json").read_text() == "measured\n"

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,10 +56,9 @@ class Launch:
 
     def ended(self) -> tuple[int, str, list[str]]:
         """The exit status, stdout, and the lines of stderr, torchrun's own among them."""
-        start = time.monotonic()
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=600)
         assert not self.running()
-        assert time.monotonic() - start < 25  # torchrun's patience with processes is 30 seconds
+        assert "forcefully exiting" not in err  # torchrun, out of patience with a rank
         return self.process.returncode, out, err.splitlines()
 
 
