@@ -22,15 +22,16 @@ from cli.errors import UsageError
 from cli.tokens import TextStream, encode, load_tokenizer, require_same_tokenizer
 from draft_tree import DynaTree, Settings, Watcher
 from dynatree import Step, generate
-from engine.checkpoint import DTYPES, CheckpointError
+from engine.checkpoint import DTYPES
 from engine.hub import find_checkpoint
-from engine.memory import memory_for
+from engine.memory import memory_for, read_system_file
 from engine.sampling import Sampling
 from engine.streaming import WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
 from parallel.ranks import Ranks
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
+CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
@@ -53,7 +54,7 @@ def choose_dtype(name: str | None, device: torch.device, option: str = "--dtype"
     name = name or ("float16" if device.type == "cuda" else "float32")
     if name not in DTYPES:
         raise UsageError(f"{option} {name}: there are {', '.join(DTYPES)}")
-    if name == "bfloat16" and not has_bfloat16(device):
+    if name == "bfloat16" and device.type == "cuda" and not has_instructions(DTYPES[name], device):
         gpu = torch.cuda.get_device_name(device)
         raise UsageError(f"{option} bfloat16: {gpu} has none; use {option} float16")
     return DTYPES[name]
@@ -69,8 +70,8 @@ def choose_draft_dtype(
     """
     if name:
         return choose_dtype(name, device, "--draft-dtype")
-    if target_dtype == torch.float16 and device.type == "cuda" and has_bfloat16(device):
-        return torch.bfloat16
+    if target_dtype == torch.float16 and device.type == "cuda":
+        return torch.bfloat16 if has_instructions(torch.bfloat16, device) else torch.float16
     return target_dtype
 
 
@@ -78,24 +79,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes in bfloat16; a CPU at least emulates it."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
-
-
-def lacks_instructions(dtype: torch.dtype, flags: str) -> bool:
-    """Whether an x86 processor with these /proc/cpuinfo flags must emulate a dtype."""
-    names = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16",)}
-    return dtype in names and not set(names[dtype]) & set(flags.split())
-
-
-def processor_flags() -> str:
-    """The processor's features as Linux lists them on x86; elsewhere nothing."""
-    try:
-        found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        return ""
-    return found[1] if found else ""
+def has_instructions(dtype: torch.dtype, device: torch.device) -> bool | None:
+    """Whether a device computes in this dtype, or at best emulates it; None of processors that
+    Linux does not list the features of."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return dtype != torch.bfloat16 or capability >= BFLOAT16_CAPABILITY
+    names = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16"}}
+    found = re.search(r"^flags\s*:(.*)$", read_system_file(CPU_INFO), re.MULTILINE)
+    if not found:
+        return None
+    return dtype not in names or not names[dtype].isdisjoint(found[1].split())
 
 
 def set_threads(n: int | None) -> None:
@@ -253,9 +247,8 @@ def open_pair(
     if ranks:
         found["ranks"] = ranks.count
     say(announcement(found))
-    flags = processor_flags()
     for each in {dtype, draft_dtype} if draft else {dtype}:
-        if device.type == "cpu" and flags and lacks_instructions(each, flags):
+        if has_instructions(each, device) is False:
             say(f"note: this processor has no {dtype_name(each)} instructions: it will be slow")
     pair = load_pair(target, draft, device, dtype, draft_dtype, say, ranks)
     if args.no_graphs:
@@ -295,7 +288,9 @@ def load_pair(
     device = device or choose_device(None)
     dtype = dtype or choose_dtype(None, device)
     with memory_for("the tokenizer"):
-        target_folder, draft_folder = find_both(target, draft, announce)
+        # The draft first: if its name is wrong, that is known before a target is fetched
+        draft_folder = find_checkpoint(draft, announce) if draft is not None else None
+        target_folder = find_checkpoint(target, announce)
         tokenizer = load_tokenizer(target_folder)
         if draft_folder:
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
@@ -308,30 +303,6 @@ def load_pair(
         draft_model = GPTNeoX.from_pretrained(draft_folder, device, draft_dtype or dtype)
         load_s["draft"] = time.perf_counter() - start
     return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, ranks)
-
-
-def find_both(
-    target: str, draft: str | None, announce: Callable[[str], None]
-) -> tuple[Path, Path | None]:
-    """The folders of both. Raises CheckpointError, which names both if neither is there."""
-    if draft is None:
-        return find_checkpoint(target, announce), None
-    try:
-        draft_folder = find_checkpoint(draft, announce)
-    except CheckpointError as error:
-        problem = error
-    else:
-        return find_checkpoint(target, announce), draft_folder
-
-    def fetch_nothing(line: str) -> None:
-        raise problem
-
-    try:
-        find_checkpoint(target, fetch_nothing)
-    except CheckpointError as other:
-        if other is not problem:
-            raise type(problem)(f"{other}; {problem}") from problem
-    raise problem
 
 
 def load_target(

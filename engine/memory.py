@@ -89,22 +89,24 @@ def free_host_memory(root: Path = Path("/")) -> int:
 
     root: where proc and sys are.
     """
-    found = re.search(r"MemAvailable: *(\d+) kB", read(root / "proc/meminfo"))
+    found = re.search(r"MemAvailable: *(\d+) kB", read_system_file(root / "proc/meminfo"))
     if not found:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = int(found[1]) * 1024
-    group = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup"), re.MULTILINE)
+    group = re.search(r"^0::/(.*)$", read_system_file(root / "proc/self/cgroup"), re.MULTILINE)
     own = root / "sys/fs/cgroup" / (group[1] if group else "")
     for folder in (own, *own.parents):  # it is part of those around it
-        limit = read(folder / "memory.max").strip()
+        limit = read_system_file(folder / "memory.max").strip()
         if limit.isdigit():  # not "max", and it is there
-            files = re.search(r"^inactive_file (\d+)$", read(folder / "memory.stat"), re.MULTILINE)
+            files = re.search(
+                r"^inactive_file (\d+)$", read_system_file(folder / "memory.stat"), re.MULTILINE
+            )
             kept = int(files[1]) if files else 0  # for files, which is given up when it is needed
-            free = min(free, int(limit) - int(read(folder / "memory.current")) + kept)
+            free = min(free, int(limit) - int(read_system_file(folder / "memory.current")) + kept)
     return max(free, 0)
 
 
-def read(file: Path) -> str:
+def read_system_file(file: Path) -> str:
     """What a file of the system says; nothing if it has none such."""
     try:
         return file.read_text()

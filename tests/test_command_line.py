@@ -90,9 +90,14 @@ NOTES = {  # options -> what is said of them before the text, if anything
 
 @pytest.mark.parametrize(("options", "told"), NOTES.values(), ids=NOTES)
 def test_notes(
-    options: list[str], told: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    options: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(models, "processor_flags", lambda: "sse avx512f")
+    (tmp_path / "cpuinfo").write_text("flags\t\t: sse avx512f\n")
+    monkeypatch.setattr(models, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(Request, "decode", lambda *_: iter([Step([7], verify_ms=1.0)]))
     assert main(["--prompt", PROMPT] + options) == 0
     notes = re.findall("^(?:note|warning): .*", capsys.readouterr().err, re.MULTILINE)

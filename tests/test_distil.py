@@ -32,7 +32,7 @@ TARGET = str(TINY / "draft")  # the smaller one
 Captured = pytest.CaptureFixture[str]
 SHAPE = ["--layers", "1", "--hidden", "16"]
 SMALL = ["--batch", "4", "--context", "16", "--rate", "0.01", "--device", "cpu"]
-QUICK = {"N_WINDOWS": 4, "PROMPT_TOKENS": 8, "NEW_TOKENS": 8, "N_WRITTEN": {"cpu": 4}}
+QUICK = {"N_PROMPTS": 2, "PROMPT_TOKENS": 8, "NEW_TOKENS": 8, "N_WRITTEN": {"cpu": 4}}
 
 
 @pytest.fixture(autouse=True)
@@ -148,12 +148,18 @@ def test_shares_of_rows_are_the_targets() -> None:
     assert (at_work.written != before).any(dim=1).sum() == 4
 
 
+def loss(draft: GPTNeoX, text: str) -> float:
+    """Of what follows each token of a text's beginning, in nats."""
+    ids = Tokenizer.from_file(f"{TARGET}/tokenizer.json").encode(Path(text).read_text()).ids[:200]
+    return torch.nn.functional.cross_entropy(run(draft, ids[:-1]), torch.tensor(ids[1:])).item()
+
+
 def test_a_draft_learns_and_is_taken_at_once(text: str, tmp_path: Path, capsys: Captured) -> None:
     assert distil.main(arguments(text, tmp_path / "draft", steps=40) + SHAPE) == 0
-    found = figures(tmp_path / "draft")
-    assert found[distil.LOSS][1] < found[distil.LOSS][0] - 0.3
-    assert found[distil.AGREEMENT][1] > found[distil.AGREEMENT][0] + 0.02
-    assert {name.split()[0] for name in found} >= {"tokens/iter,"} and len(found) == 4
+    config = read_config(tmp_path / "draft")
+    new = GPTNeoX.from_tensors(config, distil.draw_weights(config, seed=0))
+    assert loss(GPTNeoX.from_pretrained(tmp_path / "draft"), text) < loss(new, text) - 0.3
+    assert figures(tmp_path / "draft").keys() == distil.METHODS.keys()
     names = {file.name for file in (tmp_path / "draft").iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
     assert [file.name for file in tmp_path.iterdir()] == ["draft"]  # nothing beside it is left
@@ -170,8 +176,7 @@ def test_a_draft_goes_on_learning(is_tied: bool, text: str, tmp_path: Path) -> N
     options = arguments(text, tmp_path / "draft", steps=2) + ["--target", str(folder)]
     assert distil.main(options + ["--init", str(folder)]) == 0
     assert read_config(tmp_path / "draft") == read_config(folder)
-    found = figures(tmp_path / "draft")
-    assert found[distil.AGREEMENT][0] == 1.0  # it is the target
+    assert figures(tmp_path / "draft")["linear K=5"][0] == 3.5  # it is the target: 6, then 1
     before = load_file(folder / "model.safetensors")
     after = load_file(tmp_path / "draft" / "model.safetensors")
     assert after.keys() == before.keys() and (EMBED_OUT in after) != is_tied
@@ -215,19 +220,17 @@ def end_in_step(
     monkeypatch.setattr(Training, place, ended)
 
 
-@pytest.mark.parametrize("place", ["loss", "let_target_write", "rate"])
 def test_an_interrupted_run_goes_on_exactly(
-    place: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    """In step 4, before which the target has written rows; then all of that step is done again."""
-    for name, value in (("N_USES", 1), ("N_KEPT", 2)):
+    """From its last checkpoint, of step 4, before which the target has written rows."""
+    for name, value in (("N_USES", 1), ("N_KEPT", 2), ("SAVE_S", 0.0)):
         monkeypatch.setattr(distil, name, value)
     assert distil.main(arguments(text, tmp_path / "whole", steps=8) + SHAPE) == 0
     options = arguments(text, tmp_path / "ended", steps=8) + SHAPE
     with monkeypatch.context() as patch:
-        end_in_step(4, place, KeyboardInterrupt, patch)
+        end_in_step(4, "rate", KeyboardInterrupt, patch)
         assert distil.main(options) == 130
-    assert "after step 4; the same command goes on" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ended.training", "whole"]
     assert distil.main(options) == 0
     assert "going on from step 4" in capsys.readouterr().err
@@ -239,25 +242,6 @@ def require_equal(folder: Path, other: Path) -> None:
     expected = load_file(folder / "model.safetensors")
     weights = load_file(other / "model.safetensors")
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_an_update_that_is_cut_short_is_not_kept(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    """Half of the weights would be those of the step before."""
-
-    def half_a_step(self: torch.optim.AdamW, closure: None = None) -> None:
-        for group in self.param_groups[:1]:
-            for weight in group["params"]:
-                weight.data.add_(1.0)
-        raise KeyboardInterrupt
-
-    checkpoint = as_a_killed_run_has_it(text, tmp_path / "draft", monkeypatch)
-    before = checkpoint.read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", half_a_step)
-        assert distil.main(arguments(text, tmp_path / "draft") + SHAPE) == 130
-    assert checkpoint.read_bytes() == before
 
 
 def test_a_run_that_is_killed_goes_on_exactly(text: str, tmp_path: Path) -> None:
@@ -329,18 +313,7 @@ def test_a_damaged_checkpoint_is_one_line(text: str, tmp_path: Path, capsys: Cap
     n_header = int.from_bytes(whole[:8], "little") + 8
     damaged = [b"", b"PK", whole[:100], whole[:-1], (2**40).to_bytes(8, "little") + whole[8:]]
     damaged += [whole[:at] + b"\0" + whole[at + 1 :] for at in range(8, n_header, n_header // 40)]
-    tensors = load_file(file)
-    standing = {"command": "distil", "step": 1, "seconds": 1.0, "before": {}}
-    for name, value in (("step", "one"), ("step", None), ("before", [1]), ("before", {"loss": []})):
-        said = json.dumps(standing | {name: value})
-        damaged.append(save(tensors, {"standing": said}))
-    for said in ("[]", "{}", "["):
-        damaged.append(save(tensors, {"standing": said}))
-    damaged.append(save(tensors))
-    said = {"standing": json.dumps(standing)}
-    name = "exp_avg.embed_out.weight"
-    damaged.append(save({other: tensors[other] for other in tensors if other != name}, said))
-    damaged.append(save(tensors | {name: torch.zeros(1)}, said))
+    damaged.append(save(load_file(file)))
     for content in damaged:
         file.write_bytes(content)
         with pytest.raises(UsageError, match="is damaged: delete it"):
@@ -363,7 +336,7 @@ def test_a_damaged_checkpoint_is_one_line(text: str, tmp_path: Path, capsys: Cap
         (["--out", TARGET], "exists already"),
         (["--out", "KILLED"], "KILLED.unfinished is another run's"),
         (["--out", "SHORT/draft"], "cannot be written"),
-        (["--hidden", "100", "--heads", "3"], "100 is not a multiple of 3 heads"),
+        (["--hidden", "100"], "25 rotary dims of 100 cannot be rotated in pairs"),
         (["--hidden", "10000000"], "would take"),
         (["--hidden", "1000000000"], "no tensor has such sizes"),
         (["--layers", "1000000"], "num_hidden_layers"),
@@ -410,10 +383,10 @@ def test_a_text_in_pieces_is_the_text(text: str, monkeypatch: pytest.MonkeyPatch
     assert "".join(parts) == whole and len(parts) > 20
     tokenizer = Tokenizer.from_file(str(TINY / "draft" / "tokenizer.json"))
     train, held_out = distil.read_corpus([text] * 2, tokenizer, 4096, (0,))
-    end = len(whole) - len(whole) // distil.HELD_OUT
-    for ids, part in ((train, whole[:end]), (held_out, whole[end:])):
-        assert tokenizer.decode(ids.tolist()) == part * 2
-        assert ids.tolist().count(0) == 2 and ids[0] == 0
+    ends = [tokenizer.decode(ids[: len(ids) // 2].tolist()) for ids in (train, held_out)]
+    assert "".join(ends) == whole and 15 < len(train) / len(held_out) < 20
+    for ids in (train.tolist(), held_out.tolist()):
+        assert ids[: len(ids) // 2] * 2 == ids and ids.count(0) == 2 and ids[0] == 0
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -422,35 +395,10 @@ gpu = pytest.mark.skipif("pretend_cuda" in sys.modules, reason="a pretended one 
 
 @pytest.mark.cuda
 @cuda
-def test_figures_are_a_cpus(text: str) -> None:
-    """Of windows that are one pass each: the next window's once took the place of all others'."""
-    target = Path(TARGET)
-    config = read_config(target)
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    train, held_out = distil.read_corpus([text], tokenizer, config.vocab_size, config.eos_ids)
-    found = []
-    for name in ("cpu", "cuda"):
-        job = distil.Job(
-            args=Namespace(context=16),
-            out=Path(),
-            device=torch.device(name),
-            target=target,
-            init=target,
-            raw={},
-            config=config,
-            n_ids=config.vocab_size,
-            train=train,
-            held_out=held_out,
-        )
-        found.append(distil.measure_held_out(job, distil.first_model(job)))
-    assert found[1] == pytest.approx(found[0], abs=0.02)
-
-
-@pytest.mark.cuda
-@cuda
 @gpu
 def test_a_draft_learns_on_a_gpu(text: str, tmp_path: Path) -> None:
     options = arguments(text, tmp_path / "draft", steps=40) + SHAPE
     assert distil.main(options + ["--device", "cuda"]) == 0
-    before, after = figures(tmp_path / "draft")[distil.LOSS]
-    assert after < before - 0.3
+    config = read_config(tmp_path / "draft")
+    new = GPTNeoX.from_tensors(config, distil.draw_weights(config, seed=0))
+    assert loss(GPTNeoX.from_pretrained(tmp_path / "draft"), text) < loss(new, text) - 0.3

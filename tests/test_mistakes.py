@@ -107,7 +107,7 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --fast", "--fast"),
     (A + " --commit never", "rebuild"),
     (A + f" --target ./none --draft {DRAFT}", "./none"),
-    (A + " --target ./none --draft ./gone", "'./none' is not a folder, and no hub name; './gone"),
+    (A + " --target a/b --draft ./gone", "'./gone' is not a folder, and no hub name"),
     (A + f" --target {__file__} --draft {DRAFT}", "not a folder"),
     (A + " --target a/b/c --method ar", "a/b/c"),
     (A + f" --target {TARGET}", "--draft"),

@@ -46,9 +46,7 @@ from cli.models import (
     choose_device,
     choose_draft_dtype,
     choose_dtype,
-    has_bfloat16,
-    lacks_instructions,
-    processor_flags,
+    has_instructions,
     set_threads,
 )
 from cli.tokens import encode, load_tokenizer, require_same_tokenizer
@@ -56,7 +54,7 @@ from draft_tree import DynaTree
 from dynatree import generate
 from engine.checkpoint import Config, read_config
 from engine.files import locked, write_whole
-from engine.foreign import ForeignFile, read_json, read_text
+from engine.foreign import read_json, read_text
 from engine.hub import find_checkpoint
 from engine.memory import require_memory
 from engine.passes import causal_bias
@@ -88,10 +86,8 @@ N_USES = 4  # of a written row, on average
 SAVE_S = 120.0  # seconds between two checkpoints
 BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
-N_WINDOWS = 16  # of the held-out text, evenly spread, to measure on
-PROMPT_TOKENS, NEW_TOKENS = 64, 96  # of every second of them, to decode after
-LOSS, AGREEMENT = "next token, nats", "best guess is the target's"
-METHODS = {"tokens/iter, linear K=5": Chain(K=5), "tokens/iter, dynatree": DynaTree()}
+N_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 96  # of the held-out text, evenly spread; and after
+METHODS = {"linear K=5": Chain(K=5), "dynatree": DynaTree()}  # to measure with
 
 
 # What is asked for
@@ -121,7 +117,6 @@ def build_parser() -> Parser:
     add("--init", metavar="MODEL", help="go on from this one, which has the target's tokenizer")
     add("--layers", type=whole, metavar="N", help="of a new draft")
     add("--hidden", type=whole, metavar="N", help="its hidden size")
-    add("--heads", type=whole, metavar="N", help=f"its attention heads (of size {HEAD_SIZE})")
     budget = parser.add_mutually_exclusive_group().add_argument
     minutes = number(float, 0.001, 10**6)
     budget("--minutes", type=minutes, default=30.0, metavar="X", help="of training (30)")
@@ -158,8 +153,8 @@ class Job:
 def prepare(args: Namespace) -> Job:
     """Check all that can be checked before the work. Raises UsageError, CheckpointError and
     OutOfMemory."""
-    shape = (args.layers, args.hidden, args.heads)
-    if any(shape) if args.init else None in shape[:2]:
+    shape = (args.layers, args.hidden)
+    if any(shape) if args.init else None in shape:
         raise UsageError("give --layers and --hidden of a new draft, or --init, which has a shape")
     if args.greedy + args.sampled > 1:
         raise UsageError("--greedy and --sampled are shares of the rows, together at most 1")
@@ -190,22 +185,12 @@ def prepare(args: Namespace) -> Job:
 
 
 def new_json(args: Namespace, target: Path) -> dict:
-    """config.json of a new draft, with the target's ids and positions. Raises CheckpointError."""
-    known = read_json(target / "config.json", dict)
-    shared = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")
-    return {name: known.get(name) for name in shared} | {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "model_type": "gpt_neox",
+    """config.json of a new draft: the target's, of another size. Raises CheckpointError."""
+    return read_json(target / "config.json", dict) | {
         "hidden_size": args.hidden,
         "num_hidden_layers": args.layers,
-        "num_attention_heads": args.heads or max(args.hidden // HEAD_SIZE, 1),
+        "num_attention_heads": max(args.hidden // HEAD_SIZE, 1),
         "intermediate_size": 4 * args.hidden,
-        "rotary_pct": 0.25,
-        "rotary_emb_base": 10000.0,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "use_parallel_residual": True,
-        "tie_word_embeddings": False,
     }
 
 
@@ -214,32 +199,21 @@ def new_json(args: Namespace, target: Path) -> dict:
 
 def read_corpus(
     files: Sequence[str], tokenizer: Tokenizer, n_ids: int, eos_ids: tuple[int, ...]
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Ids below n_ids, [n] int32, of the files' beginnings, to train on, and of their ends, held
-    out; each stands behind an end of text if there is such an id. Raises UsageError."""
-    found: list[list[Tensor]] = [[], []]
-    end = torch.tensor(eos_ids[:1], dtype=torch.int32)
+    out; each stands behind an end of text if there is such an id. Raises ForeignFile, and
+    UsageError for what the tokenizer cannot encode."""
+    train, held_out = [], []
+    eos = torch.tensor(eos_ids[:1], dtype=torch.int32)
     for file in files:
-        for parts, text in zip(found, split(Path(file)), strict=True):
-            parts.append(end)
-            for piece in pieces(text):
-                try:
-                    ids = encode(piece, tokenizer, n_ids)
-                except UsageError as error:
-                    raise UsageError(f"{file}: {error}") from error
-                parts.append(torch.tensor(ids, dtype=torch.int32))
-    return [torch.cat(parts) for parts in found]
-
-
-def split(file: Path) -> tuple[str, str]:
-    """A file's text, and the last twentieth of it. Raises UsageError: no file, too large, not
-    UTF-8."""
-    try:
-        text = read_text(file, MAX_BYTES)
-    except ForeignFile as error:
-        raise UsageError(f"--text: {error}") from error
-    end = len(text) - len(text) // HELD_OUT
-    return text[:end], text[end:]
+        parts = [eos]
+        for piece in pieces(read_text(Path(file), MAX_BYTES)):
+            parts.append(torch.tensor(encode(piece, tokenizer, n_ids), dtype=torch.int32))
+        ids = torch.cat(parts)
+        end = len(ids) - len(ids) // HELD_OUT
+        train.append(ids[:end])
+        held_out += [eos, ids[end:]]
+    return torch.cat(train), torch.cat(held_out)
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -280,15 +254,6 @@ def draw_weights(config: Config, seed: int) -> dict[str, Tensor]:
             std /= (2 * config.n_layers) ** 0.5  # so many are added up (Radford et al. 2019)
         tensors[name] = torch.empty(shape).normal_(std=std, generator=chance)
     return tensors
-
-
-def training_dtype(device: torch.device) -> torch.dtype:
-    """What products are computed in: bfloat16 where there are instructions for it."""
-    is_fast = has_bfloat16(device)
-    if device.type == "cpu":
-        flags = processor_flags()
-        is_fast = bool(flags) and not lacks_instructions(torch.bfloat16, flags)
-    return torch.bfloat16 if is_fast else torch.float32
 
 
 # Texts that the target writes, many at once
@@ -347,7 +312,8 @@ class Training:
         below n_ids, those that both models know."""
         self.plan, self.model, self.text, self.n_ids = plan, model, text, n_ids
         self.device = model.device
-        self.dtype = training_dtype(self.device)
+        is_fast = has_instructions(torch.bfloat16, self.device)
+        self.dtype = torch.bfloat16 if is_fast else torch.float32  # of products
         matrices = [weight for weight in model.parameters() if weight.ndim > 1]
         vectors = [weight for weight in model.parameters() if weight.ndim == 1]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}]
@@ -356,7 +322,6 @@ class Training:
         self.written = torch.zeros(0, plan.context + 1, dtype=torch.int32)  # by the teacher, lately
         self.step = 0
         self.seconds = 0.0  # of all steps
-        self.is_whole = True  # not in the middle of an update, where Ctrl-C may come
 
     def advance(self) -> float:
         """One step. Returns its loss in nats per token; raises UsageError if that is none."""
@@ -374,11 +339,9 @@ class Training:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), LONGEST_GRADIENT)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
-        self.is_whole = False
         self.optimizer.step()
         self.step += 1
         self.seconds += time.monotonic() - start
-        self.is_whole = True
         return total
 
     def loss(self, rows: Tensor) -> Tensor:
@@ -459,14 +422,11 @@ class Training:
 def train(training: Training, save: Callable[[], None]) -> None:
     """Spend the budget, saving now and then and at the end."""
     saved_at = time.monotonic()
-    recent = None  # loss, the mean of the last ten steps or so
     progress = {"total": 1.0, "initial": training.progress(), "bar_format": BAR}
     with tqdm(**progress, disable=None, leave=False) as bar:
         while training.progress() < 1:
             loss = training.advance()
-            recent = loss if recent is None else 0.9 * recent + 0.1 * loss
-            speed = training.step * training.plan.batch * training.plan.context / training.seconds
-            line = f"step {training.step}, loss {recent:.3f}, {speed:,.0f} tokens/s"
+            line = f"step {training.step}, loss {loss:.3f}"
             bar.set_postfix_str(line, refresh=False)
             bar.update(min(training.progress(), 1.0) - bar.n)
             if time.monotonic() - saved_at >= SAVE_S:
@@ -505,21 +465,17 @@ def restore(file: Path, training: Training) -> dict[str, float]:
         other = standing["command"]
         if other != training.plan.command:
             raise UsageError(f"{file} is of another command, give that or delete it: {other}")
-        training.step, training.seconds = int(standing["step"]), float(standing["seconds"])
+        training.step, training.seconds = standing["step"], standing["seconds"]
         training.written = tensors["written"]
         for name, weight in training.model.named_parameters():
-            kept = {part: tensors[f"{part}.{name}"] for part in ("weight", *MOMENTS)}
-            if {tensor.shape for tensor in kept.values()} != {weight.shape}:
-                raise ValueError(name)
-            weight.copy_(kept.pop("weight"))
-            state = {part: tensor.to(weight.device) for part, tensor in kept.items()}
+            weight.copy_(tensors[f"weight.{name}"])
+            state = {part: tensors[f"{part}.{name}"].to(weight.device) for part in MOMENTS}
             state["step"] = torch.tensor(float(training.step), device=weight.device)
             training.optimizer.state[weight] = state
-        before = {name: float(value) for name, value in standing["before"].items()}
-    except (SafetensorError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise UsageError(f"{file} is damaged: delete it to begin anew") from error
     say(f"going on from step {training.step}")
-    return before
+    return standing["before"]
 
 
 # What comes of it: figures on text that nothing was learned from, a card, a folder
@@ -531,44 +487,23 @@ def saved_tensors(model: GPTNeoX) -> dict[str, Tensor]:
     return {name: halved(name, weight.detach()) for name, weight in model.named_parameters()}
 
 
-@torch.inference_mode()
 def measure_held_out(job: Job, model: GPTNeoX) -> dict[str, float]:
-    """Figures by name, of the draft as it will be saved, run as dynatree.py runs it by default.
-
-    Raises UsageError, CheckpointError and OutOfMemory.
-    """
+    """Tokens per iteration by method, of the draft as it will be saved, run as dynatree.py runs it
+    by default. Raises UsageError, CheckpointError and OutOfMemory."""
     say("measuring on the held-out text")
     dtype = choose_dtype(None, job.device)
     draft_dtype = choose_draft_dtype(None, dtype, job.device)
     tensors = {name: tensor.to(draft_dtype) for name, tensor in saved_tensors(model).items()}
     draft = GPTNeoX.from_tensors(model.config, tensors)
-    windows = job.held_out.long().unfold(0, job.args.context + 1, job.args.context)
-    n = min(N_WINDOWS, len(windows))
-    windows = windows[torch.arange(n) * len(windows) // n]  # [n, T + 1]
-    loss, guesses = predict(draft, windows)
     target = GPTNeoX.from_pretrained(job.target, job.device, dtype)
-    is_equal = predict(target, windows)[1] == guesses
-    found = {LOSS: loss, AGREEMENT: is_equal.float().mean().item()}
-    prompts = windows[::2, :PROMPT_TOKENS].tolist()
-    for name, settings in METHODS.items():
-        total = 0.0
-        for prompt in prompts:
-            total += measure(generate(target, draft, prompt, settings, NEW_TOKENS)).tokens_per_iter
-        found[name] = total / len(prompts)
+    last = max(len(job.held_out) - PROMPT_TOKENS, 0)
+    found = dict.fromkeys(METHODS, 0.0)
+    for start in torch.linspace(0, last, N_PROMPTS).int().tolist():
+        prompt = job.held_out[start : start + PROMPT_TOKENS].tolist()
+        for name, settings in METHODS.items():
+            metrics = measure(generate(target, draft, prompt, settings, NEW_TOKENS))
+            found[name] += metrics.tokens_per_iter / N_PROMPTS
     return found
-
-
-def predict(model: GPTNeoX, windows: Tensor) -> tuple[float, Tensor]:
-    """Of windows [n, T + 1], each read from its beginning: the mean loss in nats per token, and the
-    best guess [n, T] of what follows each token but the last."""
-    n_tokens = windows.shape[1] - 1
-    cache, positions = model.new_cache(n_tokens), torch.arange(n_tokens)
-    total, guesses = 0.0, []
-    for window in windows:
-        logits = model.forward(window[:-1], positions, cache).logits  # until the next pass
-        total += F.cross_entropy(logits, window[1:].to(model.device)).item()
-        guesses.append(logits.argmax(-1))
-    return total / len(windows), torch.stack(guesses)
 
 
 def card(job: Job, taken: str, before: dict[str, float], after: dict[str, float]) -> str:
@@ -576,7 +511,7 @@ def card(job: Job, taken: str, before: dict[str, float], after: dict[str, float]
     n_tokens = f"{len(job.train):,} tokens of text, and {len(job.held_out):,} held out"
     lines = [f"# {job.out.name}", "", "```", job.args.command, "```", ""]
     lines += [f"{n_tokens}; {taken}; learning rate {job.args.rate:.3g}", ""]
-    lines += ["| on held-out text | before | after |", "|---|---|---|"]
+    lines += ["| tokens/iter on held-out text | before | after |", "|---|---|---|"]
     lines += [f"| {name} | {before[name]:.3f} | {after[name]:.3f} |" for name in after]
     return "\n".join([shown(line) for line in lines]) + "\n"
 
@@ -588,13 +523,7 @@ def distil(job: Job, file: Path) -> None:
     before = restore(file, training) if file.exists() else measure_held_out(job, model)
     plain = {"dtype": training.dtype, "fuse": False}
     training.teacher = GPTNeoX.from_pretrained(job.target, job.device, **plain)
-    try:
-        train(training, lambda: save_state(file, training, before))
-    except KeyboardInterrupt:
-        if training.step and training.is_whole:
-            save_state(file, training, before)
-            say(f"interrupted after step {training.step}; the same command goes on from there")
-        raise
+    train(training, lambda: save_state(file, training, before))
     del training.teacher  # its memory is wanted
     after = measure_held_out(job, model)
     taken = f"{training.step:,} steps in {training.seconds / 60:.1f} minutes"
@@ -604,7 +533,7 @@ def distil(job: Job, file: Path) -> None:
     write_checkpoint(job.out, saved_tensors(model), read_unchanged(job.target) | files)
     file.unlink()
     for name, value in after.items():
-        say(f"{name}: {before[name]:.3f} before, {value:.3f} after")
+        say(f"{name}: {before[name]:.3f} tokens/iter before, {value:.3f} after")
 
 
 def execute(args: Namespace) -> int:

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cli.errors import UsageError
-from engine.checkpoint import CheckpointError, first_line
-from engine.foreign import ForeignFile, read_bytes
+from engine.checkpoint import first_line
+from engine.foreign import read_bytes
 
 TOKENIZER = "tokenizer.json"
 UNCHANGED = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
@@ -62,10 +62,7 @@ def write_checkpoint(
 def read_unchanged(source: Path) -> dict[str, bytes]:
     """What a checkpoint takes over of its source as it is, by file name. Raises CheckpointError."""
     names = [name for name in UNCHANGED if name == TOKENIZER or (source / name).exists()]
-    try:
-        return {name: read_bytes(source / name) for name in names}
-    except ForeignFile as error:
-        raise CheckpointError(str(error)) from error
+    return {name: read_bytes(source / name) for name in names}
 
 
 def halved(name: str, large: Tensor) -> Tensor:
