@@ -15,17 +15,12 @@ to what is retrieved, hung below the root or below the ends of the branches:
 
     checkpoints=off base=fixed:N_max=24 N=32 at=root
     checkpoints=off base=fixed:N_max=24 N=32 at=tail
-
-Shapes: k successors, N tree rows.
 """
 
-import heapq
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
+from heapq import heappop, heappush
 
 from numpy import ndarray
 
@@ -37,46 +32,9 @@ from methods.static import Alone
 # How often the target's next token is the successor of this rank: measured on 24 texts of the
 # embedded pair's training corpus, 150 greedy tokens after 150 of the text
 RANK_PROBS = (0.7, 0.079, 0.031, 0.017, 0.008, 0.006, 0.006, 0.004)
+RANK_LOGPROBS = [math.log(p) for p in RANK_PROBS]
 
 SuccessorTable = dict[int, list[int]]  # each token's k successors, best first
-
-
-class Node(NamedTuple):
-    """Of the template, the shape to unroll."""
-
-    parent: int  # an earlier node
-    rank: int  # among the successors of the parent's token
-    depth: int
-    logprob: float  # estimated, of the path
-
-
-@cache
-def template(n: int, max_depth: int) -> list[Node]:
-    """The n likeliest nodes by RANK_PROBS, no deeper than max_depth; the root first."""
-    nodes = [Node(-1, 0, 0, 0.0)]
-    heap: list[tuple[float, int, int]] = []  # - log-probability, parent, rank of each proposal
-    while len(nodes) < n:  # the latest node proposes its children, the best proposal is next
-        if nodes[-1].depth < max_depth:
-            for rank, p in enumerate(RANK_PROBS):
-                heapq.heappush(heap, (-nodes[-1].logprob - math.log(p), len(nodes) - 1, rank))
-        if not heap:
-            break
-        negative, parent, rank = heapq.heappop(heap)
-        nodes.append(Node(parent, rank, nodes[parent].depth + 1, -negative))
-    return nodes
-
-
-def unroll(
-    tree: Tree, table: SuccessorTable, top: int, nodes: list[Node], max_depth: int
-) -> Iterator[tuple[float, int, int, int]]:
-    """What the table knows below a row of the tree, no deeper than max_depth: - log-probability of
-    the path, that row, the template's node, its token. The likeliest first, as nodes are."""
-    tokens = {0: tree.tokens[top]}
-    for i, node in enumerate(nodes[1:], start=1):
-        successors = table.get(tokens.get(node.parent), ())
-        if node.rank < len(successors) and tree.depths[top] + node.depth <= max_depth:
-            tokens[i] = successors[node.rank]
-            yield -tree.path_logprobs[top] - node.logprob, top, i, tokens[i]
 
 
 @dataclass(frozen=True)
@@ -210,19 +168,27 @@ class GraftRule(Rule):
         tops = [0]
         if self.is_at_tail:
             tops = sorted(set(range(len(tree))) - set(tree.parents))
-        # Twice the nodes: some merge with drafted ones, of some the table knows nothing
-        nodes = template(2 * self.max_rows, min(self.graft_depth, max_depth))
-        streams = [unroll(tree, self.table, top, nodes, max_depth) for top in tops]
         present = {(tree.parents[row], tree.tokens[row]): row for row in range(len(tree))}
-        rows = {(top, 0): top for top in tops}  # of the tree, by what is unrolled where
-        for negative, top, i, token in heapq.merge(*streams):  # a parent before its children
-            if len(tree) == self.max_rows:
-                break
-            parent = rows[top, nodes[i].parent]
+        # - log-probability of the best proposal below a row, the row, the proposal's rank, - that
+        # of the row, and the depth down to which is grafted there
+        heap: list[tuple[float, int, int, float, int]] = []
+
+        def propose(row: int, rank: int, negative: float, deepest: int) -> None:
+            successors = self.table.get(tree.tokens[row], ())
+            if rank < len(successors) and tree.depths[row] < deepest:
+                heappush(heap, (negative - RANK_LOGPROBS[rank], row, rank, negative, deepest))
+
+        for top in tops:
+            deepest = min(tree.depths[top] + self.graft_depth, max_depth)
+            propose(top, 0, -tree.path_logprobs[top], deepest)
+        while heap and len(tree) < self.max_rows:
+            negative, parent, rank, above, deepest = heappop(heap)
+            token = self.table[tree.tokens[parent]][rank]
             row = present.get((parent, token))
             if row is None:
                 row = tree.add(token, parent, -negative, is_retrieved=True)
-            rows[top, i] = row
+            propose(parent, rank + 1, above, deepest)  # a younger sibling, which is no likelier
+            propose(row, 0, negative, deepest)
         return tree
 
     def read(self, tokens: list[int], candidates: ndarray) -> None:

@@ -1,4 +1,4 @@
-"""recycle and graft: table, template, merging and refilling, tails, checkpoints, budget."""
+"""recycle and graft: table, merging and refilling, tails, checkpoints, budget."""
 
 import math
 import random
@@ -24,42 +24,20 @@ from methods.retrieval import (
     RANK_PROBS,
     Graft,
     GraftRule,
-    Node,
     Recycle,
     SuccessorTable,
     parse_base,
     parse_checkpoints,
-    template,
 )
 from methods.sequoia import Sequoia
 from methods.static import Alone, Chain, Fixed, StaticRule
 
 
-def full_table(n_ids: int = 32, seed: int = 0) -> SuccessorTable:
-    """Every token has successors, all different."""
+def full_table(n_ids: int = 32, seed: int = 0, k: int = len(RANK_PROBS)) -> SuccessorTable:
+    """Every token has k successors, all different."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n_ids, n_ids, generator=generator)
-    return dict(enumerate(logits.topk(len(RANK_PROBS)).indices.tolist()))
-
-
-def test_a_template_is_the_likeliest_tree_of_its_size() -> None:
-    nodes = template(20, 4)
-    assert nodes[0].depth == 0 and max(node.depth for node in nodes) <= 4
-    probs = [1.0]
-    children = set()
-    for i, node in enumerate(nodes[1:], start=1):
-        assert 0 <= node.parent < i
-        assert node.depth == nodes[node.parent].depth + 1
-        probs.append(probs[node.parent] * RANK_PROBS[node.rank])
-        children.add((node.parent, node.rank))
-    assert len(children) == 19  # no child twice
-    assert [math.exp(node.logprob) for node in nodes] == pytest.approx(probs)
-    level = [1.0]
-    every = [1.0]  # each path of ranks down to depth 4
-    for _ in range(4):
-        level = [above * p for above in level for p in RANK_PROBS]
-        every += level
-    assert probs == pytest.approx(sorted(every, reverse=True)[:20])
+    return dict(enumerate(logits.topk(k).indices.tolist()))
 
 
 def test_the_table_holds_the_last_reading_of_each_token() -> None:
@@ -219,23 +197,21 @@ def test_checkpoints_and_bases_are_read_as_they_are_written() -> None:
 
 
 def literal_graft(
-    drafted: Tree, table: SuccessorTable, nodes: list[Node], at: str
+    drafted: Tree, table: SuccessorTable, n_levels: int, at: str
 ) -> dict[Path, float]:
-    """All that the table knows there, node by node, with the log-probabilities."""
+    """All that the table knows there, level by level, with the log-probabilities."""
     offered = {}
     for row, top in enumerate(paths(drafted)):
         if row in drafted.parents if at == "tail" else row > 0:
             continue
-        below = {0: (top, drafted.path_logprobs[row])}  # by node of the template
-        for i, node in enumerate(nodes[1:], start=1):
-            if node.parent not in below:
-                continue
-            path, logprob = below[node.parent]
-            known = table.get(path[-1], [])
-            if known:
-                token = known[node.rank]
-                below[i] = (path + (token,), logprob + math.log(RANK_PROBS[node.rank]))
-                offered[path + (token,)] = below[i][1]
+        level = [(top, drafted.path_logprobs[row])]
+        for _ in range(n_levels):
+            below = []
+            for path, logprob in level:
+                for p, token in zip(RANK_PROBS, table.get(path[-1], []), strict=False):
+                    below.append((path + (token,), logprob + math.log(p)))
+            offered.update(below)
+            level = below
     return offered
 
 
@@ -274,14 +250,13 @@ def test_what_is_grafted_is_the_likeliest_that_the_table_knows(at: str) -> None:
         pruned = replace(settings, graft=False)
         drafted = grow(pruned.rule(), ROOT, FakeDraft(seed), max_depth)
         rule = settings.rule()
-        rule.table = full_table(seed=seed)
+        rule.table = full_table(seed=seed, k=3)
         for token in rng.sample(range(32), rng.choice([0, 10, 31])):
             del rule.table[token]  # as if it had never been read
         if seed % 3 == 0 and len(drafted) > 1 and ROOT in rule.table:
             agree_at_the_root(rule.table, drafted.tokens[1])
         tree = grow(rule, ROOT, FakeDraft(seed), max_depth)
-        nodes = template(2 * n_rows, min(levels, max_depth))
-        found = literal_graft(drafted, rule.table, nodes, at)
+        found = literal_graft(drafted, rule.table, levels, at)
         new = {path: p for path, p in found.items() if path not in paths(drafted)}
         offered = {path: p for path, p in new.items() if len(path) - 1 <= max_depth}
         added = assert_likeliest(tree, drafted, offered, n_rows)
