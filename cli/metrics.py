@@ -46,11 +46,6 @@ class Metrics:
     repetition: float  # 1 - distinct 4-grams / 4-grams of the generated ids
 
 
-def new_ids() -> array:
-    """Room for the ids of a text, four bytes each."""
-    return array("i")
-
-
 def token_ids(steps: Iterable[Step]) -> list[int]:
     """All generated ids."""
     return [token for step in steps for token in step.tokens]
@@ -61,7 +56,7 @@ class Tally:
     """What the metrics need of a text's steps, added up as they come: however long the text, no
     more is kept than its ids."""
 
-    ids: array = field(default_factory=new_ids)
+    ids: array = field(default_factory=lambda: array("i"))  # four bytes each
     n_steps: int = 0  # the first, prefill's token, included
     ttft_ms: float = 0.0  # of the first; all else is of the later ones
     draft_ms: float = 0.0

@@ -73,10 +73,8 @@ def quoted(tokenizer: Tokenizer, token: int) -> str:
 
 
 def describe_range(metadata: Mapping) -> str:
-    if "options" in metadata:
-        return ", ".join(metadata["options"])
     if "parse" in metadata:
-        return "such as " + ", ".join(metadata["examples"])
+        return "as " + ", ".join(metadata["examples"])
     return f"{metadata['low']:g} to {metadata['high']:g}"
 
 

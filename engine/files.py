@@ -27,9 +27,7 @@ def write_whole(file: Path, content: bytes | str) -> None:
     """
     if isinstance(content, str):
         content = content.encode("utf-8")
-    place = Path(os.path.realpath(file))
-    require_regular(place)
-    draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
+    place, draft = places(file)
     try:
         draft.write_bytes(content)
         if place.exists():
@@ -41,19 +39,18 @@ def write_whole(file: Path, content: bytes | str) -> None:
 
 def require_writable(file: Path) -> None:
     """Raise OSError where `write_whole` could not begin, and leave no trace of having asked."""
-    place = Path(os.path.realpath(file))
-    require_regular(place)
-    probe = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
+    _, probe = places(file)
     probe.touch()
     probe.unlink()
 
 
-def require_regular(place: Path) -> None:
-    """Raise OSError for what a rename would take away: a device, a folder, a link to itself."""
-    if place.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(place))
+def places(file: Path) -> tuple[Path, Path]:
+    """Where a file is, and beside it a name that nobody has. Raises OSError for what a rename would
+    take away: a device, a folder."""
+    place = Path(os.path.realpath(file))
     if place.exists() and not place.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(place))
+    return place, place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
 
 
 def remove(file: Path) -> None:

@@ -21,7 +21,12 @@ def setting(default: float, low: float, high: float, meaning: str) -> float:
 
 def choice(default: str, options: Sequence[str], meaning: str) -> str:
     """A dataclass field for a setting that is one of several words."""
-    return field(default=default, metadata={"options": options, "meaning": meaning})
+
+    def parse(word: str) -> None:
+        if word not in options:
+            raise ValueError(f"there are {', '.join(options)}")
+
+    return text(default, parse, meaning, options)
 
 
 def text(
@@ -47,10 +52,6 @@ def check_settings(settings: object) -> None:
             low, high = f.metadata["low"], f.metadata["high"]
             if not low <= value <= high:
                 raise ValueError(f"{f.name}={value} is outside {low} to {high}")
-        elif "options" in f.metadata:
-            if value not in f.metadata["options"]:
-                known = ", ".join(f.metadata["options"])
-                raise ValueError(f"{f.name}={value} is not one of {known}")
         else:
             try:
                 f.metadata["parse"](value)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from numpy import ndarray
+from torch import nn
 
 from engine.scores import Scores
 
@@ -29,16 +30,6 @@ class Cache(Protocol):
     """KVCache, as far as a window sees it."""
 
     length: int
-
-
-class Model(Protocol):
-    """GPTNeoX, as far as a window sees it."""
-
-    def prefill(
-        self, tokens: list[int], cache: Cache, read: Callable[[list[int], ndarray], None] | None
-    ) -> Scores: ...
-
-    def forget(self, cache: Cache, start: int, n: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,7 @@ class Window:
         """How many tokens may still be committed before a drop, at least 1."""
         return self.full - cache.length
 
-    def drop(self, model: Model, visible: list[int], cache: Cache) -> bool:
+    def drop(self, model: nn.Module, visible: list[int], cache: Cache) -> bool:
         """Drop tokens from the cache and from `visible`, the ids it holds, if a drop is due."""
         if cache.length < self.full:
             return False
@@ -72,7 +63,7 @@ class Window:
 
     def read_prompt(
         self,
-        model: Model,
+        model: nn.Module,
         visible: list[int],
         cache: Cache,
         read: Callable[[list[int], ndarray], None] | None = None,

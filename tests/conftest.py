@@ -110,8 +110,6 @@ def random_settings(method: str, rng: random.Random) -> Settings:
 
 def random_value(field: Field, rng: random.Random) -> object:
     """One setting, often at an end of its range."""
-    if "options" in field.metadata:
-        return rng.choice(field.metadata["options"])
     if "parse" in field.metadata:
         return rng.choice(field.metadata["examples"])
     low = field.metadata["low"]

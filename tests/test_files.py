@@ -72,12 +72,10 @@ def test_a_link_stays_a_link_and_who_may_read_it_stays(tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_replaced(write: Callable[[Path], None], tmp_path: Path) -> None:
     """A rename onto a device takes the device away."""
     os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "round").symlink_to("round")
-    for name in ("fifo", "round", ".", "none/a"):
+    for name in ("fifo", ".", "none/a"):
         with pytest.raises(OSError):
             write(tmp_path / name)
-    assert names(tmp_path) == ["fifo", "round"]
-    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode) and (tmp_path / "round").is_symlink()
+    assert names(tmp_path) == ["fifo"] and stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])

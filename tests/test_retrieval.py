@@ -176,7 +176,7 @@ def test_the_best_path_decides_not_every_path() -> None:
         ({"base": "linear:B=2"}, "B=2: this method has no 'B'"),
         ({"base": "linear:K=500"}, "K=500 is outside 0 to 127"),
         ({"base": None}, "base=None"),
-        ({"at": "top"}, "at=top is not one of root, tail"),
+        ({"at": "top"}, "at=top: there are root, tail"),
     ],
 )
 def test_settings_are_checked(values: dict[str, str], message: str) -> None:

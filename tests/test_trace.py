@@ -397,15 +397,6 @@ def test_own_files_are_written_again(capsys: Captured, tmp_path: Path) -> None:
         assert data_of(page.read_text())["settings"]["method"] == method
 
 
-def test_the_text_is_not_lost_under_a_page(tmp_path: Path) -> None:
-    """A file that stdout goes to would be another file, once renamed over."""
-    command = [sys.executable, "dynatree.py", *TEXT, "--page", "/dev/stdout"]
-    with open(tmp_path / "out", "wb") as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert (tmp_path / "out").read_bytes() == b""
-
-
 def interrupt_at(n: int, real: Callable) -> Callable:
     def steps(*arguments: object) -> object:
         for i, step in enumerate(real(*arguments)):

@@ -32,6 +32,7 @@ from cli.options import add_model_options, parse_settings
 from cli.tokens import encode
 from dynatree import Step
 from methods import METHODS
+from tools.folders import new_folder
 
 N_TOKENS = 512  # enough for any method's iterations here, few enough for one or two cache lengths
 WARM_UP = 8  # iterations
@@ -65,9 +66,7 @@ def execute(args: Namespace) -> int:
         raise UsageError(f"unknown method {args.method!r}; there are {', '.join(METHODS)}")
     if args.iterations < 1:
         raise UsageError(f"--iterations {args.iterations}: at least 1")
-    folder = Path(args.folder)
-    if os.path.lexists(folder):
-        raise UsageError(f"{folder} exists already; name a new folder")
+    folder = new_folder(args.folder)
     settings = parse_settings(METHODS[args.method], args.set)
     pair, _ = open_pair(args, settings.rule().max_depth > 0, say)
     prompt = encode(BUILTIN[0], pair.tokenizer, pair.target.config.vocab_size)
