@@ -8,7 +8,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 from tokenizers import Tokenizer
@@ -72,12 +72,6 @@ def quoted(tokenizer: Tokenizer, token: int) -> str:
     return repr(decode([token], tokenizer, has_special=True))
 
 
-def describe_range(metadata: Mapping) -> str:
-    if "parse" in metadata:
-        return "as " + ", ".join(metadata["examples"])
-    return f"{metadata['low']:g} to {metadata['high']:g}"
-
-
 def describe(methods: dict[str, type]) -> str:
     """The methods with their settings, symbols, defaults and ranges, for --help."""
     lines = ["methods and their settings (--set NAME=VALUE):"]
@@ -87,7 +81,9 @@ def describe(methods: dict[str, type]) -> str:
         for f in dataclasses.fields(settings):
             value = f"{f.name}={f.type(f.default)}"
             line = f"    {value:<13} {f.metadata['meaning']}"
-            if f.type is not bool:
-                line += f" ({describe_range(f.metadata)})"
+            if f.type is str:
+                line += f" (as {', '.join(f.metadata['examples'])})"
+            elif f.type is not bool:
+                line += f" ({f.metadata['low']:g} to {f.metadata['high']:g})"
             lines.append(textwrap.fill(line, 80, subsequent_indent=" " * 18))
     return "\n".join(lines)

@@ -26,11 +26,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer.json. Raises CheckpointError."""
     file = folder / "tokenizer.json"
     read_json(file)  # its errors are the clearer ones
-    try:
-        with no_panic():
-            tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{file} is not a tokenizer: {first_line(error)}") from error
+    with refusing(f"{file} is not a tokenizer"):
+        tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()  # a file may carry either, meant for training
     tokenizer.no_padding()
     return tokenizer
@@ -55,14 +52,10 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """The prompt's ids, no special token added. Raises UsageError if the model cannot read them."""
-    try:
-        with no_panic():
-            ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    except Exception as error:  # the library raises nothing narrower
-        why = first_line(error).rpartition(": ")[2]  # after the name of its kind of model
-        to_do = "leave out what no token stands for"
-        raise UsageError(f"the tokenizer cannot encode the prompt ({why}); {to_do}") from error
+    """The prompt's ids, no special token added. Raises CheckpointError, and UsageError if the model
+    cannot read them."""
+    with refusing("the tokenizer cannot encode the prompt"):
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise UsageError("the prompt is empty: the tokenizer makes no token of it")
     if max(ids) >= vocab_size:
@@ -72,11 +65,8 @@ def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 
 def decode(ids: Sequence[int], tokenizer: Tokenizer, has_special: bool = False) -> str:
     """The text of these ids, special ones left out unless has_special. Raises CheckpointError."""
-    try:
-        with no_panic():
-            return tokenizer.decode(ids, skip_special_tokens=not has_special)
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"the tokenizer cannot decode ids: {first_line(error)}") from error
+    with refusing("the tokenizer cannot decode ids"):
+        return tokenizer.decode(ids, skip_special_tokens=not has_special)
 
 
 class TextStream:
@@ -111,12 +101,13 @@ class TextStream:
 
 
 @contextmanager
-def no_panic() -> Iterator[None]:
-    """Let tokenizers raise ValueError where it panics, as libraries written in Rust do: what they
-    raise then is no Exception."""
+def refusing(what: str) -> Iterator[None]:
+    """Raise CheckpointError, saying what cannot be done, for all that tokenizers raises: nothing
+    narrower than an Exception, and where it panics, as libraries written in Rust do, not even one.
+    """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # each library has its own
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(str(error)) from error
+        raise CheckpointError(f"{what}: {first_line(error)}") from error

@@ -184,17 +184,14 @@ class Trace:
         confidence = []
         breadth = []
         for seen in self.levels:
-            confidence += best_guesses(seen.level)
-            breadth += self.allowed_ranks(seen)
+            level, gate = seen.level, seen.to_add.get(self.rule.rank_gate)
+            unknown = [None] * len(level.tokens)
+            best = numpy.exp(level.logprobs[:, 0]).tolist()  # nan: the draft overflowed
+            # Of what was drawn the first need not be the best
+            confidence += unknown if level.is_drawn else map(short, best)
+            breadth += unknown if gate is None else gate.sum(axis=1).tolist()
         by_row = [None if slot < 0 else confidence[slot] for slot in slots]
         return by_row, [None if slot < 0 else breadth[slot] for slot in slots]
-
-    def allowed_ranks(self, seen: Seen) -> list[int | None]:
-        """B(u) [n]."""
-        gate = seen.to_add.get(self.rule.rank_gate)
-        if gate is None:
-            return [None] * len(seen.level.tokens)
-        return gate.sum(axis=1).tolist()
 
     def vocabulary(self) -> dict[str, str]:
         """The text of every id that is named."""
@@ -215,13 +212,6 @@ class Trace:
             "iterations": self.iterations,
             "vocabulary": self.vocabulary(),
         }
-
-
-def best_guesses(level: Level) -> list[float | None]:
-    """c(u) [n]; None where what was drawn need not be the best, or the draft overflowed."""
-    if level.is_drawn:
-        return [None] * len(level.logprobs)
-    return [short(p) for p in numpy.exp(level.logprobs[:, 0]).tolist()]
 
 
 def first_closed(gates: Gates, shape: tuple[int, ...]) -> list[list[str | None]]:

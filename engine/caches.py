@@ -93,7 +93,7 @@ class CachePool:
             self.idle.remove(storage)
             storage.passes.is_replaying = False  # until `capture` has seen to these lengths
             return storage
-        self.drop_idle()
+        self.idle.clear()  # they are too small
         n_slots = self.n_slots(self.ample(capacity), use)
         what = f"a cache of {capacity} tokens"
         n_bytes = self.bytes(capacity, use)
@@ -133,10 +133,6 @@ class CachePool:
             if storage.kv.shape[3] >= n_slots:
                 return storage
         return None
-
-    def drop_idle(self) -> None:
-        """Give up what was given back: it is too small."""
-        self.idle.clear()
 
     def take_back(self, storage: Storage) -> None:
         """Keep what is not used any more, for what was captured over it."""
@@ -185,7 +181,7 @@ def require_caches(needs: list[tuple[CachePool, int, Use]]) -> None:
     n_bytes = 0
     for pool, capacity, use in needs:
         if not pool.find_idle(capacity):
-            pool.drop_idle()
+            pool.idle.clear()
             n_bytes += pool.bytes(capacity, use)
     sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
     require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")

@@ -246,5 +246,5 @@ def shard_names(folder: Path) -> list[str]:
     return names
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

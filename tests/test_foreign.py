@@ -227,7 +227,7 @@ def test_a_tokenizer_without_an_unknown_token_is_one_line(tmp_path: Path, capsys
     arguments = ["--method", "ar", "--target", str(tmp_path), "--prompt"]
     assert main([*arguments, "the whale"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: the tokenizer cannot encode the prompt (Missing [UNK]")
+    assert "cannot encode the prompt: WordLevel error: Missing [UNK]" in line
     assert main([*arguments, "the ship"]) == 0
 
 
