@@ -9,6 +9,8 @@ as text.
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cli.errors import UsageError
@@ -34,14 +36,21 @@ def require_places(page: str | None, trace: str | None) -> None:
     either would be over what is neither, as weights or the prompt."""
     names = [name for name in (page, trace) if name is not None]
     for name in names:
-        try:
+        with writing(name):
             require_writable(Path(name))
             if os.path.exists(name) and is_foreign(name):
                 raise UsageError(f"{name} is no page or trace of a run; it is not overwritten")
-        except (OSError, ValueError) as error:
-            raise not_written(name, error) from error
     if len(set(map(os.path.realpath, names))) < len(names):
         raise UsageError("--page and --trace must not be one file")
+
+
+@contextmanager
+def writing(name: str) -> Iterator[None]:
+    """Raises UsageError for what the system says of a file."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{name} cannot be written: {error.strerror}") from error
 
 
 def is_foreign(name: str) -> bool:
@@ -53,10 +62,10 @@ def is_foreign(name: str) -> bool:
 
 def save_trace(content: dict, page: str | None, trace: str | None) -> None:
     """Write the page, the trace, or both, whole or not at all. Raises UsageError."""
-    if trace:
-        save(trace, as_data(content))
-    if page:
-        save(page, as_page(content))
+    for name, form in ((trace, as_data), (page, as_page)):
+        if name:
+            with writing(name):
+                write_whole(Path(name), form(content))
 
 
 def as_data(content: dict) -> str:
@@ -87,16 +96,3 @@ def colours(method: str) -> str:
 
 def read(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
-
-
-def save(name: str, text: str) -> None:
-    try:
-        write_whole(Path(name), text)
-    except (OSError, ValueError) as error:
-        raise not_written(name, error) from error
-
-
-def not_written(name: str, error: OSError | ValueError) -> UsageError:
-    """ValueError: what no file can be called."""
-    reason = error.strerror if isinstance(error, OSError) else error
-    return UsageError(f"{name} cannot be written: {reason}")

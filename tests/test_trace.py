@@ -353,7 +353,6 @@ def test_the_page_needs_nothing_else(capsys: Captured, tmp_path: Path) -> None:
         (["--trace", "."], "not a regular file"),
         (["--page", ""], "is empty"),
         (["--trace", "x" * 300], "File name too long"),
-        (["--page", "\0"], "null byte"),
         (["--trace", "/dev/full"], "not a regular file"),
         (["--page", "x", "--trace", "./x"], "--page and --trace must not be one file"),
         (["--prompt-file", "notes", "--page", "notes"], "not overwritten"),
