@@ -40,6 +40,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings)
         self.register("type", None, not_empty)  # of every option that names no other type
 
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        words = sys.argv[1:] if args is None else args
+        for word in words:
+            if word.startswith("--") and word.endswith("=--") and word.count("=") == 1:
+                self.error(f"{word}: -- is no value")  # Python 3.11 makes it an empty list
+        return super().parse_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists everything)")
 

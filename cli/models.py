@@ -22,7 +22,7 @@ from cli.errors import UsageError
 from cli.tokens import TextStream, encode, load_tokenizer, require_same_tokenizer
 from draft_tree import DynaTree, Settings, Watcher
 from dynatree import Step, generate
-from engine.checkpoint import DTYPES
+from engine.checkpoint import DTYPES, CheckpointError
 from engine.hub import find_checkpoint
 from engine.memory import memory_for, read_system_file
 from engine.sampling import Sampling
@@ -288,9 +288,7 @@ def load_pair(
     device = device or choose_device(None)
     dtype = dtype or choose_dtype(None, device)
     with memory_for("the tokenizer"):
-        # The draft first: if its name is wrong, that is known before a target is fetched
-        draft_folder = find_checkpoint(draft, announce) if draft is not None else None
-        target_folder = find_checkpoint(target, announce)
+        target_folder, draft_folder = find_both(target, draft, announce)
         tokenizer = load_tokenizer(target_folder)
         if draft_folder:
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
@@ -303,6 +301,30 @@ def load_pair(
         draft_model = GPTNeoX.from_pretrained(draft_folder, device, draft_dtype or dtype)
         load_s["draft"] = time.perf_counter() - start
     return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, ranks)
+
+
+def find_both(
+    target: str, draft: str | None, announce: Callable[[str], None]
+) -> tuple[Path, Path | None]:
+    """The folders of both. Raises CheckpointError, which names both if neither is there."""
+    if draft is None:
+        return find_checkpoint(target, announce), None
+    try:
+        draft_folder = find_checkpoint(draft, announce)
+    except CheckpointError as error:
+        problem = error
+    else:
+        return find_checkpoint(target, announce), draft_folder
+
+    def fetch_nothing(line: str) -> None:
+        raise problem
+
+    try:
+        find_checkpoint(target, fetch_nothing)
+    except CheckpointError as other:
+        if other is not problem:
+            raise type(problem)(f"{other}; {problem}") from problem
+    raise problem
 
 
 def load_target(

@@ -10,7 +10,7 @@ as text.
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cli.errors import UsageError
@@ -33,7 +33,7 @@ OWN = (b'{"format":{"name":"dynatree-trace"', b"<title>DynaTree: a run</title>")
 
 def require_places(page: str | None, trace: str | None) -> None:
     """Raise UsageError where page or trace could not be written, where they are one file, or where
-    either would be over what is neither, as weights or the prompt."""
+    either would be over what is neither: weights, the prompt, the text that is printed."""
     names = [name for name in (page, trace) if name is not None]
     for name in names:
         with writing(name):
@@ -57,6 +57,11 @@ def is_foreign(name: str) -> bool:
     """Whether a file is something else than a page, a trace, or nothing yet."""
     with open(name, "rb") as file:
         start = file.read(2000)
+        status = os.fstat(file.fileno())
+    for descriptor in (1, 2):
+        with suppress(OSError):  # which may be closed
+            if os.path.samestat(status, os.fstat(descriptor)):
+                return True
     return bool(start) and not any(mark in start for mark in OWN)
 
 

@@ -6,6 +6,7 @@ print(TextStream(tokenizer).push(ids))
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,11 +104,18 @@ class TextStream:
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Raise CheckpointError, saying what cannot be done, for all that tokenizers raises: nothing
-    narrower than an Exception, and where it panics, as libraries written in Rust do, not even one.
-    """
+    narrower than an Exception, and where it panics, as libraries written in Rust do, not even one;
+    it has then said so on several lines, which nobody is to read."""
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
+        os.dup2(nowhere, 2)
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(f"{what}: {first_line(error)}") from error
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)

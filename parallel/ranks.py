@@ -32,6 +32,7 @@ from engine.shares import Share
 JOINING = timedelta(minutes=5)  # to import torch, on every machine
 NO_HURRY = timedelta(days=30)  # rank 0 may take as long as it likes between two passes
 LETTER = 4096  # bytes of a broadcast: a tree of 128 nodes
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
 Group = object  # torch.distributed is imported where there are ranks
 
 
@@ -49,7 +50,14 @@ def is_launched() -> bool:
 
 def is_silent() -> bool:
     """Whether this process is one of several, and not the one that speaks."""
-    return is_launched() and os.environ.get("RANK", "0") != "0"
+    return is_placed() and os.environ["RANK"] != "0"
+
+
+def is_placed() -> bool:
+    """Whether all is there that torchrun gives, and the numbers can be."""
+    rank, count, *where = [os.environ.get(name, "") for name in VARIABLES]
+    are_numbers = rank.isdecimal() and count.isdecimal()
+    return are_numbers and all(where) and int(rank) < int(count)
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,9 @@ def joined(is_split: bool = True) -> Iterator[Ranks | None]:
     if not is_launched():
         yield None
         return
+    if not is_placed():
+        given = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
+        raise RanksError(f"{given} is no place among several processes: start them with torchrun")
     import torch.distributed as dist
 
     try:
@@ -176,8 +187,7 @@ def joined(is_split: bool = True) -> Iterator[Ranks | None]:
         index, count = dist.get_rank(), dist.get_world_size()
         ranks = Ranks(index, count, int(os.environ.get("LOCAL_RANK", index)), group)
     except (RuntimeError, ValueError) as error:
-        line = f"the ranks do not find each other, as torchrun's do: {first_line(error)}"
-        raise RanksError(line) from error
+        raise RanksError(f"the ranks do not find each other: {first_line(error)}") from error
     if is_split and index:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -257,6 +257,7 @@ def test_a_library_in_rust_that_panics_is_one_line(
     assert main(["--prompt", "x" * 40, *limits]) == 2
     err = capfd.readouterr().err
     assert said in err.splitlines()[-1] and "Traceback" not in err
+    assert "panicked" not in err
 
 
 TEXTS = {  # of an index -> what is said of it; None: it is read

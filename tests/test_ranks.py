@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 
 from draft_tree import lone
 from engine.memory import OutOfMemory
-from parallel.ranks import LETTER, Ranks, RanksError, is_launched, is_silent, joined
+from parallel.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, is_silent, joined
 
 
 def free_port() -> int:
@@ -32,7 +33,7 @@ def take_part(index: int, count: int, port: int, work: Callable, arguments: tupl
             answer = work(ranks, *arguments)
     except Exception as error:
         answer = error
-    answers.put((index, answer))
+    answers.put((index, pickle.dumps(answer)))  # tensors too, which torch has fetched from here
 
 
 def on_ranks(count: int, work: Callable, *arguments: object, n_answers: int | None = None) -> list:
@@ -52,7 +53,8 @@ def on_ranks(count: int, work: Callable, *arguments: object, n_answers: int | No
     found = [None] * count
     try:
         for _ in range(n_answers or count):
-            index, found[index] = answers.get(timeout=600)
+            index, answer = answers.get(timeout=600)
+            found[index] = pickle.loads(answer)
     finally:
         for process in processes:
             process.join(120)
@@ -137,37 +139,35 @@ def test_without_torchrun_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             assert ranks is None
 
 
-@pytest.mark.parametrize("numbers", [("0", "two"), ("", "2"), (None, "2")])
+@pytest.mark.parametrize("numbers", [("0", "two"), ("2", "2"), ("", "2"), ("-1", "2"), ("1", "1")])
 def test_whoever_has_wrong_numbers_says_so(
-    numbers: tuple[str | None, str], monkeypatch: pytest.MonkeyPatch
+    numbers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks started by hand; torchrun gives right ones."""
-    stand(monkeypatch, *numbers, free_port())
-    with pytest.raises(RanksError, match="do not find each other"):
-        with joined():
-            pass
-
-
-def stand(monkeypatch: pytest.MonkeyPatch, rank: str | None, count: str, port: int) -> None:
-    """What torchrun says to a process of where it stands."""
-    values = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in values.items():
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, str(value))
+    values = (*numbers, "127.0.0.1", str(free_port()))
+    for name, value in zip(VARIABLES, values, strict=True):
+        monkeypatch.setenv(name, value)
+    assert not is_silent()
+    if numbers[1] != "1":
+        with pytest.raises(RanksError, match="is no place among several processes"):
+            with joined():
+                pass
 
 
 def test_the_first_rank_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, is_last in (("1", True), ("0", False)):
-        stand(monkeypatch, rank, "2", 1)
-        assert is_silent() == is_last
+    for name, value in zip(VARIABLES, ("1", "2", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert is_silent()
+    monkeypatch.setenv("RANK", "0")
+    assert not is_silent()
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torchrun, which brings its own; only rank 0 opens it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        stand(monkeypatch, "0", "2", server.getsockname()[1])
-        with pytest.raises(RanksError, match="do not find each other.*(in use|port)"):
+        values = ("0", "2", "127.0.0.1", str(server.getsockname()[1]))
+        for name, value in zip(VARIABLES, values, strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RanksError, match="do not find each other: .*(in use|port)"):
             with joined():
                 pass

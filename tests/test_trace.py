@@ -4,6 +4,8 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -392,6 +394,15 @@ def test_own_files_are_written_again(capsys: Captured, tmp_path: Path) -> None:
         run(capsys, [*places, "--method", method])
         assert data_of(page.read_text()) == json.loads(trace.read_text())
         assert data_of(page.read_text())["settings"]["method"] == method
+
+
+def test_the_text_is_not_lost_under_a_page(tmp_path: Path) -> None:
+    """A file that stdout goes to would be another file, once renamed over."""
+    command = [sys.executable, "dynatree.py", *TEXT, "--page", "/dev/stdout"]
+    with open(tmp_path / "out", "wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert (tmp_path / "out").read_bytes() == b""
 
 
 def interrupt_at(n: int, real: Callable) -> Callable:
