@@ -1,14 +1,17 @@
 """Tiny random GPT-NeoX models for the tests; everything is seeded."""
 
+import json
 import random
 import sys
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 from torch import Tensor
 
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree, lone
@@ -207,6 +210,27 @@ def fix_shapes(*models: GPTNeoX, has_graphs: bool = False) -> None:
     """Passes of few fixed shapes, as on CUDA; has_graphs: replayed, after `pretend_capture`."""
     for model in models:
         model.pool.is_shaped, model.pool.has_graphs = True, has_graphs
+
+
+def write_checkpoint(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Path:
+    """A folder as published ones are, but for a tokenizer."""
+    raw = {"model_type": "gpt_neox"} | msgspec.to_builtins(config)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def error_line(
+    capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], arguments: list[str]
+) -> str:
+    """The message of a command that must fail as every mistake does: one line, and status 2."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    assert captured.err.count("error: ") == 1, captured.err
+    line = captured.err.splitlines()[-1]
+    assert line.startswith("error: "), captured.err
+    return line
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
