@@ -46,14 +46,12 @@ def browser() -> Iterator:
 
 @pytest.fixture
 def opened(browser: object, tmp_path: Path) -> Callable:
-    """Opens the page of a trace, or that of a file; at the end, nothing may have gone wrong."""
+    """Opens the page of a trace; at the end, nothing may have gone wrong."""
 
     @contextmanager
-    def open_page(content: dict | Path, size: dict = LAPTOP, scheme: str = "light") -> Iterator:
-        file = content
-        if isinstance(content, dict):
-            file = tmp_path / "run.html"
-            file.write_text(as_page(content))
+    def open_page(content: dict, size: dict = LAPTOP, scheme: str = "light") -> Iterator:
+        file = tmp_path / "run.html"
+        file.write_text(as_page(content))
         with browser.new_context(viewport=size, color_scheme=scheme, offline=True) as context:
             page = context.new_page()
             wrong = []
@@ -124,16 +122,11 @@ SHOWN = """() => {
 }"""
 
 RUNS = {
-    "dynatree": ["--max-new-tokens", "40"],
-    "compared": ["--compare"],
+    "dynatree": ["--max-new-tokens", "40", "--compare"],
     "graft": ["--method", "graft", "--max-new-tokens", "40"],
-    "auto": ["--method", "auto"],
-    "dyspec": ["--method", "dyspec", "--set", "N=12", "--max-new-tokens", "40"],
-    "chain": ["--temperature", "0.9", "--method", "linear"],
     "sampled": ["--temperature", "0.9", "--method", "dyspec", "--set", "N=12"],
-    "ar": ["--method", "ar"],
-    "one token": ["--max-new-tokens", "1"],
-    "window": ["--window", "64", "--max-new-tokens", "100"],
+    "ar": ["--method", "ar", "--max-new-tokens", "5"],
+    "window": ["--window", "64", "--max-new-tokens", "90", "--method", "linear"],
 }
 
 
@@ -374,22 +367,10 @@ def test_a_prompt_turns_only_its_own_writing(opened: Callable, traced: Callable)
         assert tokens[0] < tokens[1]
 
 
-def test_two_thousand_iterations_scrub(opened: Callable, traced: Callable) -> None:
-    """Every iteration of a run again and again; the time it takes is for the eye to judge."""
-    content = traced("--max-new-tokens", "80")
-    own = content["iterations"][1:]
-    for i in range(2000 - len(own)):
-        content["iterations"].append(own[i % len(own)])
-    with opened(content) as page:
-        for i in range(0, 2001, 50):
-            go(page, i)
-        page.keyboard.press("End")
-        assert page.evaluate("dynatree.state.iteration") == 2000
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(
-    "size", [LAPTOP, HALL, LARGE, PHONE], ids=["laptop", "hall", "150", "phone"]
+    ("size", "scheme"),
+    [(LAPTOP, "light"), (HALL, "dark"), (LARGE, "light"), (PHONE, "dark")],
+    ids=["laptop", "hall", "150", "phone"],
 )
 def test_nothing_sticks_out(size: dict, scheme: str, opened: Callable, traced: Callable) -> None:
     """And of a tree too large for its place the root is in sight; it was not. Letters are no
@@ -436,18 +417,6 @@ def test_who_does_not_see_is_told(opened: Callable, traced: Callable) -> None:
         before = said.text_content()
         page.keyboard.press("ArrowLeft")
         assert said.text_content() != before
-
-
-def test_the_example_shows_trees(opened: Callable) -> None:
-    """The page beside docs/page.md: four levels and a dozen rows, some of them rejected."""
-    with opened(DOCS / "example.html") as page:
-        trees = page.evaluate(
-            "dynatree.data.iterations.slice(1).map((i) => [i.tree.parents, i.path.length - 1])"
-        )
-        sizes = [(len(parents), max(depths_of(parents)), n) for parents, n in trees]
-        assert any(rows >= 12 and depth >= 4 and 0 < n < rows - 1 for rows, depth, n in sizes)
-        words = page.evaluate("dynatree.data.token_ids.join(' ')")
-        assert not re.search(r"(\b\d+(?: \d+){3,}\b)(?: \1){2}", words)  # no loop
 
 
 def make_example() -> None:
