@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, pretend_one_gpu, random_config, random_tensors
+from conftest import (
+    TINY,
+    error_line,
+    pretend_one_gpu,
+    random_config,
+    random_tensors,
+    write_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -25,17 +32,6 @@ PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
 DRAFT = str(TINY / "draft")
 Captured = pytest.CaptureFixture[str]
-
-
-def error_line(capsys: Captured, arguments: list[str]) -> str:
-    """The message of a run that must fail as every mistake does."""
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and "Traceback" not in captured.err
-    lines = captured.err.splitlines()
-    assert lines[-1].startswith("error: "), captured.err
-    assert captured.err.count("error: ") == 1, captured.err
-    return lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -59,30 +55,21 @@ A = "--prompt a"
 MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     ("", "--prompt"),
     (A + " --prompt-file b", "--prompt"),
-    (A + " --target=", "--target: is empty"),
-    (A + " --draft=", "--draft: is empty"),
     (A + " --device=", "--device: is empty"),
     ("--prompt=", "--prompt: is empty"),
     ("--prompt=--", "--prompt=--"),
-    (A + " --seed=--", "--seed=--"),
     (A + " --set=--", "--set=--"),
     ("--prompt \udcff", "UTF-8"),
     ("--prompt-file no/such/file", "no/such/file"),
     ("--prompt-file /dev/zero", "/dev/zero is longer than a prompt"),
     ("--prompt-file .", "cannot be read"),
     (A + " --max-new-tokens 0", "--max-new-tokens 0"),
-    (A + " --max-new-tokens -5", "--max-new-tokens -5"),
     (A + " --max-new-tokens ten", "ten"),
     (A + " --max-new-tokens 99999999999999999999", "these lower it: a 16-bit"),
     (A + " --method magic", "dynatree"),
     (A + " --set width=3", "tau_h"),
     (A + " --method ar --set K=3", "rows"),
-    (A + " --set tau", "tau"),
-    (A + " --set D0=deep", "int"),
-    (A + " --set history=maybe", "on or off"),
     (A + " --set tau=0.1 --set tau=0.1", "tau is set twice"),
-    (A + " --set N_max=256", "N_max=256"),
-    (A + " --set tau=nan", "tau=nan"),
     (A + " --set tau_h=0.3", "tau_l < tau_h"),
     (A + " --device tpu", "cuda:N"),
     (A + " --device cuda:x", "cuda:N"),
@@ -92,12 +79,9 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --method ar --draft-dtype int8", "--draft-dtype int8: there are float32, "),
     (A + " --temperature -1", "--temperature -1.0 is not a positive"),
     (A + " --temperature 1 --top-p 0", "outside (0, 1]"),
-    (A + " --temperature 1 --seed -1", "--seed -1 is outside 0"),
     (A + " --seed 1", "--seed needs a --temperature above 0"),
     (A + " --draft-temperature 1", "needs a --temperature above"),
     (A + " --temperature 1 --draft-temperature 1", "no guess of dynatree is drawn; those"),
-    (A + " --temperature 1 --method linear --draft-temperature 0", "not a positive"),
-    (A + " --window 63", "--window 63: 64 to 1635"),
     (A + " --window 1636", "--window 1636: 64 to 1635"),
     (A + " --window 64 --sinks 2000", "--sinks 2000 leaves"),
     (A + " --window 64 --sinks -1", "--sinks -1"),
@@ -122,7 +106,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x").write_text("a")
-    assert hint in error_line(capsys, arguments.split(" "))
+    assert hint in error_line(capsys, main, arguments.split(" "))
     assert Path("x").read_text() == "a" and os.listdir() == ["x"]
 
 
@@ -162,9 +146,9 @@ def test_what_ends_a_run_is_one_line(
 
 def test_what_a_gpu_has_not(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_one_gpu(monkeypatch, capability=(7, 5))
-    assert "cuda:0" in error_line(capsys, ["--prompt", "a", "--device", "cuda:1"])
+    assert "cuda:0" in error_line(capsys, main, ["--prompt", "a", "--device", "cuda:1"])
     for option in ("--dtype", "--draft-dtype"):
-        line = error_line(capsys, ["--prompt", "a", option, "bfloat16"])
+        line = error_line(capsys, main, ["--prompt", "a", option, "bfloat16"])
         assert f"{option} bfloat16: Pretended GPU has none" in line
 
 
@@ -174,37 +158,11 @@ def plant_nan(file: Path) -> None:
     save_file(tensors, file)
 
 
-def drop_rows(file: Path) -> None:
-    tensors = load_file(file)
-    tensors["embed_out.weight"] = tensors["embed_out.weight"][:100].clone()
-    save_file(tensors, file)
-
-
-def edit(old: str, new: str) -> Callable[[Path], None]:
-    """Change a file's text."""
-
-    def change(file: Path) -> None:
-        text = file.read_text()
-        assert old in text
-        file.write_text(text.replace(old, new, 1))
-
-    return change
-
-
-def halve(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-DAMAGE = [  # how which file is damaged -> what the line names
-    (halve, "model.safetensors", "model.safetensors"),
+DAMAGE = [  # how which file is damaged, and what the line names; more in test_checkpoint.py
     (Path.unlink, "model.safetensors", "safetensors"),
     (plant_nan, "model.safetensors", "embed_out.weight"),
-    (drop_rows, "model.safetensors", "embed_out.weight"),
-    (halve, "config.json", "config.json"),
-    (edit("num_hidden_layers", "n"), "config.json", "num_hidden"),
-    (edit('"gpt_neox"', '"llama"'), "config.json", "llama"),
+    (lambda file: file.write_text('{"model_type": "llama"}'), "config.json", "llama"),
     (Path.unlink, "tokenizer.json", "tokenizer.json"),
-    (halve, "tokenizer.json", "tokenizer.json"),
     (lambda file: file.write_text("[]"), "tokenizer.json", "tokenizer.json"),
 ]
 
@@ -219,7 +177,7 @@ def test_a_damaged_file_is_one_line(
     damage(folder / file)
     for models in ((str(folder), DRAFT), (TARGET, str(folder))):
         arguments = ["--prompt", "a", "--target", models[0], "--draft", models[1]]
-        assert hint in error_line(capsys, arguments)
+        assert hint in error_line(capsys, main, arguments)
 
 
 def test_tokenizers_that_differ_are_refused(capsys: Captured, tmp_path: Path) -> None:
@@ -245,7 +203,7 @@ def test_tokenizers_that_differ_are_refused(capsys: Captured, tmp_path: Path) ->
         ({"model": model | {"vocab": model["vocab"] | {"zzzz": 4096}}}, "vocabulary"),
     ):
         file.write_text(json.dumps(content | changes))
-        line = error_line(capsys, ["--prompt", PROMPT] + pair)
+        line = error_line(capsys, main, ["--prompt", PROMPT] + pair)
         assert line.endswith(f"tokenizers differ: {part}")
 
 
@@ -258,18 +216,14 @@ def test_non_finite_target_names_the_way_out(capsys: Captured, tmp_path: Path) -
     save_file(tensors, file)
     arguments = ["--prompt", "a", "--max-new-tokens", "3", "--target", str(file.parent)]
     arguments += ["--draft", DRAFT]
-    assert "--dtype bfloat16" in error_line(capsys, arguments + ["--dtype", "float16"])
+    assert "--dtype bfloat16" in error_line(capsys, main, arguments + ["--dtype", "float16"])
     assert main(arguments) == 0
 
 
 def test_prompt_id_past_the_vocabulary(capsys: Captured, tmp_path: Path) -> None:
     """A tokenizer with more entries than the model has embeddings."""
     config = random_config(vocab_size=20)
-    save_file(random_tensors(config, 0), tmp_path / "model.safetensors")
+    write_checkpoint(tmp_path, config, random_tensors(config, 0))
     shutil.copy(f"{TARGET}/tokenizer.json", tmp_path)
-    raw = json.loads((TINY / "target" / "config.json").read_text())
-    sizes = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "rotary_pct": 0.5}
-    sizes |= {"num_attention_heads": 2, "intermediate_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(raw | sizes))
     arguments = ["--prompt", PROMPT, "--method", "ar", "--target", str(tmp_path)]
-    assert "knows 20 ids" in error_line(capsys, arguments)
+    assert "knows 20 ids" in error_line(capsys, main, arguments)
