@@ -17,7 +17,7 @@ from torch import Tensor
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree, lone
 from engine import cuda_graphs
 from engine.caches import CachePool
-from engine.checkpoint import Config
+from engine.checkpoint import INDEX, SINGLE, Config
 from engine.cuda_graphs import Captured
 from engine.passes import Use
 from engine.scores import Scores, scores_of
@@ -216,7 +216,20 @@ def write_checkpoint(folder: Path, config: Config, tensors: dict[str, Tensor]) -
     """A folder as published ones are, but for a tokenizer."""
     raw = {"model_type": "gpt_neox"} | msgspec.to_builtins(config)
     (folder / "config.json").write_text(json.dumps(raw))
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / SINGLE)
+    return folder
+
+
+def write_shards(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Path:
+    """The same in three files and their index, every layer spread over all of them."""
+    write_checkpoint(folder, config, {})
+    (folder / SINGLE).unlink()
+    weight_map = {}
+    for i in range(3):
+        names = list(tensors)[i::3]
+        save_file({name: tensors[name] for name in names}, folder / f"model-{i}.safetensors")
+        weight_map |= dict.fromkeys(names, f"model-{i}.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 

@@ -14,24 +14,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import random_config, random_tensors
+from conftest import random_config, random_tensors, write_checkpoint, write_shards
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from cli.main import main
-from engine.checkpoint import CheckpointError, Config, Index, read_config
+from engine.checkpoint import INDEX, SINGLE, CheckpointError, Config, Index, read_config
 from engine.foreign import ForeignFile, parse_json, read_bytes, read_json, read_text
 
 Captured = pytest.CaptureFixture[str]
 WORDS = ("the", "ship", "sailed", "at", "dawn")
-RAW = {"model_type": "gpt_neox", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
-RAW |= {"num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128}
-RAW |= {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "use_parallel_residual": True}
-RAW |= {"tie_word_embeddings": False, "attention_bias": True, "eos_token_id": [0]}
-ROTARY = {"rotary_pct": 0.5, "rotary_emb_base": 10000}
+PUBLISHED = {"model_type": "gpt_neox"} | msgspec.to_builtins(random_config(eos_ids=(0,)))
 ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 10000.0}
-STYLES = {"published": RAW | ROTARY, "newer": RAW | {"rope_parameters": ROPE}}
+NEWER = PUBLISHED | {"rope_parameters": ROPE}
+del NEWER["rotary_pct"], NEWER["rotary_emb_base"]
+STYLES = {"published": PUBLISHED, "newer": NEWER}
 ADDED = {"id": 0, "content": "<|endoftext|>", "special": True, "single_word": False}
 ADDED |= {"lstrip": False, "rstrip": False, "normalized": False}
 WORD_LEVEL = {"type": "WordLevel", "unk_token": "<unk>"}
@@ -40,7 +38,6 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": Tru
 TOKENIZER = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [ADDED]}
 TOKENIZER |= {"normalizer": {"type": "Lowercase"}, "pre_tokenizer": {"type": "Whitespace"}}
 TOKENIZER |= {"post_processor": None, "decoder": BYTE_LEVEL, "model": WORD_LEVEL}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # A mark's text takes its place in the JSON, as no value of Python's can
 MARKS = {"@inf": "1e999", "@nan": "NaN", "@long": "9" * 5000, "@deep": "[" * 10**5}
@@ -100,23 +97,12 @@ def mutated_header(draw: st.DrawFn, content: bytes) -> bytes:
     return n_told.to_bytes(8, "little") + header + content[8 + n :]
 
 
-def write_checkpoint(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(STYLES["published"]))
+def write(folder: Path) -> None:
+    """A model that is small, and whose header is not."""
+    write_checkpoint(folder, random_config(eos_ids=(0,)), {})
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     notes = {f"note {i}": "that nothing reads" for i in range(99)}
     save_file(random_tensors(random_config(), 0), folder / SINGLE, metadata=notes)
-
-
-def write_index(folder: Path) -> None:
-    """Two shards for the one file."""
-    tensors = random_tensors(random_config(), 0)
-    (folder / SINGLE).unlink()
-    weight_map = {}
-    for i in range(2):
-        shard = dict(list(tensors.items())[i::2])
-        save_file(shard, folder / f"model-{i}.safetensors")
-        weight_map |= dict.fromkeys(shard, f"model-{i}.safetensors")
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def run(folder: Path, capsys: Captured) -> list[int] | None:
@@ -165,9 +151,9 @@ def test_a_mutated_file_is_read_right_or_refused(
     kind: str, tmp_path: Path, capsys: Captured
 ) -> None:
     name, content, change = KINDS[kind]
-    write_checkpoint(tmp_path)
+    write(tmp_path)
     if kind == "index":
-        write_index(tmp_path)
+        write_shards(tmp_path, random_config(eos_ids=(0,)), random_tensors(random_config(), 0))
     if content:
         (tmp_path / name).write_text(json.dumps(content))
     valid = (tmp_path / name).read_bytes()
@@ -221,7 +207,7 @@ def test_a_mutated_config_says_what_is_taken_from_it(style: str) -> None:
 
 def test_a_tokenizer_without_an_unknown_token_is_one_line(tmp_path: Path, capsys: Captured) -> None:
     """It raises where it is asked to encode a word that it does not have."""
-    write_checkpoint(tmp_path)
+    write(tmp_path)
     changed = TOKENIZER | {"model": WORD_LEVEL | {"unk_token": "absent"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
     arguments = ["--method", "ar", "--target", str(tmp_path), "--prompt"]
@@ -233,15 +219,13 @@ def test_a_tokenizer_without_an_unknown_token_is_one_line(tmp_path: Path, capsys
 
 BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
 PAIRS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
-STRIP = {"type": "Strip", "content": "x", "start": 0, "stop": 100}
-ONLY_X = {"type": "WordLevel", "unk_token": "x", "vocab": {"x" * (i + 1): i for i in range(96)}}
-PANICS = {  # where tokenizers gives up -> what of its file is odd, what is said
+PANICS = {  # where tokenizers gives up -> what of its file is odd, what is said; the command
+    # line's own test has one when decoding
     "when loaded": ({"model": PAIRS | {"continuing_subword_prefix": "##"}}, "is not a tokenizer"),
     "when encoding": (
         {"pre_tokenizer": BACKTRACKING | {"invert": False}},
         "the tokenizer cannot encode the prompt",
     ),
-    "when decoding": ({"model": ONLY_X, "decoder": STRIP}, "the tokenizer cannot decode ids"),
 }
 
 
@@ -251,7 +235,7 @@ def test_a_library_in_rust_that_panics_is_one_line(
 ) -> None:
     """It raises what is no Exception."""
     odd, said = PANICS[where]
-    write_checkpoint(tmp_path)
+    write(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER | odd))
     limits = ["--method", "ar", "--max-new-tokens", "3", "--target", str(tmp_path)]
     assert main(["--prompt", "x" * 40, *limits]) == 2
@@ -265,16 +249,7 @@ TEXTS = {  # of an index -> what is said of it; None: it is read
     "a key twice": ('{"weight_map": {"b": "y"}, "weight_map": {"a": "x"}}', None),
     "cut short": ('{"weight_map": ', "truncated"),
     "empty": ("", "truncated"),
-    "two": ('{"weight_map": {}} {}', "trailing"),
-    "deep lists": ("[" * 10**5, ""),
-    "deep objects": ('{"weight_map":' * 10**5, ""),
     "deep in a key that nobody asks for": ('{"x":' + "[" * 10**5, "depth"),
-    "many lists": ("[" + "[]," * 10**6 + "[]]", "array"),
-    "no number": ('{"weight_map": {}, "x": NaN}', "malformed"),
-    "infinite": ('{"weight_map": 1e999}', "weight_map"),
-    "5,000 digits": ('{"weight_map": ' + "9" * 5000 + "}", "weight_map"),
-    "true": ('{"weight_map": true}', "weight_map"),
-    "no text": ('{"weight_map": {"a": 1}}', "weight_map"),
     "half a character": ('{"weight_map": {"a": "\\ud800"}}', "f.json"),
     "not UTF-8": (b'{"weight_map": {"a": "\xe9"}}', "utf-8"),
     "a list": ("[]", "object"),
