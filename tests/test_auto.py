@@ -6,7 +6,7 @@ import random
 import numpy
 import pytest
 import torch
-from conftest import random_config, random_model, random_tensors, ranked
+from conftest import noisy_pair, random_config, random_model, random_tensors, ranked
 from test_draft_tree import FakeDraft, paths
 
 from cli.metrics import token_ids
@@ -14,7 +14,6 @@ from draft_tree import Candidates, grow
 from dynatree import Step, generate
 from gpt_neox import GPTNeoX
 from methods.auto import (
-    BESIDE_GUESS,
     CONFIDENCE,
     DRAFT_GUESS,
     GUESS_WEIGHT,
@@ -24,8 +23,6 @@ from methods.auto import (
     Costs,
     Counts,
     Worth,
-    first_guess,
-    ngram_bin,
     work_of,
 )
 
@@ -183,15 +180,6 @@ def test_each_row_is_remembered_and_counted_as_what_it_is() -> None:
             assert hits[bins].sum() == pytest.approx(len(set(rows) & set(path)))
 
 
-def noisy(seed: int, noise: float) -> tuple[GPTNeoX, GPTNeoX]:
-    """A target, and a draft that is it but for so much noise."""
-    config = random_config()
-    tensors = random_tensors(config, seed)
-    other = random_tensors(config, seed + 1)
-    near = {name: t + noise * other[name] for name, t in tensors.items()}
-    return GPTNeoX.from_tensors(config, tensors), GPTNeoX.from_tensors(config, near)
-
-
 def adversary(seed: int) -> GPTNeoX:
     """Its best candidates are the worst of that seed's target."""
     config = random_config()
@@ -210,7 +198,7 @@ def n_drafting(steps: list[Step]) -> int:
 
 
 def test_when_nothing_pays_it_is_ar() -> None:
-    target, draft = noisy(3, 0.0)
+    target, draft = noisy_pair(3, 0.0)
     dear = Auto(c_tree=50.0, c_draft=50.0, learn=False)
     steps = list(generate(target, draft, [3, 1, 4], dear, 100))
     assert all(len(step.tree) == 1 for step in steps[1:])
@@ -219,7 +207,7 @@ def test_when_nothing_pays_it_is_ar() -> None:
 
 def test_a_perfect_cheap_draft_is_used_and_a_useless_one_is_dropped() -> None:
     cheap = Auto(c_draft=0.05, c_level=0.05, learn=False)
-    target, perfect = noisy(3, 0.0)
+    target, perfect = noisy_pair(3, 0.0)
     steps = list(generate(target, perfect, [3, 1, 4], cheap, 100))
     assert n_drafting(steps) >= 4 and len(steps) < 40
     steps = list(generate(target, adversary(3), [3, 1, 4], Auto(learn=False), 200))
@@ -258,15 +246,3 @@ def test_a_small_vocabulary() -> None:
     draft = random_model(1, vocab_size=3)
     ids = token_ids(generate(target, draft, [1, 2], Auto(), 20))
     assert len(ids) == 20
-
-
-def test_every_bin_has_its_guess() -> None:
-    guess = first_guess()
-    assert len(DRAFT_GUESS) == len(CONFIDENCE) + 1
-    for n_known, ranks in enumerate(NGRAM_GUESS, start=1):
-        alone = ngram_bin(n_known, is_beside=False)
-        beside = ngram_bin(n_known, is_beside=True)
-        for rank, p in enumerate(ranks):
-            assert guess[alone + rank] == p
-            assert guess[beside + rank] == BESIDE_GUESS * p
-    assert len(guess) == beside + len(ranks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_draft_tree import ROOT, FakeDraft, Path, assert_starts_anew, paths
+from test_draft_tree import ROOT, FakeDraft, Path, paths
 
 from draft_tree import grow
 from methods.deagle import Beam, Deagle, votes
@@ -156,7 +156,3 @@ def test_a_level_expands_the_k_likeliest_until_votes_stop_it(name: str) -> None:
         assert n_levels == {4 if name == "beam" else 1: 30}
     else:
         assert len(n_levels) > 2, f"the cases have become too tame: {n_levels}"
-
-
-def test_sums_start_anew_with_each_tree() -> None:
-    assert_starts_anew(Deagle().rule())

@@ -3,16 +3,12 @@
 python -m pytest tests/test_docs.py
 """
 
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import guide
-import pytest
-from conftest import TINY
-from tokenizers import Tokenizer
 
 from benchmark.tables import PRESETS, TABLES
 
@@ -80,20 +76,6 @@ def test_the_readmes_file_tree_is_the_projects() -> None:
     rooms = [f"{file.parent.name}/" for file in ROOT.glob("*/__init__.py")]
     assert not missing and len(named) > 10
     assert set(files + rooms) <= set(named)
-
-
-@pytest.mark.parametrize("model", ["target", "draft"])
-def test_other_tools_read_the_tiny_models_as_we_do(model: str) -> None:
-    """Without these files transformers pads with an id beyond the embedding."""
-    names = ("config", "generation_config", "tokenizer_config")
-    config, generation, words = (
-        json.loads((TINY / model / f"{name}.json").read_text()) for name in names
-    )
-    tokenizer = Tokenizer.from_file(str(TINY / model / "tokenizer.json"))
-    assert tokenizer.get_vocab_size() == config["vocab_size"]
-    assert generation["eos_token_id"] == generation["pad_token_id"] == config["eos_token_id"]
-    for name in ("bos_token", "eos_token", "pad_token"):
-        assert tokenizer.token_to_id(words[name]) == config["eos_token_id"]
 
 
 def test_links_lead_somewhere() -> None:

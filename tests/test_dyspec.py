@@ -14,7 +14,6 @@ from test_draft_tree import (
     ROOT,
     FakeDraft,
     Path,
-    assert_starts_anew,
     assert_well_formed,
     paths,
 )
@@ -210,10 +209,6 @@ def test_the_exact_form_is_the_heaps_set(is_drawn: bool) -> None:
         seen["nodes lack"] += is_scarce and not is_full
         seen["a level is enough"] += n_deep == 0 and is_full
     assert min(seen.values()) >= 10, f"the cases have become too tame: {seen}"
-
-
-def test_a_tree_remembers_nothing_of_the_one_before() -> None:
-    assert_starts_anew(DySpec(N=9, D_max=DEPTH).rule())
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -10,7 +10,6 @@ from test_draft_tree import (
     ROOT,
     FakeDraft,
     Path,
-    assert_starts_anew,
     assert_well_formed,
     even_draft,
     paths,
@@ -103,7 +102,3 @@ def test_candidates_are_ranked_also_when_the_text_is_sampled() -> None:
             n_children += len(below)
         visible += step.tokens
     assert n_children > 20
-
-
-def test_a_tree_remembers_nothing_of_the_one_before() -> None:
-    assert_starts_anew(OptTree(N=9, D_max=DEPTH).rule())

@@ -10,7 +10,6 @@ from test_draft_tree import (
     VOCAB,
     FakeDraft,
     Path,
-    assert_starts_anew,
     assert_well_formed,
     paths,
 )
@@ -157,7 +156,3 @@ def test_settings_make_the_rule() -> None:
 def test_chances_that_are_none(p: str) -> None:
     with pytest.raises(ValueError, match=f"p={p}: .* from 0 to 1"):
         Sequoia(p=p)
-
-
-def test_a_tree_remembers_nothing_of_the_one_before() -> None:
-    assert_starts_anew(Sequoia().rule())

@@ -10,7 +10,6 @@ from test_draft_tree import (
     VOCAB,
     FakeDraft,
     Path,
-    assert_starts_anew,
     assert_well_formed,
     even_draft,
     paths,
@@ -128,8 +127,3 @@ def test_drawn_children_are_as_many_and_distinct() -> None:
 def test_widths_that_make_no_tree(widths: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"widths={widths}: .*{message}"):
         SpecInfer(widths)
-
-
-@pytest.mark.parametrize("settings", [ConfidentChain(), SpecInfer()])
-def test_nothing_is_remembered_of_the_tree_before(settings: ConfidentChain | SpecInfer) -> None:
-    assert_starts_anew(settings.rule())
