@@ -122,14 +122,3 @@ def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
     with locked(file):
         assert names(tmp_path) == [".a.lock", "link"]
     assert names(tmp_path) == ["link"], "no lock is left behind"
-
-
-def test_a_lock_that_cannot_be_removed_hides_nothing(tmp_path: Path) -> None:
-    """The folder had been closed while a table was measured: status 70, and not why."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with pytest.raises(KeyError):
-        with locked(folder / "r.json"):
-            folder.rename(tmp_path / "elsewhere")
-            folder.write_text("")
-            raise KeyError

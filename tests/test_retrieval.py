@@ -110,14 +110,6 @@ def test_the_base_keeps_to_its_own_settings() -> None:
             assert_holds(tree, own_tree)
 
 
-def test_a_smaller_budget_keeps_the_best_that_the_base_drafts() -> None:
-    every = grow(Fixed(D=3, B=2, tau=0.0).rule(), ROOT, FakeDraft(5), 127)
-    best = torch.tensor(every.path_logprobs).topk(6).indices.tolist()
-    rule = Graft(base="fixed:D=3:B=2:tau=0", checkpoints="off", N=6, graft=False).rule()
-    tree = grow(rule, ROOT, FakeDraft(5), 127)
-    assert set(paths(tree)) == {paths(every)[row] for row in best}
-
-
 def test_without_grafting_the_target_is_not_asked() -> None:
     target = random_model(0)
     draft = random_model(1)

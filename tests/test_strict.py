@@ -75,7 +75,7 @@ def test_a_row_is_its_path_bit_for_bit(
     model = random_model(7, dtype, max_positions=700, **changes)
     model.pool.is_shaped = is_shaped
     rng = random.Random(f"{changes} {dtype}")
-    for length in rng.sample(LENGTHS, 5):
+    for length in rng.sample(LENGTHS, 3):
         assert_rows_are_their_paths(model, length, rng.choice([2, 8, 32]), rng)
 
 
@@ -126,11 +126,11 @@ def ar_text(option: str, dtype: torch.dtype, rows: int) -> tuple[list[int], list
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_writes_ars_bits(method: str, option: str) -> None:
-    """Other settings in each type."""
+    """In another type with each option."""
     rng = random.Random(f"{method} {option}")
-    for dtype in DTYPES:
-        target, draft = pair_of(dtype)
-        settings = random_settings(method, rng)
+    dtype = DTYPES[(list(METHODS).index(method) + list(OPTIONS).index(option)) % 3]
+    target, draft = pair_of(dtype)
+    for settings in (random_settings(method, rng), random_settings(method, rng)):
         while option == "window" and rows_of(settings) > 40:
             settings = random_settings(method, rng)
         # ar's passes have one row, unless only as many rows as the run's have the same bits

@@ -68,21 +68,6 @@ def test_any_ids_add_up(tokenizer: Tokenizer, seed: int) -> None:
     assert "".join(pieces(tokenizer, ids, sizes)) == tokenizer.decode(ids)
 
 
-def test_broken_characters_cost_no_more_the_more_there_are(tokenizer: Tokenizer) -> None:
-    """All of them were decoded again with each one that came."""
-
-    class Counting:
-        n_ids = 0
-
-        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-            Counting.n_ids += len(ids)
-            return tokenizer.decode(ids, skip_special_tokens)
-
-    shown = pieces(Counting(), [half(tokenizer)] * 300, [1])
-    assert shown == [""] + [INCOMPLETE] * 300
-    assert Counting.n_ids < 50 * 300
-
-
 @pytest.fixture
 def example(tokenizer: Tokenizer) -> Tree:
     words = [" the", " cat", " dog", " sat", " ran", " ran"]
