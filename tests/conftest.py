@@ -18,7 +18,6 @@ from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree, lone
 from engine import cuda_graphs
 from engine.caches import CachePool
 from engine.checkpoint import INDEX, SINGLE, Config
-from engine.cuda_graphs import Captured
 from engine.passes import Use
 from engine.scores import Scores, scores_of
 from engine.shares import WHOLE
@@ -29,7 +28,9 @@ from verify import tree_pass
 if "pretend_cuda" not in sys.modules:
     collect_ignore = ["pretend_cuda"]  # tests on a pretended device: python tests/pretend_cuda
 
-TINY = Path(__file__).parent.parent / "models" / "tiny"
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "models" / "tiny"
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +62,9 @@ def pretend_one_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a replay run the pass anew: everything about a graph but CUDA itself."""
 
-    def record(run: Callable[[], Tensor | None], *_: object) -> Captured:
+    def record(run: Callable[[], Tensor | None], *_: object) -> cuda_graphs.Captured:
         result = run()
-        return Captured(PretendedGraph(run, result), result)
+        return cuda_graphs.Captured(PretendedGraph(run, result), result)
 
     monkeypatch.setattr(cuda_graphs, "record", record)
 
@@ -233,9 +234,7 @@ def write_shards(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Pa
     return folder
 
 
-def error_line(
-    capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], arguments: list[str]
-) -> str:
+def error_line(capsys: Captured, main: Callable[[list[str]], int], arguments: list[str]) -> str:
     """The message of a command that must fail as every mistake does: one line, and status 2."""
     assert main(arguments) == 2
     captured = capsys.readouterr()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, pretend_capture
+from conftest import ROOT, TINY, Captured, pretend_capture
 from tokenizers import Tokenizer, decoders
 
 import cli.main
@@ -26,13 +26,11 @@ from methods import METHODS
 from methods.static import Alone
 from verify import NonFiniteLogits
 
-ROOT = TINY.parent.parent
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
 DRAFT = str(TINY / "draft")
 TWINS = ["--target", DRAFT, "--draft", DRAFT]  # quick, where the text is of no matter
 AR = ["--max-new-tokens", "20", "--method", "ar"]
-Captured = pytest.CaptureFixture[str]
 
 
 def run_json(capsys: Captured, options: list[str], status: int = 0) -> dict:

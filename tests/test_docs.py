@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import guide
+from conftest import ROOT
 
 from benchmark.tables import PRESETS, TABLES
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, pretend_one_gpu
+from conftest import TINY, Captured, pretend_one_gpu
 from safetensors.torch import load_file, save_file
 
 from cli.main import main
@@ -29,7 +29,6 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 OLD = (7, 5)  # the last compute capability that has no bfloat16
 NEW = (8, 0)
-Captured = pytest.CaptureFixture[str]
 
 
 def test_the_default_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,11 +248,13 @@ def test_fixed_and_chain_are_algorithm_1_without_its_adaptive_parts() -> None:
     assert seen["cut between siblings"] >= 10, seen
 
 
-def even_draft(tokens: list[int], parents: list[int] | None) -> Candidates:
+class Even(FakeDraft):
     """Two tokens of probability 0.5 and nothing else, exact in float32."""
-    logits = torch.full((len(tokens), VOCAB), -math.inf)
-    logits[:, :2] = 0.0
-    return ranked(logits)
+
+    def logits(self, path: Path) -> Tensor:
+        logits = torch.full((VOCAB,), -math.inf)
+        logits[:2] = 0.0
+        return logits
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_at_its_threshold_a_candidate_passes_but_never_at_0(
     settings: Settings, n_rows: int
 ) -> None:
     """The paper's bounds are p >= tau, rho_stop, rho_deep; c >= tau_h, and c >= tau_l is B_mid."""
-    assert len(grow(settings.rule(), ROOT, even_draft, 127)) == n_rows
+    assert len(grow(settings.rule(), ROOT, Even(0), 127)) == n_rows
 
 
 class Wide(Rule):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, error_line, run
+from conftest import TINY, Captured, error_line, run
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -13,7 +13,6 @@ from gpt_neox import GPTNeoX
 from tools import enlarge, folders
 
 FITTING = ("--hidden", "256", "--layers", "2", "--vocab", "4096")  # for the small draft
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture

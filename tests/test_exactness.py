@@ -202,6 +202,7 @@ def random_case(method: str, shapes: str, number: int) -> Case:
 
 
 @functools.cache
+@functools.cache
 def run_cases(method: str, shapes: str) -> Counter:
     """All random cases of one method; raises where the text differs. Returns what was seen."""
     seen: Counter = Counter()

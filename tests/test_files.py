@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from engine.files import locked, require_writable, write_whole
 
-ROOT = Path(__file__).parent.parent
 HOLD = """
 import sys
 from pathlib import Path

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import random_config, random_tensors, write_checkpoint, write_shards
+from conftest import Captured, random_config, random_tensors, write_checkpoint, write_shards
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -23,7 +23,6 @@ from cli.main import main
 from engine.checkpoint import INDEX, SINGLE, CheckpointError, Config, Index, read_config
 from engine.foreign import ForeignFile, parse_json, read_bytes, read_text
 
-Captured = pytest.CaptureFixture[str]
 WORDS = ("the", "ship", "sailed", "at", "dawn")
 PUBLISHED = {"model_type": "gpt_neox"} | msgspec.to_builtins(random_config(eos_ids=(0,)))
 ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 10000.0}

@@ -19,6 +19,7 @@ from urllib.parse import unquote
 import huggingface_hub
 import pytest
 import torch
+from conftest import ROOT
 from huggingface_hub import constants
 from pytest import CaptureFixture, MonkeyPatch
 
@@ -31,7 +32,6 @@ from engine.checkpoint import CheckpointError
 from engine.hub import HubUnreachable, find_checkpoint
 from gpt_neox import GPTNeoX
 
-ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 SINGLE, SHARDED = "pythia", "gelu_fast_20b"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from conftest import ROOT
 from test_trace import data_of
 
-ROOT = Path(__file__).parent.parent
 TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "1900", "--threads", "1"]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import (
     TINY,
+    Captured,
     error_line,
     pretend_one_gpu,
     random_config,
@@ -31,7 +32,6 @@ from cli.models import encode, load_tokenizer
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
 DRAFT = str(TINY / "draft")
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import torch
 from conftest import random_model, run
 from test_draft_tree import (
     ROOT,
+    Even,
     FakeDraft,
     Path,
     assert_well_formed,
-    even_draft,
     paths,
 )
 
-from draft_tree import Candidates, grow
+from draft_tree import grow
 from dynatree import generate
 from engine.sampling import Sampling
 from methods.opttree import OptTree
@@ -67,21 +67,11 @@ def test_the_tree_is_the_papers(n_rows: int, delta: float) -> None:
     assert len(n_layers) > 1 or n_rows == 2, f"the cases have become too tame: {n_layers}"
 
 
-class Counting:
-    """even_draft, and how often it has run."""
-
-    n_calls = 0
-
-    def __call__(self, tokens: list[int], parents: list[int] | None) -> Candidates:
-        self.n_calls += 1
-        return even_draft(tokens, parents)
-
-
 def test_it_stops_by_what_the_last_level_added() -> None:
     """Eight nodes: the levels add two of p .5, four of .25 and two of .125; delta or less ends."""
     n_drafted = []
     for delta in (0.0, 0.2, 0.25, 0.99, 1.0):
-        draft = Counting()
+        draft = Even(0)
         grow(OptTree(N=9, delta=delta).rule(), ROOT, draft, 127)
         n_drafted.append(draft.n_calls)
     assert n_drafted == [4, 4, 3, 3, 1]

@@ -8,10 +8,10 @@ import torch
 from test_draft_tree import (
     ROOT,
     VOCAB,
+    Even,
     FakeDraft,
     Path,
     assert_well_formed,
-    even_draft,
     paths,
 )
 
@@ -52,7 +52,7 @@ def test_a_token_at_the_threshold_goes_on() -> None:
     depths = []
     for p_min in (0.0, 0.5, 0.51):
         rule = ConfidentChain(K=6, p_min=p_min).rule()
-        depths.append(grow(rule, ROOT, even_draft, 127).depth)
+        depths.append(grow(rule, ROOT, Even(0), 127).depth)
     assert depths == [6, 6, 1]
 
 

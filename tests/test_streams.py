@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from conftest import ROOT, TINY
 
 from cli.main import main
 from cli.models import Request
 from cli.tokens import load_tokenizer
 from dynatree import Step
 
-ROOT = Path(__file__).parent.parent
 TEXT = (
     "--prompt 'The ship sailed at dawn' --max-new-tokens 100 --ignore-eos --threads 1 --method ar"
 )

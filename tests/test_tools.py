@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import TINY, error_line
+from conftest import ROOT, TINY, Captured, error_line
 
 from benchmark.step_times import StepTimes
 from cli.errors import UsageError
@@ -24,10 +24,8 @@ from dynatree import Step
 from methods.sequoia import Sequoia
 from tools import calibrate, profile_iteration
 
-ROOT = TINY.parent.parent
 DRAFT = str(TINY / "draft")
 PAIR = ["--target", str(TINY / "target"), "--draft", DRAFT]
-Captured = pytest.CaptureFixture[str]
 
 
 def test_a_profile_is_a_table_and_a_trace(capsys: Captured, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from test_interrupts import wait_for
 from test_ranks import free_port
 
-ROOT = Path(__file__).parent.parent
 TEXT = ["--prompt", "The ship sailed at dawn", "--json"]
 LONG = ["--max-new-tokens", "1900", "--show-tree"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, error_line, random_model, random_settings
+from conftest import TINY, Captured, error_line, random_model, random_settings
 from tokenizers import Tokenizer
 
 from cli.main import main
@@ -28,7 +28,6 @@ from engine.sampling import Sampling
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 
-Captured = pytest.CaptureFixture[str]
 TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]
 
