@@ -41,10 +41,6 @@ def run_json(capsys: Captured, options: list[str], status: int = 0) -> dict:
     return json.loads(captured.out)
 
 
-def last_line(capsys: Captured) -> str:
-    return capsys.readouterr().err.splitlines()[-1]
-
-
 def test_text_is_streamed_and_summed_up(capsys: Captured) -> None:
     assert main(["--prompt", PROMPT, "--max-new-tokens", "12"]) == 0
     captured = capsys.readouterr()
@@ -258,7 +254,7 @@ def test_no_room_for_the_gap_does_not_lose_the_run(
     change(monkeypatch, ids_at=4)
     monkeypatch.setattr(Pair, "float32_target", property(no_room))
     assert main(["--prompt", PROMPT, "--compare", "--max-new-tokens", "9"] + TWINS) == 1
-    assert "differ from token 4 on (no room" in last_line(capsys)
+    assert "differ from token 4 on (no room" in capsys.readouterr().err
 
 
 # What ends a text early

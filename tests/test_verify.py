@@ -52,21 +52,6 @@ def test_accept_greedy_is_the_walk_from_the_root() -> None:
 
 
 @pytest.mark.parametrize(
-    ("best", "path"),
-    [
-        ([CAT, RAN, RAN, AWAY, AWAY, AWAY], [0, 1, 4]),
-        ([CAT, RAN, RAN, AWAY, AWAY, THE], [0, 1, 4]),  # the root's parent is -1, no last row
-        ([DOG, RAN, RAN, AWAY, AWAY, AWAY], [0, 2, 5]),
-        ([DOG, RAN, SAT, AWAY, AWAY, AWAY], [0, 2]),  # "cat ran" agrees below a wrong "cat"
-        ([AWAY, RAN, RAN, AWAY, AWAY, AWAY], [0]),
-        ([CAT, -1, RAN, AWAY, AWAY, AWAY], [0, 1]),  # no token at all
-    ],
-)
-def test_a_path_ends_where_the_target_disagrees(best: list[int], path: list[int]) -> None:
-    assert accept_greedy(EXAMPLE, best) == (path, [best[row] for row in path])
-
-
-@pytest.mark.parametrize(
     ("tokens", "eos_ids", "limit", "expected"),
     [
         ([1, 2, 3], [], 5, [1, 2, 3]),
