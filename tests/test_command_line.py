@@ -344,6 +344,15 @@ def test_no_step_is_kept(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(n_alive) == 2 and max(n_alive) <= 1  # the last one, while the next is made
 
 
+def test_a_terminal_is_not_told_what_to_do(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_terminal, expected in ((True, "a\\x1b[2J\n"), (False, "a\x1b[2J\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda answer=is_terminal: answer)
+        cli.main.put("a\x1b[2J\n")
+        assert capsys.readouterr().out == expected
+
+
 def test_text_for_python(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """stream_text is what the command line prints: as in the README, and with other options."""
     monkeypatch.chdir(ROOT)

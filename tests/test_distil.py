@@ -130,6 +130,13 @@ def test_a_step_in_parts_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses == pytest.approx([parts.advance() for _ in range(3)], abs=1e-4)
 
 
+def test_a_loss_that_is_no_number_ends_the_run() -> None:
+    at_work = a_training()
+    at_work.model.embed_out.weight.data.fill_(torch.nan)
+    with pytest.raises(UsageError, match="--rate is too high"):
+        at_work.advance()
+
+
 def test_shares_of_rows_are_the_targets() -> None:
     """Rows that are no stretch of the text, as often as was asked for, and not all ever written."""
     at_work = a_training(batch=400)  # so many that it writes before each step
