@@ -51,19 +51,6 @@ def test_votes(sums: list[float], settings: Deagle, expected: tuple[bool, bool, 
     assert votes(sums, settings) == expected
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"votes": 3, "length": "off"},
-        {"low": False, "momentum": False},
-        {"votes": 1, "low": False, "momentum": False, "length": "off"},
-    ],
-)
-def test_votes_that_could_never_stop_a_tree_are_an_error(values: dict) -> None:
-    with pytest.raises(ValueError, match=r"could never stop .* beam"):
-        Deagle(**values)
-
-
 @dataclass
 class Oracle:
     """Section 3.4 written out: what is known after each depth, and how many votes to stop."""

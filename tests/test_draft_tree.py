@@ -358,24 +358,6 @@ def test_broken_logits_end_only_their_own_branch(
     assert tree.has_overflowed == (row == 0)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"tau_l": 0.6, "tau_h": 0.6},
-        {"tau_l": 0.7, "tau_h": 0.6},
-        {"rho_stop": 0.2, "rho_deep": 0.2},
-        {"B_min": 3, "B_mid": 2},
-        {"B_mid": 5, "B_max": 4},
-        {"D0": 7, "D_max": 6},
-    ],
-    ids=str,
-)
-def test_settings_out_of_order_are_named(values: dict[str, float]) -> None:
-    with pytest.raises(ValueError) as error:
-        DynaTree(**values)
-    assert all(f"{name}={value}" in str(error.value) for name, value in values.items())
-
-
 def moved(rule: DynaTreeRule) -> dict[str, float]:
     """The thresholds that history moves, as they stand."""
     now = rule.now

@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 from collections import Counter
 from dataclasses import replace
 
@@ -149,26 +148,6 @@ def test_the_best_path_decides_not_every_path() -> None:
     checkpoints = f"1@{(best + other) / 2}"
     rule = Graft(base="fixed:D=2:B=2:tau=0", checkpoints=checkpoints, graft=False).rule()
     assert paths(grow(rule, ROOT, FakeDraft(1), 127)) == paths(drafted)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"checkpoints": "1"}, "checkpoints=1: '1' is not DEPTH@P"),
-        ({"checkpoints": "1@0.5:off"}, "'off' is not DEPTH@P"),
-        ({"checkpoints": "0@0.5"}, "1 or more"),
-        ({"checkpoints": "1@1.5"}, "from 0 to 1"),
-        ({"checkpoints": "1@nan"}, "from 0 to 1"),
-        ({"base": "recycle"}, "no drafting method is called 'recycle'; there are"),
-        ({"base": "linear:K"}, "no drafting method is called 'linear:K'"),
-        ({"base": "linear:K=x"}, "base=linear:K=x: K=x: K takes"),
-        ({"base": "linear:B=2"}, "B=2: this method has no 'B'"),
-        ({"base": "linear:K=500"}, "K=500 is outside 0 to 127"),
-    ],
-)
-def test_settings_are_checked(values: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Graft(**values)
 
 
 def test_checkpoints_and_bases_are_read_as_they_are_written() -> None:

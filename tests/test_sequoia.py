@@ -150,9 +150,3 @@ def test_settings_make_the_rule() -> None:
     assert Sequoia(N=6, D_max=2, p="0.6:3e-1").rule().shape == [[1, 2], [3, 4], [5], [], [], []]
     assert len(grow(Sequoia(N=1).rule(), ROOT, FakeDraft(0), 127)) == 1
     assert len(grow(Sequoia(p="0.0").rule(), ROOT, FakeDraft(0), 127)) == 1
-
-
-@pytest.mark.parametrize("p", ["", "0.6:", "0.6,0.1", "1.5", "-0.1", "nan", "many"])
-def test_chances_that_are_none(p: str) -> None:
-    with pytest.raises(ValueError, match=f"p={p}: .* from 0 to 1"):
-        Sequoia(p=p)

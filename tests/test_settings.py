@@ -54,6 +54,42 @@ def test_what_is_wrong_in_python_is_named(values: dict[str, object], said: str) 
     assert said in str(caught.value)
 
 
+WRONG_TOGETHER = [  # of a method: values -> what is said, beside each
+    ("dynatree", {"tau_l": 0.6, "tau_h": 0.6}, "break"),
+    ("dynatree", {"tau_l": 0.7, "tau_h": 0.6}, "break"),
+    ("dynatree", {"rho_stop": 0.2, "rho_deep": 0.2}, "break"),
+    ("dynatree", {"B_min": 3, "B_mid": 2}, "break"),
+    ("dynatree", {"B_mid": 5, "B_max": 4}, "break"),
+    ("dynatree", {"D0": 7, "D_max": 6}, "break"),
+    ("specinfer", {"widths": "128"}, "129 rows, 128 is the most"),
+    ("specinfer", {"widths": "2:2:2:2:2:2:2"}, "255 rows"),
+    *(("specinfer", {"widths": word}, "whole numbers") for word in ("", "3:0:1", "3:1.5", "3,2")),
+    *(("sequoia", {"p": word}, "from 0 to 1") for word in ("", "0.6:", "1.5", "-0.1", "nan")),
+    ("deagle", {"votes": 3, "length": "off"}, "could never stop"),
+    ("deagle", {"low": False, "momentum": False}, "could never stop"),
+    ("graft", {"checkpoints": "1"}, "'1' is not DEPTH@P"),
+    ("graft", {"checkpoints": "1@0.5:off"}, "'off' is not DEPTH@P"),
+    ("graft", {"checkpoints": "0@0.5"}, "1 or more"),
+    ("graft", {"checkpoints": "1@1.5"}, "from 0 to 1"),
+    ("graft", {"checkpoints": "1@nan"}, "from 0 to 1"),
+    ("graft", {"base": "recycle"}, "no drafting method is called 'recycle'; there are"),
+    ("graft", {"base": "linear:K"}, "no drafting method is called 'linear:K'"),
+    ("graft", {"base": "linear:K=x"}, "base=linear:K=x: K=x: K takes"),
+    ("graft", {"base": "linear:B=2"}, "B=2: this method has no 'B'"),
+    ("graft", {"base": "linear:K=500"}, "K=500 is outside 0 to 127"),
+]
+
+
+@pytest.mark.parametrize(("method", "values", "said"), WRONG_TOGETHER)
+def test_what_a_method_cannot_be_set_to(method: str, values: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        METHODS[method](**values)
+    line = str(caught.value)
+    assert said in line
+    if said == "break":
+        assert all(f"{name}={value}" in line for name, value in values.items())
+
+
 def test_a_setting_is_of_the_type_that_is_annotated() -> None:
     """Whatever its default was written as; a whole number where a float is due becomes one."""
     for found in (Given(), Given(p=1), Given(**read_values(Given, ["p=1"]))):

@@ -114,16 +114,3 @@ def test_drawn_children_are_as_many_and_distinct() -> None:
         for path, slot in zip(paths(tree)[:7], tree.draft_slots, strict=False):
             probs = sampler.warp_draft(draft.logits(path)[None])[0]
             assert torch.equal(tree.drawn_from[slot], probs)
-
-
-@pytest.mark.parametrize(
-    ("widths", "message"),
-    [
-        ("128", "129 rows, 128 is the most"),
-        ("2:2:2:2:2:2:2", "255 rows"),
-        *((word, "whole numbers") for word in ("", "3:0:1", "3:-1", "3:1.5", "3,2")),
-    ],
-)
-def test_widths_that_make_no_tree(widths: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"widths={widths}: .*{message}"):
-        SpecInfer(widths)
