@@ -30,6 +30,7 @@ if "pretend_cuda" not in sys.modules:
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny"
+GOLDEN = sorted(file.parent for file in (ROOT / "tests" / "golden").glob("*/config.json"))
 Captured = pytest.CaptureFixture[str]
 
 

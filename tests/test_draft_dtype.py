@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from cli.main import main
 from cli.models import (
-    announcement,
     choose_device,
     choose_draft_dtype,
     choose_dtype,
@@ -80,9 +79,6 @@ def test_both_dtypes_are_announced_and_reported(capsys: Captured) -> None:
         (line,) = [line for line in captured.err.splitlines() if "; cpu, float32" in line]
         assert line.endswith("draft bfloat16") == (draft_dtype == "bfloat16")
         assert ("--draft, --draft-dtype have no effect" in captured.err) == (draft_dtype is None)
-    found = {"target": "T", "draft": "D", "device": "cuda:0", "dtype": "float16"}
-    line = announcement(found | {"draft_dtype": "bfloat16"})
-    assert line == "target T, draft D; cuda:0, float16, draft bfloat16"
 
 
 # A draft that overflows.

@@ -7,16 +7,14 @@ fails if a case it is meant to cover never came up.
 
 import functools
 import itertools
-import os
 import random
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, pretend_capture, random_config, random_settings, random_tensors
+from conftest import GOLDEN, TINY, pretend_capture, random_config, random_settings, random_tensors
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -30,7 +28,6 @@ from methods import METHODS
 from methods.static import Alone, Fixed
 from verify import cut
 
-GOLDEN = Path(__file__).parent / "golden"
 CASES = 12  # per method and kind of shapes
 LONGEST = 32  # tokens of their texts
 VOCAB = 96
@@ -263,12 +260,11 @@ def shapes_of(method: str) -> str:
 def test_golden_greedy_ids(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference implementation's own greedy text, of another checkpoint by each method."""
     pretend_capture(monkeypatch)
-    names = sorted(os.listdir(GOLDEN))
-    name = names[list(METHODS).index(method) % len(names)]
-    golden = load_file(GOLDEN / name / "golden.safetensors")
+    folder = GOLDEN[list(METHODS).index(method) % len(GOLDEN)]
+    golden = load_file(folder / "golden.safetensors")
     prompt = golden["input_ids"].tolist()
     expected = golden["greedy_ids"].tolist()
-    target = GPTNeoX.from_pretrained(GOLDEN / name)
+    target = GPTNeoX.from_pretrained(folder)
     use_shapes(shapes_of(method), len(method), target)
     steps = generate(target, target, prompt, METHODS[method](), len(expected))
     assert token_ids(steps) == expected

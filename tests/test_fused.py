@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
+    GOLDEN,
     TINY,
     assert_close,
     make_tree,
@@ -42,7 +43,6 @@ from methods.static import Alone
 
 Weights = tuple[Config, dict[str, Tensor]]
 CPU = torch.device("cpu")
-GOLDEN = sorted(p for p in (Path(__file__).parent / "golden").iterdir() if p.is_dir())
 ROW_COUNTS = (1, 2, 3, 8, 33, 128)
 # How far the logits of fused and plain layers may lie apart, and either's from the plain ones in
 # float32; in half precision in shares of the largest. Measured was half of that or less: 2.7e-5;

@@ -9,12 +9,12 @@ import math
 import random
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from conftest import (
+    GOLDEN,
     assert_close,
     fix_shapes,
     make_tree,
@@ -46,7 +46,6 @@ from verify import tree_pass
 Golden = tuple[GPTNeoX, dict[str, Tensor]]
 Overflow = Callable[[GPTNeoX, KVCache], object]
 
-GOLDEN = sorted(p for p in (Path(__file__).parent / "golden").iterdir() if p.is_dir())
 SEQUENTIAL = {"is_parallel": False}
 FULL_ROTARY = {"activation": "gelu_new", "rotary_fraction": 1.0, "rotary_base": 500.0, "n_heads": 4}
 KINDS = pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
