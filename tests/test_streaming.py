@@ -16,7 +16,6 @@ from conftest import (
 from test_exactness import DRAFTS, VOCAB, build, check, make_draft, varied_targets
 
 from cli.metrics import token_ids
-from draft_tree import DynaTree
 from dynatree import Drafter, generate
 from engine.passes import Use
 from engine.scores import Ranking
@@ -88,13 +87,6 @@ def test_every_method_equals_ar_over_the_same_window(method: str) -> None:
         assert max(max(step.cached) for step in steps) <= window.full
         n_drops += (len(prompt) + 49 - window.sinks - size) // window.slack
     assert n_drops > 10
-
-
-def test_a_window_longer_than_the_text_changes_nothing() -> None:
-    target, draft = random_model(7), random_model(8)
-    whole = token_ids(generate(target, draft, [3, 1, 4], DynaTree(), 40))
-    same = generate(target, draft, [3, 1, 4], DynaTree(), 40, window=Window(64, 4))
-    assert token_ids(same) == whole
 
 
 def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
