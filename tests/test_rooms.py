@@ -1,0 +1,46 @@
+"""Who may import whom: a file imports its own room or lower ranks, and no imports make a circle."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RANKS = [{"engine"}, {"gpt_neox", "draft_tree"}, {"verify", "methods", "parallel"}]
+RANKS += [{"dynatree"}, {"cli"}, {"benchmark"}, {"bench"}, {"tools"}]
+RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
+
+
+def modules() -> dict[str, Path]:
+    """The project's files by the names that imports give them."""
+    found = {}
+    for file in ROOT.rglob("*.py"):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        if parts[0] in RANK:
+            found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+def imported(file: Path) -> set[str]:
+    """What a file imports, wherever in it the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_imports_point_down_and_make_no_circle() -> None:
+    """dynatree's last lines, which hand over to the command line, are the only ones that do not;
+    methods never import the model, though it ranks below them."""
+    files = modules()
+    below = {name: imported(file) & set(files) for name, file in files.items()}
+    assert "draft_tree" in below["dynatree"]
+    below["dynatree"] = {name for name in below["dynatree"] if not name.startswith("cli")}
+    list(TopologicalSorter(below).static_order())  # raises CycleError
+    for name, others in below.items():
+        room = name.split(".")[0]
+        for other in {other.split(".")[0] for other in others} - {room}:
+            assert RANK[other] < RANK[room], f"{name} imports {other}"
+            assert (room, other) != ("methods", "gpt_neox"), name
