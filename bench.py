@@ -27,12 +27,15 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from benchmark.counts import count_calibration, count_depths, predict_text_ms
 from benchmark.machine import processor
@@ -48,11 +51,10 @@ from benchmark.options import (
     show_files,
 )
 from benchmark.peers import PEERS
-from benchmark.progress import Progress
-from benchmark.results import Record, Results, Run, key_of
+from benchmark.results import Record, Results, key_of
 from benchmark.rows import settings_of, window_of
 from benchmark.shard import Shard
-from benchmark.step_times import StepTimes, measure_step_times
+from benchmark.step_times import measure_step_times
 from benchmark.writer import Text, Writer
 from cli.compare import TIE, first_difference, top2_gap
 from cli.errors import run_command_line, say
@@ -61,23 +63,14 @@ from cli.models import Pair
 from dynatree import Step
 from parallel.ranks import joined
 
-
-def in_turn(runs: Sequence[Run], n: int) -> Sequence[Run]:
-    """All of them, beginning with the n-th, and after the last with the first again."""
-    first = n % max(len(runs), 1)
-    return [*runs[first:], *runs[:first]]
+LOG_S = 30.0  # between two words of how far a table is, where stderr is no terminal
 
 
 class Bench:
     """The models, the prompts and the results of one table."""
 
     def __init__(
-        self,
-        results: Results,
-        pair: Pair,
-        prompts: Prompts,
-        file: Path | None = None,
-        shard: Shard | None = None,
+        self, results: Results, pair: Pair, prompts: Prompts, file: Path | None, shard: Shard
     ):
         """file: None on a rank that keeps none. shard: what of all this rank measures."""
         self.results = results
@@ -85,7 +78,9 @@ class Bench:
         self.prompts = prompts
         self.file = file
         self.writer = Writer(pair, prompts, results.options)
-        self.shard = shard or Shard()
+        self.shard = shard
+        n_texts = sum(len(prompts[run.dataset]) for run in results.runs)
+        results.n_texts = n_texts * results.options.repeats
 
     def measure_all(self) -> None:
         """Measure what the results file lacks, and hold it against ar."""
@@ -94,39 +89,28 @@ class Bench:
         texts = self.lacking()
         if not self.results.is_memory and (texts or lacks_times):
             self.set_up(lacks_times)
-        with Progress(len(texts)) as progress:
-            for text in texts:
+        pace = {} if sys.stderr.isatty() else {"mininterval": LOG_S, "delay": LOG_S}
+        with tqdm(texts, leave=False, unit="text", **pace) as progress:
+            for text in progress:
                 self.results.records.append(self.measure(text))
                 self.save()
-                progress.add(1)
         self.shard.gather(self.results)
         self.hold_against_ar()
         self.save()
         self.shard.end(self.file)
 
     def lacking(self) -> list[Text]:
-        """The texts that there are not yet, in turn: prompt by prompt, every run on it."""
+        """This rank's texts that there are not yet: in each round prompt by prompt, and on a prompt
+        every run in turn, each time another one first."""
         done = {key_of(record) for record in self.results.records}
         texts = []
-        for repeat, dataset, prompt in self.places():
-            runs = [run for run in self.results.runs if run.dataset == dataset]
-            for run in in_turn(runs, repeat * len(self.prompts[dataset]) + prompt):
-                if (run.label, prompt, repeat) not in done:
-                    texts.append(Text(run, prompt, repeat))
-        return texts
-
-    def places(self) -> Iterator[tuple[int, str, int]]:
-        """This rank's prompts in every round: the round, the dataset, the prompt's number there."""
-        for repeat in range(self.results.options.repeats):
-            for dataset, prompts in self.prompts.items():
-                for prompt in range(len(prompts)):
-                    if self.shard.takes(prompt):
-                        yield repeat, dataset, prompt
-
-    def n_lacking(self) -> int:
-        """How many texts of the whole table there are not yet."""
-        n_texts = sum(len(self.prompts[run.dataset]) for run in self.results.runs)
-        return n_texts * self.results.options.repeats - len(self.results.records)
+        for repeat, dataset in product(range(self.results.options.repeats), self.prompts):
+            n_prompts = len(self.prompts[dataset])
+            for prompt in filter(self.shard.takes, range(n_prompts)):
+                in_turn = deque(run for run in self.results.runs if run.dataset == dataset)
+                in_turn.rotate(-(repeat * n_prompts + prompt))
+                texts += [Text(run, prompt, repeat) for run in in_turn]
+        return [text for text in texts if key_of(text.key()) not in done]
 
     def save(self) -> None:
         if self.file and self.results.is_begun:
@@ -142,7 +126,7 @@ class Bench:
             context = sizes["prompt_tokens"][0] + sizes["new_tokens"][0] // 2
             self.pair.use_graphs(not self.results.options.no_graphs)
             times = measure_step_times(self.pair.target, self.pair.draft, context)
-            self.results.step_times = asdict(times)
+            self.results.step_times = times
 
     def measure(self, text: Text) -> Record:
         """Write one text; its metrics and ids."""
@@ -163,7 +147,7 @@ class Bench:
         record |= {"depths": count_depths(steps), "calibration": count_calibration(steps)}
         is_plain = not run.is_strict and run.window is None
         if self.results.step_times and is_plain:  # they are of plain passes over a whole text
-            times = StepTimes(**self.results.step_times)
+            times = self.results.step_times
             record["predicted_ms"] = predict_text_ms(times, run, self.pair, steps)
         return record
 
@@ -185,12 +169,11 @@ class Bench:
         """Whether every text is its reference's that had to be: a strict one, and in float32 any
         but for near-ties."""
         is_float32 = self.pair.target.dtype == torch.float32
-        for row in self.results.rows():
-            for record, _ in row.differing():
-                has_to_be = is_float32 and not record["difference"]["is_tie"]
-                if row.run.is_strict or has_to_be:
-                    return False
-        return True
+        return not any(
+            row.run.is_strict or (is_float32 and not record["difference"]["is_tie"])
+            for row in self.results.rows()
+            for record, _ in row.differing()
+        )
 
     def show(self, kind: str) -> None:
         """What was measured, and how to go on if something lacks."""
@@ -198,10 +181,11 @@ class Bench:
             return
         show(self.results, kind)
         again = ""
-        if self.n_lacking():
+        n_lacking = self.results.n_texts - len(self.results.records)
+        if n_lacking:
             words = [os.path.relpath(__file__), f"--resume={self.file}"]
             command = shlex.join(self.shard.command(words))
-            again = f"; {self.n_lacking()} texts are lacking; to go on: {command}"
+            again = f"; {n_lacking} texts are lacking; to go on: {command}"
         say(f"results in {self.file}{again}")
 
 

@@ -9,7 +9,6 @@ pg19        PG-19's books, fetched
 step_times  what one forward costs by its rows, the bandwidth floor, predicted times
 counts      passes, depths and matches, counted from a generation's steps
 writer      one text after the other, whichever run, prompt and seed
-progress    how far a table is, and what is left
 shard       what one of several processes has of a table: its share of the prompts, or of the target
 memory      peak memory, in a process of its own
 peers       transformers on the same weights, for comparison rows

@@ -31,31 +31,17 @@ def number(title: str, metric: str, digits: int) -> Column:
     return Column(title, cell)
 
 
-def own_number(title: str, metric: str, digits: int) -> Column:
-    """The same for a metric that the peers do not tell."""
-    column = number(title, metric, digits)
-    return Column(title, lambda row: "" if row.is_peer else column.cell(row))
-
-
-def values(row: Row, name: str) -> list[float]:
-    """One metric of every text; none if some lack it."""
-    found = [record["metrics"].get(name) for record in row.records.values()]
-    return [] if None in found else found
-
-
 def mean_cell(found: list[float], digits: int) -> str:
     """Mean and standard deviation over the texts, as the papers report them."""
-    if not found:
-        return ""
-    mean = f"{statistics.mean(found):.{digits}f}"
-    if len(found) == 1:
-        return mean
-    return f"{mean} ± {statistics.stdev(found):.{digits}f}"
+    numbers = [statistics.mean(found)] if found else []
+    if len(found) > 1:
+        numbers.append(statistics.stdev(found))
+    return " ± ".join(f"{number:.{digits}f}" for number in numbers)
 
 
 def code_acceptance_cell(row: Row) -> str:
     """The mean, as in table 3, whose figures it is there to be held against."""
-    found = values(row, "code_acceptance")
+    found = row.values("code_acceptance")
     return f"{statistics.mean(found):.1%}" if found else ""
 
 
@@ -64,8 +50,13 @@ def spread_cell(row: Row) -> str:
 
 
 def predicted_cell(row: Row) -> str:
-    predicted = row.predicted() if row.speedups else None
-    return "" if predicted is None else f"{predicted:.2f}x"
+    """The median speedup that the forwards' step times alone would give."""
+    ratios = []
+    for record, ar in row.beside(row.baseline):
+        if not record.get("predicted_ms") or not ar.get("predicted_ms"):
+            return ""
+        ratios.append(ar["predicted_ms"] / record["predicted_ms"])
+    return f"{statistics.median(ratios):.2f}x" if ratios and row.speedups else ""
 
 
 def exact_cell(row: Row) -> str:
@@ -75,7 +66,7 @@ def exact_cell(row: Row) -> str:
 
 def more_memory_cell(row: Row) -> str:
     own = row.median("peak_mb")
-    ar = [record["metrics"].get("peak_mb") for _, record in row.beside_ar()]
+    ar = [record["metrics"].get("peak_mb") for _, record in row.beside(row.baseline)]
     if own is None or not ar or not all(ar):
         return ""
     return f"{own / statistics.median(ar) - 1:+.1%}"
@@ -85,7 +76,7 @@ COLUMNS = {
     "throughput": number("tok/s", "throughput", 1),
     "speedup": Column("x ar", lambda row: f"{row.speedup:.2f}x" if row.speedups else ""),
     "spread": Column("min-max", spread_cell),
-    "throughput_mean": Column("tok/s mean", lambda row: mean_cell(values(row, "throughput"), 1)),
+    "throughput_mean": Column("tok/s mean", lambda row: mean_cell(row.values("throughput"), 1)),
     "speedup_mean": Column("x ar mean", lambda row: mean_cell(row.speedups, 2)),
     "predicted": Column("predicted", predicted_cell),
     "end_to_end": number("end-to-end tok/s", "end_to_end", 1),
@@ -94,15 +85,15 @@ COLUMNS = {
     "tpot": number("TPOT ms", "tpot_ms", 2),
     "tokens_per_iter": number("tok/iter", "tokens_per_iter", 2),
     "path_length": number("path", "path_length", 2),
-    "acceptance": own_number("accept", "acceptance", 2),
-    "matching": own_number("match", "matching", 2),
+    "acceptance": number("accept", "acceptance", 2),
+    "matching": number("match", "matching", 2),
     "code_acceptance": Column("accept (code)", code_acceptance_cell),
-    "draft_nodes": own_number("nodes", "draft_nodes", 1),
+    "draft_nodes": number("nodes", "draft_nodes", 1),
     "iterations": number("iters", "iterations", 0),
-    "draft_passes": own_number("passes", "draft_passes", 2),
-    "draft": own_number("draft ms", "draft_ms", 2),
-    "verify": own_number("verify ms", "verify_ms", 2),
-    "other": own_number("other ms", "other_ms", 2),
+    "draft_passes": number("passes", "draft_passes", 2),
+    "draft": number("draft ms", "draft_ms", 2),
+    "verify": number("verify ms", "verify_ms", 2),
+    "other": number("other ms", "other_ms", 2),
     "repetition": number("repeat", "repetition", 2),
     "exact": Column("exact", exact_cell),
     "peak": number("peak MB", "peak_mb", 0),

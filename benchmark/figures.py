@@ -10,7 +10,6 @@ moves neither.
 
 import json
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import cycle, product
@@ -84,16 +83,12 @@ def draw(results: Results) -> dict[str, Figure]:
 
 def text_table(results: Results) -> pd.DataFrame:
     """A row for each text: its run, what was measured of it, how it compares with ar's."""
-    expected = expected_texts(results)
     found = []
     for row in results.rows():
         run = row.run
         own = {"run": run.label, "method": run.method, "is_peer": row.is_peer}
         own |= {"name": name_of(row), "place": place_of(row), "dataset": run.dataset}
         own |= {column: getattr(run, size) for column, size in SIZES.items()}
-        own["tick"] = own["name"]
-        if len(row.records) < expected[run.label]:
-            own["tick"] += f" ({len(row.records)} of {expected[run.label]} texts)"
         for (prompt, repeat), record in row.records.items():
             ar = row.baseline.get((prompt, repeat), {"metrics": {}})["metrics"]
             text = {"repeat": repeat, "ar": ar.get("throughput"), "ar's MB": ar.get("peak_mb")}
@@ -118,18 +113,6 @@ def compared(texts: pd.DataFrame) -> pd.DataFrame:
     return texts
 
 
-def expected_texts(results: Results) -> dict[str, int]:
-    """By run how many texts it has when it is done. Of several datasets the file does not tell:
-    there the run that has most of them counts as done."""
-    n_texts = Counter(record["run"] for record in results.records)
-    most: dict[str, int] = Counter()
-    for run in results.runs:
-        most[run.dataset] = max(most[run.dataset], n_texts[run.label])
-    if len(most) == 1:
-        most[run.dataset] = results.prompts["n"] * results.options.repeats
-    return {run.label: most[run.dataset] for run in results.runs}
-
-
 def wrapped(text: str, width: int) -> str:
     return textwrap.fill(text, width, max_lines=5)
 
@@ -147,9 +130,8 @@ def canvas(
     for axis in axes[n:]:
         axis.remove()
     below = caption(results)
-    n_texts, n_expected = len(results.records), sum(expected_texts(results).values())
-    if n_texts < n_expected:
-        below = f"UNFINISHED: {n_texts:,} of {n_expected:,} texts. {below}"
+    if len(results.records) < results.n_texts:
+        below = f"UNFINISHED: {len(results.records):,} of {results.n_texts:,} texts. {below}"
     figure.suptitle(title)
     figure.supxlabel(wrapped(below, 165), fontsize=6.5, color=INK)
     return figure, axes[:n]
@@ -203,7 +185,7 @@ def row_height(texts: pd.DataFrame) -> float:
 def name_rows(axis: Axes, here: pd.DataFrame, metric: str, form: str) -> None:
     """The runs' names on the left of their bars, which go downwards, and medians on the right."""
     runs = here.drop_duplicates("run")
-    axis.set_yticks(range(len(runs)), [wrapped(tick, 42) for tick in runs.tick])
+    axis.set_yticks(range(len(runs)), [wrapped(name, 42) for name in runs["name"]])
     axis.set(ylabel=wrapped(runs.place.iloc[0], 40), ylim=(len(runs) - 0.5, -0.5))
     axis.grid(axis="y", visible=False)
     medians = here.groupby("run", sort=False)[metric].median().to_list()
@@ -385,19 +367,19 @@ def sweeps(results: Results, texts: pd.DataFrame) -> Iterator[tuple[str, str, pd
 def staircase(results: Results) -> Figure:
     """Forward times by rows on double logarithmic axes, each with its bandwidth floor."""
     times = results.step_times
-    title = f"One forward at {times['context']} cached tokens, and its one-row bandwidth floor"
+    title = f"One forward at {times.context} cached tokens, and its one-row bandwidth floor"
     figure, (axis,) = canvas(results, title, 1, 1, 4)
     for role, part in (("target", "verify"), ("draft", "draft")):
-        floor = times[f"{role}_bytes"] / times["copy_gb_s"] / 1e6
-        points = zip(times["rows"], times[f"{role}_ms"], strict=False)
-        axis.plot(*zip(*points, strict=True), "o-", color=PARTS[part], label=role)
-        axis.axhline(floor, color=PARTS[part], linestyle="--", label=f"{role}'s floor")
+        points = zip(times.rows, getattr(times, f"{role}_ms"), strict=False)
+        style = {"color": PARTS[part]}
+        axis.plot(*zip(*points, strict=True), "o-", label=role, **style)
+        axis.axhline(times.floor_ms(role), linestyle="--", label=f"{role}'s floor", **style)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_locator(NullLocator())
-    axis.set_xticks(times["rows"], [str(n) for n in times["rows"]])
+    axis.set_xticks(times.rows, [str(n) for n in times.rows])
     axis.set(xlabel="rows", ylabel="milliseconds")
     axis.legend(frameon=False)
     return figure

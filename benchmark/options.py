@@ -11,9 +11,9 @@ import hashlib
 import os
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -26,9 +26,9 @@ from benchmark.machine import ROOT, describe_machine
 from benchmark.peers import PEERS, check_vocabularies, require_transformers
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import markdown_report, text_report
-from benchmark.results import MOST_ROUNDS, Options, Results, Run
+from benchmark.results import Options, Results, Run
 from benchmark.rows import SIZED_WORDS, choose_runs, settings_of, window_of
-from benchmark.shard import Shard, left_behind, on_own_device, require_sharable
+from benchmark.shard import Shard, left_behind, on_own_device
 from benchmark.tables import (
     NOT_HERE,
     PRESETS,
@@ -43,9 +43,9 @@ from cli.errors import Parser, UsageError, say
 from cli.models import Pair, choose_device, choose_dtype, open_pair
 from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked
+from engine.foreign import ForeignFile, convert
 
 Prompts = dict[str, list[list[int]]]  # their ids, by dataset
-MOST = 10**9  # tokens that can be asked for
 
 
 def build_parser() -> Parser:
@@ -69,9 +69,9 @@ def build_parser() -> Parser:
     add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (the table's, most often builtin)")
     add("--prompts", metavar="FILE", help='.jsonl with "prompt" fields, or text in paragraphs')
     add("--n-prompts", type=int, metavar="N", help="prompts, evenly spread over the dataset")
-    add("--prompt-tokens", type=sizes, metavar="N,...", help="lengths to cut the prompts to")
-    add("--new-tokens", type=sizes, metavar="N,...", help="tokens to generate")
-    add("--temperature", type=temperatures, metavar="X,...", help="0 is greedy (0)")
+    add("--prompt-tokens", type=several(int), metavar="N,...", help="lengths to cut the prompts to")
+    add("--new-tokens", type=several(int), metavar="N,...", help="tokens to generate")
+    add("--temperature", type=several(float), metavar="X,...", help="0 is greedy (0)")
     add("--top-p", type=float, metavar="P", help="of the sampled runs (1)")
     add("--seed", type=int, metavar="N", help="of the sampled runs; each prompt has its own (0)")
     add("--draft-temperature", type=float, metavar="X", help="of what sampled runs draw (the same)")
@@ -89,23 +89,16 @@ def build_parser() -> Parser:
     return parser
 
 
-def sizes(text: str) -> tuple[int, ...]:
-    """An option's list of whole numbers. Raises argparse.ArgumentTypeError."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < size < MOST for size in found) or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers of 1 or more, each once")
-    return found
+def several(kind: type) -> Callable[[str], tuple]:
+    """The reader of an option's list of such numbers, each once; Options says what they may be."""
 
+    def number(text: str) -> tuple:  # argparse names what is none, and calls it so
+        found = tuple(kind(part) for part in text.split(","))
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{text!r} names one twice")
+        return found
 
-def temperatures(text: str) -> tuple[float, ...]:
-    """The same of numbers; whether they are temperatures is for choose_sampling."""
-    found = tuple(float(part) for part in text.split(","))  # argparse names what is none
-    if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} names one twice")
-    return found
+    return number
 
 
 def describe_own() -> str:
@@ -173,17 +166,17 @@ def open_file(args: argparse.Namespace, held: ExitStack) -> tuple[Path, Options,
     """The results file, which no other run can write before `held` ends; the options to measure
     with; and if an interrupted table goes on, what there is of it. Raises UsageError."""
     if args.resume is None:
+        try:
+            options = convert(vars(args), "the options", Options)
+        except ForeignFile as error:
+            raise UsageError(str(error)) from error
         file = choose_file(args)
         keep(file, held)
-        if os.path.lexists(file):
-            raise UsageError(f"{file} exists already; go on with it (--resume) or remove it")
-        chosen = {field.name: getattr(args, field.name) for field in fields(Options)}
-        return file, Options(**chosen), None
+        return file, options, None
     require_alone(args, "--resume", "format", "shard")
     file = Path(args.resume)
-    Results.load(file)  # before anything is made beside it
     keep(file, held)
-    previous = Results.load(file)  # as the run left it that may have kept it before
+    previous = Results.load(file)
     for other in left_behind(file):
         previous.add(Results.load(other).records)
         previous.save(file)
@@ -201,10 +194,7 @@ def open_table(options: Options, shard: Shard) -> tuple[Results, Pair, Prompts]:
     table = choose_table(options)
     runs = choose_runs(table, options.methods, options.peers, words_everywhere(options))
     check_options(options, table, runs)
-    if shard.is_shared:
-        require_sharable(options, table)
-    if table.is_memory and shard.ranks:
-        raise UsageError(f"--table {options.table} measures processes of its own, without torchrun")
+    shard.require_sharable(options, table)
     if options.table == "enlarged" and options.target is None and options.draft is None:
         target, draft = enlarged_pair()
         options = replace(options, target=target, draft=draft)
@@ -301,21 +291,18 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
         for run in runs:
             if run.temperature and run.method != "ar":
                 require_drawing(run.label, settings_of(run).rule())
-    rounds = options.repeats
     peers = ", ".join(PEERS)
     are_told = has_peers(runs)
     device = choose_device(options.device)
     has_eager = any(run.is_eager for run in runs)
-    is_moved = options.dataset not in (None, DATASETS[0])
+    are_both = None not in (options.dataset, options.prompts)
     is_no_steps = options.table == "steps" and (runs or hot or is_varied)
     mistakes = [
         (is_no_steps, "--table steps runs no methods, and at one length"),
         (are_told and table.is_memory, f"--table {options.table} does not measure {peers}"),
         (are_told and hot, f"{peers} are measured at temperature 0 only"),
         (are_told and options.window is not None, f"{peers} have no --window"),
-        (options.prompts is not None and is_moved, "give either --dataset or --prompts"),
-        (not 1 <= rounds <= MOST_ROUNDS, f"--repeats {rounds}: 1 to {MOST_ROUNDS}"),
-        (any(part.n_prompts < 1 for part in table.parts), "--n-prompts is at least 1"),
+        (are_both, "give either --dataset or --prompts"),
         (has_eager and device.type != "cuda", f'"eager" has no effect on {device}: only on cuda'),
     ]
     for is_made, mistake in mistakes:
@@ -328,18 +315,20 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
 def choose_file(args: argparse.Namespace) -> Path:
     """Where results go: as asked for, or named by the time, to the microsecond, as several runs may
     begin in one second. Raises UsageError."""
-    if args.output is None:
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-        return ROOT / "results" / f"run_{stamp}_{args.table}.json"
-    if os.path.lexists(args.output) and not os.path.isfile(args.output):
-        raise UsageError(f"{args.output} is there and is no file; name a new one")
-    return Path(args.output)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    file = Path(args.output or ROOT / "results" / f"run_{stamp}_{args.table}.json")
+    if os.path.lexists(file):
+        raise UsageError(f"{file} exists already; name another, or go on with it (--resume)")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+    return file
 
 
 def keep(file: Path, held: ExitStack) -> None:
     """Keep a results file from every other run until `held` ends. Raises UsageError."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         held.enter_context(locked(file))
     except BlockingIOError as error:
         raise UsageError(f"{file} is being written by another run: let it end first") from error

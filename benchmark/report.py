@@ -6,9 +6,11 @@ print(text_report(results, width=80))
 
 import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
 
 from benchmark.columns import COLUMNS, published, require_columns
 from benchmark.results import Results, Row
+from benchmark.step_times import StepTimes
 from cli.errors import UsageError, shown
 
 MANY = 8  # rows, after which a note counts instead of naming them
@@ -74,29 +76,24 @@ def sizes_text(results: Results, name: str) -> str:
 
 
 def machine_text(machine: dict) -> str:
-    """Precision, processor, libraries and the code's commit."""
+    """Precision, the draft's where it is another, processor, libraries and the code's commit."""
     libraries = f"torch {machine['torch']}"
     if "transformers" in machine:
         libraries += f", transformers {machine['transformers']}"
-    where = f"{precision_text(machine)} on {machine['processor']}, {machine['threads']} threads"
+    precision = machine["dtype"]
+    of_draft = machine.get("draft_dtype", precision)
+    if of_draft != precision:
+        precision += f" (draft {of_draft})"
+    where = f"{precision} on {machine['processor']}, {machine['threads']} threads"
     if "ranks" in machine:
         where += f" in each of {machine['ranks']} ranks"
     return f"{where}, {libraries}, Python {machine['python']}, commit {machine['commit']}"
 
 
-def precision_text(machine: dict) -> str:
-    """The target's dtype, and the draft's where it is another."""
-    precision = machine["dtype"]
-    of_draft = machine.get("draft_dtype", precision)
-    if of_draft != precision:
-        precision += f" (draft {of_draft})"
-    return precision
-
-
 def notes(results: Results) -> list[str]:
     """Sentences below the table: what it is, what is slower than ar, what is not exact, the
     floor."""
-    rows = [row for row in results.rows() if row.beside_ar()]
+    rows = [row for row in results.rows() if row.beside(row.baseline)]
     found = [f"{results.title}."] if results.title else []
     if any(run.published for run in results.runs):
         found.append(PRINTED)
@@ -119,26 +116,21 @@ def slower_notes(rows: list[Row]) -> list[str]:
 
 
 def best_notes(results: Results) -> list[str]:
-    """Which settings of a method are the fastest at each text length (v1, table 4)."""
+    """Which settings of a method are the fastest at each text length, of FEW or more (v1, table 4);
+    none if there is but one length."""
+    contests: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    has_several = len(results.sizes["new_tokens"]) > 1
+    for row in results.rows():
+        if has_several and row.speedups and row.values("throughput"):
+            contests[place_of(row), row.run.method].append(row)
     found = []
-    for (place, method), rows in contests(results).items():
+    for (place, method), rows in contests.items():
         best = max(rows, key=lambda row: row.speedup)
         speed = f"{best.median('throughput'):.1f} tok/s, {best.speedup:.2f}x"
-        found.append(
-            f"{place}: of {len(rows)} {method} rows {name_of(best)} is the fastest, {speed}."
-        )
+        which = f"of {len(rows)} {method} rows {name_of(best)} is the fastest"
+        if len(rows) >= FEW:
+            found.append(f"{place}: {which}, {speed}.")
     return found
-
-
-def contests(results: Results) -> dict[tuple[str, str], list[Row]]:
-    """Rows that differ in their settings alone, FEW or more of them, by place and method; none
-    unless text lengths differ, too."""
-    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    if len(results.sizes["new_tokens"]) > 1:
-        for row in results.rows():
-            if row.speedups and row.median("throughput"):
-                found[place_of(row), row.run.method].append(row)
-    return {key: rows for key, rows in found.items() if len(rows) >= FEW}
 
 
 def place_of(row: Row) -> str:
@@ -175,9 +167,7 @@ def describe_differences(row: Row) -> str:
     gaps = [difference["gap"] for difference in found if difference["gap"] is not None]
     gap = f"at most {max(gaps):.1e}" if gaps else "not known"
     n_ties = sum(difference["is_tie"] for difference in found)
-    reference = "ar"
-    if row.run.is_strict or row.run.window is not None:
-        reference = row.run.reference
+    reference = row.run.reference or row.run.baseline
     return (
         f"{row.run.label} differs from {reference} on {len(differing)} of {len(row.compared())} "
         f"texts, the first on prompt {prompt}, from token {first} at the earliest "
@@ -185,16 +175,16 @@ def describe_differences(row: Row) -> str:
     )
 
 
-def step_notes(times: dict) -> list[str]:
+def step_notes(times: StepTimes) -> list[str]:
     """The weight-bandwidth floor of each model's one-row step."""
     found = []
     for role in ("target", "draft"):
-        n_bytes = times[f"{role}_bytes"]
-        ms = times[f"{role}_ms"][0]
-        floor = n_bytes / times["copy_gb_s"] / 1e6
+        n_bytes = getattr(times, f"{role}_bytes")
+        ms = getattr(times, f"{role}_ms")[0]
+        floor = times.floor_ms(role)
         found.append(
-            f"One {role} step of one row at {times['context']} tokens reads {n_bytes / 1e6:,.1f} "
-            f"MB, at least {floor:.2f} ms at the {times['copy_gb_s']:.1f} GB/s of a large copy; "
+            f"One {role} step of one row at {times.context} tokens reads {n_bytes / 1e6:,.1f} "
+            f"MB, at least {floor:.2f} ms at the {times.copy_gb_s:.1f} GB/s of a large copy; "
             f"it takes {ms:.2f} ms, {floor / ms:.0%} of that speed."
         )
     return found
@@ -226,12 +216,12 @@ def run_cells(results: Results, names: list[str]) -> tuple[list[str], list[list[
     return header, body
 
 
-def step_cells(times: dict) -> tuple[list[str], list[list[str]]]:
+def step_cells(times: StepTimes) -> tuple[list[str], list[list[str]]]:
     """Forward times by rows, and as multiples of one row's."""
     header = ["rows", "draft ms", "x 1 row", "target ms", "x 1 row"]
-    drafts, targets = times["draft_ms"], times["target_ms"]
+    drafts, targets = times.draft_ms, times.target_ms
     body = []
-    for n_rows, draft, target in zip(times["rows"], drafts, targets, strict=False):
+    for n_rows, draft, target in zip(times.rows, drafts, targets, strict=False):
         cells = [str(n_rows), f"{draft:.2f}", f"{draft / drafts[0]:.2f}"]
         body.append(cells + [f"{target:.2f}", f"{target / targets[0]:.2f}"])
     return header, body
@@ -239,36 +229,21 @@ def step_cells(times: dict) -> tuple[list[str], list[list[str]]]:
 
 def text_table(header: list[str], body: list[list[str]], width: int) -> str:
     """Right-aligned columns; those that do not fit follow in further blocks, labels repeated."""
-    table = [header] + body
-    widths = [0] * len(header)
-    for line in table:
-        for i, cell in enumerate(line):
-            widths[i] = max(widths[i], len(cell))
-    blocks = [text_block(table, columns, widths) for columns in split_columns(widths, width)]
-    return "\n\n".join(blocks)
+    labels, *columns = zip(header, *body, strict=True)
+    first = aligned(labels, "<")
+    blocks = [first]
+    for column in columns:
+        cells = aligned(column, ">")
+        if len(blocks[-1][0]) + 2 + len(cells[0]) > width and blocks[-1] is not first:
+            blocks.append(first)
+        blocks[-1] = [f"{line}  {cell}" for line, cell in zip(blocks[-1], cells, strict=True)]
+    return "\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks)
 
 
-def split_columns(widths: list[int], width: int) -> list[list[int]]:
-    """Columns 1, 2, ... in groups that fit `width` beside column 0, one in each at least."""
-    groups: list[list[int]] = []
-    used = 0
-    for column in range(1, len(widths)):
-        used += 2 + widths[column]
-        if not groups or used > width:
-            groups.append([])
-            used = widths[0] + 2 + widths[column]
-        groups[-1].append(column)
-    return groups
-
-
-def text_block(table: list[list[str]], columns: list[int], widths: list[int]) -> str:
-    lines = []
-    for line in table:
-        text = line[0].ljust(widths[0])
-        for column in columns:
-            text += "  " + line[column].rjust(widths[column])
-        lines.append(text.rstrip())
-    return "\n".join(lines)
+def aligned(cells: Sequence[str], side: str) -> list[str]:
+    """All as wide as the widest; side: < or >, where their ends meet."""
+    width = max(map(len, cells))
+    return [f"{cell:{side}{width}}" for cell in cells]
 
 
 def markdown_table(header: list[str], body: list[list[str]]) -> str:

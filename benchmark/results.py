@@ -11,6 +11,7 @@ keys and their types and ranges are checked by the declarations below.
 
 import statistics
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired, TypedDict
 
@@ -21,17 +22,18 @@ from benchmark.peers import PEERS
 from benchmark.step_times import StepTimes
 from cli.errors import UsageError
 from engine.files import write_whole
-from engine.foreign import ForeignFile, convert, read_json
+from engine.foreign import ForeignFile, read_json
 from methods import METHODS
 
 FORMAT = 2  # of the file; another number is refused
 LIMIT = 2**28  # bytes of a file, some ten million tokens
-MOST_ROUNDS = 10_000  # over all prompts
 LARGE = 10**12  # past any figure; what is divided and drawn stays far from where floats end
 NEEDED = {  # what is shown of every table
     "machine": "target draft dtype processor torch python commit threads",
     "sizes": "prompt_tokens new_tokens temperature",
 }
+UNTOLD = ("acceptance", "matching", "draft_nodes", "draft_passes")  # by transformers
+UNTOLD += ("draft_ms", "verify_ms", "other_ms")
 
 Count = Annotated[int, Meta(ge=0, le=LARGE)]
 Size = Annotated[int, Meta(ge=1, le=LARGE)]
@@ -59,7 +61,7 @@ class Options:
     top_p: float | None = None
     seed: int | None = None
     draft_temperature: float | None = None
-    repeats: Annotated[int, Meta(ge=1, le=MOST_ROUNDS)] = 1
+    repeats: Annotated[int, Meta(ge=1, le=10_000)] = 1
     target: str | None = None
     draft: str | None = None
     device: str | None = None
@@ -114,6 +116,9 @@ class Record(TypedDict):
     rank: NotRequired[Count]  # which of `shared_by` wrote it
 
 
+Texts = dict[tuple[int, int], Record]  # of one run, by prompt and round
+
+
 class Prompts(TypedDict):
     """Whose prompts, how many, and what tells them from any others."""
 
@@ -135,10 +140,11 @@ class Results:
     sizes: dict[str, list[Size | Temperature]]  # every value of prompt_tokens, new_tokens, ...
     runs: list[Run]
     setup_s: dict[str, Figure] = field(default_factory=dict)  # by label: loading and warming up
-    step_times: dict[str, object] | None = None  # a StepTimes
+    step_times: StepTimes | None = None
     is_memory: bool = False  # peak memory was measured, and no speed
     shared_by: list[dict[str, str | int]] = field(default_factory=list)  # the ranks of `rank`
     title: str = ""  # of a paper's table: which it is, and what is different here
+    n_texts: Count = 0  # that it has when it is done
     records: list[Record] = field(default_factory=list)
 
     @classmethod
@@ -147,8 +153,6 @@ class Results:
         another format."""
         try:
             found = read_json(Path(file), cls, LIMIT)
-            if found.step_times is not None:
-                convert(found.step_times, f"{file}: step_times", StepTimes)
         except ForeignFile as error:
             raise UsageError(f"not a results file of format {FORMAT}: {error}") from error
         found.require_sense(str(file))
@@ -195,17 +199,15 @@ class Results:
 
     def rows(self) -> list["Row"]:
         """The runs that have records, in the table's order."""
-        by_run: dict[str, dict] = {run.label: {} for run in self.runs}
+        by_run: dict[str, Texts] = {run.label: {} for run in self.runs}
         for record in self.records:
             by_run[record["run"]][record["prompt"], record["repeat"]] = record
         found = []
         for run in self.runs:
-            records = by_run[run.label]
-            if records:
-                baseline = by_run[run.baseline]
-                reference = by_run[run.reference or run.baseline]
-                found.append(Row(run, records, baseline, reference, self.setup_s.get(run.label)))
-        return found
+            reference = by_run[run.reference or run.baseline]
+            texts = by_run[run.label], by_run[run.baseline], reference
+            found.append(Row(run, *texts, self.setup_s.get(run.label)))
+        return [row for row in found if row.records]
 
 
 def key_of(record: Record) -> tuple[str, int, int]:
@@ -213,35 +215,42 @@ def key_of(record: Record) -> tuple[str, int, int]:
     return record["run"], record["prompt"], record["repeat"]
 
 
+@dataclass(frozen=True)
 class Row:
     """One run's records, and on the same prompts ar's and those of its reference."""
 
-    def __init__(
-        self, run: Run, records: dict, baseline: dict, reference: dict, setup_s: float | None
-    ):
-        """records, baseline, reference: (prompt, repeat) -> Record."""
-        self.run = run
-        self.records = records
-        self.baseline = baseline
-        self.reference = reference
-        self.setup_s = setup_s
-        self.is_peer = run.method in PEERS
-        self.speedups = self.measure_speedups()
+    run: Run
+    records: Texts
+    baseline: Texts
+    reference: Texts
+    setup_s: float | None
 
-    def beside_ar(self) -> list[tuple[Record, Record]]:
-        """Records, each with ar's on the same prompt and in the same round; none for ar itself."""
-        return self.beside(self.baseline)
+    @property
+    def is_peer(self) -> bool:
+        return self.run.method in PEERS
 
-    def beside(self, others: dict) -> list[tuple[Record, Record]]:
-        """Records, each with another run's on the same prompt; none for a run beside itself."""
+    def values(self, name: str) -> list[float]:
+        """One metric of every text; none if some lack it, as if transformers does not tell it."""
+        found = [record["metrics"].get(name) for record in self.records.values()]
+        return [] if None in found or (self.is_peer and name in UNTOLD) else found
+
+    def median(self, name: str) -> float | None:
+        """Median over prompts of one metric; None if this table does not measure it."""
+        found = self.values(name)
+        return statistics.median(found) if found else None
+
+    def beside(self, others: Texts) -> list[tuple[Record, Record]]:
+        """Records, each with another run's on the same prompt and in the same round; none for a run
+        beside itself, as for ar beside `baseline`."""
         if others is self.records:
             return []
         return [(record, others[key]) for key, record in self.records.items() if key in others]
 
-    def measure_speedups(self) -> list[float]:
+    @cached_property
+    def speedups(self) -> list[float]:
         """Throughput / ar's on the same prompt; none if the table does not measure it."""
         found = []
-        for record, ar in self.beside_ar():
+        for record, ar in self.beside(self.baseline):
             ours = record["metrics"].get("throughput")
             theirs = ar["metrics"].get("throughput")
             if ours and theirs:  # 0 of a text of one token, which no pass follows
@@ -252,21 +261,6 @@ class Row:
     def speedup(self) -> float:
         """Median over prompts of throughput / ar's throughput on the same prompt."""
         return statistics.median(self.speedups)
-
-    def median(self, name: str) -> float | None:
-        """Median over prompts of one metric; None if this table does not measure it."""
-        found = [record["metrics"].get(name) for record in self.records.values()]
-        return None if None in found else statistics.median(found)
-
-    def predicted(self) -> float | None:
-        """Median over prompts of the speedup that the forwards' step times alone would give; None
-        where a text has no such prediction."""
-        ratios = []
-        for record, ar in self.beside_ar():
-            if not record.get("predicted_ms") or "predicted_ms" not in ar:
-                return None
-            ratios.append(ar["predicted_ms"] / record["predicted_ms"])
-        return statistics.median(ratios) if ratios else None
 
     def compared(self) -> list[tuple[Record, Record]]:
         """Records whose ids are to be the reference's, each with it; none if sampled."""

@@ -3,9 +3,8 @@
 runs = choose_runs(TABLES["main"], "ar,dynatree tau=0.02 strict,linear window=512")
 """
 
-import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from benchmark.peers import PEERS
@@ -17,11 +16,22 @@ from cli.models import Pair, Request
 from cli.options import choose_window, parse_settings
 from draft_tree import Settings
 from engine.sampling import Sampling
+from engine.settings import read_values
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 
 WORDS = ("rebuild", "eager", "strict")  # of a row, beside its settings
-SIZED_WORDS = ("window", "sinks")  # the same, with a number: window=512
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What of a text a row's caches keep, where that is not all of it."""
+
+    window: int
+    sinks: int
+
+
+SIZED_WORDS = tuple(f.name for f in fields(Caches))  # the same, with a number: window=512
 
 
 def parse_run(text: str) -> Run:
@@ -40,24 +50,12 @@ def parse_run(text: str) -> Run:
     elif words:
         raise UsageError(f"{text!r}: {method} takes no settings")
     commit = "rebuild" if "rebuild" in words else "keep"
-    label = " ".join([method, *words])
-    run = Run(label, method, tuple(settings), commit, 0, 0, 0.0, "")
-    sized = parse_sized(text, words)
-    return replace(run, is_eager="eager" in words, is_strict="strict" in words, **sized)
-
-
-def parse_sized(text: str, words: Sequence[str]) -> dict[str, int]:
-    """A row's window and sinks, those that are among its words. Raises UsageError."""
-    sized = {}
-    for word in words:
-        name, _, value = word.partition("=")
-        if name in SIZED_WORDS:
-            if not re.fullmatch("[0-9]{1,9}", value):
-                raise UsageError(f"{text!r}: {name} takes a whole number")
-            sized[name] = int(value)
-    if "sinks" in sized and "window" not in sized:
-        raise UsageError(f"{text!r}: sinks need a window")
-    return sized
+    try:
+        caches = read_values(Caches, [word for word in words if name_in(word) in SIZED_WORDS])
+    except ValueError as error:
+        raise UsageError(f"{text!r}: {error}") from error
+    run = Run(" ".join([method, *words]), method, tuple(settings), commit, 0, 0, 0.0, "")
+    return replace(run, is_eager="eager" in words, is_strict="strict" in words, **caches)
 
 
 def name_in(word: str) -> str:
@@ -73,7 +71,7 @@ def settings_of(run: Run) -> Settings:
 def window_of(run: Run, pair: Pair) -> Window:
     """What the caches keep. Raises UsageError, naming the run, if it is too little for its trees or
     too much for the models."""
-    if run.window is None:
+    if run.window is None and run.sinks is None:  # as of a peer, which has no settings
         return WHOLE_TEXT
     try:
         return choose_window(run.window, run.sinks, settings_of(run).rule().max_rows, pair)
@@ -178,12 +176,12 @@ def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run
                 varied += f" {SYMBOLS[name]}={value}"
         end = suffix + varied
         for row in rows:
-            sized = replace(row, dataset=part.dataset, **size)
-            sized = replace(sized, label=row.label + end, baseline=rows[0].label + end)
-            sized = replace(sized, reference=row.reference + end)
-            if is_drawing(sized):
-                sized = replace(sized, draft_temperature=part.draft_temperature)
-            runs.append(replace(sized, published=part.published(row.label + varied)))
+            names = {"label": row.label + end, "baseline": rows[0].label + end}
+            names |= {"reference": row.reference + end, "dataset": part.dataset}
+            run = replace(row, published=part.published(row.label + varied), **names, **size)
+            if is_drawing(run):
+                run = replace(run, draft_temperature=part.draft_temperature)
+            runs.append(run)
     return runs
 
 

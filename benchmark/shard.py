@@ -63,6 +63,21 @@ class Shard:
             metrics = [(name, value) for name, value in metrics if name not in TIMES]
         return record | {"metrics": dict(metrics)} | self.mark
 
+    def require_sharable(self, options: Options, table: Table) -> None:
+        """Raise UsageError for a table that several ranks cannot measure."""
+        is_of_one = table.is_memory or (self.is_shared and options.table == "steps")
+        if self.ranks and is_of_one:
+            raise UsageError(f"--table {options.table} is measured by one process")
+        if not self.is_shared:
+            return
+        if options.device is not None and ":" in options.device:
+            one = f"--device {options.device}: with --shard each rank has a device of its own"
+            raise UsageError(f"{one}; say cpu, cuda or nothing")
+        timed = [name for name in table.columns if name in TIMED]
+        if timed and shares_cpu(choose_device(options.device)):
+            why = f"ranks that share a CPU disturb each other's times ({', '.join(timed)})"
+            raise UsageError(f"{why}; without times: --columns tokens_per_iter,acceptance,exact")
+
     def join(self, results: Results, device: torch.device, processor: str) -> None:
         """Say what each rank is; all come here. Raises UsageError unless all measure one table."""
         if not self.is_shared:
@@ -115,19 +130,6 @@ def require_alike(index: int, said: dict, first: tuple, has_times: bool) -> None
         is_own = name == "device" or (name == "processor" and not has_times)
         if not is_own and said.get(name) != value:
             raise UsageError(f"rank {index} has {name} {said.get(name)}, rank 0 {value}")
-
-
-def require_sharable(options: Options, table: Table) -> None:
-    """Raise UsageError for a table that several ranks cannot measure."""
-    if options.table == "steps" or table.is_memory:
-        raise UsageError(f"--table {options.table} is measured by one process: leave out --shard")
-    if options.device is not None and ":" in options.device:
-        one = f"--device {options.device}: with --shard each rank has a device of its own"
-        raise UsageError(f"{one}; say cpu, cuda or nothing")
-    timed = [name for name in table.columns if name in TIMED]
-    if timed and shares_cpu(choose_device(options.device)):
-        why = f"ranks that share a CPU disturb each other's times ({', '.join(timed)})"
-        raise UsageError(f"{why}; without times: --columns tokens_per_iter,acceptance,exact")
 
 
 def shares_cpu(device: torch.device) -> bool:

@@ -52,6 +52,10 @@ class StepTimes:
             total += n * interpolate(self.rows, self.target_ms, rows)
         return total
 
+    def floor_ms(self, role: str) -> float:
+        """What the target's or the draft's one-row forward takes at the bandwidth of a copy."""
+        return getattr(self, f"{role}_bytes") / self.copy_gb_s / 1e6
+
 
 def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
     """y at x, on the straight lines through (xs, ys), the outer ones prolonged. xs rise."""

@@ -10,6 +10,7 @@ from bench import main
 from benchmark.documents import END, START, readme_part, replaced, results_part, write_documents
 from benchmark.report import markdown_report, notes, table_cells, text_report, text_table
 from benchmark.results import Options, Record, Results, Run
+from benchmark.step_times import StepTimes
 from cli.errors import UsageError
 from cli.metrics import Metrics
 
@@ -142,7 +143,7 @@ def test_the_fastest_settings_are_told_by_text_length() -> None:
 def test_the_floor_is_bytes_over_bandwidth(results: Results) -> None:
     times = {"context": 200, "rows": [1, 2], "target_ms": [4.0, 5.0], "draft_ms": [1.0, 1.0]}
     times |= {"target_bytes": 40_000_000, "draft_bytes": 5_000_000, "copy_gb_s": 20.0}
-    results.step_times = times
+    results.step_times = StepTimes(**times)
     target, draft = notes(results)[-2:]
     assert "reads 40.0 MB, at least 2.00 ms at the 20.0 GB/s" in target
     assert target.endswith("it takes 4.00 ms, 50% of that speed.") and "at least 0.25 ms" in draft

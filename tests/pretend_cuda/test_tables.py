@@ -45,7 +45,7 @@ def test_a_table(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     elif table == "memory":
         assert all(record["metrics"]["pools_mb"] > 0 for record in results.records)
     else:
-        assert results.step_times["target_ms"]
+        assert results.step_times.target_ms
 
 
 def test_gpu_check() -> None:
