@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmark.report import machine_text, markdown_report, markdown_table, prompts_text, run_cells
-from benchmark.results import Results
+from benchmark.results import Results, write
 from cli.errors import UsageError, shown
-from engine.files import write_whole
 from engine.foreign import ForeignFile, read_text
 
 START = "<!-- results: made by bench.py --docs -->"
@@ -27,10 +26,7 @@ def write_documents(root: Path, files: Sequence[str]) -> None:
     texts = {readme: replaced(readme, readme_part(files))}
     texts[page] = replaced(page, results_part(files))
     for document, text in texts.items():
-        try:
-            write_whole(document, text)
-        except OSError as error:
-            raise UsageError(f"{document} cannot be written: {error.strerror}") from error
+        write(document, text)
 
 
 def replaced(document: Path, part: str) -> str:

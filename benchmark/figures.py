@@ -33,7 +33,6 @@ from cli.page import read
 from methods import METHODS
 
 COLOURS = json.loads(read("colours.json"))  # one for a method, or a part of the work, everywhere
-PARTS = {part: COLOURS["parts"][part] for part in ("draft", "verify", "other")}  # of an iteration
 INK, GREY, PALE = "#202020", "#8A8A8A", "#D8D8D8"
 METHOD_COLOURS = dict.fromkeys(PEERS, GREY)
 METHOD_COLOURS |= dict(zip(METHODS, cycle(COLOURS["methods"]), strict=False))
@@ -53,9 +52,8 @@ SPEED, SPEEDUP, PROGRESS = "tokens/s", "x ar on the same prompt", "tokens per ta
 ACCEPTANCE, PASSES = "accepted / drafted", "draft passes for a text"
 CHANCE = "probability (auto: estimate)"
 MEASURED = {SPEED: "throughput", PROGRESS: "tokens_per_iter", ACCEPTANCE: "acceptance"}
-MEASURED |= {"peak MB": "peak_mb", "weights + caches MB": "floor_mb", "written": "new_tokens"}
+MEASURED |= {"peak MB": "peak_mb", "weights + caches MB": "floor_mb"}
 MEASURED |= {name: name for name in ("draft_nodes", "draft_passes", "iterations")}
-MEASURED |= {part: f"{part}_ms" for part in PARTS}
 BARS = {SPEED: "{:,.1f}", SPEEDUP: "{:.2f}x", PROGRESS: "{:.2f}"}  # and how their medians are shown
 BARS |= {"peak MB": "{:,.0f}", "weights + caches MB": "{:,.0f}", "peak over ar's": "{:+.1%}"}
 BY_SIZE = {"": SPEED, "_speedup": SPEEDUP, "_progress": PROGRESS, "_acceptance": ACCEPTANCE}
@@ -82,7 +80,8 @@ def draw(results: Results) -> dict[str, Figure]:
 
 
 def text_table(results: Results) -> pd.DataFrame:
-    """A row for each text: its run, what was measured of it, how it compares with ar's."""
+    """A row for each text: its run, what was measured of it, how it compares with ar's; nothing
+    where a figure is lacking."""
     found = []
     for row in results.rows():
         run = row.run
@@ -97,19 +96,10 @@ def text_table(results: Results) -> pd.DataFrame:
             found.append(own | text | counts)
     texts = pd.DataFrame(found)
     texts[list(text)] = texts[list(text)].astype(float)
-    return compared(texts)
-
-
-def compared(texts: pd.DataFrame) -> pd.DataFrame:
-    """With what follows from a text's own figures and ar's; nothing where one is lacking."""
     texts[SPEEDUP] = texts[SPEED] / texts.ar.where(texts.ar > 0)
     texts["peak over ar's"] = texts["peak MB"] / texts["ar's MB"] - 1
     texts[ACCEPTANCE] = texts[ACCEPTANCE].where(texts.draft_nodes > 0)
     texts[PASSES] = texts.draft_passes * texts.iterations
-    per_token = texts.iterations / (texts.written - 1).clip(lower=1)
-    for part in PARTS:
-        texts[part] = (texts[part] * per_token).where(~texts.is_peer)  # peers do not tell
-    texts["milliseconds"] = texts[[*PARTS]].sum(axis=1, skipna=False)
     return texts
 
 
@@ -147,7 +137,7 @@ def figures_by_name(results: Results, texts: pd.DataFrame) -> dict[str, Figure |
             ending = f"_{size[-1]}{ending}"
         found[ending] = size_lines(results, texts, size, metric)
     if not sizes:
-        found = {"": bars(results, texts), "_latency": latency_bars(results, texts)}
+        found[""] = bars(results, texts)
     found["_depth"] = depth_lines(results, texts, "drafted")
     found["_position"] = depth_lines(results, texts, "tried")
     found["_calibration"] = calibration_lines(results, texts)
@@ -155,13 +145,15 @@ def figures_by_name(results: Results, texts: pd.DataFrame) -> dict[str, Figure |
 
 
 def bars(results: Results, texts: pd.DataFrame) -> Figure | None:
-    """What was measured of every row, panels side by side, those of each place below each other."""
+    """What was measured of every row, panels side by side, those of each place below each other;
+    medians on the right of the bars."""
     metrics = [name for name in BARS if texts[name].notna().any()]
     panels = list(product(texts.place.unique(), metrics))
     if not panels:
         return None
     title = "Medians over texts, and quartiles"
-    figure, axes = canvas(results, title, len(panels), len(metrics), row_height(texts))
+    height = 0.5 + 0.27 * texts.groupby("place").run.nunique().max()
+    figure, axes = canvas(results, title, len(panels), len(metrics), height)
     for (place, metric), axis in zip(panels, axes, strict=True):
         here = texts[texts.place == place]
         style = {"hue": "method", "palette": METHOD_COLOURS, "saturation": 1, "legend": False}
@@ -169,51 +161,19 @@ def bars(results: Results, texts: pd.DataFrame) -> Figure | None:
         style |= {"estimator": "median", "errorbar": ("pi", 50), "capsize": 0.3, "linewidth": 0}
         style |= {"err_kws": {"color": INK, "linewidth": 1, "path_effects": HALO}}
         sns.barplot(here, x=metric, y="run", ax=axis, **style)
-        name_rows(axis, here, metric, BARS[metric])
+        runs = here.drop_duplicates("run")
+        axis.set_yticks(range(len(runs)), [wrapped(name, 42) for name in runs["name"]])
+        axis.set(ylabel=wrapped(place, 40), ylim=(len(runs) - 0.5, -0.5))
+        axis.grid(axis="y", visible=False)
+        medians = here.groupby("run", sort=False)[metric].median()
+        for i, median in enumerate(medians):
+            if median == median:  # nan: not measured
+                where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 7}
+                axis.text(1.01, i, BARS[metric].format(median), **where)
         if metric == SPEEDUP:
             axis.axvline(1, color=INK, linewidth=0.8, linestyle=":")
         if metric != metrics[0]:
             axis.set(ylabel="", yticklabels=[])
-    return figure
-
-
-def row_height(texts: pd.DataFrame) -> float:
-    """Inches of axes with a bar for each run of one place."""
-    return 0.5 + 0.27 * texts.groupby("place").run.nunique().max()
-
-
-def name_rows(axis: Axes, here: pd.DataFrame, metric: str, form: str) -> None:
-    """The runs' names on the left of their bars, which go downwards, and medians on the right."""
-    runs = here.drop_duplicates("run")
-    axis.set_yticks(range(len(runs)), [wrapped(name, 42) for name in runs["name"]])
-    axis.set(ylabel=wrapped(runs.place.iloc[0], 40), ylim=(len(runs) - 0.5, -0.5))
-    axis.grid(axis="y", visible=False)
-    medians = here.groupby("run", sort=False)[metric].median().to_list()
-    for i, median in enumerate(medians):
-        if median == median:  # nan: not measured
-            where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 7}
-            axis.text(1.01, i, form.format(median), **where)
-
-
-def latency_bars(results: Results, texts: pd.DataFrame) -> Figure | None:
-    """Where the time of a token goes: the draft's passes, the target's, and all else."""
-    texts = texts[texts["milliseconds"].notna()]
-    if texts.empty:
-        return None
-    places = texts.place.unique()
-    title = "Time for a token after the first: medians of its parts, and of their sum"
-    figure, axes = canvas(results, title, len(places), 1, row_height(texts))
-    for place, axis in zip(places, axes, strict=True):
-        here = texts[texts.place == place]
-        medians = here.groupby("run", sort=False)[[*PARTS, "milliseconds"]].median()
-        style = {"stacked": True, "color": PARTS, "width": 0.75, "linewidth": 0, "legend": False}
-        medians[[*PARTS]].plot.barh(ax=axis, **style)
-        sums = medians["milliseconds"]
-        axis.plot(sums, range(len(sums)), "|", color=INK, markersize=13, label="their sum")
-        name_rows(axis, here, "milliseconds", "{:.2f}")
-        axis.set_xlabel("milliseconds")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
     return figure
 
 
@@ -338,15 +298,15 @@ def setting_maps(results: Results, texts: pd.DataFrame) -> Figure | None:
         sns.heatmap(cells, fmt=forms[y], ax=axis, **style)
         axis.set(title=wrapped(f"{title}: {y}", 60), ylabel="")
         axis.grid(False)  # where nothing was measured
-        labels = [wrapped(rest or "defaults", 36) for rest in cells.index]
+        labels = [wrapped(rest, 36) for rest in cells.index]
         axis.set_yticks([i + 0.5 for i in range(len(labels))], labels, rotation=0)
         axis.tick_params(labelleft=y == SPEEDUP)
     return figure
 
 
 def sweeps(results: Results, texts: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Of each method with SWEEP runs or more at a place: what these share, the setting with most
-    values, and their medians, beside them that setting's value and the `rest` of what is set."""
+    """Of each method with SWEEP runs or more at a place: both, the setting with most values, and
+    the runs' medians, beside them that setting's value and the `rest` of what is set."""
     by_label = {run.label: run for run in results.runs}
     texts = texts[~texts.is_peer & texts[SPEEDUP].notna()]
     keys = ["place", "method", "run", "name"]
@@ -358,10 +318,8 @@ def sweeps(results: Results, texts: pd.DataFrame) -> Iterator[tuple[str, str, pd
             continue
         x = numbers.nunique().idxmax()
         words = [[w for w in name.split()[1:] if not w.startswith(f"{x}=")] for name in runs.name]
-        shared = [word for word in words[0] if all(word in others for others in words)]
-        rest = [" ".join(word for word in own if word not in shared) for own in words]
-        title = " ".join([method, *shared, place]).strip()
-        yield title, x, runs.assign(rest=rest, **{x: numbers[x]})
+        rest = [" ".join(own) or "defaults" for own in words]
+        yield f"{method} {place}".strip(), x, runs.assign(rest=rest, **{x: numbers[x]})
 
 
 def staircase(results: Results) -> Figure:
@@ -371,7 +329,7 @@ def staircase(results: Results) -> Figure:
     figure, (axis,) = canvas(results, title, 1, 1, 4)
     for role, part in (("target", "verify"), ("draft", "draft")):
         points = zip(times.rows, getattr(times, f"{role}_ms"), strict=False)
-        style = {"color": PARTS[part]}
+        style = {"color": COLOURS["parts"][part]}
         axis.plot(*zip(*points, strict=True), "o-", label=role, **style)
         axis.axhline(times.floor_ms(role), linestyle="--", label=f"{role}'s floor", **style)
     axis.set_xscale("log", base=2)

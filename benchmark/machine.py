@@ -38,14 +38,9 @@ def processor(device: torch.device) -> str:
 
 def revision() -> str:
     """The code's commit, marked if files differ from it; "unknown" outside a repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=10"]
     try:
-        commit = git("rev-parse", "--short=10", "HEAD")
-        is_modified = git("status", "--porcelain", "--untracked-files=no")
+        done = subprocess.run([*command, "--dirty=-modified"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return f"{commit}-modified" if is_modified else commit
-
-
-def git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return done.stdout.decode().strip()

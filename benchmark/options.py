@@ -52,16 +52,14 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="bench.py",
         description="Measure every method beside ar, prompt by prompt in turn.",
-        epilog=describe_own(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
     add = parser.add_argument
-    add("--table", metavar="T", help="one of those below, or a paper's (main)")
-    add("--tables", action="store_true", help="list the papers' tables, and what is not here")
+    add("--table", metavar="T", help="one of those that --tables lists (main)")
+    add("--tables", action="store_true", help="list our tables, the papers', and the columns")
     rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager] [strict] [window=N] [sinks=S]"'
     add("--methods", metavar="M,...", help=rows)
-    add("--columns", metavar="C,...", help="columns to show")
+    add("--columns", metavar="C,...", help="columns to show, of those that --tables lists")
     add("--strict", action="store_true", help="every row strict, held against strict ar")
     add("--window", type=int, metavar="N", help="every row over a window, held against ar over it")
     add("--sinks", type=int, metavar="N", help="and with a window the first N tokens (4)")
@@ -101,26 +99,24 @@ def several(kind: type) -> Callable[[str], tuple]:
     return number
 
 
-def describe_own() -> str:
-    """The end of --help: our own tables, and every column."""
-    columns = textwrap.fill(f"columns: {', '.join(COLUMNS)}", 80, subsequent_indent="  ")
-    own = describe({name: table.title for name, table in TABLES.items()}, 9)
-    return "\n".join(["tables:", *own, "  the papers' own: --tables", "", columns])
-
-
-def describe_papers() -> str:
+def describe_tables() -> str:
     """What --tables prints."""
-    papers = describe({name: table.title for name, table in PRESETS.items()}, 14)
-    lines = ["the papers' tables, beside what they print:", *papers]
-    lines += ["", "and what theirs need that is not here:", *describe(NOT_HERE, 14)]
-    return "\n".join(lines)
+    sections = {
+        "our own tables:": {name: table.title for name, table in TABLES.items()},
+        "the papers', beside what they print:": {n: table.title for n, table in PRESETS.items()},
+        "and what theirs need that is not here:": NOT_HERE,
+        "columns:": {name: column.title for name, column in COLUMNS.items()},
+    }
+    lines = []
+    for heading, titles in sections.items():
+        lines += [heading, *describe(titles), ""]
+    return "\n".join(lines).strip()
 
 
-def describe(titles: Mapping[str, str], width: int) -> list[str]:
+def describe(titles: Mapping[str, str]) -> list[str]:
     """A paragraph for each name, all as far to the right."""
-    margin = " " * (width + 3)
     return [
-        textwrap.fill(f"  {name:<{width}} {title}", 80, subsequent_indent=margin)
+        textwrap.fill(f"  {name:<15} {title}", 80, subsequent_indent=" " * 18)
         for name, title in titles.items()
     ]
 
@@ -134,7 +130,7 @@ def show_files(args: argparse.Namespace) -> None:
     """Carry out --tables, --docs or --show."""
     if args.tables:
         require_alone(args, "--tables")
-        print(describe_papers())
+        print(describe_tables())
     elif args.docs is not None:
         require_alone(args, "--docs")
         write_documents(ROOT, args.docs)
@@ -175,8 +171,9 @@ def open_file(args: argparse.Namespace, held: ExitStack) -> tuple[Path, Options,
         return file, options, None
     require_alone(args, "--resume", "format", "shard")
     file = Path(args.resume)
+    Results.load(file)  # before anything is made beside it
     keep(file, held)
-    previous = Results.load(file)
+    previous = Results.load(file)  # as the run left it that may have kept it before
     for other in left_behind(file):
         previous.add(Results.load(other).records)
         previous.save(file)
@@ -319,16 +316,13 @@ def choose_file(args: argparse.Namespace) -> Path:
     file = Path(args.output or ROOT / "results" / f"run_{stamp}_{args.table}.json")
     if os.path.lexists(file):
         raise UsageError(f"{file} exists already; name another, or go on with it (--resume)")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
     return file
 
 
 def keep(file: Path, held: ExitStack) -> None:
     """Keep a results file from every other run until `held` ends. Raises UsageError."""
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         held.enter_context(locked(file))
     except BlockingIOError as error:
         raise UsageError(f"{file} is being written by another run: let it end first") from error

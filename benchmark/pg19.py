@@ -40,11 +40,8 @@ def list_books() -> list[str]:
     try:
         books = parse_json(fetch(where, LISTING_BYTES), where, Listing).items
     except ForeignFile as error:
-        raise failure(f"{where} gave no list of books") from error
-    names = [book.name for book in books if book.name.endswith(".txt")]
-    if not names:
-        raise failure(f"{where} gave no list of books")
-    return names
+        raise failure(str(error)) from error
+    return [book.name for book in books if book.name.endswith(".txt")]
 
 
 def fetch_opening(name: str) -> str:

@@ -13,15 +13,13 @@ import importlib
 import io
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.results import Results
-from cli.errors import Parser, UsageError, run_command_line, say, shown
+from benchmark.results import Results, write
+from cli.errors import Parser, UsageError, run_command_line, shown
 from engine.checkpoint import first_line
-from engine.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,23 +34,20 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def drawn(files: Sequence[str], output: str | None) -> dict[Path, "Figure"]:
-    """Every figure, by where it goes. Raises UsageError if something of theirs is there."""
+    """Every figure, by where it goes. Raises UsageError if two would go there."""
     os.environ["MPLBACKEND"] = "agg"  # a notebook sets one for its shells that may not be there
     try:
         figures = importlib.import_module("benchmark.figures")
     except ImportError as error:
         what = "figures need seaborn: pip install seaborn==0.13.2"
         raise UsageError(f"{what} ({first_line(error)})") from error
-    taken = {os.path.realpath(name): "a results file" for name in files}
     found = {}
     for name in files:
         for ending, figure in figures.draw(Results.load(name)).items():
             path = Path(output or Path(name).parent) / f"{Path(name).stem}{ending}.png"
-            place = os.path.realpath(path)
-            if place in taken:
-                what = f"{path} is to be a figure of {name}, but is {taken[place]}"
+            if path in found:
+                what = f"{path} is to be a figure of {name}, and of another file"
                 raise UsageError(f"{what}; draw it into another folder (--output)")
-            taken[place] = f"a figure of {name}"
             found[path] = figure
     return found
 
@@ -60,16 +55,8 @@ def drawn(files: Sequence[str], output: str | None) -> dict[Path, "Figure"]:
 def save(figure: "Figure", path: Path) -> None:
     """Write a figure as PNG, all of it or nothing. Raises UsageError."""
     content = io.BytesIO()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        figure.savefig(content, format="png")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content.getvalue())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
-    for warning in said[:1]:  # the others are of other characters that no font has
-        say(f"note: {path}: {first_line(warning.message)}")
+    figure.savefig(content, format="png")
+    write(path, content.getvalue())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

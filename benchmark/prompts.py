@@ -24,7 +24,6 @@ from benchmark.pg19 import fetch_opening, list_books
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair, Request, encode
-from cli.options import MAX_PROMPT_BYTES
 from engine.checkpoint import CheckpointError
 from engine.foreign import ForeignFile, parse_json, read_bytes, read_text
 from engine.hub import hub_client
@@ -82,9 +81,6 @@ def read_prompts(file: Path) -> list[str]:
         raise UsageError(f"--prompts: {error}") from error
     if not texts:
         raise UsageError(f"{file} has no {what} to use as a prompt")
-    if max(map(len, texts)) > MAX_PROMPT_BYTES:
-        most = f"{MAX_PROMPT_BYTES // 1_000_000} MB"
-        raise UsageError(f"{file} has a {what} longer than a prompt may be, {most}")
     return texts
 
 

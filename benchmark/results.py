@@ -181,11 +181,7 @@ class Results:
         head = msgspec.json.format(msgspec.json.encode(replace(self, records=[])), indent=1)
         before, _, after = head.partition(b'"records": []')
         records = b",\n".join(msgspec.json.encode(record) for record in self.records)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, before + b'"records": [\n' + records + b"\n]" + after + b"\n")
-        except OSError as error:
-            raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+        write(file, before + b'"records": [\n' + records + b"\n]" + after + b"\n")
 
     def add(self, records: list[Record]) -> None:
         """Add those that are not there yet."""
@@ -208,6 +204,15 @@ class Results:
             texts = by_run[run.label], by_run[run.baseline], reference
             found.append(Row(run, *texts, self.setup_s.get(run.label)))
         return [row for row in found if row.records]
+
+
+def write(file: Path, content: bytes | str) -> None:
+    """Write a file whole or not at all, its folder made if there is none. Raises UsageError."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, content)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def key_of(record: Record) -> tuple[str, int, int]:

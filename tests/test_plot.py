@@ -19,7 +19,7 @@ from benchmark.tables import PRESETS, SYMBOLS, TABLES
 from methods import METHODS
 
 figures = pytest.importorskip("benchmark.figures")  # which need seaborn
-draw, PARTS = figures.draw, figures.PARTS
+draw = figures.draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ NAMES = ("ar", "linear", "dynatree", "hf-ar")
 GRID = ("ar", "fixed D=3 B=2", "fixed B=3 D=3", "fixed B=2 D=4", "fixed D=4 B=3", "fixed B=2")
 MANY = ("ar",) + tuple(f"fixed D={d} B={b} tau=0.1" for d in range(3, 9) for b in (2, 3, 4, 5))
 TREES = {"_depth", "_position", "_calibration"}
-BARS = {"", "_latency"} | TREES
+BARS = {""} | TREES
 LINES = {"", "_speedup", "_progress", "_acceptance"} | TREES
 
 
@@ -84,7 +84,7 @@ def texts(figure: "Figure") -> list[str]:
     [
         (results_of(), BARS),
         (results_of(places=("on pg19", "on a/../b")), BARS),
-        (results_of(("ar",)), {"", "_latency"}),
+        (results_of(("ar",)), {""}),
         (results_of(("ar", "linear"), ("T=10", "T=20")), LINES),
         (results_of(("ar", "linear"), ("t=0.6", "t=1.0")), LINES - {"_calibration"}),
         (
@@ -122,13 +122,6 @@ def test_bars_are_medians_and_whiskers_quartiles() -> None:
     assert texts(figure)[:5] == ["52.5", "53.5", "54.5", "55.5", "1.00x"]
     assert speedup.patches[1].get_width() == pytest.approx((52 / 51 + 55 / 54) / 2)
     assert [tick.get_text() for tick in speed.get_yticklabels()] == list(NAMES)
-
-
-def test_latency_is_in_medians_of_parts_and_of_their_sum() -> None:
-    """Over five iterations and ten tokens; peers do not tell."""
-    (axis,) = draw(results_of())["_latency"].axes
-    assert [bar.get_width() for bar in axis.patches[::3]] == [1.75, 2.0, 0.25]
-    assert texts(axis.figure) == ["4.00"] * 3
 
 
 def test_memory_beside_ar() -> None:
@@ -195,7 +188,8 @@ def test_what_is_unfinished_says_so() -> None:
         assert draw(results)
 
 
-def test_anybodys_labels_and_figures_can_be_drawn(tmp_path: Path, capsys: Captured) -> None:
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_anybodys_labels_and_figures_can_be_drawn(tmp_path: Path) -> None:
     """Characters that no font has, no formula, no end, no folder; 0 is what one token leaves."""
     words = ("\x1b[2J", "a$\\frac$", "x" * 5000, "漢字", "../..", "_", "{0}")
     results = results_of(("ar", "linear", "dynatree"), [f"on {word}" for word in words])
@@ -210,34 +204,24 @@ def test_anybodys_labels_and_figures_can_be_drawn(tmp_path: Path, capsys: Captur
     written = {f"r{ending}.png" for ending in BARS}
     assert {file.name for file in tmp_path.iterdir()} == written | {"r.json"}
     assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in written)
-    assert all(line.startswith("note: ") for line in capsys.readouterr().err.splitlines())
 
 
 @pytest.mark.parametrize(
-    ("files", "output"),
-    [
-        (["a/x.json", "b/x.json"], "made"),
-        (["a/x.json", "link/x.json"], None),
-        (["a/x.json", "a/x.txt"], None),
-        (["a/x.json", "a/x_depth.png"], None),
-        (["b/x.json", "a/x.json", "a/x.json"], "b"),
-        (["a/x.png"], None),
-    ],
+    ("files", "options"), [(["a/x.json", "b/x.json"], ["--output=c"]), (["x.json", "x.txt"], [])]
 )
-def test_no_figure_overwrites_another_or_its_results(
-    files: list[str], output: str | None, tmp_path: Path, capsys: Captured
+def test_no_figure_overwrites_another(
+    files: list[str],
+    options: list[str],
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "link").symlink_to("a")
-    paths = [str(tmp_path / name) for name in files]
-    for path in paths:
-        results_of(("ar", "linear")).save(Path(path))
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
-    assert main(paths + (["--output", str(tmp_path / output)] if output else [])) == 2
+    monkeypatch.chdir(tmp_path)
+    for file in files:
+        results_of(("ar", "linear")).save(Path(file))
+    assert main([*files, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert " is to be a figure of " in line
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
+    assert f" is to be a figure of {files[1]}" in line and not list(tmp_path.rglob("*.png"))
 
 
 @pytest.mark.parametrize(
