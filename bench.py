@@ -43,7 +43,6 @@ from benchmark.memory import in_own_process, measure_memory, used_memory
 from benchmark.options import (
     Prompts,
     build_parser,
-    is_about_files,
     open_file,
     open_table,
     require_same,
@@ -204,8 +203,7 @@ def run_table(bench: Bench, kind: str) -> int:
 
 def execute(args: argparse.Namespace) -> int:
     """Carry out the command line, once parsed. Returns the exit status."""
-    if is_about_files(args):
-        show_files(args)
+    if show_files(args):
         return 0
     with joined(is_split=args.shard is None) as ranks, ExitStack() as held:
         shard = Shard(ranks, is_shared=args.shard is not None)

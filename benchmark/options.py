@@ -121,24 +121,22 @@ def describe(titles: Mapping[str, str]) -> list[str]:
     ]
 
 
-def is_about_files(args: argparse.Namespace) -> bool:
-    """Whether there is something to be shown or written up, and nothing to be measured."""
-    return args.tables or args.show is not None or args.docs is not None
-
-
-def show_files(args: argparse.Namespace) -> None:
-    """Carry out --tables, --docs or --show."""
+def show_files(args: argparse.Namespace) -> bool:
+    """Carry out --tables, --docs or --show; False if there is none of them."""
     if args.tables:
         require_alone(args, "--tables")
         print(describe_tables())
     elif args.docs is not None:
         require_alone(args, "--docs")
         write_documents(ROOT, args.docs)
-    else:
+    elif args.show is not None:
         require_alone(args, "--show", "columns", "format")
         results = Results.load(args.show)
         results.columns = choose_columns(args.columns, results.columns)
         show(results, args.format)
+    else:
+        return False
+    return True
 
 
 def require_alone(args: argparse.Namespace, option: str, *allowed: str) -> None:

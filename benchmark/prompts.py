@@ -102,24 +102,18 @@ def _fetch_wikitext() -> str:
     """WikiText-2's raw test text, from the hub or the hub client's cache. Raises UsageError."""
     others = f"use --dataset {DATASETS[0]} or --prompts FILE"
     try:
-        file = Path(_fetch_archive())
+        with hub_client("wikitext2"):
+            from huggingface_hub import HfApi, hf_hub_download
+
+            where = {"repo_id": WIKITEXT_REPOSITORY, "repo_type": "dataset"}
+            commit = HfApi().resolve_revision(**where)  # a hub that is down says so at once
+            name = hf_hub_download(filename=WIKITEXT_ZIP, revision=commit, **where)
     except CheckpointError as error:
         raise UsageError(f"{error}; {others}") from error
     try:
-        return _unpack(read_bytes(file, WIKITEXT_BYTES)).decode("utf-8")
+        return _unpack(read_bytes(Path(name), WIKITEXT_BYTES)).decode("utf-8")
     except BROKEN_ARCHIVE as error:
-        raise UsageError(f"{file} is not the WikiText-2 archive: {error}; {others}") from error
-
-
-def _fetch_archive() -> str:
-    """Where WikiText-2's archive is, once it is there. Raises CheckpointError."""
-    with hub_client("wikitext2"):
-        from huggingface_hub import HfApi, hf_hub_download
-
-        commit = HfApi().resolve_revision(WIKITEXT_REPOSITORY, repo_type="dataset")
-        return hf_hub_download(
-            WIKITEXT_REPOSITORY, WIKITEXT_ZIP, repo_type="dataset", revision=commit
-        )
+        raise UsageError(f"{name} is not the WikiText-2 archive: {error}; {others}") from error
 
 
 def _unpack(archive: bytes) -> bytes:

@@ -4,49 +4,41 @@ import copy
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench import main
 from benchmark.prompts import load_prompts
-from benchmark.results import Options, Results, Run
 from cli.errors import UsageError
 
 Captured = pytest.CaptureFixture[str]
-MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "processor": "P", "threads": 2}
-MACHINE |= {"torch": "2.13.0", "python": "3.11", "commit": "abc", "transformers": "5.0"}
-METRICS = {"throughput": 50.0, "tokens_per_iter": 2.0, "iterations": 5, "acceptance": 0.5}
-METRICS |= {"draft_ms": 1.0, "draft_passes": 3.0, "peak_mb": 300.0, "code_acceptance": 0.5}
-TIMES = {"context": 200, "rows": [1, 2, 4], "target_ms": [4.0, 5.0, 6.0]}
-TIMES |= {"draft_ms": [1.0, 1.0, 2.0], "copy_gb_s": 20.0, "target_bytes": 10, "draft_bytes": 5}
+RESULTS = Path(__file__).parent.parent / "results"
 COLUMNS = ["throughput", "speedup", "spread", "predicted", "speedup_mean", "code_acceptance"]
 COLUMNS += ["setup", "draft_passes", "more_memory", "exact"]
-LABELS = ("ar", "fixed D=3", "fixed D=4", "dynatree tau_h=0.8", "fixed D=4 B=2", "hf-ar")
 STRANGE = (None, True, False, -1, 0, 2.5, 10**400, 1e300, 1e-300, "", "x", [], {})
 STRANGE += ("\x1b[2J\n\ud800", "ar", "../..", [[[]]], {"ar": 1})
 
 
 def whole(table: str) -> dict:
-    """A results file with everything that one can have, at two lengths."""
-    sizes = {"prompt_tokens": [5], "new_tokens": [10, 20], "temperature": [0.0]}
-    prompts = {"dataset": "builtin", "n": 2, "sha256": "0"}
-    found = Results(table, COLUMNS, Options(), MACHINE, prompts, sizes, [], step_times=TIMES)
-    for n in sizes["new_tokens"]:
-        for label in LABELS:
-            method, *words = label.split()
-            run = Run(f"{label} T={n}", method, tuple(words), "keep", 5, n, 0.0, f"ar T={n}")
-            found.runs.append(run)
-            found.setup_s[run.label] = 0.5
-            ids = [1, 3] if method == "fixed" else [1, 2]
-            record = {"run": run.label, "prompt": 0, "repeat": 0, "metrics": METRICS}
-            record |= {"token_ids": ids, "predicted_ms": 10.0}
-            if method == "fixed":
-                record["difference"] = {"at": 1, "gap": None, "is_tie": False}
-            found.records.append(record)
-    found.runs[1].published["throughput"] = "119.4"
-    return msgspec.to_builtins(found)
+    """A results file with everything that one can have, at two lengths: a committed one's first
+    rows, of one prompt and three ids each."""
+    content = json.loads((RESULTS / "length_cpu.json").read_text())
+    steps = json.loads((RESULTS / "steps_cpu.json").read_text())
+    content |= {"table": table, "columns": COLUMNS, "step_times": steps["step_times"]}
+    content["runs"] = [run for run in content["runs"] if run["new_tokens"] < 500]
+    for run in content["runs"][1:4]:
+        run["method"] = "fixed"  # three rows of one method have a fastest
+    labels = [run["label"] for run in content["runs"]]
+    content["setup_s"] = dict.fromkeys(labels, 0.5)
+    kept = [r for r in content["records"] if r["run"] in labels and not r["prompt"]]
+    for i, record in enumerate(kept):
+        record |= {"token_ids": record["token_ids"][:3], "predicted_ms": 10.0}
+        record["metrics"] |= {"peak_mb": 300.0, "code_acceptance": 0.5}
+        if i == 4:
+            record |= {"token_ids": [1], "difference": {"at": 1, "gap": None, "is_tie": False}}
+    content["runs"][1]["published"]["throughput"] = "119.4"
+    return content | {"records": kept}
 
 
 def places(value: object) -> list[tuple[object, object]]:
@@ -115,11 +107,11 @@ def test_a_results_file_is_shown_or_refused(
         (b'{"table": "main"}', "missing required field"),
         (b'{"x": ' + b"[" * 100_000, ""),
         (b'{"table": "\xff"}', ""),
-        (json.dumps(whole("main")).replace("50.0", "1e999").encode(), "Number out of range"),
-        (json.dumps(whole("main")).replace("50.0", "9" * 5000).encode(), "out of range"),
-        (json.dumps(whole("main")).replace("50.0", "NaN").encode(), "malformed"),
+        (json.dumps(whole("main")).replace("300.0", "1e999").encode(), "Number out of range"),
+        (json.dumps(whole("main")).replace("300.0", "9" * 5000).encode(), "out of range"),
+        (json.dumps(whole("main")).replace("300.0", "NaN").encode(), "malformed"),
         (json.dumps(whole("main")).replace('"fixed"', '"other"').encode(), "no method here"),
-        (json.dumps(whole("main")).replace("fixed D=4 T", "fixed D=3 T").encode(), "of one label"),
+        (json.dumps(whole("main")).replace("linear T", "fixed T").encode(), "of one label"),
     ],
 )
 def test_what_is_no_results_file(

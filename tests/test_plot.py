@@ -14,8 +14,7 @@ import pytest
 
 from benchmark.plot import main
 from benchmark.results import Results
-from benchmark.rows import choose_runs
-from benchmark.tables import PRESETS, SYMBOLS, TABLES
+from benchmark.tables import SYMBOLS
 from methods import METHODS
 
 figures = pytest.importorskip("benchmark.figures")  # which need seaborn
@@ -100,15 +99,6 @@ def texts(figure: "Figure") -> list[str]:
 def test_what_is_drawn_follows_from_what_varies(results: Results, endings: set[str]) -> None:
     """And nothing of a label is in a file's name."""
     assert set(draw(results)) == endings
-
-
-@pytest.mark.parametrize("table", TABLES | PRESETS)
-def test_every_table_has_figures(table: str) -> None:
-    """Few rows are all in one; more are a sweep."""
-    runs = choose_runs((TABLES | PRESETS)[table])
-    names = list(dict.fromkeys(" ".join((run.method, *run.settings)) for run in runs))
-    if len(names) > figures.CROWD:
-        assert set(draw(results_of(names))) == {"_settings"}
 
 
 def test_bars_are_medians_and_whiskers_quartiles() -> None:
