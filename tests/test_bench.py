@@ -27,8 +27,8 @@ from benchmark.memory import in_own_process, measure_memory
 from benchmark.options import open_table
 from benchmark.peers import PEERS, Peers, check_vocabularies
 from benchmark.report import table_cells
-from benchmark.results import Options, Results, Run
-from benchmark.rows import choose_runs, parse_run, settings_of
+from benchmark.results import Options, Results
+from benchmark.rows import choose_runs, parse_run
 from benchmark.shard import Shard
 from benchmark.step_times import StepTimes, measure_step_times, step_bytes
 from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
@@ -43,7 +43,7 @@ from engine.memory import OutOfMemory
 from engine.streaming import WHOLE_TEXT, Window
 from gpt_neox import GPTNeoX
 from methods import METHODS
-from methods.static import Alone, Chain, Fixed
+from methods.static import Alone, Chain
 
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(bench.__file__).parent
@@ -349,6 +349,7 @@ def test_a_text_that_is_not_its_references(
         (["--resume", "none.json"], "none.json is not there"),
         (["--resume", "none.json", "--table", "steps"], "--table has no effect beside --resume"),
         (["--docs", "none.json"], "none.json is not there"),
+        (["--shard", "prompts"], "is for several processes: torchrun --nproc"),
         (["--tables", "--seed", "1"], "--seed has no effect beside --tables"),
     ],
 )
@@ -431,14 +432,6 @@ def test_set_up_is_told_apart_by_what_a_method_needs(
     setup_s = writer.warm_up(runs)
     assert 0.1 <= setup_s["hf-ar"] < 50 <= setup_s["ar"] < 100 <= setup_s["linear"]
     assert [step.tokens for step in writer.generate(Text(runs[2], 0, 0))] == [[3]] * 4
-
-
-def test_a_run_is_what_its_label_says() -> None:
-    run = parse_run("fixed D=3  B=4 rebuild window=64 sinks=2")
-    label = "fixed D=3 B=4 rebuild window=64 sinks=2"
-    expected = Run(label, "fixed", ("D=3", "B=4"), "rebuild", 0, 0, 0.0, "", window=64, sinks=2)
-    assert run == expected and settings_of(run) == Fixed(D=3, B=4)
-    assert parse_run("linear K=3 strict").is_strict and parse_run("ar eager").is_eager
 
 
 def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:

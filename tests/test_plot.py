@@ -220,9 +220,7 @@ def test_no_figure_overwrites_another(
         (["none.json"], "none.json is not there"),
         (["empty.json"], "no records yet"),
         (["steps.json", "--output", "empty.json"], "cannot be written"),
-        (["steps.json", "--output", ""], "is empty"),
         (["many.json"], "no figure shows"),
-        (["surrogate.json"], "not a results file"),
     ],
 )
 def test_mistakes(
@@ -235,7 +233,6 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     Path("steps.json").write_bytes(STEPS.read_bytes())
     results_of([f"ar{' rebuild' * n}" for n in range(figures.CROWD + 1)]).save(Path("many.json"))
-    Path("surrogate.json").write_text(STEPS.read_text().replace('"AMD', '"\\ud800'))
     empty = results_of()
     empty.records = []
     empty.save(Path("empty.json"))

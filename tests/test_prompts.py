@@ -53,9 +53,7 @@ def test_paragraphs_are_joined_up_to_a_blank_line_or_a_heading() -> None:
         ("a.jsonl", b'{"prompt": "x"}\nnot json\n', "a.jsonl, line 2"),
         ("b.jsonl", b"[1]\n", "b.jsonl, line 1: "),
         ("c.jsonl", b'{"text": "x"}\n', "line 1: .* field `prompt`"),
-        ("d.jsonl", b'{"prompt": ""}\n', "line 1: "),
-        ("e.jsonl", b'{"prompt": 3}\n', "line 1: "),
-        ("f.JSONL", b"not json\n", "line 1"),
+        ("d.JSONL", b'{"prompt": ""}\n', "line 1: "),
         ("g.jsonl", b'{"prompt": ' + b"[" * 100_000 + b"\n", "line 1: "),
         ("h.jsonl", b'{"prompt": "a\\ud800"}\n', "line 1"),
     ],
@@ -70,14 +68,8 @@ def test_what_is_no_file_or_dataset(tmp_path: Path) -> None:
     large = tmp_path / "large.txt"
     large.touch()
     os.truncate(large, 2**24 + 1)
-    for file, said in (
-        ("none.txt", "none.txt is not there"),
-        (tmp_path, "not a file"),
-        ("/dev/zero", "not a file"),
-        (large, "larger than 16.8 MB"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            load_prompts("builtin", str(file))
+    with pytest.raises(UsageError, match="larger than 16.8 MB"):
+        load_prompts("builtin", str(large))
     with pytest.raises(UsageError, match="unknown dataset 'c4'; there are builtin, wikitext2, "):
         load_prompts("c4", None)
 

@@ -18,7 +18,6 @@ import torch
 import bench
 from bench import Bench, main
 from benchmark.columns import COLUMNS, TIMED, TIMES
-from benchmark.report import caption
 from benchmark.results import Results
 from benchmark.shard import require_alike
 from benchmark.writer import Text
@@ -180,14 +179,6 @@ def test_what_cannot_be_shared(words: list[str], message: str, tmp_path: Path) -
     assert statuses == [2, 2] and message in printed.splitlines()[-1]
 
 
-def test_without_torchrun(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert main(["--shard", "prompts"]) == 2
-    assert "for several processes: torchrun --nproc" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -219,13 +210,3 @@ def test_columns_of_times_are_those_that_times_are_needed_for(alone: Path) -> No
             del record["metrics"][name]
     empty.append({name for name in COLUMNS if not COLUMNS[name].cell(results.rows()[1])})
     assert empty[1] - empty[0] == set(TIMED)
-
-
-def test_a_file_says_whose_each_text_is(alone: Path, tmp_path: Path) -> None:
-    content = json.loads(alone.read_text())
-    rank = {"rank": 0, "node": 0, "device": "cpu", "processor": "A"}
-    content["shared_by"] = [rank, rank | {"rank": 1, "processor": "B"}]
-    content["records"][0]["rank"] = 1
-    file = tmp_path / "r.json"
-    file.write_text(json.dumps(content))
-    assert "shared out over 2 ranks on A and B." in caption(Results.load(file))
