@@ -38,7 +38,6 @@ import torch
 from tqdm import tqdm
 
 from benchmark.counts import count_calibration, count_depths, predict_text_ms
-from benchmark.machine import processor
 from benchmark.memory import in_own_process, measure_memory, used_memory
 from benchmark.options import (
     Prompts,
@@ -208,12 +207,11 @@ def execute(args: argparse.Namespace) -> int:
     with joined(is_split=args.shard is None) as ranks, ExitStack() as held:
         shard = Shard(ranks, is_shared=args.shard is not None)
         file, options, previous = shard.first(open_file, args, held)  # held: from other runs
-        results, pair, prompts = open_table(options, shard)
+        now, pair, prompts = open_table(options, shard)
         if previous and shard.index == 0:
-            require_same(previous, results)
-        results = previous or results
-        device = pair.target.device
-        shard.join(results, device, processor(device))
+            require_same(previous, now)
+        results = previous or now
+        shard.join(results, now)
         return run_table(Bench(results, pair, prompts, shard.own_file(file), shard), args.format)
 
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -109,16 +109,11 @@ def describe_tables() -> str:
     }
     lines = []
     for heading, titles in sections.items():
-        lines += [heading, *describe(titles), ""]
+        lines.append(heading)
+        for name, title in titles.items():
+            lines.append(textwrap.fill(f"  {name:<15} {title}", 80, subsequent_indent=" " * 18))
+        lines.append("")
     return "\n".join(lines).strip()
-
-
-def describe(titles: Mapping[str, str]) -> list[str]:
-    """A paragraph for each name, all as far to the right."""
-    return [
-        textwrap.fill(f"  {name:<15} {title}", 80, subsequent_indent=" " * 18)
-        for name, title in titles.items()
-    ]
 
 
 def show_files(args: argparse.Namespace) -> bool:

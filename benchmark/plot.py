@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 def execute(args: argparse.Namespace) -> int:
     """Carry out the command line, once parsed. Returns the exit status."""
     for path, figure in drawn(args.files, args.output).items():
-        save(figure, path)
+        content = io.BytesIO()
+        figure.savefig(content, format="png")
+        write(path, content.getvalue())
         print(shown(str(path)))
     return 0
 
@@ -50,13 +52,6 @@ def drawn(files: Sequence[str], output: str | None) -> dict[Path, "Figure"]:
                 raise UsageError(f"{what}; draw it into another folder (--output)")
             found[path] = figure
     return found
-
-
-def save(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG, all of it or nothing. Raises UsageError."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    write(path, content.getvalue())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,27 +15,20 @@ from cli.errors import UsageError, shown
 
 MANY = 8  # rows, after which a note counts instead of naming them
 FEW = 3  # settings of a method from which one of them is called the fastest
-PAPERS = "The papers' own figures: docs/results.md."
 PRINTED = "The paper's figures are of its own models, prompts, lengths, machine and baseline."
 
 
 def text_report(results: Results, width: int) -> str:
     """The table for a terminal of `width` columns, with its notes."""
-    header, body = table_cells(results)
-    sentences = notes(results)
-    if results.table == "main":
-        sentences.append(PAPERS)
-    parts = [textwrap.fill(caption(results), width), text_table(header, body, width)]
-    for sentence in sentences:
-        parts.append(textwrap.fill(sentence, width))
-    return "\n\n".join(parts)
+    table = text_table(*table_cells(results), width)
+    head, *sentences = [textwrap.fill(text, width) for text in [caption(results), *notes(results)]]
+    return "\n\n".join([head, table, *sentences])
 
 
 def markdown_report(results: Results) -> str:
     """The same for a document."""
-    header, body = table_cells(results)
     sentences = "\n".join(f"- {note}" for note in notes(results))
-    return f"{caption(results)}\n\n{markdown_table(header, body)}\n\n{sentences}"
+    return "\n\n".join([caption(results), markdown_table(*table_cells(results)), sentences])
 
 
 def caption(results: Results) -> str:

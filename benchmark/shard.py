@@ -78,13 +78,14 @@ class Shard:
             why = f"ranks that share a CPU disturb each other's times ({', '.join(timed)})"
             raise UsageError(f"{why}; without times: --columns tokens_per_iter,acceptance,exact")
 
-    def join(self, results: Results, device: torch.device, processor: str) -> None:
-        """Say what each rank is; all come here. Raises UsageError unless all measure one table."""
+    def join(self, results: Results, now: Results) -> None:
+        """Say in the results what each rank is, of which `now` tells this one; all come here.
+        Raises UsageError unless all measure one table."""
         if not self.is_shared:
             return
-        self.has_times = not shares_cpu(device)
-        own = {"rank": self.index, "device": str(device), "processor": processor}
-        told = self.ranks.gather_objects((own, results.machine, results.prompts))
+        self.has_times = not shares_cpu(torch.device(now.machine["device"]))
+        own = {"rank": self.index} | {name: now.machine[name] for name in ("device", "processor")}
+        told = self.ranks.gather_objects((own, now.machine, now.prompts))
         for index, (described, machine, prompts) in enumerate(told):
             require_alike(index, machine | {"prompts": prompts}, told[0], self.has_times)
             if described not in results.shared_by:
