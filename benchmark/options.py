@@ -27,7 +27,7 @@ from benchmark.peers import PEERS, check_vocabularies, require_transformers
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import markdown_report, text_report
 from benchmark.results import Options, Results, Run
-from benchmark.rows import SIZED_WORDS, choose_runs, settings_of, window_of
+from benchmark.rows import choose_runs, settings_of, window_of
 from benchmark.shard import Shard, left_behind, on_own_device
 from benchmark.tables import (
     NOT_HERE,
@@ -182,7 +182,7 @@ def open_table(options: Options, shard: Shard) -> tuple[Results, Pair, Prompts]:
     Raises UsageError; what is wrong is told before a model is loaded.
     """
     table = choose_table(options)
-    runs = choose_runs(table, options.methods, options.peers, words_everywhere(options))
+    runs = choose_runs(table, options)
     check_options(options, table, runs)
     shard.require_sharable(options, table)
     if options.table == "enlarged" and options.target is None and options.draft is None:
@@ -254,16 +254,6 @@ def choose_sizes(part: Part, options: Options) -> Part:
     if chosen.temperature != part.temperature:  # what a paper printed is of its own
         chosen = replace(chosen, printed={})
     return chosen
-
-
-def words_everywhere(options: Options) -> list[str]:
-    """What the options add to every row."""
-    words = ["strict"] if options.strict else []
-    for name in SIZED_WORDS:
-        value = getattr(options, name)
-        if value is not None:
-            words.append(f"{name}={value}")
-    return words
 
 
 def has_peers(runs: Sequence[Run]) -> bool:

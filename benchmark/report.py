@@ -40,19 +40,10 @@ def caption(results: Results) -> str:
         what = f"{prompts_text(results)}, temperature {temperature}, rounds: {rounds}"
     machine = results.machine
     models = f"{machine['target']} and {machine['draft']}"
-    where = machine_text(machine) + ranks_text(results)
+    where = machine_text(machine)
+    if results.shared_by:
+        where += f", shared out over {len(results.shared_by)} ranks"
     return shown(f"{results.table}: {what}. {models}, {where}.")
-
-
-def ranks_text(results: Results) -> str:
-    """How many ranks shared the prompts, and their processors if these differ."""
-    if not results.shared_by:
-        return ""
-    text = f", shared out over {len(results.shared_by)} ranks"
-    processors = {rank["processor"] for rank in results.shared_by}
-    if len(processors) > 1:
-        text += f" on {' and '.join(sorted(processors))}"
-    return text
 
 
 def prompts_text(results: Results) -> str:

@@ -1,6 +1,6 @@
 """A table's rows: each a run of one method, told how, at which size, and what it is held against.
 
-runs = choose_runs(TABLES["main"], "ar,dynatree tau=0.02 strict,linear window=512")
+runs = choose_runs(TABLES["main"], Options(methods="ar,dynatree strict,linear window=512"))
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from benchmark.peers import PEERS
-from benchmark.results import Run
+from benchmark.results import Options, Run
 from benchmark.tables import SYMBOLS, Part, Table, split_list
 from cli.compare import strict_reference
 from cli.errors import UsageError
@@ -93,32 +93,26 @@ def request_of(run: Run, pair: Pair, prompt: list[int], sampling: Sampling | Non
     )
 
 
-def choose_runs(
-    table: Table,
-    methods: str | None = None,
-    with_peers: bool = False,
-    everywhere: Sequence[str] = (),
-) -> list[Run]:
-    """Every run of a table: in each part its rows, or those asked for, at each of its sizes.
-
-    everywhere: words for every row, such as strict or window=512. A label names the dataset if
-    there are several. Raises UsageError.
-    """
+def choose_runs(table: Table, options: Options) -> list[Run]:
+    """Every run of a table: in each part its rows, or those asked for, at each of its sizes. A
+    label names the dataset if there are several. Raises UsageError."""
     runs = []
     for part in table.parts:
         suffix = f" on {part.dataset}" if len(table.parts) > 1 else ""
-        texts = part.rows if methods is None else split_list(methods, "--methods")
-        runs += at_every_size(choose_rows(texts, with_peers, everywhere), part, suffix)
+        asked = options.methods
+        texts = part.rows if asked is None else split_list(asked, "--methods")
+        runs += at_every_size(choose_rows(texts, options), part, suffix)
     return runs
 
 
-def choose_rows(texts: Sequence[str], with_peers: bool, everywhere: Sequence[str]) -> list[Run]:
+def choose_rows(texts: Sequence[str], options: Options) -> list[Run]:
     """The rows of these texts, before them ar, the baseline, and what else they are held against.
 
     The baseline is over their window, if all have one; it is not strict. Raises UsageError.
     """
+    everywhere = ["strict"] * options.strict + sized_words(options)
     texts = [add_words(text, everywhere) for text in texts]
-    if with_peers:
+    if options.peers:
         texts += [name for name in PEERS if name not in texts]
     runs = {}
     for text in texts:
@@ -128,7 +122,7 @@ def choose_rows(texts: Sequence[str], with_peers: bool, everywhere: Sequence[str
         runs[run.label] = run
     if not runs:
         return []
-    baseline = parse_run(add_words("ar", [word for word in everywhere if word != "strict"]))
+    baseline = parse_run(" ".join(["ar", *sized_words(options)]))
     found = {baseline.label: baseline}
     for run in runs.values():
         label = reference_of(run)
@@ -156,11 +150,13 @@ def reference_of(run: Run) -> str:
         rows = strict_reference(settings_of(run)).rows
         if rows > 1:
             words.append(f"rows={rows}")
-    for name in SIZED_WORDS:
-        value = getattr(run, name)
-        if value is not None:
-            words.append(f"{name}={value}")
-    return " ".join(words)
+    return " ".join([*words, *sized_words(run)])
+
+
+def sized_words(of: Run | Options) -> list[str]:
+    """A window and sinks as a row has them, those that there are."""
+    values = {name: getattr(of, name) for name in SIZED_WORDS}
+    return [f"{name}={value}" for name, value in values.items() if value is not None]
 
 
 def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run]:

@@ -427,7 +427,7 @@ def test_set_up_is_told_apart_by_what_a_method_needs(
 
     monkeypatch.setattr("benchmark.writer.Peers", Repeating)
     part = Part(("ar", "linear", "hf-ar"), "own", prompt_tokens=(2,), new_tokens=(4,))
-    runs = choose_runs(Table("", (), (part,)))
+    runs = choose_runs(Table("", (), (part,)), Options())
     writer = Writer(pair, {"own": [[3, 1, 4]]}, Options())
     setup_s = writer.warm_up(runs)
     assert 0.1 <= setup_s["hf-ar"] < 50 <= setup_s["ar"] < 100 <= setup_s["linear"]
@@ -438,7 +438,7 @@ def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:
     """Strict ar at as many rows a pass, ar over that window: added once for each, after ar."""
     methods = "dynatree,dynatree strict,linear K=3 strict,fixed strict rebuild,linear window=64"
     methods += ",ar rows=4 strict"
-    runs = choose_runs(Table("", (), (Part((), new_tokens=(4, 8)),)), methods)
+    runs = choose_runs(Table("", (), (Part((), new_tokens=(4, 8)),)), Options(methods=methods))
     assert [(run.label, run.reference) for run in runs[:9]] == [
         ("ar T=4", "ar T=4"),
         ("ar strict rows=64 T=4", "ar strict rows=64 T=4"),
@@ -452,10 +452,10 @@ def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:
     ]
     assert runs[9].reference == runs[2].label and len(runs) == 20
     assert {run.baseline for run in runs} == {"ar T=4", "ar T=8"}
-    strict = choose_runs(TABLES["main"], "ar,linear K=3,hf-ar", everywhere=["strict"])
+    strict = choose_runs(TABLES["main"], Options(methods="ar,linear K=3,hf-ar", strict=True))
     labels = ["ar", "ar strict rows=4", "ar strict", "linear strict K=3", "hf-ar"]
     assert [run.label for run in strict] == labels
-    over = choose_runs(TABLES["main"], "linear,fixed sinks=1", everywhere=["window=64"])
+    over = choose_runs(TABLES["main"], Options(methods="linear,fixed sinks=1", window=64))
     labels = ["ar window=64", "ar window=64 sinks=1", "linear window=64", "fixed window=64 sinks=1"]
     assert [run.label for run in over] == labels
     assert {run.baseline for run in over} == {"ar window=64"}
@@ -620,7 +620,7 @@ def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:
 
 def test_predicted_passes_are_padded_as_each_models_own_are(pair: Pair) -> None:
     """The draft's were padded as the target's. Here a forward takes a millisecond a row."""
-    run = replace(choose_runs(TABLES["main"], "linear K=2")[1], prompt_tokens=5, new_tokens=9)
+    run = replace(parse_run("linear K=2"), dataset="builtin", prompt_tokens=5, new_tokens=9)
     times = StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0)
     pair.target.pool.min_rows = 4
     pair.draft.pool.min_rows = 16

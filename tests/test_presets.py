@@ -20,7 +20,7 @@ def chosen(name: str, **others: object) -> tuple[Table, list[Run]]:
     """The table and runs that --table NAME asks for, its options checked."""
     options = Options(table=name, **others)
     table = choose_table(options)
-    runs = choose_runs(table)
+    runs = choose_runs(table, options)
     check_options(options, table, runs)
     return table, runs
 

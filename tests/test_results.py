@@ -117,6 +117,15 @@ def test_notes_say_what_is_slower_and_what_differs(results: Results) -> None:
     assert notes(results)[0] == "9 of 10 rows are slower than ar."
 
 
+def test_a_text_is_held_against_its_reference(results: Results) -> None:
+    """Which need not be the baseline."""
+    results.runs[1] = replace(results.runs[1], reference="hf-assisted")
+    for text in results.records[2::3]:
+        text["token_ids"] = [1, 2, 4]
+    cells = {row[0]: row[-1] for row in table_cells(results)[1]}
+    assert cells == {"ar": "", "fixed": "1/3", "hf-assisted": "0/3"}
+
+
 def swept(lengths: list[int], depths: list[int]) -> Results:
     """fixed at every depth and length; twice as fast as ar at depth = length, 1.5 times beside."""
     sizes = {"prompt_tokens": [150], "new_tokens": lengths, "temperature": [0.0]}
