@@ -108,6 +108,7 @@ def test_several_write_what_one_writes(alone: Path, tmp_path: Path) -> None:
     assert texts(file) == texts(alone) and without_ranks(file) == without_ranks(alone)
     results = Results.load(file)
     assert [rank["rank"] for rank in results.shared_by] == [0, 1, 2] and results.setup_s == {}
+    assert all(record["rank"] == record["prompt"] % 3 for record in results.records)
     for record in results.records:
         assert results.shared_by[record["rank"]]["device"] == "cpu"
         assert not set(record["metrics"]) & set(TIMES)
