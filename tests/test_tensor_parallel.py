@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import random_config, random_settings, random_tensors, write_checkpoint
 from msgspec.structs import replace
 from numpy import ndarray
@@ -28,7 +29,7 @@ from engine.streaming import Window
 from gpt_neox import GPTNeoX, published_shapes, weight_bytes
 from methods import METHODS
 from methods.static import Alone
-from parallel.ranks import Ranks, RanksError
+from parallel.ranks import LETTER, Ranks, RanksError
 
 CPU = torch.device("cpu")
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
@@ -211,6 +212,28 @@ def test_a_seed_writes_the_text_of_one_process(tmp_path: Path) -> None:
     folder = small(tmp_path)
     expected = write_sampled(GPTNeoX.from_pretrained(folder), folder)
     assert on_ranks(2, compute, folder, torch.float32, write_sampled) == [expected] * 2
+
+
+def count_letters(target: GPTNeoX, folder: Path) -> tuple[list[int], int]:
+    """The lengths of the broadcasts of some iterations, and how many iterations."""
+    draft = draft_of(target, folder, torch.float32)
+    steps = generate(target, draft, PROMPT, DynaTree(), max_new_tokens=60)
+    next(steps)
+    sizes = []
+    broadcast = dist.broadcast
+
+    def counting(buffer: Tensor, **options: object) -> None:
+        sizes.append(len(buffer))
+        broadcast(buffer, **options)
+
+    dist.broadcast = counting  # in a process of its own
+    n_steps = len(list(steps))
+    return sizes, n_steps
+
+
+def test_an_iteration_is_two_broadcasts(tmp_path: Path) -> None:
+    sizes, n_steps = with_ranks(2, small(tmp_path), torch.float32, count_letters)
+    assert n_steps > 5 and sizes == [LETTER] * 2 * n_steps
 
 
 def write_overflowing(folder: Path) -> Path:
