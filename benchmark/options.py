@@ -158,7 +158,9 @@ def open_file(args: argparse.Namespace, held: ExitStack) -> tuple[Path, Options,
         try:
             options = convert(vars(args), "the options", Options)
         except ForeignFile as error:
-            raise UsageError(str(error)) from error
+            said, _, where = str(error).rpartition(" - at `$.")
+            option = where.strip("`").partition("[")[0].replace("_", "-")
+            raise UsageError(f"{said}, at --{option}") from error
         file = choose_file(args)
         keep(file, held)
         return file, options, None
