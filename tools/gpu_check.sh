@@ -98,14 +98,16 @@ versions() {
 choose='
 import re
 
+import torch
+
 from benchmark.machine import processor
-from cli.models import choose_device, has_bfloat16
+from cli.models import choose_device, has_instructions
 from methods import METHODS
 
 device = choose_device(None)
 dtypes = ["float32"]
 if device.type == "cuda":
-    dtypes = ["float16"] + ["bfloat16"] * has_bfloat16(device)
+    dtypes = ["float16"] + ["bfloat16"] * has_instructions(torch.bfloat16, device)
 name = re.sub("[^a-z0-9]+", "_", processor(device).lower()).removeprefix("nvidia_")
 print(device.type, name, ",".join(METHODS), *dtypes)
 '

@@ -27,7 +27,7 @@ dyspec                  3.4      5.2          5.2
 opttree                 2.8      4.2          4.2
 beam                    4.2      6.7          6.7
 deagle                  1.8      3.1          3.1
-recycle                 0.3      1.0          1.0
+recycle                 0.4      1.0          1.0
 lookup                  0.0      1.0          1.0
 graft                   0.9      2.0          2.0
 auto                    0.7      1.5          1.5
@@ -37,7 +37,7 @@ specinfer sampled  180.8     11.2          5.8
 sequoia sampled    188.4     11.4          6.2
 dynatree sampled    33.6      6.2          3.0
 dyspec sampled      89.9      6.6          2.7
-graft sampled       35.6      5.6          2.1
+graft sampled       35.9      5.8          2.2
 """
 MOST_NODES = 12  # of a layer, in a graph, in float16
 
