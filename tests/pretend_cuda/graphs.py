@@ -117,6 +117,7 @@ class CUDAGraph:
         if self.lost:
             raise RuntimeError(f"a replay uses memory that was freed since: {self.lost}")
         timeline.submit("replay")
+        timeline.count("replayed", n=self.nodes.total())
         with _disable_current_modes(), torch.inference_mode():
             for func, args, kwargs, results in self.operations:
                 made = func(*args, **kwargs)
