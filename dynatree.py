@@ -76,7 +76,7 @@ class Drafter:
         self.sampler, self.watch = sampler, watch
         self.lacking: list[int] = []  # committed tokens that it has not run, the root last
         self.depth = 0  # of the level that ran last
-        self.sees = numpy.empty((0, 0), dtype=bool)  # the slots that each row of it attends
+        self.sees = numpy.empty((0, 0), dtype=bool)  # which slots from the root's its rows attend
         self.n_run: list[int] = []  # rows of each pass of this iteration
 
     def begin(self, visible: list[int]) -> None:
@@ -104,13 +104,13 @@ class Drafter:
             scores = self.model.append(lacking, cache)
         cache.rewind(cache.length - 1)  # the root stays scratch until it is verified
         self.depth = 0
-        self.sees = numpy.ones((1, cache.length + 1), dtype=bool)
+        self.sees = numpy.ones((1, 1), dtype=bool)
         return scores
 
     def run_level(self, tokens: list[int], parents: list[int]) -> Scores:
         """Run nodes whose parents are rows of the level before: each sees what its parent saw, and
         itself."""
-        n, end = len(tokens), self.sees.shape[1]  # the slot that the level is written from
+        n, end = len(tokens), self.sees.shape[1]  # so many slots above the root's begins the level
         self.n_run.append(n)
         sees = numpy.zeros((n, end + n), dtype=bool)
         for i, parent in enumerate(parents):
@@ -118,9 +118,10 @@ class Drafter:
             sees[i, end + i] = True
         self.sees = sees
         self.depth += 1
-        positions = torch.full((n,), self.cache.length + self.depth)
+        root = self.cache.length
+        positions = torch.full((n,), root + self.depth)
         ids = torch.from_numpy(numpy.array(tokens))
-        return self.model.forward(ids, positions, self.cache, torch.from_numpy(sees), end)
+        return self.model.forward(ids, positions, self.cache, torch.from_numpy(sees), root + end)
 
     def commit(self, tree: Tree, path: list[int]) -> None:
         """Keep the accepted nodes that were run; the rest of the path is caught up later."""
@@ -153,7 +154,8 @@ def open_caches(
     if rule.max_depth:
         n_rows = min(rule.max_drafted, MAX_ROWS)
         ranking = Ranking(rule.max_branches, are_logprobs=True, is_read=not is_drawing)
-        use = Use(n_rows, rule.min_rows, n_ids=target.config.vocab_size, ranking=ranking)
+        n_ids = target.config.vocab_size
+        use = Use(n_rows, rule.min_rows, rule.max_drafted, n_ids, ranking)
         needs.append((draft, n_tokens + rule.max_drafted, use))
     caches: list[KVCache] = []
     try:

@@ -280,9 +280,10 @@ class GPTNeoX(nn.Module):
     ) -> Scores:
         """Run n rows against the cache, write their keys and values, say what follows each.
 
-        tokens, positions: [n] int64. mask: [n, S] bool, True = may attend, start + n <= S <=
-        capacity; None means causal with S = start + n. All three are on the host. The rows are
-        written to slots [start, start + n); start defaults to cache.length, which does not move.
+        tokens, positions: [n] int64. mask: [n, s] bool, which of the s slots from cache.length on
+        each row may attend, its own among them; all attend what is committed. None means causal,
+        everything below `start` and itself. All three are on the host. The rows are written to
+        slots [start, start + n); start defaults to cache.length, which does not move.
         n_last: the scores of so many rows at the end are wanted, None for all. On CUDA the next
         pass over this cache may overwrite them.
         """
@@ -290,8 +291,9 @@ class GPTNeoX(nn.Module):
         start = cache.length if start is None else start
         n_last = n_last or n
         cache.require(start + n)
-        if cache.passes and cache.passes.has_room(n, cache.use):
-            return cache.passes.forward(tokens, positions, mask, start, n_last, cache.use)
+        length = start if mask is None else cache.length
+        if cache.passes and cache.passes.has_room(n, mask, cache.use):
+            return cache.passes.forward(tokens, positions, mask, length, start, n_last, cache.use)
         x = self.run(tokens, positions, cache, mask, start)
         return self.score(x[-n_last:], cache)
 
@@ -302,7 +304,7 @@ class GPTNeoX(nn.Module):
         if mask is None:
             bias = causal_bias(len(tokens), start, cache.kv)
         else:
-            bias = open_bias(mask, cache.kv)
+            bias = open_bias(mask, cache.length, cache.kv)
         turns = cache.turns.index_select(0, positions.to(self.device, non_blocking=True))
         tokens = tokens.to(self.device, non_blocking=True)
         return self.gpt_neox(tokens, turns, cache.kv, start, bias)

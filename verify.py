@@ -29,9 +29,9 @@ class NonFiniteLogits(Exception):
 
 def tree_pass(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """What a pass over the tree is given, above `length` committed tokens: tokens [N], positions
-    [N] and the mask [N, length + N] bool, None for a lone root; on the host.
+    [N] and the mask [N, N] bool, None for a lone root; on the host.
 
-    Node i is written to slot length + i, sees the whole prefix, its ancestors and itself, and
+    Node i is written to slot length + i, sees all that is committed, its ancestors and itself, and
     stands at its distance from the start of the text. Not at its row: siblings stand at the same
     position, and a rotary embedding at any other one gives other logits than decoding the path
     token by token (the paper's own code has this wrong).
@@ -41,12 +41,9 @@ def tree_pass(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
     positions = torch.from_numpy(numpy.array(tree.depths) + length)
     if n == 1:
         return tokens, positions, None
-    mask = numpy.zeros((n, length + n), dtype=bool)
-    mask[:, :length] = True
-    mask[0, length] = True
+    mask = numpy.eye(n, dtype=bool)
     for row in range(1, n):
-        mask[row] = mask[tree.parents[row]]  # a parent comes first, so its row is whole
-        mask[row, length + row] = True
+        mask[row] |= mask[tree.parents[row]]  # a parent comes first, so its row is whole
     return tokens, positions, torch.from_numpy(mask)
 
 

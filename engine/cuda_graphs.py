@@ -4,10 +4,11 @@ A forward of one token launches some hundreds of kernels, and on a fast GPU laun
 longer than running them. A graph launches all at once, but always the same kernels on the same
 memory. So a pass is padded to one of a few numbers of rows and of cache slots, and whatever else
 differs between passes is content of one buffer that never moves: tokens, positions, where to write,
-the mask. It is put together on the host and goes up by one copy. What ranks the logits is a graph,
-too, so that the few numbers that the host wants of them come down by one read. The loop knows
-nothing of this. Without a capture the same code runs eagerly, which is also how it is tested where
-there is no GPU.
+what the rows see of the slots above the committed ones. It is put together on the host and goes up
+by one copy; the whole mask is made of it in the graph. What ranks the logits is in the graph, too,
+so that the few numbers that the host wants of them come down by one read. The loop knows nothing of
+this. Without a capture the same code runs eagerly, which is also how it is tested where there is no
+GPU.
 
     passes = ShapedPasses(run, kv, turns, vocab_size=50304)
     use = Use(n_rows=64, ranking=Ranking(3))
@@ -18,6 +19,7 @@ Shapes: n rows of a pass, S slots it may see, V vocabulary.
 """
 
 import gc
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -31,11 +33,10 @@ from engine.passes import (
     Run,
     Use,
     causal_mask,
-    open_bias,
     row_count,
     slot_count,
 )
-from engine.scores import Ranking, Scores, rank, read_ranked
+from engine.scores import FEW, Ranking, Scores, rank, read_ranked
 from engine.strict import NEAR, near_slots, open_sight
 
 # Every graph: destroying one frees a cuBLAS workspace that the others on its stream go on using
@@ -49,6 +50,9 @@ def settle_kernels(device: torch.device, dtype: torch.dtype) -> None:
         # cuDNN's attention is reported to refuse one row, so that ar would round otherwise than a
         # tree, and to plan anew for every length of a prompt (not measured here)
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # Parts of a product's sum are added up in float32, not in 16 bits
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if dtype == torch.float32:
         # Some environments allow TF32, whose products keep 10 bits: no text would be ar's
         torch.set_float32_matmul_precision("highest")
@@ -60,36 +64,44 @@ class Inputs(NamedTuple):
     tokens: Tensor  # [n] int64
     positions: Tensor  # [n] int64
     start: Tensor  # [1] int64, the first slot to write
-    seen: Tensor  # [n, S] bool, True = may attend; or engine.strict's near slots, [n, NEAR] int64
+    last: Tensor  # [1] int64, the last committed slot, -1 if there is none
+    seen: Tensor  # engine.strict's near slots, [n, NEAR] int64; or [n, 1 + s + 1], 0 or -inf: of
+    # what is committed, of s slots above it, of all other slots
 
 
 class Shape(NamedTuple):
-    """Of a pass."""
+    """Of a pass, and of what is wanted of it."""
 
     n_rows: int
     n_slots: int  # that it may see
-    is_strict: bool
+    n_scratch: int  # of these those above the committed ones, of which a mask may speak
+    is_strict: bool = False
+    n_ids: int = sys.maxsize  # of the vocabulary
+    ranking: Ranking = Ranking()
 
     @property
     def n_words(self) -> int:
         """Numbers of 8 bytes in its inputs; a mask comes after them."""
         n_near = NEAR if self.is_strict else 0
-        return self.n_rows * (2 + n_near) + 1
+        return self.n_rows * (2 + n_near) + 2
 
-    @property
-    def n_bytes(self) -> int:
-        n_masked = 0 if self.is_strict else self.n_slots
-        return 8 * self.n_words + self.n_rows * n_masked
+    def n_bytes(self, dtype: torch.dtype) -> int:
+        """Of its inputs, if what is added is of this dtype."""
+        n_seen = 0 if self.is_strict else self.n_scratch + 2
+        return 8 * self.n_words + self.n_rows * n_seen * dtype.itemsize
 
-    def inputs(self, buffer: Tensor) -> Inputs:
+    def inputs(self, buffer: Tensor, dtype: torch.dtype) -> Inputs:
         """The beginning of a buffer of bytes, as the inputs of this shape."""
         n = self.n_rows
         words = buffer[: 8 * self.n_words].view(torch.int64)
-        tokens, positions, start, near = words.split((n, n, 1, len(words) - 2 * n - 1))
+        tokens, positions, start, last, near = words.split((n, n, 1, 1, len(words) - 2 * n - 2))
         if self.is_strict:
-            return Inputs(tokens, positions, start, near.view(n, NEAR))
-        mask = buffer[8 * self.n_words : self.n_bytes].view(torch.bool)
-        return Inputs(tokens, positions, start, mask.view(n, self.n_slots))
+            return Inputs(tokens, positions, start, last, near.view(n, NEAR))
+        seen = buffer[8 * self.n_words : self.n_bytes(dtype)].view(dtype)
+        return Inputs(tokens, positions, start, last, seen.view(n, self.n_scratch + 2))
+
+
+MOST_TOLD = 2 * (ROW_COUNTS[-1] + 1)  # numbers that the host is told of a row
 
 
 class ShapedPasses:
@@ -100,88 +112,107 @@ class ShapedPasses:
         self.run, self.kv, self.turns = run, kv, turns
         n = ROW_COUNTS[-1]
         n_slots = kv.shape[3]
-        n_bytes = max(Shape(n, n_slots, True).n_bytes, Shape(n, n_slots, False).n_bytes)
+        widest = (Shape(n, n_slots, n_slots, is_strict) for is_strict in (False, True))
+        n_bytes = max(shape.n_bytes(kv.dtype) for shape in widest)
         self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=kv.device)
+        self.slots = torch.arange(n_slots, device=kv.device)
         self.logits = torch.empty(n, vocab_size, device=kv.device)
-        self.captured: dict[tuple, Captured] = {}  # by what was captured, and its arguments
+        # Both are pinned, so that a copy keeps nobody waiting: the host reads a pass before the
+        # next is put together, or waits for the event
+        is_pinned = kv.device.type == "cuda"
+        self.staged = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self.told = torch.empty(n * MOST_TOLD, pin_memory=is_pinned)
+        self.is_up = torch.cuda.Event() if is_pinned else None  # what was staged last
+        self.captured: dict[Shape, Captured] = {}
         self.pool: tuple[int, int] | None = None  # the memory that all of them share
         self.is_replaying = False
 
-    def has_room(self, n: int, use: Use) -> bool:
+    def has_room(self, n: int, mask: Tensor | None, use: Use) -> bool:
         """Whether a pass of n rows is one of these."""
-        return n <= use.n_rows
+        return n <= use.n_rows and (mask is None or mask.shape[1] <= use.n_scratch)
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None,
+        length: int,
         start: int,
         n_last: int,
         use: Use,
     ) -> Scores:
-        """GPTNeoX.forward in a fixed shape; the next pass overwrites the scores."""
+        """GPTNeoX.forward in a fixed shape; the next pass overwrites the scores. The mask is of the
+        slots from `length` on."""
         n = len(tokens)
-        n_slots = slot_count(start + n if mask is None else mask.shape[1])
+        n_slots = slot_count(start + n if mask is None else length + mask.shape[1])
         if mask is None and not use.is_strict:
-            mask = causal_mask(n, start)
-        shape = Shape(row_count(max(n, use.min_rows)), n_slots, use.is_strict)
-        self.upload(shape, tokens, positions, mask, start)
-        self.do(self.run_pass, shape)
+            mask = causal_mask(n)
+        shape = shape_of(row_count(max(n, use.min_rows)), n_slots, use)
+        self.upload(shape, tokens, positions, mask, length, start)
+        ranked = self.captured[shape].replay() if self.is_replaying else self.run_pass(shape)
         logits = self.logits[n - n_last : n, : use.n_ids]
-        if not use.ranking.is_read:
+        if ranked is None:
             return Scores(logits)
-        ranked = self.do(self.rank, row_count(n), use.n_ids, use.ranking)
-        return read_ranked(logits, ranked[n - n_last : n])
+        return read_ranked(logits, self.read(ranked[n - n_last : n]), use.ranking.k)
 
     def upload(
-        self, shape: Shape, tokens: Tensor, positions: Tensor, mask: Tensor | None, start: int
+        self,
+        shape: Shape,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        length: int,
+        start: int,
     ) -> None:
         """Bring a pass from the host to where passes of its shape read it, by one copy.
 
-        Rows added are of token 0 and see the first slot, as every row must see some.
+        Rows added are of token 0 and see all that may be seen, as every row must see some.
         """
         n = len(tokens)
-        # Pinned, so that the copy keeps nobody waiting; torch holds the memory until it is done
-        is_pinned = self.buffer.device.type == "cuda"
-        staged = torch.zeros(shape.n_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        inputs = shape.inputs(staged)
+        if self.is_up:
+            self.is_up.synchronize()
+        n_bytes = shape.n_bytes(self.kv.dtype)
+        staged = self.staged[:n_bytes].zero_()
+        inputs = shape.inputs(staged, self.kv.dtype)
         inputs.tokens[:n] = tokens
         inputs.positions[:n] = positions
         inputs.start[0] = start
+        inputs.last[0] = length - 1
         if shape.is_strict:
-            inputs.seen[:n] = near_slots(positions, mask)
+            inputs.seen[:n] = near_slots(positions, mask, length)
         else:
-            inputs.seen[:n, : mask.shape[1]] = mask
-            inputs.seen[n:, 0] = True
-        self.buffer[: shape.n_bytes].copy_(staged, non_blocking=True)
+            end = 1 + mask.shape[1]
+            inputs.seen[:n, 1:end].masked_fill_(~mask, -torch.inf)
+            inputs.seen[:n, end:] = -torch.inf
+            inputs.seen[:, -1] = -torch.inf
+        self.buffer[:n_bytes].copy_(staged, non_blocking=True)
+        if self.is_up:
+            self.is_up.record()
 
-    def run_pass(self, shape: Shape) -> None:
-        """The pass that was uploaded for this shape; no shape in it depends on a value, and nothing
-        is read back."""
-        inputs = shape.inputs(self.buffer)
+    def run_pass(self, shape: Shape) -> Tensor | None:
+        """The pass that was uploaded for this shape, and what the host wants of it, as
+        engine.scores.rank has it; no shape in it depends on a value, and nothing is read back."""
+        inputs = shape.inputs(self.buffer, self.kv.dtype)
         if shape.is_strict:
             bias = open_sight(inputs.positions, inputs.seen, shape.n_slots)
         else:
-            bias = open_bias(inputs.seen, self.kv)
-        slots = inputs.start + torch.arange(shape.n_rows, device=self.kv.device)
+            above = (self.slots[: shape.n_slots] - inputs.last).clamp_(0, shape.n_scratch + 1)
+            bias = inputs.seen.index_select(1, above)
+        slots = inputs.start + self.slots[: shape.n_rows]
         run = self.run()
         logits = run(inputs.tokens, inputs.positions, self.kv, self.turns, slots, bias)
         self.logits[: shape.n_rows].copy_(logits)
+        if not shape.ranking.is_read:
+            return None
+        return rank(self.logits[: shape.n_rows, : shape.n_ids], shape.ranking)
 
-    def rank(self, n_rows: int, n_ids: int, ranking: Ranking) -> Tensor:
-        """What the host wants of its logits, [n_rows, 2 + 2 k]."""
-        return rank(self.logits[:n_rows, :n_ids], ranking)
-
-    def do(
-        self, step: Callable[..., Tensor | None], *arguments: Shape | int | Ranking
-    ) -> Tensor | None:
-        """One of these two: its replay where it has been captured."""
-        if not self.is_replaying:
-            return step(*arguments)
-        captured = self.captured[step.__name__, *arguments]
-        captured.graph.replay()
-        return captured.result
+    def read(self, ranked: Tensor) -> Tensor:
+        """The same on the host, by one copy."""
+        told = self.told[: ranked.numel()].view(ranked.shape)
+        told.copy_(ranked, non_blocking=True)
+        if self.is_up:
+            torch.cuda.current_stream(ranked.device).synchronize()
+        return told.clone()
 
     def capture(self, lengths: range, scratch: int, use: Use) -> int:
         """Capture what is not yet: the passes over so many slots. Returns how many.
@@ -196,44 +227,49 @@ class ShapedPasses:
             # no capture may do. What several processes compute together they do here and only
             # record in a capture, so that one that fails there leaves no other waiting
             with torch.inference_mode():
-                for key, step in missing.items():
-                    self.upload_nothing(key[1], scratch)
-                    step()
-            for key, step in missing.items():
-                self.upload_nothing(key[1], scratch)  # what the buffer has is of another shape
-                self.captured[key] = record(step, self.pool, device)
-                self.pool = self.captured[key].graph.pool()
+                for shape in missing:
+                    self.upload_nothing(shape, scratch)
+                    self.run_pass(shape)
+            for shape in missing:
+                self.upload_nothing(shape, scratch)  # what the buffer has is of another shape
+                self.captured[shape] = record(partial(self.run_pass, shape), self.pool, device)
+                self.pool = self.captured[shape].graph.pool()
         finally:
             if was_collecting:
                 gc.enable()
         self.is_replaying = True
         return len(missing)
 
-    def missing(self, lengths: range, use: Use) -> dict[tuple, Callable[[], Tensor | None]]:
-        """What is not captured for so many slots, as `captured` names it.
+    def missing(self, lengths: range, use: Use) -> list[Shape]:
+        """The shapes of passes that are not captured for so many slots.
 
         Largest first, so that the smaller ones find room in the memory of the larger.
         """
         most = row_count(max(use.n_rows, use.min_rows))
-        counts = [n for n in reversed(ROW_COUNTS) if n <= most]
-        wanted = {}
+        wanted = []
         for n_slots in range(slot_count(lengths[-1]), slot_count(lengths[0]) - 1, -SLOT_STEP):
-            for n_rows in counts:
-                if n_rows >= use.min_rows:
-                    shape = Shape(n_rows, n_slots, use.is_strict)
-                    wanted["run_pass", shape] = partial(self.run_pass, shape)
-        if use.ranking.is_read:
-            for n_rows in counts:
-                ranked = (n_rows, use.n_ids, use.ranking)
-                wanted["rank", *ranked] = partial(self.rank, *ranked)
-        return {key: step for key, step in wanted.items() if key not in self.captured}
+            for n_rows in reversed(ROW_COUNTS):
+                if use.min_rows <= n_rows <= most:
+                    wanted.append(shape_of(n_rows, n_slots, use))
+        return [shape for shape in wanted if shape not in self.captured]
 
-    def upload_nothing(self, shape: Shape | int, scratch: int) -> None:
-        """If it is of a pass: one whose rows are all added."""
-        if isinstance(shape, Shape):
-            nothing = torch.empty(0, dtype=torch.int64)
-            no_mask = None if shape.is_strict else torch.empty(0, 0, dtype=torch.bool)
-            self.upload(shape, nothing, nothing, no_mask, scratch)
+    def upload_nothing(self, shape: Shape, scratch: int) -> None:
+        """A pass whose rows are all added."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        no_mask = None if shape.is_strict else torch.empty(0, 0, dtype=torch.bool)
+        self.upload(shape, nothing, nothing, no_mask, scratch, scratch)
+
+
+def shape_of(n_rows: int, n_slots: int, use: Use) -> Shape:
+    """Of a pass of so many rows and slots. Candidates and scratch are rounded up as rows and slots
+    are, so that methods which look at two and at three share a graph."""
+    ranking = use.ranking
+    if 0 < ranking.k <= FEW:
+        ranking = ranking._replace(k=row_count(ranking.k))
+    n_scratch = use.n_scratch
+    n_scratch = row_count(n_scratch) if n_scratch <= ROW_COUNTS[-1] else slot_count(n_scratch)
+    n_scratch = min(n_scratch, n_slots)
+    return Shape(n_rows, n_slots, n_scratch, use.is_strict, use.n_ids, ranking)
 
 
 class Captured(NamedTuple):
@@ -241,6 +277,10 @@ class Captured(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     result: Tensor | None
+
+    def replay(self) -> Tensor | None:
+        self.graph.replay()
+        return self.result
 
 
 def destroy_graphs() -> None:

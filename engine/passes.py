@@ -4,8 +4,8 @@ A pass over a plain cache has the rows that it was asked for. One that must have
 at least, because one row costs more than two, because ar is to be rounded as a tree is, or because
 it is strict, is padded here, and what was added is cut off again.
 
-    bias = open_bias(mask, like=model.gpt_neox.embed_in.weight)
-    scores = PaddedPasses(run, kv, turns).forward(tokens, positions, mask, start, 1, use)
+    bias = open_bias(mask, cache.length, like=model.gpt_neox.embed_in.weight)
+    scores = PaddedPasses(run, kv, turns).forward(tokens, positions, mask, length, start, 1, use)
 
 Shapes: n rows asked for, m rows run (so m >= n), S cache slots, V vocabulary.
 """
@@ -45,14 +45,15 @@ class Use(NamedTuple):
 
     n_rows: int = ROW_COUNTS[-1]  # of the widest
     min_rows: int = 1  # to which every pass is padded at least
+    n_scratch: int = ROW_COUNTS[-1]  # slots above what is committed that a mask may speak of
     n_ids: int = sys.maxsize  # of the vocabulary, the first so many count
     ranking: Ranking = Ranking()  # what is wanted of each row
     is_strict: bool = False  # each row's bits are to depend on its position and its keys alone
 
 
-def causal_mask(n: int, start: int) -> Tensor:
-    """Rows [n, start + n] bool of which each attends what is before it, and itself."""
-    return torch.ones(n, start + n, dtype=torch.bool).tril_(start)
+def causal_mask(n: int) -> Tensor:
+    """[n, n] bool: of its own pass each row attends what is before it, and itself."""
+    return torch.ones(n, n, dtype=torch.bool).tril_()
 
 
 def causal_bias(n: int, start: int, like: Tensor) -> Tensor:
@@ -60,9 +61,15 @@ def causal_bias(n: int, start: int, like: Tensor) -> Tensor:
     return blocked(n, start + n, like).triu_(start + 1)
 
 
-def open_bias(mask: Tensor, like: Tensor) -> Tensor:
-    """0 where a row may attend, else -inf: [n, S] where the model is, and in its dtype."""
-    return blocked(*mask.shape, like).masked_fill_(mask.to(like.device, non_blocking=True), 0.0)
+def open_bias(mask: Tensor, length: int, like: Tensor) -> Tensor:
+    """0 where a row may attend, else -inf: [n, length + s] where the model is, and in its dtype.
+
+    mask: [n, s] of the slots from `length` on; what is below all attend."""
+    n, n_slots = mask.shape
+    bias = blocked(n, length + n_slots, like)
+    bias[:, :length] = 0.0
+    bias[:, length:].masked_fill_(mask.to(like.device, non_blocking=True), 0.0)
+    return bias
 
 
 def blocked(n: int, n_slots: int, like: Tensor) -> Tensor:
@@ -77,7 +84,7 @@ class PaddedPasses:
     def __init__(self, run: Run, kv: Tensor, turns: Tensor):
         self.run, self.kv, self.turns = run, kv, turns
 
-    def has_room(self, n: int, use: Use) -> bool:
+    def has_room(self, n: int, mask: Tensor | None, use: Use) -> bool:
         """Whether a pass of n rows is one of these."""
         return True
 
@@ -86,24 +93,25 @@ class PaddedPasses:
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None,
+        length: int,
         start: int,
         n_last: int,
         use: Use,
     ) -> Scores:
-        """GPTNeoX.forward of use.min_rows or more.
+        """GPTNeoX.forward of use.min_rows or more; the mask is of the slots from `length` on.
 
-        Rows added are of token 0 and see the first slot, as every row must see some.
+        Rows added are of token 0 and see something, as every row must.
         """
         n = len(tokens)
         m = max(n, use.min_rows)
         if use.is_strict:
             assert m <= max(use.n_rows, use.min_rows), f"{n} rows in a strict pass of {use.n_rows}"
-            bias = strict_sight(positions, mask, m, self.kv.device)
+            bias = strict_sight(positions, mask, length, m, self.kv.device)
         else:
-            mask = causal_mask(n, start) if mask is None else mask
+            mask = causal_mask(n) if mask is None else mask
             mask = F.pad(mask, (0, 0, 0, m - n))
             mask[n:, 0] = True
-            bias = open_bias(mask, self.kv)
+            bias = open_bias(mask, length, self.kv)
         tokens = F.pad(tokens, (0, m - n)).to(self.kv.device)
         positions = F.pad(positions, (0, m - n)).to(self.kv.device)
         first = max(min(n - n_last, m - use.min_rows), 0)  # the head's product is one of rows, too
@@ -111,9 +119,11 @@ class PaddedPasses:
         return scores_of(logits[n - n_last - first : n - first, : use.n_ids].float(), use.ranking)
 
 
-def strict_sight(positions: Tensor, mask: Tensor | None, m: int, device: torch.device) -> Sight:
+def strict_sight(
+    positions: Tensor, mask: Tensor | None, length: int, m: int, device: torch.device
+) -> Sight:
     """What m rows attend by position, of which the first n are asked for."""
-    near = near_slots(positions, mask)
+    near = near_slots(positions, mask, length)
     n_far = slot_count(int(first_near(positions).max()))
     padding = m - len(positions)
     near = F.pad(near, (0, 0, 0, padding)).to(device)

@@ -17,6 +17,8 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from engine.scores import FEW, few_best
+
 ONE = 2**40  # the probability 1 in whole numbers
 LAST_SEED = 2**63 - 1
 FLOAT32 = torch.finfo(torch.float32)  # in which logits are divided and probabilities added up
@@ -100,7 +102,10 @@ class Sampler:
         # An exponential race: at rate p each; the first to arrive is drawn first.
         times = torch.empty_like(probs).exponential_(generator=self.generator)
         times.clamp_min_(torch.finfo(times.dtype).tiny)  # 0 / 0 would win
-        return (probs / times).topk(k, dim=-1).indices
+        speeds = probs / times
+        if speeds.is_cuda and k <= FEW:
+            return torch.cat([ids for _, ids in few_best(speeds, k)], dim=1)
+        return speeds.topk(k, dim=-1).indices
 
     def propose(self, logits: Tensor, k: int) -> tuple[ndarray, ndarray, Tensor]:
         """k tokens drawn from each row of the draft's logits [n, V]: ids [n, k] int64 in draw order

@@ -18,7 +18,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-FEW = 8  # candidates up to which so many maxima are found faster than by topk (measured)
+FEW = 8  # candidates up to which so many maxima are found sooner than by topk (CPU: measured)
 
 
 class Ranking(NamedTuple):
@@ -44,7 +44,7 @@ def scores_of(logits: Tensor, ranking: Ranking) -> Scores:
     if not ranking.is_read:
         return Scores(logits)
     if logits.device.type != "cpu":
-        return read_ranked(logits, rank(logits, ranking))
+        return read_ranked(logits, rank(logits, ranking).cpu(), ranking.k)
     k = min(ranking.k, logits.shape[1])
     values = torch.log_softmax(logits, dim=-1) if ranking.are_logprobs else logits
     numbers = values.detach().numpy()
@@ -73,21 +73,38 @@ def maxima(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
 
 
 def rank(logits: Tensor, ranking: Ranking) -> Tensor:
-    """float32 [n, 2 + 2 k]: the highest value, its id, then k values and their ids.
+    """float32 [n, 2 m]: m values and their ids, the best k, of equals the first; above FEW, where
+    topk does not say which of equals it takes, the best once more before them. m is 1 or more.
 
     Ids travel as float32, too, which is exact below 2^24.
     """
     values = torch.log_softmax(logits, dim=-1) if ranking.are_logprobs else logits
-    highest, first = values.max(dim=-1, keepdim=True)  # topk does not say which of equals it takes
-    columns = [highest, first]
-    if ranking.k:
-        columns += values.topk(min(ranking.k, logits.shape[1]))
-    return torch.cat(columns, dim=1)
+    k = min(ranking.k, logits.shape[1])
+    if ranking.k > FEW:
+        found = [values.max(dim=-1, keepdim=True), values.topk(k)]
+    else:
+        if k > 1 and not ranking.are_logprobs:
+            values = values.clone()  # whoever samples wants the logits as they are
+        found = few_best(values, max(k, 1))
+    ids = torch.cat([each[1] for each in found], dim=1).float()
+    return torch.cat([each[0] for each in found] + [ids], dim=1)
 
 
-def read_ranked(logits: Tensor, ranked: Tensor) -> Scores:
-    """The same, of what `rank` gave for these logits; by one copy."""
-    found = ranked.cpu().numpy()
-    k = found.shape[1] // 2 - 1
-    ids = found[:, [1, *range(2 + k, 2 + 2 * k)]].astype(numpy.int64)
-    return Scores(logits, found[:, 0], ids[:, 0], found[:, 2 : 2 + k], ids[:, 1:])
+def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
+    """The k highest of each row of values [n, V], best first, of equals the first: k times values
+    and ids [n, 1], by two kernels each, where topk of a vocabulary is more than twenty. Overwrites
+    all of them but the last."""
+    found = [values.max(dim=-1, keepdim=True)]
+    while len(found) < k:
+        values.scatter_(1, found[-1].indices, -torch.inf)
+        found.append(values.max(dim=-1, keepdim=True))
+    return found
+
+
+def read_ranked(logits: Tensor, ranked: Tensor, k: int) -> Scores:
+    """The same, of what `rank` gave for these logits, on the host; the first k candidates."""
+    found = ranked.numpy()
+    m = found.shape[1] // 2
+    values, ids = found[:, :m], found[:, m:].astype(numpy.int64)
+    first = 1 if k > FEW else 0
+    return Scores(logits, values[:, 0], ids[:, 0], values[:, first:][:, :k], ids[:, first:][:, :k])

@@ -16,7 +16,7 @@ are 256 slots wide, one product of a fixed shape each, added up one after the ot
 count for exactly 0, so it does not matter how many blocks there are. What is near has 16 places, in
 order of position, empty ones last. All of it is computed in float32.
 
-    near = near_slots(positions, mask)  # on the host
+    near = near_slots(positions, mask, length)  # on the host
     sight = open_sight(positions, near, n_slots)
     attended = attend_by_position(q, k, v, sight)
 
@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCK = 256  # slots
@@ -52,18 +53,18 @@ def first_near(positions: Tensor) -> Tensor:
     return (positions - MAX_DEPTH).clamp(min=0)
 
 
-def near_slots(positions: Tensor, mask: Tensor | None) -> Tensor:
+def near_slots(positions: Tensor, mask: Tensor | None, length: int = 0) -> Tensor:
     """The slots [m, NEAR] of each row's last positions up to its own, then zeros.
 
-    mask: [m, S] bool, a prefix and above it ancestors in order of depth; None if each row's slot is
-    its position.
+    mask: [m, s] bool of the slots from `length` on, below which all is seen: ancestors in order of
+    depth; None if each row's slot is its position.
     """
     first = first_near(positions).unsqueeze(1)  # [m, 1]
     if mask is None:
         slots = first + torch.arange(NEAR)
         return slots.where(slots <= positions.unsqueeze(1), 0)
     start = int(first.min())
-    seen = mask[:, start:]  # all before is seen
+    seen = F.pad(mask, (length - start, 0), value=True)  # from slot `start` on
     place = seen.cumsum(dim=1) - 1 + start - first  # of a seen slot among the near ones, if >= 0
     rows, columns = (seen & (place >= 0)).nonzero(as_tuple=True)
     slots = torch.zeros(len(positions), NEAR, dtype=torch.int64)

@@ -38,7 +38,7 @@ from dynatree import capture, generate
 from engine.checkpoint import EMBED_IN
 from engine.memory import OutOfMemory
 from engine.passes import Use
-from engine.scores import FEW, Ranking, scores_of
+from engine.scores import FEW, Ranking, rank, read_ranked, scores_of
 from gpt_neox import GPTNeoX, KVCache
 from methods.static import Alone
 from verify import tree_pass
@@ -118,8 +118,8 @@ def test_start_writes_there_and_nowhere_else() -> None:
     positions = torch.arange(10, 13)
     cache = prefilled(model, PREFIX, 20)
     before = cache.kv.clone()
-    mask = torch.ones(3, 17, dtype=torch.bool).tril(14)
-    mask[:, 10:14] = False
+    mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
+    mask[:, :4] = False
     there = model.forward(tokens, positions, cache, mask, start=14).logits
     same = (cache.kv == before).flatten(0, 2).all(dim=2)  # [2LH, capacity]
     assert torch.equal(same.any(dim=0), same.all(dim=0)), "every layer, head and half alike"
@@ -223,9 +223,26 @@ def test_non_finite_row_stays_alone(
         if bad_row not in path_to(TREE, row):
             assert_close(logits[row], clean_logits[row])
     cache.commit(path)
-    mask = torch.ones(1, 20, dtype=torch.bool).tril(cache.length)
+    mask = torch.ones(1, 20 - cache.length, dtype=torch.bool).tril()
     after = model.forward(torch.tensor([3]), torch.tensor([cache.length]), cache, mask).logits
     assert_close(after[0], run(model, path_text(TREE, path) + [3])[-1])
+
+
+@pytest.mark.parametrize("are_logprobs", [False, True])
+@pytest.mark.parametrize("k", [0, 1, 3, FEW, FEW + 1, 60])
+def test_a_device_ranks_as_the_host_does(k: int, are_logprobs: bool) -> None:
+    """Of equals the first, however few ids there are, and nan is not lost."""
+    logits = torch.randint(0, 9, (6, 50), generator=torch.Generator().manual_seed(k)).float()
+    logits[2, 7], logits[3, 9] = torch.inf, torch.nan
+    before = logits.clone()
+    ranking = Ranking(k, are_logprobs)
+    found = read_ranked(logits, rank(logits, ranking), k)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+    for ours, right in zip(found[1:3], scores_of(logits, ranking)[1:3], strict=True):
+        numpy.testing.assert_array_equal(ours, right)
+    finite = [0, 1, 4, 5]
+    for ours, right in zip(found[3:], scores_of(logits, ranking)[3:], strict=True):
+        numpy.testing.assert_array_equal(ours[finite], right[finite])
 
 
 SETTINGS = [SEQUENTIAL, {"norm_eps": 0.5}, {"rotary_base": 100.0}, {"rotary_fraction": 0.25}]

@@ -77,8 +77,7 @@ def everything(target: GPTNeoX, folder: Path) -> list[ndarray]:
 
     cache = target.new_cache(64, Use(ranking=Ranking(4)))
     keep(target.prefill(PROMPT, cache, read))
-    mask = torch.ones(4, 15, dtype=torch.bool)
-    mask[:, 11:] = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]])
+    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
     tree = (torch.tensor([5, 6, 7, 8]), torch.tensor([11, 12, 12, 13]))
     keep(target.forward(*tree, cache, mask))
     cache.commit([0, 2, 3])

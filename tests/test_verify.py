@@ -69,23 +69,23 @@ def test_never_a_token_past_eos_and_never_more_than_asked(
 
 
 def test_the_mask_of_the_example() -> None:
-    """Two committed tokens before the root; a column per cache slot."""
+    """Two committed tokens before the root; a column for each cache slot from the root's on."""
     drawn = [
-        "## #.....",  # the
-        "## ##....",  # cat
-        "## #.#...",  # dog
-        "## ##.#..",  # cat sat
-        "## ##..#.",  # cat ran
-        "## #.#..#",  # dog ran
+        "#.....",  # the
+        "##....",  # cat
+        "#.#...",  # dog
+        "##.#..",  # cat sat
+        "##..#.",  # cat ran
+        "#.#..#",  # dog ran
     ]
     tokens, positions, mask = tree_pass(EXAMPLE, 2)
-    assert mask.tolist() == [[mark == "#" for mark in row.replace(" ", "")] for row in drawn]
+    assert mask.tolist() == [[mark == "#" for mark in row] for row in drawn]
     assert tokens.tolist() == [THE, CAT, DOG, SAT, RAN, RAN]
     assert positions.tolist() == [2, 3, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
-def test_a_node_sees_the_prefix_and_its_own_path(length: int) -> None:
+def test_a_node_sees_its_own_path(length: int) -> None:
     """Its position is what it would have if only its path had been written."""
     rng = random.Random(length)
     for _ in range(50):
@@ -94,9 +94,9 @@ def test_a_node_sees_the_prefix_and_its_own_path(length: int) -> None:
         assert tokens.tolist() == tree.tokens
         if mask is None:
             assert len(tree) == 1, "a root alone needs none"
-            mask = torch.ones(1, length + 1, dtype=torch.bool)
-        assert mask.shape == (len(tree), length + len(tree))
+            mask = torch.ones(1, 1, dtype=torch.bool)
+        assert mask.shape == (len(tree), len(tree))
         for row in range(len(tree)):
-            seen = [*range(length), *(length + i for i in path_to(tree, row))]
+            seen = path_to(tree, row)
             assert mask[row].nonzero().flatten().tolist() == seen
-            assert positions[row] == len(seen) - 1
+            assert positions[row] == length + len(seen) - 1
