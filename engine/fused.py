@@ -31,11 +31,14 @@ from engine.caches import CachePool
 from engine.checkpoint import ACTIVATIONS, CheckpointError, Config
 from engine.cuda_graphs import settle_kernels
 from engine.memory import give_back
-from engine.products import Product, open_product
+from engine.passes import ROW_COUNTS
+from engine.products import Product, WideProduct, open_product
 from engine.shares import WHOLE, Share
 from engine.strict import Sight, attend_by_position
 
 LARGE_LAYER = 2**23  # bytes from which it is worth asking how memory lies
+CHUNK = 256  # slots
+LONG = 1024  # slots from which attention reads chunks of them side by side (by estimate)
 
 
 def fill(
@@ -243,12 +246,14 @@ class FusedLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """From x to the logits of all ids, [n, V], of which a share has some rows."""
+    """From x to the logits of all ids, [n, V], of which a share has some rows; on CUDA float32."""
 
     def __init__(self, weight: Tensor, vocab_size: int, share: Share):
         super().__init__()
         self.vocab_size, self.share = vocab_size, share
-        self.product = open_product(weight.detach(), None)
+        weight = weight.detach()
+        is_wide = weight.is_cuda and weight.dtype != torch.float32
+        self.product = WideProduct(weight) if is_wide else open_product(weight, None)
         if self.product.nbytes > LARGE_LAYER:
             give_back()
 
@@ -265,7 +270,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     if q.device.type == "cpu" and q.dtype == torch.float32:  # no slower at any size (measured)
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
         return torch.bmm(scores.softmax(-1), v)  # [H, n, S] times [H, S, D]
+    n_slots = bias.shape[1]
+    if q.is_cuda and len(q[0]) <= ROW_COUNTS[-1] and n_slots >= LONG and n_slots % CHUNK == 0:
+        return attend_in_chunks(q, k, v, bias)
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias)[0]
+
+
+def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The same where few rows see many slots, which CUDA's attention has a head read one after the
+    other: chunks of slots side by side, and their results weighed by the sums of their exponents.
+    """
+    n_chunks = bias.shape[1] // CHUNK
+    keys, values = (each.unflatten(1, (n_chunks, CHUNK)).transpose(0, 1) for each in (k, v))
+    biases = bias.unflatten(1, (n_chunks, CHUNK)).transpose(0, 1).unsqueeze(1)  # [c, 1, n, CHUNK]
+    attended, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q.expand(n_chunks, *q.shape),
+        keys,
+        values,
+        biases.expand(-1, len(q), -1, -1),
+        compute_log_sumexp=True,
+    )  # [c, H, n, D] and [c, H, n or more]
+    lse = lse[:, :, : q.shape[1]]
+    # Where a row sees nothing of a chunk, whatever both are there
+    lse = lse.where(lse.isfinite(), -torch.inf)
+    weights = lse.softmax(dim=0).unsqueeze(-1)  # nan if it is so in all: the row overflowed
+    return (attended.masked_fill(weights == 0, 0.0) * weights).sum(dim=0).to(q.dtype)
 
 
 def gelu(x: Tensor, approximate: str, out: Tensor) -> None:

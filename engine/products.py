@@ -31,7 +31,7 @@ from engine.memory import is_refusal
 
 
 class Product(Protocol):
-    """x [n, in] -> [n, out], of x's dtype."""
+    """x [n, in] -> [n, out], of x's dtype unless it says so."""
 
     nbytes: int  # that it reads
 
@@ -93,6 +93,19 @@ class PlainProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class WideProduct:
+    """A matrix of 16-bit numbers on CUDA, and a product in float32: what is added up there is not
+    rounded to 16 bits, in which many logits would be equal."""
+
+    def __init__(self, weight: Tensor):
+        """weight: [out, in]."""
+        self.weight = weight.t()
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight, out_dtype=torch.float32)
 
 
 def open_product(weight: Tensor, bias: Tensor | None) -> Product:

@@ -22,6 +22,7 @@ FRESH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 N_KERNELS = dict.fromkeys(FRESH, 0) | {"_unsafe_view": 0}  # of an operation, where not one
 N_KERNELS |= {"_local_scalar_dense": 0, "topk": 22, "sort": 4, "eye": 2, "nonzero": 3}  # 50,304 ids
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+STAND_INS = {aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype)}  # what CUDA alone has
 TAKES_SCALAR = {  # a host tensor of no dimension may be their value, as in pointwise operations
     aten.masked_fill.Tensor,
     aten.masked_fill_.Tensor,
@@ -148,6 +149,7 @@ def indexes_by_bool(known: Operation, args: tuple) -> bool:
 
 def run(func: Callable, known: Operation, args: tuple, kwargs: dict) -> object:
     """An operation on the device alone."""
+    func = STAND_INS.get(func, func)
     if known.name == "detach_":  # there is no graph of gradients to leave
         return args[0]
     if known.is_view:
