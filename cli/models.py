@@ -6,6 +6,7 @@ for piece in stream_text(pair, "The ship sailed at dawn", max_new_tokens=64):
 """
 
 import argparse
+import gc
 import os
 import re
 import time
@@ -92,9 +93,12 @@ def has_instructions(dtype: torch.dtype, device: torch.device) -> bool | None:
     return dtype not in names or not names[dtype].isdisjoint(found[1].split())
 
 
-def set_threads(n: int | None) -> None:
-    """Use n CPU threads; torch's own choice, one per core, if None. Raises UsageError."""
+def set_threads(n: int | None, device: torch.device) -> None:
+    """Use n CPU threads. If None one on CUDA, as what the host computes there is small and waking a
+    second takes longer; else torch's own choice, one per core. Raises UsageError."""
     if n is None:
+        if device.type == "cuda":
+            torch.set_num_threads(1)
         return
     most = os.cpu_count() or 1
     if not 1 <= n <= most:
@@ -229,8 +233,8 @@ def open_pair(
 
     ranks: with whom the target is computed, if there are several.
     """
-    set_threads(args.threads)
     device = choose_device(args.device)
+    set_threads(args.threads, device)
     if ranks and ":" in (args.device or ""):
         raise UsageError(f"--device {args.device}: under torchrun each rank has its own; say cuda")
     dtype = choose_dtype(args.dtype, device)
@@ -253,6 +257,7 @@ def open_pair(
     pair = load_pair(target, draft, device, dtype, draft_dtype, say, ranks)
     if args.no_graphs:
         pair.use_graphs(False)
+    gc.freeze()  # what is there by now stays: no collection looks through it again
     return pair, found | {"threads": torch.get_num_threads()}
 
 

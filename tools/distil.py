@@ -158,8 +158,8 @@ def prepare(args: Namespace) -> Job:
         raise UsageError("give --layers and --hidden of a new draft, or --init, which has a shape")
     if args.greedy + args.sampled > 1:
         raise UsageError("--greedy and --sampled are shares of the rows, together at most 1")
-    set_threads(args.threads)
     device = choose_device(args.device)
+    set_threads(args.threads, device)
     out = new_folder(args.out)
     target = find_checkpoint(args.target, say)
     tokenizer = load_tokenizer(target)

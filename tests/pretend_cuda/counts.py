@@ -15,8 +15,10 @@ from conftest import TINY, random_config, random_tensors
 from tokenizers import Tokenizer
 
 from dynatree import capture, generate
-from engine.passes import ROW_COUNTS
+from engine.cuda_graphs import shape_of
+from engine.passes import SLOT_STEP, Use
 from engine.sampling import Sampling
+from engine.scores import Ranking
 from gpt_neox import GPTNeoX
 from methods import METHODS
 
@@ -31,6 +33,7 @@ KINDS = {  # as they are counted, and in the table
     "sync": "waits",
     "h2d": "copies up",
     "event": "events",
+    "replayed": "replayed",  # kernels of the graphs
 }
 
 
@@ -79,17 +82,29 @@ def count_iterations(
     return Counts(n_iterations, sites)
 
 
-def nodes_of_layer() -> float:
-    """Graph nodes that one layer more adds to a pass in float16, in the mean over all widths."""
-    totals = []
-    for n_layers in (2, 3):
-        config = random_config(n_layers=n_layers)
+def nodes_of_pass(n_layers: int, n_rows: int, ranking: Ranking) -> int:
+    """Kernels of a pass in float16, as a graph, with what ranks its logits."""
+    found = []
+    for n in (2, 3):  # each layer more adds as many
+        config = random_config(n_layers=n)
         tensors = {name: t.cuda().half() for name, t in random_tensors(config, 0).items()}
         model = GPTNeoX.from_tensors(config, tensors)
-        before = timeline.counts.copy()
-        capture(model, model.new_cache(100), 50)
-        totals.append((timeline.counts - before)["node"])  # what ranks the logits is in both
-    return (totals[1] - totals[0]) / len(ROW_COUNTS)
+        cache = model.new_cache(100, Use(ranking=ranking))
+        capture(model, cache, 50)
+        shape = shape_of(n_rows, SLOT_STEP, cache.use)
+        found.append(cache.passes.captured[shape].graph.nodes.total())
+    return found[0] + (found[1] - found[0]) * (n_layers - 2)
+
+
+def pythia() -> dict[str, int]:
+    """Kernels of the default pair's passes, and of an iteration: a tree of 32 rows, six levels of
+    which the first is the root's."""
+    likeliest = Ranking(3, are_logprobs=True)
+    target = nodes_of_pass(32, 32, Ranking())
+    level, root = (nodes_of_pass(6, n_rows, likeliest) for n_rows in (8, 1))
+    iteration = target + 5 * level + root
+    ar = nodes_of_pass(32, 1, Ranking())
+    return {"target, 32 rows": target, "draft level": level, "iteration": iteration, "ar": ar}
 
 
 def main() -> None:
@@ -104,7 +119,7 @@ def main() -> None:
     for method, counts in counted.items():
         cells = "".join(f"{counts.of_each(kind):11.1f}" for kind in KINDS)
         print(f"{method:15}{cells}")
-    print(f"graph nodes of a layer: {nodes_of_layer():.1f}")
+    print(f"kernels of Pythia-2.8B and 70M in float16: {pythia()}")
     for method, counts in counted.items():
         print(f"\n{method}, of each of {counts.n_iterations} iterations:")
         print("\n".join(counts.lines(20)))

@@ -10,7 +10,7 @@ from engine.sampling import Sampling
 from gpt_neox import GPTNeoX
 from methods import METHODS
 
-from .counts import count_iterations, load_pair, nodes_of_layer
+from .counts import count_iterations, load_pair, pythia
 
 pytestmark = pytest.mark.cuda
 # Of an iteration, in the mean over a text and rounded; a greedy text unless it says sampled
@@ -33,13 +33,13 @@ graft                   0.9      2.0          2.0
 auto                    0.7      1.5          1.5
 linear sampled     161.6      9.8          5.6
 confident sampled   77.4      5.1          2.8
-specinfer sampled  180.8     11.2          5.8
-sequoia sampled    188.4     11.4          6.2
+specinfer sampled  200.2     11.2          5.8
+sequoia sampled    198.8     11.4          6.2
 dynatree sampled    33.6      6.2          3.0
-dyspec sampled      89.9      6.6          2.7
+dyspec sampled      123.5      6.6          2.7
 graft sampled       35.9      5.8          2.2
 """
-MOST_NODES = 12  # of a layer, in a graph, in float16
+PYTHIA = {"target, 32 rows": 402, "draft level": 97, "iteration": 996, "ar": 466}
 
 
 def read_table() -> dict[str, dict[str, float]]:
@@ -65,12 +65,13 @@ def test_an_iteration_asks_for_little(name: str, pair: tuple[GPTNeoX, GPTNeoX, l
     for kind, most in read_table()[name].items():
         found = round(counts.of_each(kind), 1)
         assert found <= most, f"{found} of {kind}:\n" + "\n".join(counts.lines(30))
-    assert not counts.of_each("event"), "the host's clock is enough"
+    assert counts.of_each("event") == counts.of_each("h2d"), "one for what is staged, none to time"
 
 
 def test_the_table_has_every_method() -> None:
     assert set(METHODS) <= set(read_table())
 
 
-def test_a_layer_has_few_nodes() -> None:
-    assert nodes_of_layer() <= MOST_NODES
+def test_passes_of_the_default_pair_have_few_kernels() -> None:
+    found = pythia()
+    assert found == PYTHIA
