@@ -56,6 +56,7 @@ class CachePool:
         self.is_shaped = device.type == "cuda" and not is_plain
         self.is_plain, self.share = is_plain, share
         self.has_graphs = self.is_shaped
+        self.has_kernels = False  # what is strict has none
         self.min_rows = min_rows  # of every pass, padded
         self.steady: dict[str, int | None] = {}  # what steady_rows found, once it is known
         self.idle: list[Storage] = []
@@ -63,7 +64,7 @@ class CachePool:
         self.capture_s = 0.0
 
     def settle(self, use: Use, model: nn.Module) -> Use:
-        """The same, told how many rows a pass has at least.
+        """The same, told how many rows a pass has at least, and what computes it.
 
         Strict ones have no more and no fewer than the widest needs, unless a row's bits are the
         same from some count on: then they have so many, and padding shows nothing more.
@@ -73,7 +74,8 @@ class CachePool:
             assert not self.is_plain, "only fused layers can be strict"
             steady = self.steady_rows(model)
             min_rows = steady or row_count(max(use.n_rows, min_rows))
-        return use._replace(min_rows=min_rows)
+        has_kernels = self.has_kernels and not use.is_strict
+        return use._replace(min_rows=min_rows, has_kernels=has_kernels)
 
     def steady_rows(self, model: nn.Module) -> int | None:
         """From how many rows on a row's bits are the same in each pass; None: only at one count."""

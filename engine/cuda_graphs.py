@@ -65,8 +65,8 @@ class Inputs(NamedTuple):
     positions: Tensor  # [n] int64
     start: Tensor  # [1] int64, the first slot to write
     last: Tensor  # [1] int64, the last committed slot, -1 if there is none
-    seen: Tensor  # engine.strict's near slots, [n, NEAR] int64; or [n, 1 + s + 1], 0 or -inf: of
-    # what is committed, of s slots above it, of all other slots
+    seen: Tensor  # engine.strict's near slots, [n, NEAR] int64; or [n, 1 + s + 1]: of what is
+    # committed, of s slots above it, of all others, 0 or -inf, or for our own kernels bool
 
 
 class Shape(NamedTuple):
@@ -76,6 +76,7 @@ class Shape(NamedTuple):
     n_slots: int  # that it may see
     n_scratch: int  # of these those above the committed ones, of which a mask may speak
     is_strict: bool = False
+    has_kernels: bool = False
     n_ids: int = sys.maxsize  # of the vocabulary
     ranking: Ranking = Ranking()
 
@@ -86,7 +87,7 @@ class Shape(NamedTuple):
         return self.n_rows * (2 + n_near) + 2
 
     def n_bytes(self, dtype: torch.dtype) -> int:
-        """Of its inputs, if what is added is of this dtype."""
+        """Of its inputs, if a mask is of this dtype, or of bool."""
         n_seen = 0 if self.is_strict else self.n_scratch + 2
         return 8 * self.n_words + self.n_rows * n_seen * dtype.itemsize
 
@@ -97,6 +98,7 @@ class Shape(NamedTuple):
         tokens, positions, start, last, near = words.split((n, n, 1, 1, len(words) - 2 * n - 2))
         if self.is_strict:
             return Inputs(tokens, positions, start, last, near.view(n, NEAR))
+        dtype = torch.bool if self.has_kernels else dtype
         seen = buffer[8 * self.n_words : self.n_bytes(dtype)].view(dtype)
         return Inputs(tokens, positions, start, last, seen.view(n, self.n_scratch + 2))
 
@@ -182,9 +184,11 @@ class ShapedPasses:
             inputs.seen[:n] = near_slots(positions, mask, length)
         else:
             end = 1 + mask.shape[1]
-            inputs.seen[:n, 1:end].masked_fill_(~mask, -torch.inf)
-            inputs.seen[:n, end:] = -torch.inf
-            inputs.seen[:, -1] = -torch.inf
+            is_seen, is_not = (True, False) if shape.has_kernels else (0.0, -torch.inf)
+            inputs.seen.fill_(is_seen)
+            inputs.seen[:n, 1:end].masked_fill_(~mask, is_not)
+            inputs.seen[:n, end:] = is_not
+            inputs.seen[:, -1] = is_not
         self.buffer[:n_bytes].copy_(staged, non_blocking=True)
         if self.is_up:
             self.is_up.record()
@@ -204,7 +208,8 @@ class ShapedPasses:
         self.logits[: shape.n_rows].copy_(logits)
         if not shape.ranking.is_read:
             return None
-        return rank(self.logits[: shape.n_rows, : shape.n_ids], shape.ranking)
+        logits = self.logits[: shape.n_rows, : shape.n_ids]
+        return rank(logits, shape.ranking, shape.has_kernels)
 
     def read(self, ranked: Tensor) -> Tensor:
         """The same on the host, by one copy."""
@@ -269,7 +274,8 @@ def shape_of(n_rows: int, n_slots: int, use: Use) -> Shape:
     n_scratch = use.n_scratch
     n_scratch = row_count(n_scratch) if n_scratch <= ROW_COUNTS[-1] else slot_count(n_scratch)
     n_scratch = min(n_scratch, n_slots)
-    return Shape(n_rows, n_slots, n_scratch, use.is_strict, use.n_ids, ranking)
+    wanted = (use.is_strict, use.has_kernels, use.n_ids, ranking)
+    return Shape(n_rows, n_slots, n_scratch, *wanted)
 
 
 class Captured(NamedTuple):

@@ -94,7 +94,8 @@ class FusedTransformer(nn.Module):
     """The same call as gpt_neox.Transformer's, without gradients and batches.
 
     start: also slots [n] int64 to write, where their number must not shape the pass. bias: also a
-    Sight, where the result is to be the same bit for bit wherever a row's ancestors lie.
+    Sight, where the result is to be the same bit for bit wherever a row's ancestors lie; or with
+    slots what each row sees, [n, S] bool: then kernels of our own compute the pass.
     """
 
     def __init__(self, plain: nn.Module, share: Share):
@@ -109,12 +110,18 @@ class FusedTransformer(nn.Module):
         self, tokens: Tensor, turns: Tensor, kv: Tensor, start: int | Tensor, bias: Tensor | Sight
     ) -> Tensor:
         x = self.share.embed(tokens, self.embed_in.weight)  # [n, hidden], added to in place
-        for layer, past in zip(self.layers, kv.unbind(1), strict=True):
-            x = layer(x, turns, past, start, bias)
+        if isinstance(bias, Tensor) and bias.dtype == torch.bool:
+            from engine.kernels import run_layers  # here, as most machines have no triton
+
+            x = run_layers(self, x, turns, kv, start, bias)
+        else:
+            for layer, past in zip(self.layers, kv.unbind(1), strict=True):
+                x = layer(x, turns, past, start, bias)
+            x = self.final_layer_norm(x)
         if self.mark:
             has_overflowed = written(kv, start, len(x)).abs().amax(dim=(0, 1, 2, 4)) == self.mark
             x = x.masked_fill(has_overflowed[:, None], torch.nan)
-        return self.final_layer_norm(x)
+        return x
 
     @staticmethod
     def rotate(x: Tensor, turns: Tensor) -> Tensor:
@@ -156,6 +163,11 @@ class Affine(NamedTuple):
         return cls(weight, bias)
 
 
+def is_joined(config: Config, device: torch.device) -> bool:
+    """Whether the way into attention and MLP is one product: where launches cost."""
+    return config.is_parallel and device.type == "cuda"
+
+
 class FusedLayer(nn.Module):
     """x + Attn(LN1(x)) + MLP(LN2(x)), or one after the other, on x [n, hidden] in place."""
 
@@ -176,7 +188,7 @@ class FusedLayer(nn.Module):
             dense = Affine(dense.weight, torch.zeros_like(dense.bias))
             out = Affine(out.weight, torch.zeros_like(out.bias))
         self.into: Product | None = None
-        if config.is_parallel and qkv.weight.is_cuda:
+        if is_joined(config, qkv.weight.device):
             both = fold(self.norms[0], qkv), fold(self.norms[1], inside)
             self.into = open_product(*(torch.cat(parts) for parts in zip(*both, strict=True)))
         else:

@@ -49,6 +49,7 @@ class Use(NamedTuple):
     n_ids: int = sys.maxsize  # of the vocabulary, the first so many count
     ranking: Ranking = Ranking()  # what is wanted of each row
     is_strict: bool = False  # each row's bits are to depend on its position and its keys alone
+    has_kernels: bool = False  # engine/kernels.py computes what torch does else
 
 
 def causal_mask(n: int) -> Tensor:

@@ -72,22 +72,29 @@ def maxima(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
     return found, ids
 
 
-def rank(logits: Tensor, ranking: Ranking) -> Tensor:
-    """float32 [n, 2 m]: m values and their ids, the best k, of equals the first; above FEW, where
-    topk does not say which of equals it takes, the best once more before them. m is 1 or more.
+def rank(logits: Tensor, ranking: Ranking, has_kernels: bool = False) -> Tensor:
+    """float32 [n, 2 + 2 k]: the highest value, its id, of equals the first, then k values and their
+    ids.
 
-    Ids travel as float32, too, which is exact below 2^24.
+    Ids travel as float32, too, which is exact below 2^24. has_kernels: by those of our own.
     """
+    if has_kernels:
+        from engine import kernels  # here, as most machines have no triton
+
+        return kernels.rank(logits, min(ranking.k, logits.shape[1]), ranking.are_logprobs)
     values = torch.log_softmax(logits, dim=-1) if ranking.are_logprobs else logits
     k = min(ranking.k, logits.shape[1])
-    if ranking.k > FEW:
-        found = [values.max(dim=-1, keepdim=True), values.topk(k)]
+    if k > FEW:  # topk does not say which of equals it takes
+        best, (found, ids) = few_best(values, 1)[0], values.topk(k)
     else:
         if k > 1 and not ranking.are_logprobs:
             values = values.clone()  # whoever samples wants the logits as they are
-        found = few_best(values, max(k, 1))
-    ids = torch.cat([each[1] for each in found], dim=1).float()
-    return torch.cat([each[0] for each in found] + [ids], dim=1)
+        few = few_best(values, max(k, 1))
+        best = few[0]
+        found, ids = (torch.cat(part, dim=1) for part in zip(*few, strict=True))
+        found, ids = found[:, :k], ids[:, :k]
+    highest, first = best
+    return torch.cat([highest, first.float(), found, ids.float()], dim=1)
 
 
 def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
@@ -104,7 +111,6 @@ def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
 def read_ranked(logits: Tensor, ranked: Tensor, k: int) -> Scores:
     """The same, of what `rank` gave for these logits, on the host; the first k candidates."""
     found = ranked.numpy()
-    m = found.shape[1] // 2
-    values, ids = found[:, :m], found[:, m:].astype(numpy.int64)
-    first = 1 if k > FEW else 0
-    return Scores(logits, values[:, 0], ids[:, 0], values[:, first:][:, :k], ids[:, first:][:, :k])
+    ids = found.astype(numpy.int64)
+    after = 2 + found.shape[1] // 2 - 1  # the values: there may be more than k
+    return Scores(logits, found[:, 0], ids[:, 1], found[:, 2 : 2 + k], ids[:, after : after + k])
