@@ -123,6 +123,7 @@ class Bench:
             sizes = self.results.sizes
             context = sizes["prompt_tokens"][0] + sizes["new_tokens"][0] // 2
             self.pair.use_graphs(not self.results.options.no_graphs)
+            self.pair.use_kernels(self.results.options.kernels)
             times = measure_step_times(self.pair.target, self.pair.draft, context)
             self.results.step_times = times
 

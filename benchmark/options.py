@@ -40,7 +40,7 @@ from benchmark.tables import (
     with_controls,
 )
 from cli.errors import Parser, UsageError, say
-from cli.models import Pair, choose_device, choose_dtype, open_pair
+from cli.models import Pair, choose_device, choose_dtype, open_pair, require_kernels
 from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
@@ -57,7 +57,8 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--table", metavar="T", help="one of those that --tables lists (main)")
     add("--tables", action="store_true", help="list our tables, the papers', and the columns")
-    rows = 'rows, each "method NAME=VALUE ... [rebuild] [eager] [strict] [window=N] [sinks=S]"'
+    words = "[rebuild] [eager] [kernels] [strict] [window=N] [sinks=S]"
+    rows = f'rows, each "method NAME=VALUE ... {words}"'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show, of those that --tables lists")
     add("--strict", action="store_true", help="every row strict, held against strict ar")
@@ -290,6 +291,8 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     for is_made, mistake in mistakes:
         if is_made:
             raise UsageError(mistake)
+    if any(run.has_kernels for run in runs):
+        require_kernels('"kernels"', device)
     if are_told:
         require_transformers()
 

@@ -69,6 +69,7 @@ class Options:
     draft_dtype: str | None = None
     threads: int | None = None
     no_graphs: bool = False
+    kernels: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Run:
     temperature: Temperature
     baseline: str  # label of ar on the same prompts and limits
     is_eager: bool = False  # on CUDA, without graphs
+    has_kernels: bool = False  # on CUDA, by engine/kernels.py
     is_strict: bool = False  # the target's logits are to be the reference's, bit for bit
     reference: str = ""  # label of the run whose ids are to be its own; the baseline if empty
     dataset: str = ""  # of its prompts

@@ -20,7 +20,7 @@ from engine.settings import read_values
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 
-WORDS = ("rebuild", "eager", "strict")  # of a row, beside its settings
+WORDS = ("rebuild", "eager", "kernels", "strict")  # of a row, beside its settings
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ SIZED_WORDS = tuple(f.name for f in fields(Caches))  # the same, with a number: 
 
 
 def parse_run(text: str) -> Run:
-    """A run from "method NAME=VALUE ... [rebuild] [eager] [strict] [window=N [sinks=S]]", with no
-    sizes. Raises UsageError."""
+    """A run from "method NAME=VALUE ... [rebuild] [eager] [kernels] [strict] [window=N [sinks=S]]",
+    with no sizes. Raises UsageError."""
     method, *words = text.split()
     names = [name_in(word) for word in words]
     if len(set(names)) < len(names):
@@ -55,7 +55,8 @@ def parse_run(text: str) -> Run:
     except ValueError as error:
         raise UsageError(f"{text!r}: {error}") from error
     run = Run(" ".join([method, *words]), method, tuple(settings), commit, 0, 0, 0.0, "")
-    return replace(run, is_eager="eager" in words, is_strict="strict" in words, **caches)
+    is_told = {"is_eager": "eager" in words, "is_strict": "strict" in words}
+    return replace(run, has_kernels="kernels" in words, **is_told, **caches)
 
 
 def name_in(word: str) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -106,6 +107,14 @@ def set_threads(n: int | None, device: torch.device) -> None:
     torch.set_num_threads(n)
 
 
+def require_kernels(option: str, device: torch.device) -> None:
+    """Raise UsageError, naming who asks, where engine/kernels.py cannot run."""
+    if device.type != "cuda":
+        raise UsageError(f"{option} has no effect on {device}: only cuda has kernels")
+    if find_spec("triton") is None:
+        raise UsageError(f"{option} needs triton; pip install -r requirements-kernels.txt")
+
+
 @dataclass(frozen=True)
 class Pair:
     """A target, the tokenizer, and a draft unless the method needs none."""
@@ -138,6 +147,16 @@ class Pair:
         """Whether passes are replayed as CUDA graphs, as they are by default on CUDA."""
         for model in self.models:
             model.pool.has_graphs = has_graphs and model.pool.is_shaped
+
+    def use_kernels(self, has_kernels: bool) -> None:
+        """Whether engine/kernels.py computes the passes. Raises UsageError for models that it does
+        not know."""
+        for model in self.models:
+            if has_kernels and not model.config.is_parallel:
+                raise UsageError("kernels are for models that add attention and MLP together")
+            if has_kernels and model.share.count > 1:
+                raise UsageError("kernels are for a model that is not split over ranks")
+            model.pool.has_kernels = has_kernels
 
 
 @dataclass(frozen=True)
@@ -243,6 +262,8 @@ def open_pair(
         raise UsageError("--target also needs --draft: the method drafts")
     if args.no_graphs and device.type != "cuda":
         raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
+    if args.kernels:
+        require_kernels("--kernels", device)
     target, draft = default_models(device)
     target = args.target or target
     draft = (args.draft or draft) if is_drafting else None
@@ -257,6 +278,7 @@ def open_pair(
     pair = load_pair(target, draft, device, dtype, draft_dtype, say, ranks)
     if args.no_graphs:
         pair.use_graphs(False)
+    pair.use_kernels(args.kernels)
     gc.freeze()  # what is there by now stays: no collection looks through it again
     return pair, found | {"threads": torch.get_num_threads()}
 

@@ -320,6 +320,7 @@ def test_a_text_that_is_not_its_references(
         (["--methods", "fixed X=1"], "has no 'X'"),
         (["--methods", "hf-ar D=1"], "hf-ar takes no settings"),
         (["--methods", "ar eager", "--device", "cpu"], '"eager" has no effect on cpu'),
+        (["--methods", "ar kernels", "--device", "cpu"], '"kernels" has no effect on cpu'),
         (["--methods", "fixed D=3 D=4"], "'fixed D=3 D=4' says something twice"),
         (["--methods", "linear window=5"], "linear window=5: --window 5: 6 to 1635"),
         (["--methods", "linear window=x"], "'linear window=x': window=x: window takes"),
