@@ -111,6 +111,7 @@ def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
 def read_ranked(logits: Tensor, ranked: Tensor, k: int) -> Scores:
     """The same, of what `rank` gave for these logits, on the host; the first k candidates."""
     found = ranked.numpy()
-    ids = found.astype(numpy.int64)
-    after = 2 + found.shape[1] // 2 - 1  # the values: there may be more than k
-    return Scores(logits, found[:, 0], ids[:, 1], found[:, 2 : 2 + k], ids[:, after : after + k])
+    middle = found.shape[1] // 2 + 1
+    values, ids = found[:, 2:middle], found[:, middle:]  # there may be more than k, or fewer
+    best, ids = (part.astype(numpy.int64) for part in (found[:, 1], ids[:, :k]))
+    return Scores(logits, found[:, 0], best, values[:, :k], ids)

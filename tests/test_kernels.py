@@ -158,9 +158,10 @@ def tree_mask(n: int, n_slots: int, length: int) -> Tensor:
     """A tree's, padded to these rows and slots as a pass is: a row that was added sees one slot."""
     tree = random_tree(random.Random(n), max(n - 2, 1))
     _, _, mask = tree_pass(tree, length)
-    mask = causal_mask(1, length) if mask is None else mask
+    mask = causal_mask(1) if mask is None else mask
     seen = torch.zeros(n, n_slots, dtype=torch.bool)
-    seen[: len(mask), : mask.shape[1]] = mask
+    seen[: len(mask), :length] = True
+    seen[: len(mask), length : length + len(mask)] = mask
     seen[len(mask) :, 0] = True
     return seen.to(DEVICE)
 
