@@ -302,9 +302,11 @@ def record(
     """Capture a function that has run before, over a memory pool to share.
 
     Always in inference mode: torch up to 2.10 could not capture outside of it what it had once
-    captured inside.
+    captured inside. Whatever fails, the current stream is then the one that it was: torch leaves
+    the one that it captures on only if the capture's end does not raise.
     """
-    with torch.cuda.device(device), torch.inference_mode():
+    here = torch.cuda.stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.inference_mode(), here:
         graph = torch.cuda.CUDAGraph()
         KEPT.append(graph)  # even if that fails: it may have collectives in it
         try:

@@ -10,9 +10,11 @@ from .timeline import timeline
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A transfer that nobody waited for must not have gone wrong."""
+    """A transfer that nobody waited for must not have gone wrong, and all that comes after a test
+    would run on the stream that it leaves."""
     result = yield
     timeline.finish()
+    assert Stream.current is DEFAULT_STREAM, "the test ends on the stream of a capture"
     return result
 
 

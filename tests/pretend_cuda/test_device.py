@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.cuda_graphs import record
+
 from . import device, graphs
 from .attention import choose
 from .tensors import memory
@@ -42,7 +44,7 @@ def captured(
     run: Callable[[], object], pool: tuple[int, int] | None = None
 ) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
         run()
     return graph
 
@@ -167,6 +169,18 @@ def test_a_capture_that_waits_fails_twice(name: str) -> None:
         captured(lambda: WAITS[name](x))
     assert "test_device.py" in str(raised.value.__context__)
     assert "when stream is capturing" in str(raised.value.__context__)
+
+
+def test_a_capture_that_fails_leaves_its_stream() -> None:
+    """Torch's own way does not if the capture's end raises: all that came later ran there."""
+    x = ones(3)
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        record(x.tolist, None, x.device)
+    assert torch.cuda.current_stream() is torch.cuda.default_stream()
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x.tolist()
+        assert torch.cuda.current_stream() is not torch.cuda.default_stream()
 
 
 BETWEEN_HOST_AND_DEVICE = {
