@@ -150,7 +150,8 @@ class CachePool:
             return
         start = time.perf_counter()
         try:
-            self.n_graphs += storage.passes.capture(lengths, scratch, use)
+            is_whole = self.share.count == 1
+            self.n_graphs += storage.passes.capture(lengths, scratch, use, is_whole)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"no room for the CUDA graphs of {lengths[-1]} tokens; --no-graphs does without"

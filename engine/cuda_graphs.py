@@ -219,10 +219,11 @@ class ShapedPasses:
             torch.cuda.current_stream(ranked.device).synchronize()
         return told.clone()
 
-    def capture(self, lengths: range, scratch: int, use: Use) -> int:
+    def capture(self, lengths: range, scratch: int, use: Use, is_whole: bool = True) -> int:
         """Capture what is not yet: the passes over so many slots. Returns how many.
 
-        scratch: the first slot that may be written to meanwhile.
+        scratch: the first slot that may be written to meanwhile. is_whole: no other process has a
+        part in the passes.
         """
         device, was_collecting = self.buffer.device, gc.isenabled()
         missing = self.missing(lengths, use)
@@ -239,6 +240,8 @@ class ShapedPasses:
                 self.upload_nothing(shape, scratch)  # what the buffer has is of another shape
                 self.captured[shape] = record(partial(self.run_pass, shape), self.pool, device)
                 self.pool = self.captured[shape].graph.pool()
+                if is_whole:  # else one that fails next would leave the others waiting
+                    self.captured[shape].replay()  # the first launch has to upload it
         finally:
             if was_collecting:
                 gc.enable()

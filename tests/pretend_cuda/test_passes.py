@@ -107,6 +107,15 @@ def test_which_drafts_are_ranked(method: str, sampling: Sampling | None, has_ran
         assert {shape.ranking.is_read for shape in shapes} == {is_ranked}
 
 
+def test_no_timed_pass_is_the_first_of_its_graph() -> None:
+    """The first launch of a graph has to upload it."""
+    model = make_model("cuda")
+    before = timeline.counts.copy()
+    cache = open_cache(model)
+    counts = timeline.counts - before
+    assert counts["replay"] == counts["capture"] == len(cache.passes.captured) > 0
+
+
 def test_a_cache_that_is_gone_is_not_replayed() -> None:
     """Planted: the graphs outlive the memory that they were captured over."""
     model = make_model("cuda")
