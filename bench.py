@@ -57,7 +57,7 @@ from benchmark.writer import Text, Writer
 from cli.compare import TIE, first_difference, top2_gap
 from cli.errors import run_command_line, say
 from cli.metrics import measure, measure_acceptance, token_ids
-from cli.models import Pair
+from cli.models import Opened, Pair
 from dynatree import Step
 from parallel.ranks import joined
 
@@ -201,14 +201,17 @@ def run_table(bench: Bench, kind: str) -> int:
     return 0 if bench.is_exact() else 1
 
 
-def execute(args: argparse.Namespace) -> int:
-    """Carry out the command line, once parsed. Returns the exit status."""
+def execute(args: argparse.Namespace, opened: Opened | None = None) -> int:
+    """Carry out the command line, once parsed. Returns the exit status.
+
+    opened: what open_pair gave for these options, where that is done.
+    """
     if show_files(args):
         return 0
     with joined(is_split=args.shard is None) as ranks, ExitStack() as held:
         shard = Shard(ranks, is_shared=args.shard is not None)
         file, options, previous = shard.first(open_file, args, held)  # held: from other runs
-        now, pair, prompts = open_table(options, shard)
+        now, pair, prompts = open_table(options, shard, opened)
         if previous and shard.index == 0:
             require_same(previous, now)
         results = previous or now

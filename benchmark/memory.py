@@ -53,14 +53,14 @@ def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
 
 
 def _answer(sender: Connection, function: Callable[..., dict], arguments: tuple) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         sender.send(function(*arguments))
     except Exception as error:  # whatever it is, it is raised again where it is wanted
         sender.send(error)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A parent that was killed can end nobody."""
     multiprocessing.parent_process().join()
     os._exit(1)

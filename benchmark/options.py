@@ -40,7 +40,7 @@ from benchmark.tables import (
     with_controls,
 )
 from cli.errors import Parser, UsageError, say
-from cli.models import Pair, choose_device, choose_dtype, open_pair, require_kernels
+from cli.models import Opened, Pair, choose_device, choose_dtype, open_pair, require_kernels
 from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
@@ -178,9 +178,12 @@ def open_file(args: argparse.Namespace, held: ExitStack) -> tuple[Path, Options,
     return file, replace(previous.options, threads=threads), previous
 
 
-def open_table(options: Options, shard: Shard) -> tuple[Results, Pair, Prompts]:
+def open_table(
+    options: Options, shard: Shard, opened: Opened | None = None
+) -> tuple[Results, Pair, Prompts]:
     """Check the options, load models and prompts. Returns results of which there are none yet, the
-    models, the prompts' ids by dataset. shard: what of all that is this rank's.
+    models, the prompts' ids by dataset. shard: what of all that is this rank's. opened: the models,
+    if they are loaded.
 
     Raises UsageError; what is wrong is told before a model is loaded.
     """
@@ -197,7 +200,7 @@ def open_table(options: Options, shard: Shard) -> tuple[Results, Pair, Prompts]:
     ranks = shard.ranks
     if shard.is_shared:
         options, ranks = on_own_device(options, ranks), None
-    pair, models = open_pair(options, is_drafting=True, say=say, ranks=ranks)
+    pair, models = opened or open_pair(options, is_drafting=True, say=say, ranks=ranks)
     check_vocabularies([run.method for run in runs], pair)
     for run in runs:
         window_of(run, pair)  # which raises UsageError if there can be none such

@@ -74,8 +74,8 @@ def measure_step_times(
 
     draft: None on other ranks than the first. Raises OutOfMemory if the caches do not fit.
     """
-    opened = [(model, _open_cache(model, context)) for model in (target, draft) if model]
-    passes = [_forward(model, cache, n) for model, cache in opened for n in ROW_COUNTS]
+    opened = [(model, open_cache(model, context)) for model in (target, draft) if model]
+    passes = [forward_of(model, cache, n) for model, cache in opened for n in ROW_COUNTS]
     medians = median_ms(passes, n_rounds)
     for model, cache in opened:
         model.pool.take_back(cache.storage)
@@ -90,7 +90,7 @@ def measure_step_times(
     )
 
 
-def _open_cache(model: GPTNeoX, context: int) -> KVCache:
+def open_cache(model: GPTNeoX, context: int) -> KVCache:
     """A cache of `context` tokens, for every width and with what CUDA replays for it."""
     cache = model.new_cache(context + ROW_COUNTS[-1])
     cache.advance(context)
@@ -98,7 +98,7 @@ def _open_cache(model: GPTNeoX, context: int) -> KVCache:
     return cache
 
 
-def _forward(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Tensor]:
+def forward_of(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Tensor]:
     """One forward of n rows, as the loop calls it: from the host, masked if n > 1."""
     context = cache.length
     tokens = torch.arange(n) % model.config.vocab_size

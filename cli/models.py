@@ -159,6 +159,9 @@ class Pair:
             model.pool.has_kernels = has_kernels
 
 
+Opened = tuple[Pair, dict[str, str | int | None]]  # and what to report of it
+
+
 @dataclass(frozen=True)
 class Request:
     """One text to write: what it continues, by which method, and how."""
@@ -247,7 +250,7 @@ def open_pair(
     is_drafting: bool,
     say: Callable[[str], None],
     ranks: Ranks | None = None,
-) -> tuple[Pair, dict[str, str | int | None]]:
+) -> Opened:
     """The models that the options name, announced and loaded; and what to report of them.
 
     ranks: with whom the target is computed, if there are several.

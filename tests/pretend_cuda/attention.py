@@ -6,13 +6,17 @@ gradients. Whichever it is, the host's own function computes the values.
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from .dispatch import STAND_INS, Operation, run
 from .tensors import CudaTensor
 from .timeline import project_line
 
 host_attention = torch.nn.functional.scaled_dot_product_attention
+host_choice = torch._fused_sdp_choice
 MATH = Operation("attention by single operations", n_kernels=8)
+BACKENDS = {MATH.name: SDPBackend.MATH, "flash attention": SDPBackend.FLASH_ATTENTION}
+BACKENDS["attention by cuDNN"] = SDPBackend.CUDNN_ATTENTION
 
 
 def scaled_dot_product_attention(
@@ -54,6 +58,16 @@ def efficient_attention(
 
 EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
 STAND_INS[EFFICIENT] = efficient_attention
+
+
+def fused_sdp_choice(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
+) -> int:
+    """torch._fused_sdp_choice: the number of an SDPBackend."""
+    if not isinstance(query, CudaTensor):
+        return host_choice(query, key, value, attn_mask)
+    name = choose(query, key, value, attn_mask).name
+    return int(BACKENDS.get(name, SDPBackend.EFFICIENT_ATTENTION))
 
 
 def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Operation:

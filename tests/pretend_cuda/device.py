@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from . import nccl, runtime
-from .attention import scaled_dot_product_attention
+from .attention import fused_sdp_choice, scaled_dot_product_attention
 from .dispatch import MODE
 from .graphs import CUDAGraph
 from .timeline import timeline
@@ -40,6 +40,7 @@ def install() -> None:
     torch.Generator = runtime.Generator
     torch.tensor = tensor
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+    torch._fused_sdp_choice = fused_sdp_choice
     MODE.__enter__()
     atexit.register(timeline.finish)
 
