@@ -20,7 +20,8 @@ Shapes: n rows of a pass, S slots it may see, V vocabulary.
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -225,26 +226,21 @@ class ShapedPasses:
         scratch: the first slot that may be written to meanwhile. is_whole: no other process has a
         part in the passes.
         """
-        device, was_collecting = self.buffer.device, gc.isenabled()
         missing = self.missing(lengths, use)
-        gc.disable()  # a tensor or graph that it frees on the way would spoil the capture
-        try:
-            # To warm up, all run before the first is captured: kernels are chosen and loaded, which
-            # no capture may do. What several processes compute together they do here and only
-            # record in a capture, so that one that fails there leaves no other waiting
-            with torch.inference_mode():
-                for shape in missing:
-                    self.upload_nothing(shape, scratch)
-                    self.run_pass(shape)
+        # To warm up, all run before the first is captured: kernels are chosen and loaded, which no
+        # capture may do. What several processes compute together they do here and only record in a
+        # capture, so that one that fails there leaves no other waiting
+        with torch.inference_mode():
             for shape in missing:
-                self.upload_nothing(shape, scratch)  # what the buffer has is of another shape
-                self.captured[shape] = record(partial(self.run_pass, shape), self.pool, device)
-                self.pool = self.captured[shape].graph.pool()
-                if is_whole:  # else one that fails next would leave the others waiting
-                    self.captured[shape].replay()  # the first launch has to upload it
-        finally:
-            if was_collecting:
-                gc.enable()
+                self.upload_nothing(shape, scratch)
+                self.run_pass(shape)
+        for shape in missing:
+            self.upload_nothing(shape, scratch)  # what the buffer has is of another shape
+            run = partial(self.run_pass, shape)
+            self.captured[shape] = record(run, self.pool, self.buffer.device)
+            self.pool = self.captured[shape].graph.pool()
+            if is_whole:  # else one that fails next would leave the others waiting
+                self.captured[shape].replay()  # the first launch has to upload it
         self.is_replaying = True
         return len(missing)
 
@@ -292,6 +288,18 @@ class Captured(NamedTuple):
         return self.result
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: a tensor or graph that it frees would spoil a capture."""
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
 def destroy_graphs() -> None:
     """Destroy all that there are, where none is replayed any more."""
     for graph in KEPT:
@@ -309,7 +317,7 @@ def record(
     the one that it captures on only if the capture's end does not raise.
     """
     here = torch.cuda.stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.inference_mode(), here:
+    with torch.cuda.device(device), torch.inference_mode(), here, uncollected():
         graph = torch.cuda.CUDAGraph()
         KEPT.append(graph)  # even if that fails: it may have collectives in it
         try:

@@ -183,6 +183,13 @@ def test_a_capture_that_fails_leaves_its_stream() -> None:
         assert torch.cuda.current_stream() is not torch.cuda.default_stream()
 
 
+def test_nothing_is_collected_in_a_capture() -> None:
+    """What that frees would spoil it."""
+    was_collecting: list[bool] = []
+    record(lambda: was_collecting.append(gc.isenabled()), None, torch.device("cuda:0"))
+    assert was_collecting == [False] and gc.isenabled()
+
+
 BETWEEN_HOST_AND_DEVICE = {
     "to host": lambda x: x.cpu(),
     "new tensor": lambda x: torch.tensor([1, 2], device="cuda"),
