@@ -32,7 +32,6 @@ import json
 import multiprocessing
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -62,6 +61,7 @@ SMALL = 2**23  # bytes of a file that is copied out
 SHAPES = {"target": (2560, 32, 50304), "draft": (512, 6, 50304)}  # hidden size, layers, ids
 DRY_SHAPES = {"target": (256, 3, 4200), "draft": (256, 2, 4200)}
 CONTROLS = ["ar rows=2", "ar rows=8", "ar rows=16", "ar rows=32", "dynatree rebuild"]
+FEWER = ("--columns", "throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact")
 WORKSPACE = ("CUBLASLT_WORKSPACE_SIZE", "32768")  # KiB; advised on Hopper
 
 
@@ -97,7 +97,7 @@ def schedule(setup: Setup, dtypes: Sequence[str], is_dry: bool, is_enlarged: boo
 
 
 def alone(setup: Setup, name: str) -> Setup:
-    """A process that loads no models, or by itself."""
+    """A process that shares no models."""
     return replace(setup, name=name, seconds=6)
 
 
@@ -110,13 +110,11 @@ def sizes(is_dry: bool, n_prompts: int, n_tokens: int) -> list[str]:
 
 def of_the_pair(setup: Setup, is_dry: bool) -> list[Part]:
     """What the process is asked that has the pair."""
-    columns = "throughput,speedup,tokens_per_iter,draft,verify,other,exact"
-    words = [*sizes(is_dry, 4, 128), "--columns", columns]
     is_cuda = setup.device != "cpu"
     every = [*METHODS, *CONTROLS, *["ar eager", "dynatree eager"] * is_cuda]
 
-    def table(name: str, seconds: int, methods: Sequence[str]) -> Part:
-        asked = (name, "--methods", ",".join(methods), *words)
+    def table(name: str, seconds: int, methods: Sequence[str], *more: str) -> Part:
+        asked = (name, "--methods", ",".join(methods), *sizes(is_dry, 4, 128), *more)
         return Part(f"table {name}", seconds, setup, gpu_facts.table, asked)
 
     return [
@@ -126,8 +124,8 @@ def of_the_pair(setup: Setup, is_dry: bool) -> list[Part]:
         Part("launches", 6, setup, gpu_facts.launches),
         Part("times", 20, setup, gpu_facts.times),
         Part("variant: as it is", 4, setup, gpu_facts.variant),
-        table("pair", 20, ["ar", "ar rows=2", "dynatree"]),
-        table("strict", 20, ["dynatree strict", "recycle strict"]),
+        table("pair", 20, ["ar", "ar rows=2", "dynatree"], *FEWER),
+        table("strict", 20, ["dynatree strict", "recycle strict"], *FEWER),
         table("every", 65, every),
     ]
 
@@ -211,7 +209,7 @@ def shown(value: str | int | float | bool) -> str:
 
 
 class Worker:
-    """The process from here. It leaves Ctrl-C to this one, and ends with it."""
+    """The process from here; it ends with this one."""
 
     def __init__(self, setup: Setup):
         self.setup = setup
@@ -219,11 +217,7 @@ class Worker:
         spawn = multiprocessing.get_context("spawn")
         self.answers, theirs = spawn.Pipe()
         self.process = spawn.Process(target=serve, args=(theirs, setup))
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a new process inherits
-        try:
-            self.process.start()
-        finally:
-            signal.signal(signal.SIGINT, handler)
+        self.process.start()
         theirs.close()
 
     def ask(self, part: Part, limit: float) -> tuple[str, bool]:
