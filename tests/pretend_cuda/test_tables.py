@@ -96,8 +96,7 @@ def lab(tmp_path: Path) -> Lab:
 
 
 def test_passes_in_half_precision_are_held_to_float32(lab: Lab) -> None:
-    """Of the bound they use a tenth; with the mask of the rows added, or a position off, they are
-    past it."""
+    """And stay far from the bound."""
     records = list(gpu_facts.correctness(lab))
     assert [record["rows"] for record in records] == [1, 32, 128] * 2
     assert all(0 < record["elsewhere"] < record["bound"] / 5 for record in records)
