@@ -41,16 +41,19 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 import bench
 from benchmark.machine import ROOT
 from benchmark.memory import end_with_parent
 from cli.errors import Parser, UsageError, run_command_line
-from cli.models import choose_device, has_bfloat16
+from cli.models import choose_device, has_instructions
 from engine.checkpoint import first_line
 from methods import METHODS
 from tools import enlarge, gpu_facts
@@ -117,7 +120,7 @@ def of_the_pair(setup: Setup, is_dry: bool) -> list[Part]:
         asked = (name, "--methods", ",".join(methods), *sizes(is_dry, 4, 128), *more)
         return Part(f"table {name}", seconds, setup, gpu_facts.table, asked)
 
-    return [
+    parts = [
         Part("16 bits beside float32", 25, setup, gpu_facts.correctness),
         Part("attention", 8, setup, gpu_facts.attention),
         Part("products", 12, setup, gpu_facts.products),
@@ -125,9 +128,12 @@ def of_the_pair(setup: Setup, is_dry: bool) -> list[Part]:
         Part("times", 20, setup, gpu_facts.times),
         Part("variant: as it is", 4, setup, gpu_facts.variant),
         table("pair", 20, ["ar", "ar rows=2", "dynatree"], *FEWER),
-        table("strict", 20, ["dynatree strict", "recycle strict"], *FEWER),
-        table("every", 65, every),
+        table("strict", 15, ["dynatree strict", "recycle strict"], *FEWER),
+        table("every", 60, every),
     ]
+    if is_cuda and find_spec("triton"):
+        parts.append(table("kernels", 25, ["ar kernels", "dynatree kernels"], *FEWER))
+    return parts
 
 
 def of_others(setup: Setup, dtypes: Sequence[str], is_dry: bool) -> list[Part]:
@@ -146,7 +152,7 @@ def of_others(setup: Setup, dtypes: Sequence[str], is_dry: bool) -> list[Part]:
     words = ["--table", "memory", "--methods", "ar,dynatree", *sizes(is_dry, 1, 1856)]
     words += [*setup.words, "--output", str(setup.folder / "memory.json")]
     asked = (bench.main, *words)
-    return [*parts, Part("memory", 70, alone(setup, "memory"), gpu_facts.command, asked)]
+    return [*parts, Part("memory", 60, alone(setup, "memory"), gpu_facts.command, asked)]
 
 
 def enlarge_pair(lab: Lab, is_dry: bool) -> int:
@@ -349,7 +355,7 @@ def execute(args: Namespace) -> int:
     folder = make_folders(args.dry, kept)
     dtypes = ["float32"]
     if device.type == "cuda":
-        dtypes = ["float16", *["bfloat16"] * has_bfloat16(device)]
+        dtypes = ["float16", *["bfloat16"] * has_instructions(torch.bfloat16, device)]
     pair = folder / "pair"
     models = folders or [str(pair / "target"), str(pair / "draft")]
     setup = Setup("the pair", 20, folder, *models, str(device), dtypes[0])
