@@ -292,6 +292,8 @@ class GPTNeoX(nn.Module):
         n_last = n_last or n
         cache.require(start + n)
         length = start if mask is None else cache.length
+        n_seen = length + (n if mask is None else mask.shape[1])
+        assert start + n <= n_seen <= cache.capacity, f"a mask up to slot {n_seen}"
         if cache.passes and cache.passes.has_room(n, mask, cache.use):
             return cache.passes.forward(tokens, positions, mask, length, start, n_last, cache.use)
         x = self.run(tokens, positions, cache, mask, start)

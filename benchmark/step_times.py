@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from dynatree import capture
 from engine.memory import in_bytes, memory_for
-from engine.passes import ROW_COUNTS
+from engine.passes import ROW_COUNTS, causal_mask
 from engine.scores import Scores
 from gpt_neox import GPTNeoX, KVCache
 
@@ -104,7 +104,7 @@ def forward_of(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Ten
     tokens = torch.arange(n) % model.config.vocab_size
     mask = None
     if n > 1:
-        mask = torch.ones(n, context + n, dtype=torch.bool).tril_(context)
+        mask = causal_mask(n)
     positions = torch.arange(context, context + n)
 
     @torch.inference_mode()
