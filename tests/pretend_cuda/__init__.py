@@ -9,9 +9,9 @@ that have one CUDA device; under torchrun each rank has one of its own. A tensor
 around a CPU tensor, and every operation on one is checked, counted and carried out on what is
 inside. What raises on a GPU raises:
 
-mixing    of host and device tensors, but for what torch allows
-capture   carries out nothing; a wait, a copy from the host, a random number or too little memory
-          in one raises
+mixing    of host and device tensors, but for scalars; also an index on the host, for which torch
+          would copy it
+capture   carries out nothing; what waits in one, copies, draws or lacks memory raises
 replay    runs the operations that were captured, on the same memory, so a Python value that went
           into one stays as it was; memory that was freed since is an error
 memory    what nobody has written yet is poisoned, and the device has a limit
@@ -21,7 +21,7 @@ ranks     nccl's collectives are captured and replayed, carried out by gloo; whe
           for each other for ever, or one uses the device of another, an error is raised
 
 It cannot see kernels and how they round, how nccl adds up, races between streams, alignment, speed,
-which kernels need loading, or on which device a Generator draws.
+or on which device a Generator draws. Of torch.cuda there is what this project calls.
 
 timeline   the order of what the host asked for, how much of it was waited for, counts by line
 tensors    the tensor and the device's memory

@@ -15,31 +15,21 @@ from .timeline import project_line
 host_attention = torch.nn.functional.scaled_dot_product_attention
 host_choice = torch._fused_sdp_choice
 MATH = Operation("attention by single operations", n_kernels=8)
-BACKENDS = {MATH.name: SDPBackend.MATH, "flash attention": SDPBackend.FLASH_ATTENTION}
-BACKENDS["attention by cuDNN"] = SDPBackend.CUDNN_ATTENTION
+BACKENDS = {MATH.name: SDPBackend.MATH, "attention by cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: object
 ) -> Tensor:
-    options = (dropout_p, is_causal)
-    named = {"scale": scale, "enable_gqa": enable_gqa}
-    given = [query, key, value] + ([] if attn_mask is None else [attn_mask])
-    if not any(isinstance(tensor, CudaTensor) for tensor in given):
-        return host_attention(query, key, value, attn_mask, *options, **named)
-    if not all(isinstance(tensor, CudaTensor) for tensor in given):
+    given = (query, key, value, attn_mask)
+    n_ours = sum(isinstance(tensor, CudaTensor) for tensor in given)
+    if n_ours == 0:
+        return host_attention(*given, **options)
+    if n_ours < 4 - (attn_mask is None):
         raise RuntimeError(f"Expected all tensors to be on the same device, at {project_line()}")
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         raise RuntimeError("Expected attn_mask dtype to be bool or to match query dtype")
-    known = choose(query, key, value, attn_mask)
-    return run(host_attention, known, (query, key, value, attn_mask, *options), named)
+    return run(host_attention, choose(*given), given, options)
 
 
 def efficient_attention(
@@ -80,8 +70,6 @@ def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Op
     for tensor in (query, key, value):
         is_aligned = tensor.shape[-1] * tensor.dtype.itemsize % 16 == 0
         is_fitting = is_fitting and tensor.ndim == 4 and tensor.stride(-1) == 1 and is_aligned
-    if backends.flash_sdp_enabled() and is_half and is_fitting and mask is None:
-        return Operation("flash attention")
     if not backends.mem_efficient_sdp_enabled() or not is_fitting:
         return MATH
     if mask is None or mask.stride(-1) == 1 and mask.stride(-2) % 8 == 0:

@@ -2,8 +2,8 @@
 
     python tests/pretend_cuda -m pretend_cuda.counts [--sampled] [METHOD ...]
 
-Of the embedded pair, once the passes are captured and the draft has read the prompt: a table, then
-the lines of the project that ask for most.
+Of the embedded pair, once the passes are captured and the draft has read the prompt: a row of each
+method, and the lines of the project that ask for most.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from itertools import islice
 from conftest import TINY, random_config, random_tensors
 from tokenizers import Tokenizer
 
+from draft_tree import Settings
 from dynatree import capture, generate
 from engine.cuda_graphs import shape_of
 from engine.passes import SLOT_STEP, Use
@@ -27,14 +28,7 @@ from .timeline import timeline
 TEXT = "The harbour lay quiet under the morning fog, and the boats that had gone out at dawn"
 N_TOKENS = 60
 N_SET_UP = 2  # steps: prefill and capture, then the tree for which the draft reads the prompt
-KINDS = {  # as they are counted, and in the table
-    "kernel": "launches",
-    "replay": "replays",
-    "sync": "waits",
-    "h2d": "copies up",
-    "event": "events",
-    "replayed": "replayed",  # kernels of the graphs
-}
+KINDS = ("kernel", "replay", "sync", "h2d", "event", "replayed")  # the last: kernels of the graphs
 
 
 @dataclass(frozen=True)
@@ -46,17 +40,12 @@ class Counts:
 
     def of_each(self, kind: str) -> float:
         """The mean of an iteration."""
-        total = sum(n for site, n in self.sites.items() if site[0] == kind)
-        return total / self.n_iterations
+        return sum(n for site, n in self.sites.items() if site[0] == kind) / self.n_iterations
 
-    def lines(self, n_lines: int) -> list[str]:
+    def lines(self) -> str:
         """The sites that ask for most."""
-        lines = []
-        for (kind, what, line), n in self.sites.most_common():
-            if kind in KINDS:
-                name = f"{KINDS[kind]} {what}"
-                lines.append(f"{n / self.n_iterations:6.1f}  {name:30} {line}")
-        return lines[:n_lines]
+        most = self.sites.most_common(25)
+        return "\n".join(f"{n / self.n_iterations:8.1f} {' '.join(site)}" for site, n in most)
 
 
 def load_pair(device: str) -> tuple[GPTNeoX, GPTNeoX, list[int]]:
@@ -67,15 +56,17 @@ def load_pair(device: str) -> tuple[GPTNeoX, GPTNeoX, list[int]]:
     return target, draft, tokenizer.encode(TEXT).ids
 
 
+def settings_of(method: str) -> Settings:
+    """Its own; auto's without the clock, which else decides what is drafted."""
+    return METHODS[method](learn=False) if method == "auto" else METHODS[method]()
+
+
 def count_iterations(
     pair: tuple[GPTNeoX, GPTNeoX, list[int]], method: str, sampling: Sampling | None = None
 ) -> Counts:
     """Write one text, and count from its second tree on."""
     target, draft, prompt = pair
-    settings = METHODS[method]()
-    if method == "auto":
-        settings = METHODS[method](learn=False)  # else the clock decides what is drafted
-    steps = generate(target, draft, prompt, settings, N_TOKENS, sampling=sampling)
+    steps = generate(target, draft, prompt, settings_of(method), N_TOKENS, sampling=sampling)
     list(islice(steps, N_SET_UP))
     with timeline.traced() as sites:
         n_iterations = len(list(steps))
@@ -114,15 +105,11 @@ def main() -> None:
     args = parser.parse_args()
     sampling = Sampling(0.8, 0.95, seed=1) if args.sampled else None
     pair = load_pair("cuda")
-    counted = {method: count_iterations(pair, method, sampling) for method in args.methods}
-    print("of an iteration" + "".join(f"{name:>11}" for name in KINDS.values()))
-    for method, counts in counted.items():
-        cells = "".join(f"{counts.of_each(kind):11.1f}" for kind in KINDS)
-        print(f"{method:15}{cells}")
     print(f"kernels of Pythia-2.8B and 70M in float16: {pythia()}")
-    for method, counts in counted.items():
-        print(f"\n{method}, of each of {counts.n_iterations} iterations:")
-        print("\n".join(counts.lines(20)))
+    for method in args.methods:
+        counts = count_iterations(pair, method, sampling)
+        cells = ", ".join(f"{kind} {counts.of_each(kind):.1f}" for kind in KINDS)
+        print(f"{method}, an iteration: {cells}\n{counts.lines()}")
 
 
 if __name__ == "__main__":

@@ -31,18 +31,16 @@ def install() -> None:
     assert version in VERSIONS, f"torch {version}: pretends with {', '.join(VERSIONS)} only"
     put_guard()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) by operations we see
-    torch._C._host_emptyCache = runtime.empty_cache  # as torch.cuda.graph does
-    for name in runtime.__all__:
-        setattr(torch.cuda, name, getattr(runtime, name))
-    for name in nccl.__all__:
-        setattr(torch.distributed, name, getattr(nccl, name))
-    torch.cuda.CUDAGraph = CUDAGraph
+    torch._C._host_emptyCache = lambda: None  # which torch.cuda.graph calls
+    for name, function in (runtime.FUNCTIONS | {"CUDAGraph": CUDAGraph}).items():
+        setattr(torch.cuda, name, function)
+    for name, function in nccl.FUNCTIONS.items():
+        setattr(torch.distributed, name, function)
     torch.Generator = runtime.Generator
-    torch.tensor = tensor
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     torch._fused_sdp_choice = fused_sdp_choice
     MODE.__enter__()
-    atexit.register(timeline.finish)
+    atexit.register(timeline.settle)
 
 
 def put_guard() -> None:
@@ -51,12 +49,3 @@ def put_guard() -> None:
     assert guards[CUDA] is None, "this torch has a CUDA of its own, or pretends already"
     assert guards[CPU] and guards[META], "torch's table of device guards is not as it was"
     guards[CUDA] = guards[META]
-
-
-host_tensor = torch.tensor
-
-
-def tensor(data: object, *, pin_memory: bool = False, **options: object) -> torch.Tensor:
-    """torch.tensor, whose own way to pinned memory no dispatch sees."""
-    made = host_tensor(data, **options)
-    return made.pin_memory() if pin_memory else made

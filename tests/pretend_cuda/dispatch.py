@@ -5,7 +5,7 @@ is taken apart first, as a GPU would run it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -14,22 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .copies import COPIES, copy, on_host
 from .runtime import require_own
-from .tensors import CudaTensor, is_cuda, mapped, poison, tensors_in, unwrap, unwrapped, wrap
+from .tensors import CudaTensor, is_cuda, mapped, poison, tensors_in, unwrap, wrap
 from .timeline import project_line, timeline
 
 aten = torch.ops.aten
 FRESH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 N_KERNELS = dict.fromkeys(FRESH, 0) | {"_unsafe_view": 0}  # of an operation, where not one
 N_KERNELS |= {"_local_scalar_dense": 0, "topk": 22, "sort": 4, "eye": 2, "nonzero": 3}  # 50,304 ids
-INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+READING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 STAND_INS = {aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype)}  # what CUDA alone has
-TAKES_SCALAR = {  # a host tensor of no dimension may be their value, as in pointwise operations
-    aten.masked_fill.Tensor,
-    aten.masked_fill_.Tensor,
-    aten.index_fill.int_Tensor,
-    aten.index_fill_.int_Tensor,
-    aten.fill_.Tensor,
-}
 
 
 @dataclass(frozen=True)
@@ -40,19 +33,20 @@ class Operation:
     n_kernels: int = 1
     is_composite: bool = False  # made of others
     is_view: bool = False
-    is_reading: bool = False  # its result's shape, or what it returns to the host, is content
+    is_reading: bool = False  # its result, or the shape of that, is content on the host
     takes_scalar: bool = False
-    written: list[int | str] = field(default_factory=list)  # arguments, by place or name
+    written: tuple[int | str, ...] = ()  # arguments, by place or name
 
 
 @cache
 def operation(func: torch._ops.OpOverload) -> Operation:
     name = func.name().removeprefix("aten::").split(".")[0]
     schema = func._schema
-    written = []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info and argument.alias_info.is_write:
-            written.append(argument.name if argument.kwarg_only else place)
+    written = tuple(
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
+    )
     has_alias = any(result.alias_info for result in schema.returns)
     return Operation(
         name=name,
@@ -61,10 +55,8 @@ def operation(func: torch._ops.OpOverload) -> Operation:
             func.name(), "CompositeImplicitAutograd"
         ),
         is_view=has_alias and not written,
-        is_reading=bool(
-            {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
-        ),
-        takes_scalar=torch.Tag.pointwise in func.tags or func in TAKES_SCALAR,
+        is_reading=not READING.isdisjoint(func.tags),
+        takes_scalar=torch.Tag.pointwise in func.tags or name == "fill_",
         written=written,
     )
 
@@ -85,7 +77,7 @@ MODE = PretendedDevice()
 
 def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
     """Carry out one operation, wherever its tensors are."""
-    tensors = tensors_in([args, list(kwargs.values())])
+    tensors = tensors_in([args, kwargs])
     hosts = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
     # In inference mode, where `to` is not taken apart before it comes here, one has it by place
     target = args[1] if func is aten.to.device else kwargs.get("device")
@@ -107,10 +99,9 @@ def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
         return copy(func, args, kwargs)
     if target is not None and not is_cuda(target):
         return on_host(func, mapped(unwrap, args), kwargs)
-    if is_ours:
-        for host in hosts:
-            check_mixing(known, args, host)
-    if known.is_reading or indexes_by_bool(known, args):
+    for host in hosts:
+        check_mixing(known, args, host)
+    if known.is_reading:
         timeline.wait(known.name)
     return run(func, known, args, kwargs)
 
@@ -125,26 +116,11 @@ def is_crossing(func: Callable, args: tuple, target: torch.device | None) -> boo
 
 def check_mixing(known: Operation, args: tuple, host: Tensor) -> None:
     """Raise where torch does not let a host tensor and a CUDA tensor meet."""
-    if known.name in INDEXING and any(index is host for index in args[1]):
-        if isinstance(args[0], CudaTensor):
-            if timeline.capture is not None:
-                raise RuntimeError(f"copy from host during capture at {project_line()}")
-            timeline.submit("h2d", "index")
-            return
-    is_scalar = known.takes_scalar and host.ndim == 0
-    is_written = any(place == 0 for place in known.written) and args[0] is host
-    if not is_scalar or is_written:
+    if not known.takes_scalar or host.ndim or (known.written and args[0] is host):
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
             f"and cpu! ({known.name}, host tensor {tuple(host.shape)}, at {project_line()})"
         )
-
-
-def indexes_by_bool(known: Operation, args: tuple) -> bool:
-    """How many elements that gives is content."""
-    if known.name not in INDEXING:
-        return False
-    return any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
 def run(func: Callable, known: Operation, args: tuple, kwargs: dict) -> object:
@@ -153,14 +129,25 @@ def run(func: Callable, known: Operation, args: tuple, kwargs: dict) -> object:
     if known.name == "detach_":  # there is no graph of gradients to leave
         return args[0]
     if known.is_view:
-        timeline.count("view")
-        return mapped(wrap, func(*mapped(unwrap, args), **unwrapped(kwargs)))
-    if timeline.capture is not None and kwargs.get("generator") is not None:
-        raise RuntimeError(f"a generator that the graph does not know, at {project_line()}")
-    launch(known, n_kernels(known, args))
+        return mapped(wrap, func(*mapped(unwrap, args), **mapped(unwrap, kwargs)))
+    if kwargs.get("generator") is not None:
+        timeline.forbid_capture("a generator that the graph does not know")
+    launch(known, args, kwargs)
     if known.written:
         return write(func, known, args, kwargs)
     return make(func, known, args, kwargs)
+
+
+def launch(known: Operation, args: tuple, kwargs: dict) -> None:
+    """Count its kernels."""
+    n = n_kernels(known, args)
+    if n == 0:
+        return
+    if timeline.capture is None:
+        timeline.submit("kernel", known.name, n)
+        return
+    timeline.count("node", known.name, n)
+    timeline.capture.nodes[known.name] += n
 
 
 def n_kernels(known: Operation, args: tuple) -> int:
@@ -172,33 +159,19 @@ def n_kernels(known: Operation, args: tuple) -> int:
     return known.n_kernels
 
 
-def launch(known: Operation, n: int) -> None:
-    """Count its kernels."""
-    if n == 0:
-        return
-    if timeline.capture is None:
-        timeline.submit("kernel", known.name, n)
-    else:
-        timeline.count("node", known.name, n)
-        timeline.capture.nodes[known.name] += n
-
-
 def write(func: Callable, known: Operation, args: tuple, kwargs: dict) -> object:
     """An operation that writes to its arguments."""
     if timeline.capture is None:
-        func(*mapped(unwrap, args), **unwrapped(kwargs))
+        func(*mapped(unwrap, args), **mapped(unwrap, kwargs))
     else:
         timeline.capture.record(func, args, kwargs)
     written = [kwargs.get(key) if isinstance(key, str) else args[key] for key in known.written]
-    for outer in tensors_in(written):
-        if (outer.size(), outer.stride()) != (outer.inner.size(), outer.inner.stride()):
-            raise RuntimeError(f"{func} resized what it wrote to, at {project_line()}")
     return written[0] if len(written) == 1 else tuple(written)
 
 
 def make(func: Callable, known: Operation, args: tuple, kwargs: dict) -> object:
     """An operation that makes its results."""
-    result = mapped(wrap, func(*mapped(unwrap, args), **unwrapped(kwargs)))
+    result = mapped(wrap, func(*mapped(unwrap, args), **mapped(unwrap, kwargs)))
     made = [outer for outer in tensors_in([result]) if outer.owner is None]
     capture = timeline.capture
     if capture and made:  # else it is the same memory under another name

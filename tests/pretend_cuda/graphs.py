@@ -16,36 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .runtime import DEFAULT_STREAM, current_stream
 from .tensors import CudaTensor, mapped, memory, owner_of, poison, tensors_in, unwrap
 from .timeline import project_line, timeline
 
 POOLS: dict[tuple[int, int], list["CUDAGraph"]] = {}  # the graphs of each, in order of capture
 
 
-class Seeds:
-    """The tensors with the random generator's state that capture_begin fills.
-
-    Up to torch 2.10 the first capture made those of all others, and if it did in inference mode, no
-    other could fill them outside (pytorch issue 166792).
-    """
-
-    are_kept = False  # from capture to capture; a test may switch it on
-    are_inference: bool | None = None  # once they are made
-
-    @classmethod
-    def fill(cls) -> None:
-        is_inference = torch.is_inference_mode_enabled()
-        if cls.are_inference is None or not cls.are_kept:
-            cls.are_inference = is_inference
-        if cls.are_inference and not is_inference:
-            raise RuntimeError("Inplace update to inference tensor outside InferenceMode")
-
-
 class CUDAGraph:
     """One graph, captured by `with torch.cuda.graph(graph):`, which stays torch's own."""
 
-    def __init__(self, keep_graph: bool = False):
+    def __init__(self) -> None:
         self.operations: list[tuple[Callable, tuple, dict, Sequence[Tensor]]] = []
         self.nodes: Counter[str] = Counter()  # kernels by name
         self.made: list[Tensor] = []  # while it is captured, the memory of all results
@@ -56,15 +36,7 @@ class CUDAGraph:
         self.is_spoiled = False
         self.is_done = False
 
-    def capture_begin(
-        self,
-        pool: tuple[int, int] | None = None,
-        capture_error_mode: str = "global",
-        check_input_liveness: bool = False,
-    ) -> None:
-        if timeline.capture is not None or current_stream() is DEFAULT_STREAM:
-            raise RuntimeError("CUDA graphs must be captured on a non-default stream, one by one")
-        Seeds.fill()
+    def capture_begin(self, pool: tuple[int, int] | None = None, **_: object) -> None:
         self.id = pool or (0, id(self))
         self.bytes_before = self.peak = memory.allocated
         timeline.count("capture")
@@ -80,11 +52,10 @@ class CUDAGraph:
         self, func: Callable, args: tuple, kwargs: dict, results: Sequence[Tensor] = ()
     ) -> None:
         """results: the memory of what it makes, if it makes anything."""
-        for tensor in tensors_in([args, list(kwargs.values())]):
+        for tensor in tensors_in([args, kwargs]):
             if isinstance(tensor, CudaTensor):
                 self.watch(owner_of(tensor), func)
-        kept_kwargs = {name: mapped(kept, value) for name, value in kwargs.items()}
-        self.operations.append((func, mapped(kept, args), kept_kwargs, results))
+        self.operations.append((func, mapped(kept, args), mapped(kept, kwargs), results))
 
     def watch(self, owner: CudaTensor, func: Callable) -> None:
         """Notice when memory is freed that a replay would use."""
@@ -121,19 +92,14 @@ class CUDAGraph:
         with _disable_current_modes(), torch.inference_mode():
             for func, args, kwargs, results in self.operations:
                 made = func(*args, **kwargs)
-                if results:
-                    for result, new in zip(results, tensors_in([made]), strict=True):
-                        result.copy_(new)
-            self.overwrite_later_results()
-
-    def overwrite_later_results(self) -> None:
-        """A graph that was captured later may have put its results where this one works."""
-        graphs = POOLS[self.id]
-        for graph in graphs[graphs.index(self) + 1 :]:
-            for result in graph.results:
-                outer = result()
-                if outer is not None:
-                    poison(outer.inner)
+                news = tensors_in([made]) if results else []
+                for result, new in zip(results, news, strict=True):
+                    result.copy_(new)
+            graphs = POOLS[self.id]
+            for graph in graphs[graphs.index(self) + 1 :]:  # whose results may lie where this works
+                for result in graph.results:
+                    if result() is not None:
+                        poison(result().inner)
 
     def pool(self) -> tuple[int, int]:
         return self.id

@@ -1,10 +1,9 @@
 """nccl between processes that each pretend a device of their own: on top of gloo.
 
 A collective of nccl is an operation of the device: nobody waits for it, a capture records it and a
-replay carries it out. One of gloo that is given tensors of the device waits for them, so no capture
-may have it. Where ranks would wait for each other for ever on a GPU, an error is raised: if not all
-of them come to a collective within seconds or if they come to different ones, and if a communicator
-is destroyed while there are graphs with its collectives.
+replay carries it out. Where ranks would wait for each other for ever on a GPU, an error is raised:
+if not all of them come to a collective within seconds or if they come to different ones, and if a
+communicator is destroyed while there are graphs with its collectives.
 """
 
 import zlib
@@ -18,10 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .dispatch import Operation, run
 from .graphs import CUDAGraph
-from .tensors import CudaTensor, mapped, tensors_in, unwrap
+from .tensors import CudaTensor, tensors_in
 from .timeline import project_line, timeline
-
-__all__ = ["all_gather", "all_reduce", "broadcast", "destroy_process_group", "new_group"]
 
 LIMIT = timedelta(seconds=20)  # for all ranks to come to a collective of nccl
 NCCL: dict[dist.ProcessGroup, "Communicator"] = {}  # what there is of it, by gloo's group
@@ -47,14 +44,14 @@ class Communicator:
             self.is_ready = True
             self.require_same([what])
         elif not self.is_ready:
-            raise RuntimeError(f"{name} would connect the devices in a capture")
+            timeline.forbid_capture(f"first run of {name}")
         elif graph in self.captured:
             self.captured[graph].append(what)
         else:
             self.captured[graph] = [what]
             graph.record(self.require_same, (), {"what": self.captured[graph]})
         carry_out = partial(self.carry_out, host)
-        run(carry_out, Operation(name, written=[0]), args, options)
+        run(carry_out, Operation(name, written=(0,)), args, options)
 
     def carry_out(self, host: Callable, *args: object, **options: object) -> None:
         with _disable_current_modes():
@@ -76,15 +73,11 @@ def stand_in(host: Callable) -> Callable:
     @wraps(host)
     def collective(*args: object, group: dist.ProcessGroup | None = None, **options) -> object:
         tensors = tensors_in(args)
-        n_ours = sum(isinstance(tensor, CudaTensor) for tensor in tensors)
         communicator = NCCL.get(group)
-        if communicator is None and n_ours:
-            timeline.wait(f"gloo {host.__name__}")
-            args = mapped(unwrap, args)
+        if any(isinstance(tensor, CudaTensor) != bool(communicator) for tensor in tensors):
+            raise RuntimeError(f"the group is of another kind of device, at {project_line()}")
         if communicator is None:
             return host(*args, group=group, **options)
-        if n_ours < len(tensors):
-            raise RuntimeError(f"No backend type associated with device type cpu: {project_line()}")
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError(f"Tensors must be contiguous: {project_line()}")
         return communicator.submit(host, args, options)
@@ -92,29 +85,26 @@ def stand_in(host: Callable) -> Callable:
     return collective
 
 
-all_gather = stand_in(host_all_gather)
-all_reduce = stand_in(dist.all_reduce)
-broadcast = stand_in(dist.broadcast)
-
-
-def new_group(
-    ranks: list[int] | None = None,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-    **options: object,
-) -> dist.ProcessGroup:
+def new_group(backend: str | None = None, **options: object) -> dist.ProcessGroup:
     if backend != "nccl":
-        return host_new_group(ranks, timeout, backend, **options)
-    group = host_new_group(ranks, LIMIT, "gloo", **options)
+        return host_new_group(backend=backend, **options)
+    group = host_new_group(backend="gloo", **options | {"timeout": LIMIT})
     NCCL[group] = Communicator(group)
     return group
 
 
-def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    for known, communicator in list(NCCL.items()):
-        if group in (None, known):
-            n_graphs = sum(graph.is_done for graph in communicator.captured)
-            if n_graphs:
-                raise RuntimeError(f"nccl would wait for ever for {n_graphs} graphs to be gone")
-            del NCCL[known]
-    host_destroy(group)
+def destroy_process_group() -> None:
+    for communicator in NCCL.values():
+        n_graphs = sum(graph.is_done for graph in communicator.captured)
+        if n_graphs:
+            raise RuntimeError(f"nccl would wait for ever for {n_graphs} graphs to be gone")
+    NCCL.clear()
+    host_destroy()
+
+
+FUNCTIONS = {  # of torch.distributed
+    "all_gather": stand_in(host_all_gather),
+    "all_reduce": stand_in(dist.all_reduce),
+    "destroy_process_group": destroy_process_group,
+    "new_group": new_group,
+}

