@@ -11,7 +11,8 @@ inside. What raises on a GPU raises:
 
 mixing    of host and device tensors, but for scalars; also an index on the host, for which torch
           would copy it
-capture   carries out nothing; what waits in one, copies, draws or lacks memory raises
+capture   carries out nothing; what waits in one, copies, draws, lacks memory or has not run before
+          on such types and shapes raises
 replay    runs the operations that were captured, on the same memory, so a Python value that went
           into one stays as it was; memory that was freed since is an error
 memory    what nobody has written yet is poisoned, and the device has a limit

@@ -139,13 +139,19 @@ def run(func: Callable, known: Operation, args: tuple, kwargs: dict) -> object:
 
 
 def launch(known: Operation, args: tuple, kwargs: dict) -> None:
-    """Count its kernels."""
+    """Count its kernels. Those that have not run before are chosen, by type and shape, and loaded,
+    and libraries open what they need for them; which no capture may do."""
     n = n_kernels(known, args)
     if n == 0:
         return
+    given = [(tensor.dtype, tensor.shape) for tensor in tensors_in([args, kwargs])]
+    kernel = (known.name, *given, kwargs.get("dtype"))
     if timeline.capture is None:
+        timeline.loaded.add(kernel)
         timeline.submit("kernel", known.name, n)
         return
+    if kernel not in timeline.loaded:
+        timeline.forbid_capture(f"first run of {known.name}")
     timeline.count("node", known.name, n)
     timeline.capture.nodes[known.name] += n
 

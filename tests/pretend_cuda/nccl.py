@@ -32,7 +32,6 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
-        self.is_ready = False  # its first collective connects the devices
         self.captured: dict[CUDAGraph, list[str]] = {}  # the collectives of each, in order
 
     def submit(self, host: Callable, args: tuple, options: dict) -> None:
@@ -41,10 +40,7 @@ class Communicator:
         what = f"{name} of {[(tensor.shape, tensor.dtype) for tensor in tensors_in(args)]}"
         graph = timeline.capture
         if graph is None:
-            self.is_ready = True
             self.require_same([what])
-        elif not self.is_ready:
-            timeline.forbid_capture(f"first run of {name}")
         elif graph in self.captured:
             self.captured[graph].append(what)
         else:

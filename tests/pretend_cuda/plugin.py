@@ -19,7 +19,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """What a capture that failed leaves behind."""
+    """What a capture that failed leaves behind; and no test warms up for another."""
     timeline.open.clear()
+    timeline.loaded.clear()
     timeline.capture = None
     Stream.current = DEFAULT_STREAM

@@ -67,6 +67,23 @@ def test_a_capture_carries_out_nothing() -> None:
     assert x.tolist() == [2.0] * 3
 
 
+OTHERS = {  # that run before x @ x is captured
+    "nothing": lambda x: None,
+    "operation": lambda x: x + x,
+    "type": lambda x: x.half() @ x.half(),
+    "shape": lambda x: x[:2] @ x,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_has_not_run_before_a_capture_fails_there(other: str) -> None:
+    """Planted: its kernels would be chosen and loaded there."""
+    x = ones(3, 3)
+    with pytest.raises(RuntimeError, match="previous error during capture") as raised:
+        captured(lambda: x @ x, warm_up=lambda: OTHERS[other](x))
+    assert "first run of mm at tests/pretend_cuda/test_device" in str(raised.value.__context__)
+
+
 def test_a_replay_sees_what_memory_holds_now() -> None:
     """Through views, too, and by indices that are themselves results."""
     rows = torch.arange(8.0, device="cuda").reshape(4, 2)

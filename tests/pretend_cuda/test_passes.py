@@ -122,6 +122,18 @@ def test_a_cache_that_is_gone_is_not_replayed() -> None:
         graph.replay()
 
 
+def test_a_pass_that_is_recorded_without_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: its kernels would be loaded in the capture."""
+    run_pass = ShapedPasses.run_pass
+
+    def run_captured(passes: ShapedPasses, shape: Shape) -> Tensor | None:
+        return run_pass(passes, shape) if torch.cuda.is_current_stream_capturing() else None
+
+    monkeypatch.setattr(ShapedPasses, "run_pass", run_captured)
+    with pytest.raises(torch.AcceleratorError, match="first run of .* at engine/"):
+        open_cache(make_model("cuda"))
+
+
 def test_every_capture_is_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which measure_step_times is not: torch up to 2.10 can capture outside of it only as long as
     it has not captured inside (pytorch issue 166792)."""

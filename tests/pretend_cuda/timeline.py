@@ -33,6 +33,7 @@ class Timeline:
         self.done = 0
         self.open: list[OpenTransfer] = []
         self.capture: CUDAGraph | None = None  # what records, in place of the device
+        self.loaded: set[object] = set()  # the kernels that have run outside of captures
         self.counts: Counter[str] = Counter()  # by kind
         self.sites: Counter[tuple[str, str, str]] | None = None  # by kind, what and line
 
