@@ -235,7 +235,8 @@ def say_summary(request: Request, tally: Tally) -> None:
     say(summarise(tally.metrics()))
     n_graphs, capture_s = request.pair.captured()
     if n_graphs:
-        say(f"captured {n_graphs} graphs in {capture_s:.1f} s, which no figure counts")
+        graphs = "graph" if n_graphs == 1 else "graphs"
+        say(f"captured {n_graphs} {graphs} in {capture_s:.1f} s, which no figure counts")
 
 
 def report(request: Request, written: Written, comparison: Comparison | None) -> dict:
