@@ -99,8 +99,9 @@ def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
         return copy(func, args, kwargs)
     if target is not None and not is_cuda(target):
         return on_host(func, mapped(unwrap, args), kwargs)
-    for host in hosts:
-        check_mixing(known, args, host)
+    if is_ours:
+        for host in hosts:
+            check_mixing(known, args, host)
     if known.is_reading:
         timeline.wait(known.name)
     return run(func, known, args, kwargs)

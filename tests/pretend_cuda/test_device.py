@@ -217,7 +217,8 @@ def test_where_a_result_is() -> None:
     assert type(x.cpu()) is type(x.to(torch.device("cpu"), torch.float16)) is Tensor
     assert torch.ones(2).to(x.device, torch.float16, copy=True).device == torch.device("cuda:0")
     assert (x + torch.tensor(1.0)).is_cuda and (torch.tensor(1.0) + x).is_cuda
-    assert torch.zeros_like(x).is_cuda and not x.new_zeros(2, device="cpu").is_cuda
+    assert torch.zeros_like(x).is_cuda and torch.zeros_like(torch.ones(2), device="cuda").is_cuda
+    assert not x.new_zeros(2, device="cpu").is_cuda
     with pytest.raises((RuntimeError, TypeError), match="numpy"):
         x.numpy()
 
