@@ -85,16 +85,15 @@ def rank(logits: Tensor, ranking: Ranking, has_kernels: bool = False) -> Tensor:
     values = torch.log_softmax(logits, dim=-1) if ranking.are_logprobs else logits
     k = min(ranking.k, logits.shape[1])
     if k > FEW:  # topk does not say which of equals it takes
-        best, (found, ids) = few_best(values, 1)[0], values.topk(k)
+        few = [*few_best(values, 1), values.topk(k)]
     else:
         if k > 1 and not ranking.are_logprobs:
             values = values.clone()  # whoever samples wants the logits as they are
         few = few_best(values, max(k, 1))
-        best = few[0]
-        found, ids = (torch.cat(part, dim=1) for part in zip(*few, strict=True))
-        found, ids = found[:, :k], ids[:, :k]
-    highest, first = best
-    return torch.cat([highest, first.float(), found, ids.float()], dim=1)
+        few = few[:1] + few[:k]
+    (highest, *found), ids = zip(*few, strict=True)
+    ids = torch.cat(ids, dim=1).float()
+    return torch.cat([highest, ids[:, :1], *found, ids[:, 1:]], dim=1)
 
 
 def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
