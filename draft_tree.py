@@ -161,8 +161,9 @@ class Rule:
 
     min_rows = 1  # to which a pass is padded at least
     is_drawing = False
+    is_chain = False  # no row of its trees has two children
     n_read = 0  # the target's candidates that `read` is told; if any, also after the prompt's
-    acceptance: Acceptance | None = None  # of sampled text, if not verify.accept_sampled
+    acceptance: Acceptance | None = None  # of sampled text, if not one of acceptance.py's
     # For the page: the settings that limit a tree's rows and its levels, and the gate that lets so
     # many candidates pass as a node may have children, if there are such
     budget = "rows"

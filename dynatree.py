@@ -24,6 +24,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from acceptance import choose_acceptance
 from draft_tree import MAX_ROWS, Candidates, DynaTree, Rule, Settings, Tree, Watcher, grow, lone
 from engine.caches import require_caches
 from engine.passes import Use
@@ -33,7 +34,7 @@ from engine.stopwatch import Stopwatch
 from engine.streaming import WHOLE_TEXT, Window
 from engine.strict import MAX_DEPTH
 from gpt_neox import GPTNeoX, KVCache
-from verify import NonFiniteLogits, accept, accept_sampled, cut, tree_pass
+from verify import NonFiniteLogits, accept, cut, tree_pass
 
 __all__ = ["DynaTree", "NonFiniteLogits", "Step", "generate"]
 
@@ -181,6 +182,7 @@ def generate(
     eos_ids: Sequence[int] = (),
     commit: str = "keep",
     sampling: Sampling | None = None,
+    acceptance: str | None = None,
     window: Window = WHOLE_TEXT,
     strict: bool = False,
     inspect: Callable[[Tensor], None] | None = None,
@@ -190,22 +192,26 @@ def generate(
 
     draft may be None for a rule that drafts no level. eos_ids end the text where they appear.
     commit: "keep" moves the accepted rows in the cache, "rebuild" runs them again (section 3.5):
-    one more target pass, the same cache. window: what of the text the caches keep. strict: the
-    target's logits are ar's bit for bit, if ar's passes have as many rows (engine/strict.py); trees
-    are no deeper than 15. inspect: shown, before each step, the target's float32 logits [n, V] that
-    its n tokens were chosen from, where the model is. watcher: told of each tree.
+    one more target pass, the same cache. acceptance: of sampled text, a name in acceptance.py;
+    None: the rule's own, or by the kind of its trees. window: what of the text the caches keep.
+    strict: the target's logits are ar's bit for bit, if ar's passes have as many rows
+    (engine/strict.py); trees are no deeper than 15. inspect: shown, before each step, the target's
+    float32 logits [n, V] that its n tokens were chosen from, where the model is. watcher: told of
+    each tree.
     Raises ValueError (arguments) and OutOfMemory at the first step, NonFiniteLogits.
     """
     rule = settings.rule()  # fresh: no generation learns from another
+    accepts = choose_acceptance(rule, acceptance)
     share = target.share  # of several ranks rank 0 decides, and all make the target's passes
     if share.index:
         rule = spectator(rule)
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
         raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
+    if acceptance and not sampling:
+        raise ValueError(f"acceptance {acceptance} is of sampled text, and this is greedy")
     require_ids(prompt, target.config.vocab_size)
     sampler = sampling.sampler(target.device, watcher and watcher.tried) if sampling else None
     drawing = sampler if rule.is_drawing else None
-    acceptance = rule.acceptance or accept_sampled
     visible = list(prompt)  # the ids in the target's cache, and the pending root
     left = max_new_tokens
     watch = Stopwatch()
@@ -217,7 +223,7 @@ def generate(
             read = rule.read if rule.n_read else None
             scores = window.read_prompt(target, visible, cache, read)
         root = lone(visible[-1])
-        path, tokens = share.first(accept, root, scores, sampler, acceptance, settings)
+        path, tokens = share.first(accept, root, scores, sampler, accepts, settings)
         show(inspect, scores, path, watch)
         step = Step(cut(tokens, eos_ids, left), cached=lengths(cache, drafter), **watch.times())
         while True:
@@ -246,7 +252,7 @@ def generate(
             with watch.verify:
                 scores = target.forward(rows, positions, cache, mask)  # of N rows
             # 4 accept: the path on which the target agrees, then the bonus token
-            path, tokens = share.first(accept, tree, scores, sampler, acceptance, settings)
+            path, tokens = share.first(accept, tree, scores, sampler, accepts, settings)
             new = cut(tokens, eos_ids, left)
             show(inspect, scores, path[: len(new)], watch)
             # 5 commit: the accepted rows stay in both caches, the rest is forgotten

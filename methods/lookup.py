@@ -37,6 +37,8 @@ class Lookup(Settings):
 class LookupRule(Rule):
     """One generation of lookup: its text so far, and where in it each n-gram was last."""
 
+    is_chain = True
+
     def __init__(self, settings: Lookup):
         super().__init__(max_branches=1, max_depth=0, max_rows=1 + settings.K, max_drafted=1)
         self.settings = settings

@@ -130,6 +130,7 @@ class StaticRule(Rule):
         widest = max(widths, default=1)
         super().__init__(widest, len(widths), max_rows=n_rows, max_drafted=n_rows)
         self.is_drawing, self.deepest = is_drawing, deepest
+        self.is_chain = widest == 1
         self.widths = widths
 
     def expand(self, level: Level) -> tuple[Gates, Gates]:

@@ -21,9 +21,9 @@ import torch
 from conftest import ranked
 from torch import Tensor
 
+from acceptance import choose_acceptance
 from draft_tree import Acceptance, Candidates, Draft, Rule, Settings, Tree, grow
 from engine.sampling import Sampler, Sampling
-from verify import accept_sampled
 
 CPU = torch.device("cpu")
 PLAIN = Sampling(1.0)
@@ -52,8 +52,7 @@ def law(
     must be from the sampler: `draw`, and `coin`, which it may compare and nothing else. The number
     of cases grows fast: a few ids, and trees of a few drawn nodes, are what it is for.
     """
-    acceptance = acceptance or settings.rule().acceptance or accept_sampled
-    sampler = sampling.sampler(CPU)
+    step = partial(every_step, settings, target_table, draft_table, acceptance, sampling)
 
     @functools.cache
     def after(root: int, n_left: int) -> Law:
@@ -61,15 +60,45 @@ def law(
         if n_left < 1:
             return {(): 1.0}
         found: Law = defaultdict(float)
-        drafting = partial(draft, settings, root, draft_table, len(target_table), n_left - 1)
-        for tree, chance in every_outcome(drafting, sampler):
-            verifying = partial(commit, acceptance, tree, target_table, settings)
-            for new, chance_below in every_outcome(verifying, sampler):
-                for rest, p in after(new[-1], n_left - len(new)).items():
-                    found[new + rest] += chance * chance_below * p
+        for new, chance in step(root, n_left):
+            for rest, p in after(new[-1], n_left - len(new)).items():
+                found[new + rest] += chance * p
         return found
 
     return dict(after(0, n_tokens))
+
+
+@torch.inference_mode()
+def mean_length(
+    settings: Settings,
+    target_table: Tensor,
+    draft_table: Tensor,
+    n_tokens: int,
+    acceptance: Acceptance | None = None,
+    sampling: Sampling = PLAIN,
+) -> float:
+    """The mean number of drafted tokens that the first of those trees has accepted."""
+    found = every_step(settings, target_table, draft_table, acceptance, sampling, 0, n_tokens)
+    return sum(chance * (len(new) - 1) for new, chance in found)
+
+
+def every_step(
+    settings: Settings,
+    target_table: Tensor,
+    draft_table: Tensor,
+    acceptance: Acceptance | None,
+    sampling: Sampling,
+    root: int,
+    n_left: int,
+) -> Iterator[tuple[Text, float]]:
+    """What one tree may commit where n_left tokens are to be written, and how likely that is."""
+    acceptance = acceptance or choose_acceptance(settings.rule(), None)
+    sampler = sampling.sampler(CPU)
+    drafting = partial(draft, settings, root, draft_table, len(target_table), n_left - 1)
+    for tree, chance in every_outcome(drafting, sampler):
+        verifying = partial(commit, acceptance, tree, target_table, settings)
+        for new, chance_below in every_outcome(verifying, sampler):
+            yield new, chance * chance_below
 
 
 def target_law(target_table: Tensor, n_tokens: int, sampling: Sampling = PLAIN) -> Law:

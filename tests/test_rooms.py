@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RANKS = [{"engine"}, {"gpt_neox", "draft_tree"}, {"verify", "methods", "parallel"}]
+RANKS = [{"engine"}, {"gpt_neox", "draft_tree"}, {"verify", "acceptance", "methods", "parallel"}]
 RANKS += [{"dynatree"}, {"cli"}, {"benchmark"}, {"bench"}, {"tools"}]
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 

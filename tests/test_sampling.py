@@ -14,6 +14,7 @@ from conftest import Stub, random_model, random_settings, ranked
 from law import CPU, Scripted, difference, every_outcome, law, target_law
 from torch import Tensor
 
+from acceptance import try_child
 from cli.metrics import token_ids
 from draft_tree import Acceptance, DynaTree, Gates, Level, Rule, Settings, Tree, best_rows
 from dynatree import generate
@@ -26,7 +27,6 @@ from methods.opttree import OptTree
 from methods.retrieval import Graft
 from methods.sequoia import Sequoia
 from methods.static import Alone, Chain, ConfidentChain, Fixed, SpecInfer, StaticRule
-from verify import try_child
 
 N_IDS = 5
 N_DRAWS = 20_000
