@@ -27,7 +27,7 @@ from benchmark.peers import PEERS, check_vocabularies, require_transformers
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import markdown_report, text_report
 from benchmark.results import Options, Results, Run
-from benchmark.rows import choose_runs, settings_of, window_of
+from benchmark.rows import WORDS, choose_runs, settings_of, window_of
 from benchmark.shard import Shard, left_behind, on_own_device
 from benchmark.tables import (
     NOT_HERE,
@@ -57,7 +57,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--table", metavar="T", help="one of those that --tables lists (main)")
     add("--tables", action="store_true", help="list our tables, the papers', and the columns")
-    words = "[rebuild] [eager] [kernels] [strict] [window=N] [sinks=S]"
+    words = " ".join(f"[{word}]" for word in (*WORDS, "window=N", "sinks=S"))
     rows = f'rows, each "method NAME=VALUE ... {words}"'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show, of those that --tables lists")

@@ -87,6 +87,7 @@ class Run:
     is_eager: bool = False  # on CUDA, without graphs
     has_kernels: bool = False  # on CUDA, by engine/kernels.py
     is_strict: bool = False  # the target's logits are to be the reference's, bit for bit
+    acceptance: str | None = None  # of sampled text; None: the method's own
     reference: str = ""  # label of the run whose ids are to be its own; the baseline if empty
     dataset: str = ""  # of its prompts
     window: Size | None = None  # latest tokens that the caches keep; None: all of the text

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
+from acceptance import ACCEPTANCES
 from benchmark.peers import PEERS
 from benchmark.results import Options, Run
 from benchmark.tables import SYMBOLS, Part, Table, split_list
 from cli.compare import strict_reference
 from cli.errors import UsageError
 from cli.models import Pair, Request
-from cli.options import choose_window, parse_settings
+from cli.options import choose_window, parse_settings, require_acceptance
 from draft_tree import Settings
 from engine.sampling import Sampling
 from engine.settings import read_values
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 
-WORDS = ("rebuild", "eager", "kernels", "strict")  # of a row, beside its settings
+WORDS = ("rebuild", "eager", "kernels", "strict", *ACCEPTANCES)  # of a row, beside its settings
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ SIZED_WORDS = tuple(f.name for f in fields(Caches))  # the same, with a number: 
 
 
 def parse_run(text: str) -> Run:
-    """A run from "method NAME=VALUE ... [rebuild] [eager] [kernels] [strict] [window=N [sinks=S]]",
-    with no sizes. Raises UsageError."""
+    """A run from "method NAME=VALUE ... [rebuild] [eager] [kernels] [strict] [ACCEPTANCE]
+    [window=N [sinks=S]]", with no sizes. Raises UsageError."""
     method, *words = text.split()
     names = [name_in(word) for word in words]
     if len(set(names)) < len(names):
@@ -49,12 +50,18 @@ def parse_run(text: str) -> Run:
         raise UsageError(f"unknown method {method!r}; there are {known}")
     elif words:
         raise UsageError(f"{text!r}: {method} takes no settings")
+    accepting = [word for word in words if word in ACCEPTANCES]
+    if len(accepting) > 1:
+        raise UsageError(f"{text!r} names two acceptances")
     commit = "rebuild" if "rebuild" in words else "keep"
     try:
         caches = read_values(Caches, [word for word in words if name_in(word) in SIZED_WORDS])
     except ValueError as error:
         raise UsageError(f"{text!r}: {error}") from error
     run = Run(" ".join([method, *words]), method, tuple(settings), commit, 0, 0, 0.0, "")
+    if accepting:
+        run = replace(run, acceptance=accepting[0])
+        require_acceptance(text, settings_of(run).rule(), run.acceptance)
     is_told = {"is_eager": "eager" in words, "is_strict": "strict" in words}
     return replace(run, has_kernels="kernels" in words, **is_told, **caches)
 
@@ -91,6 +98,7 @@ def request_of(run: Run, pair: Pair, prompt: list[int], sampling: Sampling | Non
         window=window_of(run, pair),
         commit=run.commit,
         strict=run.is_strict,
+        acceptance=run.acceptance,
     )
 
 
@@ -162,7 +170,8 @@ def sized_words(of: Run | Options) -> list[str]:
 
 def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run]:
     """Each row at each prompt length, text length and temperature of a part, the first row there
-    as its baseline. A label ends in `suffix` and in those sizes that have several values."""
+    as its baseline. A label ends in `suffix` and in those sizes that have several values. Raises
+    UsageError."""
     sizes = part.sizes()
     runs = []
     for values in product(*sizes.values()):
@@ -176,6 +185,8 @@ def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run
             names = {"label": row.label + end, "baseline": rows[0].label + end}
             names |= {"reference": row.reference + end, "dataset": part.dataset}
             run = replace(row, published=part.published(row.label + varied), **names, **size)
+            if run.acceptance and not run.temperature:
+                raise UsageError(f"{row.label}: greedy text has one acceptance; --temperature")
             if is_drawing(run):
                 run = replace(run, draft_temperature=part.draft_temperature)
             runs.append(run)

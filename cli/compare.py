@@ -84,7 +84,7 @@ class Digests:
 def reference_of(request: Request) -> Request:
     """The same text by the ar that it is held against."""
     ar = strict_reference(request.settings) if request.strict else Alone()
-    return replace(request, settings=ar)
+    return replace(request, settings=ar, acceptance=None)
 
 
 def strict_reference(settings: Settings) -> Alone:

@@ -13,6 +13,7 @@ from itertools import islice
 
 import torch
 
+from acceptance import ACCEPTANCES, DEFAULTS, default_of
 from cli.compare import Comparison, Digests, compare, reference_of
 from cli.errors import Parser, UsageError, run_command_line, say, tell
 from cli.metrics import Metrics, Tally, versions
@@ -24,6 +25,7 @@ from cli.options import (
     choose_window,
     parse_settings,
     read_prompt,
+    require_acceptance,
     require_drawing,
 )
 from cli.page import require_places, save_trace
@@ -62,6 +64,9 @@ def build_parser() -> Parser:
     methods = f"{', '.join(METHODS)} (dynatree)"
     add("--method", choices=METHODS, default="dynatree", metavar="M", help=methods)
     add_sampling_options(parser)
+    by_kind = ", ".join(f"{kind}: {name}" for kind, name in DEFAULTS.items())
+    accept = f"{', '.join(ACCEPTANCES)}: of sampled text (by trees: {by_kind})"
+    add("--accept", choices=ACCEPTANCES, metavar="A", help=accept)
     add("--window", type=int, metavar="N", help="keep the latest N tokens in the cache (all)")
     add("--sinks", type=int, metavar="N", help="and with a window the first N (4)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
@@ -96,6 +101,10 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
     if args.draft_temperature is not None:
         require_drawing(args.method, rule)
+    if args.accept:
+        if not sampling:
+            raise UsageError("--accept needs a --temperature above 0: greedy text has no choice")
+        require_acceptance(f"--accept {args.accept}", rule, args.accept)
     text = read_prompt(args.prompt, args.prompt_file)
     require_places(args.page, args.trace)
     if (args.draft or args.draft_dtype) and not rule.max_depth:
@@ -111,6 +120,7 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
         eos_ids=() if args.ignore_eos else pair.target.config.eos_ids,
         commit=args.commit,
         strict=args.strict,
+        acceptance=args.accept,
     )
     warn_of_length(request)
     return request, {"method": args.method, **asdict(settings), **models, **describe_rest(request)}
@@ -126,8 +136,15 @@ def describe_rest(request: Request) -> dict:
         "strict": request.strict,
         "prompt_tokens": len(request.prompt),
         "sampling": asdict(request.sampling) if request.sampling else None,
+        "acceptance": name_of(request) if request.sampling else None,
         "window": None if is_whole else asdict(request.window),
     }
+
+
+def name_of(request: Request) -> str:
+    """What accepts a sampled text: as asked for, or by default; or the method's own."""
+    rule = request.settings.rule()
+    return request.acceptance or ("the method's" if rule.acceptance else default_of(rule))
 
 
 def warn_of_length(request: Request) -> None:

@@ -176,6 +176,7 @@ class Request:
     eos_ids: Sequence[int] = ()
     commit: str = "keep"
     strict: bool = False
+    acceptance: str | None = None  # of sampled text; None is the method's own
 
     def decode(
         self,
@@ -194,6 +195,7 @@ class Request:
             sampling=self.sampling,
             window=self.window,
             strict=self.strict,
+            acceptance=self.acceptance,
             inspect=inspect,
             watcher=watcher,
         )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
+from acceptance import choose_acceptance
 from cli.errors import UsageError
 from cli.models import Pair
 from draft_tree import Rule
@@ -70,6 +71,14 @@ def require_drawing(row: str, rule: Rule) -> None:
     drawing = [name for name, kind in METHODS.items() if kind().rule().is_drawing]
     why = f"no guess of {row} is drawn; those of {', '.join(drawing)} are"
     raise UsageError(f"--draft-temperature has no effect: {why}")
+
+
+def require_acceptance(row: str, rule: Rule, name: str) -> None:
+    """Raise UsageError, naming the row, if sampled text of its trees cannot be accepted so."""
+    try:
+        choose_acceptance(rule, name)
+    except ValueError as error:
+        raise UsageError(f"{row}: {error}") from error
 
 
 def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: Pair) -> Window:

@@ -337,6 +337,9 @@ def test_a_text_that_is_not_its_references(
         (["--prompt-tokens", "5,5"], "'5,5' names one twice"),
         (["--temperature", "0,0"], "names one twice"),
         (["--seed", "1"], "--seed needs a --temperature above 0"),
+        (["--methods", "linear block"], "linear block: greedy text has one acceptance"),
+        (["--methods", "fixed block"], "fixed block: block is for chains"),
+        (["--methods", "linear block token"], "'linear block token' names two acceptances"),
         (["--temperature", "0,1", "--draft-temperature", "1"], "no guess of fixed t=1.0 is drawn"),
         (["--n-prompts", "0"], "Expected `int` >= 1, at --n-prompts"),
         (["--repeats", "0"], "Expected `int` >= 1, at --repeats"),
@@ -465,14 +468,16 @@ def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:
 def test_what_a_row_says_is_how_its_text_is_written(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Strict or not, over a window, rebuilt, sampled: ar draws from no draft."""
+    """Strict or not, over a window, rebuilt, sampled and accepted: ar draws from no draft."""
     real = models.generate
     seen = set()
+    accepted_by = set()
 
     def generate(*args: object, **how: object) -> Iterator[Step]:
         sampling = how["sampling"]
         heat = sampling and (sampling.temperature, sampling.draft_temperature)
         seen.add((args[3], how["strict"], how["window"], how["commit"], heat))
+        accepted_by.add((args[3], how["acceptance"]))
         return real(*args, **how)
 
     monkeypatch.setattr(models, "generate", generate)
@@ -495,9 +500,14 @@ def test_what_a_row_says_is_how_its_text_is_written(
     assert is_predicted == {"linear", "linear rebuild"}, "forwards are timed plain"
     assert "A strict row is held" in printed and "A row over a window is held" in printed
     seen.clear()
-    options = ["--methods", "linear", "--temperature", "0.8", "--draft-temperature", "0.5"]
-    run_bench(capsys, tmp_path / "b.json", *QUICK, *options, "--columns", "exact")
+    assert accepted_by == {(ar, None), (Alone(rows=8), None), (linear, None)}
+    accepted_by.clear()
+    options = ["--temperature", "0.8", "--draft-temperature", "0.5", "--columns", "exact"]
+    options += ["--methods", "linear,linear block,linear traversal"]
+    run_bench(capsys, tmp_path / "b.json", *QUICK, *options)
     assert {(how[0], how[4]) for how in seen} == {(ar, (0.8, None)), (linear, (0.8, 0.5))}
+    named = {(linear, None), (linear, "block"), (linear, "traversal")}
+    assert accepted_by == {(ar, None), *named}
 
 
 def test_the_enlarged_pair_is_made_once(

@@ -14,6 +14,7 @@ from conftest import ROOT, TINY, Captured, pretend_capture
 from tokenizers import Tokenizer, decoders
 
 import cli.main
+from acceptance import DEFAULTS
 from cli import models
 from cli.main import main
 from cli.metrics import Metrics
@@ -107,6 +108,17 @@ def test_sampled_text(method: str, capsys: Captured) -> None:
     sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "draft_temperature": None}
     assert first["settings"]["sampling"] == sampling
     assert other["compare"]["exact"] is None and other["compare"]["speedup"] > 0
+
+
+def test_what_accepts_a_sampled_text_is_chosen(capsys: Captured) -> None:
+    """And said; ar, which it is compared with, has no chain to accept."""
+    hot = ["--method", "linear", "--temperature", "1", "--max-new-tokens", "24"]
+    token = run_json(capsys, hot)
+    block = run_json(capsys, hot + ["--accept", "block", "--compare"])
+    assert token["token_ids"] != block["token_ids"]
+    assert token["settings"]["acceptance"] == DEFAULTS["drawn chain"]
+    assert block["settings"]["acceptance"] == "block" and block["compare"]["speedup"] > 0
+    assert run_json(capsys, ["--max-new-tokens", "2"])["settings"]["acceptance"] is None
 
 
 def test_streaming_past_the_trained_positions(capsys: Captured) -> None:

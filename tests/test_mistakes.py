@@ -85,6 +85,8 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --temperature 1 --top-p 0", "outside (0, 1]"),
     (A + " --seed 1", "--seed needs a --temperature above 0"),
     (A + " --draft-temperature 1", "needs a --temperature above"),
+    (A + " --accept token", "--accept needs a --temperature above 0"),
+    (A + " --temperature 1 --accept block", "--accept block: block is for chains"),
     (A + " --temperature 1 --draft-temperature 1", "no guess of dynatree is drawn; those"),
     (A + " --window 1636", "--window 1636: 64 to 1635"),
     (A + " --window 64 --sinks 2000", "--sinks 2000 leaves"),
