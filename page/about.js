@@ -95,6 +95,19 @@ const WORDS_OF_SAMPLING = [
   ["coin", "uniform on [0, 1): a child is kept if it is below the chance. If not, so much is left " +
     "of the target’s distribution, from which the next sibling is judged and the bonus drawn"],
 ];
+const WORDS_OF_PATHS = [ // accepted by block or by traversal
+  ["chance", "of a row to be kept with all above it: the chance above it x what the target has left " +
+    "for it / what the draft gave it, at most 1; less once a child of it has been rejected"],
+  ["coin", "uniform on [0, 1): the first row whose coin is below its chance ends the path. If it is " +
+    "not, so much is left of the target’s distribution after the row above"],
+];
+
+function wordsOfSampling() {
+  if (!isSampled) return [];
+  const isOfPaths = ["block", "traversal"].includes(settings.acceptance);
+  return isOfPaths ? WORDS_OF_PATHS : WORDS_OF_SAMPLING;
+}
+
 const COLOURS = [
   ["prompt", "prompt", "what was given"],
   ["drafted", "drafted", "the draft’s guess; the darker, and the wider its line, the higher is p(u)"],
@@ -121,7 +134,7 @@ function glossary() {
   const link = (text, href) => html("a", { href, target: "_blank", rel: "noreferrer" }, text);
   return [
     html("h3", {}, "Words"),
-    table([...WORDS, ...(isSampled ? WORDS_OF_SAMPLING : []), ...says(states)]),
+    table([...WORDS, ...wordsOfSampling(), ...says(states)]),
     html("h3", {}, "Gates, which keep a candidate out or let nothing grow below a node"),
     table(says([...gates].sort())),
     html("h3", {}, "Colours"),

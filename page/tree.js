@@ -147,7 +147,8 @@ function markOf(view, row) {
     const sign = trial.coin < trial.chance ? "<" : "≥";
     return { text: `${trial.coin.toFixed(2)} ${sign} ${trial.chance.toFixed(2)} ${mark}`, kind };
   }
-  const isTried = row > 0 && !isSampled && view.isAccepted.has(parents[row]);
+  const isKept = view.isAccepted.has(row); // perhaps for what is below it, untried
+  const isTried = row > 0 && (isSampled ? isKept : view.isAccepted.has(parents[row]));
   return isTried ? { text: mark, kind } : { text: "" };
 }
 

@@ -15,6 +15,12 @@ const STATES = {
   draft: "tokens that the draft’s tree is expected to bring beyond its time",
   chosen: "which of them made the tree",
 };
+const ACCEPTED_BY = {
+  token: "From the root, a child is kept if its coin is below its chance",
+  block: "From the chain’s end, the first row whose coin is below its chance is kept, with all above it",
+  traversal: "From the leaves, the first row whose coin is below its chance is kept, with all above it",
+  "the method's": "By an acceptance of the method’s own",
+};
 
 function meaningOf(name) {
   const settled = data.base?.meanings[name] ?? data.meanings[name];
@@ -85,7 +91,7 @@ const CAPTIONS = {
       const how = "From the root, follow the child that the target itself would write";
       return `${how}: ${rows}. ${quoted([bonus])} is the bonus.`;
     }
-    const how = "From the root, a child is kept if its coin is below its chance";
+    const how = ACCEPTED_BY[settings.acceptance] ?? ACCEPTED_BY.token;
     const drawn = `${quoted([bonus])}, the bonus, is drawn from what the target has left`;
     return `${how}: ${view.trials.size} tried, ${rows}. ${drawn}.`;
   },
