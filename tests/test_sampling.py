@@ -14,6 +14,7 @@ from conftest import Stub, random_model, random_settings, ranked
 from law import CPU, Scripted, difference, every_outcome, law, target_law
 from torch import Tensor
 
+import engine.sampling
 from acceptance import try_child
 from cli.metrics import token_ids
 from draft_tree import Acceptance, DynaTree, Gates, Level, Rule, Settings, Tree, best_rows
@@ -65,6 +66,28 @@ def test_warping_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
     torch.testing.assert_close(sharper[0, 1], torch.tensor(25 / 36))
     for coldest in (Sampling(1.0, 1e-9), Sampling(1.0, 1e-30), Sampling(1e-30), Sampling(2e-38)):
         assert coldest.sampler(CPU).warp(logits + 9).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+
+
+def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, where many ids are equally likely; all are ranked only if a few do not do."""
+    n_ranked: Counter = Counter()
+    real = engine.sampling.likeliest
+
+    def likeliest(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        n_ranked[k] += 1
+        return real(probs, k)
+
+    generator = torch.Generator().manual_seed(1)
+    steps = (4 * torch.randn(20, 3000, generator=generator)).round() / 2
+    few = engine.sampling.MANY
+    for sharpness, top_p in itertools.product((0.0, 0.3, 1, 4), (1e-9, 0.3, 0.9, 1 - 1e-12)):
+        sampler = Sampling(1.0, top_p).sampler(CPU)
+        probs = torch.softmax(sharpness * steps, dim=-1)
+        kept = sampler.cut(probs, 3000)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.sampling, "likeliest", likeliest)
+            assert sampler.cut(probs, few).equal(kept)
+    assert n_ranked[few] == 16 and 4 <= n_ranked[3000] <= 12, n_ranked
 
 
 def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
