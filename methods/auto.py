@@ -10,6 +10,9 @@ what it costs is time, and time is worth the current rate of tokens per millisec
     a node is verified if its chance of acceptance is worth a row's time
     no tree is verified at all if its nodes together are not worth it: then this is ar
 
+The draft's candidates are the likeliest, or if the text is sampled one that is drawn: then the
+target keeps what both find likely, not only what it draws as well.
+
 The chance is counted, not believed: for the draft by its confidence, for the n-grams by the length
 of the context and by rank, and apart from these where the draft has chosen otherwise. The costs are
 fitted to the times of the iterations so far. Both start from a first guess, and nothing outlives a
@@ -168,6 +171,7 @@ LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
 class AutoRule(Rule):
     """One generation of auto: all that it remembers, has counted and timed so far."""
 
+    is_drawing = True
     n_read = N_RANKS
     budget, deepest = "N", "D_max"
 
@@ -274,6 +278,9 @@ class AutoRule(Rule):
         chances = numpy.log(self.counts.chances[: len(DRAFT_GUESS)])
         log_chances = self.above[:, None] + chances[bins]  # [n, k]
         is_paying = log_chances >= math.log(self.prices[ROW])
+        if level.is_drawn:  # which are added must not depend on what was drawn: the first always
+            is_paying = numpy.zeros_like(is_paying)
+            is_paying[:, 0] = True
         is_added = is_paying & level.is_possible
         self.n_levels += 1
         self.above = log_chances[is_added]  # all of them run, or none does

@@ -338,7 +338,7 @@ def test_by_default_it_is_by_the_kind_of_tree(monkeypatch: pytest.MonkeyPatch) -
     chosen = {name: choose_acceptance(kind().rule(), None) for name, kind in METHODS.items()}
     assert {name for name, by in chosen.items() if by is accept_by_block} == {"linear", "confident"}
     drawn = {name for name, by in chosen.items() if by is accept_by_traversal}
-    assert drawn == {"specinfer", "sequoia", "dyspec"}
+    assert drawn == {"specinfer", "sequoia", "dyspec", "auto"}
 
 
 def test_what_cannot_be_chosen_is_said() -> None:
