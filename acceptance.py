@@ -25,8 +25,8 @@ alone. That asks no more of a tree than that no row depends on draws after its o
 same, but that a child's coin settles its weight, to 1 or 0, before what is below it is looked at.
 
 A child that was not drawn, ranked or retrieved, is drawn from a distribution of probability 1 on
-itself. Where no child is drawn a text is as long in the tree as it agrees with it, which none of
-the three can change: all keep as many tokens, and `token` is the least work.
+itself. A rejected one is then in no residual, so a path ends just where the text leaves the tree:
+where no child is drawn, all three keep as many tokens, and `token` is the least work.
 
 Shapes: N tree rows, g drafted tokens of a chain, V vocabulary.
 """
@@ -78,8 +78,7 @@ def accept_by_block(
 ) -> tuple[list[int], list[int]]:
     """Accept the longest part of a chain that a coin keeps, tried from the end. Two reads.
 
-    Accepts as accept_by_traversal does, and on average no fewer tokens than by token (Sun et al.
-    2024, theorem 2).
+    Coin for coin it accepts what accept_by_traversal does, which reads once for each coin.
     """
     g = len(tree) - 1
     target_probs = sampler.warp(logits)  # [g + 1, V]

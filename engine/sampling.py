@@ -98,11 +98,13 @@ class Sampler:
         parts = (ranked * ONE).long()
         above = parts.cumsum(dim=-1) - parts
         stays = above < max(round(self.settings.top_p * ONE), 1)
+        kept = torch.zeros_like(probs).scatter_(-1, order, ranked * stays)
         if n_ranked < probs.shape[1]:
             least = ranked.masked_fill(~stays, math.inf).amin(dim=-1)
-            if not (least > ranked[:, -1]).all():  # more may stay, or others that are as likely
-                return self.cut(probs, probs.shape[1])
-        return torch.zeros_like(probs).scatter_(-1, order, ranked * stays)
+            is_sure = least > ranked[:, -1]  # else more may stay, or others that are as likely
+            if not is_sure.all():
+                kept[~is_sure] = self.cut(probs[~is_sure], probs.shape[1])
+        return kept
 
     def draw(self, probs: Tensor, k: int) -> Tensor:
         """k tokens [n, k] of each row of probs [n, V], in draw order, without replacement.
