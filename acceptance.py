@@ -232,5 +232,5 @@ def toss(sampler: Sampler, row: int, chance: float, left: float) -> bool:
 
 def tokens_of(tree: Tree, path: list[int], residual: Tensor, sampler: Sampler) -> list[int]:
     """A path's tokens and the bonus, drawn from the residual [V]."""
-    bonus = int(sampler.draw(residual.unsqueeze(0), 1))
+    bonus = int(sampler.draw(residual.unsqueeze(0), 1)[0])
     return [tree.tokens[row] for row in path[1:]] + [bonus]

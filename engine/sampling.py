@@ -5,12 +5,13 @@ decoding is argmax and never comes here.
 
     sampler = Sampling(temperature=0.8, top_p=0.95, seed=0).sampler(device)
     probs = sampler.warp(logits)  # [n, V]
-    tokens = sampler.draw(probs, 3)  # [n, 3], without replacement
+    ids, chances = sampler.draw(probs, 3)  # [n, 3] each, without replacement
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 import numpy
 import torch
@@ -47,7 +48,7 @@ class Sampling:
     def sampler(self, device: torch.device, tried: "Tried | None" = None) -> "Sampler":
         """A fresh sampler, for one generation. tried: told of each child that acceptance tries."""
         generator = torch.Generator(device).manual_seed(self.seed)
-        coins = torch.Generator().manual_seed(LAST_SEED - self.seed)  # one seed gives one series
+        coins = Random(LAST_SEED - self.seed)
         return Sampler(self, generator, coins, tried)
 
 
@@ -68,7 +69,7 @@ class Sampler:
 
     settings: Sampling
     generator: torch.Generator  # on the models' device
-    coins: torch.Generator  # on the host: a coin is no reason to wait for the device
+    coins: Random  # on the host: a coin is no reason to wait for the device
     tried: Tried | None = None  # who watches
 
     def warp(self, logits: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class Sampler:
 
     def warp_at(self, temperature: float, logits: Tensor) -> Tensor:
         # Shifted first: a tiny temperature may then send all but the best to -inf, never to nan
-        scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
         probs = torch.softmax(scaled, dim=-1)
         if self.settings.top_p == 1:
             return probs
@@ -106,27 +107,46 @@ class Sampler:
                 kept[~is_sure] = self.cut(probs[~is_sure], probs.shape[1])
         return kept
 
-    def draw(self, probs: Tensor, k: int) -> Tensor:
-        """k tokens [n, k] of each row of probs [n, V], in draw order, without replacement.
+    def draw(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """k tokens of each row of probs [n, V], in draw order, without replacement: ids [n, k], and
+        the probability of each, [n, k].
 
         Each draw is from what the earlier ones leave, renormalised. A row with fewer than k
-        possible tokens ends in impossible ones, which have probability 0.
+        possible tokens ends in some of probability 0.
         """
-        # An exponential race: at rate p each; the first to arrive is drawn first.
+        # On a CPU a random number for each id takes the time; on a GPU it is the launches
+        is_race = probs.is_cuda or k > FEW
+        return self.race(probs, k) if is_race else self.pick(probs, k)
+
+    def race(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The first k to arrive of an exponential race, in which each runs at rate p."""
         times = torch.empty_like(probs).exponential_(generator=self.generator)
         times.clamp_min_(torch.finfo(times.dtype).tiny)  # 0 / 0 would win
         speeds = probs / times
-        if speeds.is_cuda and k <= FEW:
-            return torch.cat([ids for _, ids in few_best(speeds, k)], dim=1)
-        return speeds.topk(k, dim=-1).indices
+        if k <= FEW:
+            ids = torch.cat([ids for _, ids in few_best(speeds, k)], dim=1)
+        else:
+            ids = speeds.topk(k, dim=-1).indices
+        return ids, probs.gather(1, ids)
+
+    def pick(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """A point between 0 and the sum of all falls on one of them; then the others likewise."""
+        ends = probs.cumsum(dim=1, dtype=torch.float64)
+        coins = torch.rand((len(probs), 1), dtype=torch.float64, generator=self.generator)
+        ids = torch.searchsorted(ends, coins.mul_(ends[:, -1:]), right=True)
+        ids.clamp_(max=probs.shape[1] - 1)  # if nothing is left, or what there is is not finite
+        chances = probs.gather(1, ids)
+        if k == 1:
+            return ids, chances
+        others = self.pick(probs.scatter(1, ids, 0.0), k - 1)
+        return torch.cat((ids, others[0]), dim=1), torch.cat((chances, others[1]), dim=1)
 
     def propose(self, logits: Tensor, k: int) -> tuple[ndarray, ndarray, Tensor]:
         """k tokens drawn from each row of the draft's logits [n, V]: ids [n, k] int64 in draw order
         and log-probabilities [n, k] float32, on the host by one read; and what they were drawn
         from, [n, V]."""
         probs = self.warp_draft(logits)
-        drawn = self.draw(probs, min(k, probs.shape[1]))
-        chances = probs.gather(1, drawn)
+        drawn, chances = self.draw(probs, min(k, probs.shape[1]))
         if probs.device.type == "cpu":
             ids, chances = drawn.numpy(), chances.numpy()
         else:  # an id below 2^24 is exact in float32
@@ -136,7 +156,7 @@ class Sampler:
 
     def coin(self) -> float:
         """Uniform on [0, 1)."""
-        return torch.rand((), generator=self.coins).item()
+        return self.coins.random()
 
     def tell(self, row: int, chance: float, coin: float, left: float) -> None:
         """Tell who watches that a child was tried."""

@@ -178,8 +178,9 @@ class Scripted:
         self.chance *= chances[chosen]
         return chosen
 
-    def draw(self, probs: Tensor, k: int) -> Tensor:
-        return torch.tensor([self.draw_row(row, k) for row in probs.tolist()])
+    def draw(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor([self.draw_row(row, k) for row in probs.tolist()])
+        return ids, probs.gather(1, ids)
 
     def draw_row(self, probs: list[float], k: int) -> list[int]:
         """Each draw is from what the earlier ones leave; when nothing is left, impossible ids."""

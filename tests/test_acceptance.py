@@ -197,7 +197,8 @@ def traversal_of(mistake: str = "") -> Acceptance:
             row = run.leaf()
             coin = coin if mistake == COIN else sampler.coin()
         path = path_to(tree, row)
-        bonus = int(sampler.draw(torch.tensor([run.residuals[row]], dtype=torch.float64), 1))
+        residual = torch.tensor([run.residuals[row]], dtype=torch.float64)
+        bonus = int(sampler.draw(residual, 1)[0])
         return path, [tree.tokens[each] for each in path[1:]] + [bonus]
 
     return accept

@@ -123,7 +123,7 @@ class Drawing(Sampler):
     """The i-th draw below a path is told beforehand, so that two ways of growing agree on it."""
 
     def __init__(self, settings: Sampling, draft: FakeDraft, seed: int):
-        super().__init__(settings, torch.Generator(), torch.Generator())
+        super().__init__(settings, torch.Generator(), random.Random())
         self.draft = draft
         self.seed = seed
 
@@ -133,14 +133,15 @@ class Drawing(Sampler):
         n = int((probs > 0).sum())
         return torch.multinomial(probs, n, generator=generator).tolist()
 
-    def draw(self, probs: Tensor, k: int) -> Tensor:
+    def draw(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """For the level that the draft has just run."""
         rows = []
         for path, row in zip(self.draft.level, probs, strict=True):
             drawn = self.draws(path, row)
             others = [token for token in range(len(row)) if token not in drawn]
             rows.append((drawn + others)[:k])
-        return torch.tensor(rows)
+        ids = torch.tensor(rows)
+        return ids, probs.gather(1, ids)
 
 
 def drawn_heap_tree(

@@ -98,10 +98,13 @@ def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
     assert sum(parts) < freedom + 5 * math.sqrt(2 * freedom) + 5, (parts, freedom)
 
 
-def test_draws_are_without_replacement_and_impossible_tokens_come_last() -> None:
+@pytest.mark.parametrize("way", ["pick", "race"])
+def test_draws_are_without_replacement_and_what_is_no_draw_has_no_chance(way: str) -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2]).expand(N_DRAWS, N_IDS)
-    drawn = PLAIN.sampler(CPU).draw(probs, 4).tolist()
-    assert all(sorted(row[:3]) == [1, 3, 4] and row[3] in (0, 2) for row in drawn)
+    ids, chances = getattr(PLAIN.sampler(CPU), way)(probs, 4)
+    drawn = ids.tolist()
+    assert all(sorted(row[:3]) == [1, 3, 4] for row in drawn)
+    assert chances[:, :3].equal(probs.gather(1, ids[:, :3])) and not chances[:, 3].any()
     expected = {}
     for first, second in itertools.permutations([1, 3, 4], 2):
         left = 1 - probs[0, first]
@@ -116,9 +119,9 @@ def test_what_is_proposed_is_what_draw_draws(k: int) -> None:
     logits = logits_table(4).float()
     ids, logprobs, drawn_from = sampling.sampler(CPU).propose(logits, k)
     torch.testing.assert_close(drawn_from, Sampling(0.5, top_p=0.9).sampler(CPU).warp(logits))
-    drawn = sampling.sampler(CPU).draw(drawn_from, min(k, N_IDS))
+    drawn, chances = sampling.sampler(CPU).draw(drawn_from, min(k, N_IDS))
     assert ids.tolist() == drawn.tolist()
-    numpy.testing.assert_allclose(numpy.exp(logprobs), drawn_from.gather(1, drawn), rtol=1e-6)
+    numpy.testing.assert_allclose(numpy.exp(logprobs), chances, rtol=1e-6)
 
 
 def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
@@ -314,7 +317,7 @@ def acceptance_of(mistake: str = "") -> Acceptance:
                     residual = residual / residual.sum()
             is_over = path[-1] == row
         after = target_probs if mistake == BONUS else residual
-        return path, [tree.tokens[row] for row in path[1:]] + [int(sampler.draw(after[None], 1))]
+        return path, [tree.tokens[row] for row in path[1:]] + [int(sampler.draw(after[None], 1)[0])]
 
     return accept
 
