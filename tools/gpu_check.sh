@@ -10,7 +10,7 @@ set -euo pipefail
 unset CDPATH  # with it, cd may go elsewhere and say where
 python=${PYTHON:-python3}
 if ! command -v "$python" >/dev/null; then
-  echo "error: there is no $python on the PATH; PYTHON names one with what requirements.txt lists" >&2
+  echo "error: there is no $python on the PATH; PYTHON names one with what requirements-dev.txt lists" >&2
   exit 2
 fi
 here=$(cd -- "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")" && pwd)
