@@ -119,7 +119,17 @@ class Level(NamedTuple):
     path_logprobs: ndarray  # [n, k] float32, log p(child): the path's and the candidate's together
     values: ndarray  # [n, k] float32, log of the chance to be reached and accepted, as far as known
     is_possible: ndarray  # [n, k] bool, whether the value is anything at all
-    is_drawn: bool  # the candidates, in draw order; else they are ranked
+    drawn_from: Tensor | None  # [n, V], of candidates in draw order; None: they are ranked
+
+    @property
+    def is_drawn(self) -> bool:
+        return self.drawn_from is not None
+
+    def confidence(self) -> ndarray:
+        """c(u) [n, 1]: the probability of the likeliest token after each row, drawn or not."""
+        if self.drawn_from is None:
+            return numpy.exp(self.logprobs[:, :1])
+        return self.drawn_from.amax(dim=1, keepdim=True).cpu().numpy()
 
 
 # acceptance(tree, logits [N, V] of the target, sampler, the method's settings) -> the accepted rows
@@ -300,10 +310,9 @@ def look(depth: int, candidates: Candidates, k: int, above: list[list[float]]) -
         tokens, logprobs = tokens[:, :k], logprobs[:, :k]
     above = numpy.array(above, numpy.float32)  # [n, 2]
     path_logprobs = above[:, :1] + logprobs
-    is_drawn = drawn_from is not None
-    values = value_draws(logprobs, above) if is_drawn else path_logprobs
+    values = path_logprobs if drawn_from is None else value_draws(logprobs, above)
     is_possible = values > -math.inf
-    return Level(depth, tokens, logprobs, path_logprobs, values, is_possible, is_drawn)
+    return Level(depth, tokens, logprobs, path_logprobs, values, is_possible, drawn_from)
 
 
 def all_open(rule: Rule, gates: Gates, level: Level) -> ndarray:
@@ -371,6 +380,7 @@ class DynaTree(Settings):
 class DynaTreeRule(Rule):
     """One generation of DynaTree: its settings as history has moved them so far."""
 
+    is_drawing = True
     budget, deepest, rank_gate = "N_max", "D_max", "confidence"
 
     def __init__(self, settings: DynaTree):
@@ -384,11 +394,10 @@ class DynaTreeRule(Rule):
     def expand(self, level: Level) -> tuple[Gates, Gates]:
         """Lines 17 to 30 of Algorithm 1 for a whole level; `grow` counts up to N_max."""
         s = self.now
-        confidence = numpy.exp(level.logprobs[:, :1])  # c(u) [n, 1], the best candidate's
-        breadth = numpy.array([[self.branching_factor(c)] for (c,) in confidence.tolist()])  # B(u)
+        breadth = [[self.branching_factor(c)] for (c,) in level.confidence().tolist()]  # B(u)
         to_add = {"confidence": numpy.arange(level.tokens.shape[1]) < breadth}
         if s.prune:
-            to_add["tau"] = level.path_logprobs >= log_threshold(s.tau)
+            to_add["tau"] = level.values >= log_threshold(s.tau)  # of what is ranked p(path)
         name, least = self.depth_gate(level.depth + 1)
         return to_add, {name: level.path_logprobs >= log_threshold(least)}
 

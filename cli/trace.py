@@ -186,9 +186,8 @@ class Trace:
         for seen in self.levels:
             level, gate = seen.level, seen.to_add.get(self.rule.rank_gate)
             unknown = [None] * len(level.tokens)
-            best = numpy.exp(level.logprobs[:, 0]).tolist()  # nan: the draft overflowed
-            # Of what was drawn the first need not be the best
-            confidence += unknown if level.is_drawn else map(short, best)
+            best = level.confidence()[:, 0].tolist()  # nan: the draft overflowed
+            confidence += map(short, best)
             breadth += unknown if gate is None else gate.sum(axis=1).tolist()
         by_row = [None if slot < 0 else confidence[slot] for slot in slots]
         return by_row, [None if slot < 0 else breadth[slot] for slot in slots]

@@ -6,10 +6,11 @@ assistant_confidence_threshold (after Mamou et al. 2024, who train a model for i
 its p-min, does not send that token along. fixed has B children everywhere (section 4.3), specinfer
 as many as `widths` says for each depth (Miao et al. 2024; the paper's own are 1:1:3:1:1:1:1:1).
 
-When the text is sampled, linear, confident and specinfer draw. confident always adds what it has
-drawn and only then looks at its probability, so it loses nothing by that. specinfer draws without
-replacement, a departure from its paper: where a token has been rejected, the target's residual has
-none of it left, and a second draw of it can never pass (DySpec says so, too).
+When the text is sampled, all that draft draw: fixed adds by value, known before the draw;
+confident always adds what it has drawn and only then looks at its probability, so it loses nothing
+by that. A node's children are drawn without replacement, a departure from specinfer's paper: where
+a token has been rejected, the target's residual has none of it left, and a second draw of it can
+never pass (DySpec says so, too).
 
     python dynatree.py --method linear --set K=8 --prompt "..."
     python dynatree.py --method specinfer --set widths=3:2:1 --prompt "..."
@@ -46,7 +47,7 @@ class Chain(Settings):
     K: int = setting(5, 0, MAX_ROWS - 1, "tokens drafted per iteration")
 
     def rule(self) -> Rule:
-        return StaticRule([1] * self.K, self.K + 1, is_drawing=True, deepest="K")
+        return StaticRule([1] * self.K, self.K + 1, deepest="K")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ConfidentChain(Settings):
     p_min: float = setting(0.2, 0.0, 1.0, "a token to which the draft gives less is the last")
 
     def rule(self) -> Rule:
-        rule = StaticRule([1] * self.K, self.K + 1, is_drawing=True, deepest="K")
+        rule = StaticRule([1] * self.K, self.K + 1, deepest="K")
         rule.least_to_expand = log_threshold(self.p_min)
         return rule
 
@@ -72,7 +73,7 @@ class Fixed(Settings):
     N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included")
 
     def rule(self) -> Rule:
-        rule = StaticRule([self.B] * self.D, self.N_max, is_drawing=False, deepest="D")
+        rule = StaticRule([self.B] * self.D, self.N_max, deepest="D")
         rule.budget = "N_max"
         rule.least_to_add = log_threshold(self.tau)
         return rule
@@ -115,26 +116,27 @@ class SpecInfer(Settings):
 
     def rule(self) -> Rule:
         widths = parse_widths(self.widths)
-        return StaticRule(widths, count_rows(widths), is_drawing=True, deepest="widths")
+        return StaticRule(widths, count_rows(widths), deepest="widths")
 
 
 class StaticRule(Rule):
     """As many children per node as its depth allows, in breadth-first order up to n_rows."""
 
+    is_drawing = True
     rank_gate = "width"
-    least_to_add = -math.inf  # log p(u) of a child that is added
+    least_to_add = -math.inf  # log value of a child that is added: if it is ranked, log p(u)
     least_to_expand = -math.inf  # log-probability, given its path, of a child that has children
 
-    def __init__(self, widths: Sequence[int], n_rows: int, is_drawing: bool, deepest: str):
+    def __init__(self, widths: Sequence[int], n_rows: int, deepest: str):
         """widths: children per node, by depth. deepest: the setting that says how deep."""
         widest = max(widths, default=1)
         super().__init__(widest, len(widths), max_rows=n_rows, max_drafted=n_rows)
-        self.is_drawing, self.deepest = is_drawing, deepest
+        self.deepest = deepest
         self.is_chain = widest == 1
         self.widths = widths
 
     def expand(self, level: Level) -> tuple[Gates, Gates]:
         is_wanted = numpy.zeros(level.tokens.shape, dtype=bool)
         is_wanted[:, : self.widths[level.depth]] = True
-        to_add = {"width": is_wanted, "tau": level.path_logprobs >= self.least_to_add}
+        to_add = {"width": is_wanted, "tau": level.values >= self.least_to_add}
         return to_add, {"p_min": level.logprobs >= self.least_to_expand}

@@ -24,12 +24,22 @@ from torch import Tensor
 from acceptance import choose_acceptance
 from draft_tree import Acceptance, Candidates, Draft, Rule, Settings, Tree, grow
 from engine.sampling import Sampler, Sampling
+from methods.static import Fixed
 
 CPU = torch.device("cpu")
 PLAIN = Sampling(1.0)
 Text = tuple[int, ...]
 Law = dict[Text, float]
 Result = TypeVar("Result")
+
+
+class Ranked(Fixed):
+    """fixed that ranks also where the text is sampled, as beam does."""
+
+    def rule(self) -> Rule:
+        rule = super().rule()
+        rule.is_drawing = False
+        return rule
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import make_tree, path_to, random_model
-from law import CPU, commit, difference, draft, every_outcome, mean_length
+from law import CPU, Ranked, commit, difference, draft, every_outcome, mean_length
 from test_dynatree import PROMPT
 from test_sampling import (
     DRAFTS,
@@ -34,7 +34,6 @@ from torch import Tensor
 
 from acceptance import (
     ACCEPTANCES,
-    DEFAULTS,
     accept_by_block,
     accept_by_token,
     accept_by_traversal,
@@ -48,7 +47,7 @@ from engine.scores import Ranking, scores_of
 from methods import METHODS
 from methods.dyspec import DySpec
 from methods.lookup import Lookup
-from methods.static import Chain, ConfidentChain, Fixed, SpecInfer
+from methods.static import Chain, ConfidentChain, SpecInfer
 from verify import accept
 
 HEATS = [PLAIN, Sampling(0.7, 0.9)]
@@ -58,7 +57,7 @@ OVERFLOWN[2] = math.nan
 OVERFLOWN[3, 1] = math.inf
 TABLES = DRAFTS | {"more ids": MORE_IDS, "overflown": OVERFLOWN}
 CHAINS = {name: RULES[name] for name in ("drawn chain", "stops by what was drawn", "copied")}
-CHAINS["ranked chain"] = Fixed(D=2, B=1, tau=0.0)
+CHAINS["ranked chain"] = Ranked(D=2, B=1, tau=0.0)
 TREES = {name: rule for name, rule in RULES.items() if name not in CHAINS}
 CASES = [
     *itertools.product([accept_by_block, accept_by_traversal], CHAINS, TABLES),
@@ -209,7 +208,7 @@ LITERAL = {
     "siblings": SpecInfer("3"),
     "a tree": SpecInfer("2:1"),
     "as valued": DySpec(N=4, D_max=2),
-    "ranked": Fixed(D=2, B=2, tau=0.0),
+    "ranked": Ranked(D=2, B=2, tau=0.0),
 }
 
 
@@ -271,7 +270,7 @@ LONG = [
     ("block", Chain(K=3)),
     ("traversal", SpecInfer("2:2")),
     ("traversal", DySpec(N=6, D_max=3)),
-    ("traversal", Fixed(D=2, B=2, tau=0.0)),
+    ("traversal", Ranked(D=2, B=2, tau=0.0)),
 ]
 
 
@@ -332,14 +331,11 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
 # How a run chooses.
 
 
-def test_by_default_it_is_by_the_kind_of_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {"ranked": "token", "drawn chain": "block", "drawn tree": "traversal"}
-    assert set(DEFAULTS) == set(kinds)
-    monkeypatch.setattr("acceptance.DEFAULTS", kinds)
+def test_by_default_it_is_by_the_kind_of_tree() -> None:
     chosen = {name: choose_acceptance(kind().rule(), None) for name, kind in METHODS.items()}
     assert {name for name, by in chosen.items() if by is accept_by_block} == {"linear", "confident"}
     drawn = {name for name, by in chosen.items() if by is accept_by_traversal}
-    assert drawn == {"specinfer", "sequoia", "dyspec", "auto"}
+    assert drawn == {"fixed", "specinfer", "sequoia", "dynatree", "dyspec", "graft", "auto"}
 
 
 def test_what_cannot_be_chosen_is_said() -> None:

@@ -267,7 +267,7 @@ def test_a_rule_is_told_the_prompt_and_a_step_what_the_target_chose() -> None:
 
     class Wide:
         def rule(self) -> Listening:
-            return Listening([2, 2], n_rows=7, is_drawing=False, deepest="widths")
+            return Listening([2, 2], n_rows=7, deepest="widths")
 
     first, *steps = generate(random_model(0), random_model(1), [3, 1, 4], Wide(), 20)
     assert prompts == [[3, 1, 4]]

@@ -293,7 +293,7 @@ def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
         def expand(self, level: Level) -> tuple[Gates, Gates]:
             return {"second": level.tokens == 2}, {}
 
-    base = Second(widths=[2, 2, 2], n_rows=8, is_drawing=False, deepest="widths")
+    base = Second(widths=[2, 2, 2], n_rows=8, deepest="widths")
     best = float(torch.log_softmax(logits, -1).max().exp())
     rule = GraftRule(base, 8, 0, checkpoints={1: best - 1e-3})
     assert grow(rule, ROOT, draft, 3).depth == 1

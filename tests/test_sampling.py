@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from conftest import Stub, random_model, random_settings, ranked
-from law import CPU, Scripted, difference, every_outcome, law, target_law
+from law import CPU, Ranked, Scripted, difference, every_outcome, law, target_law
 from torch import Tensor
 
 import engine.sampling
@@ -179,8 +179,7 @@ RULES = {
     "drawn siblings": DySpec(N=4, D_max=1, t=0.001, exact=False),  # up to three
     "those of value": DySpec(N=4, D_max=1, t=0.3, exact=False),
     "stops by what was drawn": ConfidentChain(K=2, p_min=0.3),
-    "ranked": Fixed(D=2, B=3, tau=0.0),
-    "ranked by confidence": DynaTree(tau=0.0, rho_stop=0.01),
+    "ranked": Ranked(D=2, B=3, tau=0.0),
     "grafted beside drawn": Known(Graft(base="linear:K=1", N=4, D_max=1, checkpoints="off")),
     "grafted below drawn": Known(Graft(base="linear:K=1", N=4, at="tail")),
     "copied": Copied(),
@@ -188,6 +187,8 @@ RULES = {
 FEW_RULES = {
     "best of all drawn": DySpec(N=3, D_max=2),  # more is drawn than verified
     "pairs of pairs": SpecInfer("2:2"),
+    "by confidence": DynaTree(B_max=2, D0=1, D_max=2, tau=0.1, rho_stop=0.2),
+    "above tau": Fixed(D=2, B=2, tau=0.2),
     "three below one": SpecInfer("1:3"),
     "settled shape": Sequoia(N=6, D_max=2, p="0.6:0.3:0.1"),
     "grafted, best": Known(Graft(base="dyspec:N=3:D_max=2", checkpoints="1@0.4", N=5), 3),
@@ -256,7 +257,7 @@ class Choosing(DySpecRule):
 
 
 def test_a_rule_that_goes_by_what_was_drawn_is_caught() -> None:
-    greedy = Planted(lambda: Greedy([1, 1], 3, is_drawing=True, deepest="K"))
+    greedy = Planted(lambda: Greedy([1, 1], 3, deepest="K"))
     assert error_of(greedy, OTHER, 2) > 0.01
     choosing = Planted(lambda: Choosing(DySpec(N=4, D_max=2)))
     assert error_of(choosing, FEW_DRAFTS["few zeros"]) > 0.1
@@ -322,7 +323,7 @@ def acceptance_of(mistake: str = "") -> Acceptance:
     return accept
 
 
-PAIR, RANKED_PAIR = SpecInfer("2"), Fixed(D=1, B=2, tau=0.0)
+PAIR, RANKED_PAIR = SpecInfer("2"), Ranked(D=1, B=2, tau=0.0)
 WRONG = [
     (RESIDUAL, PAIR),
     (BONUS, PAIR),
@@ -377,7 +378,7 @@ def table_model(table: Tensor) -> Stub:
     return Stub(lambda tokens, positions: table[tokens].float(), N_IDS)
 
 
-@pytest.mark.parametrize("settings", [DySpec(N=4, D_max=2), Fixed(D=2, B=2, tau=0.0)], ids=str)
+@pytest.mark.parametrize("settings", [DySpec(N=4, D_max=2), Ranked(D=2, B=2, tau=0.0)], ids=str)
 def test_a_long_text_follows_the_targets_law(settings: Settings) -> None:
     """What comes after each token, of 2,000 that were drawn."""
     sampling = Sampling(0.8, 0.95, seed=5)
