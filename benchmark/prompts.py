@@ -3,6 +3,7 @@
 No silent fallback: a dataset that cannot be had is an error that names the others.
 
     texts = load_prompts("wikitext2", None)
+    texts = load_prompts("wikitext2-script", None)  # as DynaTree's own script has them
     prompts = cut_prompts(texts, tokenizer, vocab_size, n_tokens=150, n_prompts=8)
 
 Our own are short. Where a length is asked for that they have not, the target can write them on:
@@ -30,10 +31,14 @@ from engine.hub import hub_client
 from engine.sampling import Sampling
 from methods.static import Alone
 
-DATASETS = ("builtin", "wikitext2", "pg19")
+SCRIPT = "wikitext2-script"
+DATASETS = ("builtin", "wikitext2", SCRIPT, "pg19")
 WIKITEXT_REPOSITORY = "ggml-org/ci"
 WIKITEXT_ZIP = "wikitext-2-raw-v1.zip"
 WIKITEXT_FILE = "wikitext-2-raw/wiki.test.raw"  # the embedded pair has seen the validation split
+SCRIPT_FILE = "wikitext-2-raw/wiki.valid.raw"
+SCRIPT_CHARACTERS = 800  # that the script keeps of a text
+SCRIPT_TEXTS = 10
 WIKITEXT_BYTES = 2**24  # at most, of the archive (4.7 million) and of the text (1.3 million)
 INFLATED_BY_PARTS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # by others all that a part gives
 BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, RuntimeError)
@@ -60,7 +65,9 @@ def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]
     if dataset == "builtin":
         return list(BUILTIN)
     if dataset == "wikitext2":
-        return paragraphs(_fetch_wikitext())
+        return paragraphs(_fetch_wikitext(WIKITEXT_FILE))
+    if dataset == SCRIPT:
+        return script_prompts(_fetch_wikitext(SCRIPT_FILE))
     if dataset == "pg19":
         return [fetch_opening(book) for book in spread(list_books(), n_books)]
     raise UsageError(f"unknown dataset {dataset!r}; there are {', '.join(DATASETS)}, or --prompts")
@@ -98,8 +105,22 @@ def paragraphs(text: str) -> list[str]:
     return [paragraph for paragraph in found if len(paragraph) >= SHORTEST]
 
 
-def _fetch_wikitext() -> str:
-    """WikiText-2's raw test text, from the hub or the hub client's cache. Raises UsageError."""
+def script_prompts(text: str) -> list[str]:
+    """The first SCRIPT_TEXTS of WikiText-2 as DynaTree's authors read it: what is too short is part
+    of the next text, and characters are cut."""
+    found = []
+    joined = ""
+    for line in text.split("\n") + [""]:
+        if line.strip() and not line.startswith(" ="):
+            joined += f" {line}\n"
+        elif len(joined) >= SHORTEST:
+            found.append(joined.strip()[:SCRIPT_CHARACTERS])
+            joined = ""
+    return found[:SCRIPT_TEXTS]
+
+
+def _fetch_wikitext(file: str) -> str:
+    """One of WikiText-2's raw texts, from the hub or the hub client's cache. Raises UsageError."""
     others = f"use --dataset {DATASETS[0]} or --prompts FILE"
     try:
         with hub_client("wikitext2"):
@@ -111,22 +132,22 @@ def _fetch_wikitext() -> str:
     except CheckpointError as error:
         raise UsageError(f"{error}; {others}") from error
     try:
-        return _unpack(read_bytes(Path(name), WIKITEXT_BYTES)).decode("utf-8")
+        return _unpack(read_bytes(Path(name), WIKITEXT_BYTES), file).decode("utf-8")
     except BROKEN_ARCHIVE as error:
         raise UsageError(f"{name} is not the WikiText-2 archive: {error}; {others}") from error
 
 
-def _unpack(archive: bytes) -> bytes:
-    """The test text of WikiText-2's archive, whatever sizes it tells of. Raises what is in
+def _unpack(archive: bytes, file: str) -> bytes:
+    """A text of WikiText-2's archive, whatever sizes it tells of. Raises what is in
     BROKEN_ARCHIVE."""
     with zipfile.ZipFile(BytesIO(archive)) as members:
-        member = members.getinfo(WIKITEXT_FILE)
+        member = members.getinfo(file)
         if member.compress_type not in INFLATED_BY_PARTS:
-            raise ValueError(f"{WIKITEXT_FILE} is not deflated")
+            raise ValueError(f"{file} is not deflated")
         with members.open(member) as text:
             content = text.read(WIKITEXT_BYTES + 1)  # its checksum shows more than it tells of
     if len(content) > WIKITEXT_BYTES:
-        raise ValueError(f"{WIKITEXT_FILE} has more than {WIKITEXT_BYTES:,} bytes")
+        raise ValueError(f"{file} has more than {WIKITEXT_BYTES:,} bytes")
     return content
 
 

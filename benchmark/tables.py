@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmark.prompts import DATASETS
+from benchmark.prompts import DATASETS, SCRIPT
 from cli.errors import UsageError
 from methods import METHODS
 
@@ -118,7 +118,8 @@ def choose_parts(table: Table, dataset: str | None, file: str | None) -> tuple[P
         return (replace(table.parts[0], dataset=Path(file).name),)
     if dataset is None:
         return table.parts
-    kept = tuple(part for part in table.parts if part.dataset == dataset)
+    of = "wikitext2" if dataset == SCRIPT else dataset
+    kept = tuple(replace(part, dataset=dataset) for part in table.parts if part.dataset == of)
     return kept or (replace(table.parts[0], dataset=dataset),)
 
 

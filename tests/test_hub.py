@@ -24,7 +24,13 @@ from huggingface_hub import constants
 from pytest import CaptureFixture, MonkeyPatch
 
 from benchmark import prompts
-from benchmark.prompts import WIKITEXT_FILE, WIKITEXT_REPOSITORY, WIKITEXT_ZIP, load_prompts
+from benchmark.prompts import (
+    SCRIPT_FILE,
+    WIKITEXT_FILE,
+    WIKITEXT_REPOSITORY,
+    WIKITEXT_ZIP,
+    load_prompts,
+)
 from cli.errors import UsageError
 from cli.main import main
 from cli.models import load_pair
@@ -286,10 +292,11 @@ def test_ctrl_c_ends_a_download_at_once(hub: Hub, tmp_path: Path) -> None:
 
 
 def archive_of(text: str, **settings: int) -> bytes:
-    """WikiText-2's archive with another text in it."""
+    """WikiText-2's archive with another text in it, and in capitals as the validation split's."""
     archive = BytesIO()
     with zipfile.ZipFile(archive, "w", **settings) as file:
         file.writestr(WIKITEXT_FILE, text)
+        file.writestr(SCRIPT_FILE, text.upper())
     return archive.getvalue()
 
 
@@ -302,6 +309,7 @@ def test_wikitext(hub: Hub, monkeypatch: MonkeyPatch) -> None:
     hub.status = 200
     for _ in range(2):
         assert load_prompts("wikitext2", None) == [("word " * 50).strip()]
+    assert load_prompts("wikitext2-script", None) == [("WORD " * 50).strip()]
     assert hub.fetched() == [WIKITEXT_ZIP]
 
 

@@ -1,5 +1,6 @@
 """The tables: every row is a run, every printed figure stands beside its row."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from benchmark.peers import PEERS
 from benchmark.report import table_cells
 from benchmark.results import Options, Results, Run
 from benchmark.rows import choose_runs, settings_of
-from benchmark.tables import NOT_HERE, PRESETS, TABLES, Table, expand
+from benchmark.tables import NOT_HERE, PRESETS, TABLES, Table, choose_parts, expand
 
 Captured = pytest.CaptureFixture[str]
 
@@ -127,3 +128,9 @@ def test_a_preset_is_measured_and_shows_what_is_printed(capsys: Captured, tmp_pa
     assert "paper exact" not in header
     assert main([*few, "--output", sampled, "--temperature", "0.8"]) == 0
     assert not any(run.published for run in Results.load(sampled).runs)
+
+
+def test_the_scripts_reading_is_of_the_part_on_its_dataset() -> None:
+    """Of v1-5 that is the second one."""
+    (part,) = choose_parts(PRESETS["v1-5"], "wikitext2-script", None)
+    assert part == replace(PRESETS["v1-5"].parts[1], dataset="wikitext2-script")

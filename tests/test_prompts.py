@@ -13,7 +13,15 @@ from conftest import TINY, random_model
 from pytest import MonkeyPatch
 
 from benchmark import pg19
-from benchmark.prompts import BUILTIN, cut_prompts, lengthened, load_prompts, paragraphs, spread
+from benchmark.prompts import (
+    BUILTIN,
+    cut_prompts,
+    lengthened,
+    load_prompts,
+    paragraphs,
+    script_prompts,
+    spread,
+)
 from cli.errors import UsageError
 from cli.models import Pair, load_tokenizer
 
@@ -42,6 +50,13 @@ def test_paragraphs_are_joined_up_to_a_blank_line_or_a_heading() -> None:
     assert paragraphs(WIKITEXT) == [f"{LONG.strip()}\nmore of it", LONG.strip()]
     assert paragraphs("a\nb\n") == []
     assert paragraphs(f"{LONG}\u2028{LONG}\n") == [f"{LONG}\u2028{LONG}".strip()]
+
+
+def test_texts_as_dynatrees_own_script_has_them() -> None:
+    """A short one belongs to the next, 800 characters of each, ten of them."""
+    assert script_prompts(WIKITEXT) == [f"{LONG}\n  more of it", f"short \n  {LONG.strip()}"]
+    many = script_prompts(f" {'x' * 900} \n \n" * 12)
+    assert many == ["x" * 800] * 10
 
 
 @pytest.mark.parametrize(
