@@ -40,12 +40,22 @@ from benchmark.tables import (
     with_controls,
 )
 from cli.errors import Parser, UsageError, say
-from cli.models import Opened, Pair, choose_device, choose_dtype, open_pair, require_kernels
+from cli.models import (
+    PYTHIA,
+    Opened,
+    Pair,
+    choose_device,
+    choose_dtype,
+    embedded_pair,
+    open_pair,
+    require_kernels,
+)
 from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
 
 Prompts = dict[str, list[list[int]]]  # their ids, by dataset
+PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
 
 
 def build_parser() -> Parser:
@@ -75,6 +85,7 @@ def build_parser() -> Parser:
     add("--seed", type=int, metavar="N", help="of the sampled runs; each prompt has its own (0)")
     add("--draft-temperature", type=float, metavar="X", help="of what sampled runs draw (the same)")
     add("--repeats", type=int, metavar="N", help="rounds over all prompts (1)")
+    add("--pair", choices=PAIRS, help="target and draft by one name")
     add_model_options(parser)
     shard = "under torchrun: each process takes prompts of its own, with a pair on its own device"
     add("--shard", choices=("prompts",), help=shard)
@@ -191,9 +202,7 @@ def open_table(
     runs = choose_runs(table, options)
     check_options(options, table, runs)
     shard.require_sharable(options, table)
-    if options.table == "enlarged" and options.target is None and options.draft is None:
-        target, draft = enlarged_pair()
-        options = replace(options, target=target, draft=draft)
+    options = name_models(options)
     texts = {}
     for part in table.parts:
         texts[part.dataset] = load_prompts(part.dataset, options.prompts, part.n_prompts)
@@ -212,6 +221,18 @@ def open_table(
     results.is_memory = table.is_memory
     results.title = table.title if options.table in PRESETS else ""
     return results, pair, prompts
+
+
+def name_models(options: Options) -> Options:
+    """The options with target and draft of the pair that they or the table name; it may have to be
+    made. Raises UsageError."""
+    is_unsaid = options.target is None and options.draft is None
+    pair = "enlarged" if options.table == "enlarged" and is_unsaid else None
+    pair = options.pair or pair
+    if pair is None:
+        return options
+    target, draft = PAIRS[pair]()
+    return replace(options, pair=None, target=target, draft=draft)
 
 
 def require_same(previous: Results, now: Results) -> None:
@@ -282,6 +303,7 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     device = choose_device(options.device)
     has_eager = any(run.is_eager for run in runs)
     are_both = None not in (options.dataset, options.prompts)
+    are_named_twice = options.pair and (options.target or options.draft)
     is_no_steps = options.table == "steps" and (runs or hot or is_varied)
     mistakes = [
         (is_no_steps, "--table steps runs no methods, and at one length"),
@@ -289,6 +311,7 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
         (are_told and hot, f"{peers} are measured at temperature 0 only"),
         (are_told and options.window is not None, f"{peers} have no --window"),
         (are_both, "give either --dataset or --prompts"),
+        (are_named_twice, "give either --pair or --target and --draft"),
         (has_eager and device.type != "cuda", f'"eager" has no effect on {device}: only on cuda'),
     ]
     for is_made, mistake in mistakes:

@@ -62,6 +62,7 @@ class Options:
     seed: int | None = None
     draft_temperature: float | None = None
     repeats: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    pair: str | None = None  # a name for a target and a draft
     target: str | None = None
     draft: str | None = None
     device: str | None = None

@@ -240,11 +240,14 @@ def overflow_note(draft: GPTNeoX) -> str:
     return f"note: {what}; until they are, it drafts nothing; try {way_out}"
 
 
+def embedded_pair() -> tuple[str, str]:
+    """The folders of target and draft, as one would name them."""
+    return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
+
+
 def default_models(device: torch.device) -> tuple[str, str]:
     """Target and draft: Pythia on CUDA, the embedded pair elsewhere."""
-    if device.type == "cuda":
-        return PYTHIA
-    return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
+    return PYTHIA if device.type == "cuda" else embedded_pair()
 
 
 def open_pair(

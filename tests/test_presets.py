@@ -4,15 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from bench import main
 from benchmark.columns import COLUMNS
-from benchmark.options import check_options, choose_table
+from benchmark.options import PAIRS, check_options, choose_table, name_models
 from benchmark.peers import PEERS
 from benchmark.report import table_cells
 from benchmark.results import Options, Results, Run
 from benchmark.rows import choose_runs, settings_of
 from benchmark.tables import NOT_HERE, PRESETS, TABLES, Table, choose_parts, expand
+from cli.errors import UsageError
+from cli.models import PYTHIA
 
 Captured = pytest.CaptureFixture[str]
 
@@ -134,3 +137,17 @@ def test_the_scripts_reading_is_of_the_part_on_its_dataset() -> None:
     """Of v1-5 that is the second one."""
     (part,) = choose_parts(PRESETS["v1-5"], "wikitext2-script", None)
     assert part == replace(PRESETS["v1-5"].parts[1], dataset="wikitext2-script")
+
+
+def test_a_pair_by_name(monkeypatch: MonkeyPatch) -> None:
+    """It is kept as the two models that it is."""
+    found = name_models(Options(pair="pythia"))
+    assert (found.pair, found.target, found.draft) == (None, *PYTHIA)
+    found = name_models(Options(table="enlarged", pair="embedded"))
+    assert (found.target, found.draft) == ("models/tiny/target", "models/tiny/draft")
+    monkeypatch.setitem(PAIRS, "enlarged", lambda: ["large", "small"])
+    for options in (Options(pair="enlarged"), Options(table="enlarged")):
+        assert name_models(options).target == "large"
+    assert name_models(Options(target="a", draft="b", table="enlarged")).target == "a"
+    with pytest.raises(UsageError, match="give either --pair or --target and --draft"):
+        chosen("main", pair="pythia", draft="b")
