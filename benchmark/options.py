@@ -203,9 +203,9 @@ def open_table(
     check_options(options, table, runs)
     shard.require_sharable(options, table)
     options = name_models(options)
-    texts = {}
-    for part in table.parts:
-        texts[part.dataset] = load_prompts(part.dataset, options.prompts, part.n_prompts)
+    options, texts = shard.first(fetch_texts, options)
+    table = choose_table(options)  # as it is with what could be fetched
+    runs = choose_runs(table, options)
     ranks = shard.ranks
     if shard.is_shared:
         options, ranks = on_own_device(options, ranks), None
@@ -235,6 +235,28 @@ def name_models(options: Options) -> Options:
     return replace(options, pair=None, target=target, draft=draft)
 
 
+def fetch_texts(options: Options) -> tuple[Options, dict[str, list[str]]]:
+    """The texts by dataset; and the options with those of the table's own datasets that could not
+    be fetched, for which ours stand in. Says so. Raises UsageError."""
+    texts = {}
+    failed = {}
+    for part in choose_table(options).parts:
+        try:
+            texts[part.dataset] = load_prompts(part.dataset, options.prompts, part.n_prompts)
+        except UsageError as error:
+            if options.dataset or options.prompts:
+                raise
+            failed[part.dataset] = str(error)
+    if not failed:
+        return options, texts
+    texts[DATASETS[0]] = load_prompts(DATASETS[0], None)
+    first, *others = failed
+    left_out = f" (rows on {', '.join(others)} are left out)" * bool(others)
+    why = "; ".join(failed.values())
+    say(f"note: our own prompts stand in for {first}, beside no printed figure{left_out}: {why}")
+    return replace(options, unfetched=tuple(failed)), texts
+
+
 def require_same(previous: Results, now: Results) -> None:
     """Raise UsageError if an interrupted table would go on under other conditions."""
     changed = []
@@ -260,7 +282,7 @@ def choose_table(options: Options) -> Table:
     device = choose_device(options.device)
     is_half = choose_dtype(options.dtype, device) != torch.float32
     table = with_controls(tables[name], device.type == "cuda", not options.no_graphs, is_half)
-    parts = choose_parts(table, options.dataset, options.prompts)
+    parts = choose_parts(table, options.dataset, options.prompts, options.unfetched)
     columns = choose_columns(options.columns, table.columns)
     parts = tuple(choose_sizes(part, options) for part in parts)
     return replace(table, columns=columns, parts=parts)

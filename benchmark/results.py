@@ -54,6 +54,7 @@ class Options:
     peers: bool = False
     dataset: str | None = None
     prompts: str | None = None
+    unfetched: tuple[str, ...] = ()  # datasets of the table's, for which our own prompts stand in
     n_prompts: Size | None = None
     prompt_tokens: tuple[Size, ...] | None = None
     new_tokens: tuple[Size, ...] | None = None

@@ -8,6 +8,7 @@ What a paper's table needs that this project has not is in NOT_HERE.
 
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -111,16 +112,26 @@ def with_controls(table: Table, is_cuda: bool, has_graphs: bool, is_half: bool) 
     return replace(table, columns=columns, parts=tuple(parts))
 
 
-def choose_parts(table: Table, dataset: str | None, file: str | None) -> tuple[Part, ...]:
+def choose_parts(
+    table: Table, dataset: str | None, file: str | None, unfetched: Sequence[str] = ()
+) -> tuple[Part, ...]:
     """The table's parts on a dataset; if it has none there, its first part, moved there. So for a
-    file of prompts, whose dataset is its name."""
+    file of prompts, whose dataset is its name. unfetched: datasets that cannot be had."""
     if file is not None:
         return (replace(table.parts[0], dataset=Path(file).name),)
     if dataset is None:
-        return table.parts
+        return stand_in(table.parts, unfetched)
     of = "wikitext2" if dataset == SCRIPT else dataset
     kept = tuple(replace(part, dataset=dataset) for part in table.parts if part.dataset == of)
     return kept or (replace(table.parts[0], dataset=dataset),)
+
+
+def stand_in(parts: tuple[Part, ...], unfetched: Sequence[str]) -> tuple[Part, ...]:
+    """The parts with our own prompts for the first of those on a dataset that cannot be had, beside
+    none of the figures that are of that one; the others of those are left out."""
+    lacking = [part for part in parts if part.dataset in unfetched]
+    own = [replace(part, dataset=DATASETS[0], printed={}) for part in lacking[:1]]
+    return (*own, *(part for part in parts if part not in lacking))
 
 
 def split_list(text: str, option: str) -> list[str]:

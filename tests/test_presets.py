@@ -133,6 +133,59 @@ def test_a_preset_is_measured_and_shows_what_is_printed(capsys: Captured, tmp_pa
     assert not any(run.published for run in Results.load(sampled).runs)
 
 
+def offline(monkeypatch: MonkeyPatch, *unfetched: str) -> None:
+    """Let these datasets not be had, and any other be texts of its own."""
+
+    def load(dataset: str, *_: object) -> list[str]:
+        if dataset in unfetched:
+            raise UsageError(f"{dataset} cannot be fetched")
+        return [f"{dataset} is what text {n} of it begins with, and so it goes on" for n in "abc"]
+
+    monkeypatch.setattr("benchmark.options.load_prompts", load)
+
+
+BRIEF = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
+
+
+def test_our_own_prompts_stand_in_for_a_datasets(
+    monkeypatch: MonkeyPatch, capsys: Captured, tmp_path: Path
+) -> None:
+    """One line says so, no figure of the paper's stands beside them, the file says whose they are;
+    and it goes on with them where the dataset can be fetched again."""
+    offline(monkeypatch, "wikitext2", "pg19")
+    file = tmp_path / "r.json"
+    assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "stand in for" in line]
+    assert len(notes) == 1 and notes[0].startswith("note: our own prompts stand in for wikitext2, ")
+    assert "(rows on pg19 are left out): wikitext2 cannot be fetched; pg19 cannot" in notes[0]
+    whole = Results.load(file)
+    rows = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
+    assert [run.label for run in whole.runs] == rows
+    assert {whole.prompts["dataset"], *(run.dataset for run in whole.runs)} == {"builtin"}
+    assert not any(run.published for run in whole.runs)
+    replace(whole, records=whole.records[:3]).save(file)
+    offline(monkeypatch)
+    assert main(["--resume", str(file)]) == 0
+    again = Results.load(file)
+    assert len(again.records) == len(whole.records) and again.prompts == whole.prompts
+
+
+def test_they_stand_in_for_what_lacks_alone(
+    monkeypatch: MonkeyPatch, capsys: Captured, tmp_path: Path
+) -> None:
+    """What can be fetched is measured as ever; what was asked for by name is an error."""
+    offline(monkeypatch, "wikitext2")
+    file = tmp_path / "r.json"
+    assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
+    results = Results.load(file)
+    assert results.prompts["dataset"] == "2 builtin, 2 pg19"
+    published = {run.label: run.published for run in results.runs}
+    assert published["linear K=5 on pg19"] and not published["linear K=8 on builtin"]
+    asked = ["--table", "v2-1", *BRIEF, "--dataset", "wikitext2", "--output", str(tmp_path / "s")]
+    assert main(asked) == 2
+    assert "error: wikitext2 cannot be fetched" in capsys.readouterr().err
+
+
 def test_the_scripts_reading_is_of_the_part_on_its_dataset() -> None:
     """Of v1-5 that is the second one."""
     (part,) = choose_parts(PRESETS["v1-5"], "wikitext2-script", None)
