@@ -23,7 +23,7 @@ from benchmark.columns import COLUMNS, require_columns
 from benchmark.documents import write_documents
 from benchmark.enlarged import enlarged_pair
 from benchmark.machine import ROOT, describe_machine
-from benchmark.peers import PEERS, check_vocabularies, require_transformers
+from benchmark.peers import PEERS, check_vocabularies, has_transformers, require_transformers
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import markdown_report, text_report
 from benchmark.results import Options, Results, Run
@@ -53,6 +53,7 @@ from cli.models import (
 from cli.options import add_model_options, choose_sampling, require_drawing
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
+from parallel.ranks import is_launched
 
 Prompts = dict[str, list[list[int]]]  # their ids, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
@@ -63,7 +64,7 @@ def build_parser() -> Parser:
         prog="bench.py",
         description="Measure every method beside ar, prompt by prompt in turn.",
     )
-    parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
+    parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target, --no-peers"
     add = parser.add_argument
     add("--table", metavar="T", help="one of those that --tables lists (main)")
     add("--tables", action="store_true", help="list our tables, the papers', and the columns")
@@ -74,7 +75,8 @@ def build_parser() -> Parser:
     add("--strict", action="store_true", help="every row strict, held against strict ar")
     add("--window", type=int, metavar="N", help="every row over a window, held against ar over it")
     add("--sinks", type=int, metavar="N", help="and with a window the first N tokens (4)")
-    add("--peers", action="store_true", help=f"also {', '.join(PEERS)}; needs transformers")
+    peers = f"also {', '.join(PEERS)} (in a paper's greedy table if transformers is installed)"
+    add("--peers", action=argparse.BooleanOptionalAction, help=peers)
     add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (the table's, most often builtin)")
     add("--prompts", metavar="FILE", help='.jsonl with "prompt" fields, or text in paragraphs')
     add("--n-prompts", type=int, metavar="N", help="prompts, evenly spread over the dataset")
@@ -173,6 +175,7 @@ def open_file(args: argparse.Namespace, held: ExitStack) -> tuple[Path, Options,
             said, _, where = str(error).rpartition(" - at `$.")
             option = where.strip("`").partition("[")[0].replace("_", "-")
             raise UsageError(f"{said}, at --{option}") from error
+        options = choose_peers(options)
         file = choose_file(args)
         keep(file, held)
         return file, options, None
@@ -221,6 +224,20 @@ def open_table(
     results.is_memory = table.is_memory
     results.title = table.title if options.table in PRESETS else ""
     return results, pair, prompts
+
+
+def choose_peers(options: Options) -> Options:
+    """With transformers, where nothing is said of it, beside a paper's greedy table of a pair that
+    is known: it is that paper's baseline. Says so if it is not installed. Raises UsageError."""
+    own = (options.methods, options.window, options.target, options.draft)
+    if options.peers is not None or options.table not in PRESETS or any(own) or is_launched():
+        return options
+    table = choose_table(options)
+    if table.is_memory or any(table.sizes()["temperature"]):
+        return options
+    if not has_transformers():
+        say(f"note: without {', '.join(PEERS)}, which need transformers: pip install transformers")
+    return replace(options, peers=has_transformers())
 
 
 def name_models(options: Options) -> Options:

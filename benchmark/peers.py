@@ -28,9 +28,13 @@ PEERS = {
 N_COPIED = 10  # tokens of a lookup, as many as our own copies
 
 
+def has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
 def require_transformers() -> None:
     """Raise UsageError if transformers is not installed."""
-    if not importlib.util.find_spec("transformers"):
+    if not has_transformers():
         raise UsageError(
             f"{', '.join(PEERS)} need transformers: pip install transformers, or leave them out"
         )

@@ -51,7 +51,7 @@ class Options:
     strict: bool = False
     window: int | None = None
     sinks: int | None = None
-    peers: bool = False
+    peers: bool | None = None  # None: where they belong and can be
     dataset: str | None = None
     prompts: str | None = None
     unfetched: tuple[str, ...] = ()  # datasets of the table's, for which our own prompts stand in

@@ -8,7 +8,7 @@ from pytest import MonkeyPatch
 
 from bench import main
 from benchmark.columns import COLUMNS
-from benchmark.options import PAIRS, check_options, choose_table, name_models
+from benchmark.options import PAIRS, check_options, choose_peers, choose_table, name_models
 from benchmark.peers import PEERS
 from benchmark.report import table_cells
 from benchmark.results import Options, Results, Run
@@ -154,7 +154,7 @@ def test_our_own_prompts_stand_in_for_a_datasets(
     and it goes on with them where the dataset can be fetched again."""
     offline(monkeypatch, "wikitext2", "pg19")
     file = tmp_path / "r.json"
-    assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
+    assert main(["--table", "v2-1", "--no-peers", *BRIEF, "--output", str(file)]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "stand in for" in line]
     assert len(notes) == 1 and notes[0].startswith("note: our own prompts stand in for wikitext2, ")
     assert "(rows on pg19 are left out): wikitext2 cannot be fetched; pg19 cannot" in notes[0]
@@ -176,7 +176,7 @@ def test_they_stand_in_for_what_lacks_alone(
     """What can be fetched is measured as ever; what was asked for by name is an error."""
     offline(monkeypatch, "wikitext2")
     file = tmp_path / "r.json"
-    assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
+    assert main(["--table", "v2-1", "--no-peers", *BRIEF, "--output", str(file)]) == 0
     results = Results.load(file)
     assert results.prompts["dataset"] == "2 builtin, 2 pg19"
     published = {run.label: run.published for run in results.runs}
@@ -190,6 +190,24 @@ def test_the_scripts_reading_is_of_the_part_on_its_dataset() -> None:
     """Of v1-5 that is the second one."""
     (part,) = choose_parts(PRESETS["v1-5"], "wikitext2-script", None)
     assert part == replace(PRESETS["v1-5"].parts[1], dataset="wikitext2-script")
+
+
+def test_transformers_stands_beside_a_papers_greedy_table(
+    monkeypatch: MonkeyPatch, capsys: Captured
+) -> None:
+    """Of a pair that is known, and if it is installed, else a line says that it is not; nowhere
+    else, and not if anything is said of it."""
+    monkeypatch.setattr("benchmark.options.has_transformers", lambda: True)
+    assert choose_peers(Options(table="v2-1", pair="pythia")).peers
+    others = [{"table": "main"}, {"table": "v2-5"}, {"table": "deagle-1"}, {"temperature": (0.6,)}]
+    others += [{"methods": "ar"}, {"window": 64}, {"target": "a", "draft": "b"}]
+    for other in others:
+        assert choose_peers(Options(**{"table": "v2-1"} | other)).peers is None
+    assert choose_peers(Options(table="v2-1", peers=False)).peers is False
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("benchmark.options.has_transformers", lambda: False)
+    assert choose_peers(Options(table="v2-1")).peers is False
+    assert "note: without hf-ar, hf-assisted, hf-lookup" in capsys.readouterr().err
 
 
 def test_a_pair_by_name(monkeypatch: MonkeyPatch) -> None:
