@@ -15,7 +15,7 @@ exactness  every greedy text is held against ar's on the same prompt, token for 
     python bench.py                                  # the main table, on our own prompts
     python bench.py --table ablation --dataset wikitext2
     python bench.py --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
-    python bench.py --table v2-1                     # a paper's own, beside what it prints
+    python bench.py --table v2-1 --pair pythia       # a paper's own, beside what it prints
 
 The tables are in benchmark/tables.toml, the options in benchmark/options.py.
 """

@@ -11,6 +11,7 @@ from pathlib import Path
 import guide
 from conftest import ROOT
 
+from benchmark.results import Results
 from benchmark.tables import PRESETS, TABLES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,6 +65,15 @@ def test_tables_named_in_the_documents_exist() -> None:
         assert set(names) <= set(TABLES | PRESETS), page.name
     paper = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     assert all(f"--table {name}`" in paper for name in PRESETS)
+
+
+def test_a_results_file_is_cited_with_its_own_commit() -> None:
+    """The page of results named one that had not measured the file."""
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    cited = re.findall(r"\((results/\w+\.json): [^)]*commit (\w+)\)", text)
+    for file, commit in cited:
+        assert Results.load(ROOT / file).machine["commit"].startswith(commit), file
+    assert len(cited) > 3
 
 
 def test_the_readmes_file_tree_is_the_projects() -> None:
