@@ -222,7 +222,9 @@ def open_table(
     columns = list(table.columns)
     results = Results(options.table, columns, options, machine, described, table.sizes(), runs)
     results.is_memory = table.is_memory
-    results.title = table.title if options.table in PRESETS else ""
+    if options.table in PRESETS:
+        instead = f"; on our own prompts instead of {', '.join(options.unfetched)}"
+        results.title = table.title + instead * bool(options.unfetched)
     return results, pair, prompts
 
 
@@ -271,7 +273,7 @@ def fetch_texts(options: Options) -> tuple[Options, dict[str, list[str]]]:
     left_out = f" (rows on {', '.join(others)} are left out)" * bool(others)
     why = "; ".join(failed.values())
     say(f"note: our own prompts stand in for {first}, beside no printed figure{left_out}: {why}")
-    return replace(options, unfetched=tuple(failed)), texts
+    return replace(options, unfetched=(*options.unfetched, *failed)), texts
 
 
 def require_same(previous: Results, now: Results) -> None:

@@ -150,8 +150,8 @@ BRIEF = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
 def test_our_own_prompts_stand_in_for_a_datasets(
     monkeypatch: MonkeyPatch, capsys: Captured, tmp_path: Path
 ) -> None:
-    """One line says so, no figure of the paper's stands beside them, the file says whose they are;
-    and it goes on with them where the dataset can be fetched again."""
+    """One line says so, no figure of the paper's stands beside them, file and title say whose they
+    are; and it goes on with them where the dataset can be fetched again."""
     offline(monkeypatch, "wikitext2", "pg19")
     file = tmp_path / "r.json"
     assert main(["--table", "v2-1", "--no-peers", *BRIEF, "--output", str(file)]) == 0
@@ -159,6 +159,7 @@ def test_our_own_prompts_stand_in_for_a_datasets(
     assert len(notes) == 1 and notes[0].startswith("note: our own prompts stand in for wikitext2, ")
     assert "(rows on pg19 are left out): wikitext2 cannot be fetched; pg19 cannot" in notes[0]
     whole = Results.load(file)
+    assert whole.title == PRESETS["v2-1"].title + "; on our own prompts instead of wikitext2, pg19"
     rows = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
     assert [run.label for run in whole.runs] == rows
     assert {whole.prompts["dataset"], *(run.dataset for run in whole.runs)} == {"builtin"}
@@ -173,7 +174,8 @@ def test_our_own_prompts_stand_in_for_a_datasets(
 def test_they_stand_in_for_what_lacks_alone(
     monkeypatch: MonkeyPatch, capsys: Captured, tmp_path: Path
 ) -> None:
-    """What can be fetched is measured as ever; what was asked for by name is an error."""
+    """What can be fetched is measured as ever; what was asked for by name is an error, and so is
+    what lacks when a table is to go on."""
     offline(monkeypatch, "wikitext2")
     file = tmp_path / "r.json"
     assert main(["--table", "v2-1", "--no-peers", *BRIEF, "--output", str(file)]) == 0
@@ -184,6 +186,9 @@ def test_they_stand_in_for_what_lacks_alone(
     asked = ["--table", "v2-1", *BRIEF, "--dataset", "wikitext2", "--output", str(tmp_path / "s")]
     assert main(asked) == 2
     assert "error: wikitext2 cannot be fetched" in capsys.readouterr().err
+    offline(monkeypatch, "pg19")
+    assert main(["--resume", str(file)]) == 2
+    assert "error: --resume would mix two conditions: the prompts" in capsys.readouterr().err
 
 
 def test_the_scripts_reading_is_of_the_part_on_its_dataset() -> None:
