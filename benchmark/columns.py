@@ -2,12 +2,15 @@
 
     title, cell = COLUMNS["speedup"].title, COLUMNS["speedup"].cell(row)
 
-What a metric is stands in cli/metrics.py, for readers in docs/results.md.
+NAME is the median of a number that each text has, NAME_mean its mean and deviation, as the papers
+print it; NAME_speedup, of rates and times, is the ratio of means, as their authors compute it. What
+a metric is stands in cli/metrics.py, for readers in docs/results.md.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from benchmark.results import Row
 from cli.errors import UsageError, shown
@@ -17,32 +20,83 @@ from cli.errors import UsageError, shown
 class Column:
     """One column of a table."""
 
-    title: str
+    title: str  # in which "ar" is the baseline
     cell: Callable[[Row], str]  # empty where there is nothing to say
+    is_timed: bool = False  # it tells of speed
 
 
-def number(title: str, metric: str, digits: int) -> Column:
-    """A column of one metric's medians; empty where it is not measured."""
+@dataclass(frozen=True)
+class Number:
+    """A metric, one number for each text."""
 
-    def cell(row: Row) -> str:
-        value = row.median(metric)
-        return "" if value is None else f"{value:.{digits}f}"
-
-    return Column(title, cell)
+    title: str
+    metric: str
+    form: str  # as str.format writes it
 
 
-def mean_cell(found: list[float], digits: int) -> str:
-    """Mean and standard deviation over the texts, as the papers report them."""
+NUMBERS = {
+    "throughput": Number("tok/s", "throughput", "{:.1f}"),
+    "end_to_end": Number("end-to-end tok/s", "end_to_end", "{:.1f}"),
+    "wall": Number("wall ms/token", "wall_ms", "{:.2f}"),
+    "ttft": Number("TTFT ms", "ttft_ms", "{:.1f}"),
+    "tpot": Number("TPOT ms", "tpot_ms", "{:.2f}"),
+    "tokens_per_iter": Number("tok/iter", "tokens_per_iter", "{:.2f}"),
+    "path_length": Number("path", "path_length", "{:.2f}"),
+    "acceptance": Number("accept", "acceptance", "{:.2f}"),
+    "matching": Number("match", "matching", "{:.2f}"),
+    "code_acceptance": Number("accept (code)", "code_acceptance", "{:.1%}"),
+    "draft_nodes": Number("nodes", "draft_nodes", "{:.1f}"),
+    "iterations": Number("iters", "iterations", "{:.0f}"),
+    "draft_passes": Number("passes", "draft_passes", "{:.2f}"),
+    "draft": Number("draft ms", "draft_ms", "{:.2f}"),
+    "verify": Number("verify ms", "verify_ms", "{:.2f}"),
+    "other": Number("other ms", "other_ms", "{:.2f}"),
+    "repetition": Number("repeat", "repetition", "{:.2f}"),
+    "peak": Number("peak MB", "peak_mb", "{:.0f}"),
+    "floor": Number("weights + caches MB", "floor_mb", "{:.0f}"),
+    "pools": Number("graph pools MB", "pools_mb", "{:.0f}"),
+    "context": Number("beside torch MB", "context_mb", "{:.0f}"),
+}
+RATES = ("throughput", "end_to_end")  # metrics of speed: more is faster
+TIMES = ("wall_ms", "ttft_ms", "tpot_ms", "draft_ms", "verify_ms", "other_ms")  # or less is
+
+
+def median_text(found: list[float], form: str) -> str:
+    return form.format(statistics.median(found)) if found else ""
+
+
+def mean_text(found: list[float], form: str) -> str:
+    """Mean and standard deviation over the texts, as the papers report them; theirs is that of
+    these texts, by their number, and no estimate for others."""
     numbers = [statistics.mean(found)] if found else []
     if len(found) > 1:
-        numbers.append(statistics.stdev(found))
-    return " ± ".join(f"{number:.{digits}f}" for number in numbers)
+        numbers.append(statistics.pstdev(found))
+    return " ± ".join(form.format(number) for number in numbers)
 
 
-def code_acceptance_cell(row: Row) -> str:
-    """The mean, as in table 3, whose figures it is there to be held against."""
-    found = row.values("code_acceptance")
-    return f"{statistics.mean(found):.1%}" if found else ""
+def median_cell(number: Number, row: Row) -> str:
+    return median_text(row.values(number.metric), number.form)
+
+
+def mean_cell(number: Number, row: Row) -> str:
+    return mean_text(row.values(number.metric), number.form)
+
+
+def ratio_cell(number: Number, row: Row) -> str:
+    """How many times as fast as the baseline, by the means of both."""
+    ratio = row.ratio(number.metric)
+    if ratio is None:
+        return ""
+    return f"{ratio if number.metric in RATES else 1 / ratio:.2f}x"
+
+
+def pooled_cell(row: Row) -> str:
+    """Tokens of all texts / passes of all."""
+    means, passes = row.values("tokens_per_iter"), row.values("iterations")
+    if not means or not sum(passes):
+        return ""
+    n_tokens = sum(mean * n for mean, n in zip(means, passes, strict=True))
+    return f"{n_tokens / sum(passes):.2f}"
 
 
 def spread_cell(row: Row) -> str:
@@ -65,47 +119,39 @@ def exact_cell(row: Row) -> str:
 
 
 def more_memory_cell(row: Row) -> str:
-    own = row.median("peak_mb")
-    ar = [record["metrics"].get("peak_mb") for _, record in row.beside(row.baseline)]
-    if own is None or not ar or not all(ar):
-        return ""
-    return f"{own / statistics.median(ar) - 1:+.1%}"
+    ratio = row.ratio("peak_mb")
+    return "" if ratio is None else f"{ratio - 1:+.1%}"
 
 
-COLUMNS = {
-    "throughput": number("tok/s", "throughput", 1),
-    "speedup": Column("x ar", lambda row: f"{row.speedup:.2f}x" if row.speedups else ""),
-    "spread": Column("min-max", spread_cell),
-    "throughput_mean": Column("tok/s mean", lambda row: mean_cell(row.values("throughput"), 1)),
-    "speedup_mean": Column("x ar mean", lambda row: mean_cell(row.speedups, 2)),
-    "predicted": Column("predicted", predicted_cell),
-    "end_to_end": number("end-to-end tok/s", "end_to_end", 1),
-    "setup": Column("set-up s", lambda row: "" if row.setup_s is None else f"{row.setup_s:.2f}"),
-    "ttft": number("TTFT ms", "ttft_ms", 1),
-    "tpot": number("TPOT ms", "tpot_ms", 2),
-    "tokens_per_iter": number("tok/iter", "tokens_per_iter", 2),
-    "path_length": number("path", "path_length", 2),
-    "acceptance": number("accept", "acceptance", 2),
-    "matching": number("match", "matching", 2),
-    "code_acceptance": Column("accept (code)", code_acceptance_cell),
-    "draft_nodes": number("nodes", "draft_nodes", 1),
-    "iterations": number("iters", "iterations", 0),
-    "draft_passes": number("passes", "draft_passes", 2),
-    "draft": number("draft ms", "draft_ms", 2),
-    "verify": number("verify ms", "verify_ms", 2),
-    "other": number("other ms", "other_ms", 2),
-    "repetition": number("repeat", "repetition", 2),
+def setup_cell(row: Row) -> str:
+    return "" if row.setup_s is None else f"{row.setup_s:.2f}"
+
+
+def is_timed(number: Number) -> bool:
+    return number.metric in RATES + TIMES
+
+
+PLAIN = {name: Column(n.title, partial(median_cell, n), is_timed(n)) for name, n in NUMBERS.items()}
+PLAIN |= {
+    "speedup": Column("x ar", lambda row: median_text(row.speedups, "{:.2f}x"), True),
+    "spread": Column("min-max", spread_cell, True),
+    "predicted": Column("predicted", predicted_cell, True),
+    "setup": Column("set-up s", setup_cell, True),
+    "tokens_pooled": Column("tok/iter pooled", pooled_cell),
     "exact": Column("exact", exact_cell),
-    "peak": number("peak MB", "peak_mb", 0),
     "more_memory": Column("over ar", more_memory_cell),
-    "floor": number("weights + caches MB", "floor_mb", 0),
-    "pools": number("graph pools MB", "pools_mb", 0),
-    "context": number("beside torch MB", "context_mb", 0),
 }
-
-TIMED = ("throughput", "speedup", "spread", "throughput_mean", "speedup_mean", "predicted")
-TIMED += ("end_to_end", "setup", "ttft", "tpot", "draft", "verify", "other")  # columns of speed
-TIMES = ("throughput", "end_to_end", "ttft_ms", "tpot_ms", "draft_ms", "verify_ms", "other_ms")
+MEANS = {
+    f"{name}_mean": Column(f"{n.title} mean", partial(mean_cell, n), is_timed(n))
+    for name, n in NUMBERS.items()
+}
+MEANS["speedup_mean"] = Column("x ar mean", lambda row: mean_text(row.speedups, "{:.2f}x"), True)
+SPEEDUPS = {  # titled without the unit
+    f"{name}_speedup": Column(f"{n.title.split()[0]} x ar", partial(ratio_cell, n), True)
+    for name, n in NUMBERS.items()
+    if name in ("throughput", "end_to_end", "wall")
+}
+COLUMNS = PLAIN | MEANS | SPEEDUPS
 
 
 def published(name: str) -> Column:
@@ -118,4 +164,5 @@ def require_columns(names: Sequence[str]) -> None:
     """Raise UsageError for a name that is no column's."""
     for name in names:
         if name not in COLUMNS:
-            raise UsageError(f"unknown column {name!r}; there are {', '.join(COLUMNS)}")
+            there = f"there are {', '.join(PLAIN)}, and the _mean and _speedup of some (--tables)"
+            raise UsageError(f"unknown column {name!r}; {there}")

@@ -51,7 +51,7 @@ SWEEP = 4  # rows of a method that make a sweep of its settings
 SPEED, SPEEDUP, PROGRESS = "tokens/s", "x ar on the same prompt", "tokens per target pass"
 ACCEPTANCE, PASSES = "accepted / drafted", "draft passes for a text"
 CHANCE = "probability (auto: estimate)"
-MEASURED = {SPEED: "throughput", PROGRESS: "tokens_per_iter", ACCEPTANCE: "acceptance"}
+MEASURED = {PROGRESS: "tokens_per_iter", ACCEPTANCE: "acceptance"}
 MEASURED |= {"peak MB": "peak_mb", "weights + caches MB": "floor_mb"}
 MEASURED |= {name: name for name in ("draft_nodes", "draft_passes", "iterations")}
 BARS = {SPEED: "{:,.1f}", SPEEDUP: "{:.2f}x", PROGRESS: "{:.2f}"}  # and how their medians are shown
@@ -79,10 +79,16 @@ def draw(results: Results) -> dict[str, Figure]:
     return found
 
 
+def speed_of(results: Results) -> str:
+    """The metric that is its speed: with prefill, if the table has the papers' reading."""
+    return "end_to_end" if "end_to_end_mean" in results.columns else "throughput"
+
+
 def text_table(results: Results) -> pd.DataFrame:
     """A row for each text: its run, what was measured of it, how it compares with ar's; nothing
     where a figure is lacking."""
     found = []
+    speed = speed_of(results)
     for row in results.rows():
         run = row.run
         own = {"run": run.label, "method": run.method, "is_peer": row.is_peer}
@@ -90,8 +96,9 @@ def text_table(results: Results) -> pd.DataFrame:
         own |= {column: getattr(run, size) for column, size in SIZES.items()}
         for (prompt, repeat), record in row.records.items():
             ar = row.baseline.get((prompt, repeat), {"metrics": {}})["metrics"]
-            text = {"repeat": repeat, "ar": ar.get("throughput"), "ar's MB": ar.get("peak_mb")}
+            text = {"repeat": repeat, "ar": ar.get(speed), "ar's MB": ar.get("peak_mb")}
             text |= {column: record["metrics"].get(name) for column, name in MEASURED.items()}
+            text[SPEED] = record["metrics"].get(speed)
             counts = {kind: record.get(kind, {}) for kind in ("depths", "calibration")}
             found.append(own | text | counts)
     texts = pd.DataFrame(found)
@@ -120,6 +127,8 @@ def canvas(
     for axis in axes[n:]:
         axis.remove()
     below = caption(results)
+    if speed_of(results) == "end_to_end":
+        below += " Speeds include prefill."
     if len(results.records) < results.n_texts:
         below = f"UNFINISHED: {len(results.records):,} of {results.n_texts:,} texts. {below}"
     figure.suptitle(title)

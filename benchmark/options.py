@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark.columns import COLUMNS, require_columns
+from benchmark.columns import MEANS, PLAIN, SPEEDUPS, require_columns
 from benchmark.documents import write_documents
 from benchmark.enlarged import enlarged_pair
 from benchmark.machine import ROOT, describe_machine
@@ -119,7 +119,7 @@ def describe_tables() -> str:
         "our own tables:": {name: table.title for name, table in TABLES.items()},
         "the papers', beside what they print:": {n: table.title for n, table in PRESETS.items()},
         "and what theirs need that is not here:": NOT_HERE,
-        "columns:": {name: column.title for name, column in COLUMNS.items()},
+        "columns:": {name: column.title for name, column in PLAIN.items()} | described_variants(),
     }
     lines = []
     for heading, titles in sections.items():
@@ -128,6 +128,16 @@ def describe_tables() -> str:
             lines.append(textwrap.fill(f"  {name:<15} {title}", 80, subsequent_indent=" " * 18))
         lines.append("")
     return "\n".join(lines).strip()
+
+
+def described_variants() -> dict[str, str]:
+    """Which columns are made of others, and how."""
+    means = ", ".join(name.removesuffix("_mean") for name in MEANS)
+    speedups = ", ".join(name.removesuffix("_speedup") for name in SPEEDUPS)
+    return {
+        "NAME_mean": f"mean ± standard deviation over the texts: {means}",
+        "NAME_speedup": f"x ar, of the means of both: {speedups}",
+    }
 
 
 def show_files(args: argparse.Namespace) -> bool:

@@ -272,6 +272,17 @@ class Row:
         """Median over prompts of throughput / ar's throughput on the same prompt."""
         return statistics.median(self.speedups)
 
+    def ratio(self, name: str) -> float | None:
+        """The mean of one metric / the baseline's mean on the same prompts, as the papers' authors
+        compute speed-ups; None if there is none."""
+        sums = [0.0, 0.0]
+        for pair in self.beside(self.baseline):
+            found = [record["metrics"].get(name) for record in pair]
+            if None in found:
+                return None
+            sums = [total + value for total, value in zip(sums, found, strict=True)]
+        return sums[0] / sums[1] if all(sums) else None
+
     def compared(self) -> list[tuple[Record, Record]]:
         """Records whose ids are to be the reference's, each with it; none if sampled."""
         return [] if self.run.temperature else self.beside(self.reference)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark.columns import TIMED, TIMES
+from benchmark.columns import COLUMNS, RATES, TIMES
 from benchmark.results import Options, Record, Results
 from benchmark.tables import Table
 from cli.errors import UsageError
@@ -60,7 +60,7 @@ class Shard:
         record = describe(*arguments)
         metrics = record["metrics"].items()
         if not self.has_times:
-            metrics = [(name, value) for name, value in metrics if name not in TIMES]
+            metrics = [(name, value) for name, value in metrics if name not in RATES + TIMES]
         return record | {"metrics": dict(metrics)} | self.mark
 
     def require_sharable(self, options: Options, table: Table) -> None:
@@ -73,7 +73,7 @@ class Shard:
         if options.device is not None and ":" in options.device:
             one = f"--device {options.device}: with --shard each rank has a device of its own"
             raise UsageError(f"{one}; say cpu, cuda or nothing")
-        timed = [name for name in table.columns if name in TIMED]
+        timed = [name for name in table.columns if COLUMNS[name].is_timed]
         if timed and shares_cpu(choose_device(options.device)):
             why = f"ranks that share a CPU disturb each other's times ({', '.join(timed)})"
             raise UsageError(f"{why}; without times: --columns tokens_per_iter,acceptance,exact")

@@ -31,7 +31,8 @@ class Metrics:
 
     new_tokens: int
     throughput: float  # (new tokens - 1) / time from the first token to the last
-    end_to_end: float  # new tokens / time from prompt in to last token out
+    end_to_end: float  # new tokens / time from prompt in to last token out, as the papers have it
+    wall_ms: float  # that time per new token: DEAGLE's wall time, DySpec's latency
     ttft_ms: float  # prompt in to first token out
     tpot_ms: float  # decode time per later token
     iterations: int  # verify passes
@@ -93,6 +94,7 @@ class Tally:
             new_tokens=n_tokens,
             throughput=(n_tokens - 1) / decode * 1e3 if decode else 0.0,
             end_to_end=n_tokens / (self.ttft_ms + decode) * 1e3,
+            wall_ms=(self.ttft_ms + decode) / n_tokens,
             ttft_ms=self.ttft_ms,
             tpot_ms=decode / (n_tokens - 1) if n_tokens > 1 else 0.0,
             iterations=n_iterations,

@@ -49,6 +49,7 @@ def test_metrics_worked_out_by_hand() -> None:
         "new_tokens": 7,
         "throughput": 6 / 0.024,
         "end_to_end": 7 / 0.044,
+        "wall_ms": 44 / 7,
         "ttft_ms": 20.0,
         "tpot_ms": 4.0,
         "iterations": 3,
@@ -63,7 +64,7 @@ def test_metrics_worked_out_by_hand() -> None:
         "repetition": 0.0,
     }
     assert vars(measure(steps)) == pytest.approx(expected)
-    nothing = {"new_tokens": 1, "end_to_end": 50.0, "ttft_ms": 20.0}
+    nothing = {"new_tokens": 1, "end_to_end": 50.0, "wall_ms": 20.0, "ttft_ms": 20.0}
     assert vars(measure([first])) == pytest.approx(dict.fromkeys(expected, 0.0) | nothing)
 
 

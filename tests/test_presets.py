@@ -82,23 +82,34 @@ def test_dynatrees_tables_have_their_papers_sizes() -> None:
     by_label = {run.label: run for run in chosen("v2-1")[1]}
     wikitext = by_label["linear K=8 on wikitext2"]
     assert (wikitext.prompt_tokens, by_label["linear K=5 on pg19"].prompt_tokens) == (800, 1000)
-    assert wikitext.published == {"throughput_mean": "196.1±37.8", "speedup_mean": "1.47x"}
+    assert wikitext.published == {"end_to_end_mean": "196.1±37.8", "end_to_end_speedup": "1.47x"}
+
+
+def mean_of(cell: str) -> float:
+    return float(cell.partition("±")[0])
 
 
 def test_v2s_tables_agree_where_they_print_what_follows_from_another() -> None:
-    """Tokens per second and milliseconds per token; path length and accept (code), over D0 + 2 or
-    K: neither is copied wrong."""
+    """Tokens per second, over ar's as a ratio of means, and milliseconds per token; tokens per
+    iteration, which are T over the mean of the iterations; path length and accept (code), over
+    D0 + 2 or K, which are means: none is copied wrong or read as another."""
     speed, latency, efficiency = cells_of("v2-1"), cells_of("v2-2"), cells_of("v2-3")
     assert list(speed) == list(latency) == list(efficiency) and len(speed) == 8
     depths = {"linear K=8": 8, "linear K=5": 5, "fixed": 10, "dynatree": 7}
     for row, cells in efficiency.items():
-        per_second = float(speed[row]["throughput_mean"].partition("±")[0])
-        per_token = float(latency[row]["tpot"].partition("±")[0])
+        per_second = mean_of(speed[row]["end_to_end_mean"])
+        per_token = mean_of(latency[row]["tpot_mean"])
         assert 0.95 < per_second * per_token / 1000 < 1.1, row
+        ar = mean_of(speed[f"ar {row[row.index('on ') :]}"]["end_to_end_mean"])
+        ratio = float(speed[row]["end_to_end_speedup"].rstrip("x"))
+        assert ratio == pytest.approx(per_second / ar, abs=0.006), row
+        pooled = 1500 / float(cells["iterations_mean"])
+        assert float(cells["tokens_pooled"]) == pytest.approx(pooled, abs=0.02), row
         for name, depth in depths.items():
             if row.startswith(name):
-                share = float(cells["code_acceptance"].rstrip("%")) / 100
-                assert share == pytest.approx(float(cells["path_length"]) / depth, abs=0.002), row
+                share = float(cells["code_acceptance_mean"].rstrip("%")) / 100
+                path = float(cells["tokens_per_iter_mean"])
+                assert share == pytest.approx(path / depth, abs=0.002), row
 
 
 def test_deagles_tables_agree_where_they_print_the_same_runs() -> None:
@@ -109,7 +120,8 @@ def test_deagles_tables_agree_where_they_print_the_same_runs() -> None:
     votes = cells_of("deagle-4")
     for depth in range(6, 19, 2):
         row = f"deagle k=10 N_max=60 D_max={depth}"
-        assert second[f"{row} t=0.0"]["speedup"].startswith(votes[row]["speedup"] + " / ")
+        of_all = votes[row]["wall_speedup"]
+        assert second[f"{row} t=0.0"]["wall_speedup"].startswith(f"{of_all} / ")
     literal = [row for row in votes if row.endswith(" length=literal")]
     assert len(literal) == 4
     assert all(votes[row] == votes[row.removesuffix(" length=literal")] for row in literal)
@@ -125,7 +137,8 @@ def test_a_preset_is_measured_and_shows_what_is_printed(capsys: Captured, tmp_pa
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{PRESETS['v2-1'].title}. The paper's figures are of its own" in printed
     header, body = table_cells(Results.load(greedy))
-    assert header[:5] == ["method", "tok/s mean", "paper tok/s mean", "x ar mean", "paper x mean"]
+    named = ["end-to-end tok/s mean", "paper end-to-end tok/s mean"]
+    assert header[:5] == ["method", *named, "end-to-end x ar", "paper end-to-end x"]
     cells = {line[0]: line[1:] for line in body}
     assert cells["linear K=8"][1] == "196.1±37.8" and cells["linear K=8"][3] == "1.47x"
     assert "paper exact" not in header

@@ -66,22 +66,55 @@ def test_means_and_deviations_are_over_prompts(results: Results) -> None:
     results.columns = ["throughput_mean", "speedup_mean"]
     header, body = table_cells(results)
     assert header == ["method", "tok/s mean", "x ar mean"]
-    assert body[:2] == [["ar", "80.0 ± 20.0", ""], ["fixed", "103.3 ± 87.4", "1.17 ± 0.76"]]
+    assert body[:2] == [["ar", "80.0 ± 16.3", ""], ["fixed", "103.3 ± 71.3", "1.17x ± 0.62x"]]
     results.records = results.records[:2]  # one prompt has no deviation
-    assert table_cells(results)[1] == [["ar", "100.0", ""], ["fixed", "200.0", "2.00"]]
+    assert table_cells(results)[1] == [["ar", "100.0", ""], ["fixed", "200.0", "2.00x"]]
+
+
+def test_a_ratio_of_means_is_no_mean_of_ratios(results: Results) -> None:
+    """As the authors have it: of rates more is faster, of times less; over the prompts that the
+    baseline wrote, too."""
+    results.columns = ["speedup", "speedup_mean", "throughput_speedup", "wall_speedup"]
+    results.columns += ["more_memory"]
+    for prompt, (ar, fixed) in enumerate([(1.0, 0.5), (2.0, 2.0), (3.0, 0.5)]):
+        results.records[3 * prompt]["metrics"] |= {"wall_ms": ar, "peak_mb": 100.0 * ar}
+        results.records[3 * prompt + 1]["metrics"] |= {"wall_ms": fixed, "peak_mb": 200.0}
+    header, body = table_cells(results)
+    assert header[1:] == ["x ar", "x ar mean", "tok/s x ar", "wall x ar", "over ar"]
+    assert body[:2] == [
+        ["ar", "", "", "", "", ""],
+        ["fixed", "1.00x", "1.17x ± 0.62x", "1.29x", "2.00x", "+0.0%"],
+    ]
+    results.records[6]["metrics"].pop("wall_ms")
+    assert table_cells(results)[1][1][4] == "", "of texts that are not all measured"
+    del results.records[6]  # ar's third
+    assert table_cells(results)[1][1][3:5] == ["1.56x", "1.20x"], "280 / 180, 3 / 2.5"
+
+
+def test_pooled_tokens_are_those_of_all_texts_over_all_passes(results: Results) -> None:
+    """As v2's table 3 has them, beside the mean over its prompts; nothing of no passes."""
+    results.columns = ["tokens_pooled", "tokens_per_iter_mean", "iterations_mean"]
+    for record, (n, mean) in zip(results.records[1::3], [(10, 2), (30, 4), (0, 0)], strict=True):
+        record["metrics"] |= {"iterations": n, "tokens_per_iter": mean}
+    header, body = table_cells(results)
+    assert header[1:] == ["tok/iter pooled", "tok/iter mean", "iters mean"]
+    assert body[1][1:] == ["3.50", "2.00 ± 1.63", "13 ± 12"]
+    for record in results.records:
+        record["metrics"] |= {"iterations": 0}
+    assert table_cells(results)[1][1][1] == ""
 
 
 def test_three_acceptances_each_by_its_name(results: Results) -> None:
-    """The code's as a mean, as its table has it, and above 100 %; where there is none, nothing."""
-    results.columns = ["acceptance", "matching", "code_acceptance", "draft_passes"]
+    """The code's above 100 %; where there is none, nothing."""
+    results.columns = ["acceptance", "matching", "code_acceptance_mean", "draft_passes"]
     for value, texts in zip((1.0, 1.0, 1.3), (0, 3, 6), strict=True):
         results.records[texts]["metrics"] |= {"acceptance": 0.0, "matching": 0.0}
         results.records[texts + 1]["metrics"] |= {"matching": 0.75, "code_acceptance": value}
     header, body = table_cells(results)
-    assert header == ["method", "accept", "match", "accept (code)", "passes"]
+    assert header == ["method", "accept", "match", "accept (code) mean", "passes"]
     assert body == [
         ["ar", "0.00", "0.00", "", "0.50"],
-        ["fixed", "0.50", "0.75", "110.0%", "0.50"],
+        ["fixed", "0.50", "0.75", "110.0% ± 14.1%", "0.50"],
         ["hf-assisted", "", "", "", ""],
     ]
 

@@ -17,7 +17,7 @@ import torch
 
 import bench
 from bench import Bench, main
-from benchmark.columns import COLUMNS, TIMED, TIMES
+from benchmark.columns import COLUMNS, RATES, TIMES
 from benchmark.results import Results
 from benchmark.shard import require_alike
 from benchmark.writer import Text
@@ -42,7 +42,7 @@ def without_ranks(file: Path) -> dict:
     del content["shared_by"], content["setup_s"]
     for record in content["records"]:
         record.pop("rank", None)
-        record["metrics"] = sorted(set(record["metrics"]) - set(TIMES))
+        record["metrics"] = sorted(set(record["metrics"]) - set(RATES + TIMES))
         record["token_ids"] = len(record["token_ids"])
     content["records"].sort(key=json.dumps)
     return content
@@ -111,7 +111,7 @@ def test_several_write_what_one_writes(alone: Path, tmp_path: Path) -> None:
     assert all(record["rank"] == record["prompt"] % 3 for record in results.records)
     for record in results.records:
         assert results.shared_by[record["rank"]]["device"] == "cpu"
-        assert not set(record["metrics"]) & set(TIMES)
+        assert not set(record["metrics"]) & set(RATES + TIMES)
     assert "shared out over 3 ranks." in " ".join(printed.split()) and "10/10" in printed
     assert "token for token" in printed and printed.count("results in") == 1
 
@@ -207,7 +207,7 @@ def test_columns_of_times_are_those_that_times_are_needed_for(alone: Path) -> No
     empty = [{name for name in COLUMNS if not COLUMNS[name].cell(results.rows()[1])}]
     results.setup_s = {}
     for record in results.records:
-        for name in TIMES:
+        for name in RATES + TIMES:
             del record["metrics"][name]
     empty.append({name for name in COLUMNS if not COLUMNS[name].cell(results.rows()[1])})
-    assert empty[1] - empty[0] == set(TIMED)
+    assert empty[1] - empty[0] == {name for name in COLUMNS if COLUMNS[name].is_timed}
