@@ -20,11 +20,11 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from benchmark.peers import PEERS
-from benchmark.report import caption, name_of, place_of
+from benchmark.report import caption, name_of, named, place_of
 from benchmark.results import Results
 from benchmark.rows import settings_of
 from benchmark.tables import SYMBOLS
@@ -76,6 +76,8 @@ def draw(results: Results) -> dict[str, Figure]:
     found = {ending: figure for ending, figure in found.items() if figure}
     if not found:
         raise UsageError(f"no figure shows these {texts.name.nunique()} rows, which are no sweep")
+    for text in [text for figure in found.values() for text in figure.findobj(Text)]:
+        text.set_text(named(results, text.get_text()))
     return found
 
 
@@ -85,8 +87,8 @@ def speed_of(results: Results) -> str:
 
 
 def text_table(results: Results) -> pd.DataFrame:
-    """A row for each text: its run, what was measured of it, how it compares with ar's; nothing
-    where a figure is lacking."""
+    """A row for each text: its run, what was measured of it, how it compares with the baseline's;
+    nothing where a figure is lacking."""
     found = []
     speed = speed_of(results)
     for row in results.rows():

@@ -77,6 +77,7 @@ def build_parser() -> Parser:
     add("--sinks", type=int, metavar="N", help="and with a window the first N tokens (4)")
     peers = f"also {', '.join(PEERS)} (in a paper's greedy table if transformers is installed)"
     add("--peers", action=argparse.BooleanOptionalAction, help=peers)
+    add("--baseline", metavar="M", help="the row of --methods that speed-ups are over (ar)")
     add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (the table's, most often builtin)")
     add("--prompts", metavar="FILE", help='.jsonl with "prompt" fields, or text in paragraphs')
     add("--n-prompts", type=int, metavar="N", help="prompts, evenly spread over the dataset")
@@ -355,7 +356,7 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     has_eager = any(run.is_eager for run in runs)
     are_both = None not in (options.dataset, options.prompts)
     are_named_twice = options.pair and (options.target or options.draft)
-    is_no_steps = options.table == "steps" and (runs or hot or is_varied)
+    is_no_steps = options.table == "steps" and (runs or hot or is_varied or options.baseline)
     mistakes = [
         (is_no_steps, "--table steps runs no methods, and at one length"),
         (are_told and table.is_memory, f"--table {options.table} does not measure {peers}"),

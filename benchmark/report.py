@@ -4,6 +4,7 @@ results = Results.load("results/main_cpu.json")
 print(text_report(results, width=80))
 """
 
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
@@ -75,28 +76,38 @@ def machine_text(machine: dict) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """Sentences below the table: what it is, what is slower than ar, what is not exact, the
-    floor."""
-    rows = [row for row in results.rows() if row.beside(row.baseline)]
+    """Sentences below the table: what it is, what is slower than the baseline, what is not exact,
+    the floor."""
+    rows = results.rows()
     found = [f"{results.title}."] if results.title else []
     if any(run.published for run in results.runs):
         found.append(PRINTED)
-    found += slower_notes([row for row in rows if row.speedups])
+    found += slower_notes([row for row in rows if row.speedups], baseline_of(results))
     found += best_notes(results)
-    if rows and "exact" in results.columns:
+    if "exact" in results.columns:
         found += exactness_notes(rows)
     if results.step_times:
         found += step_notes(results.step_times)
     return [shown(note) for note in found]
 
 
-def slower_notes(rows: list[Row]) -> list[str]:
-    """Which rows are slower than ar, or how many if they are many."""
+def baseline_of(results: Results) -> str:
+    """What the speed-ups are over."""
+    return results.options.baseline or "ar"
+
+
+def named(results: Results, text: str) -> str:
+    """A title, in which the baseline has its own name."""
+    return re.sub(r"\b(x|over) ar\b", lambda word: f"{word[1]} {baseline_of(results)}", text)
+
+
+def slower_notes(rows: list[Row], baseline: str) -> list[str]:
+    """Which rows are slower than the baseline, or how many if they are many."""
     slower = [row for row in rows if row.speedup < 1]
     if len(slower) > MANY:
-        return [f"{len(slower)} of {len(rows)} rows are slower than ar."]
+        return [f"{len(slower)} of {len(rows)} rows are slower than {baseline}."]
     names = ", ".join(f"{row.run.label} ({row.speedup:.2f}x)" for row in slower)
-    return [f"Slower than ar on the median prompt: {names}."] if slower else []
+    return [f"Slower than {baseline} on the median prompt: {names}."] if slower else []
 
 
 def best_notes(results: Results) -> list[str]:
@@ -120,8 +131,9 @@ def best_notes(results: Results) -> list[str]:
 def place_of(row: Row) -> str:
     """What of a row's label its dataset and sizes are, as "on pg19 T=100"; empty if the table has
     one of each."""
-    words = row.run.baseline.split()[1:]  # of ar there
-    return " ".join(word for word in words if not word.startswith(("window=", "sinks=")))
+    words = (row.run.reference or row.run.baseline).split()[1:]  # of ar there
+    own = ("strict", "rows=", "window=", "sinks=")
+    return " ".join(word for word in words if not word.startswith(own))
 
 
 def name_of(row: Row) -> str:
@@ -193,7 +205,8 @@ def run_cells(results: Results, names: list[str]) -> tuple[list[str], list[list[
         columns.append(COLUMNS[name])
         if any(name in row.run.published for row in rows):
             columns.append(published(name))
-    header = ["method"] + [column.title for column in columns]
+    titles = [named(results, column.title) for column in columns]
+    header = ["method"] + [shown(title) for title in titles]
     body = []
     for row in rows:
         body.append([shown(row.run.label)] + [column.cell(row) for column in columns])

@@ -52,6 +52,7 @@ class Options:
     window: int | None = None
     sinks: int | None = None
     peers: bool | None = None  # None: where they belong and can be
+    baseline: str | None = None  # row of the speed-ups; None: ar
     dataset: str | None = None
     prompts: str | None = None
     unfetched: tuple[str, ...] = ()  # datasets of the table's, for which our own prompts stand in
@@ -85,7 +86,7 @@ class Run:
     prompt_tokens: Count
     new_tokens: Count
     temperature: Temperature
-    baseline: str  # label of ar on the same prompts and limits
+    baseline: str  # label of the run that it is compared with, on the same prompts and limits
     is_eager: bool = False  # on CUDA, without graphs
     has_kernels: bool = False  # on CUDA, by engine/kernels.py
     is_strict: bool = False  # the target's logits are to be the reference's, bit for bit

@@ -115,9 +115,10 @@ def choose_runs(table: Table, options: Options) -> list[Run]:
 
 
 def choose_rows(texts: Sequence[str], options: Options) -> list[Run]:
-    """The rows of these texts, before them ar, the baseline, and what else they are held against.
+    """The rows of these texts, before them ar, what else they are held against, and the baseline,
+    where it is another.
 
-    The baseline is over their window, if all have one; it is not strict. Raises UsageError.
+    ar is over their window, if all have one; it is not strict. Raises UsageError.
     """
     everywhere = ["strict"] * options.strict + sized_words(options)
     texts = [add_words(text, everywhere) for text in texts]
@@ -131,13 +132,21 @@ def choose_rows(texts: Sequence[str], options: Options) -> list[Run]:
         runs[run.label] = run
     if not runs:
         return []
-    baseline = parse_run(" ".join(["ar", *sized_words(options)]))
-    found = {baseline.label: baseline}
-    for run in runs.values():
-        label = reference_of(run)
+    ar = parse_run(" ".join(["ar", *sized_words(options)]))
+    baseline = ar if options.baseline is None else choose_baseline(options.baseline, everywhere)
+    found = {ar.label: ar}
+    for label in [reference_of(run) for run in [*runs.values(), baseline]] + [baseline.label]:
         if label not in runs | found:
             found[label] = parse_run(label)
-    return [replace(run, reference=reference_of(run)) for run in (found | runs).values()]
+    told = {"baseline": baseline.label}
+    return [replace(run, reference=reference_of(run), **told) for run in (found | runs).values()]
+
+
+def choose_baseline(text: str, words: Sequence[str]) -> Run:
+    """The row that speed-ups are over, as --methods would have it. Raises UsageError."""
+    if not text.strip():
+        raise UsageError("--baseline names no row")
+    return parse_run(add_words(text, words))
 
 
 def add_words(text: str, words: Sequence[str]) -> str:
@@ -169,8 +178,8 @@ def sized_words(of: Run | Options) -> list[str]:
 
 
 def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run]:
-    """Each row at each prompt length, text length and temperature of a part, the first row there
-    as its baseline. A label ends in `suffix` and in those sizes that have several values. Raises
+    """Each row at each prompt length, text length and temperature of a part, its baseline and
+    reference there. A label ends in `suffix` and in those sizes that have several values. Raises
     UsageError."""
     sizes = part.sizes()
     runs = []
@@ -182,7 +191,7 @@ def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run
                 varied += f" {SYMBOLS[name]}={value}"
         end = suffix + varied
         for row in rows:
-            names = {"label": row.label + end, "baseline": rows[0].label + end}
+            names = {"label": row.label + end, "baseline": row.baseline + end}
             names |= {"reference": row.reference + end, "dataset": part.dataset}
             run = replace(row, published=part.published(row.label + varied), **names, **size)
             if run.acceptance and not run.temperature:

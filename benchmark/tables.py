@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmark.peers import PEERS
 from benchmark.prompts import DATASETS, SCRIPT
 from cli.errors import UsageError
 from methods import METHODS
@@ -80,7 +81,7 @@ def read_tables() -> Tables:
     found = tomllib.loads(text)
     for table in [*found["own"].values(), *found["papers"].values()]:
         for part in table["parts"]:
-            rows = part.get("rows", part.get("printed", []))
+            rows = part.get("rows", [row for row in part.get("printed", []) if row not in PEERS])
             part["rows"] = [row for text in rows for row in expand(text)]
     return msgspec.convert(found, Tables)
 

@@ -326,6 +326,9 @@ def test_a_text_that_is_not_its_references(
         (["--methods", "linear window=x"], "'linear window=x': window=x: window takes"),
         (["--methods", "linear sinks=4"], "sinks=4: --sinks needs a --window"),
         (["--window", "63"], "fixed window=63: --window 63: 64 to 1635"),
+        (["--baseline", "none"], "unknown method 'none'; there are ar, "),
+        (["--baseline", " "], "--baseline names no row"),
+        (["--table", "steps", "--baseline", "ar"], "runs no methods"),
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),
         (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
         (["--prompts", "none.txt"], "none.txt is not there"),
@@ -463,6 +466,34 @@ def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:
     labels = ["ar window=64", "ar window=64 sinks=1", "linear window=64", "fixed window=64 sinks=1"]
     assert [run.label for run in over] == labels
     assert {run.baseline for run in over} == {"ar window=64"}
+
+
+def test_what_speedups_are_over() -> None:
+    """Any row, told as --methods has it, and added if there is none such: at each size its own.
+    Texts are held against ar's all the same."""
+    part = Part(("ar", "linear"), new_tokens=(4, 8))
+    runs = choose_runs(Table("", (), (part,)), Options(baseline="hf-ar"))
+    labels = [f"{name} T={size}" for size in (4, 8) for name in ("ar", "hf-ar", "linear")]
+    assert [run.label for run in runs] == labels
+    assert [run.baseline for run in runs] == ["hf-ar T=4"] * 3 + ["hf-ar T=8"] * 3
+    assert [run.reference for run in runs] == ["ar T=4"] * 3 + ["ar T=8"] * 3
+    over = choose_runs(TABLES["main"], Options(methods="linear,fixed", baseline="fixed", window=64))
+    assert [run.label for run in over] == ["ar window=64", "linear window=64", "fixed window=64"]
+    assert {run.baseline for run in over} == {"fixed window=64"}
+    strict = choose_runs(TABLES["main"], Options(methods="ar", baseline="linear K=3 strict"))
+    assert [run.label for run in strict] == ["ar", "ar strict rows=4", "linear K=3 strict"]
+
+
+def test_a_table_over_another_baseline(capsys: Captured, tmp_path: Path) -> None:
+    """It is one of the rows that are measured; the file tells which."""
+    file = tmp_path / "r.json"
+    options = ["--methods", "linear", "--baseline", "fixed D=2", "--columns", "speedup,exact"]
+    results, printed = run_bench(capsys, file, *QUICK, *options)
+    assert "x fixed D=2" in printed and "x ar" not in printed
+    cells = {row[0]: row[1:] for row in table_cells(results)[1]}
+    assert cells["fixed D=2"] == ["", "2/2"] and cells["ar"][1] == ""
+    assert cells["ar"][0] and cells["linear"][0] and cells["linear"][1] == "2/2"
+    assert main(["--resume", str(file)]) == 0
 
 
 def test_what_a_row_says_is_how_its_text_is_written(

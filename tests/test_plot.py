@@ -145,6 +145,23 @@ def test_lines_by_size_have_medians_and_speedups() -> None:
     assert texts(figure) == ["1.00x", "1.00x", "1.02x", "1.02x"]
 
 
+def test_a_papers_table_is_drawn_as_the_paper_reads_it() -> None:
+    """With prefill, as its columns are, and over the baseline that was asked for."""
+    results = results_of(("ar", "linear"), ("L=10", "L=20"))
+    for record in results.records:
+        record["metrics"]["end_to_end"] = record["metrics"]["throughput"] / 2
+    results.columns = ["end_to_end_mean", "speedup"]
+    results.options = replace(results.options, baseline="linear")
+    for i, run in enumerate(results.runs):
+        results.runs[i] = replace(run, baseline=run.baseline.replace("ar", "linear"))
+    found = draw(results)
+    assert marked(found[""].axes[1]) == [[10, 26.75], [20, 27.75]]
+    assert texts(found[""]) == ["0.98x", "0.98x", "1.00x", "1.00x"]
+    assert found[""].get_suptitle().endswith("beside them: x linear")
+    assert found[""].get_supxlabel().endswith("Speeds include prefill.")
+    assert "x linear on the same prompt" in [axis.get_ylabel() for axis in found["_speedup"].axes]
+
+
 def test_a_sweep_puts_each_run_at_its_settings() -> None:
     """In whatever order they are named, and those that are left to the defaults."""
     figure = draw(results_of((*GRID, "fixed B=2 rebuild")))["_settings"]

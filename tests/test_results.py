@@ -104,6 +104,23 @@ def test_pooled_tokens_are_those_of_all_texts_over_all_passes(results: Results) 
     assert table_cells(results)[1][1][1] == ""
 
 
+def test_speedups_are_over_the_baseline_that_is_asked_for(results: Results) -> None:
+    """Its name stands in the header and the notes; texts are held against ar's all the same."""
+    results.options = Options(baseline="fixed")
+    results.runs = [replace(run, baseline="fixed", reference="ar") for run in results.runs]
+    results.columns = ["speedup", "throughput_speedup", "exact"]
+    header, body = table_cells(results)
+    assert header == ["method", "x fixed", "tok/s x fixed", "exact"]
+    assert body == [
+        ["ar", "1.00x", "0.77x", ""],
+        ["fixed", "", "", "2/3"],
+        ["hf-assisted", "0.50x", "0.39x", "3/3"],
+    ]
+    slower, difference = notes(results)
+    assert slower == "Slower than fixed on the median prompt: hf-assisted (0.50x)."
+    assert difference.startswith("fixed differs from ar on 1 of 3 texts")
+
+
 def test_three_acceptances_each_by_its_name(results: Results) -> None:
     """The code's above 100 %; where there is none, nothing."""
     results.columns = ["acceptance", "matching", "code_acceptance_mean", "draft_passes"]
@@ -178,6 +195,14 @@ def test_the_fastest_settings_are_told_by_text_length() -> None:
     assert notes(swept([4, 6], [4, 5, 6]))[:2] == [
         "T=4: of 3 fixed rows fixed D=4 is the fastest, 200.0 tok/s, 2.00x.",
         "T=6: of 3 fixed rows fixed D=6 is the fastest, 200.0 tok/s, 2.00x.",
+    ]
+    over = swept([4, 6], [3, 4, 5, 6])
+    for i, run in enumerate(over.runs):
+        baseline = run.baseline.replace("ar", "fixed D=3")
+        over.runs[i] = replace(run, baseline=baseline, reference=run.baseline)
+    assert notes(over)[1:3] == [
+        "T=4: of 3 fixed rows fixed D=4 is the fastest, 200.0 tok/s, 1.33x.",
+        "T=6: of 3 fixed rows fixed D=6 is the fastest, 200.0 tok/s, 1.33x.",
     ]
     for results in (swept([4], [4, 5, 6]), swept([4, 6], [4, 5])):
         assert not any("fastest" in note for note in notes(results))
