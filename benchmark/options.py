@@ -233,10 +233,22 @@ def open_table(
     columns = list(table.columns)
     results = Results(options.table, columns, options, machine, described, table.sizes(), runs)
     results.is_memory = table.is_memory
-    if options.table in PRESETS:
-        instead = f"; on our own prompts instead of {', '.join(options.unfetched)}"
-        results.title = table.title + instead * bool(options.unfetched)
+    results.title = describe_preset(options, runs)
     return results, pair, prompts
+
+
+def describe_preset(options: Options, runs: Sequence[Run]) -> str:
+    """Which paper's table it is, if any; whether our own prompts stand in, or it has figures of
+    none of these runs."""
+    if options.table not in PRESETS:
+        return ""
+    table = PRESETS[options.table]
+    if options.unfetched:
+        return f"{table.title}; on our own prompts instead of {', '.join(options.unfetched)}"
+    is_bare = not any(run.published for run in runs)
+    if is_bare and any(part.printed for part in table.parts):
+        return f"{table.title}; its figures are of other prompts, sizes or rows: none is shown"
+    return table.title
 
 
 def choose_peers(options: Options) -> Options:
@@ -329,10 +341,10 @@ def choose_sizes(part: Part, options: Options) -> Part:
     """A part with the sizes asked for."""
     names = ("n_prompts", "prompt_tokens", "new_tokens", "temperature", "draft_temperature")
     asked = {name: getattr(options, name) for name in names}
-    chosen = replace(part, **{name: value for name, value in asked.items() if value is not None})
-    if chosen.temperature != part.temperature:  # what a paper printed is of its own
-        chosen = replace(chosen, printed={})
-    return chosen
+    chosen = {name: value for name, value in asked.items() if value is not None}
+    if options.top_p not in (None, 1.0):  # what the papers print is sampled from all ids
+        chosen["printed"] = {}
+    return replace(part, **chosen)
 
 
 def has_peers(runs: Sequence[Run]) -> bool:

@@ -16,7 +16,7 @@ from cli.errors import UsageError, shown
 
 MANY = 8  # rows, after which a note counts instead of naming them
 FEW = 3  # settings of a method from which one of them is called the fastest
-PRINTED = "The paper's figures are of its own models, prompts, lengths, machine and baseline."
+PRINTED = "The paper's figures are of its own models, machine and code, whichever are named above."
 
 
 def text_report(results: Results, width: int) -> str:

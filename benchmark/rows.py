@@ -193,7 +193,7 @@ def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run
         for row in rows:
             names = {"label": row.label + end, "baseline": row.baseline + end}
             names |= {"reference": row.reference + end, "dataset": part.dataset}
-            run = replace(row, published=part.published(row.label + varied), **names, **size)
+            run = replace(row, published=part.published(row.label, size), **names, **size)
             if run.acceptance and not run.temperature:
                 raise UsageError(f"{row.label}: greedy text has one acceptance; --temperature")
             if is_drawing(run):

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from benchmark.peers import PEERS
-from benchmark.prompts import DATASETS, SCRIPT
+from benchmark.prompts import DATASETS, SCRIPT, SCRIPT_TEXTS
 from cli.errors import UsageError
 from methods import METHODS
 
@@ -37,15 +37,34 @@ class Part:
     draft_temperature: float | None = None  # of sampled runs; None: the target's
     prints: tuple[str, ...] = ()  # columns in which a paper prints figures of its own
     printed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by row; "" is none
+    is_stand_in: bool = False  # the paper's dataset is not here, but a file of prompts may be it
+    own: "Part | None" = None  # of a paper's: what it is unless something else is asked for
 
     def sizes(self) -> dict[str, tuple[float, ...]]:
         """Every value of the fields of Run that a table can vary."""
         return {name: getattr(self, name) for name in SYMBOLS}
 
-    def published(self, row: str) -> dict[str, str]:
-        """A paper's own figures of a row, named with its sizes if they vary, by column."""
+    def published(self, row: str, size: dict[str, float]) -> dict[str, str]:
+        """A paper's own figures of a row at a size, by column; none of other prompts or sizes than
+        its own."""
+        if self.own is None or not self.is_alike(self.own):
+            return {}
+        for name, values in self.own.sizes().items():
+            if size[name] not in values:
+                return {}
+            if len(values) > 1:
+                row += f" {SYMBOLS[name]}={size[name]}"
         cells = self.printed.get(row, ("",) * len(self.prints))
         return {name: cell for name, cell in zip(self.prints, cells, strict=True) if cell}
+
+    def is_alike(self, own: "Part") -> bool:
+        """Whether it has as many prompts, of one dataset, and draws guesses alike."""
+        is_file = self.dataset not in DATASETS
+        is_script = self.dataset == SCRIPT and own.dataset == "wikitext2"
+        is_theirs = self.dataset == own.dataset or is_script or (own.is_stand_in and is_file)
+        is_drawn = self.draft_temperature == own.draft_temperature
+        is_as_many = self.n_prompts in (own.n_prompts, SCRIPT_TEXTS if is_script else None)
+        return is_theirs and is_drawn and is_as_many
 
 
 @dataclass(frozen=True)
@@ -83,7 +102,13 @@ def read_tables() -> Tables:
         for part in table["parts"]:
             rows = part.get("rows", [row for row in part.get("printed", []) if row not in PEERS])
             part["rows"] = [row for text in rows for row in expand(text)]
-    return msgspec.convert(found, Tables)
+    tables = msgspec.convert(found, Tables)
+    return replace(tables, papers={name: with_own(table) for name, table in tables.papers.items()})
+
+
+def with_own(table: Table) -> Table:
+    """A paper's table, each part of which knows its own conditions whatever is made of it."""
+    return replace(table, parts=tuple(replace(part, own=part) for part in table.parts))
 
 
 def expand(text: str) -> list[str]:
@@ -128,10 +153,10 @@ def choose_parts(
 
 
 def stand_in(parts: tuple[Part, ...], unfetched: Sequence[str]) -> tuple[Part, ...]:
-    """The parts with our own prompts for the first of those on a dataset that cannot be had, beside
-    none of the figures that are of that one; the others of those are left out."""
+    """The parts with our own prompts for the first of those on a dataset that cannot be had; the
+    others of those are left out."""
     lacking = [part for part in parts if part.dataset in unfetched]
-    own = [replace(part, dataset=DATASETS[0], printed={}) for part in lacking[:1]]
+    own = [replace(part, dataset=DATASETS[0]) for part in lacking[:1]]
     return (*own, *(part for part in parts if part not in lacking))
 
 

@@ -13,7 +13,7 @@ from benchmark.peers import PEERS
 from benchmark.report import table_cells
 from benchmark.results import Options, Results, Run
 from benchmark.rows import choose_runs, settings_of
-from benchmark.tables import NOT_HERE, PRESETS, TABLES, Table, choose_parts, expand
+from benchmark.tables import NOT_HERE, PRESETS, TABLES, Table, choose_parts, expand, with_own
 from cli.errors import UsageError
 from cli.models import PYTHIA
 
@@ -45,9 +45,10 @@ def test_every_table_is_valid(name: str) -> None:
     for run in runs:
         shown[run.dataset, run.label.replace(f" on {run.dataset}", "")] = run.published
     for part in table.parts:
-        for row in part.printed:
-            assert set(part.published(row)) <= set(table.columns)
-            assert row in PEERS or shown[part.dataset, row] == part.published(row)
+        assert set(part.prints) <= set(table.columns)
+        for row, cells in part.printed.items():
+            figures = {name: cell for name, cell in zip(part.prints, cells, strict=True) if cell}
+            assert row in PEERS or shown[part.dataset, row] == figures
     _, moved = chosen(name, dataset="builtin")
     assert {run.dataset for run in moved} <= {"builtin"} and len(moved) <= len(runs)
 
@@ -127,23 +128,85 @@ def test_deagles_tables_agree_where_they_print_the_same_runs() -> None:
     assert all(votes[row] == votes[row.removesuffix(" length=literal")] for row in literal)
 
 
-def test_a_preset_is_measured_and_shows_what_is_printed(capsys: Captured, tmp_path: Path) -> None:
-    """The file alone tells both; the title says which table it is. A greedy figure stands beside no
-    sampled row."""
-    few = ["--table", "v2-1", "--dataset", "builtin", "--methods", "ar,linear K=8"]
-    few += ["--n-prompts", "1", "--prompt-tokens", "12", "--new-tokens", "6"]
-    greedy, sampled = str(tmp_path / "r.json"), str(tmp_path / "s.json")
-    assert main([*few, "--output", greedy]) == 0
+ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
+V2 = [f"{row} on wikitext2" for row in ALL]
+V2 += [f"{row} on pg19" for row in ("ar", "linear K=5", ALL[2], "dynatree D_max=9")]
+DYSPEC = ["ar", "specinfer widths=4:2:2:1:1", "sequoia N=64", "dyspec N=64"]
+HOT = [f"{row} t=0.6" for row in DYSPEC]
+COLD = [f"{row} t=0.0" for row in DYSPEC]
+DRAWN = ["ar t=0.0", "dyspec N=64 t=0.0", "ar t=0.6", "dyspec N=64 t=0.6"]
+SIXTH = ["ar", "linear K=6", "linear K=7", "fixed D=6 B=2 tau=0.05", "fixed D=7 B=2 tau=0.05"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "rows"),
+    [
+        ("v2-1", {}, V2),
+        ("v2-1", {"n_prompts": 8, "new_tokens": (1500,), "temperature": (0.0,)}, V2),
+        ("v2-1", {"repeats": 3, "dtype": "bfloat16", "draft": "other", "baseline": "dynatree"}, V2),
+        ("v2-1", {"n_prompts": 7}, []),
+        ("v2-1", {"n_prompts": 9}, []),
+        ("v2-1", {"new_tokens": (1400,)}, []),
+        ("v2-1", {"new_tokens": (1400, 1500)}, [f"{row} T=1500" for row in V2]),
+        ("v2-1", {"prompt_tokens": (700,)}, []),
+        ("v2-1", {"prompt_tokens": (800,)}, V2[:4]),
+        ("v2-1", {"temperature": (0.6,)}, []),
+        ("v2-1", {"temperature": (0.0, 0.6)}, [f"{row} t=0.0" for row in V2]),
+        ("v2-1", {"dataset": "wikitext2"}, ALL),
+        ("v2-1", {"dataset": "builtin"}, []),
+        ("v2-1", {"prompts": "own.txt"}, []),
+        ("v2-1", {"window": 512}, []),
+        ("v2-1", {"strict": True}, ["ar on wikitext2", "ar on pg19"]),
+        ("v2-1", {"methods": "linear K=8,linear K=9"}, [V2[0], V2[1], "ar on pg19"]),
+        ("v1-6", {"prompt_tokens": (200, 300)}, [f"{row} L=200" for row in SIXTH]),
+        ("v1-6", {"prompt_tokens": (200,)}, SIXTH),
+        ("dyspec-1", {}, COLD + HOT),
+        ("dyspec-1", {"temperature": (0.6,)}, DYSPEC),
+        ("dyspec-1", {"draft_temperature": 0.6, "methods": "dyspec N=64"}, DRAWN),
+        ("dyspec-1", {"draft_temperature": 0.7, "methods": "dyspec N=64"}, []),
+        ("dyspec-1", {"top_p": 0.9}, []),
+        ("dyspec-1", {"top_p": 1.0}, COLD + HOT),
+        ("dyspec-1", {"prompts": "c4.jsonl"}, COLD + HOT),
+        ("dyspec-1", {"dataset": "builtin"}, []),
+        ("dyspec-1", {"n_prompts": 10}, []),
+    ],
+)
+def test_a_papers_figures_stand_beside_its_own_prompts_and_sizes_alone(
+    name: str, changed: dict, rows: list[str]
+) -> None:
+    """They stood beside other lengths, datasets and numbers of prompts. A file may hold prompts of
+    a dataset that is not here; of models, machine and precision, which no table sets, a note tells.
+    """
+    found = [run for run in chosen(name, **changed)[1] if run.published]
+    assert sorted(run.label for run in found) == sorted(rows)
+    if changed == {"prompt_tokens": (200,)}:
+        assert [run.published["end_to_end_mean"] for run in found[:2]] == ["127.4", "175.6"]
+
+
+def test_a_preset_is_measured_and_shows_what_is_printed(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file alone tells both; the title says which table it is, and if figures are left out."""
+    table = PRESETS["v2-1"]
+    small = {"dataset": "builtin", "n_prompts": 1, "prompt_tokens": (12,), "new_tokens": (6,)}
+    part = replace(table.parts[0], **small)
+    monkeypatch.setitem(PRESETS, "v2-1", with_own(replace(table, parts=(part,))))
+    few = ["--table", "v2-1", "--methods", "ar,linear K=8"]
+    own, other = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    assert main([*few, "--output", own]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"{PRESETS['v2-1'].title}. The paper's figures are of its own" in printed
-    header, body = table_cells(Results.load(greedy))
-    named = ["end-to-end tok/s mean", "paper end-to-end tok/s mean"]
-    assert header[:5] == ["method", *named, "end-to-end x ar", "paper end-to-end x"]
+    assert f"{table.title}. The paper's figures are of its own" in printed
+    header, body = table_cells(Results.load(own))
+    named = ["end-to-end tok/s mean", "end-to-end x ar", "tok/s", "x ar"]
+    assert [title for title in header if title in named] == named
+    assert header[2::2][:2] == ["paper end-to-end tok/s mean", "paper end-to-end x"]
     cells = {line[0]: line[1:] for line in body}
     assert cells["linear K=8"][1] == "196.1±37.8" and cells["linear K=8"][3] == "1.47x"
     assert "paper exact" not in header
-    assert main([*few, "--output", sampled, "--temperature", "0.8"]) == 0
-    assert not any(run.published for run in Results.load(sampled).runs)
+    assert main([*few, "--output", other, "--new-tokens", "7"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "its figures are of other prompts, sizes or rows: none is shown." in printed
+    assert not any(run.published for run in Results.load(other).runs)
 
 
 def offline(monkeypatch: MonkeyPatch, *unfetched: str) -> None:
