@@ -85,7 +85,7 @@ def mean_cell(number: Number, row: Row) -> str:
 def ratio_cell(number: Number, row: Row) -> str:
     """How many times as fast as the baseline, by the means of both."""
     ratio = row.ratio(number.metric)
-    if ratio is None:
+    if not ratio:  # 0.0 is what is left of figures that are too far apart
         return ""
     return f"{ratio if number.metric in RATES else 1 / ratio:.2f}x"
 

@@ -98,7 +98,7 @@ def baseline_of(results: Results) -> str:
 
 def named(results: Results, text: str) -> str:
     """A title, in which the baseline has its own name."""
-    return re.sub(r"\b(x|over) ar\b", lambda word: f"{word[1]} {baseline_of(results)}", text)
+    return re.sub(r"\b(x|over) ar\b", lambda word: f"{word[1]} {shown(baseline_of(results))}", text)
 
 
 def slower_notes(rows: list[Row], baseline: str) -> list[str]:
@@ -205,8 +205,7 @@ def run_cells(results: Results, names: list[str]) -> tuple[list[str], list[list[
         columns.append(COLUMNS[name])
         if any(name in row.run.published for row in rows):
             columns.append(published(name))
-    titles = [named(results, column.title) for column in columns]
-    header = ["method"] + [shown(title) for title in titles]
+    header = ["method"] + [named(results, column.title) for column in columns]
     body = []
     for row in rows:
         body.append([shown(row.run.label)] + [column.cell(row) for column in columns])

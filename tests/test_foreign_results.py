@@ -13,7 +13,8 @@ from bench import main
 Captured = pytest.CaptureFixture[str]
 RESULTS = Path(__file__).parent.parent / "results"
 COLUMNS = ["throughput", "speedup", "spread", "predicted", "speedup_mean", "code_acceptance"]
-COLUMNS += ["setup", "draft_passes", "more_memory", "exact"]
+COLUMNS += ["setup", "draft_passes", "more_memory", "exact", "end_to_end_speedup", "wall_speedup"]
+COLUMNS += ["tokens_pooled", "iterations_mean"]
 STRANGE = (None, True, False, -1, 0, 2.5, 10**400, 1e300, 1e-300, "", "x", [], {})
 STRANGE += ("\x1b[2J\n\ud800", "ar", "../..", [[[]]], {"ar": 1})
 
@@ -32,10 +33,11 @@ def whole(table: str) -> dict:
     kept = [r for r in content["records"] if r["run"] in labels and not r["prompt"]]
     for i, record in enumerate(kept):
         record |= {"token_ids": record["token_ids"][:3], "predicted_ms": 10.0}
-        record["metrics"] |= {"peak_mb": 300.0, "code_acceptance": 0.5}
+        record["metrics"] |= {"peak_mb": 300.0, "code_acceptance": 0.5, "wall_ms": 5.0}
         if i == 4:
             record |= {"token_ids": [1], "difference": {"at": 1, "gap": None, "is_tie": False}}
     content["runs"][1]["published"]["throughput"] = "119.4"
+    content["options"]["baseline"] = "ar"
     return content | {"records": kept}
 
 
