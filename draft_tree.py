@@ -109,8 +109,8 @@ class Level(NamedTuple):
     """What a rule sees: the rows the draft has just run, and their k candidates, in order.
 
     Log-probabilities are of the distribution that candidates come from: the draft's own if they are
-    ranked, the warped one if they are drawn. What is impossible has -inf, or nan where the draft
-    overflowed; it is never added.
+    ranked, or that at a temperature of its own; the warped one if they are drawn. What is
+    impossible has -inf, or nan where the draft overflowed; it is never added.
     """
 
     depth: int  # of the rows; their children are one deeper
@@ -155,10 +155,10 @@ class Rule:
     """Which nodes a tree gets; one object per generation, so that none learns from another.
 
     Candidates are the k likeliest tokens, best first. A rule that draws gets drawn ones instead
-    when the text is sampled. Which of these it adds must not depend on what they are, nor on what
-    follows them: their values are known before they are drawn (DySpec, Eq. 11). Which of them it
-    expands may, if all that is drafted is kept; else only where no value of what follows could
-    have displaced a node.
+    when the text is sampled, or where that is asked for. Which of these it adds must not depend on
+    what they are, nor on what follows them: their values are known before they are drawn (DySpec,
+    Eq. 11). Which of them it expands may, if all that is drafted is kept; else only where no value
+    of what follows could have displaced a node.
 
     hook     when it is called                                     who needs it
     start    a text begins, its prompt not read yet                who looks at the text itself
@@ -171,6 +171,7 @@ class Rule:
 
     min_rows = 1  # to which a pass is padded at least
     is_drawing = False
+    goes_by_probs = True  # False: the same nodes whatever log-probabilities ranked candidates have
     is_chain = False  # no row of its trees has two children
     n_read = 0  # the target's candidates that `read` is told; if any, also after the prompt's
     acceptance: Acceptance | None = None  # of sampled text, if not one of acceptance.py's
@@ -309,7 +310,8 @@ def look(depth: int, candidates: Candidates, k: int, above: list[list[float]]) -
     if tokens.shape[1] > k:
         tokens, logprobs = tokens[:, :k], logprobs[:, :k]
     above = numpy.array(above, numpy.float32)  # [n, 2]
-    path_logprobs = above[:, :1] + logprobs
+    with numpy.errstate(over="ignore"):  # of the smallest temperatures: -inf
+        path_logprobs = above[:, :1] + logprobs
     values = path_logprobs if drawn_from is None else value_draws(logprobs, above)
     is_possible = values > -math.inf
     return Level(depth, tokens, logprobs, path_logprobs, values, is_possible, drawn_from)
@@ -387,6 +389,7 @@ class DynaTreeRule(Rule):
         s = settings
         max_branches = s.B_max if s.adapt_breadth else s.B_mid
         super().__init__(max_branches, s.D_max, max_rows=s.N_max, max_drafted=s.N_max)
+        self.goes_by_probs = s.adapt_breadth or s.adapt_depth or s.prune
         self.settings = settings
         self.now = settings
         self.reaches: deque[float] = deque(maxlen=s.W)  # of the last W trees

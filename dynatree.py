@@ -144,19 +144,18 @@ def open_caches(
     draft: GPTNeoX | None,
     rule: Rule,
     n_tokens: int,
-    is_drawing: bool,
+    proposed: Ranking,
     is_strict: bool,
 ) -> Iterator[list[KVCache]]:
     """The target's cache for n_tokens and a tree, and the draft's if the rule drafts; lent as long
-    as the block runs. Raises OutOfMemory unless both fit."""
+    as the block runs. proposed: what is wanted of the draft. Raises OutOfMemory unless both fit."""
     ranking = Ranking(rule.n_read)
     use = Use(rule.max_rows, rule.min_rows, ranking=ranking, is_strict=is_strict)
     needs = [(target, n_tokens + rule.max_rows, use)]
     if rule.max_depth:
         n_rows = min(rule.max_drafted, MAX_ROWS)
-        ranking = Ranking(rule.max_branches, are_logprobs=True, is_read=not is_drawing)
         n_ids = target.config.vocab_size
-        use = Use(n_rows, rule.min_rows, rule.max_drafted, n_ids, ranking)
+        use = Use(n_rows, rule.min_rows, rule.max_drafted, n_ids, proposed)
         needs.append((draft, n_tokens + rule.max_drafted, use))
     caches: list[KVCache] = []
     try:
@@ -190,7 +189,8 @@ def generate(
 ) -> Iterator[Step]:
     """Decode, one Step per commit: the target's own greedy ids, or samples of its distribution.
 
-    draft may be None for a rule that drafts no level. eos_ids end the text where they appear.
+    draft may be None for a rule that drafts no level. sampling: None is greedy; so is one of
+    temperature 0, which has a temperature for the draft. eos_ids end the text where they appear.
     commit: "keep" moves the accepted rows in the cache, "rebuild" runs them again (section 3.5):
     one more target pass, the same cache. acceptance: of sampled text, a name in acceptance.py;
     None: the rule's own, or by the kind of its trees. window: what of the text the caches keep.
@@ -207,16 +207,19 @@ def generate(
         rule = spectator(rule)
     if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
         raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
-    if acceptance and not sampling:
+    is_greedy = sampling is None or sampling.is_greedy
+    if acceptance and is_greedy:
         raise ValueError(f"acceptance {acceptance} is of sampled text, and this is greedy")
     require_ids(prompt, target.config.vocab_size)
-    sampler = sampling.sampler(target.device, watcher and watcher.tried) if sampling else None
-    drawing = sampler if rule.is_drawing else None
+    chance = sampling.sampler(target.device, watcher and watcher.tried) if sampling else None
+    proposed = proposals(rule, sampling)
+    drawing = None if proposed.is_read else chance
+    sampler = None if is_greedy else chance
     visible = list(prompt)  # the ids in the target's cache, and the pending root
     left = max_new_tokens
     watch = Stopwatch()
     n_tokens = min(len(visible) + left, window.full)
-    with open_caches(target, draft, rule, n_tokens, bool(drawing), strict) as (cache, *others):
+    with open_caches(target, draft, rule, n_tokens, proposed, strict) as (cache, *others):
         drafter = Drafter(draft, others[0], rule, drawing, watch) if others else None
         rule.start(list(prompt))
         with watch.verify:
@@ -279,6 +282,14 @@ def generate(
                 cached=lengths(cache, drafter),
                 **watch.times(),
             )
+
+
+def proposals(rule: Rule, sampling: Sampling | None) -> Ranking:
+    """What is wanted of the draft's rows: the likeliest, or their logits to draw from."""
+    if sampling and sampling.draws and rule.is_drawing:
+        return Ranking(is_read=False)
+    temperature = sampling.draft_temperature if sampling else None
+    return Ranking(rule.max_branches, are_logprobs=True, temperature=temperature or 1.0)
 
 
 def spectator(rule: Rule) -> Rule:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -50,7 +51,13 @@ from cli.models import (
     open_pair,
     require_kernels,
 )
-from cli.options import add_model_options, choose_sampling, require_drawing
+from cli.options import (
+    add_draft_options,
+    add_model_options,
+    choose_sampling,
+    require_drawing,
+    require_temperature,
+)
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
 from parallel.ranks import is_launched
@@ -86,7 +93,7 @@ def build_parser() -> Parser:
     add("--temperature", type=several(float), metavar="X,...", help="0 is greedy (0)")
     add("--top-p", type=float, metavar="P", help="of the sampled runs (1)")
     add("--seed", type=int, metavar="N", help="of the sampled runs; each prompt has its own (0)")
-    add("--draft-temperature", type=float, metavar="X", help="of what sampled runs draw (the same)")
+    add_draft_options(parser)
     add("--repeats", type=int, metavar="N", help="rounds over all prompts (1)")
     add("--pair", choices=PAIRS, help="target and draft by one name")
     add_model_options(parser)
@@ -339,7 +346,8 @@ def choose_columns(text: str | None, default: Sequence[str]) -> list[str]:
 
 def choose_sizes(part: Part, options: Options) -> Part:
     """A part with the sizes asked for."""
-    names = ("n_prompts", "prompt_tokens", "new_tokens", "temperature", "draft_temperature")
+    names = ["n_prompts", "prompt_tokens", "new_tokens", "temperature"]
+    names += ["draft_temperature", "guesses"]
     asked = {name: getattr(options, name) for name in names}
     chosen = {name: value for name, value in asked.items() if value is not None}
     if options.top_p not in (None, 1.0):  # what the papers print is sampled from all ids
@@ -356,12 +364,10 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     sizes = table.sizes()
     hot = [value for value in sizes["temperature"] if value]
     is_varied = any(len(values) > 1 for values in sizes.values())
-    for value in hot or [0.0]:
-        choose_sampling(value, options.top_p, options.seed, options.draft_temperature)
-    if options.draft_temperature is not None:
-        for run in runs:
-            if run.temperature and run.method != "ar":
-                require_drawing(run.label, settings_of(run).rule())
+    for part, value in product(table.parts, hot or [0.0]):
+        guesses = None if value else part.guesses
+        choose_sampling(value, options.top_p, options.seed, part.draft_temperature, guesses)
+    check_guesses(options, runs)
     peers = ", ".join(PEERS)
     are_told = has_peers(runs)
     device = choose_device(options.device)
@@ -385,6 +391,21 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
         require_kernels('"kernels"', device)
     if are_told:
         require_transformers()
+
+
+def check_guesses(options: Options, runs: Sequence[Run]) -> None:
+    """Raise UsageError if a row has no guesses of the kind that was asked for."""
+    if options.guesses and all(run.temperature for run in runs):
+        raise UsageError(f"--guesses {options.guesses} is of greedy text: --temperature 0")
+    for run in runs:
+        if run.method == "ar" or run.method in PEERS:
+            continue
+        rule = settings_of(run).rule()
+        is_sampled = bool(run.temperature)
+        if options.guesses == "drawn" and not is_sampled:
+            require_drawing(run.label, rule)
+        if options.draft_temperature is not None:
+            require_temperature(run.label, rule, run.is_drawn or is_sampled)
 
 
 def choose_file(args: argparse.Namespace) -> Path:

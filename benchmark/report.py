@@ -36,7 +36,7 @@ def caption(results: Results) -> str:
     """What was measured, on what, on one line."""
     what = "forwards alone"
     if results.runs:
-        temperature = sizes_text(results, "temperature")
+        temperature = sizes_text(results, "temperature") + draft_text(results)
         rounds = 1 + max((record["repeat"] for record in results.records), default=0)
         what = f"{prompts_text(results)}, temperature {temperature}, rounds: {rounds}"
     machine = results.machine
@@ -45,6 +45,17 @@ def caption(results: Results) -> str:
     if results.shared_by:
         where += f", shared out over {len(results.shared_by)} ranks"
     return shown(f"{results.table}: {what}. {models}, {where}.")
+
+
+def draft_text(results: Results) -> str:
+    """The temperature of those drafts that have one of their own, and how greedy text uses it."""
+    own = [run for run in results.runs if run.draft_temperature]
+    if not own:
+        return ""
+    heats = " / ".join(sorted({str(run.draft_temperature) for run in own}))
+    of_greedy = {"drawn" if run.is_drawn else "ranked" for run in own if not run.temperature}
+    kinds = f", greedy guesses {' or '.join(sorted(of_greedy))}" if of_greedy else ""
+    return f" (draft {heats}{kinds})"
 
 
 def prompts_text(results: Results) -> str:

@@ -63,6 +63,7 @@ class Options:
     top_p: float | None = None
     seed: int | None = None
     draft_temperature: float | None = None
+    guesses: Literal["ranked", "drawn"] | None = None
     repeats: Annotated[int, Meta(ge=1, le=10_000)] = 1
     pair: str | None = None  # a name for a target and a draft
     target: str | None = None
@@ -95,7 +96,9 @@ class Run:
     dataset: str = ""  # of its prompts
     window: Size | None = None  # latest tokens that the caches keep; None: all of the text
     sinks: Count | None = None  # first tokens that they keep beside a window
-    draft_temperature: Temperature | None = None  # of what is drafted; None: the target's
+    # Of the draft; None: none of its own, or no effect
+    draft_temperature: Temperature | None = None
+    is_drawn: bool = False  # guesses of greedy text, too
     published: dict[str, str] = field(default_factory=dict)  # by column: a paper's own figure
 
 

@@ -14,7 +14,7 @@ from benchmark.tables import SYMBOLS, Part, Table, split_list
 from cli.compare import strict_reference
 from cli.errors import UsageError
 from cli.models import Pair, Request
-from cli.options import choose_window, parse_settings, require_acceptance
+from cli.options import choose_window, has_temperature, parse_settings, require_acceptance
 from draft_tree import Settings
 from engine.sampling import Sampling
 from engine.settings import read_values
@@ -196,12 +196,18 @@ def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run
             run = replace(row, published=part.published(row.label, size), **names, **size)
             if run.acceptance and not run.temperature:
                 raise UsageError(f"{row.label}: greedy text has one acceptance; --temperature")
-            if is_drawing(run):
-                run = replace(run, draft_temperature=part.draft_temperature)
-            runs.append(run)
+            runs.append(with_draft(run, part))
     return runs
 
 
-def is_drawing(run: Run) -> bool:
-    """Whether its guesses are drawn from the draft: of a sampled text, by some methods."""
-    return bool(run.temperature) and run.method in METHODS and settings_of(run).rule().is_drawing
+def with_draft(run: Run, part: Part) -> Run:
+    """A run with a part's draft temperature, and its greedy guesses drawn at it, where that has an
+    effect."""
+    if part.draft_temperature is None or run.method not in METHODS:
+        return run
+    rule = settings_of(run).rule()
+    is_sampled = bool(run.temperature)
+    is_drawn = rule.is_drawing and part.guesses == "drawn" and not is_sampled
+    if has_temperature(rule, is_drawn or is_sampled):
+        run = replace(run, draft_temperature=part.draft_temperature, is_drawn=is_drawn)
+    return run

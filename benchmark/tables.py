@@ -34,7 +34,8 @@ class Part:
     prompt_tokens: tuple[int, ...] = (150,)
     new_tokens: tuple[int, ...] = (128,)
     temperature: tuple[float, ...] = (0.0,)
-    draft_temperature: float | None = None  # of sampled runs; None: the target's
+    draft_temperature: float | None = None  # where it has an effect; None: as Run has it
+    guesses: str = "ranked"  # of greedy runs that have a draft temperature; or drawn
     prints: tuple[str, ...] = ()  # columns in which a paper prints figures of its own
     printed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by row; "" is none
     is_stand_in: bool = False  # the paper's dataset is not here, but a file of prompts may be it
@@ -62,7 +63,7 @@ class Part:
         is_file = self.dataset not in DATASETS
         is_script = self.dataset == SCRIPT and own.dataset == "wikitext2"
         is_theirs = self.dataset == own.dataset or is_script or (own.is_stand_in and is_file)
-        is_drawn = self.draft_temperature == own.draft_temperature
+        is_drawn = self.draft_temperature == own.draft_temperature and self.guesses == own.guesses
         is_as_many = self.n_prompts in (own.n_prompts, SCRIPT_TEXTS if is_script else None)
         return is_theirs and is_drawn and is_as_many
 

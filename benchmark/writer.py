@@ -16,7 +16,6 @@ from benchmark.rows import request_of, settings_of
 from cli.errors import say
 from cli.main import WARM_UP_STEPS
 from cli.models import Pair, overflow_note
-from cli.options import choose_sampling
 from dynatree import Step
 from engine.sampling import Sampling
 
@@ -86,8 +85,9 @@ class Writer:
     def sampling(self, text: Text) -> Sampling | None:
         """Another seed for every prompt and round, the same for every method."""
         run = text.run
-        if not run.temperature:
+        if not run.temperature and not run.draft_temperature:
             return None
         n_prompts = len(self.prompts[run.dataset])
         seed = (self.options.seed or 0) + text.repeat * n_prompts + text.prompt
-        return choose_sampling(run.temperature, self.options.top_p, seed, run.draft_temperature)
+        top_p = self.options.top_p if run.temperature and self.options.top_p else 1.0
+        return Sampling(run.temperature, top_p, seed, run.draft_temperature, run.is_drawn)

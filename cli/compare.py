@@ -103,7 +103,7 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
     ar = reference.metrics().throughput
     speedup = written.metrics().throughput / ar if ar else 1.0
     found = Comparison(ar, speedup, exact=None, is_strict=request.strict)
-    if request.sampling:
+    if request.is_sampled:
         return found
     theirs = reference.ids.tolist()
     at = first_difference(written.ids.tolist(), theirs)

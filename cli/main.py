@@ -27,6 +27,7 @@ from cli.options import (
     read_prompt,
     require_acceptance,
     require_drawing,
+    require_temperature,
 )
 from cli.page import require_places, save_trace
 from cli.terminal import describe, draw_tree, harmless, has_color
@@ -98,11 +99,15 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
     settings = parse_settings(METHODS[args.method], args.set)
     rule = settings.rule()
-    sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
-    if args.draft_temperature is not None:
+    sampling = choose_sampling(
+        args.temperature, args.top_p, args.seed, args.draft_temperature, args.guesses
+    )
+    if args.guesses == "drawn":
         require_drawing(args.method, rule)
+    if args.draft_temperature is not None:
+        require_temperature(args.method, rule, sampling.draws)
     if args.accept:
-        if not sampling:
+        if not args.temperature:
             raise UsageError("--accept needs a --temperature above 0: greedy text has no choice")
         require_acceptance(f"--accept {args.accept}", rule, args.accept)
     text = read_prompt(args.prompt, args.prompt_file)
@@ -136,7 +141,7 @@ def describe_rest(request: Request) -> dict:
         "strict": request.strict,
         "prompt_tokens": len(request.prompt),
         "sampling": asdict(request.sampling) if request.sampling else None,
-        "acceptance": name_of(request) if request.sampling else None,
+        "acceptance": name_of(request) if request.is_sampled else None,
         "window": None if is_whole else asdict(request.window),
     }
 

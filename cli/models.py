@@ -171,12 +171,16 @@ class Request:
     settings: Settings  # the method's
     max_new_tokens: int
     _: KW_ONLY
-    sampling: Sampling | None = None  # None is greedy
+    sampling: Sampling | None = None  # None is greedy, as dynatree.generate has it
     window: Window = WHOLE_TEXT
     eos_ids: Sequence[int] = ()
     commit: str = "keep"
     strict: bool = False
     acceptance: str | None = None  # of sampled text; None is the method's own
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.sampling is not None and not self.sampling.is_greedy
 
     def decode(
         self,

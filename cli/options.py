@@ -22,6 +22,7 @@ from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 from methods import METHODS
 
 Kind = TypeVar("Kind")
+GUESSES = ("ranked", "drawn")
 MAX_PROMPT_BYTES = 4_000_000  # of a file: a long novel, some 500 times Pythia's positions
 
 
@@ -45,32 +46,63 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens reaching P (1)")
     add("--seed", type=int, metavar="N", help="of the sampling (0)")
-    add("--draft-temperature", type=float, metavar="X", help="of drawn guesses (--temperature's)")
+    add_draft_options(parser)
+
+
+def add_draft_options(parser: argparse.ArgumentParser) -> None:
+    """How guesses come from the draft."""
+    add = parser.add_argument
+    own = "of the draft (--temperature's where guesses are drawn, 1 where they are ranked)"
+    add("--draft-temperature", type=float, metavar="X", help=own)
+    of_greedy = "of greedy text: the draft's likeliest (default), or drawn at its temperature"
+    add("--guesses", choices=GUESSES, help=of_greedy)
 
 
 def choose_sampling(
-    temperature: float, top_p: float | None, seed: int | None, draft_temperature: float | None
+    temperature: float,
+    top_p: float | None,
+    seed: int | None,
+    draft_temperature: float | None,
+    guesses: str | None,
 ) -> Sampling | None:
-    """None for greedy. Raises UsageError, also for options that greedy decoding ignores."""
-    given = {"--top-p": top_p, "--seed": seed, "--draft-temperature": draft_temperature}
+    """None for greedy, if the draft has no temperature. Raises UsageError, also for options that
+    would have no effect."""
+    is_drawn = guesses == "drawn"
     if temperature == 0:
-        for name, value in given.items():
+        if is_drawn and draft_temperature is None:
+            raise UsageError("--guesses drawn of greedy text needs a --draft-temperature")
+        for name, value in {"--top-p": top_p, "--seed": None if is_drawn else seed}.items():
             if value is not None:
                 raise UsageError(f"{name} needs a --temperature above 0")
-        return None
+        if draft_temperature is None:
+            return None
+    elif guesses:
+        raise UsageError(f"--guesses {guesses} is of greedy text: --temperature 0")
+    top_p = 1.0 if top_p is None else top_p
     try:
-        return Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0, draft_temperature)
+        return Sampling(temperature, top_p, seed or 0, draft_temperature, is_drawn)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
 
 
+def has_temperature(rule: Rule, draws: bool) -> bool:
+    """Whether a draft's temperature changes its trees. draws: where the rule can."""
+    return (draws and rule.is_drawing) or (rule.max_depth > 0 and rule.goes_by_probs)
+
+
+def require_temperature(row: str, rule: Rule, draws: bool) -> None:
+    """Raise UsageError, naming the row, if its trees are the same at any draft temperature."""
+    if not has_temperature(rule, draws):
+        why = f"no probability that a draft gives shapes the trees of {row}"
+        raise UsageError(f"--draft-temperature has no effect: {why}")
+
+
 def require_drawing(row: str, rule: Rule) -> None:
-    """Raise UsageError, naming the row, if its guesses are not drawn from the draft."""
-    if rule.is_drawing:
-        return
-    drawing = [name for name, kind in METHODS.items() if kind().rule().is_drawing]
-    why = f"no guess of {row} is drawn; those of {', '.join(drawing)} are"
-    raise UsageError(f"--draft-temperature has no effect: {why}")
+    """Raise UsageError, naming the row, if its guesses cannot be drawn from the draft."""
+    if not rule.is_drawing:
+        drawing = [name for name, kind in METHODS.items() if kind().rule().is_drawing]
+        why = f"no guess of {row} is drawn; those of {', '.join(drawing)} can be"
+        raise UsageError(f"--guesses drawn has no effect: {why}")
 
 
 def require_acceptance(row: str, rule: Rule, name: str) -> None:

@@ -1,7 +1,7 @@
 """Temperature and top-p, and drawing from what they leave, from one seed.
 
-Both models' distributions are warped alike, unless the draft has a temperature of its own; greedy
-decoding is argmax and never comes here.
+Both models' distributions are warped alike, unless the draft has a temperature of its own. Greedy
+text is argmax and never comes here, but its guesses do if they are to be drawn.
 
     sampler = Sampling(temperature=0.8, top_p=0.95, seed=0).sampler(device)
     probs = sampler.warp(logits)  # [n, V]
@@ -18,7 +18,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from engine.scores import FEW, few_best
+from engine.scores import FEW, few_best, tempered
 
 ONE = 2**40  # the probability 1 in whole numbers
 LAST_SEED = 2**63 - 1
@@ -30,13 +30,16 @@ FLOAT32 = torch.finfo(torch.float32)  # in which logits are divided and probabil
 class Sampling:
     """How to sample; the same settings and seed on the same machine give the same text."""
 
-    temperature: float  # > 0; divides the logits
+    temperature: float  # divides the target's logits; 0: greedy text, by a draft of its own
     top_p: float = 1.0  # in (0, 1]; the likeliest tokens that together reach it are kept
     seed: int = 0
-    draft_temperature: float | None = None  # of what is drawn from the draft; None: the same
+    # Divides the draft's logits; None: the target's if guesses are drawn, 1 if they are ranked
+    draft_temperature: float | None = None
+    is_drawn: bool = False  # guesses of greedy text are, too, by methods that draw
 
     def __post_init__(self) -> None:
-        require_float32("temperature", self.temperature)
+        if self.temperature or self.draft_temperature is None:
+            require_float32("temperature", self.temperature)
         if self.draft_temperature is not None:
             require_float32("draft-temperature", self.draft_temperature)
         if not 0 < self.top_p <= 1:
@@ -44,6 +47,15 @@ class Sampling:
         require_float32("top-p", self.top_p)
         if not 0 <= self.seed <= LAST_SEED:
             raise ValueError(f"seed {self.seed} is outside 0 to 2^63 - 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether methods that draw do so: their guesses are the likeliest else."""
+        return self.is_drawn or not self.is_greedy
 
     def sampler(self, device: torch.device, tried: "Tried | None" = None) -> "Sampler":
         """A fresh sampler, for one generation. tried: told of each child that acceptance tries."""
@@ -81,9 +93,7 @@ class Sampler:
         return self.warp_at(self.settings.draft_temperature or self.settings.temperature, logits)
 
     def warp_at(self, temperature: float, logits: Tensor) -> Tensor:
-        # Shifted first: a tiny temperature may then send all but the best to -inf, never to nan
-        scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
-        probs = torch.softmax(scaled, dim=-1)
+        probs = torch.softmax(tempered(logits, temperature), dim=-1)
         if self.settings.top_p == 1:
             return probs
         # Ranking a few is a tenth of the work; on CUDA to ask whether they do would be a wait

@@ -27,6 +27,7 @@ class Ranking(NamedTuple):
     k: int = 0  # candidates
     are_logprobs: bool = False  # their values; else they are logits
     is_read: bool = True  # False: nothing, as of a draft from which candidates are drawn
+    temperature: float = 1.0  # of log-probabilities: divides the logits before
 
 
 class Scores(NamedTuple):
@@ -46,7 +47,7 @@ def scores_of(logits: Tensor, ranking: Ranking) -> Scores:
     if logits.device.type != "cpu":
         return read_ranked(logits, rank(logits, ranking).cpu(), ranking.k)
     k = min(ranking.k, logits.shape[1])
-    values = torch.log_softmax(logits, dim=-1) if ranking.are_logprobs else logits
+    values = values_of(logits, ranking)
     numbers = values.detach().numpy()
     n_found = max(k, 1) if k <= FEW else 1
     if n_found > 1 and not ranking.are_logprobs:
@@ -56,6 +57,23 @@ def scores_of(logits: Tensor, ranking: Ranking) -> Scores:
     if k > FEW:
         found, ids = (tensor.numpy() for tensor in values.topk(k))
     return Scores(logits, highest, best, found[:, :k], ids[:, :k])
+
+
+def values_of(logits: Tensor, ranking: Ranking) -> Tensor:
+    """What the candidates of logits [n, V] are ranked by, [n, V]: these, or log-probabilities."""
+    if not ranking.are_logprobs:
+        return logits
+    return torch.log_softmax(tempered(logits, ranking.temperature), dim=-1)
+
+
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Logits [n, V] at a temperature.
+
+    Shifted first: a tiny one may then send all but the best to -inf, never to nan.
+    """
+    if temperature == 1:
+        return logits
+    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
 
 
 def maxima(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
@@ -78,12 +96,12 @@ def rank(logits: Tensor, ranking: Ranking, has_kernels: bool = False) -> Tensor:
 
     Ids travel as float32, too, which is exact below 2^24. has_kernels: by those of our own.
     """
+    k = min(ranking.k, logits.shape[1])
     if has_kernels:
         from engine import kernels  # here, as most machines have no triton
 
-        return kernels.rank(logits, min(ranking.k, logits.shape[1]), ranking.are_logprobs)
-    values = torch.log_softmax(logits, dim=-1) if ranking.are_logprobs else logits
-    k = min(ranking.k, logits.shape[1])
+        return kernels.rank(tempered(logits, ranking.temperature), k, ranking.are_logprobs)
+    values = values_of(logits, ranking)
     if k > FEW:  # topk does not say which of equals it takes
         few = [*few_best(values, 1), values.topk(k)]
     else:

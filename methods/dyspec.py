@@ -1,18 +1,21 @@
 """dyspec: the nodes of the highest estimated value, whatever shape they make (Xiong et al. 2024).
 
 A node's value estimates the chance that its guess is reached and accepted. Ranked children
-(greedy): p(u), the draft's probability of the path. Drawn children (sampling): the chance that the
-path is accepted and every elder sibling is not, known before the child itself is drawn (Eq. 11;
-`value_draws` in engine/sampling.py).
+(greedy): p(u), the draft's probability of the path. Drawn children (sampling, or where greedy text
+asks for them): the chance that the path is accepted and every elder sibling is not, known before
+the child itself is drawn (Eq. 11; `value_draws` in engine/sampling.py).
 
-Two forms. Exact (Algorithm 1): the N highest values. Algorithm 1 takes them off a heap one by one,
-each the child or the younger sibling of one before it, and no value is higher than that of the node
-it follows. So growing by levels, with one draft pass each, and keeping the N best so far gives the
-heap's set; and as no value knows of its own draw, or of anything below or after it, a sampled text
-loses nothing by that choice. Threshold (Algorithm 2, whose `while v < t` is a misprint for >=): all
+Two forms. Exact: the N highest values; drawn that is Algorithm 1, ranked the greedy choice of its
+appendix D.1, which Algorithm 1 with the likeliest token for the draw is not: its keys are values
+before the draw. Either takes nodes off a heap one by one, each the child or the younger sibling of
+one before it, and no value is higher than that of the node it follows. So growing by levels, with
+one draft pass each, and keeping the N best so far gives the heap's set; and as no value of a drawn
+node knows of its own draw, or of anything below or after it, a sampled text loses nothing by that
+choice. Threshold (Algorithm 2, whose `while v < t` is a misprint for >=): all
 nodes of value t or more, up to N.
 
     python dynatree.py --method dyspec --set N=32 --prompt "..."
+    python dynatree.py --method dyspec --draft-temperature 0.6 --guesses drawn --prompt "..."
 """
 
 import math

@@ -138,6 +138,9 @@ class GraftRule(Rule):
         self.table: SuccessorTable = {}
         self.n_read = len(RANK_PROBS) if graft_depth else 0
         self.is_drawing = base.is_drawing
+        # A base's nodes are cut by value if they are too many, and those at the tail compared
+        is_cut = n_drafted > self.max_kept
+        self.goes_by_probs = base.goes_by_probs or bool(checkpoints) or is_at_tail or is_cut
         self.deepest, self.rank_gate = base.deepest, base.rank_gate
         if base.budget != "N":  # else "rows": two settings of this name, and the smaller counts
             self.budget = "N" if n_rows < base.max_rows else base.budget

@@ -7,7 +7,7 @@ after its elder siblings, so none is there without them. `python tools/calibrate
 chances, and which N and D_max fit the machine.
 
 When the text is sampled children are drawn, without replacement: the shape never depends on what
-they are.
+they are, nor on how likely.
 
     python dynatree.py --method sequoia --set N=24 --set p=0.6:0.15:0.05 --prompt "..."
 
@@ -111,6 +111,7 @@ class SequoiaRule(Rule):
     """One generation of Sequoia; between the levels of a tree it knows which nodes have run."""
 
     is_drawing = True
+    goes_by_probs = False
     budget, deepest = "N", "D_max"
 
     def __init__(self, shape: Shape, max_depth: int):

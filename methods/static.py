@@ -135,6 +135,10 @@ class StaticRule(Rule):
         self.is_chain = widest == 1
         self.widths = widths
 
+    @property
+    def goes_by_probs(self) -> bool:
+        return max(self.least_to_add, self.least_to_expand) > -math.inf
+
     def expand(self, level: Level) -> tuple[Gates, Gates]:
         is_wanted = numpy.zeros(level.tokens.shape, dtype=bool)
         is_wanted[:, : self.widths[level.depth]] = True

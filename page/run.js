@@ -7,7 +7,7 @@
 const data = JSON.parse(byId("data").textContent);
 const { iterations, settings } = data;
 const lastIteration = iterations.length - 1;
-const isSampled = Boolean(settings.sampling);
+const isSampled = Boolean(settings.sampling?.temperature);
 
 const STEPS = ["draft", "mask", "verify", "accept", "commit", "adapt"]; // as in the README
 

@@ -343,7 +343,10 @@ def test_a_text_that_is_not_its_references(
         (["--methods", "linear block"], "linear block: greedy text has one acceptance"),
         (["--methods", "fixed block"], "fixed block: block is for chains"),
         (["--methods", "linear block token"], "'linear block token' names two acceptances"),
-        (["--temperature", "0,1", "--draft-temperature", "1"], "no guess of fixed t=1.0 is drawn"),
+        (["--temperature", "0,1", "--draft-temperature", "1"], "shapes the trees of linear t=0.0"),
+        (["--guesses", "drawn", "--draft-temperature", "1"], "no guess of fixed is drawn"),
+        (["--guesses", "drawn"], "--guesses drawn of greedy text needs a --draft-temperature"),
+        (["--guesses", "drawn", "--temperature", "1"], "--guesses drawn is of greedy text"),
         (["--n-prompts", "0"], "Expected `int` >= 1, at --n-prompts"),
         (["--repeats", "0"], "Expected `int` >= 1, at --repeats"),
         (["--table", "steps", "--methods", "ar"], "runs no methods"),
@@ -506,7 +509,7 @@ def test_what_a_row_says_is_how_its_text_is_written(
 
     def generate(*args: object, **how: object) -> Iterator[Step]:
         sampling = how["sampling"]
-        heat = sampling and (sampling.temperature, sampling.draft_temperature)
+        heat = sampling and (sampling.temperature, sampling.draft_temperature, sampling.is_drawn)
         seen.add((args[3], how["strict"], how["window"], how["commit"], heat))
         accepted_by.add((args[3], how["acceptance"]))
         return real(*args, **how)
@@ -536,9 +539,15 @@ def test_what_a_row_says_is_how_its_text_is_written(
     options = ["--temperature", "0.8", "--draft-temperature", "0.5", "--columns", "exact"]
     options += ["--methods", "linear,linear block,linear traversal"]
     run_bench(capsys, tmp_path / "b.json", *QUICK, *options)
-    assert {(how[0], how[4]) for how in seen} == {(ar, (0.8, None)), (linear, (0.8, 0.5))}
+    hot, drafted = (0.8, None, False), (0.8, 0.5, False)
+    assert {(how[0], how[4]) for how in seen} == {(ar, hot), (linear, drafted)}
     named = {(linear, None), (linear, "block"), (linear, "traversal")}
     assert accepted_by == {(ar, None), *named}
+    seen.clear()
+    options = ["--draft-temperature", "0.5", "--guesses", "drawn", "--methods", "linear"]
+    results, printed = run_bench(capsys, tmp_path / "c.json", *QUICK, *options)
+    assert {(how[0], how[4]) for how in seen} == {(ar, None), (linear, (0.0, 0.5, True))}
+    assert "temperature 0.0 (draft 0.5, greedy guesses drawn)" in " ".join(printed.split())
 
 
 def test_the_enlarged_pair_is_made_once(

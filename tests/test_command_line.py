@@ -106,8 +106,17 @@ def test_sampled_text(method: str, capsys: Captured) -> None:
     other = run_json(capsys, hot + TWINS + ["--compare"])
     assert first["token_ids"] == again["token_ids"] != other["token_ids"]
     sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "draft_temperature": None}
-    assert first["settings"]["sampling"] == sampling
+    assert first["settings"]["sampling"] == sampling | {"is_drawn": False}
     assert other["compare"]["exact"] is None and other["compare"]["speedup"] > 0
+
+
+@pytest.mark.parametrize("guesses", [[], ["--guesses", "drawn", "--seed", "3"]])
+def test_greedy_text_by_a_draft_at_a_temperature(guesses: list[str], capsys: Captured) -> None:
+    """Is held against ar's, and has no acceptance to choose."""
+    options = ["--method", "dyspec", "--draft-temperature", "0.6", *guesses, "--compare"]
+    found = run_json(capsys, options + ["--max-new-tokens", "12"])
+    assert found["compare"]["exact"] and found["settings"]["acceptance"] is None
+    assert found["settings"]["sampling"]["is_drawn"] == bool(guesses)
 
 
 def test_what_accepts_a_sampled_text_is_chosen(capsys: Captured) -> None:

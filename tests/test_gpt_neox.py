@@ -228,14 +228,14 @@ def test_non_finite_row_stays_alone(
     assert_close(after[0], run(model, path_text(TREE, path) + [3])[-1])
 
 
-@pytest.mark.parametrize("are_logprobs", [False, True])
+@pytest.mark.parametrize(("are_logprobs", "heat"), [(False, 1.0), (True, 1.0), (True, 0.6)])
 @pytest.mark.parametrize("k", [0, 1, 3, FEW, FEW + 1, 60])
-def test_a_device_ranks_as_the_host_does(k: int, are_logprobs: bool) -> None:
+def test_a_device_ranks_as_the_host_does(k: int, are_logprobs: bool, heat: float) -> None:
     """Of equals the first, however few ids there are, and nan is not lost."""
     logits = torch.randint(0, 9, (6, 50), generator=torch.Generator().manual_seed(k)).float()
     logits[2, 7], logits[3, 9] = torch.inf, torch.nan
     before = logits.clone()
-    ranking = Ranking(k, are_logprobs)
+    ranking = Ranking(k, are_logprobs, temperature=heat)
     found = read_ranked(logits, rank(logits, ranking), k)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     for ours, right in zip(found[1:3], scores_of(logits, ranking)[1:3], strict=True):
@@ -358,20 +358,21 @@ def test_a_model_that_is_dropped_is_gone(is_on_gpu: bool, monkeypatch: MonkeyPat
 # What comes to the host with a pass.
 
 
-@pytest.mark.parametrize("are_logprobs", [False, True])
+@pytest.mark.parametrize(("are_logprobs", "heat"), [(False, 1.0), (True, 1.0), (True, 0.5)])
 @pytest.mark.parametrize("k", [0, 1, 3, FEW, FEW + 1, 40])
-def test_what_the_host_is_told_of_each_row(k: int, are_logprobs: bool) -> None:
+def test_what_the_host_is_told_of_each_row(k: int, are_logprobs: bool, heat: float) -> None:
     """Against a sort: the best id, of equals the first, and candidates, no more than there are ids;
     the logits stay as they are, for whoever samples."""
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(k))
     logits[1:3] = logits[1:3].round()  # with equals
     logits[3, 7], logits[4, 9] = torch.nan, torch.inf
     before = logits.clone()
-    scores = scores_of(logits, Ranking(k, are_logprobs))
+    scores = scores_of(logits, Ranking(k, are_logprobs, temperature=heat))
     assert scores.logits is logits
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
     assert math.isnan(scores.highest[3]) and not math.isfinite(scores.highest[4])
-    values = torch.log_softmax(logits, dim=-1) if are_logprobs else logits
+    highest = logits.amax(dim=-1, keepdim=True) if heat != 1 else 0.0
+    values = torch.log_softmax((logits - highest) / heat, dim=-1) if are_logprobs else logits
     for row in (0, 1, 2, 5):
         ranked = sorted(range(30), key=lambda i, row=row: -float(logits[row, i]))
         assert scores.best[row] == ranked[0]

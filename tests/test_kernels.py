@@ -200,15 +200,15 @@ def test_a_row_that_sees_one_slot_has_its_value(dtype: torch.dtype) -> None:
     assert torch.equal(both[:5], expected) and both[5].isnan().all()
 
 
-@pytest.mark.parametrize("are_logprobs", [False, True])
 @pytest.mark.parametrize(
     ("k", "n", "n_ids"), [(0, 2, 300), (1, 3, 5000), (4, 3, 5000), (10, 1, 50304)]
 )
-def test_rank(k: int, n: int, n_ids: int, are_logprobs: bool) -> None:
+@pytest.mark.parametrize(("are_logprobs", "temperature"), [(False, 1.0), (True, 1.0), (True, 0.6)])
+def test_rank(k: int, n: int, n_ids: int, are_logprobs: bool, temperature: float) -> None:
     """Of some of the columns, as of a draft that knows more ids than the target."""
     logits = 3 * drawn(k, n, n_ids + 8)[:, :n_ids]
-    ranked = kernels.rank(logits, k, are_logprobs)
-    assert_near(ranked, scores.rank(logits, Ranking(k, are_logprobs)))
+    ranking = Ranking(k, are_logprobs, temperature=temperature)
+    assert_near(scores.rank(logits, ranking, has_kernels=True), scores.rank(logits, ranking))
 
 
 def test_of_equal_logits_the_first_is_first() -> None:

@@ -128,6 +128,18 @@ def test_deagles_tables_agree_where_they_print_the_same_runs() -> None:
     assert all(votes[row] == votes[row.removesuffix(" length=literal")] for row in literal)
 
 
+def test_dyspecs_tables_draw_at_their_drafts_temperature() -> None:
+    """Greedy text, too (5.1); ranked by an option, and then only dyspec goes by probabilities."""
+    by_label = {run.label: run for run in chosen("dyspec-1")[1]}
+    drafted = [run for run in by_label.values() if run.method != "ar"]
+    assert all(run.draft_temperature == 0.6 for run in drafted)
+    assert {run.is_drawn for run in drafted if run.temperature} == {False}
+    assert {run.is_drawn for run in drafted if not run.temperature} == {True}
+    greedy = [run for run in chosen("dyspec-1", guesses="ranked")[1] if not run.temperature]
+    assert not any(run.is_drawn for run in greedy)
+    assert [run.method for run in greedy if run.draft_temperature] == ["dyspec"]
+
+
 ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
 V2 = [f"{row} on wikitext2" for row in ALL]
 V2 += [f"{row} on pg19" for row in ("ar", "linear K=5", ALL[2], "dynatree D_max=9")]

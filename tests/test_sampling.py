@@ -411,6 +411,8 @@ def test_the_same_seed_gives_the_same_text(method: str) -> None:
     ("values", "message"),
     [
         ({"temperature": 0.0}, "temperature 0.0 is not a positive number"),
+        ({"temperature": 0.0, "is_drawn": True}, "temperature 0.0 is not a positive number"),
+        ({"temperature": 0.0, "draft_temperature": 0.0}, "draft-temperature 0.0 is not"),
         ({"temperature": math.inf}, "temperature inf"),
         ({"temperature": math.nan}, "temperature nan is not"),
         ({"temperature": 1e-46}, "temperature 1e-46 is not a positive number of float32"),

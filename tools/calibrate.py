@@ -99,7 +99,9 @@ def choose_tree(
 def execute(args: Namespace) -> int:
     if min(args.n_prompts, args.prompt_tokens) < 1 or args.new_tokens < 3:
         raise UsageError("--n-prompts and --prompt-tokens are at least 1, --new-tokens 3")
-    sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
+    sampling = choose_sampling(
+        args.temperature, args.top_p, args.seed, args.draft_temperature, args.guesses
+    )
     texts = load_prompts(DATASETS[0], args.prompts)  # a mistake is told before models are loaded
     pair, _ = open_pair(args, True, say)
     n_ids = pair.target.config.vocab_size

@@ -25,6 +25,8 @@ from .timeline import timeline
 pytestmark = pytest.mark.cuda
 PREFIX = [i % 90 for i in range(260)]
 SAMPLING = Sampling(temperature=0.8)
+COLD = Sampling(0.0, draft_temperature=0.6)
+DRAWN = Sampling(0.0, draft_temperature=0.6, is_drawn=True)
 
 
 def make_model(device: str) -> GPTNeoX:
@@ -91,16 +93,26 @@ def test_what_is_drawn_from_is_not_ranked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "sampling", "has_ranks"),
-    [("linear", None, True), ("linear", SAMPLING, False), ("dynatree", SAMPLING, True)],
+    ("method", "sampling", "has_ranks", "temperature"),
+    [
+        ("linear", None, True, 1.0),
+        ("linear", SAMPLING, False, 1.0),
+        ("dynatree", SAMPLING, True, 1.0),
+        ("dyspec", COLD, True, 0.6),
+        ("dyspec", DRAWN, False, 1.0),
+        ("dynatree", DRAWN, True, 0.6),
+    ],
 )
-def test_which_drafts_are_ranked(method: str, sampling: Sampling | None, has_ranks: bool) -> None:
+def test_which_drafts_are_ranked(
+    method: str, sampling: Sampling | None, has_ranks: bool, temperature: float
+) -> None:
+    """And at which temperature: a graph is of one."""
     target, draft = make_model("cuda"), make_model("cuda")
     settings = METHODS[method]()
     list(generate(target, draft, PREFIX[:20], settings, 10, sampling=sampling))
-    for model, is_ranked in ((target, True), (draft, has_ranks)):
-        shapes = model.pool.idle[0].passes.captured
-        assert {shape.ranking.is_read for shape in shapes} == {is_ranked}
+    for model, expected in ((target, (True, 1.0)), (draft, (has_ranks, temperature))):
+        rankings = {shape.ranking for shape in model.pool.idle[0].passes.captured}
+        assert {(ranking.is_read, ranking.temperature) for ranking in rankings} == {expected}
 
 
 def test_no_timed_pass_is_the_first_of_its_graph() -> None:

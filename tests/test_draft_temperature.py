@@ -1,0 +1,132 @@
+"""A draft temperature of its own: what it changes of the trees, and that it changes no greedy text.
+
+Ranked, a tree is the one that the draft's logits divided by it would give; drawn, it is compared
+with DySpec's Algorithm 1 in tests/test_dyspec.py.
+"""
+
+import functools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import Stub, random_settings
+from test_exactness import CASES, check, random_case
+from torch import Tensor
+
+from cli.options import has_temperature
+from draft_tree import Settings, Tree
+from dynatree import Step, generate
+from engine.sampling import Sampling
+from methods import METHODS
+from methods.drafting import DRAFTING
+from methods.retrieval import Graft
+from methods.static import Fixed
+from verify import cut
+
+N_IDS = 40
+HEATS = (0.3, 0.6, 2.5)
+WITH_DRAFT = [*DRAFTING, "graft", "auto"]
+
+
+@pytest.mark.parametrize("guesses", ["ranked", "drawn"])
+@pytest.mark.parametrize("method", WITH_DRAFT)
+def test_greedy_text_is_the_targets_own(
+    method: str, guesses: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the draft and the tree's shape; acceptance knows nothing of where a node is from."""
+    n_equal = n_drawn = 0
+    for number in range(CASES):
+        case = random_case(method, "tight", number)
+        sampling = Sampling(0.0, 1.0, number, HEATS[number % 3], guesses == "drawn")
+        models = case.target, case.draft
+        options = {"eos_ids": case.eos_ids, "commit": case.commit, "sampling": sampling}
+        steps = list(generate(*models, case.prompt, case.settings, case.limit, **options))
+        expected = cut(case.greedy, case.eos_ids, case.limit)
+        n_equal += check(case.target, case.prompt, steps, expected)
+        n_drawn += any(step.tree.drawn_from for step in steps[1:])
+    assert n_equal >= CASES - 2
+    draws = METHODS[method]().rule().is_drawing
+    if method != "graft":  # whose base decides
+        assert (n_drawn > 0) == (draws and guesses == "drawn")
+
+
+@functools.cache
+def table(seed: int) -> Tensor:
+    """Logits [V, V] of the next token after each token, peaked after some."""
+    generator = torch.Generator().manual_seed(seed)
+    heat = 4 * torch.rand(N_IDS, 1, generator=generator)
+    return heat * torch.randn(N_IDS, N_IDS, generator=generator)
+
+
+def trees(settings: Settings, sampling: Sampling | None, divisor: float = 1.0) -> list[Tree]:
+    """Of a text by a draft that is nearly the target, its logits divided by so much."""
+    target = Stub(lambda tokens, positions: table(0)[tokens], N_IDS)
+    near = (table(0) + 0.3 * table(1)) / divisor
+    draft = Stub(lambda tokens, positions: near[tokens], N_IDS)
+    steps: list[Step] = list(generate(target, draft, [3, 1], settings, 40, sampling=sampling))
+    return [step.tree for step in steps[1:]]
+
+
+def assert_same(ours: list[Tree], theirs: list[Tree]) -> None:
+    assert [(t.tokens, t.parents) for t in ours] == [(t.tokens, t.parents) for t in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        expected = pytest.approx(other.path_logprobs, abs=1e-4)
+        assert one.path_logprobs == expected
+
+
+def timeless(settings: Settings) -> Settings:
+    """Without the clock, by which auto decides what is drafted."""
+    return replace(settings, learn=False) if hasattr(settings, "learn") else settings
+
+
+@pytest.mark.parametrize("method", WITH_DRAFT)
+def test_a_ranked_tree_is_that_of_the_divided_logits(method: str) -> None:
+    """Node for node, with its probabilities. Where the shape does not go by these, no node is
+    another at any temperature, which is why the command line refuses one there."""
+    seen: Counter[str] = Counter()
+    for number in range(9):
+        rng = random.Random(number)
+        settings = timeless(random_settings(method, rng) if number else METHODS[method]())
+        heat = HEATS[number % 3]
+        ours = trees(settings, Sampling(0.0, draft_temperature=heat))
+        assert_same(ours, trees(settings, None, divisor=heat))
+        is_other = [t.tokens for t in ours] != [t.tokens for t in trees(settings, None)]
+        seen["another shape"] += is_other
+        assert has_temperature(settings.rule(), draws=False) or not is_other, settings
+    is_fixed = method in ("linear", "specinfer", "sequoia")
+    assert (seen["another shape"] == 0) == is_fixed
+
+
+def test_sampled_text_by_a_ranking_method_has_one_too() -> None:
+    """Its trees are those of the divided logits, its text is sampled as without."""
+    cold, plain = Sampling(0.8, seed=2, draft_temperature=0.4), Sampling(0.8, seed=2)
+    ours = trees(METHODS["dynatree"](), cold)
+    assert_same(ours, trees(METHODS["dynatree"](), plain, divisor=0.4))
+    assert [len(tree) for tree in ours] != [len(t) for t in trees(METHODS["dynatree"](), plain)]
+
+
+def test_which_rules_go_by_probabilities() -> None:
+    """Of settings that switch it: thresholds of 0, and what graft adds to its base."""
+    kinds = {
+        Fixed(): True,
+        Fixed(tau=0.0): False,
+        METHODS["dynatree"](adapt_breadth=False, adapt_depth=False, prune=False): False,
+        METHODS["confident"](p_min=0.0): False,
+        Graft(base="linear", checkpoints="off"): False,
+        Graft(base="linear"): True,
+        Graft(base="linear", checkpoints="off", at="tail"): True,
+        Graft(base="fixed:tau=0", checkpoints="off", N=16): True,  # the likeliest 16 of more
+        METHODS["recycle"](): False,
+    }
+    for settings, goes in kinds.items():
+        assert has_temperature(settings.rule(), draws=False) == goes, settings
+
+
+def test_no_temperature_is_too_small_to_rank_by() -> None:
+    """The best keeps all of the probability: a chain, as long as the text allows."""
+    found = trees(METHODS["dyspec"](N=8), Sampling(0.0, draft_temperature=2e-38))
+    chains = [tree for tree in found if tree.depth == 7]
+    assert len(chains) > len(found) // 2
+    assert all(tree.path_logprobs == [0.0] * 8 for tree in chains)
