@@ -143,7 +143,7 @@ def test_dyspecs_tables_draw_at_their_drafts_temperature() -> None:
 ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
 V2 = [f"{row} on wikitext2" for row in ALL]
 V2 += [f"{row} on pg19" for row in ("ar", "linear K=5", ALL[2], "dynatree D_max=9")]
-DYSPEC = ["ar", "specinfer widths=4:2:2:1:1", "sequoia N=64", "dyspec N=64"]
+DYSPEC = ["ar", "specinfer widths=4:2:2:1:1", "sequoia N=64 D_max=16", "dyspec N=64"]
 HOT = [f"{row} t=0.6" for row in DYSPEC]
 COLD = [f"{row} t=0.0" for row in DYSPEC]
 DRAWN = ["ar t=0.0", "dyspec N=64 t=0.0", "ar t=0.6", "dyspec N=64 t=0.6"]
