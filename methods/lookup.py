@@ -19,7 +19,8 @@ from engine.settings import setting
 from methods.ngrams import NGrams
 
 # How often a copied token is right after one, two, or three and more tokens that agree with what is
-# before it there, those copied before it among them: measured as retrieval.RANK_PROBS were
+# before it there, those copied before it among them: measured as retrieval.P_TINY was. It is what
+# is said of a copy; no tree goes by it
 COPY_PROBS = (0.33, 0.56, 0.91)
 
 

@@ -9,6 +9,11 @@ unlikely there, and fills the rows that are left of the budget from the table.
     python dynatree.py --method recycle --set N=16 --prompt "..."
     python dynatree.py --method graft --set base=deagle:k=4:N_max=24 --prompt "..."
 
+How likely a successor is, is taken to depend on its rank alone: `p` lists the chances, rank by
+rank, and a token keeps as many successors. Trees grow by one heap over them, so there is no
+template, nor a width of one. `python tools/calibrate.py --method graft` counts p for a pair, and
+chooses checkpoints for a base.
+
 The paper's other forms are settings of graft. Pruning alone is `graft=off`, grafting alone
 `checkpoints=off`. Its Graft(ROOT) and Graft(TAIL) of section 2.2, static trees of which a part goes
 to what is retrieved, hung below the root or below the ends of the branches:
@@ -27,14 +32,31 @@ from numpy import ndarray
 from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, all_open, log_threshold
 from engine.settings import choice, read_values, setting, text
 from methods.drafting import DRAFTING
+from methods.sequoia import Chances, parse_chances
 from methods.static import Alone
 
 # How often the target's next token is the successor of this rank: measured on 24 texts of the
 # embedded pair's training corpus, 150 greedy tokens after 150 of the text
-RANK_PROBS = (0.7, 0.079, 0.031, 0.017, 0.008, 0.006, 0.006, 0.004)
-RANK_LOGPROBS = [math.log(p) for p in RANK_PROBS]
+P_TINY = "0.7:0.079:0.031:0.017:0.008:0.006:0.006:0.004"
+MOST_SUCCESSORS = 32
 
 SuccessorTable = dict[int, list[int]]  # each token's k successors, best first
+
+
+def parse_successors(word: str) -> Chances:
+    """Chances of successors by rank, none above the one before. Raises ValueError."""
+    chances = parse_chances(word)
+    if 0 in chances or list(chances) != sorted(chances, reverse=True):
+        raise ValueError("chances of successors are above 0, and none above the one before")
+    if len(chances) > MOST_SUCCESSORS:
+        raise ValueError(f"{len(chances)} successors, {MOST_SUCCESSORS} is the most")
+    return chances
+
+
+def successors() -> str:
+    """The setting of both."""
+    meaning = "chances of successors by rank; a token keeps so many"
+    return text(P_TINY, parse_successors, meaning, (P_TINY, "0.6:0.2", "0.3:0.3:0.1", "1.0"))
 
 
 @dataclass(frozen=True)
@@ -43,9 +65,11 @@ class Recycle(Settings):
 
     N: int = setting(16, 1, MAX_ROWS, "rows per tree, root included")
     D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth")
+    p: str = successors()
 
     def rule(self) -> Rule:
-        return GraftRule(Alone().rule(), self.N, self.D_max, checkpoints={})
+        chances = parse_successors(self.p)
+        return GraftRule(Alone().rule(), self.N, self.D_max, checkpoints={}, chances=chances)
 
 
 def parse_base(word: str) -> Settings:
@@ -97,13 +121,14 @@ class Graft(Settings):
         "root", ("root", "tail"), "below what to graft: tail is the ends of the branches"
     )
     graft: bool = setting(True, False, True, "fill up from the table; off: pruning alone")
+    p: str = successors()
 
     def rule(self) -> Rule:
         n_levels = self.D_max if self.graft else 0
         thresholds = parse_checkpoints(self.checkpoints)
-        return GraftRule(
-            parse_base(self.base).rule(), self.N, n_levels, thresholds, is_at_tail=self.at == "tail"
-        )
+        chances = parse_successors(self.p)
+        base = parse_base(self.base).rule()
+        return GraftRule(base, self.N, n_levels, thresholds, chances, self.at == "tail")
 
 
 class GraftRule(Rule):
@@ -115,11 +140,12 @@ class GraftRule(Rule):
         n_rows: int,
         graft_depth: int,
         checkpoints: dict[int, float],
+        chances: Chances,
         is_at_tail: bool = False,
     ):
         """graft_depth: levels grafted at most, 0 for none. checkpoints: depth -> probability of the
-        best path below which drafting stops there. is_at_tail: graft below the ends of the
-        branches, not the root."""
+        best path below which drafting stops there. chances: of successors, by rank. is_at_tail:
+        graft below the ends of the branches, not the root."""
         n_drafted = base.max_drafted
         if base.is_drawing and n_drafted <= base.max_kept:
             # All that it draws is kept, so here, too: which rows a budget cuts off depends on what
@@ -136,7 +162,8 @@ class GraftRule(Rule):
         self.graft_depth, self.is_at_tail = graft_depth, is_at_tail
         self.checkpoints = checkpoints
         self.table: SuccessorTable = {}
-        self.n_read = len(RANK_PROBS) if graft_depth else 0
+        self.logprobs = [math.log(p) for p in chances]
+        self.n_read = len(chances) if graft_depth else 0
         self.is_drawing = base.is_drawing
         # A base's nodes are cut by value if they are too many, and those at the tail compared
         is_cut = n_drafted > self.max_kept
@@ -179,7 +206,7 @@ class GraftRule(Rule):
         def propose(row: int, rank: int, negative: float, deepest: int) -> None:
             successors = self.table.get(tree.tokens[row], ())
             if rank < len(successors) and tree.depths[row] < deepest:
-                heappush(heap, (negative - RANK_LOGPROBS[rank], row, rank, negative, deepest))
+                heappush(heap, (negative - self.logprobs[rank], row, rank, negative, deepest))
 
         for top in tops:
             deepest = min(tree.depths[top] + self.graft_depth, max_depth)

@@ -18,16 +18,19 @@ from methods.deagle import Deagle
 from methods.drafting import DRAFTING
 from methods.dyspec import DySpec
 from methods.retrieval import (
-    RANK_PROBS,
+    P_TINY,
     Graft,
     GraftRule,
     Recycle,
     SuccessorTable,
     parse_base,
     parse_checkpoints,
+    parse_successors,
 )
 from methods.sequoia import Sequoia
 from methods.static import Alone, Chain, Fixed, StaticRule
+
+RANK_PROBS = parse_successors(P_TINY)
 
 
 def full_table(n_ids: int = 32, seed: int = 0, k: int = len(RANK_PROBS)) -> SuccessorTable:
@@ -295,5 +298,16 @@ def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
 
     base = Second(widths=[2, 2, 2], n_rows=8, deepest="widths")
     best = float(torch.log_softmax(logits, -1).max().exp())
-    rule = GraftRule(base, 8, 0, checkpoints={1: best - 1e-3})
+    rule = GraftRule(base, 8, 0, {1: best - 1e-3}, RANK_PROBS)
     assert grow(rule, ROOT, draft, 3).depth == 1
+
+
+def test_chances_by_rank_say_how_many_successors_there_are() -> None:
+    """Of two each token keeps two, and a flat second rank makes a bushier tree."""
+    table = full_table(k=8)
+    for p, n_below_root in (("0.5:0.4", 2), ("0.9:0.01", 1)):
+        rule = Recycle(N=4, p=p).rule()
+        assert rule.n_read == 2
+        rule.table = {token: best[: rule.n_read] for token, best in table.items()}
+        tree = grow(rule, ROOT, None, 127)
+        assert tree.parents.count(0) == n_below_root and len(tree) == 4
