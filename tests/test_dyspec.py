@@ -263,6 +263,7 @@ def test_greedy_text_may_have_algorithm_1s_trees(
     draft = Stub(lambda tokens, positions: logits[tokens], VOCAB)
     sampling = Sampling(0.0, draft_temperature=0.6, is_drawn=True)
     sampler = ByRow(sampling, near, seed)
+    torch.testing.assert_close(sampler.warp_draft(logits), torch.softmax(logits / 0.6, dim=-1))
     monkeypatch.setattr(Sampling, "sampler", lambda *_: sampler)
     steps = list(generate(target, draft, [3], DySpec(N=12, D_max=4), 30, sampling=sampling))
     left = 29
