@@ -145,7 +145,7 @@ def accept_by_traversal(
 ACCEPTANCES = {"token": accept_by_token, "block": accept_by_block, "traversal": accept_by_traversal}
 
 # What a run goes by that does not choose, by what its rule's trees are
-DEFAULTS = {"ranked": "token", "drawn chain": "block", "drawn tree": "traversal"}
+DEFAULTS = {"ranked": "token", "drawn chain": "block", "drawn tree": "token"}
 
 
 def default_of(rule: Rule) -> str:

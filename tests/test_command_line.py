@@ -122,11 +122,11 @@ def test_greedy_text_by_a_draft_at_a_temperature(guesses: list[str], capsys: Cap
 def test_what_accepts_a_sampled_text_is_chosen(capsys: Captured) -> None:
     """And said; ar, which it is compared with, has no chain to accept."""
     hot = ["--method", "linear", "--temperature", "1", "--max-new-tokens", "24"]
-    token = run_json(capsys, hot)
-    block = run_json(capsys, hot + ["--accept", "block", "--compare"])
+    token = run_json(capsys, hot + ["--accept", "token", "--compare"])
+    block = run_json(capsys, hot)
     assert token["token_ids"] != block["token_ids"]
-    assert token["settings"]["acceptance"] == DEFAULTS["drawn chain"]
-    assert block["settings"]["acceptance"] == "block" and block["compare"]["speedup"] > 0
+    assert token["settings"]["acceptance"] == "token" and token["compare"]["speedup"] > 0
+    assert block["settings"]["acceptance"] == DEFAULTS["drawn chain"] == "block"
     assert run_json(capsys, ["--max-new-tokens", "2"])["settings"]["acceptance"] is None
 
 

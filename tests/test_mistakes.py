@@ -88,7 +88,7 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --draft-temperature 1 --method linear", "shapes the trees of linear"),
     (A + " --draft-temperature 1 --seed 1", "--seed needs a --temperature above 0"),
     (A + " --draft-temperature 1 --guesses drawn --top-p .9", "--top-p needs a --temperature"),
-    (A + " --draft-temperature 1 --guesses drawn", "no guess of dynatree is drawn; those"),
+    (A + " --draft-temperature 1 --guesses drawn --method beam", "no guess of beam is drawn"),
     (A + " --guesses drawn --method linear", "--guesses drawn of greedy text needs a --draft-temp"),
     (A + " --guesses drawn --method linear --temperature 1", "--guesses drawn is of greedy text"),
     (A + " --accept token", "--accept needs a --temperature above 0"),

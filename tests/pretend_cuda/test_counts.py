@@ -31,13 +31,15 @@ recycle                 0.4      1.0          1.0
 lookup                  0.0      1.0          1.0
 graft                   0.9      2.0          2.0
 auto                    0.7      1.5          1.5
-linear sampled     161.6      9.8          5.6
-confident sampled   77.4      5.1          2.8
-specinfer sampled  200.2     11.2          5.8
-sequoia sampled    198.8     11.4          6.2
-dynatree sampled    33.6      6.2          3.0
-dyspec sampled      123.5      6.6          2.7
-graft sampled       35.9      5.8          2.2
+linear sampled     160.1     10.9          7.9
+confident sampled   74.6      7.6          4.6
+fixed sampled      130.8      7.3          4.1
+specinfer sampled  195.2     10.5          5.6
+sequoia sampled    211.9     11.5          6.5
+dynatree sampled   105.9      8.3          3.1
+dyspec sampled     148.1      7.7          2.9
+graft sampled       82.3      7.1          2.2
+auto sampled        42.2      3.5          1.3
 """
 PYTHIA = {"target, 32 rows": 402, "draft level": 97, "iteration": 996, "ar": 466}
 
