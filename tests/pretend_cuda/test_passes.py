@@ -97,10 +97,10 @@ def test_what_is_drawn_from_is_not_ranked() -> None:
     [
         ("linear", None, True, 1.0),
         ("linear", SAMPLING, False, 1.0),
-        ("dynatree", SAMPLING, True, 1.0),
+        ("opttree", SAMPLING, True, 1.0),
         ("dyspec", COLD, True, 0.6),
         ("dyspec", DRAWN, False, 1.0),
-        ("dynatree", DRAWN, True, 0.6),
+        ("opttree", DRAWN, True, 0.6),
     ],
 )
 def test_which_drafts_are_ranked(
