@@ -193,6 +193,9 @@ FEW_RULES = {
     "settled shape": Sequoia(N=6, D_max=2, p="0.6:0.3:0.1"),
     "grafted, best": Known(Graft(base="dyspec:N=3:D_max=2", checkpoints="1@0.4", N=5), 3),
     "grafted, tail": Known(Graft(base="dyspec:N=4:D_max=1", N=5, at="tail"), 3),
+    "grafted, confident": Known(
+        Graft(base="dynatree:B_max=2:D0=1:D_max=2", checkpoints="1@0.4", N=5), 3
+    ),
     "remembered beside drawn": Known(Auto(N=5, D_max=2, c_level=0.01, learn=False), 3),
 }
 CASES = [*itertools.product(RULES, DRAFTS, HEATS), *itertools.product(FEW_RULES, FEW_DRAFTS, HEATS)]
