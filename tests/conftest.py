@@ -1,6 +1,7 @@
 """Tiny random GPT-NeoX models for the tests; everything is seeded."""
 
 import json
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -27,6 +28,10 @@ from verify import tree_pass
 
 if "pretend_cuda" not in sys.modules:
     collect_ignore = ["pretend_cuda"]  # tests on a pretended device: python tests/pretend_cuda
+
+# Of the workers and programs that tests start: they share the cores, and a thread that spins while
+# it waits for another keeps that one from running
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny"
