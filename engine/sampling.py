@@ -124,12 +124,11 @@ class Sampler:
         Each draw is from what the earlier ones leave, renormalised. A row with fewer than k
         possible tokens ends in some of probability 0.
         """
-        # On a CPU a random number for each id takes the time; on a GPU it is the launches
-        is_race = probs.is_cuda or k > FEW
-        return self.race(probs, k) if is_race else self.pick(probs, k)
+        return self.race(probs, k) if probs.is_cuda else self.pick(probs, k)
 
     def race(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The first k to arrive of an exponential race, in which each runs at rate p."""
+        """The first k to arrive of an exponential race, in which each runs at rate p: on a GPU, few
+        launches and no read."""
         times = torch.empty_like(probs).exponential_(generator=self.generator)
         times.clamp_min_(torch.finfo(times.dtype).tiny)  # 0 / 0 would win
         speeds = probs / times
@@ -140,16 +139,28 @@ class Sampler:
         return ids, probs.gather(1, ids)
 
     def pick(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """A point between 0 and the sum of all falls on one of them; then the others likewise."""
-        ends = probs.cumsum(dim=1, dtype=torch.float64)
-        coins = torch.rand((len(probs), 1), dtype=torch.float64, generator=self.generator)
-        ids = torch.searchsorted(ends, coins.mul_(ends[:, -1:]), right=True)
-        ids.clamp_(max=probs.shape[1] - 1)  # if nothing is left, or what there is is not finite
-        chances = probs.gather(1, ids)
-        if k == 1:
-            return ids, chances
-        others = self.pick(probs.scatter(1, ids, 0.0), k - 1)
-        return torch.cat((ids, others[0]), dim=1), torch.cat((chances, others[1]), dim=1)
+        """Points on a line, of which each id has as much as it is likely: on a CPU, where a random
+        number for each id would take the time."""
+        ends = probs.cumsum(dim=1, dtype=torch.float64).numpy()  # of each id's part of the line
+        ids, chances = [], []
+        for line, row_probs in zip(ends, probs.numpy(), strict=True):
+            drawn: dict[int, tuple[float, float]] = {}  # where its part begins, how long it is
+            left = line.item(-1)
+            while len(drawn) < k:
+                point = self.coins.random() * left
+                for begin, length in sorted(drawn.values()):
+                    if point >= begin:  # what has been drawn is skipped
+                        point += length
+                id = min(int(line.searchsorted(point, side="right")), len(line) - 1)
+                if id in drawn:  # nothing is left, but for rounding
+                    break
+                begin = line.item(id - 1) if id else 0.0
+                drawn[id] = begin, line.item(id) - begin
+                left -= drawn[id][1]
+            none = [0] * (k - len(drawn))
+            ids.append([*drawn, *none])
+            chances.append([*map(row_probs.item, drawn), *none])
+        return torch.tensor(ids), torch.tensor(chances, dtype=torch.float32)
 
     def propose(self, logits: Tensor, k: int) -> tuple[ndarray, ndarray, Tensor]:
         """k tokens drawn from each row of the draft's logits [n, V]: ids [n, k] int64 in draw order
