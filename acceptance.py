@@ -35,27 +35,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_tree import Acceptance, Rule, Settings, Tree
+from draft_tree import Acceptance, Rule, Tree
 from engine.sampling import Sampler
 
 
-def accept_by_token(
-    tree: Tree, logits: Tensor, sampler: Sampler, settings: Settings
-) -> tuple[list[int], list[int]]:
+def accept_by_token(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
     """Accept a path from the root down; logits: [N, V].
 
     Returns, as all three do, the accepted rows, root first, and the token that follows each of
     them, the bonus token last. At each row the children are tried in order; the bonus is drawn from
     what they leave. DySpec's coin N(0, 1) is a misprint.
     """
-    # On a GPU launches take the time, so all rows are warped at once; else those that are reached
-    probs = sampler.warp(logits) if logits.device.type == "cuda" else None  # [N, V]
-
-    def target_probs(row: int) -> Tensor:
-        return sampler.warp(logits[row : row + 1])[0] if probs is None else probs[row]
-
+    target_probs = sampler.warp(logits)  # [N, V]
     path = [0]
-    residual = target_probs(0)  # [V]
+    residual = target_probs[0]
     draft_probs = draft_probs_of(tree, 0, residual)  # [V], what the next child was drawn from
     for row in range(1, len(tree)):  # a node's children stand after it, in their order
         if tree.parents[row] != path[-1]:
@@ -64,7 +57,7 @@ def accept_by_token(
         chance, rest, mass = try_child(tree.tokens[row], residual, drawn_from)
         if toss(sampler, row, chance, mass):
             path.append(row)
-            residual = target_probs(row)
+            residual = target_probs[row]
             draft_probs = draft_probs_of(tree, row, residual)
         else:
             residual = rest / mass
@@ -73,9 +66,7 @@ def accept_by_token(
     return path, tokens_of(tree, path, residual, sampler)
 
 
-def accept_by_block(
-    tree: Tree, logits: Tensor, sampler: Sampler, settings: Settings
-) -> tuple[list[int], list[int]]:
+def accept_by_block(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
     """Accept the longest part of a chain that a coin keeps, tried from the end. Two reads.
 
     Coin for coin it accepts what accept_by_traversal does, which reads once for each coin.
@@ -92,21 +83,21 @@ def accept_by_block(
     for ratio in ratios.squeeze(1).tolist():
         if weights[-1]:  # what is below a row without weight is not tried
             weights.append(min(weights[-1] * ratio, 1.0))
-    n = g = len(weights) - 1
-    carried = target_probs[:g] * target_probs.new_tensor(weights[:g]).unsqueeze(1)
-    rests = (carried - draft_probs[:g]).clamp_(min=0.0)  # [g, V], after each row but the last
+    n = last = len(weights) - 1
+    carried = target_probs[:last] * target_probs.new_tensor(weights[:last]).unsqueeze(1)
+    rests = (carried - draft_probs[:last]).clamp_(min=0.0)  # [last, V], after each row before it
     masses = rests.sum(dim=1).tolist()
-    chance = weights[g]
+    chance = weights[last]
     while n and not toss(sampler, n, chance, masses[n - 1]):
         n -= 1
         chance = weight_left(weights[n], masses[n])
     path = list(range(n + 1))
-    residual = rests[n] / masses[n] if n < g and masses[n] else target_probs[n]
+    residual = rests[n] / masses[n] if n < last and masses[n] else target_probs[n]
     return path, tokens_of(tree, path, residual, sampler)
 
 
 def accept_by_traversal(
-    tree: Tree, logits: Tensor, sampler: Sampler, settings: Settings
+    tree: Tree, logits: Tensor, sampler: Sampler
 ) -> tuple[list[int], list[int]]:
     """Accept the first row that a coin keeps, children before their parent, elder ones first.
 
@@ -129,7 +120,7 @@ def accept_by_traversal(
             token = tree.tokens[child]
             drawn_from = None if tree.are_retrieved[child] else draft_probs
             chance, rest, mass = try_child(token, residual, drawn_from, weight)
-            found = visit(child, min(chance, 1.0), mass)
+            found = visit(child, chance, mass)
             if found:
                 return [row, *found[0]], found[1]
             weight, residual = weight_left(weight, mass), rest / mass
@@ -207,7 +198,7 @@ def try_child(
         rest.sub_(drawn_from).clamp_(min=0.0)
     chance, mass = torch.stack((chance, rest.sum())).tolist()
     # If nothing else is possible, only rounding keeps the ratio from 1
-    return chance if mass or weight < 1 else 1.0, rest, mass
+    return min(chance, 1.0) if mass or weight < 1 else 1.0, rest, mass
 
 
 def weight_left(weight: float, mass: float) -> float:

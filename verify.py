@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from draft_tree import Acceptance, Settings, Tree
+from draft_tree import Acceptance, Tree
 from engine.sampling import Sampler
 from engine.scores import Scores
 
@@ -46,7 +46,7 @@ def tree_pass(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def accept(
-    tree: Tree, scores: Scores, sampler: Sampler | None, acceptance: Acceptance, settings: Settings
+    tree: Tree, scores: Scores, sampler: Sampler | None, acceptance: Acceptance
 ) -> tuple[list[int], list[int]]:
     """What a step commits: the accepted rows, root first, and the id that the target puts after
     each, the bonus token last.
@@ -63,7 +63,7 @@ def accept(
         if not is_finite.all():  # what is below such a row is cut off: any numbers will do there
             logits = logits.clone()
             logits[torch.from_numpy(~is_finite).to(logits.device)] = 0.0
-        path, tokens = acceptance(tree, logits, sampler, settings)
+        path, tokens = acceptance(tree, logits, sampler)
     n_finite = 0
     while n_finite < len(path) and is_finite[path[n_finite]]:
         n_finite += 1

@@ -78,7 +78,7 @@ class Trace:
         self.levels.append(Seen(level, to_add, to_grow, is_full))
 
     def tried(self, row: int, chance: float, coin: float, left: float) -> None:
-        self.trials.append([row, *map(short, (min(chance, 1.0), coin, left))])
+        self.trials.append([row, *map(short, (chance, coin, left))])
 
     def add(self, step: Step) -> None:
         """What the step that the last tree led to has added to the text."""

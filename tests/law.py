@@ -106,7 +106,7 @@ def every_step(
     sampler = sampling.sampler(CPU)
     drafting = partial(draft, settings, root, draft_table, len(target_table), n_left - 1)
     for tree, chance in every_outcome(drafting, sampler):
-        verifying = partial(commit, acceptance, tree, target_table, settings)
+        verifying = partial(commit, acceptance, tree, target_table)
         for new, chance_below in every_outcome(verifying, sampler):
             yield new, chance * chance_below
 
@@ -137,7 +137,7 @@ def bigram(table: Tensor, rule: Rule, sampler: "Sampler | Scripted", n_ids: int)
         logits = table[[token if token < len(table) else 0 for token in tokens], :n_ids]
         drawn_from = None
         if rule.is_drawing:
-            ids, logprobs, drawn_from = sampler.propose(logits, rule.max_branches)
+            ids, logprobs, drawn_from = sampler.propose(logits, rule.n_drawn)
         else:
             ids, logprobs, _ = ranked(logits)
         return Candidates(ids, logprobs.astype("float32"), drawn_from)
@@ -153,11 +153,9 @@ def draft(
     return grow(rule, root, bigram(table, rule, sampler, n_ids), max_depth)
 
 
-def commit(
-    acceptance: Acceptance, tree: Tree, table: Tensor, settings: Settings, sampler: "Scripted"
-) -> Text:
+def commit(acceptance: Acceptance, tree: Tree, table: Tensor, sampler: "Scripted") -> Text:
     """The tokens that are accepted of a tree, and the bonus."""
-    path, tokens = acceptance(tree, table[tree.tokens], sampler, settings)
+    path, tokens = acceptance(tree, table[tree.tokens], sampler)
     assert path[0] == 0 and len(tokens) == len(path), "a token after each row, from the root on"
     for above, row, token in zip(path, path[1:], tokens, strict=False):
         assert tree.parents[row] == above, "the rows are a path"

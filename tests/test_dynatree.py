@@ -291,9 +291,7 @@ def test_a_rule_may_bring_its_own_acceptance() -> None:
             rule.acceptance = accept_none
             return rule
 
-    def accept_none(
-        tree: Tree, logits: Tensor, sampler: Sampler, settings: Settings
-    ) -> tuple[list[int], list[int]]:
+    def accept_none(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
         calls.append((settings, logits.shape == (len(tree), 96)))
         return [0], [7]
 

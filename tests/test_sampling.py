@@ -292,9 +292,7 @@ RANKED = "a ranked child is taken for a drawn one: R[y] / q[y]"
 def acceptance_of(mistake: str = "") -> Acceptance:
     """Child by child, for tables of one size; wrong where it is told to be."""
 
-    def accept(
-        tree: Tree, logits: Tensor, sampler: Sampler, settings: Settings
-    ) -> tuple[list[int], list[int]]:
+    def accept(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
         coin = sampler.coin()
         path = [0]
         is_over = False
