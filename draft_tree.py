@@ -132,9 +132,9 @@ class Level(NamedTuple):
         return self.drawn_from.amax(dim=1, keepdim=True).cpu().numpy()
 
 
-# acceptance(tree, logits [N, V] of the target, sampler, the method's settings) -> the accepted rows
-# of the tree, root first, and the token that follows each of them, the bonus token last
-Acceptance = Callable[[Tree, Tensor, Sampler, "Settings"], tuple[list[int], list[int]]]
+# acceptance(tree, logits [N, V] of the target, sampler) -> the accepted rows of the tree, the root
+# first, and the token that follows each of them, the bonus token last
+Acceptance = Callable[[Tree, Tensor, Sampler], tuple[list[int], list[int]]]
 
 
 class Watcher(Protocol):
@@ -196,6 +196,7 @@ class Rule:
         """
         assert max_rows <= MAX_ROWS, f"{max_rows} rows, {MAX_ROWS} is the most"
         self.max_branches = max_branches
+        self.n_drawn = max_branches  # candidates per row, where they are drawn
         self.max_depth = max_depth
         self.max_rows = max_rows
         self.max_drafted = max_drafted
@@ -389,6 +390,7 @@ class DynaTreeRule(Rule):
         s = settings
         max_branches = s.B_max if s.adapt_breadth else s.B_mid
         super().__init__(max_branches, s.D_max, max_rows=s.N_max, max_drafted=s.N_max)
+        self.is_chain = max_branches == 1
         self.goes_by_probs = s.adapt_breadth or s.adapt_depth or s.prune
         self.settings = settings
         self.now = settings
@@ -397,7 +399,9 @@ class DynaTreeRule(Rule):
     def expand(self, level: Level) -> tuple[Gates, Gates]:
         """Lines 17 to 30 of Algorithm 1 for a whole level; `grow` counts up to N_max."""
         s = self.now
-        breadth = [[self.branching_factor(c)] for (c,) in level.confidence().tolist()]  # B(u)
+        breadth = [[s.B_mid]] * len(level.tokens)  # B(u)
+        if s.adapt_breadth:
+            breadth = [[self.branching_factor(c)] for (c,) in level.confidence().tolist()]
         to_add = {"confidence": numpy.arange(level.tokens.shape[1]) < breadth}
         if s.prune:
             to_add["tau"] = level.values >= log_threshold(s.tau)  # of what is ranked p(path)
@@ -407,8 +411,6 @@ class DynaTreeRule(Rule):
     def branching_factor(self, confidence: float) -> int:
         """B(u) of c(u): few children where the draft is sure, more where it is not."""
         s = self.now
-        if not s.adapt_breadth:
-            return s.B_mid
         if confidence >= s.tau_h:
             return s.B_min
         if confidence < s.tau_l:

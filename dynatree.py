@@ -90,7 +90,7 @@ class Drafter:
         with self.watch.draft:
             scores = self.catch_up() if parents is None else self.run_level(tokens, parents)
             if self.sampler:
-                return Candidates(*self.sampler.propose(scores.logits, self.rule.max_branches))
+                return Candidates(*self.sampler.propose(scores.logits, self.rule.n_drawn))
             return Candidates(scores.candidates, scores.values)
 
     def catch_up(self) -> Scores:
@@ -211,22 +211,22 @@ def generate(
     if acceptance and is_greedy:
         raise ValueError(f"acceptance {acceptance} is of sampled text, and this is greedy")
     require_ids(prompt, target.config.vocab_size)
-    chance = sampling.sampler(target.device, watcher and watcher.tried) if sampling else None
+    sampler = sampling.sampler(target.device, watcher and watcher.tried) if sampling else None
     proposed = proposals(rule, sampling)
-    drawing = None if proposed.is_read else chance
-    sampler = None if is_greedy else chance
+    proposes_by = None if proposed.is_read else sampler
+    accepts_by = None if is_greedy else sampler
     visible = list(prompt)  # the ids in the target's cache, and the pending root
     left = max_new_tokens
     watch = Stopwatch()
     n_tokens = min(len(visible) + left, window.full)
     with open_caches(target, draft, rule, n_tokens, proposed, strict) as (cache, *others):
-        drafter = Drafter(draft, others[0], rule, drawing, watch) if others else None
+        drafter = Drafter(draft, others[0], rule, proposes_by, watch) if others else None
         rule.start(list(prompt))
         with watch.verify:
             read = rule.read if rule.n_read else None
             scores = window.read_prompt(target, visible, cache, read)
         root = lone(visible[-1])
-        path, tokens = share.first(accept, root, scores, sampler, accepts, settings)
+        path, tokens = share.first(accept, root, scores, accepts_by, accepts)
         show(inspect, scores, path, watch)
         step = Step(cut(tokens, eos_ids, left), cached=lengths(cache, drafter), **watch.times())
         while True:
@@ -255,7 +255,7 @@ def generate(
             with watch.verify:
                 scores = target.forward(rows, positions, cache, mask)  # of N rows
             # 4 accept: the path on which the target agrees, then the bonus token
-            path, tokens = share.first(accept, tree, scores, sampler, accepts, settings)
+            path, tokens = share.first(accept, tree, scores, accepts_by, accepts)
             new = cut(tokens, eos_ids, left)
             show(inspect, scores, path[: len(new)], watch)
             # 5 commit: the accepted rows stay in both caches, the rest is forgotten

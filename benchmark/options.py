@@ -364,9 +364,11 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     sizes = table.sizes()
     hot = [value for value in sizes["temperature"] if value]
     is_varied = any(len(values) > 1 for values in sizes.values())
-    for part, value in product(table.parts, hot or [0.0]):
-        guesses = None if value else part.guesses
-        choose_sampling(value, options.top_p, options.seed, part.draft_temperature, guesses)
+    for part, value in product(table.parts, sizes["temperature"]):
+        # Greedy runs beside sampled ones have no use for what is of these, and the reverse
+        top_p, seed = (options.top_p, options.seed) if value or not hot else (None, None)
+        guesses = None if value else options.guesses
+        choose_sampling(value, top_p, seed, part.draft_temperature, guesses)
     check_guesses(options, runs)
     peers = ", ".join(PEERS)
     are_told = has_peers(runs)

@@ -69,8 +69,8 @@ def choose_sampling(
     would have no effect."""
     is_drawn = guesses == "drawn"
     if temperature == 0:
-        if is_drawn and draft_temperature is None:
-            raise UsageError("--guesses drawn of greedy text needs a --draft-temperature")
+        if guesses and draft_temperature is None:
+            raise UsageError(f"--guesses {guesses} of greedy text needs a --draft-temperature")
         for name, value in {"--top-p": top_p, "--seed": None if is_drawn else seed}.items():
             if value is not None:
                 raise UsageError(f"{name} needs a --temperature above 0")

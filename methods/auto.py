@@ -11,7 +11,8 @@ what it costs is time, and time is worth the current rate of tokens per millisec
     no tree is verified at all if its nodes together are not worth it: then this is ar
 
 The draft's candidates are the likeliest, or if the text is sampled one that is drawn: then the
-target keeps what both find likely, not only what it draws as well.
+target keeps what both find likely, not only what it draws as well. Of sampled text the n-grams
+first promise more than they keep: what the target likes best is not what it draws.
 
 The chance is counted, not believed: for the draft by its confidence, for the n-grams by the length
 of the context and by rank, and apart from these where the draft has chosen otherwise. The costs are
@@ -178,6 +179,7 @@ class AutoRule(Rule):
     def __init__(self, settings: Auto):
         s = settings
         super().__init__(N_RANKS, s.D_max, max_rows=s.N, max_drafted=s.N)
+        self.n_drawn = 1
         self.settings = settings
         # What the target liked best after one to three tokens, the last time it stood there
         self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT)
@@ -278,9 +280,8 @@ class AutoRule(Rule):
         chances = numpy.log(self.counts.chances[: len(DRAFT_GUESS)])
         log_chances = self.above[:, None] + chances[bins]  # [n, k]
         is_paying = log_chances >= math.log(self.prices[ROW])
-        if level.is_drawn:  # which are added must not depend on what was drawn: the first always
-            is_paying = numpy.zeros_like(is_paying)
-            is_paying[:, 0] = True
+        if level.is_drawn:  # what is added must not depend on what was drawn: always the one
+            is_paying = numpy.ones_like(is_paying)
         is_added = is_paying & level.is_possible
         self.n_levels += 1
         self.above = log_chances[is_added]  # all of them run, or none does

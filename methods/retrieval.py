@@ -165,6 +165,8 @@ class GraftRule(Rule):
         self.logprobs = [math.log(p) for p in chances]
         self.n_read = len(chances) if graft_depth else 0
         self.is_drawing = base.is_drawing
+        self.n_drawn = base.n_drawn
+        self.is_chain = base.is_chain and not graft_depth
         # A base's nodes are cut by value if they are too many, and those at the tail compared
         is_cut = n_drafted > self.max_kept
         self.goes_by_probs = base.goes_by_probs or bool(checkpoints) or is_at_tail or is_cut

@@ -47,6 +47,7 @@ from engine.scores import Ranking, scores_of
 from methods import METHODS
 from methods.dyspec import DySpec
 from methods.lookup import Lookup
+from methods.retrieval import Graft
 from methods.static import Chain, ConfidentChain, SpecInfer
 from verify import accept
 
@@ -185,9 +186,7 @@ class Traversal:
 
 
 def traversal_of(mistake: str = "") -> Acceptance:
-    def accept(
-        tree: Tree, logits: Tensor, sampler: Sampler, settings: Settings
-    ) -> tuple[list[int], list[int]]:
+    def accept(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
         run = Traversal(tree, sampler.warp(logits), mistake)
         coin = sampler.coin()
         row = run.leaf()
@@ -222,7 +221,7 @@ def test_traversal_is_the_papers(settings: Settings) -> None:
         found = []
         for acceptance in (accept_by_traversal, traversal_of()):
             law_of_tree: Counter = Counter()
-            committing = partial(commit, acceptance, tree, FEW_TARGET, settings)
+            committing = partial(commit, acceptance, tree, FEW_TARGET)
             for new, chance in every_outcome(committing, sampler):
                 law_of_tree[new] += chance
             found.append(law_of_tree)
@@ -298,7 +297,7 @@ def test_who_watches_is_told_every_coin(acceptance: str) -> None:
     for seed in range(30):
         sampler = PLAIN.sampler(CPU, lambda *trial: told.append(trial))
         tree = draft(settings, 0, OTHER.float(), N_IDS, 3, Sampling(1.0, seed=seed).sampler(CPU))
-        path, _ = ACCEPTANCES[acceptance](tree, target_probs[tree.tokens], sampler, settings)
+        path, _ = ACCEPTANCES[acceptance](tree, target_probs[tree.tokens], sampler)
         kept = [row for row, chance, coin, _ in told if coin < chance]
         assert kept == (path[1:] if acceptance == "token" else path[1:][-1:])
         assert all(0 <= coin < 1 and 0 <= left <= 1 + 1e-6 for _, _, coin, left in told)
@@ -322,7 +321,7 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
     n_reached = 0
     for seed in range(500):
         sampler = Sampling(1.0, seed=seed).sampler(CPU)
-        path, tokens = accept(tree, scores, sampler, ACCEPTANCES[acceptance], Chain())
+        path, tokens = accept(tree, scores, sampler, ACCEPTANCES[acceptance])
         assert path == [0] and len(tokens) == 1
         n_reached += tokens == [1]
     assert abs(n_reached - 500 * p) < 5 * math.sqrt(500 * p * (1 - p))
@@ -338,6 +337,17 @@ def test_by_default_it_is_by_the_kind_of_tree() -> None:
     assert {by for name, by in chosen.items() if name not in ("linear", "confident")} == {
         accept_by_token
     }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [DynaTree(B_min=1, B_mid=1, B_max=1), Graft("linear", graft=False, checkpoints="off")],
+    ids=str,
+)
+def test_a_method_that_its_settings_make_a_chain_is_accepted_as_one(settings: Settings) -> None:
+    assert choose_acceptance(settings.rule(), None) is accept_by_block
+    tree = draft(settings, 0, OTHER.float(), N_IDS, 3, Sampling(1.0).sampler(CPU))
+    assert len(tree) > 2 and tree.parents == list(range(-1, len(tree) - 1))
 
 
 def test_what_cannot_be_chosen_is_said() -> None:

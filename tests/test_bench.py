@@ -346,6 +346,8 @@ def test_a_text_that_is_not_its_references(
         (["--temperature", "0,1", "--draft-temperature", "1"], "shapes the trees of linear t=0.0"),
         (["--guesses", "drawn", "--draft-temperature", "1"], "no guess of opttree is drawn"),
         (["--guesses", "drawn"], "--guesses drawn of greedy text needs a --draft-temperature"),
+        (["--guesses", "ranked"], "--guesses ranked of greedy text needs a --draft-temperature"),
+        (["--guesses", "drawn", "--temperature", "0,1"], "--guesses drawn of greedy text needs"),
         (["--guesses", "drawn", "--temperature", "1"], "--guesses drawn is of greedy text"),
         (["--n-prompts", "0"], "Expected `int` >= 1, at --n-prompts"),
         (["--repeats", "0"], "Expected `int` >= 1, at --repeats"),
