@@ -333,10 +333,10 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
 def test_by_default_it_is_by_the_kind_of_tree() -> None:
     rules = {name: kind().rule() for name, kind in METHODS.items()}
     chosen = {n: choose_acceptance(rule, None) for n, rule in rules.items() if not rule.acceptance}
-    assert {name for name, by in chosen.items() if by is accept_by_block} == {"linear", "confident"}
-    assert {by for name, by in chosen.items() if name not in ("linear", "confident")} == {
-        accept_by_token
-    }
+    chains, static = {"linear", "confident"}, {"specinfer", "sequoia"}
+    assert {name for name, by in chosen.items() if by is accept_by_block} == chains
+    assert {name for name, by in chosen.items() if by is accept_by_traversal} == static
+    assert {by for name, by in chosen.items() if name not in chains | static} == {accept_by_token}
 
 
 @pytest.mark.parametrize(
