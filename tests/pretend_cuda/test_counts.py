@@ -34,8 +34,8 @@ auto                    0.7      1.5          1.5
 linear sampled     160.1     10.9          7.9
 confident sampled   74.6      7.6          4.6
 fixed sampled      130.8      7.3          4.1
-specinfer sampled  195.2     10.5          5.6
-sequoia sampled    211.9     11.5          6.5
+specinfer sampled  211.1     11.8          5.8
+sequoia sampled    247.4     14.5          6.8
 dynatree sampled   105.9      8.3          3.1
 dyspec sampled     148.1      7.7          2.9
 graft sampled       82.3      7.1          2.2
