@@ -1,8 +1,9 @@
-"""What a figure depends on besides the options: processor, versions, the code's commit.
+"""What a figure depends on besides the options: processor, versions, the code's commit, the load.
 
 machine = describe_machine(pair, models, has_peers=False)
 """
 
+import os
 import platform
 import re
 import subprocess
@@ -34,6 +35,12 @@ def processor(device: torch.device) -> str:
     if cpu_info.exists():
         found = re.search("model name\\s*: (.*)", cpu_info.read_text())
     return found[1] if found else platform.machine()
+
+
+def one_minute_load() -> float | None:
+    """How many processes have wanted a processor in the last minute, in the mean: what else ran as
+    a benchmark began. None where that is not counted, as on Windows."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def revision() -> str:

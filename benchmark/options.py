@@ -23,9 +23,16 @@ import torch
 from benchmark.columns import MEANS, PLAIN, SPEEDUPS, require_columns
 from benchmark.documents import write_documents
 from benchmark.enlarged import enlarged_pair
-from benchmark.machine import ROOT, describe_machine
+from benchmark.machine import ROOT, describe_machine, one_minute_load
 from benchmark.peers import PEERS, check_vocabularies, has_transformers, require_transformers
-from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
+from benchmark.prompts import (
+    DATASETS,
+    SCRIPT,
+    SCRIPT_CHARACTERS,
+    cut_prompts,
+    lengthened,
+    load_prompts,
+)
 from benchmark.report import markdown_report, text_report
 from benchmark.results import Options, Results, Run
 from benchmark.rows import WORDS, choose_runs, settings_of, window_of
@@ -224,6 +231,7 @@ def open_table(
     check_options(options, table, runs)
     shard.require_sharable(options, table)
     options = name_models(options)
+    load = one_minute_load()  # before ours
     options, texts = shard.first(fetch_texts, options)
     table = choose_table(options)  # as it is with what could be fetched
     runs = choose_runs(table, options)
@@ -241,6 +249,7 @@ def open_table(
     results = Results(options.table, columns, options, machine, described, table.sizes(), runs)
     results.is_memory = table.is_memory
     results.title = describe_preset(options, runs)
+    results.load_before = load
     return results, pair, prompts
 
 
@@ -376,6 +385,8 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     has_eager = any(run.is_eager for run in runs)
     are_both = None not in (options.dataset, options.prompts)
     are_named_twice = options.pair and (options.target or options.draft)
+    varied = [max(part.prompt_tokens) for part in table.parts if len(part.prompt_tokens) > 1]
+    is_short = options.dataset == SCRIPT and max(varied, default=0) > SCRIPT_CHARACTERS
     is_no_steps = options.table == "steps" and (runs or hot or is_varied or options.baseline)
     mistakes = [
         (is_no_steps, "--table steps runs no methods, and at one length"),
@@ -383,6 +394,7 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
         (are_told and hot, f"{peers} are measured at temperature 0 only"),
         (are_told and options.window is not None, f"{peers} have no --window"),
         (are_both, "give either --dataset or --prompts"),
+        (is_short, f"{SCRIPT} has {SCRIPT_CHARACTERS} characters a text: fewer --prompt-tokens"),
         (are_named_twice, "give either --pair or --target and --draft"),
         (has_eager and device.type != "cuda", f'"eager" has no effect on {device}: only on cuda'),
     ]

@@ -44,6 +44,8 @@ def caption(results: Results) -> str:
     where = machine_text(machine)
     if results.shared_by:
         where += f", shared out over {len(results.shared_by)} ranks"
+    if results.load_before is not None:
+        where += f", load {results.load_before:.2f} as it began"
     return shown(f"{results.table}: {what}. {models}, {where}.")
 
 

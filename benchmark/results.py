@@ -153,6 +153,7 @@ class Results:
     is_memory: bool = False  # peak memory was measured, and no speed
     shared_by: list[dict[str, str | int]] = field(default_factory=list)  # the ranks of `rank`
     title: str = ""  # of a paper's table: which it is, and what is different here
+    load_before: Figure | None = None  # as one_minute_load has it
     n_texts: Count = 0  # that it has when it is done
     records: list[Record] = field(default_factory=list)
 

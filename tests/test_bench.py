@@ -112,6 +112,8 @@ def test_every_table(table: str, capsys: Captured, tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in printed.splitlines())
     if table == "steps":
         assert results.step_times.rows == [1, 2, 4, 8, 16, 32, 64, 128]
+    if hasattr(os, "getloadavg"):
+        assert f"load {results.load_before:.2f} as it began" in " ".join(printed.split())
     assert results.machine["commit"] and bool(results.setup_s) == (table not in ("steps", "memory"))
     assert main(["--show", str(file)]) == 0
     assert capsys.readouterr().out == printed
@@ -334,6 +336,7 @@ def test_a_text_that_is_not_its_references(
         (["--prompts", "none.txt"], "none.txt is not there"),
         (["--prompts", "none.txt", "--dataset", "wikitext2"], "either --dataset or --prompts"),
         (["--table", "prompt", "--prompts", LICENSE], "no prompt of 1000 tokens or more"),
+        (["--table", "v1-6", "--dataset", "wikitext2-script"], "800 characters a text: fewer"),
         (["--new-tokens", "0"], "Expected `int` >= 1, at --new-tokens"),
         (["--new-tokens", "9" * 12], "these lower it: a 16-bit --dtype, fewer --new-tokens"),
         (["--new-tokens", "ten"], "argument --new-tokens: invalid number value: 'ten'"),

@@ -36,10 +36,10 @@ def texts(file: Path) -> list[tuple]:
 
 
 def without_ranks(file: Path) -> dict:
-    """What several ranks and one must say alike: all but ranks, times and the ids, whose place
-    here their number takes."""
+    """What several ranks and one must say alike: all but ranks, times, load and the ids, whose
+    place here their number takes."""
     content = json.loads(file.read_text())
-    del content["shared_by"], content["setup_s"]
+    del content["shared_by"], content["setup_s"], content["load_before"]
     for record in content["records"]:
         record.pop("rank", None)
         record["metrics"] = sorted(set(record["metrics"]) - set(RATES + TIMES))
@@ -112,7 +112,7 @@ def test_several_write_what_one_writes(alone: Path, tmp_path: Path) -> None:
     for record in results.records:
         assert results.shared_by[record["rank"]]["device"] == "cpu"
         assert not set(record["metrics"]) & set(RATES + TIMES)
-    assert "shared out over 3 ranks." in " ".join(printed.split()) and "10/10" in printed
+    assert "shared out over 3 ranks, " in " ".join(printed.split()) and "10/10" in printed
     assert "token for token" in printed and printed.count("results in") == 1
 
 
