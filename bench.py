@@ -121,7 +121,9 @@ class Bench:
             self.results.setup_s = setup_s
         if with_times:  # in the middle of a text, where attention costs its mean
             sizes = self.results.sizes
-            context = sizes["prompt_tokens"][0] + sizes["new_tokens"][0] // 2
+            longest = max(len(prompt) for prompt in sum(self.prompts.values(), []))
+            n_read = min(longest, sizes["prompt_tokens"][0])
+            context = n_read + sizes["new_tokens"][0] // 2
             self.pair.use_graphs(not self.results.options.no_graphs)
             self.pair.use_kernels(self.results.options.kernels)
             times = measure_step_times(self.pair.target, self.pair.draft, context)
@@ -175,8 +177,8 @@ class Bench:
         )
 
     def show(self, kind: str) -> None:
-        """What was measured, and how to go on if something lacks."""
-        if not self.results.is_begun:
+        """What was measured, and how to go on if something lacks; rank 0 says it, which has all."""
+        if self.shard.index or not self.results.is_begun:
             return
         show(self.results, kind)
         again = ""
