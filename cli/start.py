@@ -16,6 +16,11 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a command line runs: there is no traceback
 
 
+for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    if getattr(sys, name) is None:  # closed, as by >&-: else the next file would take its place
+        setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """One line and status 2 where a package lacks."""
     if not issubclass(kind, ModuleNotFoundError):

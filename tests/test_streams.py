@@ -35,6 +35,11 @@ def run(command: str, **variables: str) -> subprocess.CompletedProcess:
         (f"python dynatree.py {TEXT} | head -c 20", 1, 1, "target models"),
         (f"python dynatree.py {TEXT} --json | true", 1, 2, " tokens/s, "),
         (f"python dynatree.py {TEXT} --show-tree 2>&1 >/dev/null | head -2 >&2", 1, 2, "iteration"),
+        (f"python dynatree.py {TEXT} 2>/dev/full", 0, 0, ""),
+        (f"python dynatree.py {TEXT} >&-", 0, 2, " tokens/s, "),
+        (f"python dynatree.py {TEXT} --json 2>&- | python -m json.tool", 0, 0, ""),
+        ("python dynatree.py --prompt-file - <&-", 2, 2, "error: the prompt is empty"),
+        ("python dynatree.py --method x 2>&-", 2, 0, ""),
         ("python dynatree.py --help | head -2", 0, 0, ""),
         ("python bench.py --help | true", 0, 0, ""),
         (
@@ -51,6 +56,12 @@ def test_output_that_ends_early(command: str, status: int, n_lines: int, told: s
     done = run(command)
     assert done.returncode == status and told in done.stderr
     assert len(done.stderr.splitlines()) == n_lines, done.stderr
+
+
+def test_a_page_outlives_the_reader_of_the_object(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert run(f"python dynatree.py {TEXT} --json --page {file} | true").returncode == 1
+    assert file.read_text().startswith("<!doctype html>")
 
 
 def test_a_character_that_the_output_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
