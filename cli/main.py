@@ -238,7 +238,7 @@ def summarise_step(step: Step) -> str:
     n_accepted = len(step.path) - 1
     ms = step.draft_ms + step.verify_ms + step.other_ms
     n_retrieved = sum(step.tree.are_retrieved)
-    sources = f"{step.n_drafted - n_retrieved} drafted, {n_retrieved} retrieved +"
+    sources = f"{step.n_drafted - n_retrieved} drafted, {n_retrieved} retrieved, marked +"
     accepted = f"{n_accepted} of {step.n_drafted} accepted ({sources})"
     return f"{accepted}, depth {step.tree.depth}, {ms:.1f} ms"
 
@@ -281,12 +281,14 @@ def report(request: Request, written: Written, comparison: Comparison | None) ->
 
 def hand_over(found: dict, request: Request, args: argparse.Namespace, trace: Trace | None) -> None:
     """Print what --json is to say, and write the page and the trace."""
-    if args.json:
-        print(json.dumps(found), flush=True)
-    if trace:
-        found |= {"command": args.command, "meanings": meanings(request.settings)}
-        found["base"] = describe_base(request.settings)
-        save_trace(trace.as_json(request.prompt, found), args.page, args.trace)
+    try:
+        if args.json:
+            print(json.dumps(found), flush=True)
+    finally:  # if nobody reads it any more, too
+        if trace:
+            found |= {"command": args.command, "meanings": meanings(request.settings)}
+            found["base"] = describe_base(request.settings)
+            save_trace(trace.as_json(request.prompt, found), args.page, args.trace)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
