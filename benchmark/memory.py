@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -33,11 +34,7 @@ def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_answer, args=(sender, function, arguments))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a new process inherits:
-    try:  # a terminal's Ctrl-C is for this one alone
-        process.start()
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    start_quietly(process)
     try:
         sender.close()
         answer = receiver.recv()
@@ -50,6 +47,15 @@ def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+def start_quietly(process: BaseProcess) -> None:
+    """Start a process that a terminal's Ctrl-C does not reach: it is for this one alone."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a new process inherits
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _answer(sender: Connection, function: Callable[..., dict], arguments: tuple) -> None:

@@ -51,7 +51,7 @@ import torch
 
 import bench
 from benchmark.machine import ROOT
-from benchmark.memory import end_with_parent
+from benchmark.memory import end_with_parent, start_quietly
 from cli.errors import Parser, UsageError, run_command_line
 from cli.models import choose_device, has_instructions
 from engine.checkpoint import first_line
@@ -223,7 +223,7 @@ class Worker:
         spawn = multiprocessing.get_context("spawn")
         self.answers, theirs = spawn.Pipe()
         self.process = spawn.Process(target=serve, args=(theirs, setup))
-        self.process.start()
+        start_quietly(self.process)
         theirs.close()
 
     def ask(self, part: Part, limit: float) -> tuple[str, bool]:
