@@ -81,6 +81,8 @@ def test_checkpoints_are_where_confidence_tells_most(monkeypatch: pytest.MonkeyP
 
 def test_chances_of_successors_fall() -> None:
     assert calibrate.falling((0.5, 0.1, 0.2, 0.05, 0.0, 0.01)) == (0.5, 0.1, 0.1, 0.05)
+    with pytest.raises(UsageError, match="no likeliest successor was accepted"):
+        calibrate.falling((0.0, 0.5))
 
 
 @pytest.mark.parametrize("base", ["dynatree", "beam:k=2"])

@@ -76,8 +76,12 @@ def chances_of(counts: Counter[int]) -> Chances:
 
 
 def falling(chances: Chances) -> Chances:
-    """As graft's have to be: none above the one before, and none 0."""
-    return tuple([chance for chance in accumulate(chances, min) if chance])
+    """As graft's have to be: none above the one before, and none 0. Raises UsageError if none is
+    left."""
+    found = tuple([chance for chance in accumulate(chances, min) if chance])
+    if not found:
+        raise UsageError("no likeliest successor was accepted: more --n-prompts or --new-tokens")
+    return found
 
 
 def look_deeper(steps: Iterable[Step]) -> dict[int, list[tuple[float, bool]]]:
