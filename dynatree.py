@@ -205,8 +205,10 @@ def generate(
     share = target.share  # of several ranks rank 0 decides, and all make the target's passes
     if share.index:
         rule = spectator(rule)
-    if not prompt or max_new_tokens < 1 or commit not in COMMITS or (rule.max_depth and not draft):
-        raise ValueError("needs a prompt, a limit of 1 or more, commit keep or rebuild, a draft")
+    if rule.max_depth and not draft:
+        raise ValueError("the method drafts, and there is no draft")
+    if max_new_tokens < 1 or commit not in COMMITS:
+        raise ValueError(f"{max_new_tokens} tokens, commit {commit}: 1 or more, keep or rebuild")
     is_greedy = sampling is None or sampling.is_greedy
     if acceptance and is_greedy:
         raise ValueError(f"acceptance {acceptance} is of sampled text, and this is greedy")
@@ -300,7 +302,9 @@ def spectator(rule: Rule) -> Rule:
 
 
 def require_ids(prompt: Sequence[int], n_ids: int) -> None:
-    """Raise ValueError for a token id that the target does not know."""
+    """Raise ValueError for an empty prompt, or a token id that the target does not know."""
+    if not prompt:
+        raise ValueError("the prompt is empty")
     for token in prompt:
         if not 0 <= token < n_ids:
             raise ValueError(f"the prompt has id {token}, but the target knows 0 to {n_ids - 1}")

@@ -312,7 +312,7 @@ def announcement(found: dict[str, str | int | None]) -> str:
 def load_pair(
     target: str,
     draft: str | None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     draft_dtype: torch.dtype | None = None,
     announce: Callable[[str], None] = lambda line: None,
@@ -324,7 +324,7 @@ def load_pair(
     None. ranks: they load a share of the target each, and the first alone the draft. Raises
     CheckpointError (the two tokenizers must be the same) and OutOfMemory.
     """
-    device = device or choose_device(None)
+    device = torch.device(device) if device else choose_device(None)
     dtype = dtype or choose_dtype(None, device)
     with memory_for("the tokenizer"):
         target_folder, draft_folder = find_both(target, draft, announce)

@@ -107,6 +107,8 @@ def require_drawing(row: str, rule: Rule) -> None:
 
 def require_acceptance(row: str, rule: Rule, name: str) -> None:
     """Raise UsageError, naming the row, if sampled text of its trees cannot be accepted so."""
+    if rule.max_rows == 1:
+        raise UsageError(f"{row} has no effect: the method proposes no token")
     try:
         choose_acceptance(rule, name)
     except ValueError as error:
@@ -120,14 +122,14 @@ def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: Pair
             raise UsageError("--sinks needs a --window")
         return WHOLE_TEXT
     longest = min(model.config.max_positions for model in pair.models)
-    window = Window(size, DEFAULT_SINKS if sinks is None else sinks)
-    most = (longest - window.sinks) * 4 // 5  # size + size // 4 tokens beside the sinks
+    sinks = DEFAULT_SINKS if sinks is None else sinks
+    most = (longest - sinks) * 4 // 5  # size + size // 4 tokens beside the sinks
     why = f"the method's tree has {max_rows} rows, the models {longest} positions"
-    if window.sinks < 0 or most < max_rows:
-        raise UsageError(f"--sinks {window.sinks} leaves no window: {why}")
+    if sinks < 0 or most < max_rows:
+        raise UsageError(f"--sinks {sinks} leaves no window: {why}")
     if not max_rows <= size <= most:
         raise UsageError(f"--window {size}: {max_rows} to {most} ({why})")
-    return window
+    return Window(size, sinks)
 
 
 def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:

@@ -39,6 +39,11 @@ class Window:
     size: int = sys.maxsize  # of the latest tokens, those that are always there
     sinks: int = 0  # of the first tokens
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a window of nothing."""
+        if self.size < 1 or self.sinks < 0:
+            raise ValueError(f"a window of {self.size} tokens, {self.sinks} sinks: 1 and 0 or more")
+
     @property
     def slack(self) -> int:
         """Tokens dropped at once: rarely enough to cost little, few enough to need little room."""

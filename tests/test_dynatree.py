@@ -146,10 +146,10 @@ def test_a_draft_that_is_the_target_is_always_accepted_in_full(settings: Setting
 @pytest.mark.parametrize(
     ("prompt", "settings", "limit", "commit", "message"),
     [
-        ([], Alone(), 5, "keep", "needs a prompt"),
-        ([1], Alone(), 0, "keep", "a limit"),
+        ([], Alone(), 5, "keep", "the prompt is empty"),
+        ([1], Alone(), 0, "keep", "0 tokens, commit keep: 1 or more"),
         ([1], Alone(), 5, "never", "keep or rebuild"),
-        ([1], Chain(K=2), 5, "keep", "a draft"),
+        ([1], Chain(K=2), 5, "keep", "there is no draft"),
         ([0, 95, -1], Alone(), 5, "keep", "id -1, but the target knows 0 to 95"),
         ([96, 0], Alone(), 5, "keep", "id 96"),
     ],

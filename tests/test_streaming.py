@@ -68,6 +68,12 @@ def slow_stream(target: GPTNeoX, prompt: list[int], window: Window, n: int) -> l
     return text
 
 
+@pytest.mark.parametrize(("size", "sinks"), [(0, 0), (-1, 4), (64, -1)])
+def test_a_window_of_nothing(size: int, sinks: int) -> None:
+    with pytest.raises(ValueError, match=f"{size} tokens, {sinks} sinks"):
+        Window(size, sinks)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_equals_ar_over_the_same_window(method: str) -> None:
     """Random pairs, settings, windows and prompts, the latter up to several times the window."""
