@@ -3,6 +3,7 @@
 tables      tables.toml read: our own tables and the papers', their rows, sizes and printed figures
 rows        a table's rows, made into runs
 options     bench.py's options: read, checked, and made into a table to measure
+enlarged    the embedded pair at the cost of Pythia's smaller models, made once
 machine     what a figure depends on besides the options
 prompts     our own (prompts.jsonl), WikiText-2, PG-19, files
 pg19        PG-19's books, fetched

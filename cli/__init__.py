@@ -7,7 +7,6 @@ tokens    text to ids and back: tokenizers, prompts, text that is streamed
 terminal  drawn trees, the help of every setting
 metrics   one generation in numbers
 compare   --compare: a method's run beside ar's, and what explains a difference
-ranks     a command line under torchrun
 errors    one line for every mistake, the exit status, Ctrl-C
 trace     what decided every tree and what became of it, as data (--trace)
 page      the same as a page to look at (--page), from the files of page/

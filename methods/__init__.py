@@ -4,12 +4,12 @@ A method is a frozen dataclass of settings whose `rule()` returns a fresh Rule (
 add one: a file here, and a line in drafting.py, or below if it needs more than a draft model;
 --help, graft's bases, the benchmark, the exactness suite and the GPU's check follow from it.
 
-static      ar, linear, confident, fixed, specinfer: trees whose shape is settled beforehand
+static      ar, linear, confident, fixed, specinfer: as many children as a depth allows
 sequoia     the static tree that is best for measured chances by rank
 dyspec      the nodes of the highest estimated value, whatever shape they make
 opttree     the same, until a level adds too little
 deagle      beam and deagle: the likeliest nodes of each level, as deep as votes allow
-drafting    all of these and dynatree: what needs nothing but a draft model
+drafting    all of these but ar, and dynatree: what needs nothing but a draft model
 ngrams      what came after a few tokens the last time, for lookup and auto
 retrieval   recycle and graft: candidates from a table of successors
 lookup      what followed the text's own end the last time

@@ -1,6 +1,8 @@
 """Who may import whom: a file imports its own room or lower ranks, and no imports make a circle."""
 
 import ast
+import importlib
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -44,3 +46,12 @@ def test_imports_point_down_and_make_no_circle() -> None:
         for other in {other.split(".")[0] for other in others} - {room}:
             assert RANK[other] < RANK[room], f"{name} imports {other}"
             assert (room, other) != ("methods", "gpt_neox"), name
+
+
+def test_each_room_says_what_is_in_it() -> None:
+    """Its __init__ names every file, and none that is not there."""
+    rooms = [file.parent for file in ROOT.glob("*/__init__.py")]
+    assert {"engine", "methods", "cli", "benchmark", "tools"} <= {room.name for room in rooms}
+    for room in rooms:
+        said = re.findall(r"^(\w+)  +\S", importlib.import_module(room.name).__doc__, re.MULTILINE)
+        assert set(said) == {file.stem for file in room.glob("*.py")} - {"__init__"}, room.name
