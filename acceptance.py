@@ -67,9 +67,10 @@ def accept_by_token(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[
 
 
 def accept_by_block(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
-    """Accept the longest part of a chain that a coin keeps, tried from the end. Two reads.
+    """Accept the longest part of a chain that a coin keeps, tried from the end.
 
-    Coin for coin it accepts what accept_by_traversal does, which reads once for each coin.
+    Coin for coin it accepts what accept_by_traversal does, but that one reads once for each row
+    tried; here it is twice, and as there once more for the bonus.
     """
     g = len(tree) - 1
     target_probs = sampler.warp(logits)  # [g + 1, V]

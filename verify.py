@@ -70,7 +70,7 @@ def accept(
     if not n_finite:
         raise NonFiniteLogits(
             "the target's logits are not finite: some product overflows in this dtype (small "
-            "Pythia models do in float16); try --dtype bfloat16"
+            "Pythia models do in float16); try --dtype bfloat16 or float32"
         )
     return path[:n_finite], tokens[:n_finite]
 

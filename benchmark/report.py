@@ -116,7 +116,7 @@ def named(results: Results, text: str) -> str:
 
 def slower_notes(rows: list[Row], baseline: str) -> list[str]:
     """Which rows are slower than the baseline, or how many if they are many."""
-    slower = [row for row in rows if row.speedup < 1]
+    slower = [row for row in rows if round(row.speedup, 2) < 1]  # as it is shown
     if len(slower) > MANY:
         return [f"{len(slower)} of {len(rows)} rows are slower than {baseline}."]
     names = ", ".join(f"{row.run.label} ({row.speedup:.2f}x)" for row in slower)

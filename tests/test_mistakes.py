@@ -93,7 +93,7 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --guesses drawn --method linear --temperature 1", "--guesses drawn is of greedy text"),
     (A + " --accept token", "--accept needs a --temperature above 0"),
     (A + " --temperature 1 --accept block", "--accept block: block is for chains"),
-    ("--prompt a --method ar --temperature 1 --accept token", "--accept token has no effect: the m"),
+    ("--prompt a --method ar --temperature 1 --accept token", "--accept token has no effect: "),
     (A + " --temperature 1 --draft-temperature 1 --method recycle", "the trees of recycle"),
     (A + " --window 1636", "--window 1636: 64 to 1635"),
     (A + " --window 64 --sinks 2000", "--sinks 2000 leaves"),
