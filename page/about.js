@@ -2,7 +2,11 @@
 // colour means.
 
 const PAPER = "https://github.com/cny123222/DynaTree/blob/main/paper/dynatree.pdf";
-const DYSPEC = "https://arxiv.org/abs/2410.11744";
+const ACCEPTANCES = { // where they are described
+  token: ["DySpec", "https://arxiv.org/abs/2410.11744", ", Algorithm 3"],
+  block: ["Block Verification", "https://arxiv.org/abs/2403.10444", ""],
+  traversal: ["Traversal Verification", "https://arxiv.org/abs/2505.12398", ""],
+};
 
 function buildAbout() {
   const { metrics, sampling } = { ...data, ...settings };
@@ -131,6 +135,7 @@ function glossary() {
   const gates = new Set(trees.flatMap(({ tree }) => tree.dropped.map(([, , , gate]) => gate)));
   for (const { tree } of trees) tree.stopped.forEach((gate) => gate && gates.add(gate));
   const says = (names) => [...names].map((name) => [name, meaningOf(name)]);
+  const source = isSampled ? ACCEPTANCES[settings.acceptance] : null;
   const link = (text, href) => html("a", { href, target: "_blank", rel: "noreferrer" }, text);
   return [
     html("h3", {}, "Words"),
@@ -142,7 +147,7 @@ function glossary() {
     html("h3", {}, "Keys"),
     table(KEYS_SAY),
     html("p", { class: "hint" }, link("DynaTree", PAPER),
-      ", section 3: the rule and its gates 3.3, mask and verification 3.4, commit 3.5. Sampled text: ",
-      link("DySpec", DYSPEC), ", Algorithm 3."),
+      ", section 3: the rule and its gates 3.3, mask and verification 3.4, commit 3.5.",
+      ...(source ? [" Acceptance: ", link(source[0], source[1]), `${source[2]}.`] : [])),
   ];
 }

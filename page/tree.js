@@ -75,32 +75,39 @@ function drawRows(view, stage, place) {
   reveal(view, stage, place, shown, scale);
 }
 
-// The layout that fits, or at the least readable size the one that has to be panned.
+// The first layout that fits: with dropped candidates if they were not asked for, then with room for the
+// notes of every step, so that no node moves, then of this one; or the last at the least readable size,
+// which has to be panned.
 function planOf(view, stage, place) {
   const { width, height, scale } = roomOf(place);
   const [wide, high] = [width - 16 / scale, height - 16 / scale]; // without scroll bars
-  const fit = (hasGhosts) => {
-    const root = itemsOf(view, stage, hasGhosts);
+  const asked = drawn.hasGhosts ?? false;
+  const ways = [{ hasGhosts: asked, isSteady: true }, { hasGhosts: asked, isSteady: false }];
+  if (drawn.hasGhosts === null) ways.unshift({ hasGhosts: true, isSteady: true });
+  let found = null;
+  for (const way of ways) {
+    const root = itemsOf(view, stage, way);
     const needed = layOut(root, { width: 0, height: 0 });
     const fitting = Math.min(wide / needed.width, high / needed.height);
     const zoom = clamp(fitting, LEAST, 1) * drawn.zoom;
     const plan = layOut(root, { width: wide / zoom, height: high / zoom });
-    return { plan, scale: zoom * scale, hasGhosts, isWhole: fitting >= 1 };
-  };
-  const roomy = drawn.hasGhosts === false ? null : fit(true);
-  return roomy && (drawn.hasGhosts || roomy.isWhole) ? roomy : fit(false);
+    found = { plan, scale: zoom * scale, hasGhosts: way.hasGhosts };
+    if (fitting >= 1) break;
+  }
+  return found;
 }
 
 // The tree of what is drawn: nodes, the bonus token, and dropped candidates, each with its parent's row.
-function itemsOf(view, stage, hasGhosts) {
+// isSteady: with room for what other steps write, too.
+function itemsOf(view, stage, { hasGhosts, isSteady }) {
   const { tree, iteration } = view;
   const items = tree.tokens.map((id, row) => {
     const item = { kind: "node", row, p: tree.p[row], depth: view.depths[row], ...labelled(id) };
     item.note = noteOf(view, stage.kind, row);
     item.pill = item.width + noteWidth(item.note);
-    const notes = ["whole", "verify", "accept", "commit"].map((kind) => noteOf(view, kind, row));
-    item.width += Math.max(...notes.map(noteWidth)); // the same at every step
-    item.room = widthOf(tree.stopped[row] ?? "", NOTE);
+    const kinds = isSteady ? ["whole", "verify", "accept", "commit"] : [stage.kind];
+    item.width += Math.max(...kinds.map((kind) => noteWidth(noteOf(view, kind, row))));
+    item.room = isSteady || isGrowing(stage) ? widthOf(tree.stopped[row] ?? "", NOTE) : 0;
     return item;
   });
   items.forEach((item, row) => (item.children = view.children[row].map((child) => items[child])));
@@ -216,17 +223,21 @@ function isGrowing(stage) {
   return ["whole", "draft", "adapt"].includes(stage.kind);
 }
 
-// Where the tree is larger than its place: what a pass of the draft has given, else the root with the
-// accepted path.
+// Where the tree is larger than its place: what a pass of the draft has given; what is accepted, with
+// its end; else the root with as much of that as there is room for.
 function reveal(view, stage, place, shown, scale) {
   const nodes = shown.filter((item) => item.kind === "node");
   const fresh = nodes.filter((item) => item.depth === stage.pass + 1);
-  const wanted = fresh.length ? fresh : nodes.filter((item) => view.isAccepted.has(item.row));
-  const lowest = Math.max(...wanted.map((item) => item.y)) + PILL;
-  const highest = Math.min(...wanted.map((item) => item.y)) - PILL;
-  place.scrollTop = Math.min(lowest * scale - place.clientHeight, highest * scale);
-  const right = fresh.length ? Math.max(...fresh.map(endOf)) + RIGHT : 0;
-  place.scrollLeft = right * scale - place.clientWidth;
+  const isOnPath = ({ kind, row }) => kind === "bonus" || (kind === "node" && view.isAccepted.has(row));
+  const path = isAt(stage, "accept") ? shown.filter(isOnPath) : nodes.slice(0, 1);
+  const wanted = fresh.length ? fresh : path;
+  const isAtEnd = fresh.length > 0 || ["accept", "commit"].includes(stage.kind);
+  const held = fresh.length ? wanted : [isAtEnd ? path.at(-1) : nodes[0]];
+  const top = (items) => (Math.min(...items.map((item) => item.y)) - PILL) * scale;
+  const bottom = (items) => (Math.max(...items.map((item) => item.y)) + PILL) * scale - place.clientHeight;
+  const right = (Math.max(...wanted.map(endOf)) + RIGHT) * scale - place.clientWidth;
+  place.scrollTop = clamp(Math.min(bottom(wanted), top(wanted)), bottom(held), top(held));
+  place.scrollLeft = isAtEnd ? right : Math.min(right, nodes[0].x * scale - PADDING);
 }
 
 function edgesOf(view, stage, shown) {

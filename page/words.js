@@ -67,11 +67,12 @@ const CAPTIONS = {
     }
     const isKept = (depth, row) => depth === pass + 1 && !view.isRetrieved.has(row);
     const kept = counted(view.depths.filter(isKept).length, "guess", "guesses");
-    const dropped = view.tree.dropped.filter(([row]) => view.depths[row] === pass).length;
-    const orMore = view.tree.n_dropped === view.tree.dropped.length ? "" : " or more";
+    const listed = view.tree.dropped.filter(([row]) => view.depths[row] === pass).length;
+    const isAll = view.tree.n_dropped === view.tree.dropped.length;
+    const dropped = isAll || listed ? `${listed}${isAll ? "" : " or more"}` : "others";
     const lacking = passes[0] > 1 ? `${counted(passes[0] - 1, "token")} it has not read yet, and ` : "";
     const read = pass ? `${counted(passes[pass], "row")} at once` : `${lacking}the root`;
-    return `Pass ${pass + 1}: the draft reads ${read}; ${kept} kept, ${dropped}${orMore} dropped.`;
+    return `Pass ${pass + 1}: the draft reads ${read}; ${kept} in the end kept, ${dropped} dropped.`;
   },
   mask(view) {
     const rows = counted(view.tree.tokens.length, "row");
@@ -86,14 +87,14 @@ const CAPTIONS = {
     return `One pass of the target over ${rows}, ${milliseconds(ms[1])}: ${which}.`;
   },
   accept(view, stage, { path, bonus }) {
-    const rows = path.length > 1 ? `rows ${path.join(", ")}` : "the root alone";
+    const rows = path.length > 1 ? `kept: rows ${path.join(", ")}` : "kept: the root alone";
     if (!isSampled) {
       const how = "From the root, follow the child that the target itself would write";
-      return `${how}: ${rows}. ${quoted([bonus])} is the bonus.`;
+      return `${how}; ${rows}. ${quoted([bonus])} is the bonus.`;
     }
     const how = ACCEPTED_BY[settings.acceptance] ?? ACCEPTED_BY.token;
     const drawn = `${quoted([bonus])}, the bonus, is drawn from what the target has left`;
-    return `${how}: ${view.trials.size} tried, ${rows}. ${drawn}.`;
+    return `${how}: ${view.trials.size} tried; ${rows}. ${drawn}.`;
   },
   commit(view, stage, { path, tokens }) {
     const moved = path.filter((row, i) => row !== i).length;

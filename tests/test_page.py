@@ -89,6 +89,13 @@ def go(page: object, iteration: int, stage: int = 0) -> int:
     )
 
 
+def go_to(page: object, iteration: int, kind: str) -> None:
+    """To the first stage of a kind."""
+    go(page, iteration)
+    stages = page.evaluate("dynatree.state.view.stages.map((stage) => stage.kind)")
+    go(page, iteration, stages.index(kind))
+
+
 def widest(content: dict) -> int:
     """The iteration with the most nodes."""
     sizes = [len(i["tree"]["tokens"]) if "tree" in i else 0 for i in content["iterations"]]
@@ -388,12 +395,44 @@ def test_nothing_sticks_out(size: dict, scheme: str, opened: Callable, traced: C
                 for name in ("text", "tree", "mask")
             ]
             assert lefts == sorted(set(lefts))
-        place = page.locator("#tree").bounding_box()
-        node = page.locator("#tree .node.root").bounding_box()
-        assert place["x"] <= node["x"] and node["x"] + node["width"] <= place["x"] + place["width"]
-        assert place["y"] <= node["y"] <= place["y"] + place["height"] - node["height"]
-        for where, least in (("#tree *", 10.99), ("body *:not(#tree *)", 12)):
+        for iteration in range(1, len(content["iterations"])):
+            go(page, iteration)
+            assert is_inside(page, "#tree .node.root", "#tree"), iteration
+            tools = page.locator("#tree-tools").bounding_box()
+            tree = page.locator("#tree").bounding_box()
+            assert tools["y"] >= tree["y"] + tree["height"], "they hide no node"
+            go_to(page, iteration, "accept")
+            assert is_inside(page, "#tree .bonus-node", "#tree"), iteration
+        for where, least in (("#tree *", 10.99), ("body *:not(#tree *)", 11.99)):
             assert page.evaluate(SMALLEST, where) >= least
+
+
+def is_inside(page: object, what: str, where: str) -> bool:
+    """Whether one element is wholly seen within another."""
+    own, place = page.evaluate(BOXES, [what, where])
+    return all(inner >= outer - 1 for inner, outer in zip(own, place, strict=True))
+
+
+def test_what_the_target_says_is_green_in_every_node(opened: Callable, traced: Callable) -> None:
+    """In retrieved ones it had memory's orange."""
+    content = traced("--method", "graft", "--max-new-tokens", "60")
+    trees = {i: found["tree"] for i, found in enumerate(content["iterations"]) if "tree" in found}
+    n_retrieved = {i: len(tree["retrieved"]) for i, tree in trees.items()}
+    mixed = next(i for i, n in n_retrieved.items() if 0 < n < len(trees[i]["tokens"]) - 1)
+    with opened(content) as page:
+        go_to(page, mixed, "verify")
+        chips = page.locator("#tree .chip")
+        fills = chips.evaluate_all("(all) => all.map((chip) => getComputedStyle(chip).fill)")
+        assert page.locator("#tree .retrieved .chip").count() and len(set(fills)) == 1
+
+
+# Two frames later: what a new caption has resized is then drawn again
+BOXES = """async (names) => {
+  const frame = () => new Promise((done) => requestAnimationFrame(done));
+  await frame().then(frame);
+  const boxes = names.map((name) => document.querySelector(name).getBoundingClientRect());
+  return boxes.map((box) => [box.left, box.top, -box.right, -box.bottom]);
+}"""
 
 
 SMALLEST = """(where) => Math.min(...[...document.querySelectorAll(where)]
