@@ -50,7 +50,7 @@ SWEEP = 4  # rows of a method that make a sweep of its settings
 # Columns of the table of texts, named as their axes are; which metric of a record each one is
 SPEED, SPEEDUP, PROGRESS = "tokens/s", "x ar on the same prompt", "tokens per target pass"
 ACCEPTANCE, PASSES = "accepted / drafted", "draft passes for a text"
-CHANCE = "probability (auto: estimate)"
+CHANCE = "probability"
 MEASURED = {PROGRESS: "tokens_per_iter", ACCEPTANCE: "acceptance"}
 MEASURED |= {"peak MB": "peak_mb", "weights + caches MB": "floor_mb"}
 MEASURED |= {name: name for name in ("draft_nodes", "draft_passes", "iterations")}
@@ -131,8 +131,6 @@ def canvas(
     below = caption(results)
     if speed_of(results) == "end_to_end":
         below += " Speeds include prefill."
-    if len(results.records) < results.n_texts:
-        below = f"UNFINISHED: {len(results.records):,} of {results.n_texts:,} texts. {below}"
     figure.suptitle(title)
     figure.supxlabel(wrapped(below, 165), fontsize=6.5, color=INK)
     return figure, axes[:n]
@@ -210,7 +208,7 @@ def depth_lines(results: Results, texts: pd.DataFrame, whole: str) -> Figure | N
     points["depth"] = points["at"] + 1
     points["note"] = points.n.map("{:,}".format)
     what = {"drafted": "trees that reach the depth", "tried": "paths accepted to the depth before"}
-    title = f"Accepted share of the {what[whole]}, and how many these are"
+    title = f"Accepted share of the {what[whole]}, and how many these are{together(texts)}"
     figure = multiples(results, title, points, "depth", "share accepted")
     if figure:
         for text in figure.findobj(Annotation):
@@ -228,11 +226,14 @@ def calibration_lines(results: Results, texts: pd.DataFrame) -> Figure | None:
     token there; on the dotted line the draft would be right as often as it believes. What is
     sampled is accepted otherwise, and left out.
     """
-    points = counted(texts[texts["temperature t"] == 0], "calibration", "matching", "drafted")
+    texts = texts[texts["temperature t"] == 0]
+    points = counted(texts, "calibration", "matching", "drafted")
     points["share right"] = points.share
     points[CHANCE] = (points["at"] + 0.5) / (points["at"].max() + 1)
     title = "Is a guess right as often as its draft believes? Bars: how its guesses are spread"
-    figure = multiples(results, title, points, CHANCE, "share right")
+    if "auto" in set(points.method):
+        title += "; auto estimates"
+    figure = multiples(results, title + together(texts), points, CHANCE, "share right")
     if figure:
         for name, axis in zip(points.name.unique(), figure.axes, strict=True):
             own = points[points.name == name]
@@ -240,6 +241,12 @@ def calibration_lines(results: Results, texts: pd.DataFrame) -> Figure | None:
             axis.plot([0, 1], [0, 1], color=INK, linewidth=0.8, linestyle=":")
             axis.set(ylim=(0, 1.05), yticks=(0, 0.5, 1), xticks=(0, 0.5, 1))
     return figure
+
+
+def together(texts: pd.DataFrame) -> str:
+    """Which datasets and sizes a figure does not tell apart."""
+    places = texts.place.unique()
+    return f" ({', '.join(places)} together)" if len(places) > 1 else ""
 
 
 def counted(texts: pd.DataFrame, kind: str, part: str, whole: str) -> pd.DataFrame:
@@ -266,7 +273,9 @@ def multiples(results: Results, title: str, points: pd.DataFrame, x: str, y: str
     names = points.name.unique()
     n_columns = min((5, 4, 3), key=lambda n: -len(names) % n)  # the last row as full as can be
     shared = {"sharex": True, "sharey": True}
-    figure, axes = canvas(results, title, len(names), n_columns, 1.7, **shared)
+    title += "; grey: others" * (len(names) > 1)
+    figure, axes = canvas(results, wrapped(title, 110), len(names), n_columns, 1.7, **shared)
+    figure.supylabel(y, fontsize="medium")
     groups = points.groupby(["name", "method", "line", x])
     spread = groups[y].quantile([0.25, 0.5, 0.75]).unstack().join(groups.note.first()).reset_index()
     for i, (name, axis) in enumerate(zip(names, axes, strict=True)):
@@ -281,8 +290,6 @@ def multiples(results: Results, title: str, points: pd.DataFrame, x: str, y: str
             axis.annotate(row["note"], (row[x], row[0.5]), (0, 3.5), **NOTE)
         axis.set_title(wrapped(name, 100 // n_columns))
         axis.tick_params(labelbottom=True)
-        if i % n_columns == 0:
-            axis.set_ylabel(y)
         if i // n_columns == (len(axes) - 1) // n_columns:
             axis.set_xlabel(x)
     if points.line.nunique() > 1:

@@ -46,7 +46,10 @@ def caption(results: Results) -> str:
         where += f", shared out over {len(results.shared_by)} ranks"
     if results.load_before is not None:
         where += f", load {results.load_before:.2f} as it began"
-    return shown(f"{results.table}: {what}. {models}, {where}.")
+    found = f"{results.table}: {what}. {models}, {where}."
+    if len(results.records) < results.n_texts:
+        found = f"UNFINISHED, {len(results.records):,} of {results.n_texts:,} texts. {found}"
+    return shown(found)
 
 
 def draft_text(results: Results) -> str:
@@ -65,7 +68,8 @@ def prompts_text(results: Results) -> str:
     prompts = results.prompts
     longest = sizes_text(results, "prompt_tokens")
     new_tokens = sizes_text(results, "new_tokens")
-    which = f"{prompts['n']} prompts ({prompts['dataset']}) of up to {longest} tokens"
+    noun = "prompt" if prompts["n"] == 1 else "prompts"
+    which = f"{prompts['n']} {noun} ({prompts['dataset']}) of up to {longest} tokens"
     return f"{which}, {new_tokens} new tokens"
 
 

@@ -157,9 +157,10 @@ def test_a_papers_table_is_drawn_as_the_paper_reads_it() -> None:
     found = draw(results)
     assert marked(found[""].axes[1]) == [[10, 26.75], [20, 27.75]]
     assert texts(found[""]) == ["0.98x", "0.98x", "1.00x", "1.00x"]
-    assert found[""].get_suptitle().endswith("beside them: x linear")
+    assert found[""].get_suptitle().endswith("beside them: x linear; grey: others")
+    assert "(L=10, L=20 together)" in found["_depth"].get_suptitle()
     assert found[""].get_supxlabel().endswith("Speeds include prefill.")
-    assert "x linear on the same prompt" in [axis.get_ylabel() for axis in found["_speedup"].axes]
+    assert found["_speedup"].get_supylabel() == "x linear on the same prompt"
 
 
 def test_a_sweep_puts_each_run_at_its_settings() -> None:

@@ -61,6 +61,14 @@ def test_cells_are_medians_over_prompts_and_speedups_are_by_prompt(results: Resu
     ]
 
 
+def test_an_unfinished_table_says_so(results: Results) -> None:
+    """It read as a finished one, in the documents too."""
+    assert "UNFINISHED" not in text_report(results, 80)
+    results.n_texts = 12
+    for report in (text_report(results, 80), markdown_report(results)):
+        assert report.startswith("UNFINISHED, 9 of 12 texts. ablation: 3 prompts")
+
+
 def test_means_and_deviations_are_over_prompts(results: Results) -> None:
     """As the papers print them: 100, 80 and 60; 200, 80 and 30 are 2, 1 and 0.5 times as fast."""
     results.columns = ["throughput_mean", "speedup_mean"]
