@@ -86,7 +86,8 @@ def machine_text(machine: dict) -> str:
     of_draft = machine.get("draft_dtype", precision)
     if of_draft != precision:
         precision += f" (draft {of_draft})"
-    where = f"{precision} on {machine['processor']}, {machine['threads']} threads"
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    where = f"{precision} on {machine['processor']}, {threads}"
     if "ranks" in machine:
         where += f" in each of {machine['ranks']} ranks"
     return f"{where}, {libraries}, Python {machine['python']}, commit {machine['commit']}"
