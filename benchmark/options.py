@@ -110,7 +110,7 @@ def build_parser() -> Parser:
     add("--resume", metavar="FILE", help="go on with an interrupted table, its options included")
     add("--show", metavar="FILE", help="print a results file's table again; measures nothing")
     add("--format", choices=("text", "markdown"), default="text", help="of the table printed")
-    docs = "write docs/results.md from these files, and README's tables from those of theirs"
+    docs = "write docs/results.md from these files, README's from the first and those of enlarged"
     add("--docs", nargs="+", metavar="FILE", help=docs)
     parser.set_defaults(**asdict(Options()))
     return parser
