@@ -49,9 +49,11 @@ def test_imports_point_down_and_make_no_circle() -> None:
 
 
 def test_each_room_says_what_is_in_it() -> None:
-    """Its __init__ names every file, and none that is not there."""
+    """Its __init__ names every file, but for methods that somebody adds, and none that has gone."""
     rooms = [file.parent for file in ROOT.glob("*/__init__.py")]
     assert {"engine", "methods", "cli", "benchmark", "tools"} <= {room.name for room in rooms}
     for room in rooms:
-        said = re.findall(r"^(\w+)  +\S", importlib.import_module(room.name).__doc__, re.MULTILINE)
-        assert set(said) == {file.stem for file in room.glob("*.py")} - {"__init__"}, room.name
+        doc = importlib.import_module(room.name).__doc__
+        said = set(re.findall(r"^(\w+)  +\S", doc, re.MULTILINE))
+        files = {file.stem for file in room.glob("*.py")} - {"__init__"}
+        assert said == files or (said < files and room.name == "methods"), room.name
