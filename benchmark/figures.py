@@ -232,7 +232,7 @@ def calibration_lines(results: Results, texts: pd.DataFrame) -> Figure | None:
     points[CHANCE] = (points["at"] + 0.5) / (points["at"].max() + 1)
     title = "Is a guess right as often as its draft believes? Bars: how its guesses are spread"
     if "auto" in set(points.method):
-        title += "; auto estimates"
+        title += "; auto's are estimates"
     figure = multiples(results, title + together(texts), points, CHANCE, "share right")
     if figure:
         for name, axis in zip(points.name.unique(), figure.axes, strict=True):

@@ -18,7 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is 
 
 for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
     if getattr(sys, name) is None:  # closed, as by >&-: else the next file would take its place
-        setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        setattr(sys, name, open(os.devnull, mode))
 
 
 def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -75,9 +75,9 @@ function drawRows(view, stage, place) {
   reveal(view, stage, place, shown, scale);
 }
 
-// The first layout that fits: with dropped candidates if they were not asked for, then with room for the
-// notes of every step, so that no node moves, then of this one; or the last at the least readable size,
-// which has to be panned.
+// The first layout that fits: with dropped candidates, where they are neither asked for nor hidden; with
+// room for the notes of every step, so that no node moves; with room for this step's. If none fits, the
+// last, as small as can be read: it has to be panned.
 function planOf(view, stage, place) {
   const { width, height, scale } = roomOf(place);
   const [wide, high] = [width - 16 / scale, height - 16 / scale]; // without scroll bars
