@@ -51,7 +51,6 @@ from benchmark.options import (
 from benchmark.peers import PEERS
 from benchmark.results import Record, Results, key_of
 from benchmark.rows import settings_of, window_of
-from benchmark.shard import Shard
 from benchmark.step_times import measure_step_times
 from benchmark.writer import Text, Writer
 from cli.compare import TIE, first_difference, top2_gap
@@ -59,7 +58,7 @@ from cli.errors import run_command_line, say
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Opened, Pair
 from dynatree import Step
-from parallel.ranks import joined
+from parallel.ranks import by_first, joined
 
 LOG_S = 30.0  # between two words of how far a table is, where stderr is no terminal
 
@@ -67,16 +66,13 @@ LOG_S = 30.0  # between two words of how far a table is, where stderr is no term
 class Bench:
     """The models, the prompts and the results of one table."""
 
-    def __init__(
-        self, results: Results, pair: Pair, prompts: Prompts, file: Path | None, shard: Shard
-    ):
-        """file: None on a rank that keeps none. shard: what of all this rank measures."""
+    def __init__(self, results: Results, pair: Pair, prompts: Prompts, file: Path | None):
+        """file: None on a rank other than 0, which keeps and shows nothing."""
         self.results = results
         self.pair = pair
         self.prompts = prompts
         self.file = file
         self.writer = Writer(pair, prompts, results.options)
-        self.shard = shard
         n_texts = sum(len(prompts[run.dataset]) for run in results.runs)
         results.n_texts = n_texts * results.options.repeats
 
@@ -92,19 +88,17 @@ class Bench:
             for text in progress:
                 self.results.records.append(self.measure(text))
                 self.save()
-        self.shard.gather(self.results)
         self.hold_against_ar()
         self.save()
-        self.shard.end(self.file)
 
     def lacking(self) -> list[Text]:
-        """This rank's texts that there are not yet: in each round prompt by prompt, and on a prompt
-        every run in turn, each time another one first."""
+        """The texts that there are not yet: in each round prompt by prompt, and on a prompt every
+        run in turn, each time another one first."""
         done = {key_of(record) for record in self.results.records}
         texts = []
         for repeat, dataset in product(range(self.results.options.repeats), self.prompts):
             n_prompts = len(self.prompts[dataset])
-            for prompt in filter(self.shard.takes, range(n_prompts)):
+            for prompt in range(n_prompts):
                 in_turn = deque(run for run in self.results.runs if run.dataset == dataset)
                 in_turn.rotate(-(repeat * n_prompts + prompt))
                 texts += [Text(run, prompt, repeat) for run in in_turn]
@@ -116,9 +110,7 @@ class Bench:
 
     def set_up(self, with_times: bool) -> None:
         """Load and warm up every run, and time single forwards if asked to: set-up, not speed."""
-        setup_s = self.writer.warm_up(self.results.runs)
-        if self.shard.has_times:
-            self.results.setup_s = setup_s
+        self.results.setup_s = self.writer.warm_up(self.results.runs)
         if with_times:  # in the middle of a text, where attention costs its mean
             sizes = self.results.sizes
             longest = max(len(prompt) for prompt in sum(self.prompts.values(), []))
@@ -132,7 +124,8 @@ class Bench:
     def measure(self, text: Text) -> Record:
         """Write one text; its metrics and ids."""
         if not self.results.is_memory:
-            return self.shard.record(self.describe, text, self.writer.generate(text))
+            steps = self.writer.generate(text)
+            return by_first(self.pair.ranks, self.describe, text, steps)
         used = used_memory(self.pair.target.device)
         how = (text.run, self.writer.prompt_ids(text), self.writer.sampling(text), used)
         # From a process that does nothing else
@@ -177,15 +170,16 @@ class Bench:
         )
 
     def show(self, kind: str) -> None:
-        """What was measured, and how to go on if something lacks; rank 0 says it, which has all."""
-        if self.shard.index or not self.results.is_begun:
+        """What was measured, and how to go on if something lacks."""
+        if not self.file or not self.results.is_begun:
             return
         show(self.results, kind)
         again = ""
         n_lacking = self.results.n_texts - len(self.results.records)
         if n_lacking:
-            words = [os.path.relpath(__file__), f"--resume={self.file}"]
-            command = shlex.join(self.shard.command(words))
+            ranks = self.pair.ranks
+            start = ["torchrun", "--nproc-per-node", str(ranks.count)] if ranks else ["python"]
+            command = shlex.join([*start, os.path.relpath(__file__), f"--resume={self.file}"])
             again = f"; {n_lacking} texts are lacking; to go on: {command}"
         say(f"results in {self.file}{again}")
 
@@ -210,15 +204,14 @@ def execute(args: argparse.Namespace, opened: Opened | None = None) -> int:
     """
     if show_files(args):
         return 0
-    with joined(is_split=args.shard is None) as ranks, ExitStack() as held:
-        shard = Shard(ranks, is_shared=args.shard is not None)
-        file, options, previous = shard.first(open_file, args, held)  # held: from other runs
-        now, pair, prompts = open_table(options, shard, opened)
-        if previous and shard.index == 0:
+    with joined() as ranks, ExitStack() as held:
+        file, options, previous = by_first(ranks, open_file, args, held)  # held: from other runs
+        now, pair, prompts = open_table(options, ranks, opened)
+        if ranks and ranks.index:
+            file = None  # all measure the same, and rank 0 keeps it
+        if previous and file:
             require_same(previous, now)
-        results = previous or now
-        shard.join(results, now)
-        return run_table(Bench(results, pair, prompts, shard.own_file(file), shard), args.format)
+        return run_table(Bench(previous or now, pair, prompts, file), args.format)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ pg19        PG-19's books, fetched
 step_times  what one forward costs by its rows, the bandwidth floor, predicted times
 counts      passes, depths and matches, counted from a generation's steps
 writer      one text after the other, whichever run, prompt and seed
-shard       what one of several processes has of a table: its share of the prompts, or of the target
 memory      peak memory, in a process of its own
 peers       transformers on the same weights, for comparison rows
 results     results files: what was measured on what, and one record for every text

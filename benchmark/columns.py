@@ -22,7 +22,6 @@ class Column:
 
     title: str  # in which "ar" is the baseline
     cell: Callable[[Row], str]  # empty where there is nothing to say
-    is_timed: bool = False  # it tells of speed
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ NUMBERS = {
     "pools": Number("graph pools MB", "pools_mb", "{:.0f}"),
     "context": Number("beside torch MB", "context_mb", "{:.0f}"),
 }
-RATES = ("throughput", "end_to_end")  # metrics of speed: more is faster
-TIMES = ("wall_ms", "ttft_ms", "tpot_ms", "draft_ms", "verify_ms", "other_ms")  # or less is
+RATES = ("throughput", "end_to_end")  # metrics of which more is faster; of times less is
 
 
 def median_text(found: list[float], form: str) -> str:
@@ -127,27 +125,22 @@ def setup_cell(row: Row) -> str:
     return "" if row.setup_s is None else f"{row.setup_s:.2f}"
 
 
-def is_timed(number: Number) -> bool:
-    return number.metric in RATES + TIMES
-
-
-PLAIN = {name: Column(n.title, partial(median_cell, n), is_timed(n)) for name, n in NUMBERS.items()}
+PLAIN = {name: Column(n.title, partial(median_cell, n)) for name, n in NUMBERS.items()}
 PLAIN |= {
-    "speedup": Column("x ar", lambda row: median_text(row.speedups, "{:.2f}x"), True),
-    "spread": Column("min-max", spread_cell, True),
-    "predicted": Column("predicted", predicted_cell, True),
-    "setup": Column("set-up s", setup_cell, True),
+    "speedup": Column("x ar", lambda row: median_text(row.speedups, "{:.2f}x")),
+    "spread": Column("min-max", spread_cell),
+    "predicted": Column("predicted", predicted_cell),
+    "setup": Column("set-up s", setup_cell),
     "tokens_pooled": Column("tok/iter pooled", pooled_cell),
     "exact": Column("exact", exact_cell),
     "more_memory": Column("over ar", more_memory_cell),
 }
 MEANS = {
-    f"{name}_mean": Column(f"{n.title} mean", partial(mean_cell, n), is_timed(n))
-    for name, n in NUMBERS.items()
+    f"{name}_mean": Column(f"{n.title} mean", partial(mean_cell, n)) for name, n in NUMBERS.items()
 }
-MEANS["speedup_mean"] = Column("x ar mean", lambda row: mean_text(row.speedups, "{:.2f}x"), True)
+MEANS["speedup_mean"] = Column("x ar mean", lambda row: mean_text(row.speedups, "{:.2f}x"))
 SPEEDUPS = {  # titled without the unit
-    f"{name}_speedup": Column(f"{n.title.split()[0]} x ar", partial(ratio_cell, n), True)
+    f"{name}_speedup": Column(f"{n.title.split()[0]} x ar", partial(ratio_cell, n))
     for name, n in NUMBERS.items()
     if name in ("throughput", "end_to_end", "wall")
 }

@@ -3,7 +3,7 @@
 args = build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"])
 with ExitStack() as held:
     file, options, previous = open_file(args, held)
-    results, pair, prompts = open_table(options, Shard())
+    results, pair, prompts = open_table(options)
 """
 
 import argparse
@@ -36,7 +36,6 @@ from benchmark.prompts import (
 from benchmark.report import markdown_report, text_report
 from benchmark.results import Options, Results, Run
 from benchmark.rows import WORDS, choose_runs, settings_of, window_of
-from benchmark.shard import Shard, left_behind, on_own_device
 from benchmark.tables import (
     NOT_HERE,
     PRESETS,
@@ -67,7 +66,7 @@ from cli.options import (
 )
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
-from parallel.ranks import is_launched
+from parallel.ranks import Ranks, by_first, is_launched
 
 Prompts = dict[str, list[list[int]]]  # their ids, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
@@ -104,8 +103,6 @@ def build_parser() -> Parser:
     add("--repeats", type=int, metavar="N", help="rounds over all prompts (1)")
     add("--pair", choices=PAIRS, help="target and draft by one name")
     add_model_options(parser)
-    shard = "under torchrun: each process takes prompts of its own, with a pair on its own device"
-    add("--shard", choices=("prompts",), help=shard)
     add("--output", metavar="FILE", help="results file (results/run_<time>_<table>.json)")
     add("--resume", metavar="FILE", help="go on with an interrupted table, its options included")
     add("--show", metavar="FILE", help="print a results file's table again; measures nothing")
@@ -204,40 +201,32 @@ def open_file(args: argparse.Namespace, held: ExitStack) -> tuple[Path, Options,
         file = choose_file(args)
         keep(file, held)
         return file, options, None
-    require_alone(args, "--resume", "format", "shard")
+    require_alone(args, "--resume", "format")
     file = Path(args.resume)
     Results.load(file)  # before anything is made beside it
     keep(file, held)
     previous = Results.load(file)  # as the run left it that may have kept it before
-    for other in left_behind(file):
-        previous.add(Results.load(other).records)
-        previous.save(file)
-        other.unlink()
     threads = previous.options.threads or previous.machine["threads"]
     return file, replace(previous.options, threads=threads), previous
 
 
 def open_table(
-    options: Options, shard: Shard, opened: Opened | None = None
+    options: Options, ranks: Ranks | None = None, opened: Opened | None = None
 ) -> tuple[Results, Pair, Prompts]:
     """Check the options, load models and prompts. Returns results of which there are none yet, the
-    models, the prompts' ids by dataset. shard: what of all that is this rank's. opened: the models,
-    if they are loaded.
+    models, the prompts' ids by dataset. ranks: with whom the target is computed, if there are
+    several. opened: the models, if they are loaded.
 
     Raises UsageError; what is wrong is told before a model is loaded.
     """
     table = choose_table(options)
     runs = choose_runs(table, options)
     check_options(options, table, runs)
-    shard.require_sharable(options, table)
     options = name_models(options)
     load = one_minute_load()  # before ours
-    options, texts = shard.first(fetch_texts, options)
+    options, texts = by_first(ranks, fetch_texts, options)
     table = choose_table(options)  # as it is with what could be fetched
     runs = choose_runs(table, options)
-    ranks = shard.ranks
-    if shard.is_shared:
-        options, ranks = on_own_device(options, ranks), None
     pair, models = opened or open_pair(options, is_drafting=True, say=say, ranks=ranks)
     check_vocabularies([run.method for run in runs], pair)
     for run in runs:
@@ -390,6 +379,7 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     is_no_steps = options.table == "steps" and (runs or hot or is_varied or options.baseline)
     mistakes = [
         (is_no_steps, "--table steps runs no methods, and at one length"),
+        (table.is_memory and is_launched(), f"--table {options.table} is measured by one process"),
         (are_told and table.is_memory, f"--table {options.table} does not measure {peers}"),
         (are_told and hot, f"{peers} are measured at temperature 0 only"),
         (are_told and options.window is not None, f"{peers} have no --window"),

@@ -42,8 +42,6 @@ def caption(results: Results) -> str:
     machine = results.machine
     models = f"{machine['target']} and {machine['draft']}"
     where = machine_text(machine)
-    if results.shared_by:
-        where += f", shared out over {len(results.shared_by)} ranks"
     if results.load_before is not None:
         where += f", load {results.load_before:.2f} as it began"
     found = f"{results.table}: {what}. {models}, {where}."

@@ -122,7 +122,6 @@ class Record(TypedDict):
     calibration: NotRequired[dict[str, list[Count]]]  # as counts.count_calibration
     predicted_ms: NotRequired[Figure]  # what its forwards alone would take
     difference: NotRequired[Difference]
-    rank: NotRequired[Count]  # which of `shared_by` wrote it
 
 
 Texts = dict[tuple[int, int], Record]  # of one run, by prompt and round
@@ -151,7 +150,6 @@ class Results:
     setup_s: dict[str, Figure] = field(default_factory=dict)  # by label: loading and warming up
     step_times: StepTimes | None = None
     is_memory: bool = False  # peak memory was measured, and no speed
-    shared_by: list[dict[str, str | int]] = field(default_factory=list)  # the ranks of `rank`
     title: str = ""  # of a paper's table: which it is, and what is different here
     load_before: Figure | None = None  # as one_minute_load has it
     n_texts: Count = 0  # that it has when it is done
@@ -192,11 +190,6 @@ class Results:
         before, _, after = head.partition(b'"records": []')
         records = b",\n".join(msgspec.json.encode(record) for record in self.records)
         write(file, before + b'"records": [\n' + records + b"\n]" + after + b"\n")
-
-    def add(self, records: list[Record]) -> None:
-        """Add those that are not there yet."""
-        known = {key_of(record) for record in self.records}
-        self.records += [record for record in records if key_of(record) not in known]
 
     @property
     def is_begun(self) -> bool:

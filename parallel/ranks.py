@@ -146,6 +146,13 @@ class Ranks:
         return Share(self.index, self.count, reduce, collect, *whole)
 
 
+def by_first(ranks: Ranks | None, compute: Callable, *arguments: object) -> object:
+    """What rank 0 computes, on every rank; ranks: None if there is but one."""
+    if not ranks:
+        return compute(*arguments)
+    return ranks.tell(None if ranks.index else compute(*arguments))
+
+
 class Pickler(pickle.Pickler):
     """Of what is told: None in the place of its tensors."""
 
@@ -167,11 +174,10 @@ def as_bytes(content: bytes, n: int) -> Tensor:
 
 
 @contextmanager
-def joined(is_split: bool = True) -> Iterator[Ranks | None]:
+def joined() -> Iterator[Ranks | None]:
     """All processes of this command, as long as the block runs; None if this is the only one.
 
-    is_split: they compute one target together; then Ctrl-C is for rank 0, after which all others
-    end. Raises RanksError.
+    Ctrl-C is for rank 0, after which all others end. Raises RanksError.
     """
     if not is_launched():
         yield None
@@ -188,7 +194,7 @@ def joined(is_split: bool = True) -> Iterator[Ranks | None]:
         ranks = Ranks(index, count, int(os.environ.get("LOCAL_RANK", index)), group)
     except (RuntimeError, ValueError) as error:
         raise RanksError(f"the ranks do not find each other: {first_line(error)}") from error
-    if is_split and index:
+    if index:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield ranks

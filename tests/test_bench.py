@@ -29,7 +29,6 @@ from benchmark.peers import PEERS, Peers, check_vocabularies
 from benchmark.report import table_cells
 from benchmark.results import Options, Results
 from benchmark.rows import choose_runs, parse_run
-from benchmark.shard import Shard
 from benchmark.step_times import StepTimes, measure_step_times, step_bytes
 from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
 from benchmark.writer import Text, Writer
@@ -364,7 +363,6 @@ def test_a_text_that_is_not_its_references(
         (["--resume", "none.json"], "none.json is not there"),
         (["--resume", "none.json", "--table", "steps"], "--table has no effect beside --resume"),
         (["--docs", "none.json"], "none.json is not there"),
-        (["--shard", "prompts"], "is for several processes: torchrun --nproc"),
         (["--tables", "--seed", "1"], "--seed has no effect beside --tables"),
     ],
 )
@@ -386,6 +384,12 @@ def test_what_a_table_shows_beside_on_a_gpu_and_in_half_precision() -> None:
     memory = with_controls(TABLES["memory"], True, True, True)
     assert memory.columns[-2:] == ("pools", "context")
     assert with_controls(TABLES["steps"], True, True, True) == TABLES["steps"]
+
+
+def test_memory_is_measured_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="--table memory is measured by one process"):
+        open_table(Options(table="memory"))
 
 
 def test_peers_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,9 +638,9 @@ def test_notes_before_a_table(capsys: Captured, tmp_path: Path) -> None:
     results = Results.load(file)
     assert results.prompts["n"] == 12
     assert results.prompts["dataset"] == "builtin, written on by the target"
-    _, _, prompts = open_table(results.options, Shard())
+    _, _, prompts = open_table(results.options)
     assert [len(prompt) for prompt in prompts["builtin"]] == [200] * 12
-    open_table(replace(results.options, new_tokens=(3000,)), Shard())
+    open_table(replace(results.options, new_tokens=(3000,)))
     assert "warning: up to 3200 tokens, but the target was trained" in capsys.readouterr().err
 
 

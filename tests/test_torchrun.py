@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +91,23 @@ def test_a_table(tmp_path: Path) -> None:
     assert "Every greedy text is ar's" in out and out.count("1/1") == 3
     assert len(lines) == 2 and "; 2 ranks on cpu, float32" in lines[0]
     assert json.loads(file.read_text())["machine"]["ranks"] == 2
+
+
+def test_a_table_that_is_interrupted(tmp_path: Path) -> None:
+    """Rank 0 alone keeps and shows what there is, and names the command that goes on."""
+    file = tmp_path / "results.json"
+    words = ["--methods", "ar,linear", "--columns", "exact", "--n-prompts", "6"]
+    words += ["--new-tokens", "100", "--threads", "1", "--output", str(file)]
+    with launched(2, "bench.py", *words) as launch:
+        while launch.process.poll() is None and not file.exists():
+            time.sleep(0.05)
+        os.killpg(launch.process.pid, signal.SIGINT)
+        _, out, lines = launch.ended()
+    assert "UNFINISHED" in out and not errors(lines), lines
+    (last,) = [line for line in lines if line.startswith("results in ")]
+    command = f"to go on: torchrun --nproc-per-node 2 bench.py --resume={file}"
+    assert last.endswith(f" texts are lacking; {command}")
+    assert [other.name for other in tmp_path.glob("*.json")] == ["results.json"]
 
 
 def test_ctrl_c() -> None:
