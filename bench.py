@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -58,7 +59,8 @@ from cli.errors import run_command_line, say
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Opened, Pair
 from dynatree import Step
-from parallel.ranks import by_first, joined
+from parallel.led import on_ranks
+from parallel.ranks import Ranks
 
 LOG_S = 30.0  # between two words of how far a table is, where stderr is no terminal
 
@@ -66,8 +68,7 @@ LOG_S = 30.0  # between two words of how far a table is, where stderr is no term
 class Bench:
     """The models, the prompts and the results of one table."""
 
-    def __init__(self, results: Results, pair: Pair, prompts: Prompts, file: Path | None):
-        """file: None on a rank other than 0, which keeps and shows nothing."""
+    def __init__(self, results: Results, pair: Pair, prompts: Prompts, file: Path):
         self.results = results
         self.pair = pair
         self.prompts = prompts
@@ -105,7 +106,7 @@ class Bench:
         return [text for text in texts if key_of(text.key()) not in done]
 
     def save(self) -> None:
-        if self.file and self.results.is_begun:
+        if self.results.is_begun:
             self.results.save(self.file)
 
     def set_up(self, with_times: bool) -> None:
@@ -125,7 +126,7 @@ class Bench:
         """Write one text; its metrics and ids."""
         if not self.results.is_memory:
             steps = self.writer.generate(text)
-            return by_first(self.pair.ranks, self.describe, text, steps)
+            return self.describe(text, steps)
         used = used_memory(self.pair.target.device)
         how = (text.run, self.writer.prompt_ids(text), self.writer.sampling(text), used)
         # From a process that does nothing else
@@ -171,7 +172,7 @@ class Bench:
 
     def show(self, kind: str) -> None:
         """What was measured, and how to go on if something lacks."""
-        if not self.file or not self.results.is_begun:
+        if not self.results.is_begun:
             return
         show(self.results, kind)
         again = ""
@@ -197,25 +198,29 @@ def run_table(bench: Bench, kind: str) -> int:
     return 0 if bench.is_exact() else 1
 
 
-def execute(args: argparse.Namespace, opened: Opened | None = None) -> int:
+def execute(
+    args: argparse.Namespace, ranks: Ranks | None = None, opened: Opened | None = None
+) -> int:
     """Carry out the command line, once parsed. Returns the exit status.
 
-    opened: what open_pair gave for these options, where that is done.
+    ranks: with whom the target is computed. opened: what open_pair gave for these options, where
+    that is done.
     """
     if show_files(args):
         return 0
-    with joined() as ranks, ExitStack() as held:
-        file, options, previous = by_first(ranks, open_file, args, held)  # held: from other runs
+    with ExitStack() as held:
+        file, options, previous = open_file(args, held)  # held: from other runs
         now, pair, prompts = open_table(options, ranks, opened)
-        if ranks and ranks.index:
-            file = None  # all measure the same, and rank 0 keeps it
-        if previous and file:
+        if previous:
             require_same(previous, now)
         return run_table(Bench(previous or now, pair, prompts, file), args.format)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command_line(execute, build_parser(), arguments)
+    parser = build_parser()
+    return on_ranks(
+        lambda ranks: run_command_line(partial(execute, ranks=ranks), parser, arguments)
+    )
 
 
 if __name__ == "__main__":

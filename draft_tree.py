@@ -12,7 +12,7 @@ are breadth-first, so a parent always precedes its children. The example of the 
      4   ran       1      2     0.18
      5   ran       2      2     0.24
 
-    tree = grow(Fixed(D=2, B=2, tau=0.15).rule(), root, draft, max_depth=8)  # methods/static.py
+    tree = grow(DynaTree().rule(), root, draft, max_depth=8)
 
 All of a tree is on the host, wherever the models are: a tree is plain lists, and a level's
 candidates, which a rule compares all at once, are numpy arrays.
@@ -24,18 +24,14 @@ Paper: DynaTree v2, section 3.3 and Algorithm 1; its symbols name the settings.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import NamedTuple, Protocol
 
 import numpy
 from numpy import ndarray
 from torch import Tensor
 
-from engine.passes import ROW_COUNTS
-from engine.sampling import Sampler, value_draws
-from engine.settings import check_settings, require_order, setting
-
-MAX_ROWS = ROW_COUNTS[-1]  # the widest verify pass any setting may ask for
+MAX_ROWS = 128  # the widest verify pass any setting may ask for
 
 
 class Candidates(NamedTuple):
@@ -117,7 +113,7 @@ class Level(NamedTuple):
     tokens: ndarray  # [n, k] int64
     logprobs: ndarray  # [n, k] float32, of each candidate given its path
     path_logprobs: ndarray  # [n, k] float32, log p(child): the path's and the candidate's together
-    values: ndarray  # [n, k] float32, log of the chance to be reached and accepted, as far as known
+    values: ndarray  # [n, k] float32: path_logprobs; of drawn ones what is known before the draw
     is_possible: ndarray  # [n, k] bool, whether the value is anything at all
     drawn_from: Tensor | None  # [n, V], of candidates in draw order; None: they are ranked
 
@@ -130,11 +126,6 @@ class Level(NamedTuple):
         if self.drawn_from is None:
             return numpy.exp(self.logprobs[:, :1])
         return self.drawn_from.amax(dim=1, keepdim=True).cpu().numpy()
-
-
-# acceptance(tree, logits [N, V] of the target, sampler) -> the accepted rows of the tree, the root
-# first, and the token that follows each of them, the bonus token last
-Acceptance = Callable[[Tree, Tensor, Sampler], tuple[list[int], list[int]]]
 
 
 class Watcher(Protocol):
@@ -155,10 +146,13 @@ class Rule:
     """Which nodes a tree gets; one object per generation, so that none learns from another.
 
     Candidates are the k likeliest tokens, best first. A rule that draws gets drawn ones instead
-    when the text is sampled, or where that is asked for. Which of these it adds must not depend on
-    what they are, nor on what follows them: their values are known before they are drawn (DySpec,
-    Eq. 11). Which of them it expands may, if all that is drafted is kept; else only where no value
-    of what follows could have displaced a node.
+    when the text is sampled, or where that is asked for. Then, for the law of the text:
+
+    - Which drawn candidates are added may depend on their `values` alone, which are known before
+      the draw (DySpec, Eq. 11). `level.logprobs >= log_threshold(0.1)` breaks this: it tries a
+      likely token where it was drawn, and spares an unlikely one its rejection.
+    - Which are expanded may depend on anything if all that is drafted is kept. If the best by value
+      are, only what could not have been among them may be left unexpanded.
 
     hook     when it is called                                     who needs it
     start    a text begins, its prompt not read yet                who looks at the text itself
@@ -174,12 +168,7 @@ class Rule:
     goes_by_probs = True  # False: the same nodes whatever log-probabilities ranked candidates have
     is_chain = False  # no row of its trees has two children
     n_read = 0  # the target's candidates that `read` is told; if any, also after the prompt's
-    acceptance: Acceptance | None = None  # of sampled text, if not one of acceptance.py's
-    # For the page: the settings that limit a tree's rows and its levels, and the gate that lets so
-    # many candidates pass as a node may have children, if there are such
-    budget = "rows"
-    deepest = "limit"
-    rank_gate = ""
+    acceptance: Callable | None = None  # of sampled text (sampling.Acceptance), if it has its own
 
     def __init__(
         self,
@@ -194,7 +183,8 @@ class Rule:
         widest pass there is. max_drafted: rows while growing, the first in breadth-first order.
         max_kept: of those, the ones of the highest values that are verified; max_rows if not given.
         """
-        assert max_rows <= MAX_ROWS, f"{max_rows} rows, {MAX_ROWS} is the most"
+        if max_rows > MAX_ROWS:
+            raise ValueError(f"{max_rows} rows, {MAX_ROWS} is the most")
         self.max_branches = max_branches
         self.n_drawn = max_branches  # candidates per row, where they are drawn
         self.max_depth = max_depth
@@ -229,15 +219,50 @@ class Rule:
         return {}
 
 
+def setting(default: float, low: float, high: float, meaning: str) -> float:
+    """A dataclass field for one setting, with its range (both ends allowed) and its meaning. Its
+    type is the annotation's: `p: float = setting(1, 0, 1, ...)` is 1.0."""
+    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
+
+
 class Settings(Protocol):
-    """A method's settings: a frozen dataclass whose fields are made by `setting`, checked when one
-    is made."""
+    """A method's settings: a frozen dataclass whose fields are made by `setting`, or as words by
+    methods/settings.py. Raises ValueError naming the one that is of another type or out of range.
+    """
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type is float and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, f.name, value)  # it is frozen for everyone else
+            require_setting(f, value)
 
     def rule(self) -> Rule:
         """A fresh rule, for one generation."""
+
+
+def require_setting(f: Field, value: object) -> None:
+    """Raise ValueError, naming the setting and what it may be, for one that it may not be."""
+    if type(value) is not f.type:
+        raise ValueError(f"{f.name}={value} is not of type {f.type.__name__}")
+    if "parse" in f.metadata:  # a word, and what reads it
+        try:
+            f.metadata["parse"](value)
+        except ValueError as error:
+            raise ValueError(f"{f.name}={value}: {error}") from error
+    elif not f.metadata["low"] <= value <= f.metadata["high"]:
+        low, high = f.metadata["low"], f.metadata["high"]
+        raise ValueError(f"{f.name}={value} is outside {low} to {high}")
+
+
+def require_order(settings: Settings, order: str) -> None:
+    """Raise ValueError unless settings stand in this order, as "D0 <= D_max", each pair of them."""
+    words = order.split()
+    for low, sign, high in zip(words[::2], words[1::2], words[2::2], strict=False):
+        a, b = getattr(settings, low), getattr(settings, high)
+        if not (a < b or (sign == "<=" and a == b)):
+            raise ValueError(f"{low}={a} and {high}={b} break {low} {sign} {high}")
 
 
 def lone(root: int) -> Tree:
@@ -251,8 +276,13 @@ def grow(
     """Grow one tree, one draft call per level, and let the rule extend it.
 
     root: the pending token. draft: None for a rule of depth 0, which never asks it. max_depth: the
-    caller's own limit, beside the rule's. When the budget cuts a level short, the first candidates
-    in breadth-first order stay.
+    caller's own limit, beside the rule's.
+
+    Three limits: of levels, `rule.levels` and max_depth, whichever is less; of rows drafted,
+    `rule.max_drafted`; of rows kept, `rule.max_kept`. In the example max_drafted 5 would end the
+    tree with the first "ran": of a level that does not fit, the first in breadth-first order stay.
+    With max_kept 3 all six are drafted, and the three of the highest values stay: the, cat, and
+    dog, of two equals the earlier.
 
     Three ways to count, when the draft has run cat and dog of the example:
 
@@ -263,40 +293,40 @@ def grow(
     tree = lone(root)
     values = [0.0]  # of each row, by which the best are kept
     n_levels = min(max_depth, rule.levels(root))
-    budget = rule.max_drafted if rule.max_rows > 1 else 1
+    most = rule.max_drafted if rule.max_rows > 1 else 1
     if watcher:
         watcher.begin(rule.state(), n_levels, max_depth)
-    rows = [0]  # tree rows of the level to run
-    parents = None  # their parents' level rows
-    n_run = 0
+    running = [0]  # tree rows of the level that the draft runs next
+    parents = None  # the level rows of their parents
+    n_slots = 0
     has_overflowed = False
     for depth in range(n_levels):
-        if not rows or len(tree) >= budget:
+        if not running or len(tree) >= most:
             break
-        candidates = draft([tree.tokens[row] for row in rows], parents)
-        for row in rows:
-            tree.draft_slots[row] = n_run
-            n_run += 1
+        candidates = draft([tree.tokens[row] for row in running], parents)
+        for row in running:
+            tree.draft_slots[row] = n_slots
+            n_slots += 1
         if candidates.drawn_from is not None:
             tree.drawn_from.extend(candidates.drawn_from)
-        above = [[tree.path_logprobs[row], values[row]] for row in rows]
-        level = look(depth, candidates, rule.max_branches, above)
+        known = [[tree.path_logprobs[row], values[row]] for row in running]
+        level = look(depth, candidates, rule.max_branches, known)
         to_add, to_grow = rule.expand(level)
         is_added, may_grow = all_open(rule, to_add, level), all_open(rule, to_grow, level)
-        run, rows, parents = rows, [], []
+        above, running, parents = running, [], []
         level_rows, ranks = is_added.nonzero()  # breadth-first
         for i, rank in zip(level_rows.tolist(), ranks.tolist(), strict=True):
-            if len(tree) >= budget:
+            if len(tree) >= most:
                 break
-            row = tree.add(level.tokens.item(i, rank), run[i], level.path_logprobs.item(i, rank))
+            row = tree.add(level.tokens.item(i, rank), above[i], level.path_logprobs.item(i, rank))
             values.append(level.values.item(i, rank))
             if may_grow.item(i, rank):
-                rows.append(row)
+                running.append(row)
                 parents.append(i)
         if depth == 0:
             has_overflowed = not level.is_possible.any()
         if watcher:
-            watcher.level(level, to_add, to_grow, is_full=len(tree) >= budget)
+            watcher.level(level, to_add, to_grow, is_full=len(tree) >= most)
     if len(tree) > rule.max_kept:
         tree = tree.take(best_rows(values, rule.max_kept))
     tree = rule.extend(tree, max_depth).by_depth()
@@ -316,6 +346,23 @@ def look(depth: int, candidates: Candidates, k: int, above: list[list[float]]) -
     values = path_logprobs if drawn_from is None else value_draws(logprobs, above)
     is_possible = values > -math.inf
     return Level(depth, tokens, logprobs, path_logprobs, values, is_possible, drawn_from)
+
+
+def value_draws(logprobs: ndarray, above: ndarray) -> ndarray:
+    """Log values [n, k] of drawn candidates, each known before it is drawn (DySpec, Eq. 9 and 11).
+
+    The chance that the path is accepted and every elder sibling is not, if the draft is right: the
+    path's probability, times what the elder siblings have left undrawn. logprobs: [n, k], of each
+    candidate, -inf if it cannot be drawn. above: [n, 2], log p(u) and value of the rows.
+    """
+    probs = numpy.exp(logprobs)
+    elder = numpy.zeros_like(probs)
+    elder[:, 1:] = probs[:, :-1].cumsum(axis=1)  # without its own, even in rounding
+    with numpy.errstate(divide="ignore"):
+        values = above[:, :1] + numpy.log((1 - elder).clip(min=0))
+    # What is left may round up: nothing is worth more than its parent or its elder sibling
+    values = numpy.minimum.accumulate(numpy.minimum(values, above[:, 1:]), axis=1)
+    return numpy.where(probs > 0, values, -math.inf)
 
 
 def all_open(rule: Rule, gates: Gates, level: Level) -> ndarray:
@@ -358,7 +405,7 @@ class DynaTree(Settings):
     tau_h: float = setting(0.9, 0.0, 1.0, "confidence from which B_min is enough")
     tau_l: float = setting(0.4, 0.0, 1.0, "confidence below which B_max is needed")
     D0: int = setting(5, 1, MAX_ROWS - 1, "base depth; deeper only where p(u) >= rho_deep")
-    D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth")
+    D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth, and of D0's way up")
     rho_stop: float = setting(0.1, 0.0, 1.0, "a node with p(u) below it is never expanded")
     rho_deep: float = setting(0.5, 0.0, 1.0, "p(u) needed to expand from depth D0 on")
     tau: float = setting(0.05, 0.0, 1.0, "a child with p(path) below tau is not added")
@@ -384,7 +431,6 @@ class DynaTreeRule(Rule):
     """One generation of DynaTree: its settings as history has moved them so far."""
 
     is_drawing = True
-    budget, deepest, rank_gate = "N_max", "D_max", "confidence"
 
     def __init__(self, settings: DynaTree):
         s = settings

@@ -6,65 +6,137 @@ decode step, a draft level and a tree: the caller says at which position each ro
 cache slot it is written, and which slots it may attend. The cache's whole state is one number, so
 taking back a rejected tree means moving that number.
 
-How a pass is made fast is in engine/: from_pretrained replaces the layers by others of the same
-signature (engine/fused.py), unless it is asked not to. To read the model, this file is enough.
+This model is for reading, and is what every faster one is held against. engine/model.py has one
+that is two to three times as fast: both are a `Model`, and the loop cannot tell them apart.
 
 Architecture: Black et al. 2022 (GPT-NeoX-20B); Biderman et al. 2023 (Pythia).
 Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary;
 * is nothing, or in training a batch of texts.
 
-    model = GPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
+    model = GPTNeoX.from_pretrained("models/tiny/target")
     cache = model.new_cache(capacity=256)
     scores = model.prefill(prompt_ids, cache)  # of the last token
 """
 
-import math
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from numpy import ndarray
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from engine.caches import Storage
-from engine.checkpoint import (
-    ACTIVATIONS,
-    CheckpointError,
-    Config,
-    first_line,
-    load_tensors,
-    read_config,
-)
-from engine.fused import fill, require_divisible
-from engine.hub import find_checkpoint
-from engine.memory import OutOfMemory, memory_for, require_memory
-from engine.passes import Use, causal_bias, open_bias
-from engine.scores import Scores, scores_of
-from engine.shares import WHOLE, Share, split_axis
-
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
+ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu's approximate=
+PUBLISHED = {  # config.json's names of what Config calls otherwise
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+    "rotary_fraction": "rotary_pct",
+    "rotary_base": "rotary_emb_base",
+    "activation": "hidden_act",
+    "norm_eps": "layer_norm_eps",
+    "is_parallel": "use_parallel_residual",
+    "is_tied": "tie_word_embeddings",
+    "has_attention_bias": "attention_bias",
+    "eos_ids": "eos_token_id",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What config.json says of a model. Raises ValueError for what no model can be."""
+
+    vocab_size: int  # V, rows of the embedding; may be padded beyond the tokenizer
+    hidden_size: int
+    n_layers: int  # L
+    n_heads: int  # H
+    intermediate_size: int  # of the MLP's inside
+    max_positions: int  # trained; longer works, worse
+    rotary_fraction: float  # of each head that is rotated
+    rotary_base: float
+    activation: str = "gelu"
+    norm_eps: float = 1e-5
+    is_parallel: bool = True  # x + attention(x) + mlp(x), else one after the other
+    is_tied: bool = False  # the output is the embedding
+    has_attention_bias: bool = True
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.n_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of {self.n_heads} heads"
+            )
+        if not 0 < self.rotary_fraction <= 1:
+            raise ValueError(f"rotary fraction {self.rotary_fraction} is outside (0, 1]")
+        if self.rotary_dims < 2 or self.rotary_dims % 2 or self.head_size % 2:
+            dims = f"{self.rotary_dims} rotary dims of {self.head_size}"
+            raise ValueError(f"{dims} cannot be rotated in pairs")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"hidden_act {self.activation!r}: there are {', '.join(ACTIVATIONS)}")
+
+    @property
+    def head_size(self) -> int:  # D
+        return self.hidden_size // self.n_heads
+
+    @property
+    def rotary_dims(self) -> int:  # R
+        return int(self.head_size * self.rotary_fraction)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, object]) -> "Config":
+        """Of a parsed config.json, as published or as newer saves have it. Raises ValueError."""
+        if raw.get("model_type") != "gpt_neox":
+            raise ValueError(f"it has model_type {raw.get('model_type')!r:.100}, not 'gpt_neox'")
+        said = dict(raw)
+        rope = said.get("rope_parameters")
+        if rope:  # newer saves
+            said["rotary_pct"] = rope.get("partial_rotary_factor")
+            said["rotary_emb_base"] = rope.get("rope_theta")
+        if isinstance(said.get("eos_token_id"), int):
+            said["eos_token_id"] = [said["eos_token_id"]]
+        values = {}
+        for f in fields(cls):
+            key = PUBLISHED.get(f.name, f.name)
+            if said.get(key) is not None:
+                values[f.name] = said[key]
+            elif f.default is MISSING:
+                raise ValueError(f"it lacks {key}")
+        values["eos_ids"] = tuple(values.get("eos_ids", ()))
+        return cls(**values)
 
 
 class KVCache:
     """Preallocated keys and values; the state is one number, `length`.
 
     Slots [0, length) hold committed tokens, slots above are scratch that the next forward may
-    overwrite. Never holds anything non-finite: a masked slot enters attention as 0 x value.
+    overwrite. Never holds anything non-finite: a masked slot enters attention as 0 x value. `with`
+    it: a cache whose memory is lent gives it back at the end.
     """
 
-    def __init__(self, storage: Storage, capacity: int, use: Use):
-        self.storage = storage
-        self.kv = storage.kv  # [2, L, H, slots, D], keys, then values
-        self.turns = storage.turns  # complex64 [slots, R / 2], by position
-        self.passes = storage.passes  # that are padded or have fixed shapes; None: as they come
-        self.capacity, self.use = capacity, use
+    most = sys.maxsize  # tokens that one step may commit; fewer where old ones are dropped
+
+    def __init__(self, kv: Tensor, turns: Tensor, capacity: int):
+        self.kv = kv  # [2, L, H, slots, D], keys, then values
+        self.turns = turns  # complex64 [positions, R / 2], the rotary table
+        self.capacity = capacity
         self.length = 0
 
+    def __enter__(self) -> "KVCache":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """There is nothing to give back."""
+
     def require(self, need: int) -> None:
-        """Raise OutOfMemory if `need` slots would not fit."""
+        """Raise MemoryError if `need` slots would not fit."""
         if need > self.capacity:
-            raise OutOfMemory(f"the cache holds {self.capacity} tokens, {need} are needed")
+            raise MemoryError(f"the cache holds {self.capacity} tokens, {need} are needed")
 
     def advance(self, n: int) -> None:
         """Keep the next n scratch rows where they are: a causal block that was run in place."""
@@ -73,7 +145,8 @@ class KVCache:
 
     def rewind(self, length: int) -> None:
         """Forget everything from slot `length` on. What lies below stays as it is."""
-        assert 0 <= length <= self.length, f"cannot rewind from {self.length} to {length}"
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot rewind from {self.length} to {length}")
         self.length = length
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -90,6 +163,62 @@ class KVCache:
         self.length = end
 
 
+class Scores:
+    """What a pass says of the token after each of its n rows."""
+
+    def __init__(self, logits: Tensor):
+        self.logits = logits  # [n, V] float32, where the model is
+
+    def argmax(self) -> list[int]:
+        """The likeliest id after each row."""
+        return self.logits.argmax(dim=-1).tolist()
+
+    def best(self, k: int) -> ndarray:
+        """The k likeliest ids after each row, best first: [n, k] int64."""
+        return self.logits.topk(k).indices.cpu().numpy()
+
+    def finite(self) -> ndarray:
+        """[n] bool: whether all of a row's logits are numbers."""
+        return self.logits.isfinite().all(dim=-1).cpu().numpy()
+
+    def top(
+        self, k: int, temperature: float = 1.0, n_ids: int | None = None
+    ) -> tuple[ndarray, ndarray]:
+        """The k likeliest of the first n_ids ids after each row, best first: [n, k] int64, and
+        their log-probabilities at a temperature, [n, k] float32."""
+        logits = self.logits[:, :n_ids]
+        shifted = logits - logits.amax(dim=-1, keepdim=True)  # else a tiny temperature gives nan
+        logprobs = torch.log_softmax(shifted / temperature, dim=-1)
+        found = logprobs.topk(min(k, logprobs.shape[1]))
+        return found.indices.cpu().numpy(), found.values.cpu().numpy()
+
+
+class Model(Protocol):
+    """All that the loop knows of a model. GPTNeoX is one; its methods say what arguments are."""
+
+    config: Config
+    device: torch.device
+
+    def new_cache(self, capacity: int) -> KVCache: ...
+
+    def prefill(
+        self,
+        tokens: list[int],
+        cache: KVCache,
+        read: Callable[[list[int], Scores], None] | None = None,
+    ) -> Scores: ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        mask: Tensor | None = None,
+        start: int | None = None,
+        n_last: int | None = None,
+    ) -> Scores: ...
+
+
 class Attention(nn.Module):
     """Causal self-attention over what the cache has and what the pass writes to it."""
 
@@ -101,16 +230,20 @@ class Attention(nn.Module):
         self.dense = nn.Linear(hidden, hidden, has_bias)
 
     def forward(
-        self, x: Tensor, turns: Tensor, past: Tensor | None, start: int, bias: Tensor | None
+        self, x: Tensor, turns: Tensor, past: Tensor | None, start: int, seen: Tensor | None
     ) -> Tensor:
         qkv = self.query_key_value(x).unflatten(-1, (self.n_heads, 3, -1))  # [*, n, H, 3, D]
         q, k, v = qkv.transpose(-4, -3).unbind(-2)  # [*, H, n, D] each
         q, k = rotate(q, turns), rotate(k, turns)
         if past is not None:  # [2, *, H, slots, D]
-            # A masked slot counts as 0 x its value, and 0 x nan is nan
-            past[..., start : start + x.shape[-2], :] = torch.stack((k, v)).nan_to_num()
-            k, v = past[..., : bias.shape[-1], :]  # [*, H, S, D] each
-        attended = F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None)
+            new = torch.stack((k, v))  # [2, *, H, n, D]
+            # Nothing undefined may enter the cache: a masked slot counts as 0 x its value, and
+            # 0 x nan is nan. Only the row that overflowed is undefined, and so are its logits
+            past[..., start : start + x.shape[-2], :] = new.nan_to_num()
+            has_overflowed = ~new.isfinite().all(dim=0).all(dim=-1, keepdim=True)
+            q = q.masked_fill(has_overflowed, torch.nan)
+            k, v = past[..., : seen.shape[-1], :]  # [*, H, S, D] each
+        attended = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
         return self.dense(attended.transpose(-3, -2).flatten(-2))
 
 
@@ -135,9 +268,9 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, turns: Tensor, past: Tensor | None, start: int, bias: Tensor | None
+        self, x: Tensor, turns: Tensor, past: Tensor | None, start: int, seen: Tensor | None
     ) -> Tensor:
-        attended = self.attention(self.input_layernorm(x), turns, past, start, bias)
+        attended = self.attention(self.input_layernorm(x), turns, past, start, seen)
         if self.is_parallel:  # both read the same x
             return x + attended + self.mlp(self.post_attention_layernorm(x))
         x = x + attended
@@ -161,23 +294,19 @@ class Transformer(nn.Module):
         turns: Tensor,
         kv: Tensor | None = None,
         start: int = 0,
-        bias: Tensor | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
         """x [*, n, hidden] of tokens [*, n] int64; not finite where it overflowed.
 
         turns: complex64 [n, R / 2], by position. kv: [2, L, *, H, slots, D], of which slots
-        [start, start + n) are written. bias: [n, S], 0 where a row may attend, else -inf. Without
+        [start, start + n) are written. seen: [n, S] bool, which slots a row may attend. Without
         both, as in training, a text is read from its beginning, each token attending those before.
         """
         x = self.embed_in(tokens)
         for i, layer in enumerate(self.layers):
             past = None if kv is None else kv[:, i]
-            x = layer(x, turns, past, start, bias)
+            x = layer(x, turns, past, start, seen)
         return self.final_layer_norm(x)
-
-    @staticmethod
-    def rotate(x: Tensor, turns: Tensor) -> Tensor:
-        return rotate(x, turns)
 
 
 def rotary_table(config: Config, n_positions: int, device: torch.device) -> Tensor:
@@ -213,36 +342,40 @@ class GPTNeoX(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        name_or_path: str | Path,
+        folder: str | Path,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        share: Share = WHOLE,
-        fuse: bool = True,
     ) -> "GPTNeoX":
-        """Load a folder, or a hub repository `NAME` or `NAME@REVISION`; of a share, no more.
+        """Load a folder of config.json and safetensors, one file or several.
 
-        Raises CheckpointError (nothing there, not GPT-NeoX, a tensor missing, extra or misshapen,
-        a truncated file) and OutOfMemory.
+        To read by and to test with: engine/model.py has the one that is fast and finds models on
+        the hub. Raises OSError, and ValueError for what is missing or misshapen.
         """
-        folder = find_checkpoint(name_or_path)
-        device = torch.device(device)
-        what = f"the weights of {name_or_path}"
-        with memory_for(what):
-            config = read_config(folder)
-            require_divisible(config, share)
-            require_memory(weight_bytes(config, dtype, share), device, what)
-            tensors = load_tensors(folder, published_shapes(config), device, dtype, share)
-            return cls.from_tensors(config, tensors, share, fuse)
+        folder = Path(folder)
+        config = Config.from_json(json.loads((folder / "config.json").read_text()))
+        tensors = {}
+        for name in weight_files(folder):
+            with safe_open(folder / name, "pt", str(device)) as file:
+                tensors |= {name: file.get_tensor(name).to(dtype) for name in file.keys()}
+        return cls.from_tensors(config, tensors)
 
     @classmethod
-    def from_tensors(
-        cls, config: Config, tensors: Mapping[str, Tensor], share: Share = WHOLE, fuse: bool = True
-    ) -> "GPTNeoX":
-        """A model of these weights, by their published names. Raises CheckpointError."""
+    def from_tensors(cls, config: Config, tensors: Mapping[str, Tensor]) -> "GPTNeoX":
+        """A model of these weights, by their published names; what it has no place for, as the
+        buffers of old files, is left. Raises ValueError naming what is missing or misshapen."""
+        tensors = dict(tensors)
         with torch.device("meta"):  # no memory: the weights have theirs
             model = cls(config)
-        fill(model, tensors, share, fuse)
-        return model
+        for name, weight in model.named_parameters():
+            if name not in tensors:
+                raise ValueError(f"the checkpoint lacks the tensor {name}")
+            found, asked = tuple(tensors[name].shape), tuple(weight.shape)
+            if found != asked:
+                raise ValueError(f"{name} is {found}, config.json asks for {asked}")
+        model.load_state_dict(tensors, strict=False, assign=True)
+        if config.is_tied:
+            model.embed_out.weight = model.gpt_neox.embed_in.weight
+        return model.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
@@ -252,22 +385,12 @@ class GPTNeoX(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.gpt_neox.embed_in.weight.dtype
 
-    def logits(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: Tensor,
-        turns: Tensor,
-        start: int,
-        bias: Tensor,
-        first: int = 0,
-    ) -> Tensor:
-        """A whole pass on the model's device: [n - first, V], of the rows from `first` on.
-
-        tokens, positions: [n] int64; the others as Transformer.forward has them.
-        """
-        x = self.gpt_neox(tokens, turns.index_select(0, positions), kv, start, bias)
-        return self.embed_out(x[first:])
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for `capacity` tokens."""
+        config = self.config
+        shape = (2, config.n_layers, config.n_heads, capacity, config.head_size)
+        kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        return KVCache(kv, rotary_table(config, capacity, self.device), capacity)
 
     def forward(
         self,
@@ -283,112 +406,58 @@ class GPTNeoX(nn.Module):
         tokens, positions: [n] int64. mask: [n, s] bool, which of the s slots from cache.length on
         each row may attend, its own among them; all attend what is committed. None means causal,
         everything below `start` and itself. All three are on the host. The rows are written to
-        slots [start, start + n); start defaults to cache.length, which does not move.
-        n_last: the scores of so many rows at the end are wanted, None for all. On CUDA the next
-        pass over this cache may overwrite them.
+        slots [start, start + n); start defaults to cache.length, which does not move. n_last: the
+        scores of so many rows at the end are wanted, None for all.
         """
-        n = len(tokens)
         start = cache.length if start is None else start
-        n_last = n_last or n
-        cache.require(start + n)
-        length = start if mask is None else cache.length
-        n_seen = length + (n if mask is None else mask.shape[1])
-        assert start + n <= n_seen <= cache.capacity, f"a mask up to slot {n_seen}"
-        if cache.passes and cache.passes.has_room(n, mask, cache.use):
-            return cache.passes.forward(tokens, positions, mask, length, start, n_last, cache.use)
-        x = self.run(tokens, positions, cache, mask, start)
-        return self.score(x[-n_last:], cache)
+        x = self.hidden(tokens, positions, cache, mask, start)
+        return self.score(x if n_last is None else x[-n_last:])
 
-    def run(
+    def hidden(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
-        """x [n, hidden] of rows that are run as they come."""
+        """x [n, hidden] after each row, before the logits."""
+        n = len(tokens)
+        length = cache.length
         if mask is None:
-            bias = causal_bias(len(tokens), start, cache.kv)
-        else:
-            bias = open_bias(mask, cache.length, cache.kv)
-        turns = cache.turns.index_select(0, positions.to(self.device, non_blocking=True))
-        tokens = tokens.to(self.device, non_blocking=True)
-        return self.gpt_neox(tokens, turns, cache.kv, start, bias)
+            length, mask = start, torch.ones(n, n, dtype=torch.bool).tril()
+        n_slots = length + mask.shape[1]
+        cache.require(n_slots)
+        if start + n > n_slots:
+            raise ValueError(f"a mask up to slot {n_slots}, and rows up to {start + n}")
+        seen = F.pad(mask, (length, 0), value=True).to(self.device)  # all see what is committed
+        turns = cache.turns[positions.to(self.device)]
+        return self.gpt_neox(tokens.to(self.device), turns, cache.kv, start, seen)
 
-    def score(self, x: Tensor, cache: KVCache) -> Scores:
+    def score(self, x: Tensor) -> Scores:
         """What follows each of the rows x [n, hidden]."""
-        return scores_of(self.embed_out(x).float()[:, : cache.use.n_ids], cache.use.ranking)
+        return Scores(self.embed_out(x).float())
 
     def prefill(
         self,
         tokens: list[int],
         cache: KVCache,
-        read: Callable[[list[int], ndarray], None] | None = None,
+        read: Callable[[list[int], Scores], None] | None = None,
     ) -> Scores:
         """Append tokens to the cache in chunks and return the last one's scores.
 
         Its logits are nan if any of the tokens overflowed: what reads one that did is worth
-        nothing. read: called with every chunk's ids and the candidates [n, k] after each of them.
+        nothing. read: called with every chunk's ids and their scores.
         """
         is_finite = torch.tensor(True, device=self.device)
         for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
-            cache.require(cache.length + len(ids))
             positions = torch.arange(cache.length, cache.length + len(ids))
-            x = self.run(ids, positions, cache, None, cache.length)  # [n, hidden]
+            x = self.hidden(ids, positions, cache, None, cache.length)
             is_finite &= x.isfinite().all()
             if read:
-                read(ids.tolist(), self.score(x, cache).candidates)
+                read(ids.tolist(), self.score(x))
             cache.advance(len(ids))
-        return self.score(x[-1:].masked_fill(~is_finite, torch.nan), cache)
-
-    def append(self, tokens: list[int], cache: KVCache) -> Scores:
-        """Append few tokens to the cache in one pass, on CUDA of a fixed shape as every pass of the
-        loop, and return the last one's scores; they do not tell if another one overflowed."""
-        positions = torch.arange(cache.length, cache.length + len(tokens))
-        scores = self.forward(torch.tensor(tokens), positions, cache, n_last=1)
-        cache.advance(len(tokens))
-        return scores
-
-    def forget(self, cache: KVCache, start: int, n: int) -> None:
-        """Drop slots [start, start + n); what follows moves down to them, n positions back.
-
-        A key carries its position as a rotation, so turning it by n positions more moves it; each
-        turn rounds it once in the model's dtype.
-        """
-        kept = cache.kv[:, :, :, start + n : cache.length].clone()  # read, then write: they overlap
-        kept[0] = self.gpt_neox.rotate(kept[0], cache.turns[n : n + 1].conj())
-        cache.rewind(cache.length - n)
-        cache.kv[:, :, :, start : cache.length] = kept
-
-    def new_cache(self, capacity: int, use: Use | None = None) -> KVCache:
-        """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
-        use = self.pool.settle(use or Use(), self)
-        storage = self.pool.lend(capacity, use, self.make_memory)
-        return KVCache(storage, capacity, use)
-
-    def make_memory(self, n_slots: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, and the turns of as many positions."""
-        config = self.config
-        shape = (2, config.n_layers, self.n_heads, n_slots, config.head_size)
-        kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
-        return kv, rotary_table(config, n_slots, self.device)
+        return self.score(x[-1:].masked_fill(~is_finite, torch.nan))
 
 
-def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Of every tensor that a checkpoint must hold, by its published name.
-
-    Raises CheckpointError for sizes that no tensor can have.
-    """
-    try:
-        with torch.device("meta"):
-            model = GPTNeoX(config)
-    except RuntimeError as error:
-        raise CheckpointError(f"no tensor has such sizes: {first_line(error)}") from error
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-
-
-def weight_bytes(config: Config, dtype: torch.dtype, share: Share = WHOLE) -> int:
-    """What all weights take in a dtype, or a share of them. Raises CheckpointError."""
-    n = 0
-    for name, shape in published_shapes(config).items():
-        axis = split_axis(name)
-        n_split = 1 if axis is None else shape[axis]
-        n_here = 1 if axis is None else share.size(n_split)
-        n += math.prod(shape) // n_split * n_here
-    return n * dtype.itemsize
+def weight_files(folder: Path) -> list[str]:
+    """model.safetensors, or the shards that its index lists."""
+    if (folder / "model.safetensors").exists():
+        return ["model.safetensors"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return sorted(set(index["weight_map"].values()))

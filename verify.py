@@ -1,7 +1,7 @@
 """Verifying a tree: what the target's pass over it is given, and which path it accepts.
 
-Functions of trees, logits and a sampler: no model, no cache, no tokenizer. For sampled text see
-acceptance.py. In the example of draft_tree.py the target says: after "the" comes "cat", after "the
+Functions of trees, scores and a sampler: no model, no cache, no tokenizer. For sampled text see
+sampling.py. In the example of draft_tree.py the target says: after "the" comes "cat", after "the
 cat" comes "ran", after "the cat ran" comes "away":
 
     best[row] = cat  ran  ...  ...  away  ...
@@ -16,13 +16,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from draft_tree import Acceptance, Tree
-from engine.sampling import Sampler
-from engine.scores import Scores
-
-
-class NonFiniteLogits(Exception):
-    """The target produced infinite or undefined logits, so it has no next token."""
+from draft_tree import Tree
+from gpt_neox import Scores
+from sampling import Acceptance, Sampler
 
 
 def tree_pass(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -45,19 +41,38 @@ def tree_pass(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
     return tokens, positions, torch.from_numpy(mask)
 
 
+def accept_greedy(tree: Tree, best: list[int]) -> tuple[list[int], list[int]]:
+    """The longest path that the target agrees with, and what it says after each of its rows.
+
+    best: [N], the target's argmax after each node. Returns rows, root first, and as many tokens,
+    the bonus token last. A node agrees if its token is the best at its parent; siblings carry
+    distinct tokens, so the agreeing path is unique.
+    """
+    path = [0]
+    for row in range(1, len(tree)):  # a parent precedes its children, so one walk finds the path
+        last = path[-1]
+        if tree.parents[row] == last and tree.tokens[row] == best[last]:
+            path.append(row)
+    return path, [best[row] for row in path]
+
+
+class NonFiniteLogits(Exception):
+    """The target produced infinite or undefined logits, so it has no next token."""
+
+
 def accept(
-    tree: Tree, scores: Scores, sampler: Sampler | None, acceptance: Acceptance
+    tree: Tree, scores: Scores, sampler: Sampler, acceptance: Acceptance
 ) -> tuple[list[int], list[int]]:
     """What a step commits: the accepted rows, root first, and the id that the target puts after
     each, the bonus token last.
 
-    scores: of the tree's rows. acceptance: of sampled text (acceptance.py); greedily only one is
-    possible. Raises NonFiniteLogits if the root's are not finite, so that an error takes back
-    nothing that was right; a path ends before any other row whose logits are not.
+    scores: of the tree's rows. acceptance: of sampled text; greedily only one is possible. Raises
+    NonFiniteLogits if the root's are not finite, so that an error takes back nothing that was
+    right; a path ends before any other row whose logits are not.
     """
-    is_finite = numpy.isfinite(scores.highest)  # a row that holds inf or nan has it there
-    if sampler is None:
-        path, tokens = accept_greedy(tree, scores.best.tolist())
+    is_finite = scores.finite()  # [N]
+    if sampler.settings.is_greedy:
+        path, tokens = accept_greedy(tree, scores.argmax())
     else:
         logits = scores.logits
         if not is_finite.all():  # what is below such a row is cut off: any numbers will do there
@@ -82,18 +97,3 @@ def cut(tokens: list[int], eos_ids: Sequence[int], limit: int) -> list[int]:
         if token in eos_ids:
             return tokens[: i + 1]
     return tokens
-
-
-def accept_greedy(tree: Tree, best: list[int]) -> tuple[list[int], list[int]]:
-    """The longest path that the target agrees with, and what it says after each of its rows.
-
-    best: [N], the target's argmax after each node. Returns rows, root first, and as many tokens,
-    the bonus token last. A node agrees if its token is the best at its parent; siblings carry
-    distinct tokens, so the agreeing path is unique.
-    """
-    path = [0]
-    for row in range(1, len(tree)):  # a parent precedes its children, so one walk finds the path
-        last = path[-1]
-        if tree.parents[row] == last and tree.tokens[row] == best[last]:
-            path.append(row)
-    return path, [best[row] for row in path]

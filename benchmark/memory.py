@@ -21,8 +21,8 @@ from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import open_pair
 from engine.memory import OutOfMemory
-from engine.sampling import Sampling
-from gpt_neox import GPTNeoX, weight_bytes
+from engine.model import FastGPTNeoX, weight_bytes
+from sampling import Sampling
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
@@ -73,7 +73,7 @@ def end_with_parent() -> None:
 
 
 def measure_memory(
-    options: Options, run: Run, prompt: list[int], sampling: Sampling | None, used: int
+    options: Options, run: Run, prompt: list[int], sampling: Sampling, used: int
 ) -> dict:
     """Load what the run needs, run it, and tell this process's peak (on CUDA the device's).
 
@@ -95,7 +95,7 @@ def measure_memory(
     return {"metrics": metrics, "token_ids": token_ids(steps)}
 
 
-def floor_bytes(model: GPTNeoX, capacity: int) -> int:
+def floor_bytes(model: FastGPTNeoX, capacity: int) -> int:
     """What a model takes: its weights, and a cache for `capacity` tokens."""
     return weight_bytes(model.config, model.dtype) + model.pool.bytes(capacity)
 

@@ -66,7 +66,7 @@ from cli.options import (
 )
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
-from parallel.ranks import Ranks, by_first, is_launched
+from parallel.ranks import Ranks, is_launched
 
 Prompts = dict[str, list[list[int]]]  # their ids, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
@@ -224,7 +224,7 @@ def open_table(
     check_options(options, table, runs)
     options = name_models(options)
     load = one_minute_load()  # before ours
-    options, texts = by_first(ranks, fetch_texts, options)
+    options, texts = fetch_texts(options)
     table = choose_table(options)  # as it is with what could be fetched
     runs = choose_runs(table, options)
     pair, models = opened or open_pair(options, is_drafting=True, say=say, ranks=ranks)

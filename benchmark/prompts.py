@@ -28,8 +28,8 @@ from cli.models import Pair, Request, encode
 from engine.checkpoint import CheckpointError
 from engine.foreign import ForeignFile, parse_json, read_bytes, read_text
 from engine.hub import hub_client
-from engine.sampling import Sampling
 from methods.static import Alone
+from sampling import Sampling
 
 SCRIPT = "wikitext2-script"
 DATASETS = ("builtin", "wikitext2", SCRIPT, "pg19")

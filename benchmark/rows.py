@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
-from acceptance import ACCEPTANCES
 from benchmark.peers import PEERS
 from benchmark.results import Options, Run
 from benchmark.tables import SYMBOLS, Part, Table, split_list
@@ -16,10 +15,11 @@ from cli.errors import UsageError
 from cli.models import Pair, Request
 from cli.options import choose_window, has_temperature, parse_settings, require_acceptance
 from draft_tree import Settings
-from engine.sampling import Sampling
-from engine.settings import read_values
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
+from methods.acceptances import ACCEPTANCES
+from methods.settings import read_values
+from sampling import Sampling
 
 WORDS = ("rebuild", "eager", "kernels", "strict", *ACCEPTANCES)  # of a row, beside its settings
 
@@ -87,7 +87,7 @@ def window_of(run: Run, pair: Pair) -> Window:
         raise UsageError(f"{run.label}: {error}") from error
 
 
-def request_of(run: Run, pair: Pair, prompt: list[int], sampling: Sampling | None) -> Request:
+def request_of(run: Run, pair: Pair, prompt: list[int], sampling: Sampling) -> Request:
     """A text that continues these ids as the run says; of a method that is not a peer."""
     return Request(
         pair,

@@ -18,11 +18,10 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
-from dynatree import capture
 from engine.memory import in_bytes, memory_for
+from engine.model import FastCache, FastGPTNeoX
 from engine.passes import ROW_COUNTS, causal_mask
-from engine.scores import Scores
-from gpt_neox import GPTNeoX, KVCache
+from gpt_neox import Scores
 
 COPY_BYTES = 2**28  # past every cache, so that memory itself is measured
 BURST = 3  # times that a pass runs before the next one's turn
@@ -68,7 +67,7 @@ def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
 
 
 def measure_step_times(
-    target: GPTNeoX, draft: GPTNeoX | None, context: int, n_rounds: int = 5
+    target: FastGPTNeoX, draft: FastGPTNeoX | None, context: int, n_rounds: int = 5
 ) -> StepTimes:
     """Median times of both models at every width, taken in turn, in n_rounds bursts.
 
@@ -77,8 +76,8 @@ def measure_step_times(
     opened = [(model, open_cache(model, context)) for model in (target, draft) if model]
     passes = [forward_of(model, cache, n) for model, cache in opened for n in ROW_COUNTS]
     medians = median_ms(passes, n_rounds)
-    for model, cache in opened:
-        model.pool.take_back(cache.storage)
+    for _, cache in opened:
+        cache.__exit__()
     return StepTimes(
         context=context,
         rows=list(ROW_COUNTS),
@@ -90,15 +89,15 @@ def measure_step_times(
     )
 
 
-def open_cache(model: GPTNeoX, context: int) -> KVCache:
+def open_cache(model: FastGPTNeoX, context: int) -> FastCache:
     """A cache of `context` tokens, for every width and with what CUDA replays for it."""
     cache = model.new_cache(context + ROW_COUNTS[-1])
     cache.advance(context)
-    capture(model, cache, context)
+    model.capture(cache, context)
     return cache
 
 
-def forward_of(model: GPTNeoX, cache: KVCache, n: int) -> Callable[[], torch.Tensor]:
+def forward_of(model: FastGPTNeoX, cache: FastCache, n: int) -> Callable[[], torch.Tensor]:
     """One forward of n rows, as the loop calls it: from the host, masked if n > 1."""
     context = cache.length
     tokens = torch.arange(n) % model.config.vocab_size
@@ -128,7 +127,7 @@ def median_ms(passes: Sequence[Callable], n_rounds: int) -> list[float]:
     return [statistics.median(ms) for ms in samples]
 
 
-def step_bytes(model: GPTNeoX, context: int) -> int:
+def step_bytes(model: FastGPTNeoX, context: int) -> int:
     """Bytes a one-row step reads: every matrix as it is stored but the input embedding (one row),
     and the cache."""
     weights = model.embed_out.nbytes + sum(layer.nbytes for layer in model.gpt_neox.layers)

@@ -17,7 +17,7 @@ from cli.errors import say
 from cli.main import WARM_UP_STEPS
 from cli.models import Pair, overflow_note
 from dynatree import Step
-from engine.sampling import Sampling
+from sampling import GREEDY, Sampling
 
 
 class Text(NamedTuple):
@@ -82,11 +82,11 @@ class Writer:
     def prompt_ids(self, text: Text) -> list[int]:
         return self.prompts[text.run.dataset][text.prompt][: text.run.prompt_tokens]
 
-    def sampling(self, text: Text) -> Sampling | None:
+    def sampling(self, text: Text) -> Sampling:
         """Another seed for every prompt and round, the same for every method."""
         run = text.run
         if not run.temperature and not run.draft_temperature:
-            return None
+            return GREEDY
         n_prompts = len(self.prompts[run.dataset])
         seed = (self.options.seed or 0) + text.repeat * n_prompts + text.prompt
         top_p = self.options.top_p if run.temperature and self.options.top_p else 1.0

@@ -14,7 +14,7 @@ from cli.metrics import Tally, tally
 from cli.models import Pair, Request
 from draft_tree import Settings
 from engine.memory import OutOfMemory
-from engine.passes import row_count
+from engine.passes import Use, row_count
 from engine.streaming import WHOLE_TEXT, Window
 from methods.static import Alone
 
@@ -133,10 +133,8 @@ def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float |
     """
     try:
         target = pair.float32_target
-        cache = target.new_cache(min(len(ids), window.full))
-        logits = window.read_prompt(target, list(ids), cache).logits[0]
-        best, second = logits.topk(2).values.tolist()
-        target.pool.take_back(cache.storage)
+        with target.new_cache(min(len(ids), window.full), Use(window=window)) as cache:
+            best, second = target.prefill(ids, cache).logits[0].topk(2).values.tolist()
     except OutOfMemory:
         return None
     return best - second

@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 from engine.checkpoint import CheckpointError, first_line
 from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory, is_refusal
-from parallel.ranks import RanksError, is_silent
+from parallel.ranks import RanksError
 from verify import NonFiniteLogits
 
 VERSION = f"%(prog)s 0.1, torch {torch.__version__}, Python {platform.python_version()}"
@@ -99,9 +98,6 @@ def run_command_line(
     Here, and nowhere else, every exception becomes one line on stderr: status 2 for a mistake, 70
     for what nobody foresaw. Ctrl-C and SIGTERM are 130. --debug shows the traceback as well.
     """
-    if is_silent() and "--debug" not in (arguments or sys.argv):  # rank 0 says it all
-        silence(sys.stdout)
-        silence(sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what its encoding has not
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -125,8 +121,6 @@ def run_command_line(
                 traceback.print_exception(error)
             line, status = explain(error, parser)
             say(f"error: {line}")
-            if is_silent():  # rank 0 meets it, too, and is to say so before torchrun ends all
-                time.sleep(1)
             return status
 
 

@@ -9,11 +9,11 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 
 import torch
 
-from acceptance import ACCEPTANCES, DEFAULTS, default_of
 from cli.compare import Comparison, Digests, compare, reference_of
 from cli.errors import Parser, UsageError, run_command_line, say, tell
 from cli.metrics import Metrics, Tally, versions
@@ -32,10 +32,14 @@ from cli.options import (
 from cli.page import require_places, save_trace
 from cli.terminal import describe, draw_tree, harmless, has_color
 from cli.trace import Trace, describe_base, meanings
-from dynatree import COMMITS, Step
+from dynatree import Step
+from engine.decoding import COMMITS
 from engine.streaming import WHOLE_TEXT
 from methods import METHODS
-from parallel.ranks import Ranks, joined
+from methods.acceptances import ACCEPTANCES, DEFAULTS, default_of
+from parallel.led import on_ranks
+from parallel.ranks import Ranks
+from sampling import GREEDY
 
 WARM_UP_STEPS = 8
 ENDINGS = """exit status:
@@ -140,7 +144,7 @@ def describe_rest(request: Request) -> dict:
         "commit": request.commit,
         "strict": request.strict,
         "prompt_tokens": len(request.prompt),
-        "sampling": asdict(request.sampling) if request.sampling else None,
+        "sampling": None if request.sampling == GREEDY else asdict(request.sampling),
         "acceptance": name_of(request) if request.is_sampled else None,
         "window": None if is_whole else asdict(request.window),
     }
@@ -167,30 +171,30 @@ def warn_of_length(request: Request) -> None:
         )
 
 
-def write(args: argparse.Namespace) -> int:
-    """The command line, once parsed. Returns the exit status."""
-    with joined() as ranks:
-        request, reported = prepare(args, ranks)
-        written = Written()
-        if (args.page or args.trace) and not (ranks and ranks.index):
-            written.trace = Trace(request.pair.tokenizer, request.settings, request.eos_ids)
+def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
+    """The command line, once parsed; ranks: with whom the target is computed. Returns the exit
+    status."""
+    request, reported = prepare(args, ranks)
+    written = Written()
+    if args.page or args.trace:
+        written.trace = Trace(request.pair.tokenizer, request.settings, request.eos_ids)
+    if args.compare:
+        written.digests = Digests() if args.strict else None
+        for warm_up in (request, reference_of(request)):  # whichever is first does not pay
+            list(islice(warm_up.decode(), WARM_UP_STEPS))
+    comparison = None
+    is_interrupted = True  # or failed, until all is done
+    try:
+        stream(request, args, written)
         if args.compare:
-            written.digests = Digests() if args.strict else None
-            for warm_up in (request, reference_of(request)):  # whichever is first does not pay
-                list(islice(warm_up.decode(), WARM_UP_STEPS))
-        comparison = None
-        is_interrupted = True  # or failed, until all is done
-        try:
-            stream(request, args, written)
-            if args.compare:
-                comparison = compare(request, written.tally, written.digests)
-                say(comparison.line())
-            is_interrupted = False
-        finally:
-            if written.tally.ids:
-                found = report(request, written, comparison)
-                found |= {"settings": reported, "interrupted": is_interrupted}
-                hand_over(found, request, args, written.trace)
+            comparison = compare(request, written.tally, written.digests)
+            say(comparison.line())
+        is_interrupted = False
+    finally:
+        if written.tally.ids:
+            found = report(request, written, comparison)
+            found |= {"settings": reported, "interrupted": is_interrupted}
+            hand_over(found, request, args, written.trace)
     if comparison is None or not comparison.is_wrong:
         return 0
     if args.strict or request.pair.target.dtype == torch.float32:
@@ -295,4 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     words = sys.argv[1:] if arguments is None else arguments
     parser.set_defaults(command=[parser.prog, *words])  # the page says how to run it again
-    return run_command_line(write, parser, arguments)
+
+    def program(ranks: Ranks | None) -> int:
+        return run_command_line(partial(write, ranks=ranks), parser, arguments)
+
+    return on_ranks(program)

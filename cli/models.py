@@ -23,14 +23,17 @@ from torch import Tensor
 from cli.errors import UsageError
 from cli.tokens import TextStream, encode, load_tokenizer, require_same_tokenizer
 from draft_tree import DynaTree, Settings, Watcher
-from dynatree import Step, generate
+from dynatree import Step
 from engine.checkpoint import DTYPES, CheckpointError
+from engine.decoding import generate
 from engine.hub import find_checkpoint
 from engine.memory import memory_for, read_system_file
-from engine.sampling import Sampling
+from engine.model import FastGPTNeoX
 from engine.streaming import WHOLE_TEXT, Window
-from gpt_neox import GPTNeoX
+from methods.acceptances import choose_acceptance
+from parallel.led import Led
 from parallel.ranks import Ranks
+from sampling import GREEDY, Acceptance, Sampling
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -119,8 +122,8 @@ def require_kernels(option: str, device: torch.device) -> None:
 class Pair:
     """A target, the tokenizer, and a draft unless the method needs none."""
 
-    target: GPTNeoX
-    draft: GPTNeoX | None
+    target: FastGPTNeoX  # or of several ranks a Led
+    draft: FastGPTNeoX | None
     tokenizer: Tokenizer
     target_folder: Path
     draft_folder: Path | None
@@ -128,11 +131,11 @@ class Pair:
     ranks: Ranks | None = None  # with whom the target is computed
 
     @property
-    def models(self) -> list[GPTNeoX]:
+    def models(self) -> list[FastGPTNeoX]:
         return [model for model in (self.target, self.draft) if model]
 
     @cached_property
-    def float32_target(self) -> GPTNeoX:
+    def float32_target(self) -> FastGPTNeoX:
         """The target in float32, loaded again if it is not. Raises OutOfMemory."""
         if self.target.dtype == torch.float32:
             return self.target
@@ -171,7 +174,7 @@ class Request:
     settings: Settings  # the method's
     max_new_tokens: int
     _: KW_ONLY
-    sampling: Sampling | None = None  # None is greedy, as dynatree.generate has it
+    sampling: Sampling = GREEDY
     window: Window = WHOLE_TEXT
     eos_ids: Sequence[int] = ()
     commit: str = "keep"
@@ -180,14 +183,18 @@ class Request:
 
     @property
     def is_sampled(self) -> bool:
-        return self.sampling is not None and not self.sampling.is_greedy
+        return not self.sampling.is_greedy
+
+    def accepts(self) -> Acceptance:
+        """What accepts sampled text: as named, or by the kind of the method's trees."""
+        return choose_acceptance(self.settings.rule(), self.acceptance)
 
     def decode(
         self,
         inspect: Callable[[Tensor], None] | None = None,
         watcher: Watcher | None = None,
     ) -> Iterator[Step]:
-        """Its steps. inspect, watcher: as dynatree.generate has them."""
+        """Its steps. inspect, watcher: as engine.decoding.generate has them."""
         return generate(
             self.pair.target,
             self.pair.draft,
@@ -199,7 +206,7 @@ class Request:
             sampling=self.sampling,
             window=self.window,
             strict=self.strict,
-            acceptance=self.acceptance,
+            acceptance=self.accepts() if self.is_sampled else None,
             inspect=inspect,
             watcher=watcher,
         )
@@ -229,7 +236,7 @@ def stream_text(
     """The text that continues a prompt, in pieces of whole characters, each as soon as it is final.
 
     settings: the method's, DynaTree() if None. options: others of Request, as sampling. Raises
-    UsageError for a prompt that the model cannot read, and as dynatree.generate.
+    UsageError for a prompt that the model cannot read, and as engine.decoding.generate.
     """
     target = pair.target.config
     ids = encode(prompt, pair.tokenizer, target.vocab_size)
@@ -237,7 +244,7 @@ def stream_text(
     return Request(pair, ids, settings or DynaTree(), max_new_tokens, **options).text()
 
 
-def overflow_note(draft: GPTNeoX) -> str:
+def overflow_note(draft: FastGPTNeoX) -> str:
     """What to say when no candidate of this draft is finite."""
     way_out = "another --draft" if draft.dtype == torch.float32 else "--draft-dtype float32"
     what = f"the draft's logits are not finite in {dtype_name(draft.dtype)}"
@@ -321,7 +328,7 @@ def load_pair(
     """Find, check and load the models; `announce` is told before a download.
 
     device, dtype: as choose_device and choose_dtype have them if None. draft_dtype: the target's if
-    None. ranks: they load a share of the target each, and the first alone the draft. Raises
+    None. ranks: each loads a share of the target, this one alone the draft. Raises
     CheckpointError (the two tokenizers must be the same) and OutOfMemory.
     """
     device = torch.device(device) if device else choose_device(None)
@@ -332,12 +339,12 @@ def load_pair(
         if draft_folder:
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     start = time.perf_counter()
-    target_model = load_target(target_folder, device, dtype, ranks)
+    target_model = load_target(target, device, dtype, ranks)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
     draft_model = None
-    if draft_folder and not (ranks and ranks.index):
+    if draft_folder:
         start = time.perf_counter()
-        draft_model = GPTNeoX.from_pretrained(draft_folder, device, draft_dtype or dtype)
+        draft_model = FastGPTNeoX.from_pretrained(draft_folder, device, draft_dtype or dtype)
         load_s["draft"] = time.perf_counter() - start
     return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, ranks)
 
@@ -367,13 +374,9 @@ def find_both(
 
 
 def load_target(
-    folder: Path, device: torch.device, dtype: torch.dtype, ranks: Ranks | None
-) -> GPTNeoX:
-    """The whole of it, or with other ranks a share. Raises as GPTNeoX.from_pretrained."""
+    name_or_path: str | Path, device: torch.device, dtype: torch.dtype, ranks: Ranks | None
+) -> FastGPTNeoX | Led:
+    """The whole of it, or with other ranks a share. Raises as FastGPTNeoX.from_pretrained."""
     if not ranks:
-        return GPTNeoX.from_pretrained(folder, device, dtype)
-    with ranks.agreeing():
-        device = ranks.own_device(device)
-    share = ranks.share(device)
-    with ranks.agreeing():
-        return GPTNeoX.from_pretrained(folder, device, dtype, share)
+        return FastGPTNeoX.from_pretrained(name_or_path, device, dtype)
+    return Led.load(ranks, str(name_or_path), device, dtype)

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
-from acceptance import choose_acceptance
 from cli.errors import UsageError
 from cli.models import Pair
 from draft_tree import Rule
 from engine.checkpoint import DTYPES
-from engine.sampling import Sampling
-from engine.settings import read_values
 from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 from methods import METHODS
+from methods.acceptances import choose_acceptance
+from methods.settings import read_values
+from sampling import GREEDY, Sampling
 
 Kind = TypeVar("Kind")
 GUESSES = ("ranked", "drawn")
@@ -64,9 +64,8 @@ def choose_sampling(
     seed: int | None,
     draft_temperature: float | None,
     guesses: str | None,
-) -> Sampling | None:
-    """None for greedy, if the draft has no temperature. Raises UsageError, also for options that
-    would have no effect."""
+) -> Sampling:
+    """How text is chosen. Raises UsageError, also for options that would have no effect."""
     is_drawn = guesses == "drawn"
     if temperature == 0:
         if guesses and draft_temperature is None:
@@ -75,7 +74,7 @@ def choose_sampling(
             if value is not None:
                 raise UsageError(f"{name} needs a --temperature above 0")
         if draft_temperature is None:
-            return None
+            return GREEDY
     elif guesses:
         raise UsageError(f"--guesses {guesses} is of greedy text: --temperature 0")
     top_p = 1.0 if top_p is None else top_p

@@ -19,13 +19,17 @@ import numpy
 from tokenizers import Tokenizer
 
 from cli.tokens import TextStream, decode
-from draft_tree import Gates, Level, Rule, Settings, Tree
+from draft_tree import Gates, Level, Settings, Tree
 from dynatree import Step
 from methods.retrieval import Graft, parse_base
 
 FORMAT = {"name": "dynatree-trace", "version": 2}
 MOST_DROPPED = 48  # candidates that are listed per tree, the likeliest; the rest is counted
-NO_LEVEL_LEFT = Rule.deepest  # the end of the text, a window about to drop, or what is strict
+NO_LEVEL_LEFT = "limit"  # the end of the text, a window about to drop, or what is strict
+# Of a method's settings the one that limits a tree's rows, and the one that limits its levels
+ROWS = ("N_max", "N")
+LEVELS = ("D_max", "D", "K", "widths")
+RANK_GATES = ("confidence", "width")  # that let so many candidates pass as a node may have children
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Trace:
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer)
         self.hidden_ids = tuple(hidden_ids)
-        self.rule = settings.rule()  # what its settings are called
+        self.rows, self.deepest = rows_setting(settings), deepest_setting(settings)
         self.iterations: list[dict] = []
         self.used_ids: set[int] = set()
         # All else is of the tree that grows
@@ -123,7 +127,7 @@ class Trace:
         if self.max_depth < 1:
             stopped[0] = NO_LEVEL_LEFT
         elif self.n_levels and not self.levels:
-            stopped[0] = self.rule.budget
+            stopped[0] = self.rows
         for row, candidate in of_row.items():
             if candidate and slots[row] < 0 and row not in retrieved:
                 stopped[row] = candidate.stopped
@@ -146,7 +150,7 @@ class Trace:
         found = []
         for c in candidates:
             if c.p > 0 and c.slot in slots:
-                gate = c.dropped or self.rule.budget
+                gate = c.dropped or self.rows
                 found.append([slots.index(c.slot), c.token, short(c.p), gate])
         found.sort(key=lambda entry: -entry[2])
         listed = found[:MOST_DROPPED]
@@ -174,8 +178,8 @@ class Trace:
     def no_more(self, seen: Seen) -> str | None:
         """What stops a whole level, whatever its candidates are."""
         if seen.level.depth + 1 < self.n_levels:
-            return self.rule.budget if seen.is_full else None
-        return NO_LEVEL_LEFT if self.n_levels == self.max_depth else self.rule.deepest
+            return self.rows if seen.is_full else None
+        return NO_LEVEL_LEFT if self.n_levels == self.max_depth else self.deepest
 
     def look_at_rows(self, slots: list[int]) -> tuple[list, list]:
         """By row c(u), the draft's probability of its best guess, and B(u), the candidates its rank
@@ -184,11 +188,11 @@ class Trace:
         confidence = []
         breadth = []
         for seen in self.levels:
-            level, gate = seen.level, seen.to_add.get(self.rule.rank_gate)
-            unknown = [None] * len(level.tokens)
+            level = seen.level
+            gates = [seen.to_add[name] for name in RANK_GATES if name in seen.to_add]
             best = level.confidence()[:, 0].tolist()  # nan: the draft overflowed
             confidence += map(short, best)
-            breadth += unknown if gate is None else gate.sum(axis=1).tolist()
+            breadth += gates[0].sum(axis=1).tolist() if gates else [None] * len(level.tokens)
         by_row = [None if slot < 0 else confidence[slot] for slot in slots]
         return by_row, [None if slot < 0 else breadth[slot] for slot in slots]
 
@@ -211,6 +215,24 @@ class Trace:
             "iterations": self.iterations,
             "vocabulary": self.vocabulary(),
         }
+
+
+def rows_setting(settings: Settings) -> str:
+    """The setting that limits the rows of a tree; "rows" if no one setting does."""
+    if isinstance(settings, Graft):
+        base = parse_base(settings.base)
+        of_base = rows_setting(base)
+        if of_base == "N":  # two settings of this name, and the smaller counts
+            return "rows"
+        return "N" if settings.N < base.rule().max_rows else of_base
+    return next((name for name in ROWS if hasattr(settings, name)), "rows")
+
+
+def deepest_setting(settings: Settings) -> str:
+    """The setting that limits the levels of a tree, of graft its base's."""
+    if isinstance(settings, Graft):
+        settings = parse_base(settings.base)
+    return next((name for name in LEVELS if hasattr(settings, name)), NO_LEVEL_LEFT)
 
 
 def first_closed(gates: Gates, shape: tuple[int, ...]) -> list[list[str | None]]:

@@ -1,8 +1,10 @@
-"""What loads models and makes them fast; it knows no tree.
+"""What makes the five files fast, and any checkpoint theirs: the same model and loop, from outside.
 
+model         GPTNeoX with caches that are kept, and passes that are padded or captured
+decoding      the loop with what stands between its steps: memory, windows, strict texts, graphs
 checkpoint    config.json and safetensors: checked, loaded
 hub           finding a checkpoint: a folder, or fetched from the hub
-fused         the layers of a loaded model, replaced by fast ones; nothing else departs from it
+fused         the layers of a loaded model, replaced by fast ones
 kernels       the same in Triton, on CUDA where it is asked for
 products      products with matrices, packed for passes of a few rows
 passes        the mask as numbers, and passes that are padded
@@ -11,11 +13,9 @@ scores        what a pass says of the token after each row
 strict        attention whose bits depend on position and keys alone
 caches        the memory of caches, lent again with what was captured over it
 memory        whether something fits, asked before it is taken
-sampling      temperature, top-p, drawing without replacement
+sampling      the sampler's draws, where the model is
 streaming     a cache of constant size for text of any length
 shares        what one of several ranks has of a model, and how parts become whole
-stopwatch     milliseconds of an iteration by part
-settings      what a method's settings may be
 foreign       files that somebody else wrote: read as what they ought to be, or refused
 files         files of our own: written whole, by one process at a time
 """

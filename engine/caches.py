@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint import Config
 from engine.cuda_graphs import ShapedPasses
 from engine.memory import OutOfMemory, free_memory, in_bytes, memory_for, require_memory
 from engine.passes import ROW_COUNTS, PaddedPasses, Run, Use, row_count, slot_count
 from engine.shares import WHOLE, Share
-from engine.strict import steady_rows
+from engine.strict import is_even, steady_rows
+from gpt_neox import Config
 
 
 @dataclass(frozen=True, eq=False)  # itself, not its tensors, is looked for among others
@@ -47,18 +47,18 @@ class CachePool:
         device: torch.device,
         config: Config,
         min_rows: int = 1,
-        is_plain: bool = False,
         share: Share = WHOLE,
     ):
-        """run: the model's passes. min_rows: of each, padded. is_plain: its layers are, and know no
-        slots in a tensor. share: of the model; what shapes a pass must be the same on all ranks."""
+        """run: the model's passes. min_rows: of each, padded. share: of the model; what
+        shapes a pass must be the same on all ranks."""
         self.run, self.token_bytes, self.device, self.config = run, token_bytes, device, config
-        self.is_shaped = device.type == "cuda" and not is_plain
-        self.is_plain, self.share = is_plain, share
+        self.is_shaped = device.type == "cuda"
+        self.share = share
         self.has_graphs = self.is_shaped
         self.has_kernels = False  # what is strict has none
         self.min_rows = min_rows  # of every pass, padded
         self.steady: dict[str, int | None] = {}  # what steady_rows found, once it is known
+        self.even: dict[int, bool] = {}  # what is_even found, by rows
         self.idle: list[Storage] = []
         self.n_graphs = 0
         self.capture_s = 0.0
@@ -71,9 +71,8 @@ class CachePool:
         """
         min_rows = max(use.min_rows, self.min_rows)
         if use.is_strict:
-            assert not self.is_plain, "only fused layers can be strict"
             steady = self.steady_rows(model)
-            min_rows = steady or row_count(max(use.n_rows, min_rows))
+            min_rows = steady or self.even_rows(model, max(use.n_rows, min_rows))
         has_kernels = self.has_kernels and not use.is_strict
         return use._replace(min_rows=min_rows, has_kernels=has_kernels)
 
@@ -85,6 +84,17 @@ class CachePool:
             found = self.share.every(steady_rows(model))
             self.steady["rows"] = None if None in found else max(found)
         return self.steady["rows"]
+
+    def even_rows(self, model: nn.Module, n: int) -> int:
+        """The least count of n rows or more at which a row's bits do not depend on its place."""
+        for count in ROW_COUNTS:
+            if count < n:
+                continue
+            if count not in self.even:
+                self.even[count] = all(self.share.every(is_even(model, count)))
+            if self.even[count]:
+                return count
+        return ROW_COUNTS[-1]
 
     def lend(
         self, capacity: int, use: Use, make: Callable[[int], tuple[Tensor, Tensor]]

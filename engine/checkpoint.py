@@ -18,14 +18,14 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.foreign import ForeignFile, convert, read_json, require_file
 from engine.shares import WHOLE, Share, split_axis
+from gpt_neox import ACTIVATIONS, Config
 
-ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu's approximate=
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -47,66 +47,36 @@ class Rope(Struct):
     rope_type: Literal["default"] | None = None
 
 
-class Scaling(Struct):
-    """What config.json may say of rotary embeddings beside the published keys."""
+class Published(Struct):
+    """config.json: what its keys may say. Which must be there says gpt_neox.Config."""
 
+    vocab_size: Size | None = None
+    hidden_size: Size | None = None
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    num_attention_heads: Size | None = None
+    intermediate_size: Size | None = None
+    max_position_embeddings: Size | None = None
+    rotary_pct: float | None = None
+    rotary_emb_base: Positive | None = None
+    hidden_act: Literal[*ACTIVATIONS] | None = None
+    layer_norm_eps: Positive | None = None
+    use_parallel_residual: bool | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    eos_token_id: int | list[int] | None = None
     rope_parameters: Rope | None = None
     rope_scaling: None = None
 
 
-class Config(Struct, frozen=True, kw_only=True):
-    """config.json: its keys, their ranges and what they are if they are absent."""
-
-    vocab_size: Size  # V, rows of the embedding; may be padded beyond the tokenizer
-    hidden_size: Size
-    n_layers: Annotated[int, Meta(ge=1, le=1000)] = field(name="num_hidden_layers")  # L
-    n_heads: Size = field(name="num_attention_heads")  # H
-    intermediate_size: Size
-    max_positions: Size = field(name="max_position_embeddings")  # trained; longer works, worse
-    rotary_fraction: float = field(name="rotary_pct")  # share of each head that is rotated
-    rotary_base: Positive = field(name="rotary_emb_base")
-    activation: Literal[*ACTIVATIONS] = field(name="hidden_act", default="gelu")
-    norm_eps: Positive = field(name="layer_norm_eps", default=1e-5)
-    # x + attention(x) + mlp(x), else one after the other
-    is_parallel: bool = field(name="use_parallel_residual", default=True)
-    is_tied: bool = field(name="tie_word_embeddings", default=False)  # the output is the embedding
-    has_attention_bias: bool = field(name="attention_bias", default=True)
-    eos_ids: tuple[int, ...] = field(name="eos_token_id", default=())
-
-    def __post_init__(self) -> None:
-        if self.hidden_size % self.n_heads:
-            raise CheckpointError(
-                f"hidden_size {self.hidden_size} is not a multiple of {self.n_heads} heads"
-            )
-        if not 0 < self.rotary_fraction <= 1:
-            raise CheckpointError(f"rotary fraction {self.rotary_fraction} is outside (0, 1]")
-        if self.rotary_dims < 2 or self.rotary_dims % 2 or self.head_size % 2:
-            dims = f"{self.rotary_dims} rotary dims of {self.head_size}"
-            raise CheckpointError(f"{dims} cannot be rotated in pairs")
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.n_heads
-
-    @property
-    def rotary_dims(self) -> int:
-        return int(self.head_size * self.rotary_fraction)
-
-    @classmethod
-    def from_json(cls, raw: dict) -> "Config":
-        """Read a parsed config.json, of either style. Raises CheckpointError naming what is missing
-        or foreign."""
-        where = "config.json"
-        if raw.get("model_type") != "gpt_neox":
-            found = str(raw.get("model_type"))[:100]
-            raise CheckpointError(f"{where} has model_type {found!r}, not 'gpt_neox'")
-        said = {key: value for key, value in raw.items() if value is not None}
-        rope = convert(said, where, Scaling).rope_parameters
-        if rope:
-            said |= {"rotary_pct": rope.partial_rotary_factor, "rotary_emb_base": rope.rope_theta}
-        if "eos_token_id" in said and not isinstance(said["eos_token_id"], list):
-            said["eos_token_id"] = [said["eos_token_id"]]
-        return convert(said, where, cls)
+def parse_config(raw: dict) -> Config:
+    """A parsed config.json, of either style. Raises CheckpointError naming what is missing or
+    foreign."""
+    if raw.get("model_type") == "gpt_neox":  # else that is what is wrong
+        convert(raw, "config.json", Published)
+    try:
+        return Config.from_json(raw)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from error
 
 
 class Index(Struct):
@@ -119,7 +89,7 @@ def read_config(folder: Path) -> Config:
     """The Config of a checkpoint folder. Raises CheckpointError."""
     raw = read_json(folder / "config.json", dict, JSON_BYTES)
     try:
-        return Config.from_json(raw)
+        return parse_config(raw)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 

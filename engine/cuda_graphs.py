@@ -37,7 +37,7 @@ from engine.passes import (
     row_count,
     slot_count,
 )
-from engine.scores import FEW, Ranking, Scores, rank, read_ranked
+from engine.scores import FEW, Ranking, ReadScores, rank, read_ranked
 from engine.strict import NEAR, near_slots, open_sight
 
 # Every graph: destroying one frees a cuBLAS workspace that the others on its stream go on using
@@ -143,7 +143,7 @@ class ShapedPasses:
         start: int,
         n_last: int,
         use: Use,
-    ) -> Scores:
+    ) -> ReadScores:
         """GPTNeoX.forward in a fixed shape; the next pass overwrites the scores. The mask is of the
         slots from `length` on."""
         n = len(tokens)
@@ -155,8 +155,8 @@ class ShapedPasses:
         ranked = self.captured[shape].replay() if self.is_replaying else self.run_pass(shape)
         logits = self.logits[n - n_last : n, : use.n_ids]
         if ranked is None:
-            return Scores(logits)
-        return read_ranked(logits, self.read(ranked[n - n_last : n]), use.ranking.k)
+            return ReadScores(logits, use.ranking, None)
+        return read_ranked(logits, self.read(ranked[n - n_last : n]), use.ranking)
 
     def upload(
         self,

@@ -14,7 +14,7 @@ over a cache, and a test holds both equal. All that departs from the plain form 
   be silent, so a mark stands in its place, and rows that left one are undefined at the end.
 - What is written where: a slice, or for passes of a fixed shape slots that lie in a tensor.
 
-    fill(model, tensors)  # GPTNeoX.from_pretrained does
+    fill(model, tensors)  # FastGPTNeoX.from_pretrained does
 
 Shapes: n rows, S cache slots, L layers, H heads (of this share), D head size, R rotary dims.
 """
@@ -28,22 +28,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.caches import CachePool
-from engine.checkpoint import ACTIVATIONS, CheckpointError, Config
+from engine.checkpoint import CheckpointError
 from engine.cuda_graphs import settle_kernels
 from engine.memory import give_back
 from engine.passes import ROW_COUNTS
 from engine.products import Product, WideProduct, open_product
 from engine.shares import WHOLE, Share
 from engine.strict import Sight, attend_by_position
+from gpt_neox import ACTIVATIONS, Config
 
 LARGE_LAYER = 2**23  # bytes from which it is worth asking how memory lies
 CHUNK = 256  # slots
 LONG = 1024  # slots from which attention reads chunks of them side by side (by estimate)
 
 
-def fill(
-    model: nn.Module, tensors: Mapping[str, Tensor], share: Share = WHOLE, fuse: bool = True
-) -> None:
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], share: Share = WHOLE) -> None:
     """Give a plain GPTNeoX that has no memory yet its weights, a pool for its caches, and fast
     layers for its own.
 
@@ -58,20 +57,17 @@ def fill(
     settle_kernels(model.device, model.dtype)  # before norms are folded by a product
     for i in range(config.n_layers):
         take(layers[i], f"gpt_neox.layers.{i}.", tensors)
-        if fuse:
-            layers[i] = FusedLayer(layers[i], config, share)
+        layers[i] = FusedLayer(layers[i], config, share)
     model.gpt_neox.layers = layers
-    if fuse:
-        model.gpt_neox = FusedTransformer(model.gpt_neox, share)
-        model.embed_out = Head(model.embed_out.weight, config.vocab_size, share)
+    model.gpt_neox = FusedTransformer(model.gpt_neox, share)
+    model.embed_out = Head(model.embed_out.weight, config.vocab_size, share)
     model.share = share
     model.n_heads = config.n_heads // share.count
     token_bytes = 2 * config.n_layers * model.n_heads * config.head_size * model.dtype.itemsize
     # The pool is the model's: what kept the model in turn would keep its weights as well
     run = weakref.WeakMethod(model.logits)
-    min_rows = fastest_rows(model.device, model.dtype) if fuse else 1
-    is_plain = not fuse
-    model.pool = CachePool(run, token_bytes, model.device, config, min_rows, is_plain, share)
+    min_rows = fastest_rows(model.device, model.dtype)
+    model.pool = CachePool(run, token_bytes, model.device, config, min_rows, share)
 
 
 def take(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> None:
@@ -249,12 +245,17 @@ class FusedLayer(nn.Module):
         return attend(qkv[0], *past[:, :, : bias.shape[1]], bias)
 
     @property
+    def products(self) -> list[Product]:
+        """Of its matrices."""
+        if self.into:
+            return [self.into, self.out_of]
+        out_of = [self.out_of] if self.config.is_parallel else [self.dense, self.out]
+        return [self.qkv, self.inside, *out_of]
+
+    @property
     def nbytes(self) -> int:
         """That a pass reads of its matrices."""
-        products = [self.into, self.out_of] if self.into else [self.qkv, self.inside]
-        if not self.into:
-            products += [self.out_of] if self.config.is_parallel else [self.dense, self.out]
-        return sum(product.nbytes for product in products)
+        return sum(product.nbytes for product in self.products)
 
 
 class Head(nn.Module):

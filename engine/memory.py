@@ -24,7 +24,7 @@ REFUSED = re.compile(
 )
 
 
-class OutOfMemory(Exception):
+class OutOfMemory(MemoryError):
     """Something that would not fit in memory; the message says what was needed and what is free."""
 
 

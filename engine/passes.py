@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.scores import Ranking, Scores, scores_of
+from engine.scores import Ranking, ReadScores, scores_of
+from engine.streaming import WHOLE_TEXT, Window
 from engine.strict import Sight, first_near, near_slots, open_sight
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -41,7 +42,7 @@ def slot_count(n: int) -> int:
 
 
 class Use(NamedTuple):
-    """What a generation asks of the passes over a cache; prefill obeys n_ids alone."""
+    """What a generation asks of a cache and of the passes over it; prefill obeys n_ids alone."""
 
     n_rows: int = ROW_COUNTS[-1]  # of the widest
     min_rows: int = 1  # to which every pass is padded at least
@@ -50,6 +51,8 @@ class Use(NamedTuple):
     ranking: Ranking = Ranking()  # what is wanted of each row
     is_strict: bool = False  # each row's bits are to depend on its position and its keys alone
     has_kernels: bool = False  # engine/kernels.py computes what torch does else
+    window: Window = WHOLE_TEXT  # what of the text is kept
+    is_rebuilt: bool = False  # what is committed is run again, as the paper does (section 3.5)
 
 
 def causal_mask(n: int) -> Tensor:
@@ -98,7 +101,7 @@ class PaddedPasses:
         start: int,
         n_last: int,
         use: Use,
-    ) -> Scores:
+    ) -> ReadScores:
         """GPTNeoX.forward of use.min_rows or more; the mask is of the slots from `length` on.
 
         Rows added are of token 0 and see something, as every row must.

@@ -5,7 +5,7 @@ narrow as it is exactly, and in the order in which it will be read:
 
 - FBGEMM, where every number of a matrix is one of float16, as all published Pythia weights are:
   stored in 2 bytes, multiplied and added up in float32. Half of what float32 has to fetch, the same
-  numbers, and each row's bits are the same whatever its place and company.
+  numbers; with AVX-512 each row's bits are the same whatever its place and company.
 - oneDNN, for all others large enough to be worth the 15 us that it takes to begin, and for large
   ones in bfloat16, which it computes with instructions of its own.
 - torch's own product for the rest, and on other devices.
@@ -50,6 +50,7 @@ class HalfProduct:
         where there is no FBGEMM."""
         weight = weight.float().contiguous()
         self.bias = bias.float()
+        self.n_in = weight.shape[1]
         self.nbytes = 2 * weight.numel() + self.bias.nbytes
         self.is_small = weight.numel() <= SMALL
         with warnings.catch_warnings():  # torch calls the first two deprecated, once

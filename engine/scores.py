@@ -5,8 +5,8 @@ whether the row is finite at all, and a few candidates. It comes with the pass, 
 what ranks the logits is a graph, too (engine/cuda_graphs.py).
 
     scores = scores_of(logits, Ranking(3, are_logprobs=True))
-    scores.best  # [n]
-    scores.values, scores.candidates  # [n, 3] each
+    scores.argmax()  # n ids
+    ids, logprobs = scores.top(3)  # [n, 3] each
 
 Shapes: n rows, V vocabulary, k candidates per row.
 """
@@ -17,6 +17,8 @@ import numpy
 import torch
 from numpy import ndarray
 from torch import Tensor
+
+from gpt_neox import Scores
 
 FEW = 8  # candidates up to which so many maxima are found sooner than by topk (CPU: measured)
 
@@ -30,22 +32,51 @@ class Ranking(NamedTuple):
     temperature: float = 1.0  # of log-probabilities: divides the logits before
 
 
-class Scores(NamedTuple):
-    """Of n rows. All but the logits is on the host, and None if the ranking wants nothing."""
+class Read(NamedTuple):
+    """What the host was told of n rows, on the host."""
 
-    logits: Tensor  # [n, V] float32; on CUDA the next pass over the same cache may overwrite them
-    highest: ndarray | None = None  # [n] float32, each row's best value; inf or nan if it holds any
-    best: ndarray | None = None  # [n] int64, its id, of equals the first
-    values: ndarray | None = None  # [n, k] float32 of the candidates, the likeliest first
-    candidates: ndarray | None = None  # [n, k] int64, their ids
+    highest: ndarray  # [n] float32, each row's best value; inf or nan if it holds any
+    best: ndarray  # [n] int64, its id, of equals the first
+    values: ndarray  # [n, k] float32 of the candidates, the likeliest first
+    candidates: ndarray  # [n, k] int64, their ids
 
 
-def scores_of(logits: Tensor, ranking: Ranking) -> Scores:
+class ReadScores(Scores):
+    """gpt_neox.Scores of which the host was told some with the pass, if it is that which is asked
+    for; all else is computed when it is asked for, and read then."""
+
+    def __init__(self, logits: Tensor, ranking: Ranking, read: Read | None):
+        """logits: on CUDA the next pass over the same cache may overwrite them. read: None if the
+        ranking wants nothing."""
+        super().__init__(logits)
+        self.ranking, self.read = ranking, read
+
+    def argmax(self) -> list[int]:
+        return self.read.best.tolist() if self.read else super().argmax()
+
+    def best(self, k: int) -> ndarray:
+        return self.read.candidates if self.read and self.ranking.k == k else super().best(k)
+
+    def finite(self) -> ndarray:
+        if not self.read:
+            return super().finite()
+        return numpy.isfinite(self.read.highest)  # a row that holds inf or nan has it there
+
+    def top(
+        self, k: int, temperature: float = 1.0, n_ids: int | None = None
+    ) -> tuple[ndarray, ndarray]:
+        is_told = self.ranking == Ranking(k, are_logprobs=True, temperature=temperature)
+        if is_told and (n_ids is None or self.logits.shape[1] <= n_ids):
+            return self.read.candidates, self.read.values
+        return super().top(k, temperature, n_ids)
+
+
+def scores_of(logits: Tensor, ranking: Ranking) -> ReadScores:
     """What these logits [n, V] say; no more candidates than there are ids."""
     if not ranking.is_read:
-        return Scores(logits)
+        return ReadScores(logits, ranking, None)
     if logits.device.type != "cpu":
-        return read_ranked(logits, rank(logits, ranking).cpu(), ranking.k)
+        return read_ranked(logits, rank(logits, ranking).cpu(), ranking)
     k = min(ranking.k, logits.shape[1])
     values = values_of(logits, ranking)
     numbers = values.detach().numpy()
@@ -56,7 +87,7 @@ def scores_of(logits: Tensor, ranking: Ranking) -> Scores:
     highest, best = found[:, 0], ids[:, 0]
     if k > FEW:
         found, ids = (tensor.numpy() for tensor in values.topk(k))
-    return Scores(logits, highest, best, found[:, :k], ids[:, :k])
+    return ReadScores(logits, ranking, Read(highest, best, found[:, :k], ids[:, :k]))
 
 
 def values_of(logits: Tensor, ranking: Ranking) -> Tensor:
@@ -125,10 +156,10 @@ def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def read_ranked(logits: Tensor, ranked: Tensor, k: int) -> Scores:
+def read_ranked(logits: Tensor, ranked: Tensor, ranking: Ranking) -> ReadScores:
     """The same, of what `rank` gave for these logits, on the host; the first k candidates."""
-    found = ranked.numpy()
+    found, k = ranked.numpy(), ranking.k
     middle = found.shape[1] // 2 + 1
     values, ids = found[:, 2:middle], found[:, middle:]  # there may be more than k, or fewer
     best, ids = (part.astype(numpy.int64) for part in (found[:, 1], ids[:, :k]))
-    return Scores(logits, found[:, 0], best, values[:, :k], ids)
+    return ReadScores(logits, ranking, Read(found[:, 0], best, values[:, :k], ids))

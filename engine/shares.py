@@ -5,10 +5,9 @@ vocabulary, and computes with them exactly as one process does with all of them.
 leads back to x are the parts added up: in a GPT-NeoX with parallel residual, whose attention and
 MLP are added to x together, that is one sum per layer where most other models need two.
 
-    share = Share(1, 2, reduce, collect, tell, gather_objects, agreeing)
+    share = Share(1, 2, reduce, collect, gather_objects)
     start, end = share.bounds(50304)  # this rank's rows of the embedding
     x.add_(share.sum(layer.out_of(x)))
-    tree = share.first(grow, rule, root)  # rank 0 grows it, all have it
 
 WHOLE is the share of a process that has all of it: nothing is split, and nobody is asked.
 
@@ -16,7 +15,6 @@ Shapes: n rows.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -43,15 +41,7 @@ class Share:
     count: int = 1
     reduce: Callable[[Tensor], None] | None = None  # a tensor to the sum of all ranks', in place
     collect: Callable[[list[Tensor], Tensor], None] | None = None  # all ranks' tensors, by rank
-    tell: Callable[[object], object] | None = None  # rank 0's value, to every rank
     gather_objects: Callable[[object], list] | None = None  # every rank's value, by rank
-    agreeing: Callable[[], AbstractContextManager] = nullcontext  # one rank's error is every rank's
-
-    def first(self, compute: Callable, *arguments: object) -> object:
-        """What rank 0 computes, on every rank; tensors in it stay where they are."""
-        if self.count == 1:
-            return compute(*arguments)
-        return self.tell(None if self.index else compute(*arguments))
 
     def every(self, value: object) -> list:
         """What each rank has for a value, by rank."""

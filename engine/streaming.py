@@ -6,30 +6,14 @@ those after them step back by as many positions, so that positions stay inside t
 however long the text. What is written is no longer the text of full attention.
 
 A drop happens at fixed counts of committed tokens, and no iteration commits across one. So a tree
-decodes over exactly the cache that ar has, and its text is ar's over the same window.
-
-    window = Window(size=256, sinks=4)
-    scores = window.read_prompt(target, visible, cache)
+decodes over exactly the cache that ar has, and its text is ar's over the same window. The drop
+itself is engine.model.FastCache's.
 """
 
-import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-from numpy import ndarray
-from torch import nn
-
-from engine.scores import Scores
 
 DEFAULT_SINKS = 4  # the paper's number
-
-
-class Cache(Protocol):
-    """KVCache, as far as a window sees it."""
-
-    length: int
 
 
 @dataclass(frozen=True)
@@ -53,36 +37,6 @@ class Window:
     def full(self) -> int:
         """Cached tokens at which a drop is due; no position ever reaches it."""
         return self.sinks + self.size + self.slack
-
-    def until_drop(self, cache: Cache) -> int:
-        """How many tokens may still be committed before a drop, at least 1."""
-        return self.full - cache.length
-
-    def drop(self, model: nn.Module, visible: list[int], cache: Cache) -> bool:
-        """Drop tokens from the cache and from `visible`, the ids it holds, if a drop is due."""
-        if cache.length < self.full:
-            return False
-        model.forget(cache, self.sinks, self.slack)
-        del visible[self.sinks : self.sinks + self.slack]
-        return True
-
-    def read_prompt(
-        self,
-        model: nn.Module,
-        visible: list[int],
-        cache: Cache,
-        read: Callable[[list[int], ndarray], None] | None = None,
-    ) -> Scores:
-        """GPTNeoX.prefill of a text of any length into an empty cache; `visible` keeps its ids.
-
-        Returns the last token's scores, whose logits are nan if any token overflowed.
-        """
-        while True:
-            piece = visible[cache.length : self.full]
-            scores = model.prefill(piece, cache, read)
-            self.drop(model, visible, cache)
-            if cache.length == len(visible) or math.isnan(scores.highest[0]):
-                return scores
 
 
 WHOLE_TEXT = Window()

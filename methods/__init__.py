@@ -14,6 +14,8 @@ ngrams      what came after a few tokens the last time, for lookup and auto
 retrieval   recycle and graft: candidates from a table of successors
 lookup      what followed the text's own end the last time
 auto        both sources, each level and node only while it pays
+acceptances  block and traversal: sampled text whose trees are accepted from their leaves
+settings    settings that are words, and settings read from words
 """
 
 from draft_tree import Settings

@@ -35,8 +35,7 @@ from heapq import heappop, heappush
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, lone
-from engine.settings import setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, lone, setting
 from methods.ngrams import Context, NGrams
 
 # What an iteration's time is made of, in this order wherever costs are listed
@@ -174,7 +173,6 @@ class AutoRule(Rule):
 
     is_drawing = True
     n_read = N_RANKS
-    budget, deepest = "N", "D_max"
 
     def __init__(self, settings: Auto):
         s = settings

@@ -37,8 +37,8 @@ from itertools import pairwise
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings
-from engine.settings import choice, setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, setting
+from methods.settings import choice
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,6 @@ class Beam(Settings):
 
 class BeamRule(Rule):
     """One generation of a beam."""
-
-    budget, deepest = "N_max", "D_max"
 
     def __init__(self, k: int, n_rows: int, max_depth: int):
         # The root's children, then k of each of the k that every level expands

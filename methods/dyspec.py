@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, log_threshold
-from engine.settings import setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, log_threshold, setting
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class DySpecRule(Rule):
     """One generation of DySpec."""
 
     is_drawing = True
-    budget, deepest = "N", "D_max"
 
     def __init__(self, settings: DySpec):
         s = settings

@@ -14,8 +14,7 @@ however long the text.
 import math
 from dataclasses import dataclass
 
-from draft_tree import MAX_ROWS, Rule, Settings, Tree
-from engine.settings import setting
+from draft_tree import MAX_ROWS, Rule, Settings, Tree, setting
 from methods.ngrams import NGrams
 
 # How often a copied token is right after one, two, or three and more tokens that agree with what is

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings
-from engine.settings import setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, setting
 from methods.dyspec import DySpec, DySpecRule
 
 

@@ -29,10 +29,20 @@ from heapq import heappop, heappush
 
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, all_open, log_threshold
-from engine.settings import choice, read_values, setting, text
+from draft_tree import (
+    MAX_ROWS,
+    Gates,
+    Level,
+    Rule,
+    Settings,
+    Tree,
+    all_open,
+    log_threshold,
+    setting,
+)
 from methods.drafting import DRAFTING
 from methods.sequoia import Chances, parse_chances
+from methods.settings import choice, read_values, text
 from methods.static import Alone
 
 # How often the target's next token is the successor of this rank: measured on 24 texts of the
@@ -170,9 +180,6 @@ class GraftRule(Rule):
         # A base's nodes are cut by value if they are too many, and those at the tail compared
         is_cut = n_drafted > self.max_kept
         self.goes_by_probs = base.goes_by_probs or bool(checkpoints) or is_at_tail or is_cut
-        self.deepest, self.rank_gate = base.deepest, base.rank_gate
-        if base.budget != "N":  # else "rows": two settings of this name, and the smaller counts
-            self.budget = "N" if n_rows < base.max_rows else base.budget
 
     def start(self, prompt: list[int]) -> None:
         self.base.start(prompt)

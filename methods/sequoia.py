@@ -22,8 +22,8 @@ from functools import cache
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings
-from engine.settings import setting, text
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, setting
+from methods.settings import text
 
 # Of the embedded pair, greedily: tools/calibrate.py on 24 texts of its training corpus
 P_TINY = "0.815:0.115:0.026:0.01"
@@ -112,7 +112,6 @@ class SequoiaRule(Rule):
 
     is_drawing = True
     goes_by_probs = False
-    budget, deepest = "N", "D_max"
 
     def __init__(self, shape: Shape, max_depth: int):
         widest = max(len(family) for family in shape)

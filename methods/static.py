@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, log_threshold
-from engine.settings import setting, text
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, log_threshold, setting
+from methods.settings import text
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Chain(Settings):
     K: int = setting(5, 0, MAX_ROWS - 1, "tokens drafted per iteration")
 
     def rule(self) -> Rule:
-        return StaticRule([1] * self.K, self.K + 1, deepest="K")
+        return StaticRule([1] * self.K, self.K + 1)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ConfidentChain(Settings):
     p_min: float = setting(0.2, 0.0, 1.0, "a token to which the draft gives less is the last")
 
     def rule(self) -> Rule:
-        rule = StaticRule([1] * self.K, self.K + 1, deepest="K")
+        rule = StaticRule([1] * self.K, self.K + 1)
         rule.least_to_expand = log_threshold(self.p_min)
         return rule
 
@@ -73,8 +73,7 @@ class Fixed(Settings):
     N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included")
 
     def rule(self) -> Rule:
-        rule = StaticRule([self.B] * self.D, self.N_max, deepest="D")
-        rule.budget = "N_max"
+        rule = StaticRule([self.B] * self.D, self.N_max)
         rule.least_to_add = log_threshold(self.tau)
         return rule
 
@@ -116,22 +115,20 @@ class SpecInfer(Settings):
 
     def rule(self) -> Rule:
         widths = parse_widths(self.widths)
-        return StaticRule(widths, count_rows(widths), deepest="widths")
+        return StaticRule(widths, count_rows(widths))
 
 
 class StaticRule(Rule):
     """As many children per node as its depth allows, in breadth-first order up to n_rows."""
 
     is_drawing = True
-    rank_gate = "width"
     least_to_add = -math.inf  # log value of a child that is added: if it is ranked, log p(u)
     least_to_expand = -math.inf  # log-probability, given its path, of a child that has children
 
-    def __init__(self, widths: Sequence[int], n_rows: int, deepest: str):
-        """widths: children per node, by depth. deepest: the setting that says how deep."""
+    def __init__(self, widths: Sequence[int], n_rows: int):
+        """widths: children per node, by depth."""
         widest = max(widths, default=1)
         super().__init__(widest, len(widths), max_rows=n_rows, max_drafted=n_rows)
-        self.deepest = deepest
         self.is_chain = widest == 1
         self.widths = widths
 

@@ -1,4 +1,5 @@
 """One command in several processes, as torchrun starts them.
 
-ranks   what rank 0 decides and all hear; what goes wrong on one and ends all
+led     rank 0's target, whose calls the other ranks make with their share of it
+ranks   how processes find each other, what one tells all, what goes wrong on one
 """

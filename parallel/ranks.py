@@ -1,18 +1,15 @@
 """One command in several processes, its ranks, as torchrun starts them.
 
-All run the same program with the same arguments, and so make the same passes, each with its share
-of the target (engine/shares.py). What is chosen, rank 0 chooses: it alone has the draft, the rule
-and the acceptance, and tells the others the tree, then the path and its tokens. They say nothing,
-write nothing, and end when rank 0 does: a rank that has gone closes its connections.
+Rank 0 runs the program; the others compute their share of its target when it says so, and end when
+it does: a rank that has gone closes its connections.
 
     torchrun --nproc-per-node 2 dynatree.py --prompt "The ship sailed at dawn"
 
     with joined() as ranks:  # None without torchrun
         share = ranks.share(torch.device("cpu"))
-        target = GPTNeoX.from_pretrained("models/tiny/target", share=share)
+        target = FastGPTNeoX.from_pretrained("models/tiny/target", share=share)
 """
 
-import io
 import os
 import pickle
 import signal
@@ -31,7 +28,7 @@ from engine.shares import Share
 
 JOINING = timedelta(minutes=5)  # to import torch, on every machine
 NO_HURRY = timedelta(days=30)  # rank 0 may take as long as it likes between two passes
-LETTER = 4096  # bytes of a broadcast: a tree of 128 nodes
+LETTER = 4096  # bytes of a broadcast: a pass over a tree of 128 nodes
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
 Group = object  # torch.distributed is imported where there are ranks
 
@@ -48,11 +45,6 @@ def is_launched() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def is_silent() -> bool:
-    """Whether this process is one of several, and not the one that speaks."""
-    return is_placed() and os.environ["RANK"] != "0"
-
-
 def is_placed() -> bool:
     """Whether all is there that torchrun gives, and the numbers can be."""
     rank, count, *where = [os.environ.get(name, "") for name in VARIABLES]
@@ -60,7 +52,7 @@ def is_placed() -> bool:
     return are_numbers and all(where) and int(rank) < int(count)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
     """All processes of the command, seen from one of them."""
 
@@ -68,6 +60,7 @@ class Ranks:
     count: int
     local_index: int  # among those on this machine
     group: Group  # of gloo, whatever the device
+    n_models: int = 0  # that all have loaded a share of
 
     def together(self, collective: Callable, *arguments: object, **options: object) -> None:
         """A collective of torch.distributed. Raises RanksError if another rank has gone; torchrun
@@ -80,7 +73,7 @@ class Ranks:
             raise RanksError(f"{who} has gone; torchrun says how that one ended") from error
 
     def tell(self, value: object) -> object:
-        """Rank 0's value on every rank, in one broadcast if it is short; tensors in it stay."""
+        """Rank 0's value on every rank, in one broadcast if it is short."""
         import torch.distributed as dist
 
         letter = write_letter(value) if self.index == 0 else b""
@@ -142,29 +135,12 @@ class Ranks:
         def collect(parts: list[Tensor], x: Tensor) -> None:
             self.together(dist.all_gather, parts, x, group=group)
 
-        whole = (self.tell, self.gather_objects, self.agreeing)
-        return Share(self.index, self.count, reduce, collect, *whole)
-
-
-def by_first(ranks: Ranks | None, compute: Callable, *arguments: object) -> object:
-    """What rank 0 computes, on every rank; ranks: None if there is but one."""
-    if not ranks:
-        return compute(*arguments)
-    return ranks.tell(None if ranks.index else compute(*arguments))
-
-
-class Pickler(pickle.Pickler):
-    """Of what is told: None in the place of its tensors."""
-
-    def reducer_override(self, value: object) -> object:
-        return (type(None), ()) if isinstance(value, Tensor) else NotImplemented
+        return Share(self.index, self.count, reduce, collect, self.gather_objects)
 
 
 def write_letter(value: object) -> bytes:
     """A value, behind the length of all in 8 bytes."""
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    content = buffer.getvalue()
+    content = pickle.dumps(value)
     return (8 + len(content)).to_bytes(8, "little") + content
 
 

@@ -5,24 +5,20 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
-from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree, lone
 from engine import cuda_graphs
-from engine.caches import CachePool
-from engine.checkpoint import INDEX, SINGLE, Config
+from engine.checkpoint import INDEX, SINGLE
+from engine.model import FastCache, FastGPTNeoX, published_shapes
 from engine.passes import Use
-from engine.scores import Scores, scores_of
-from engine.shares import WHOLE
-from gpt_neox import GPTNeoX, KVCache, published_shapes
+from gpt_neox import PUBLISHED, Config, GPTNeoX, KVCache, Scores, rotate
 from methods import METHODS
 from verify import tree_pass
 
@@ -172,57 +168,63 @@ def random_tensors(config: Config, seed: int) -> dict[str, Tensor]:
 
 
 def random_model(
-    seed: int, dtype: torch.dtype = torch.float32, fuse: bool = True, **changes: object
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    kind: type[GPTNeoX] = FastGPTNeoX,
+    **changes: object,
 ) -> GPTNeoX:
     config = random_config(**changes)
     tensors = {name: t.to(dtype) for name, t in random_tensors(config, seed).items()}
-    return GPTNeoX.from_tensors(config, tensors, fuse=fuse)
+    return kind.from_tensors(config, tensors)
 
 
 def noisy_pair(
     seed: int = 5,
     noise: float = 0.06,
     dtype: torch.dtype = torch.float32,
-    fuse: bool = True,
+    kind: type[GPTNeoX] = FastGPTNeoX,
     **changes: object,
 ) -> tuple[GPTNeoX, GPTNeoX]:
     """A target, and as its draft the same with noise: often accepted, and often rejected."""
     config = random_config(**changes)
     tensors, other = random_tensors(config, seed), random_tensors(config, seed + 1)
     near = {name: (t + noise * other[name]).to(dtype) for name, t in tensors.items()}
-    target = random_model(seed, dtype, fuse, **changes)
-    return target, GPTNeoX.from_tensors(config, near, fuse=fuse)
+    target = random_model(seed, dtype, kind, **changes)
+    return target, kind.from_tensors(config, near)
 
 
 class Stub(GPTNeoX):
-    """A model that knows nothing but a row's own token and position."""
+    """A plain model that knows nothing but a row's own token and position."""
 
     def __init__(self, logits: Callable[[Tensor, Tensor], Tensor], vocab_size: int):
         """logits: of tokens [n] and positions [n], [n, V]."""
         super().__init__(random_config(vocab_size=vocab_size, n_layers=1))
         self.logits_of = logits
-        self.n_heads, self.share = self.config.n_heads, WHOLE
-        self.pool = CachePool(self.logits, 1, self.device, self.config, is_plain=True)
 
-    def run(
+    def hidden(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
     ) -> Tensor:
         return self.logits_of(tokens, positions)
 
-    def score(self, x: Tensor, cache: KVCache) -> Scores:
-        return scores_of(x, cache.use.ranking)
+    def score(self, x: Tensor) -> Scores:
+        return Scores(x)
 
 
-def fix_shapes(*models: GPTNeoX, has_graphs: bool = False) -> None:
+def fix_shapes(*models: FastGPTNeoX, has_graphs: bool = False) -> None:
     """Passes of few fixed shapes, as on CUDA; has_graphs: replayed, after `pretend_capture`."""
     for model in models:
         model.pool.is_shaped, model.pool.has_graphs = True, has_graphs
 
 
+def published_json(config: Config) -> dict[str, object]:
+    """What config.json says of such a model."""
+    raw = {PUBLISHED.get(name, name): value for name, value in asdict(config).items()}
+    return {"model_type": "gpt_neox"} | raw
+
+
 def write_checkpoint(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Path:
     """A folder as published ones are, but for a tokenizer."""
-    raw = {"model_type": "gpt_neox"} | msgspec.to_builtins(config)
-    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(json.dumps(published_json(config)))
     save_file(tensors, folder / SINGLE)
     return folder
 
@@ -255,17 +257,36 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
-def run(model: GPTNeoX, tokens: list[int]) -> Tensor:
+def run(model: FastGPTNeoX, tokens: list[int]) -> Tensor:
     """The oracle: the whole text in one causal pass over a fresh cache, logits [n, V]."""
     positions = torch.arange(len(tokens))
     cache = model.new_cache(len(tokens))
     return model.forward(torch.tensor(tokens), positions, cache).logits
 
 
-def prefilled(model: GPTNeoX, tokens: list[int], capacity: int, use: Use | None = None) -> KVCache:
-    cache = model.new_cache(capacity, use)
+def prefilled(model: GPTNeoX, tokens: list[int], capacity: int, *use: Use) -> KVCache:
+    cache = model.new_cache(capacity, *use)
     model.prefill(tokens, cache)
     return cache
+
+
+def append(model: GPTNeoX, tokens: list[int], cache: KVCache) -> Scores:
+    """Append a few tokens to the cache, as the loop does, in one pass: what follows the last."""
+    positions = torch.arange(cache.length, cache.length + len(tokens))
+    scores = model.forward(torch.tensor(tokens), positions, cache, n_last=1)
+    cache.advance(len(tokens))
+    return scores
+
+
+def forget(model: GPTNeoX, cache: KVCache, start: int, n: int) -> None:
+    """FastGPTNeoX.forget, of the plain model too, whose pairs are ordered as published."""
+    if isinstance(model, FastGPTNeoX):
+        model.forget(cache, start, n)
+        return
+    kept = cache.kv[:, :, :, start + n : cache.length].clone()
+    kept[0] = rotate(kept[0], cache.turns[n : n + 1].conj())
+    cache.rewind(cache.length - n)
+    cache.kv[:, :, :, start : cache.length] = kept
 
 
 def make_tree(tokens: list[int], parents: list[int]) -> Tree:
@@ -297,7 +318,7 @@ def path_to(tree: Tree, row: int) -> list[int]:
     return path
 
 
-def run_tree(model: GPTNeoX, cache: KVCache, tree: Tree) -> Tensor:
+def run_tree(model: FastGPTNeoX, cache: FastCache, tree: Tree) -> Tensor:
     """The logits [N, V] of a tree's rows, as the loop asks for them."""
     tokens, positions, mask = tree_pass(tree, cache.length)
     return model.forward(tokens, positions, cache, mask).logits.clone()

@@ -21,10 +21,10 @@ import torch
 from conftest import ranked
 from torch import Tensor
 
-from acceptance import choose_acceptance
-from draft_tree import Acceptance, Candidates, Draft, Rule, Settings, Tree, grow
-from engine.sampling import Sampler, Sampling
+from draft_tree import Candidates, Draft, Rule, Settings, Tree, grow
+from methods.acceptances import choose_acceptance
 from methods.static import Fixed
+from sampling import Acceptance, Sampler, Sampling
 
 CPU = torch.device("cpu")
 PLAIN = Sampling(1.0)

@@ -32,23 +32,17 @@ from test_sampling import (
 )
 from torch import Tensor
 
-from acceptance import (
-    ACCEPTANCES,
-    accept_by_block,
-    accept_by_token,
-    accept_by_traversal,
-    choose_acceptance,
-)
 from cli.metrics import token_ids
-from draft_tree import Acceptance, DynaTree, Settings, Tree
-from dynatree import generate
-from engine.sampling import Sampler, Sampling
+from draft_tree import DynaTree, Settings, Tree
+from engine.decoding import generate
 from engine.scores import Ranking, scores_of
 from methods import METHODS
+from methods.acceptances import ACCEPTANCES, accept_by_block, accept_by_traversal, choose_acceptance
 from methods.dyspec import DySpec
 from methods.lookup import Lookup
 from methods.retrieval import Graft
 from methods.static import Chain, ConfidentChain, SpecInfer
+from sampling import Acceptance, Sampler, Sampling, accept_by_token
 from verify import accept
 
 HEATS = [PLAIN, Sampling(0.7, 0.9)]
@@ -113,7 +107,7 @@ def test_rows_that_compete_for_a_budget_leave_the_law_alone(seed: int, is_exact:
 
 
 def test_a_block_is_worth_more_than_its_tokens() -> None:
-    """The example of acceptance.py, of two ids."""
+    """The example of methods/acceptances.py, of two ids."""
     target = torch.tensor([[1 / 3, 2 / 3]] * 2).double().log()
     found = {}
     for acceptance in ACCEPTANCES.values():
@@ -257,7 +251,7 @@ def test_a_chain_is_accepted_alike_by_block_and_by_traversal() -> None:
     for settings, seed in itertools.product((Chain(K=4), ConfidentChain(K=6), Lookup()), range(4)):
         steps = {}
         for name in ("block", "traversal"):
-            how = {"sampling": Sampling(0.5, 0.95, seed=seed), "acceptance": name}
+            how = {"sampling": Sampling(0.5, 0.95, seed=seed), "acceptance": ACCEPTANCES[name]}
             found = list(generate(*models, PROMPT, settings, 40, **how))
             steps[name] = [step.tokens for step in found]
             n_accepted += sum(len(step.path) - 1 for step in found[1:])
@@ -278,7 +272,7 @@ def test_a_long_text_follows_the_targets_law(acceptance: str, settings: Settings
     """What comes after each token, of 2,000 that were drawn by the generator itself."""
     sampling = Sampling(0.8, 0.95, seed=5)
     models = table_model(TARGET), table_model(OTHER)
-    how = {"sampling": sampling, "acceptance": acceptance}
+    how = {"sampling": sampling, "acceptance": ACCEPTANCES[acceptance]}
     ids = token_ids(generate(*models, [0], settings, 2000, **how))
     pairs = Counter(itertools.pairwise([0, *ids]))
     for token, after in enumerate(sampling.sampler(CPU).warp(TARGET).tolist()):
@@ -360,5 +354,5 @@ def test_what_cannot_be_chosen_is_said() -> None:
     assert choose_acceptance(own, None) is accept_by_token
     with pytest.raises(ValueError, match="the method brings an acceptance of its own"):
         choose_acceptance(own, "token")
-    with pytest.raises(ValueError, match="acceptance block is of sampled text"):
-        next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance="block"))
+    with pytest.raises(ValueError, match="an acceptance is of sampled text"):
+        next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance=accept_by_block))

@@ -11,8 +11,9 @@ from test_draft_tree import FakeDraft, paths
 
 from cli.metrics import token_ids
 from draft_tree import Candidates, grow
-from dynatree import Step, generate
-from gpt_neox import GPTNeoX
+from dynatree import Step
+from engine.decoding import generate
+from engine.model import FastGPTNeoX
 from methods.auto import (
     CONFIDENCE,
     DRAFT_GUESS,
@@ -180,12 +181,12 @@ def test_each_row_is_remembered_and_counted_as_what_it_is() -> None:
             assert hits[bins].sum() == pytest.approx(len(set(rows) & set(path)))
 
 
-def adversary(seed: int) -> GPTNeoX:
+def adversary(seed: int) -> FastGPTNeoX:
     """Its best candidates are the worst of that seed's target."""
     config = random_config()
     tensors = random_tensors(config, seed)
     tensors["embed_out.weight"] = -tensors["embed_out.weight"]
-    return GPTNeoX.from_tensors(config, tensors)
+    return FastGPTNeoX.from_tensors(config, tensors)
 
 
 def n_drafting(steps: list[Step]) -> int:

@@ -39,10 +39,12 @@ from dynatree import Step
 from engine.checkpoint import read_config
 from engine.files import locked
 from engine.memory import OutOfMemory
+from engine.model import FastGPTNeoX
 from engine.streaming import WHOLE_TEXT, Window
-from gpt_neox import GPTNeoX
 from methods import METHODS
+from methods.acceptances import accept_by_block, accept_by_traversal
 from methods.static import Alone, Chain
+from sampling import GREEDY, accept_by_token
 
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(bench.__file__).parent
@@ -518,7 +520,7 @@ def test_what_a_row_says_is_how_its_text_is_written(
 
     def generate(*args: object, **how: object) -> Iterator[Step]:
         sampling = how["sampling"]
-        heat = sampling and (sampling.temperature, sampling.draft_temperature, sampling.is_drawn)
+        heat = (sampling.temperature, sampling.draft_temperature, sampling.is_drawn)
         seen.add((args[3], how["strict"], how["window"], how["commit"], heat))
         accepted_by.add((args[3], how["acceptance"]))
         return real(*args, **how)
@@ -527,15 +529,15 @@ def test_what_a_row_says_is_how_its_text_is_written(
     options = ["--methods", "linear,linear strict,linear window=64 sinks=2,linear rebuild"]
     options += ["--columns", "speedup,predicted,exact", "--n-prompts", "1"]
     results, printed = run_bench(capsys, tmp_path / "a.json", *QUICK, *options)
-    ar, linear, keep = Alone(), Chain(), "keep"
+    ar, linear, keep, greedy = Alone(), Chain(), "keep", (0.0, None, False)
     assert seen == {
-        (ar, False, WHOLE_TEXT, keep, None),
-        (Alone(rows=8), True, WHOLE_TEXT, keep, None),
-        (ar, False, Window(64, 2), keep, None),
-        (linear, False, WHOLE_TEXT, keep, None),
-        (linear, True, WHOLE_TEXT, keep, None),
-        (linear, False, Window(64, 2), keep, None),
-        (linear, False, WHOLE_TEXT, "rebuild", None),
+        (ar, False, WHOLE_TEXT, keep, greedy),
+        (Alone(rows=8), True, WHOLE_TEXT, keep, greedy),
+        (ar, False, Window(64, 2), keep, greedy),
+        (linear, False, WHOLE_TEXT, keep, greedy),
+        (linear, True, WHOLE_TEXT, keep, greedy),
+        (linear, False, Window(64, 2), keep, greedy),
+        (linear, False, WHOLE_TEXT, "rebuild", greedy),
     }
     cells = {row[0]: row[1:] for row in table_cells(results)[1]}
     assert all(cells[label][2] == "1/1" for label in cells if label.startswith("linear"))
@@ -550,12 +552,12 @@ def test_what_a_row_says_is_how_its_text_is_written(
     run_bench(capsys, tmp_path / "b.json", *QUICK, *options)
     hot, drafted = (0.8, None, False), (0.8, 0.5, False)
     assert {(how[0], how[4]) for how in seen} == {(ar, hot), (linear, drafted)}
-    named = {(linear, None), (linear, "block"), (linear, "traversal")}
-    assert accepted_by == {(ar, None), *named}
+    named = {(linear, accept_by_block), (linear, accept_by_traversal)}  # by default by block
+    assert accepted_by == {(ar, accept_by_token), *named}
     seen.clear()
     options = ["--draft-temperature", "0.5", "--guesses", "drawn", "--methods", "linear"]
     results, printed = run_bench(capsys, tmp_path / "c.json", *QUICK, *options)
-    assert {(how[0], how[4]) for how in seen} == {(ar, None), (linear, (0.0, 0.5, True))}
+    assert {(how[0], how[4]) for how in seen} == {(ar, greedy), (linear, (0.0, 0.5, True))}
     assert "temperature 0.0 (draft 0.5, greedy guesses drawn)" in " ".join(printed.split())
 
 
@@ -675,7 +677,7 @@ def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:
     tensors = {name: t.half().float() for name, t in random_tensors(random_config(), 0).items()}
     n_biases = 2 * (3 * hidden + wide + hidden) + n_ids
     half = 2 * (2 * layer + head + n_biases) + 4 * cache
-    assert step_bytes(GPTNeoX.from_tensors(random_config(), tensors), 10) == half
+    assert step_bytes(FastGPTNeoX.from_tensors(random_config(), tensors), 10) == half
 
 
 def test_predicted_passes_are_padded_as_each_models_own_are(pair: Pair) -> None:
@@ -757,6 +759,6 @@ def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> 
     floors = []
     for text, n in (("ar window=8", 20), ("ar window=8", 40), ("linear strict", 3)):
         run = replace(parse_run(text), new_tokens=n)
-        floors.append(measure_memory(Options(), run, [3, 1, 4], None, 0)["metrics"]["floor_mb"])
+        floors.append(measure_memory(Options(), run, [3, 1, 4], GREEDY, 0)["metrics"]["floor_mb"])
     assert floors[0] == floors[1] < floors[2]
     assert seen[1:] == [(False, Alone(), False, Window(8, 4)), (True, Chain(), True, WHOLE_TEXT)]

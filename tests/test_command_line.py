@@ -14,17 +14,17 @@ from conftest import ROOT, TINY, Captured, pretend_capture
 from tokenizers import Tokenizer, decoders
 
 import cli.main
-from acceptance import DEFAULTS
 from cli import models
 from cli.main import main
 from cli.metrics import Metrics
 from cli.models import Pair, Request, load_pair, stream_text
 from dynatree import Step
 from engine.memory import OutOfMemory
-from engine.sampling import Sampling
-from gpt_neox import GPTNeoX
+from engine.model import FastGPTNeoX
 from methods import METHODS
+from methods.acceptances import DEFAULTS
 from methods.static import Alone
+from sampling import Sampling
 from verify import NonFiniteLogits
 
 PROMPT = "The ship sailed at dawn"
@@ -160,16 +160,16 @@ def test_prompt_from_file_and_standard_input(
 def test_graphs_are_counted_apart(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA does by default, with captures that are only pretended."""
     pretend_capture(monkeypatch)
-    load = GPTNeoX.from_pretrained
+    load = FastGPTNeoX.from_pretrained
 
-    def as_on_cuda(*args: object) -> GPTNeoX:
+    def as_on_cuda(*args: object) -> FastGPTNeoX:
         model = load(*args)
         model.pool.is_shaped = True
         model.pool.has_graphs = True
         return model
 
     plain = run_json(capsys, ["--max-new-tokens", "20"])
-    monkeypatch.setattr(GPTNeoX, "from_pretrained", as_on_cuda)
+    monkeypatch.setattr(FastGPTNeoX, "from_pretrained", as_on_cuda)
     report = run_json(capsys, ["--max-new-tokens", "20", "--compare"])
     assert report["graphs"]["n"] == 2 * 7, "passes of 1 to 64 rows, of both models"
     assert report["graphs"]["capture_s"] > 0

@@ -11,8 +11,9 @@ from torch import Tensor
 from benchmark.counts import count_calibration, count_depths, count_passes, padded
 from cli.metrics import code_acceptance, matching, measure, measure_acceptance, repetition
 from draft_tree import DynaTree, Settings
-from dynatree import Step, generate
-from gpt_neox import GPTNeoX
+from dynatree import Step
+from engine.decoding import generate
+from engine.model import FastGPTNeoX
 from methods.deagle import Deagle
 from methods.dyspec import DySpec
 from methods.static import Alone, Chain, Fixed
@@ -85,13 +86,13 @@ def test_counted_passes_are_those_that_ran(
     draft rows that were run and then cut from the tree (dyspec: 36.9 counted of 54.7)."""
     target, draft = random_model(0), random_model(1)
     ran = {id(target): [], id(draft): []}
-    real = GPTNeoX.run
+    real = FastGPTNeoX.hidden
 
-    def spy(self: GPTNeoX, tokens: Tensor, *rest: object) -> Tensor:
+    def spy(self: FastGPTNeoX, tokens: Tensor, *rest: object) -> Tensor:
         ran[id(self)].append(len(tokens))
         return real(self, tokens, *rest)
 
-    monkeypatch.setattr(GPTNeoX, "run", spy)
+    monkeypatch.setattr(FastGPTNeoX, "hidden", spy)
     steps = list(generate(target, draft, PROMPT, settings, 30, commit=commit))
     drafts, verifies = count_passes(steps, commit)
     assert sorted(drafts.elements()) == sorted(ran[id(draft)])

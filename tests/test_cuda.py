@@ -6,14 +6,14 @@ other tests.
 
 import pytest
 import torch
-from conftest import TINY, assert_close, prefilled, random_config, random_tensors
+from conftest import TINY, append, assert_close, prefilled, random_config, random_tensors
 from tokenizers import Tokenizer
 
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
-from dynatree import capture, generate
+from engine.decoding import generate
 from engine.fused import attend
-from gpt_neox import GPTNeoX
+from engine.model import FastGPTNeoX
 from methods import METHODS
 from methods.static import Alone
 
@@ -23,18 +23,18 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # of a driver's, say
 ]
 TEXT = "The harbour lay quiet under the morning fog, and the boats that had gone out at dawn"
-Pair = tuple[GPTNeoX, GPTNeoX, list[int]]  # target, draft and a prompt
+Pair = tuple[FastGPTNeoX, FastGPTNeoX, list[int]]  # target, draft and a prompt
 
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    target = GPTNeoX.from_pretrained(TINY / "target", "cuda")
-    draft = GPTNeoX.from_pretrained(TINY / "draft", "cuda")
+    target = FastGPTNeoX.from_pretrained(TINY / "target", "cuda")
+    draft = FastGPTNeoX.from_pretrained(TINY / "draft", "cuda")
     tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
     return target, draft, tokenizer.encode(TEXT).ids
 
 
-def use_graphs(has_graphs: bool, *models: GPTNeoX) -> None:
+def use_graphs(has_graphs: bool, *models: FastGPTNeoX) -> None:
     for model in models:
         model.pool.has_graphs = has_graphs
 
@@ -57,7 +57,7 @@ def test_replays_write_what_eager_ar_writes(method: str, pair: Pair) -> None:
 
 def test_the_text_is_the_one_the_cpu_writes(pair: Pair) -> None:
     target, draft, prompt = pair
-    on_cpu = GPTNeoX.from_pretrained(TINY / "target")
+    on_cpu = FastGPTNeoX.from_pretrained(TINY / "target")
     expected = token_ids(generate(on_cpu, None, prompt, Alone(), 30))
     assert token_ids(generate(target, draft, prompt, DynaTree(), 30)) == expected
 
@@ -79,7 +79,7 @@ def test_two_generations_at_once(pair: Pair) -> None:
 @pytest.mark.parametrize("n", [1, 8, 60, 128])
 def test_a_replay_gives_the_eager_logits(n: int) -> None:
     config = random_config(max_positions=600)
-    model = GPTNeoX.from_tensors(
+    model = FastGPTNeoX.from_tensors(
         config, {name: t.cuda() for name, t in random_tensors(config, 3).items()}
     )
     prefix = [i % 90 for i in range(240)]
@@ -87,8 +87,8 @@ def test_a_replay_gives_the_eager_logits(n: int) -> None:
     for has_graphs in (False, True):
         use_graphs(has_graphs, model)
         cache = prefilled(model, prefix, 400)
-        capture(model, cache, 240)
-        logits = model.append(prefix[:n], cache).logits.clone()
+        model.capture(cache, 240)
+        logits = append(model, prefix[:n], cache).logits.clone()
         found.append((logits, cache.kv[:, :, :, : cache.length].clone()))
     for eager, replayed in zip(*found, strict=True):
         assert_close(replayed, eager)
@@ -120,8 +120,8 @@ def test_half_precision_stays_close(settings: Settings, dtype: torch.dtype, pair
     """No claim of equal ids: that the first ones are shows that nothing is broken."""
     target, draft, prompt = pair
     expected = token_ids(generate(target, draft, prompt, settings, 8))
-    half_target = GPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
-    half_draft = GPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
+    half_target = FastGPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
+    half_draft = FastGPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
     written = token_ids(generate(half_target, half_draft, prompt, settings, 8))
     assert written[:4] == expected[:4]
 
@@ -133,8 +133,8 @@ def test_strict_logits_are_ars_bit_for_bit(
 ) -> None:
     """Across two cache lengths, of a tree and of a text that is run again by what was captured."""
     prompt = (pair[2] * 20)[:235]
-    target = GPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
-    draft = GPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
+    target = FastGPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
+    draft = FastGPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
     use_graphs(has_graphs, target, draft)
     written = []
     for settings in (DynaTree(), Alone(rows=64), DynaTree()):

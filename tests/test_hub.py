@@ -36,7 +36,7 @@ from cli.main import main
 from cli.models import load_pair
 from engine.checkpoint import CheckpointError
 from engine.hub import HubUnreachable, find_checkpoint
-from gpt_neox import GPTNeoX
+from engine.model import FastGPTNeoX
 
 GOLDEN = Path(__file__).parent / "golden"
 SINGLE, SHARDED = "pythia", "gelu_fast_20b"
@@ -170,7 +170,7 @@ def test_a_repository_is_announced_and_fetched_once(
 
     folder = find_checkpoint("org/name", announce)
     assert hub.fetched() == ["config.json", "tokenizer.json", *weights]
-    GPTNeoX.from_pretrained(folder)
+    FastGPTNeoX.from_pretrained(folder)
     n_bytes = sum(len(files[file]) for file in weights if file != INDEX)
     assert said == [f"fetching org/name: {n_bytes / 1e6:.1f} MB into {constants.HF_HUB_CACHE}"]
     assert find_checkpoint("org/name", pytest.fail) == folder and hub.fetched() == []
@@ -260,10 +260,10 @@ def test_a_damaged_file_in_the_cache_says_what_to_delete(hub: Hub) -> None:
     folder = find_checkpoint("org/name")
     os.truncate(folder / WEIGHTS, 300)
     with pytest.raises(CheckpointError, match=WEIGHTS) as caught:
-        GPTNeoX.from_pretrained("org/name")
+        FastGPTNeoX.from_pretrained("org/name")
     to_delete = str(caught.value).partition("; delete ")[2].partition(" and the next run")[0]
     Path(to_delete).unlink()
-    GPTNeoX.from_pretrained("org/name")
+    FastGPTNeoX.from_pretrained("org/name")
 
 
 def test_a_misspelt_draft_is_told_before_the_target_is_fetched(hub: Hub) -> None:

@@ -33,12 +33,13 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from cli.metrics import token_ids
-from dynatree import capture, generate
+from dynatree import capture
 from engine import fused, scores
-from engine.checkpoint import Config
+from engine.decoding import generate
+from engine.model import FastGPTNeoX
 from engine.passes import Use, causal_mask
 from engine.scores import Ranking
-from gpt_neox import GPTNeoX
+from gpt_neox import Config
 from methods.static import Alone, Chain
 from verify import tree_pass
 
@@ -270,15 +271,15 @@ def gelu_of_a_part(x: Tensor, approximate: str, out: Tensor) -> None:
     out.copy_(F.gelu(x, approximate=approximate))
 
 
-def build(tensors: dict[str, Tensor], config: Config, dtype: torch.dtype) -> GPTNeoX:
+def build(tensors: dict[str, Tensor], config: Config, dtype: torch.dtype) -> FastGPTNeoX:
     """A model where the kernels run, its passes of shapes that are captured."""
     tensors = {name: tensor.to(DEVICE, dtype) for name, tensor in tensors.items()}
-    model = GPTNeoX.from_tensors(config, tensors)
+    model = FastGPTNeoX.from_tensors(config, tensors)
     fix_shapes(model, has_graphs=True)
     return model
 
 
-def run_trees(model: GPTNeoX, n_rows: int, has_kernels: bool) -> tuple[Tensor, Tensor]:
+def run_trees(model: FastGPTNeoX, n_rows: int, has_kernels: bool) -> tuple[Tensor, Tensor]:
     """The logits of two trees of one shape over a prompt, and the cache that the second leaves."""
     model.pool.has_kernels = has_kernels
     rng = random.Random(0)

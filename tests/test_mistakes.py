@@ -82,7 +82,7 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --dtype int8", "--dtype int8: there are float32, "),
     (A + " --method ar --draft-dtype int8", "--draft-dtype int8: there are float32, "),
     (A + " --temperature -1", "--temperature -1.0 is not a positive"),
-    (A + " --temperature 1 --top-p 0", "outside (0, 1]"),
+    (A + " --temperature 1 --top-p 0", "--top-p 0.0 is not a positive number"),
     (A + " --seed 1", "--seed needs a --temperature above 0"),
     (A + " --draft-temperature 0", "--draft-temperature 0.0 is not a positive"),
     (A + " --draft-temperature 1 --method linear", "shapes the trees of linear"),

@@ -16,9 +16,9 @@ from test_draft_tree import (
 )
 
 from draft_tree import grow
-from dynatree import generate
-from engine.sampling import Sampling
+from engine.decoding import generate
 from methods.opttree import OptTree
+from sampling import Sampling
 
 DEPTH = 6
 

@@ -6,14 +6,13 @@ import pickle
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
-from draft_tree import lone
 from engine.memory import OutOfMemory
-from parallel.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, is_silent, joined
+from engine.passes import Use
+from parallel.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, joined
 
 
 def free_port() -> int:
@@ -64,29 +63,15 @@ def on_ranks(count: int, work: Callable, *arguments: object, n_answers: int | No
 
 def exchange(ranks: Ranks, values: list) -> tuple[list, list]:
     """What was heard of some values, and what everybody is."""
-    share = ranks.share(torch.device("cpu"))
-    heard = [share.first(take_from, values, i, ranks.index) for i in range(len(values))]
-    return heard, share.every(ranks.index * 17)
-
-
-def take_from(values: list, i: int, index: int) -> object:
-    assert index == 0, "rank 0 alone computes"
-    return values[i]
+    heard = [ranks.tell(None if ranks.index else value) for value in values]
+    return heard, ranks.share(torch.device("cpu")).every(ranks.index * 17)
 
 
 def test_what_one_tells_the_others_hear() -> None:
-    """Values that are short, fill one broadcast or take two; a tree without what it was drawn from,
-    which rank 0 keeps."""
-    tree = lone(7)
-    tree.add(8, 0, -0.5)
-    told = replace(tree)
-    tree.drawn_from.append(torch.ones(100_000))
-    told.drawn_from = [None]
-    values = [([0, 2], [5, 9]), "", "é" * LETTER, b"x" * (10 * LETTER), tree]
+    """Values that are short, fill one broadcast or take two."""
+    values = [([0, 2], [5, 9]), "", "é" * LETTER, b"x" * (10 * LETTER), Use(n_rows=7)]
     values += [b"x" * n for n in range(LETTER - 40, LETTER)]
-    first, *others = on_ranks(3, exchange, values)
-    assert first[0][4].drawn_from[0].shape == (100_000,)
-    assert others == [([*values[:4], told, *values[5:]], [0, 17, 34])] * 2
+    assert on_ranks(3, exchange, values) == [(values, [0, 17, 34])] * 3
 
 
 def disagree(ranks: Ranks, failing: list[int]) -> str:
@@ -134,7 +119,7 @@ def test_without_torchrun_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setenv("WORLD_SIZE", value)
         else:
             monkeypatch.delenv("WORLD_SIZE")
-        assert not is_launched() and not is_silent()
+        assert not is_launched()
         with joined() as ranks:
             assert ranks is None
 
@@ -147,19 +132,10 @@ def test_whoever_has_wrong_numbers_says_so(
     values = (*numbers, "127.0.0.1", str(free_port()))
     for name, value in zip(VARIABLES, values, strict=True):
         monkeypatch.setenv(name, value)
-    assert not is_silent()
     if numbers[1] != "1":
         with pytest.raises(RanksError, match="is no place among several processes"):
             with joined():
                 pass
-
-
-def test_the_first_rank_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(VARIABLES, ("1", "2", "127.0.0.1", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    assert is_silent()
-    monkeypatch.setenv("RANK", "0")
-    assert not is_silent()
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

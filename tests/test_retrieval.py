@@ -13,7 +13,7 @@ from test_draft_tree import ROOT, FakeDraft, Path, paths
 
 from cli.metrics import token_ids
 from draft_tree import Candidates, DynaTree, Gates, Level, Tree, grow
-from dynatree import generate
+from engine.decoding import generate
 from methods.deagle import Deagle
 from methods.drafting import DRAFTING
 from methods.dyspec import DySpec
@@ -117,7 +117,7 @@ def test_without_grafting_the_target_is_not_asked() -> None:
     draft = random_model(1)
     settings = Remembering(Graft(base="linear", graft=False))
     steps = list(generate(target, draft, [3, 1, 4, 1], settings, 40))
-    (rule,) = settings.rules
+    rule = settings.rules[-1]
     assert rule.n_read == 0
     assert not rule.table
     assert not any(any(step.tree.are_retrieved) for step in steps[1:])
@@ -273,7 +273,7 @@ def test_the_table_reads_candidates_before_another_pass_overwrites_them(
         settings = Remembering(Recycle(N=8))
         steps = list(generate(target, None, [3, 1, 4, 1, 5], settings, 40, commit=commit))
         assert any(len(step.path) > 2 for step in steps)
-        tables.append(settings.rules[0].table)
+        tables.append(settings.rules[-1].table)
     assert tables[0] == tables[1]
 
 
@@ -296,7 +296,7 @@ def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
         def expand(self, level: Level) -> tuple[Gates, Gates]:
             return {"second": level.tokens == 2}, {}
 
-    base = Second(widths=[2, 2, 2], n_rows=8, deepest="widths")
+    base = Second(widths=[2, 2, 2], n_rows=8)
     best = float(torch.log_softmax(logits, -1).max().exp())
     rule = GraftRule(base, 8, 0, {1: best - 1e-3}, RANK_PROBS)
     assert grow(rule, ROOT, draft, 3).depth == 1

@@ -5,21 +5,21 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from conftest import Stub, random_model, random_settings, ranked
+from conftest import Stub, make_tree, random_model, random_settings, ranked
 from law import CPU, Ranked, Scripted, difference, every_outcome, law, target_law
 from torch import Tensor
 
 import engine.sampling
-from acceptance import try_child
 from cli.metrics import token_ids
-from draft_tree import Acceptance, DynaTree, Gates, Level, Rule, Settings, Tree, best_rows
-from dynatree import generate
-from engine.sampling import Sampler, Sampling
+from draft_tree import DynaTree, Gates, Level, Rule, Settings, Tree, best_rows
+from engine.decoding import generate
+from engine.sampling import FastSampling
 from methods import METHODS
 from methods.auto import Auto
 from methods.dyspec import DySpec, DySpecRule
@@ -28,7 +28,9 @@ from methods.opttree import OptTree
 from methods.retrieval import Graft
 from methods.sequoia import Sequoia
 from methods.static import Alone, Chain, ConfidentChain, Fixed, SpecInfer, StaticRule
+from sampling import Acceptance, Sampler, Sampling, accept_by_token
 
+Draw = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 N_IDS = 5
 N_DRAWS = 20_000
 PLAIN = Sampling(1.0)
@@ -81,7 +83,7 @@ def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.Mo
     steps = (4 * torch.randn(20, 3000, generator=generator)).round() / 2
     few = engine.sampling.MANY
     for sharpness, top_p in itertools.product((0.0, 0.3, 1, 4), (1e-9, 0.3, 0.9, 1 - 1e-12)):
-        sampler = Sampling(1.0, top_p).sampler(CPU)
+        sampler = FastSampling(1.0, top_p).sampler(CPU)
         probs = torch.softmax(sharpness * steps, dim=-1)
         kept = sampler.cut(probs, 3000)
         with monkeypatch.context() as patch:
@@ -98,10 +100,13 @@ def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
     assert sum(parts) < freedom + 5 * math.sqrt(2 * freedom) + 5, (parts, freedom)
 
 
-@pytest.mark.parametrize("way", ["pick", "race"])
-def test_draws_are_without_replacement_and_what_is_no_draw_has_no_chance(way: str) -> None:
+PLAIN_SAMPLER, FAST_SAMPLER = PLAIN.sampler(CPU), FastSampling.of(PLAIN).sampler(CPU)
+
+
+@pytest.mark.parametrize("draw", [PLAIN_SAMPLER.draw, FAST_SAMPLER.pick, FAST_SAMPLER.race])
+def test_draws_are_without_replacement_and_what_is_no_draw_has_no_chance(draw: Draw) -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2]).expand(N_DRAWS, N_IDS)
-    ids, chances = getattr(PLAIN.sampler(CPU), way)(probs, 4)
+    ids, chances = draw(probs, 4)
     drawn = ids.tolist()
     assert all(sorted(row[:3]) == [1, 3, 4] for row in drawn)
     assert chances[:, :3].equal(probs.gather(1, ids[:, :3])) and not chances[:, 3].any()
@@ -112,10 +117,11 @@ def test_draws_are_without_replacement_and_what_is_no_draw_has_no_chance(way: st
     assert_distributed(Counter((row[0], row[1]) for row in drawn), expected)
 
 
+@pytest.mark.parametrize("kind", [Sampling, FastSampling])
 @pytest.mark.parametrize("k", [2, 5, 9])
-def test_what_is_proposed_is_what_draw_draws(k: int) -> None:
+def test_what_is_proposed_is_what_draw_draws(k: int, kind: type[Sampling]) -> None:
     """With its log-probabilities, and the draft's distribution: warped by its own temperature."""
-    sampling = Sampling(1.0, top_p=0.9, seed=3, draft_temperature=0.5)
+    sampling = kind(1.0, top_p=0.9, seed=3, draft_temperature=0.5)
     logits = logits_table(4).float()
     ids, logprobs, drawn_from = sampling.sampler(CPU).propose(logits, k)
     torch.testing.assert_close(drawn_from, Sampling(0.5, top_p=0.9).sampler(CPU).warp(logits))
@@ -126,8 +132,12 @@ def test_what_is_proposed_is_what_draw_draws(k: int) -> None:
 
 def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
     """Nothing is left of the residual: the child is the only token the target can write."""
-    chance, _, _ = try_child(1, torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0 + 1e-7]))
-    assert chance == 1.0, "above every coin"
+    tree = make_tree([0, 1], [-1, 0])
+    tree.draft_slots, tree.drawn_from = [0, -1], [torch.tensor([0.0, 1.0 + 1e-7])]
+    highest = SimpleNamespace(random=lambda: 1 - 2**-53)
+    sampler = replace(PLAIN.sampler(CPU), coins=highest)
+    path, _ = accept_by_token(tree, torch.tensor([[-90.0, 90.0]] * 2), sampler)
+    assert path == [0, 1], "its chance is above every coin"
 
 
 # Every text is as likely as from the target alone: by enumeration (law.py).
@@ -260,7 +270,7 @@ class Choosing(DySpecRule):
 
 
 def test_a_rule_that_goes_by_what_was_drawn_is_caught() -> None:
-    greedy = Planted(lambda: Greedy([1, 1], 3, deepest="K"))
+    greedy = Planted(lambda: Greedy([1, 1], 3))
     assert error_of(greedy, OTHER, 2) > 0.01
     choosing = Planted(lambda: Choosing(DySpec(N=4, D_max=2)))
     assert error_of(choosing, FEW_DRAFTS["few zeros"]) > 0.1
@@ -399,7 +409,7 @@ def test_the_same_seed_gives_the_same_text(method: str) -> None:
     target = random_model(0)
     draft = random_model(1, vocab_size=80)
 
-    def text(sampling: Sampling | None) -> list[int]:
+    def text(sampling: Sampling) -> list[int]:
         return token_ids(generate(target, draft, [3, 1, 4], settings, 30, sampling=sampling))
 
     one, again, other = (text(Sampling(1.0, top_p=0.9, seed=seed)) for seed in (1, 1, 2))
@@ -411,8 +421,9 @@ def test_the_same_seed_gives_the_same_text(method: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": 0.0}, "temperature 0.0 is not a positive number"),
-        ({"temperature": 0.0, "is_drawn": True}, "temperature 0.0 is not a positive number"),
+        ({"temperature": -1.0}, "temperature -1.0 is not a positive number"),
+        ({"temperature": "0.8"}, "temperature 0.8 is not a positive number"),
+        ({"temperature": 0.0, "is_drawn": True}, "greedy text need a draft-temperature"),
         ({"temperature": 0.0, "draft_temperature": 0.0}, "draft-temperature 0.0 is not"),
         ({"temperature": math.inf}, "temperature inf"),
         ({"temperature": math.nan}, "temperature nan is not"),
@@ -420,8 +431,10 @@ def test_the_same_seed_gives_the_same_text(method: str) -> None:
         ({"temperature": 1e39}, r"temperature 1e\+39 is not a positive number of float32"),
         ({"temperature": 1.0, "draft_temperature": 1e-46}, "draft-temperature 1e-46 is not"),
         ({"temperature": 1.0, "top_p": 1e-46}, "top-p 1e-46 is not a positive number of float32"),
-        ({"temperature": 1.0, "top_p": 0.0}, r"top-p 0.0 is outside \(0, 1\]"),
-        ({"temperature": 1.0, "seed": -1}, "seed -1 is outside"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top-p 0.0 is not a positive number"),
+        ({"temperature": 1.0, "top_p": 1.5}, r"top-p 1.5 is outside \(0, 1\]"),
+        ({"temperature": 1.0, "seed": -1}, "seed -1 is not a whole number"),
+        ({"temperature": 1.0, "seed": 1.0}, "seed 1.0 is not a whole number"),
     ],
 )
 def test_settings_are_checked(values: dict[str, float], message: str) -> None:

@@ -16,8 +16,8 @@ from test_draft_tree import (
 from torch import Tensor
 
 from draft_tree import grow
-from engine.sampling import Sampling
 from methods.sequoia import Chances, Sequoia, SequoiaRule, Shape, plan
+from sampling import Sampling
 
 FALLING = (0.7, 0.12, 0.04, 0.02)
 RISING = (0.1, 0.5, 0.2)  # a rank may be worth less than the next, which needs it all the same

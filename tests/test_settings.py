@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.settings import check_settings, choice, read_values, require_order, setting, text
+from draft_tree import Settings, require_order, setting
 from methods import METHODS
+from methods.settings import choice, read_values, text
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(Settings):
     """Settings of each kind."""
 
     p: float = setting(1, 0, 1, "a share")
@@ -23,7 +24,7 @@ class Given:
     chance: str = text("0.5", float, "a text")
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         require_order(self, "least < p")
         require_order(self, "least <= n <= is_on" if self.n < 2 else "least <= n")
 

@@ -16,8 +16,8 @@ from test_draft_tree import (
 )
 
 from draft_tree import grow
-from engine.sampling import Sampling
 from methods.static import ConfidentChain, SpecInfer
+from sampling import Sampling
 
 CPU = torch.device("cpu")
 

@@ -5,25 +5,28 @@ import random
 import pytest
 import torch
 from conftest import (
+    append,
     assert_close,
     prefilled,
     random_config,
     random_model,
     random_settings,
     random_tensors,
-    run,
 )
 from test_exactness import DRAFTS, VOCAB, build, check, make_draft, varied_targets
+from torch import Tensor
 
 from cli.metrics import token_ids
-from dynatree import Drafter, generate
+from draft_tree import Rule, lone
+from dynatree import ModelDrafter
+from engine.decoding import View, generate
+from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from engine.scores import Ranking
-from engine.stopwatch import Stopwatch
 from engine.streaming import Window
-from gpt_neox import GPTNeoX, KVCache
 from methods import METHODS
 from methods.static import Chain
+from sampling import GREEDY
 
 
 @torch.inference_mode()
@@ -46,26 +49,28 @@ def test_what_nobody_saw_is_dropped_without_a_trace(sinks: int, changes: dict[st
     assert cache.length == 20
     assert_close(cache.kv[:, layers, :, :20], fresh.kv[:, layers, :, :20])
     if not sinks:
-        assert_close(model.append([5], cache).logits, model.append([5], fresh).logits)
+        assert_close(append(model, [5], cache).logits, append(model, [5], fresh).logits)
+
+
+def slow_stream(target: FastGPTNeoX, prompt: list[int], window: Window, n: int) -> list[int]:
+    """The definition: one token at a time, a drop whenever the cache is full."""
+    text = list(prompt)
+    while len(text) < len(prompt) + n:
+        text.append(int(slow_logits(target, text, window).argmax()))
+    return text[len(prompt) :]
 
 
 @torch.inference_mode()
-def slow_stream(target: GPTNeoX, prompt: list[int], window: Window, n: int) -> list[int]:
-    """The definition: one token at a time, a drop whenever the cache is full."""
+def slow_logits(model: FastGPTNeoX, text: list[int], window: Window) -> Tensor:
+    """After the last of these tokens, [V]."""
     slack = max(window.size // 4, 1)
     full = window.sinks + window.size + slack
-    cache = target.new_cache(full)
-    unread = list(prompt)
-    text: list[int] = []
-    while len(text) < n:
-        logits = target.append(unread[:1], cache).logits
+    cache = model.new_cache(full)
+    for token in text:
+        logits = append(model, [token], cache).logits[0].clone()
         if cache.length == full:
-            target.forget(cache, window.sinks, slack)
-        del unread[0]
-        if not unread:
-            text.append(int(logits.argmax()))
-            unread = text[-1:]
-    return text
+            model.forget(cache, window.sinks, slack)
+    return logits
 
 
 @pytest.mark.parametrize(("size", "sinks"), [(0, 0), (-1, 4), (64, -1)])
@@ -99,32 +104,35 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
     """Caches of one size, whatever the prompt and the limit."""
     target, draft = random_model(7), random_model(8)
     capacities = []
-    new_cache = GPTNeoX.new_cache
+    new_cache = FastGPTNeoX.new_cache
 
-    def noted(self: GPTNeoX, capacity: int, use: Use) -> KVCache:
+    def noted(self: FastGPTNeoX, capacity: int, use: Use) -> FastCache:
         capacities.append(capacity)
         return new_cache(self, capacity, use)
 
-    monkeypatch.setattr(GPTNeoX, "new_cache", noted)
+    monkeypatch.setattr(FastGPTNeoX, "new_cache", noted)
     for limit in (100, 300):
         steps = generate(target, draft, [3] * limit, Chain(K=3), limit, window=Window(64, 4))
         assert len(token_ids(steps)) == limit
     assert capacities == [64 + 4 + 64 // 4 + 4] * 4  # and the rows of a tree
 
 
-def test_a_draft_that_lags_behind_keeps_the_sinks() -> None:
+@pytest.mark.parametrize("n_lacking", [3, 30, 200])
+def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_lacking: int) -> None:
+    """However much it has to catch up with, it then is where one is that read token by token."""
     config = random_config()
-    draft = GPTNeoX.from_tensors(config, random_tensors(config, 1))
-    visible = list(range(20))
-    use = Use(ranking=Ranking(96, are_logprobs=True))
-    drafter = Drafter(draft, draft.new_cache(40, use), Chain().rule(), None, Stopwatch())
+    draft = FastGPTNeoX.from_tensors(config, random_tensors(config, 1))
+    use = Use(ranking=Ranking(96, are_logprobs=True), window=Window(12, 2))
+    drafter = ModelDrafter(View(draft, use, 240, 4), 96)
+    sampler = GREEDY.sampler(torch.device("cpu"))
+    text = torch.randint(96, (n_lacking + 9,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
-        draft.prefill(visible[:4], drafter.cache)
-        drafter.drop(Window(12, 2))
-        assert drafter.cache.length == 2
-        del visible[2:5]
-        drafter.begin(visible)
-        candidates = drafter.run(visible[-1:], None)
-    expected = torch.log_softmax(run(draft, visible)[-1], dim=-1)
+        drafter.start(text[:9], 240, Rule(96, 1, 4, 4), sampler, None)
+        drafter.draft(text[8:9], None)
+        tree = lone(text[8])
+        tree.draft_slots = [0]
+        drafter.commit(tree, [0], text[9:], None)
+        candidates = drafter.draft(text[-1:], None)
+        expected = slow_logits(draft, text, Window(12, 2))
     assert candidates.tokens[0].tolist() == expected.argsort(descending=True).tolist()
-    assert_close(torch.from_numpy(candidates.logprobs[0]), expected.sort(descending=True).values)
+    drafter.end()

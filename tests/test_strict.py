@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from conftest import (
+    append,
     noisy_pair,
     path_to,
     prefilled,
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from cli.metrics import token_ids
 from draft_tree import Settings
-from dynatree import generate
 from engine import fused, strict
+from engine.decoding import generate
+from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use, row_count
-from engine.sampling import Sampling
 from engine.streaming import Window
-from gpt_neox import GPTNeoX, KVCache
 from methods import METHODS
 from methods.static import Alone, Chain
+from sampling import Sampling
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Around the first near position, the ends of blocks, and where a block is left
@@ -40,14 +41,14 @@ SHAPES = [  # sizes of heads: 16, 32, 64, 80, 256
 WIDE = {"hidden_size": 320, "intermediate_size": 1280, "n_heads": 4, "vocab_size": 4096}
 
 
-def decode(model: GPTNeoX, cache: KVCache, tokens: list[int]) -> Tensor:
+def decode(model: FastGPTNeoX, cache: FastCache, tokens: list[int]) -> Tensor:
     """The logits [n, V] after each of these tokens, one after the other, as ar has them."""
-    return torch.cat([model.append([token], cache).logits.clone() for token in tokens])
+    return torch.cat([append(model, [token], cache).logits.clone() for token in tokens])
 
 
 @torch.inference_mode()
 def assert_rows_are_their_paths(
-    model: GPTNeoX, length: int, n_rows: int, rng: random.Random
+    model: FastGPTNeoX, length: int, n_rows: int, rng: random.Random
 ) -> None:
     """Some rows of a random tree of as many have every bit of their paths decoded alone, and leave
     the same keys and values in the cache."""
@@ -103,7 +104,7 @@ def rows_of(settings: Settings) -> int:
 
 
 @functools.cache
-def pair_of(dtype: torch.dtype) -> tuple[GPTNeoX, GPTNeoX]:
+def pair_of(dtype: torch.dtype) -> tuple[FastGPTNeoX, FastGPTNeoX]:
     return noisy_pair(7, 0.02, dtype, max_positions=700, hidden_size=64)
 
 

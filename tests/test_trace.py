@@ -23,10 +23,11 @@ from cli.trace import (
     meanings,
 )
 from draft_tree import DynaTree, Settings
-from dynatree import Step, generate
-from engine.sampling import Sampling
+from dynatree import Step
+from engine.decoding import generate
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
+from sampling import GREEDY, Sampling, accept_by_token
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]
@@ -35,7 +36,7 @@ TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]
 def write(
     settings: Settings,
     seed: int,
-    sampling: Sampling | None = None,
+    sampling: Sampling = GREEDY,
     window: Window = WHOLE_TEXT,
     watcher: Trace | None = None,
     n: int = 24,
@@ -51,9 +52,9 @@ def write(
     return steps
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(0.8, 1.0, 1)])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, 1.0, 1)])
 @pytest.mark.parametrize("method", METHODS)
-def test_who_watches_changes_nothing(method: str, sampling: Sampling | None) -> None:
+def test_who_watches_changes_nothing(method: str, sampling: Sampling) -> None:
     """The ids, and every tree; of auto only where the clock has no say."""
     rng = random.Random(method)
     for seed in range(2):
@@ -216,7 +217,12 @@ def test_what_was_tried_decided_the_path(method: str) -> None:
     settings = METHODS[method]()
     trace = Trace(TOKENIZER, settings)
     models = random_model(1), random_model(2)
-    how = {"sampling": sampling, "acceptance": "token", "watcher": trace, "inspect": logits.append}
+    how = {
+        "sampling": sampling,
+        "acceptance": accept_by_token,
+        "watcher": trace,
+        "inspect": logits.append,
+    }
     for step in generate(*models, [1, 2, 3], settings, 40, **how):
         trace.add(step)
         if not step.tree:

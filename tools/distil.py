@@ -51,14 +51,14 @@ from cli.models import (
 )
 from cli.tokens import encode, load_tokenizer, require_same_tokenizer
 from draft_tree import DynaTree
-from dynatree import generate
-from engine.checkpoint import Config, read_config
+from engine.checkpoint import parse_config, read_config
+from engine.decoding import generate
 from engine.files import locked, write_whole
 from engine.foreign import read_json, read_text
 from engine.hub import find_checkpoint
 from engine.memory import require_memory
-from engine.passes import causal_bias
-from gpt_neox import GPTNeoX, published_shapes, rotary_table, weight_bytes
+from engine.model import FastGPTNeoX, load_plain, published_shapes, weight_bytes
+from gpt_neox import Config, GPTNeoX, rotary_table
 from methods.static import Chain
 from tools.folders import halved, new_folder, read_unchanged, write_checkpoint
 
@@ -167,7 +167,7 @@ def prepare(args: Namespace) -> Job:
     if init:
         require_same_tokenizer(tokenizer, load_tokenizer(init))
     raw = read_json(init / "config.json", dict) if init else new_json(args, target)
-    config, target_config = Config.from_json(raw), read_config(target)
+    config, target_config = parse_config(raw), read_config(target)
     if args.rate is None:
         args.rate = RATE * (128 / config.hidden_size) ** 0.5 * (GENTLER if init else 1.0)
     what = "training a model of these sizes"
@@ -233,11 +233,11 @@ def pieces(text: str) -> Iterator[str]:
 def first_model(job: Job) -> GPTNeoX:
     """Plain, in float32, with gradients. Raises CheckpointError and OutOfMemory."""
     if job.init:
-        model = GPTNeoX.from_pretrained(job.init, job.device, fuse=False)
+        model = load_plain(job.init, job.device)
     else:
         drawn = draw_weights(job.config, job.args.seed)
         tensors = {name: weight.to(job.device) for name, weight in drawn.items()}
-        model = GPTNeoX.from_tensors(job.config, tensors, fuse=False)
+        model = GPTNeoX.from_tensors(job.config, tensors)
     return model.requires_grad_(True)
 
 
@@ -278,12 +278,12 @@ def write_rows(
     with the first n_ids alone."""
     n_prompt = prompts.shape[1]
     rows = F.pad(prompts, (0, n_new))  # [B, S]
-    kv, turns = model.make_memory(rows.shape[1])
-    kv = kv[:, :, None].repeat(1, 1, len(rows), 1, 1, 1)  # [2, L, B, H, S, D]
+    cache = model.new_cache(rows.shape[1])
+    kv = cache.kv[:, :, None].repeat(1, 1, len(rows), 1, 1, 1)  # [2, L, B, H, S, D]
     start = 0
     for end in range(n_prompt, rows.shape[1]):
-        bias = causal_bias(end - start, start, like=kv)
-        x = model.gpt_neox(rows[:, start:end], turns[start:end], kv, start, bias)
+        seen = torch.ones(end - start, end, dtype=torch.bool, device=kv.device).tril(start)
+        x = model.gpt_neox(rows[:, start:end], cache.turns[start:end], kv, start, seen)
         logits = model.embed_out(x[:, -1])[:, :n_ids].float()  # [B, n_ids]
         rows[:, end] = draw(logits, temperatures, chance)
         start = end
@@ -381,7 +381,7 @@ class Training:
     def let_target_write(self, share: float) -> None:
         """Every so many steps: new rows, in the place of the oldest. share: of a step's rows."""
         plan = self.plan
-        row_bytes = self.teacher.pool.token_bytes * plan.context
+        row_bytes = self.teacher.new_cache(1).kv.nbytes * plan.context
         n_rows = min(max(CACHE_BYTES // row_bytes, 1), N_WRITTEN[self.device.type])
         n_steps = max(round(n_rows * N_USES / (share * plan.batch)), 1)
         if self.step % n_steps:
@@ -494,8 +494,8 @@ def measure_held_out(job: Job, model: GPTNeoX) -> dict[str, float]:
     dtype = choose_dtype(None, job.device)
     draft_dtype = choose_draft_dtype(None, dtype, job.device)
     tensors = {name: tensor.to(draft_dtype) for name, tensor in saved_tensors(model).items()}
-    draft = GPTNeoX.from_tensors(model.config, tensors)
-    target = GPTNeoX.from_pretrained(job.target, job.device, dtype)
+    draft = FastGPTNeoX.from_tensors(model.config, tensors)
+    target = FastGPTNeoX.from_pretrained(job.target, job.device, dtype)
     last = max(len(job.held_out) - PROMPT_TOKENS, 0)
     found = dict.fromkeys(METHODS, 0.0)
     for start in torch.linspace(0, last, N_PROMPTS).int().tolist():
@@ -521,8 +521,7 @@ def distil(job: Job, file: Path) -> None:
     training = Training(job.args, first_model(job), job.train, job.n_ids)
     model = training.model
     before = restore(file, training) if file.exists() else measure_held_out(job, model)
-    plain = {"dtype": training.dtype, "fuse": False}
-    training.teacher = GPTNeoX.from_pretrained(job.target, job.device, **plain)
+    training.teacher = load_plain(job.target, job.device, training.dtype)
     train(training, lambda: save_state(file, training, before))
     del training.teacher  # its memory is wanted
     after = measure_held_out(job, model)

@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from cli.errors import Parser, UsageError, run_command_line
-from engine.checkpoint import EMBED_IN, EMBED_OUT, Config, load_tensors, read_config
+from engine.checkpoint import EMBED_IN, EMBED_OUT, load_tensors, parse_config, read_config
 from engine.foreign import read_json
 from engine.memory import require_memory
-from gpt_neox import published_shapes, weight_bytes
+from engine.model import published_shapes, weight_bytes
+from gpt_neox import Config
 from tools.folders import halved, new_folder, read_unchanged, write_checkpoint
 
 NEVER = -60.0  # the logit of an added id
@@ -107,7 +108,7 @@ def execute(args: Namespace) -> int:
     source, folder = Path(args.source), new_folder(args.folder)
     small = read_config(source)
     raw = enlarged_json(read_json(source / "config.json", dict), small, args)
-    large = Config.from_json(raw)  # as it will be read
+    large = parse_config(raw)  # as it will be read
     need = weight_bytes(large, torch.float16) + weight_bytes(small, torch.float32)
     largest = max(math.prod(shape) for shape in published_shapes(large).values())
     need += 2 * 4 * largest  # twice in float32, then gone

@@ -39,13 +39,12 @@ from cli.errors import say
 from cli.models import Opened, Request, dtype_name, open_pair
 from cli.tokens import encode
 from draft_tree import lone
-from dynatree import capture
 from engine.checkpoint import first_line
 from engine.cuda_graphs import record, shape_of
 from engine.fused import attend
+from engine.model import FastCache, FastGPTNeoX
 from engine.passes import ROW_COUNTS, SLOT_STEP, causal_mask, open_bias, slot_count
 from engine.scores import Ranking, rank
-from gpt_neox import GPTNeoX, KVCache
 from methods import METHODS
 from verify import tree_pass
 
@@ -102,7 +101,7 @@ class Lab:
         return open_pair(args, is_drafting=True, say=say)
 
     @cached_property
-    def models(self) -> dict[str, GPTNeoX]:
+    def models(self) -> dict[str, FastGPTNeoX]:
         return {"target": self.loaded[0].target, "draft": self.loaded[0].draft}
 
     def prompt(self, n: int) -> list[int]:
@@ -188,7 +187,7 @@ def correctness(lab: Lab) -> Records:
     the most of any row's probability that lies elsewhere, and how many rows' best ids differ."""
     exact = {"target": lab.loaded[0].float32_target}
     folder = lab.loaded[0].draft_folder
-    exact["draft"] = GPTNeoX.from_pretrained(folder, lab.device, torch.float32)
+    exact["draft"] = FastGPTNeoX.from_pretrained(folder, lab.device, torch.float32)
     wrong = []
     for name, model in lab.models.items():
         if exact[name] is not model:
@@ -208,11 +207,11 @@ def correctness(lab: Lab) -> Records:
 
 
 @torch.inference_mode()
-def tree_logits(model: GPTNeoX, prompt: list[int], n: int) -> Tensor:
+def tree_logits(model: FastGPTNeoX, prompt: list[int], n: int) -> Tensor:
     """Of a pass over a random tree of n rows below a prompt, captured where there are graphs."""
     cache = model.new_cache(len(prompt) + ROW_COUNTS[-1])
     model.prefill(prompt, cache)
-    capture(model, cache, len(prompt))
+    model.capture(cache, len(prompt))
     rng = random.Random(n)
     tree = lone(prompt[0])
     for _ in range(n - 1):
@@ -256,7 +255,7 @@ def with_cudnn(lab: Lab, run: Callable[[], Tensor], choice: Callable[[], str]) -
 
 
 def attention_of(
-    model: GPTNeoX, n: int, n_slots: int
+    model: FastGPTNeoX, n: int, n_slots: int
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor], Callable[[], str]]:
     """A layer's attention of n rows over so many slots; torch's own, whole; and what tells the
     kernel that this takes."""
@@ -286,7 +285,7 @@ def products(lab: Lab) -> Records:
 
 
 def product_records(
-    lab: Lab, name: str, what: str, model: GPTNeoX, group: list[Callable]
+    lab: Lab, name: str, what: str, model: FastGPTNeoX, group: list[Callable]
 ) -> Records:
     """Of one of a layer's products; `group` has every layer's."""
     hidden, inside = model.config.hidden_size, model.config.intermediate_size
@@ -401,7 +400,7 @@ def times(lab: Lab) -> Records:
     yield {"what": "a copy", "gb_per_s": speed}
 
 
-def pass_ms(lab: Lab, model: GPTNeoX, cache: KVCache, n: int) -> Record:
+def pass_ms(lab: Lab, model: FastGPTNeoX, cache: FastCache, n: int) -> Record:
     """Of one pass of n rows, as `times` tells it."""
     forward = forward_of(model, cache, n)
     whole = median_ms([forward], lab.setup.n_replays // 4 or 1)[0]
@@ -438,7 +437,7 @@ def table(lab: Lab, name: str, *words: str) -> int:
     """A table of bench.py with the models that are here, kept as NAME.json."""
     output = ["--output", str(lab.setup.folder / f"{name}.json")]
     args = build_parser().parse_args([*lab.setup.words, *words, *output])
-    return bench.execute(args, lab.loaded)
+    return bench.execute(args, opened=lab.loaded)
 
 
 def command(lab: Lab, main: Callable[[list[str]], int], *words: str) -> int:

@@ -15,13 +15,13 @@ from conftest import TINY, random_config, random_tensors
 from tokenizers import Tokenizer
 
 from draft_tree import Settings
-from dynatree import capture, generate
 from engine.cuda_graphs import shape_of
+from engine.decoding import generate
+from engine.model import FastGPTNeoX
 from engine.passes import SLOT_STEP, Use
-from engine.sampling import Sampling
 from engine.scores import Ranking
-from gpt_neox import GPTNeoX
 from methods import METHODS
+from sampling import GREEDY, Sampling
 
 from .timeline import timeline
 
@@ -48,10 +48,10 @@ class Counts:
         return "\n".join(f"{n / self.n_iterations:8.1f} {' '.join(site)}" for site, n in most)
 
 
-def load_pair(device: str) -> tuple[GPTNeoX, GPTNeoX, list[int]]:
+def load_pair(device: str) -> tuple[FastGPTNeoX, FastGPTNeoX, list[int]]:
     """The embedded target and draft, and a prompt."""
-    target = GPTNeoX.from_pretrained(TINY / "target", device)
-    draft = GPTNeoX.from_pretrained(TINY / "draft", device)
+    target = FastGPTNeoX.from_pretrained(TINY / "target", device)
+    draft = FastGPTNeoX.from_pretrained(TINY / "draft", device)
     tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
     return target, draft, tokenizer.encode(TEXT).ids
 
@@ -62,7 +62,7 @@ def settings_of(method: str) -> Settings:
 
 
 def count_iterations(
-    pair: tuple[GPTNeoX, GPTNeoX, list[int]], method: str, sampling: Sampling | None = None
+    pair: tuple[FastGPTNeoX, FastGPTNeoX, list[int]], method: str, sampling: Sampling = GREEDY
 ) -> Counts:
     """Write one text, and count from its second tree on."""
     target, draft, prompt = pair
@@ -79,9 +79,9 @@ def nodes_of_pass(n_layers: int, n_rows: int, ranking: Ranking) -> int:
     for n in (2, 3):  # each layer more adds as many
         config = random_config(n_layers=n)
         tensors = {name: t.cuda().half() for name, t in random_tensors(config, 0).items()}
-        model = GPTNeoX.from_tensors(config, tensors)
+        model = FastGPTNeoX.from_tensors(config, tensors)
         cache = model.new_cache(100, Use(ranking=ranking))
-        capture(model, cache, 50)
+        model.capture(cache, 50)
         shape = shape_of(n_rows, SLOT_STEP, cache.use)
         found.append(cache.passes.captured[shape].graph.nodes.total())
     return found[0] + (found[1] - found[0]) * (n_layers - 2)
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", default=list(METHODS), metavar="METHOD")
     parser.add_argument("--sampled", action="store_true", help="at temperature 0.8, top-p 0.95")
     args = parser.parse_args()
-    sampling = Sampling(0.8, 0.95, seed=1) if args.sampled else None
+    sampling = Sampling(0.8, 0.95, seed=1) if args.sampled else GREEDY
     pair = load_pair("cuda")
     print(f"kernels of Pythia-2.8B and 70M in float16: {pythia()}")
     for method in args.methods:

@@ -14,17 +14,18 @@ from torch import Tensor
 
 from cli.main import main
 from cli.metrics import token_ids
-from dynatree import generate
-from engine.sampling import Sampler, Sampling
+from engine.decoding import generate
+from engine.model import FastGPTNeoX
+from engine.sampling import FastSampler
 from engine.streaming import Window
-from gpt_neox import GPTNeoX
 from methods import METHODS
+from sampling import Sampling
 from verify import cut
 
 from .counts import TEXT, load_pair, settings_of
 
 pytestmark = pytest.mark.cuda
-Pair = tuple[GPTNeoX, GPTNeoX, list[int]]  # target, draft and a prompt
+Pair = tuple[FastGPTNeoX, FastGPTNeoX, list[int]]  # target, draft and a prompt
 WAYS = {
     "greedy": {},
     "rebuild": {"commit": "rebuild"},
@@ -53,7 +54,7 @@ def write(pair: Pair, method: str, way: str) -> list[int]:
 def test_the_ids_are_those_of_the_cpu(
     method: str, way: str, on_cuda: Pair, on_cpu: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sampler, "pick", Sampler.race)  # as a GPU draws
+    monkeypatch.setattr(FastSampler, "pick", FastSampler.race)  # as a GPU draws
     expected = write(on_cpu, method, way)
     assert len(expected) == N_TOKENS.get(way, 60)
     assert write(on_cuda, method, way) == expected
@@ -69,10 +70,10 @@ def test_the_command_line_compares(on_cpu: Pair, capsys: pytest.CaptureFixture[s
     assert report["token_ids"] == write(on_cpu, "ar", "greedy")
 
 
-def build_on_cuda(tensors: dict[str, Tensor], **changes: object) -> GPTNeoX:
+def build_on_cuda(tensors: dict[str, Tensor], **changes: object) -> FastGPTNeoX:
     """test_exactness.build, but on the device."""
     moved = {name: tensor.cuda() for name, tensor in tensors.items()}
-    return GPTNeoX.from_tensors(random_config(**changes), moved)
+    return FastGPTNeoX.from_tensors(random_config(**changes), moved)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 6, 9])

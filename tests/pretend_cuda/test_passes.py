@@ -8,17 +8,17 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import assert_close, random_config, random_tensors
+from conftest import append, assert_close, random_config, random_tensors
 from torch import Tensor
 
 from benchmark.step_times import measure_step_times
-from dynatree import capture, generate
 from engine.cuda_graphs import Shape, ShapedPasses
+from engine.decoding import generate
+from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
-from engine.sampling import Sampling
 from engine.scores import Ranking
-from gpt_neox import GPTNeoX, KVCache
 from methods import METHODS
+from sampling import GREEDY, Sampling
 
 from .timeline import timeline
 
@@ -29,21 +29,21 @@ COLD = Sampling(0.0, draft_temperature=0.6)
 DRAWN = Sampling(0.0, draft_temperature=0.6, is_drawn=True)
 
 
-def make_model(device: str) -> GPTNeoX:
+def make_model(device: str) -> FastGPTNeoX:
     config = random_config(max_positions=600)
     tensors = {name: tensor.to(device) for name, tensor in random_tensors(config, 3).items()}
-    return GPTNeoX.from_tensors(config, tensors)
+    return FastGPTNeoX.from_tensors(config, tensors)
 
 
-def open_cache(model: GPTNeoX, use: Use | None = None) -> KVCache:
+def open_cache(model: FastGPTNeoX, use: Use | None = None) -> FastCache:
     """A cache with the prefix, whose passes are captured on CUDA."""
     cache = model.new_cache(400, use)
     model.prefill(PREFIX, cache)
-    capture(model, cache, 10)
+    model.capture(cache, 10)
     return cache
 
 
-def run_tree(model: GPTNeoX, cache: KVCache, n: int) -> Tensor:
+def run_tree(model: FastGPTNeoX, cache: FastCache, n: int) -> Tensor:
     """Logits of n rows: two below the last token, all others below the first of them."""
     mask = torch.eye(n, dtype=torch.bool)
     mask[2:, 0] = True
@@ -87,15 +87,15 @@ def test_what_is_drawn_from_is_not_ranked() -> None:
     model = make_model("cuda")
     cache = open_cache(model, Use(ranking=Ranking(is_read=False)))
     with timeline.traced() as sites:
-        scores = model.append([5], cache)
+        scores = append(model, [5], cache)
     asked = Counter(kind for kind, *_ in sites.elements())
-    assert scores.best is None and asked["replay"] == asked["h2d"] == 1 and not asked["sync"]
+    assert scores.read is None and asked["replay"] == asked["h2d"] == 1 and not asked["sync"]
 
 
 @pytest.mark.parametrize(
     ("method", "sampling", "has_ranks", "temperature"),
     [
-        ("linear", None, True, 1.0),
+        ("linear", GREEDY, True, 1.0),
         ("linear", SAMPLING, False, 1.0),
         ("opttree", SAMPLING, True, 1.0),
         ("dyspec", COLD, True, 0.6),
@@ -104,7 +104,7 @@ def test_what_is_drawn_from_is_not_ranked() -> None:
     ],
 )
 def test_which_drafts_are_ranked(
-    method: str, sampling: Sampling | None, has_ranks: bool, temperature: float
+    method: str, sampling: Sampling, has_ranks: bool, temperature: float
 ) -> None:
     """And at which temperature: a graph is of one."""
     target, draft = make_model("cuda"), make_model("cuda")

@@ -19,17 +19,19 @@ from torch import Tensor
 
 from cli.metrics import token_ids
 from cli.models import load_target
-from dynatree import DynaTree, generate
+from dynatree import DynaTree
 from engine import caches
 from engine.caches import require_caches
 from engine.checkpoint import DTYPES
 from engine.cuda_graphs import KEPT, Shape, ShapedPasses
+from engine.decoding import generate
 from engine.memory import OutOfMemory
+from engine.model import FastGPTNeoX
 from engine.passes import Use
-from engine.scores import Scores
-from gpt_neox import GPTNeoX
+from gpt_neox import Scores
 from methods import METHODS
 from methods.static import Alone
+from parallel.led import follow
 from parallel.ranks import Ranks, RanksError
 
 from .counts import Counts, count_iterations, load_pair
@@ -39,13 +41,19 @@ CUDA = torch.device("cuda")
 SPLIT = ("ar", "linear", "dynatree")
 N_TOKENS = 16
 LONGER = 14  # so many prompts need graphs over more slots
-# What a rank does with its part of the target; it may add to what both must have done alike
-Work = Callable[[GPTNeoX, list], object]
+Watch = Callable[[Ranks, list], None]  # a change to a rank; it may keep what both must do alike
+Work = Callable[[FastGPTNeoX], object]  # what rank 0 does with the target
 
 
-def on_devices(work: Work, dtype: torch.dtype = torch.float32) -> tuple[object, list]:
+def watch_nothing(ranks: Ranks, done: list) -> None:
+    pass
+
+
+def on_devices(
+    work: Work, dtype: torch.dtype = torch.float32, watch: Watch = watch_nothing
+) -> tuple[object, list]:
     """What rank 0's work returns, and what both ranks have done alike."""
-    found = on_ranks(2, compute, work, dtype)
+    found = on_ranks(2, compute, work, dtype, watch)
     for of_rank in found:
         if isinstance(of_rank, Exception):
             raise of_rank
@@ -54,47 +62,48 @@ def on_devices(work: Work, dtype: torch.dtype = torch.float32) -> tuple[object, 
     return answer, done
 
 
-def compute(ranks: Ranks, work: Work, dtype: torch.dtype) -> tuple[object, list]:
-    """One rank's part: what work returned or raised; and of the split target the slots of each
-    cache, what work added, then the kernels of each graph."""
+def compute(ranks: Ranks, work: Work, dtype: torch.dtype, watch: Watch) -> tuple[object, list]:
+    """One rank's part: what work returned, or what this rank raised; and of the split target the
+    slots of each cache, what watch kept, then the kernels of each graph."""
     done = []
-    make_memory = GPTNeoX.make_memory
+    make_memory = FastGPTNeoX.make_memory
 
-    def make(model: GPTNeoX, n_slots: int) -> tuple[Tensor, Tensor]:
+    def make(model: FastGPTNeoX, n_slots: int) -> tuple[Tensor, Tensor]:
         if model.gpt_neox.share.count > 1:
             done.append(n_slots)
         return make_memory(model, n_slots)
 
-    GPTNeoX.make_memory = make  # in a process of its own, as all that is changed here
+    FastGPTNeoX.make_memory = make  # in a process of its own, as all that is changed here
+    watch(ranks, done)
+    answer = None
     try:
         with torch.inference_mode():
-            answer = work(load_target(TINY / "target", CUDA, dtype, ranks), done)
+            if ranks.index:
+                follow(ranks)
+            else:
+                answer = work(load_target(TINY / "target", CUDA, dtype, ranks))
     except (OutOfMemory, RanksError) as error:
         answer = error
     return answer, done + [graph.nodes for graph in KEPT if graph.nodes["nccl all_gather"]]
 
 
-def draft_of(target: GPTNeoX) -> tuple[GPTNeoX | None, list[int]]:
-    """The draft, which rank 0 alone has, and the prompt."""
-    _, draft, prompt = load_pair("cuda")
-    return None if target.share.index else draft, prompt
-
-
-def write(target: GPTNeoX, draft: GPTNeoX | None, prompt: list[int], method: str) -> list[int]:
+def write(
+    target: FastGPTNeoX, draft: FastGPTNeoX | None, prompt: list[int], method: str
+) -> list[int]:
     return token_ids(generate(target, draft, prompt, METHODS[method](), N_TOKENS))
 
 
-def write_all(target: GPTNeoX, done: list) -> tuple[dict[str, list[int]], dict[str, Counts]]:
+def write_all(target: FastGPTNeoX) -> tuple[dict[str, list[int]], dict[str, Counts]]:
     """Texts with graphs, over more slots, after a request that was refused, and without graphs; and
     what an iteration asks of the device."""
-    draft, prompt = draft_of(target)
+    _, draft, prompt = load_pair("cuda")
     found = {method: write(target, draft, prompt, method) for method in SPLIT}
     found["dynatree longer"] = write(target, draft, prompt * LONGER, "dynatree")
     counts = {name: count_iterations((target, draft, prompt), name) for name in ("ar", "dynatree")}
     with pytest.raises(OutOfMemory):
         require_caches([(target.pool, 10**9, Use())])  # what is kept is too small, and dropped
     found["linear again"] = write(target, draft, prompt, "linear")
-    for model in filter(None, (target, draft)):
+    for model in (target, draft):
         model.pool.has_graphs = False
     for method in SPLIT:
         found[f"{method} eager"] = write(target, draft, prompt, method)
@@ -121,19 +130,22 @@ def keep_hashed(to: list[int], logits: Tensor) -> None:
     to.extend(zlib.crc32(row.numpy().tobytes()) for row in logits.cpu())
 
 
-def write_in_half(target: GPTNeoX, done: list) -> dict[str, tuple[list[int], list[int]]]:
-    """A text, in bfloat16 also strict ones, with what its tokens were chosen from; each pass's
-    scores are done alike."""
-    forward = GPTNeoX.forward
+def hash_passes(ranks: Ranks, done: list) -> None:
+    """Each pass's scores are done alike."""
+    forward = FastGPTNeoX.forward
 
-    def hashing(model: GPTNeoX, *arguments: object, **options: object) -> Scores:
+    def hashing(model: FastGPTNeoX, *arguments: object, **options: object) -> Scores:
         scores = forward(model, *arguments, **options)
         if model.gpt_neox.share.count > 1:
             keep_hashed(done, scores.logits)
         return scores
 
-    GPTNeoX.forward = hashing
-    draft, prompt = draft_of(target)
+    FastGPTNeoX.forward = hashing
+
+
+def write_in_half(target: FastGPTNeoX) -> dict[str, tuple[list[int], list[int]]]:
+    """A text, in bfloat16 also strict ones, with what its tokens were chosen from."""
+    _, draft, prompt = load_pair("cuda")
     texts = {"plain": (DynaTree(), False)}
     if target.dtype == torch.bfloat16:
         texts |= {"tree": (DynaTree(), True), "alone": (Alone(rows=64), True)}
@@ -149,18 +161,18 @@ def write_in_half(target: GPTNeoX, done: list) -> dict[str, tuple[list[int], lis
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_precisions(dtype: torch.dtype) -> None:
     """All ranks have the same scores, bit for bit; strict ones are ar's."""
-    found, done = on_devices(write_in_half, dtype)
+    found, done = on_devices(write_in_half, dtype, hash_passes)
     assert len(done) > 5
     assert all(len(ids) == N_TOKENS for ids, _ in found.values())
     if dtype == torch.bfloat16:
         assert found["tree"] == found["alone"] and len(found["alone"][1]) == N_TOKENS
 
 
-def write_linear(target: GPTNeoX, done: list) -> None:
+def run_out(ranks: Ranks, done: list) -> None:
     """Rank 1 has room for a short cache, and for two graphs and some of a third."""
     run_pass, n_captured = ShapedPasses.run_pass, 0
 
-    def run_out(passes: ShapedPasses, shape: Shape) -> Tensor | None:
+    def run_some(passes: ShapedPasses, shape: Shape) -> Tensor | None:
         nonlocal n_captured
         n_captured += torch.cuda.is_current_stream_capturing()
         result = run_pass(passes, shape)
@@ -168,19 +180,22 @@ def write_linear(target: GPTNeoX, done: list) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return result
 
-    if target.share.index:
+    if ranks.index:
         caches.free_memory = lambda device: 10_000_000
-        ShapedPasses.run_pass = run_out
-    draft, prompt = draft_of(target)
+        ShapedPasses.run_pass = run_some
+
+
+def write_linear(target: FastGPTNeoX) -> None:
+    _, draft, prompt = load_pair("cuda")
     write(target, draft, prompt, "linear")
 
 
 def test_what_one_rank_lacks_memory_for() -> None:
-    """Caches are alike. Without memory for its graphs a rank ends; the other says so at once."""
-    found = on_ranks(2, compute, write_linear, torch.float32)
+    """Caches are alike. Rank 0 says what another has no graphs for."""
+    found = on_ranks(2, compute, write_linear, torch.float32, run_out)
     assert [done[0] for _, done in found] == [256, 256]
     said = "no room for the CUDA graphs of 45 tokens; --no-graphs does without"
-    assert [str(answer) for answer, _ in found] == [f"rank 1: {said}", said]
+    assert [str(answer) for answer, _ in found] == [f"rank 1: {said}", "None"]
     assert len(found[0][1]) > len(found[1][1])
 
 

@@ -1,7 +1,6 @@
-"""Accepting sampled text: which drafted tokens are kept, so that each text is as likely as from the
-target alone. Three ways, each a function of tree, logits and sampler; a run chooses by name.
+"""Two more acceptances of sampled text, and which one a run goes by.
 
-token      from the root down, child by child (Leviathan et al. 2023; DySpec, Algorithm 3)
+token      from the root down, child by child (sampling.py)
 block      a chain as a whole, from its end (Block Verification, Sun et al. 2024)
 traversal  the same of a tree, from its leaves (Traversal Verification, Weng et al. 2025)
 
@@ -14,56 +13,36 @@ the draft 2/3 and 1/3, the chain A, B is drafted with chance 2/9 and written wit
 
 and over all chains 11/9 drafted tokens are kept for 10/9.
 
-Why the law holds. A row has a weight w, its chance to be kept, and a residual R, what the target
-says after it. A child x, drawn from d, has the weight min(w R(x) / d(x), 1), so that kept children
-account for min(w R, d) of w R. The rest, max(w R - d, 0), of mass S, is left to the S + 1 - w cases
-in which the child is rejected: then the row's weight is S / (S + 1 - w), its residual the rest / S,
-and the next child is drawn from what the draw of x has left of d. So a row is kept, and goes on, as
-if it had no such child. Hence the row that was drawn last, a leaf and its parent's youngest child,
-may be taken away, and the law of the text is the same; then the one before, until the root is
-alone. That asks no more of a tree than that no row depends on draws after its own. By token is the
-same, but that a child's coin settles its weight, to 1 or 0, before what is below it is looked at.
+Why the law holds: to the three lines of sampling.py add that a row has a weight w, its chance to be
+kept, which no coin has settled yet (by token it is 1 or 0 before a child is tried). Then
 
-A child that was not drawn, ranked or retrieved, is drawn from a distribution of probability 1 on
-itself. A rejected one is then in no residual, so a path ends just where the text leaves the tree:
-where no child is drawn, all three keep as many tokens, and `token` is the least work.
+1  a child x, drawn from d, has the weight min(w R(x) / d(x), 1): kept, it accounts for min(w R, d)
+2  the rest, max(w R - d, 0), of mass S, is left to the S + 1 - w cases in which it is not kept
+3  so the row goes on with the weight S / (S + 1 - w) and R = the rest / S, as without it
+
+Hence the row that was drawn last, a leaf and its parent's youngest child, may be taken away, and
+the law of the text is the same; then the one before, until the root is alone.
+
+A rejected child that was not drawn is in no residual, so a path ends just where the text leaves the
+tree: where no child is drawn, all three keep as many tokens, and `token` is the least work.
 
 Shapes: N tree rows, g drafted tokens of a chain, V vocabulary.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from draft_tree import Acceptance, Rule, Tree
-from engine.sampling import Sampler
-
-
-def accept_by_token(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
-    """Accept a path from the root down; logits: [N, V].
-
-    Returns, as all three do, the accepted rows, root first, and the token that follows each of
-    them, the bonus token last. At each row the children are tried in order; the bonus is drawn from
-    what they leave. DySpec's coin N(0, 1) is a misprint.
-    """
-    target_probs = sampler.warp(logits)  # [N, V]
-    path = [0]
-    residual = target_probs[0]
-    draft_probs = draft_probs_of(tree, 0, residual)  # [V], what the next child was drawn from
-    for row in range(1, len(tree)):  # a node's children stand after it, in their order
-        if tree.parents[row] != path[-1]:
-            continue
-        drawn_from = None if tree.are_retrieved[row] else draft_probs
-        chance, rest, mass = try_child(tree.tokens[row], residual, drawn_from)
-        if toss(sampler, row, chance, mass):
-            path.append(row)
-            residual = target_probs[row]
-            draft_probs = draft_probs_of(tree, row, residual)
-        else:
-            residual = rest / mass
-            if drawn_from is not None:
-                draft_probs = without(tree.tokens[row], drawn_from)
-    return path, tokens_of(tree, path, residual, sampler)
+from draft_tree import Rule, Tree
+from sampling import (
+    Acceptance,
+    Sampler,
+    accept_by_token,
+    draft_probs_of,
+    tokens_of,
+    toss,
+    try_child,
+    without,
+)
 
 
 def accept_by_block(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
@@ -120,7 +99,9 @@ def accept_by_traversal(
                 break
             token = tree.tokens[child]
             drawn_from = None if tree.are_retrieved[child] else draft_probs
-            chance, rest, mass = try_child(token, residual, drawn_from, weight)
+            ratio, rest, mass = try_child(token, residual * weight, drawn_from)
+            # If nothing else is possible, only rounding keeps the ratio from 1
+            chance = min(ratio, 1.0) if mass or weight < 1 else 1.0
             found = visit(child, chance, mass)
             if found:
                 return [row, *found[0]], found[1]
@@ -169,17 +150,6 @@ def choose_acceptance(rule: Rule, name: str | None) -> Acceptance:
     return ACCEPTANCES[name]
 
 
-def draft_probs_of(tree: Tree, row: int, like: Tensor) -> Tensor | None:
-    """What a row's children were drawn from, [V], 0 for ids that the draft has not; None if it has
-    no drawn ones."""
-    slot = tree.draft_slots[row]
-    if slot < 0 or not tree.drawn_from:
-        return None
-    probs = tree.drawn_from[slot]
-    n_unknown = like.shape[-1] - len(probs)
-    return F.pad(probs, (0, n_unknown)) if n_unknown else probs
-
-
 def child_drawn_from(tree: Tree, row: int, like: Tensor) -> Tensor:
     """What the only child of the row before this one was drawn from, [V]."""
     probs = None if tree.are_retrieved[row] else draft_probs_of(tree, row - 1, like)
@@ -189,48 +159,7 @@ def child_drawn_from(tree: Tree, row: int, like: Tensor) -> Tensor:
     return probs
 
 
-def try_child(
-    token: int, residual: Tensor, drawn_from: Tensor | None, weight: float = 1.0
-) -> tuple[float, Tensor, float]:
-    """A child's chance of acceptance; what a rejection leaves of the target's distribution [V], and
-    how much that is. One read.
-
-    drawn_from: [V]; None for a child that was not drawn, which is as if it had been drawn from a
-    distribution of probability 1 on itself. weight: of the row above.
-    """
-    rest = residual * weight
-    if drawn_from is None:
-        chance = rest[token].clone()
-        rest[token].zero_()
-    else:
-        chance = rest[token] / drawn_from[token]
-        rest.sub_(drawn_from).clamp_(min=0.0)
-    chance, mass = torch.stack((chance, rest.sum())).tolist()
-    # If nothing else is possible, only rounding keeps the ratio from 1
-    return min(chance, 1.0) if mass or weight < 1 else 1.0, rest, mass
-
-
 def weight_left(weight: float, mass: float) -> float:
     """The weight of a row whose child has been rejected, and has left so much mass."""
     left = mass + (1 - weight)
     return mass / left if left else 1.0  # if nothing is left, only rounding has rejected the child
-
-
-def without(token: int, draft_probs: Tensor) -> Tensor:
-    """What the next sibling was drawn from: what the draw of a token has left."""
-    rest = draft_probs.clone()
-    rest[token].zero_()
-    return rest / rest.sum()
-
-
-def toss(sampler: Sampler, row: int, chance: float, left: float) -> bool:
-    """Whether a row's coin keeps it; who watches is told."""
-    coin = sampler.coin()
-    sampler.tell(row, chance, coin, left)
-    return coin < chance
-
-
-def tokens_of(tree: Tree, path: list[int], residual: Tensor, sampler: Sampler) -> list[int]:
-    """A path's tokens and the bonus, drawn from the residual [V]."""
-    bonus = int(sampler.draw(residual.unsqueeze(0), 1)[0])
-    return [tree.tokens[row] for row in path[1:]] + [bonus]

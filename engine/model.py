@@ -1,0 +1,260 @@
+"""The model of gpt_neox.py made fast: fused layers, padded passes or CUDA graphs, lent caches.
+
+Both are a gpt_neox.Model, with the same text to the last token. What a generation asks of its
+passes beyond that is a Use: engine/decoding.py makes one for each model.
+
+    model = FastGPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
+    cache = model.new_cache(256, Use(n_rows=64))
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.caches import Storage
+from engine.checkpoint import CheckpointError, first_line, load_tensors, read_config
+from engine.fused import fill, require_divisible
+from engine.hub import find_checkpoint
+from engine.memory import OutOfMemory, memory_for, require_memory
+from engine.passes import Use, causal_bias, open_bias
+from engine.scores import ReadScores, scores_of
+from engine.shares import WHOLE, Share, split_axis
+from engine.strict import MAX_DEPTH
+from gpt_neox import PREFILL_CHUNK, Config, GPTNeoX, KVCache, Scores, rotary_table
+
+
+class FastCache(KVCache):
+    """A cache in memory that is lent, and what its generation asks of it."""
+
+    def __init__(self, model: "FastGPTNeoX", storage: Storage, capacity: int, use: Use):
+        super().__init__(storage.kv, storage.turns, capacity)
+        self.model, self.storage, self.use = model, storage, use
+        self.passes = storage.passes  # that are padded or have fixed shapes; None: as they come
+        self.scratch = torch.empty(0, dtype=torch.int64)  # tokens of the rows that ran last
+
+    def __exit__(self, *error: object) -> None:
+        self.model.pool.take_back(self.storage)
+
+    @property
+    def until_drop(self) -> int:
+        """How many tokens may be committed before the window drops some, at least 1."""
+        return self.use.window.full - self.length
+
+    @property
+    def most(self) -> int:
+        """Tokens that a step may commit: none commits across a drop, nor beyond strict sight."""
+        return min(self.until_drop, MAX_DEPTH + 1) if self.use.is_strict else self.until_drop
+
+    def require(self, need: int) -> None:
+        if need > self.capacity:
+            raise OutOfMemory(f"the cache holds {self.capacity} tokens, {need} are needed")
+
+    def advance(self, n: int) -> None:
+        super().advance(n)
+        self.drop()
+
+    def commit(self, rows: Sequence[int]) -> None:
+        if self.use.is_rebuilt:
+            positions = torch.arange(self.length, self.length + len(rows))
+            self.model.forward(self.scratch[list(rows)], positions, self, n_last=1)
+            super().advance(len(rows))
+        else:
+            super().commit(rows)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the oldest tokens after the sinks if that is due."""
+        if not self.until_drop:
+            self.model.forget(self, self.use.window.sinks, self.use.window.slack)
+
+
+class FastGPTNeoX(GPTNeoX):
+    """A causal language model over an explicit cache; batch 1, no batch axis. Made by
+    from_pretrained or from_tensors."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        share: Share = WHOLE,
+    ) -> "FastGPTNeoX":
+        """Load a folder, or a hub repository `NAME` or `NAME@REVISION`; of a share, no more.
+
+        Raises CheckpointError (nothing there, not GPT-NeoX, a tensor missing, extra or misshapen,
+        a truncated file) and OutOfMemory.
+        """
+        with memory_for(f"the weights of {name_or_path}"):
+            return cls.from_tensors(*open_checkpoint(name_or_path, device, dtype, share), share)
+
+    @classmethod
+    def from_tensors(
+        cls, config: Config, tensors: Mapping[str, Tensor], share: Share = WHOLE
+    ) -> "FastGPTNeoX":
+        """A model of these weights, by their published names. Raises CheckpointError."""
+        with torch.device("meta"):  # no memory: the weights have theirs
+            model = cls(config)
+        fill(model, tensors, share)
+        return model
+
+    def new_cache(self, capacity: int, use: Use | None = None) -> FastCache:
+        """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
+        use = self.pool.settle(use or Use(), self)
+        storage = self.pool.lend(capacity, use, self.make_memory)
+        return FastCache(self, storage, capacity, use)
+
+    def make_memory(self, n_slots: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, and the turns of as many positions."""
+        config = self.config
+        shape = (2, config.n_layers, self.n_heads, n_slots, config.head_size)
+        kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        return kv, rotary_table(config, n_slots, self.device)
+
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        turns: Tensor,
+        start: int,
+        bias: Tensor,
+        first: int = 0,
+    ) -> Tensor:
+        """A whole pass on the model's device: [n - first, V], of the rows from `first` on.
+
+        tokens, positions: [n] int64; the others as FusedTransformer.forward has them.
+        """
+        x = self.gpt_neox(tokens, turns.index_select(0, positions), kv, start, bias)
+        return self.embed_out(x[first:])
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: FastCache,
+        mask: Tensor | None = None,
+        start: int | None = None,
+        n_last: int | None = None,
+    ) -> ReadScores:
+        """GPTNeoX.forward; on CUDA the next pass over this cache may overwrite the logits."""
+        n = len(tokens)
+        start = cache.length if start is None else start
+        length = start if mask is None else cache.length
+        n_slots = length + (n if mask is None else mask.shape[1])
+        cache.require(n_slots)
+        if start + n > n_slots:
+            raise ValueError(f"a mask up to slot {n_slots}, and rows up to {start + n}")
+        cache.scratch = tokens
+        n_last = n_last or n
+        if cache.passes and cache.passes.has_room(n, mask, cache.use):
+            return cache.passes.forward(tokens, positions, mask, length, start, n_last, cache.use)
+        x = self.hidden(tokens, positions, cache, mask, start)
+        return self.score(x[-n_last:], cache)
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, cache: FastCache, mask: Tensor | None, start: int
+    ) -> Tensor:
+        """x [n, hidden] of rows that are run as they come."""
+        if mask is None:
+            bias = causal_bias(len(tokens), start, cache.kv)
+        else:
+            bias = open_bias(mask, cache.length, cache.kv)
+        turns = cache.turns.index_select(0, positions.to(self.device, non_blocking=True))
+        tokens = tokens.to(self.device, non_blocking=True)
+        return self.gpt_neox(tokens, turns, cache.kv, start, bias)
+
+    def score(self, x: Tensor, cache: FastCache) -> ReadScores:
+        """What follows each of the rows x [n, hidden]."""
+        return scores_of(self.embed_out(x).float()[:, : cache.use.n_ids], cache.use.ranking)
+
+    def prefill(
+        self,
+        tokens: list[int],
+        cache: FastCache,
+        read: Callable[[list[int], Scores], None] | None = None,
+    ) -> ReadScores:
+        """GPTNeoX.prefill, in chunks that also end where a drop is due."""
+        ids = torch.tensor(tokens)
+        is_finite = torch.tensor(True, device=self.device)
+        while len(ids):
+            chunk, ids = ids.tensor_split([min(PREFILL_CHUNK, cache.until_drop)])
+            cache.require(cache.length + len(chunk))
+            positions = torch.arange(cache.length, cache.length + len(chunk))
+            x = self.hidden(chunk, positions, cache, None, cache.length)  # [n, hidden]
+            is_finite &= x.isfinite().all()
+            if read:
+                read(chunk.tolist(), self.score(x, cache))
+            cache.advance(len(chunk))
+        return self.score(x[-1:].masked_fill(~is_finite, torch.nan), cache)
+
+    def forget(self, cache: FastCache, start: int, n: int) -> None:
+        """Drop slots [start, start + n); what follows moves down to them, n positions back.
+
+        A key carries its position as a rotation, so turning it by n positions more moves it; each
+        turn rounds it once in the model's dtype.
+        """
+        kept = cache.kv[:, :, :, start + n : cache.length].clone()  # read, then write: they overlap
+        kept[0] = self.gpt_neox.rotate(kept[0], cache.turns[n : n + 1].conj())
+        cache.rewind(cache.length - n)
+        cache.kv[:, :, :, start : cache.length] = kept
+
+    def capture(self, cache: FastCache, shortest: int) -> None:
+        """On CUDA: the passes over a cache from a length on, as graphs. Raises OutOfMemory."""
+        lengths = range(shortest, cache.capacity + 1)
+        self.pool.capture(cache.storage, lengths, cache.length, cache.use)
+
+
+def is_fast(model: object) -> bool:
+    """Whether it is a FastGPTNeoX, or rank 0's of one (parallel/led.py)."""
+    return hasattr(model, "pool")
+
+
+def load_plain(
+    name_or_path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> GPTNeoX:
+    """The plain model, its checkpoint found and checked as the fast one's; raises as that."""
+    with memory_for(f"the weights of {name_or_path}"):
+        return GPTNeoX.from_tensors(*open_checkpoint(name_or_path, device, dtype))
+
+
+def open_checkpoint(
+    name_or_path: str | Path, device: str | torch.device, dtype: torch.dtype, share: Share = WHOLE
+) -> tuple[Config, Mapping[str, Tensor]]:
+    """A checkpoint's config, and its tensors, each read when it is looked at. Raises
+    CheckpointError, and OutOfMemory if they would not fit."""
+    folder, device = find_checkpoint(name_or_path), torch.device(device)
+    config = read_config(folder)
+    require_divisible(config, share)
+    n_bytes = weight_bytes(config, dtype, share)
+    require_memory(n_bytes, device, f"the weights of {name_or_path}")
+    return config, load_tensors(folder, published_shapes(config), device, dtype, share)
+
+
+def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Of every tensor that a checkpoint must hold, by its published name.
+
+    Raises CheckpointError for sizes that no tensor can have.
+    """
+    try:
+        with torch.device("meta"):
+            model = GPTNeoX(config)
+    except RuntimeError as error:
+        raise CheckpointError(f"no tensor has such sizes: {first_line(error)}") from error
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+
+def weight_bytes(config: Config, dtype: torch.dtype, share: Share = WHOLE) -> int:
+    """What all weights take in a dtype, or a share of them. Raises CheckpointError."""
+    n = 0
+    for name, shape in published_shapes(config).items():
+        axis = split_axis(name)
+        n_split = 1 if axis is None else shape[axis]
+        n_here = 1 if axis is None else share.size(n_split)
+        n += math.prod(shape) // n_split * n_here
+    return n * dtype.itemsize

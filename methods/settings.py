@@ -1,0 +1,56 @@
+"""Settings that are words, and settings read from words; numbers are in draft_tree.py.
+
+@dataclass(frozen=True)
+class Sequoia(Settings):  # draft_tree.Settings checks what is made
+    p: str = text("0.8,0.1", parse_chances, "chance of acceptance by rank")
+
+    Sequoia(**read_values(Sequoia, ["p=0.7,0.2"]))
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields
+
+SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+
+def choice(default: str, options: Sequence[str], meaning: str) -> str:
+    """A dataclass field for a setting that is one of several words."""
+
+    def parse(word: str) -> None:
+        if word not in options:
+            raise ValueError(f"there are {', '.join(options)}")
+
+    return text(default, parse, meaning, options)
+
+
+def text(
+    default: str, parse: Callable[[str], object], meaning: str, examples: Sequence[str] = ()
+) -> str:
+    """A dataclass field for a setting written as a word, such as 4:2:1; parse: its reader, which
+    raises ValueError saying what is wrong with it. examples: other words that it can read."""
+    metadata = {"parse": parse, "meaning": meaning, "examples": examples or (default,)}
+    return field(default=default, metadata=metadata)
+
+
+def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
+    """What NAME=VALUE assignments give the fields of a settings dataclass, ranges not checked.
+
+    Raises ValueError naming the assignment that is wrong.
+    """
+    types = {f.name: f.type for f in fields(kind)}
+    values = {}
+    for assignment in assignments:
+        name, _, word = assignment.partition("=")
+        name = name.strip()
+        if name not in types:
+            known = ", ".join(types)
+            raise ValueError(f"{assignment}: this method has no {name!r}; it has {known}")
+        if name in values:
+            raise ValueError(f"{assignment}: {name} is set twice")
+        kind, word = types[name], word.strip()
+        try:
+            values[name] = SWITCH[word.lower()] if kind is bool else kind(word)
+        except (KeyError, ValueError) as error:
+            expected = "on or off" if kind is bool else f"a value of type {kind.__name__}"
+            raise ValueError(f"{assignment}: {name} takes {expected}") from error
+    return values
