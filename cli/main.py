@@ -78,6 +78,7 @@ def build_parser() -> Parser:
     add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
     add("--strict", action="store_true", help="strict ar's logits, bit for bit, in any dtype")
     add_model_options(parser)
+    add("--plain", action="store_true", help="by gpt_neox.py alone, as it is to be read: slower")
     add("--ignore-eos", action="store_true", help="go on past end-of-text")
     add("--compare", action="store_true", help="also run ar: speedup, and are the ids equal?")
     add("--show-tree", action="store_true", help="draw every iteration's tree on stderr")
@@ -114,11 +115,13 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
         if not args.temperature:
             raise UsageError("--accept needs a --temperature above 0: greedy text has no choice")
         require_acceptance(f"--accept {args.accept}", rule, args.accept)
+    if args.plain:
+        require_plain(args, ranks)
     text = read_prompt(args.prompt, args.prompt_file)
     require_places(args.page, args.trace)
     if (args.draft or args.draft_dtype) and not rule.max_depth:
         say(f"note: --method {args.method} needs no draft: --draft, --draft-dtype have no effect")
-    pair, models = open_pair(args, rule.max_depth > 0, say, ranks)
+    pair, models = open_pair(args, rule.max_depth > 0, say, ranks, args.plain)
     request = Request(
         pair,
         encode(text, pair.tokenizer, pair.target.config.vocab_size),
@@ -133,6 +136,20 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     )
     warn_of_length(request)
     return request, {"method": args.method, **asdict(settings), **models, **describe_rest(request)}
+
+
+def require_plain(args: argparse.Namespace, ranks: Ranks | None) -> None:
+    """Raise UsageError if --plain stands beside what only the fast model has."""
+    asked = {
+        "--strict": args.strict,
+        "--window": args.window is not None,
+        "--commit rebuild": args.commit == "rebuild",
+        "--no-graphs": args.no_graphs,
+        "several ranks": ranks is not None,
+    }
+    for option, is_asked in asked.items():
+        if is_asked:
+            raise UsageError(f"--plain: the plain model knows nothing of {option}")
 
 
 def describe_rest(request: Request) -> dict:

@@ -28,8 +28,9 @@ from engine.checkpoint import DTYPES, CheckpointError
 from engine.decoding import generate
 from engine.hub import find_checkpoint
 from engine.memory import memory_for, read_system_file
-from engine.model import FastGPTNeoX
+from engine.model import FastGPTNeoX, is_fast, load_plain
 from engine.streaming import WHOLE_TEXT, Window
+from gpt_neox import GPTNeoX
 from methods.acceptances import choose_acceptance
 from parallel.led import Led
 from parallel.ranks import Ranks
@@ -122,8 +123,8 @@ def require_kernels(option: str, device: torch.device) -> None:
 class Pair:
     """A target, the tokenizer, and a draft unless the method needs none."""
 
-    target: FastGPTNeoX  # or of several ranks a Led
-    draft: FastGPTNeoX | None
+    target: GPTNeoX  # a fast one unless --plain; of several ranks a Led
+    draft: GPTNeoX | None
     tokenizer: Tokenizer
     target_folder: Path
     draft_folder: Path | None
@@ -131,20 +132,20 @@ class Pair:
     ranks: Ranks | None = None  # with whom the target is computed
 
     @property
-    def models(self) -> list[FastGPTNeoX]:
+    def models(self) -> list[GPTNeoX]:
         return [model for model in (self.target, self.draft) if model]
 
     @cached_property
     def float32_target(self) -> FastGPTNeoX:
-        """The target in float32, loaded again if it is not. Raises OutOfMemory."""
-        if self.target.dtype == torch.float32:
+        """The target in float32, fast, loaded again if it is not. Raises OutOfMemory."""
+        if self.target.dtype == torch.float32 and is_fast(self.target):
             return self.target
-        return load_target(self.target_folder, self.target.device, torch.float32, self.ranks)
+        return load_model(self.target_folder, self.target.device, torch.float32, self.ranks)
 
     def captured(self) -> tuple[int, float]:
         """CUDA graphs so far, and the seconds they took."""
-        n_graphs = sum(model.pool.n_graphs for model in self.models)
-        return n_graphs, sum(model.pool.capture_s for model in self.models)
+        pools = [model.pool for model in self.models if is_fast(model)]
+        return sum(pool.n_graphs for pool in pools), sum(pool.capture_s for pool in pools)
 
     def use_graphs(self, has_graphs: bool) -> None:
         """Whether passes are replayed as CUDA graphs, as they are by default on CUDA."""
@@ -244,7 +245,7 @@ def stream_text(
     return Request(pair, ids, settings or DynaTree(), max_new_tokens, **options).text()
 
 
-def overflow_note(draft: FastGPTNeoX) -> str:
+def overflow_note(draft: GPTNeoX) -> str:
     """What to say when no candidate of this draft is finite."""
     way_out = "another --draft" if draft.dtype == torch.float32 else "--draft-dtype float32"
     what = f"the draft's logits are not finite in {dtype_name(draft.dtype)}"
@@ -266,10 +267,12 @@ def open_pair(
     is_drafting: bool,
     say: Callable[[str], None],
     ranks: Ranks | None = None,
+    is_plain: bool = False,
 ) -> Opened:
     """The models that the options name, announced and loaded; and what to report of them.
 
-    ranks: with whom the target is computed, if there are several.
+    ranks: with whom the target is computed, if there are several. is_plain: as gpt_neox.py has
+    them.
     """
     device = choose_device(args.device)
     set_threads(args.threads, device)
@@ -294,10 +297,11 @@ def open_pair(
     for each in {dtype, draft_dtype} if draft else {dtype}:
         if has_instructions(each, device) is False:
             say(f"note: this processor has no {dtype_name(each)} instructions: it will be slow")
-    pair = load_pair(target, draft, device, dtype, draft_dtype, say, ranks)
+    pair = load_pair(target, draft, device, dtype, draft_dtype, say, ranks, is_plain)
     if args.no_graphs:
         pair.use_graphs(False)
-    pair.use_kernels(args.kernels)
+    if args.kernels:
+        pair.use_kernels(True)
     gc.freeze()  # what is there by now stays: no collection looks through it again
     return pair, found | {"threads": torch.get_num_threads()}
 
@@ -324,12 +328,14 @@ def load_pair(
     draft_dtype: torch.dtype | None = None,
     announce: Callable[[str], None] = lambda line: None,
     ranks: Ranks | None = None,
+    is_plain: bool = False,
 ) -> Pair:
     """Find, check and load the models; `announce` is told before a download.
 
     device, dtype: as choose_device and choose_dtype have them if None. draft_dtype: the target's if
-    None. ranks: each loads a share of the target, this one alone the draft. Raises
-    CheckpointError (the two tokenizers must be the same) and OutOfMemory.
+    None. ranks: each loads a share of the target, this one alone the draft. is_plain: as
+    gpt_neox.py has them, to read by. Raises CheckpointError (the two tokenizers must be the same)
+    and OutOfMemory.
     """
     device = torch.device(device) if device else choose_device(None)
     dtype = dtype or choose_dtype(None, device)
@@ -339,12 +345,12 @@ def load_pair(
         if draft_folder:
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     start = time.perf_counter()
-    target_model = load_target(target, device, dtype, ranks)
+    target_model = load_model(target, device, dtype, ranks, is_plain)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
     draft_model = None
     if draft_folder:
         start = time.perf_counter()
-        draft_model = FastGPTNeoX.from_pretrained(draft_folder, device, draft_dtype or dtype)
+        draft_model = load_model(draft_folder, device, draft_dtype or dtype, is_plain=is_plain)
         load_s["draft"] = time.perf_counter() - start
     return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, ranks)
 
@@ -373,10 +379,15 @@ def find_both(
     raise problem
 
 
-def load_target(
-    name_or_path: str | Path, device: torch.device, dtype: torch.dtype, ranks: Ranks | None
-) -> FastGPTNeoX | Led:
-    """The whole of it, or with other ranks a share. Raises as FastGPTNeoX.from_pretrained."""
-    if not ranks:
-        return FastGPTNeoX.from_pretrained(name_or_path, device, dtype)
-    return Led.load(ranks, str(name_or_path), device, dtype)
+def load_model(
+    name_or_path: str | Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Ranks | None = None,
+    is_plain: bool = False,
+) -> GPTNeoX | Led:
+    """One of the pair; with other ranks a share of it. Raises as FastGPTNeoX.from_pretrained."""
+    if ranks:
+        return Led.load(ranks, str(name_or_path), device, dtype)
+    load = load_plain if is_plain else FastGPTNeoX.from_pretrained
+    return load(name_or_path, device, dtype)

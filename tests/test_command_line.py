@@ -157,6 +157,14 @@ def test_prompt_from_file_and_standard_input(
             assert capsys.readouterr().out == expected
 
 
+def test_the_plain_model_writes_the_same(capsys: Captured) -> None:
+    """In as many iterations; --compare holds it against plain ar."""
+    report = run_json(capsys, ["--max-new-tokens", "40"])
+    plain = run_json(capsys, ["--max-new-tokens", "40", "--plain", "--compare"])
+    assert plain["token_ids"] == report["token_ids"] and plain["compare"]["exact"]
+    assert plain["metrics"]["iterations"] == report["metrics"]["iterations"]
+
+
 def test_graphs_are_counted_apart(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA does by default, with captures that are only pretended."""
     pretend_capture(monkeypatch)

@@ -21,7 +21,6 @@ from conftest import (
     assert_close,
     forget,
     make_tree,
-    noisy_pair,
     prefilled,
     random_config,
     random_tensors,
@@ -31,17 +30,13 @@ from conftest import (
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from cli.metrics import token_ids
 from engine.checkpoint import CheckpointError, load_tensors, read_config
-from engine.decoding import generate
 from engine.fused import Affine, fold
 from engine.model import FastGPTNeoX, published_shapes
 from engine.passes import Use
 from engine.products import HalfProduct, PackedProduct, PlainProduct, Product, open_product
 from engine.strict import steady_rows
 from gpt_neox import Config, GPTNeoX
-from methods import METHODS
-from methods.static import Alone
 
 Weights = tuple[Config, dict[str, Tensor]]
 CPU = torch.device("cpu")
@@ -252,14 +247,3 @@ def test_what_depends_on_company_is_never_steady() -> None:
     assert steady_rows(planted(lambda y: y + 1e-7 * len(y))) is None
     assert steady_rows(planted(lambda y: y + 1e-7 * torch.arange(len(y))[:, None])) is None
     assert steady_rows(planted(lambda y: y + 1e-7 * (len(y) <= 5))) in (None, 7)
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("method", ["dynatree", "recycle"])
-def test_plain_models_write_ars_text(method: str, seed: int) -> None:
-    """The plain form is no less exact over its cache, committed and taken back as ever."""
-    target, draft = noisy_pair(seed, kind=GPTNeoX)
-    expected = token_ids(generate(target, None, [3, 1, 4, 1, 5], Alone(), 60))
-    steps = list(generate(target, draft, [3, 1, 4, 1, 5], METHODS[method](), 60))
-    assert token_ids(steps) == expected
-    assert max(len(step.tokens) for step in steps) > 1, "some of it was drafted"

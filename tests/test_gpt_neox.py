@@ -61,19 +61,23 @@ def path_text(tree: Tree, path: list[int]) -> list[int]:
     return PREFIX + [tree.tokens[row] for row in path]
 
 
-@pytest.fixture(scope="module", params=GOLDEN, ids=lambda folder: folder.name)
-def golden(request: pytest.FixtureRequest) -> Golden:
-    return FastGPTNeoX.from_pretrained(request.param), load_file(
-        request.param / "golden.safetensors"
-    )
+BOTH = pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fast", "plain"])
 
 
+@pytest.fixture(params=GOLDEN, ids=lambda folder: folder.name)
+def golden(request: pytest.FixtureRequest, kind: type[GPTNeoX]) -> Golden:
+    folder = request.param
+    return kind.from_pretrained(folder), load_file(folder / "golden.safetensors")
+
+
+@BOTH
 def test_golden_logits(golden: Golden) -> None:
     """Rotary layout, the per-head order of qkv, GELU and residual kind are all as published."""
     model, data = golden
     assert_close(run(model, data["input_ids"].tolist()), data["logits"])
 
 
+@BOTH
 def test_golden_tree(golden: Golden) -> None:
     """One pass over the whole tree gives each node the logits of its own path."""
     model, data = golden
@@ -202,7 +206,7 @@ def test_overflow_is_an_error_before_it_happens(overflow: Overflow) -> None:
     assert cache.length == 10 and torch.equal(cache.kv, before)
 
 
-@pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fused", "plain"])
+@BOTH
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("bad_row, path", [(1, [0, 2, 5]), (2, [0, 1, 4]), (6, [0, 2, 5])])
 def test_non_finite_row_stays_alone(
@@ -261,16 +265,15 @@ def test_no_setting_is_ignored(changes: dict[str, object]) -> None:
         assert torch.equal(logits, run(random_model(16, activation="gelu_new"), PREFIX))
 
 
+@BOTH
 @pytest.mark.parametrize("part", [1, 2], ids=["keys", "values"])
-def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int) -> None:
+def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int, kind: type[GPTNeoX]) -> None:
     """The cache may hold nothing infinite, but once stored such keys and values as 0 and went on:
     finite logits, wrong text, and no hint that float16 was the cause."""
     tensors = random_tensors(random_config(), 0)
     qkv = tensors["gpt_neox.layers.0.attention.query_key_value.weight"]
     qkv.view(2, 3, 16, 32)[:, part] *= 3e4
-    model = FastGPTNeoX.from_tensors(
-        random_config(), {name: t.half() for name, t in tensors.items()}
-    )
+    model = kind.from_tensors(random_config(), {name: t.half() for name, t in tensors.items()})
     ids = torch.arange(12)
     assert not model.forward(ids, ids, model.new_cache(12)).logits.isfinite().all()
     assert model.prefill(ids.tolist(), model.new_cache(12)).logits.isnan().all()

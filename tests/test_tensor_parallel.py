@@ -14,7 +14,7 @@ from numpy import ndarray
 from test_ranks import on_ranks
 from torch import Tensor
 
-from cli.models import load_target
+from cli.models import load_model
 from draft_tree import Settings
 from dynatree import DynaTree
 from engine import caches, model
@@ -56,7 +56,7 @@ def compute(ranks: Ranks, folder: Path, dtype: torch.dtype, work: Callable) -> o
         follow(ranks)
         return None
     with torch.inference_mode():
-        return work(load_target(folder, CPU, dtype, ranks), folder)
+        return work(load_model(folder, CPU, dtype, ranks), folder)
 
 
 def with_ranks(count: int, folder: Path, dtype: torch.dtype, work: Callable) -> object:

@@ -18,7 +18,7 @@ from test_torchrun import errors, launched
 from torch import Tensor
 
 from cli.metrics import token_ids
-from cli.models import load_target
+from cli.models import load_model
 from dynatree import DynaTree
 from engine import caches
 from engine.caches import require_caches
@@ -81,7 +81,7 @@ def compute(ranks: Ranks, work: Work, dtype: torch.dtype, watch: Watch) -> tuple
             if ranks.index:
                 follow(ranks)
             else:
-                answer = work(load_target(TINY / "target", CUDA, dtype, ranks))
+                answer = work(load_model(TINY / "target", CUDA, dtype, ranks))
     except (OutOfMemory, RanksError) as error:
         answer = error
     return answer, done + [graph.nodes for graph in KEPT if graph.nodes["nccl all_gather"]]
