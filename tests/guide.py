@@ -47,6 +47,7 @@ def make_copy(folder: Path) -> None:
     (folder / REGISTRY).write_text(registry(), encoding="utf-8")
     for name, source in files().items():
         assert not (folder / name).exists(), name
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(source, encoding="utf-8")
 
 
