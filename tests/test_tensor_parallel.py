@@ -17,7 +17,7 @@ from torch import Tensor
 from cli.models import load_model
 from draft_tree import Settings
 from dynatree import DynaTree
-from engine import caches, model
+from engine import caches
 from engine.checkpoint import CheckpointError, load_tensors, read_config
 from engine.decoding import generate
 from engine.memory import OutOfMemory
@@ -26,7 +26,7 @@ from engine.passes import Use
 from engine.scores import Ranking
 from engine.shares import Share, split_axis
 from engine.streaming import Window
-from gpt_neox import Scores
+from gpt_neox import PREFILL_CHUNK, Scores
 from methods import METHODS
 from methods.static import Alone
 from parallel.led import follow
@@ -259,19 +259,16 @@ def write_overflowing(folder: Path) -> Path:
 
 def find_overflow(target: FastGPTNeoX, folder: Path) -> list[list[float]]:
     """The best logits where token 1 is the second of three rows, and in an earlier chunk."""
-    model.PREFILL_CHUNK = 2
-    cache = target.new_cache(16)
+    cache = target.new_cache(PREFILL_CHUNK + 10)
     rows = torch.tensor([2, 1, 3])
     of_rows = target.forward(rows, torch.arange(3), cache).read.highest.tolist()
-    after = [target.prefill([2, 1, 3, 4, 5, 6], cache).read.highest.item()]
+    prompt = [2, 1] + [3] * PREFILL_CHUNK
+    after = [target.prefill(prompt, cache).read.highest.item()]
     return [of_rows, after]
 
 
-def test_what_overflows_on_another_rank_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_overflows_on_another_rank_is_seen(tmp_path: Path) -> None:
     """Rank 1 has the head that overflows; rank 0 finds nan in rank 1's part of the scores."""
-    monkeypatch.setattr(model, "PREFILL_CHUNK", 2)
     folder = write_overflowing(tmp_path)
     alone = find_overflow(FastGPTNeoX.from_pretrained(folder, dtype=torch.float16), folder)
     found = with_ranks(2, folder, torch.float16, find_overflow)
