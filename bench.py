@@ -117,8 +117,6 @@ class Bench:
             longest = max(len(prompt) for prompt in sum(self.prompts.values(), []))
             n_read = min(longest, sizes["prompt_tokens"][0])
             context = n_read + sizes["new_tokens"][0] // 2
-            self.pair.use_graphs(not self.results.options.no_graphs)
-            self.pair.use_kernels(self.results.options.kernels)
             times = measure_step_times(self.pair.target, self.pair.draft, context)
             self.results.step_times = times
 

@@ -15,7 +15,6 @@ peers       transformers on the same weights, for comparison rows
 results     results files: what was measured on what, and one record for every text
 columns     what each column says of a row
 report      what is shown of results: tables, captions, notes
-documents   the figures that README.md and docs/results.md show, made of results files
 plot        results files as PNG figures
 figures     which figures a results file gives, and how they are drawn
 """

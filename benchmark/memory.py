@@ -81,8 +81,6 @@ def measure_memory(
     """
     rule = settings_of(run).rule()
     pair, _ = open_pair(options, rule.max_depth > 0, lambda line: None)
-    pair.use_graphs(not (run.is_eager or options.no_graphs))
-    pair.use_kernels(run.has_kernels or options.kernels)
     request = request_of(run, pair, prompt, sampling)
     steps = list(request.decode())
     end = min(len(prompt) + run.new_tokens, request.window.full)

@@ -15,27 +15,18 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime
-from itertools import product
 from pathlib import Path
 
 import torch
 
 from benchmark.columns import MEANS, PLAIN, SPEEDUPS, require_columns
-from benchmark.documents import write_documents
 from benchmark.enlarged import enlarged_pair
 from benchmark.machine import ROOT, describe_machine, one_minute_load
-from benchmark.peers import PEERS, check_vocabularies, has_transformers, require_transformers
-from benchmark.prompts import (
-    DATASETS,
-    SCRIPT,
-    SCRIPT_CHARACTERS,
-    cut_prompts,
-    lengthened,
-    load_prompts,
-)
+from benchmark.peers import PEERS, check_vocabularies, require_transformers
+from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.report import markdown_report, text_report
 from benchmark.results import Options, Results, Run
-from benchmark.rows import WORDS, choose_runs, settings_of, window_of
+from benchmark.rows import WORDS, choose_runs, split_list, window_of
 from benchmark.tables import (
     NOT_HERE,
     PRESETS,
@@ -43,7 +34,6 @@ from benchmark.tables import (
     Part,
     Table,
     choose_parts,
-    split_list,
     with_controls,
 )
 from cli.errors import Parser, UsageError, say
@@ -55,15 +45,8 @@ from cli.models import (
     choose_dtype,
     embedded_pair,
     open_pair,
-    require_kernels,
 )
-from cli.options import (
-    add_draft_options,
-    add_model_options,
-    choose_sampling,
-    require_drawing,
-    require_temperature,
-)
+from cli.options import add_model_options, choose_sampling
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
 from parallel.ranks import Ranks, is_launched
@@ -77,7 +60,7 @@ def build_parser() -> Parser:
         prog="bench.py",
         description="Measure every method beside ar, prompt by prompt in turn.",
     )
-    parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target, --no-peers"
+    parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
     add = parser.add_argument
     add("--table", metavar="T", help="one of those that --tables lists (main)")
     add("--tables", action="store_true", help="list our tables, the papers', and the columns")
@@ -85,11 +68,7 @@ def build_parser() -> Parser:
     rows = f'rows, each "method NAME=VALUE ... {words}"'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show, of those that --tables lists")
-    add("--strict", action="store_true", help="every row strict, held against strict ar")
-    add("--window", type=int, metavar="N", help="every row over a window, held against ar over it")
-    add("--sinks", type=int, metavar="N", help="and with a window the first N tokens (4)")
-    peers = f"also {', '.join(PEERS)} (in a paper's greedy table if transformers is installed)"
-    add("--peers", action=argparse.BooleanOptionalAction, help=peers)
+    add("--peers", action="store_true", help=f"also {', '.join(PEERS)}, which need transformers")
     add("--baseline", metavar="M", help="the row of --methods that speed-ups are over (ar)")
     add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (the table's, most often builtin)")
     add("--prompts", metavar="FILE", help='.jsonl with "prompt" fields, or text in paragraphs')
@@ -99,7 +78,6 @@ def build_parser() -> Parser:
     add("--temperature", type=several(float), metavar="X,...", help="0 is greedy (0)")
     add("--top-p", type=float, metavar="P", help="of the sampled runs (1)")
     add("--seed", type=int, metavar="N", help="of the sampled runs; each prompt has its own (0)")
-    add_draft_options(parser)
     add("--repeats", type=int, metavar="N", help="rounds over all prompts (1)")
     add("--pair", choices=PAIRS, help="target and draft by one name")
     add_model_options(parser)
@@ -107,8 +85,6 @@ def build_parser() -> Parser:
     add("--resume", metavar="FILE", help="go on with an interrupted table, its options included")
     add("--show", metavar="FILE", help="print a results file's table again; measures nothing")
     add("--format", choices=("text", "markdown"), default="text", help="of the table printed")
-    docs = "write docs/results.md from these files, README's from the first and those of enlarged"
-    add("--docs", nargs="+", metavar="FILE", help=docs)
     parser.set_defaults(**asdict(Options()))
     return parser
 
@@ -153,13 +129,10 @@ def described_variants() -> dict[str, str]:
 
 
 def show_files(args: argparse.Namespace) -> bool:
-    """Carry out --tables, --docs or --show; False if there is none of them."""
+    """Carry out --tables or --show; False if there is neither of them."""
     if args.tables:
         require_alone(args, "--tables")
         print(describe_tables())
-    elif args.docs is not None:
-        require_alone(args, "--docs")
-        write_documents(ROOT, args.docs)
     elif args.show is not None:
         require_alone(args, "--show", "columns", "format")
         results = Results.load(args.show)
@@ -197,7 +170,6 @@ def open_file(args: argparse.Namespace, held: ExitStack) -> tuple[Path, Options,
             said, _, where = str(error).rpartition(" - at `$.")
             option = where.strip("`").partition("[")[0].replace("_", "-")
             raise UsageError(f"{said}, at --{option}") from error
-        options = choose_peers(options)
         file = choose_file(args)
         keep(file, held)
         return file, options, None
@@ -254,20 +226,6 @@ def describe_preset(options: Options, runs: Sequence[Run]) -> str:
     if is_bare and any(part.printed for part in table.parts):
         return f"{table.title}; its figures are of other prompts, sizes or rows: none is shown"
     return table.title
-
-
-def choose_peers(options: Options) -> Options:
-    """With transformers, where nothing is said of it, beside a paper's greedy table of a pair that
-    is known: it is that paper's baseline. Says so if it is not installed. Raises UsageError."""
-    own = (options.methods, options.window, options.target, options.draft)
-    if options.peers is not None or options.table not in PRESETS or any(own) or is_launched():
-        return options
-    table = choose_table(options)
-    if table.is_memory or any(table.sizes()["temperature"]):
-        return options
-    if not has_transformers():
-        say(f"note: without {', '.join(PEERS)}, which need transformers: pip install transformers")
-    return replace(options, peers=has_transformers())
 
 
 def name_models(options: Options) -> Options:
@@ -328,11 +286,9 @@ def choose_table(options: Options) -> Table:
         raise UsageError(f"unknown table {name!r}; there are {', '.join(tables)}")
     device = choose_device(options.device)
     is_half = choose_dtype(options.dtype, device) != torch.float32
-    table = with_controls(tables[name], device.type == "cuda", not options.no_graphs, is_half)
-    parts = choose_parts(table, options.dataset, options.prompts, options.unfetched)
+    table = with_controls(tables[name], device.type == "cuda", is_half)
     columns = choose_columns(options.columns, table.columns)
-    parts = tuple(choose_sizes(part, options) for part in parts)
-    return replace(table, columns=columns, parts=parts)
+    return replace(table, columns=columns, parts=choose_parts(table, options))
 
 
 def choose_columns(text: str | None, default: Sequence[str]) -> list[str]:
@@ -342,74 +298,28 @@ def choose_columns(text: str | None, default: Sequence[str]) -> list[str]:
     return columns
 
 
-def choose_sizes(part: Part, options: Options) -> Part:
-    """A part with the sizes asked for."""
-    names = ["n_prompts", "prompt_tokens", "new_tokens", "temperature"]
-    names += ["draft_temperature", "guesses"]
-    asked = {name: getattr(options, name) for name in names}
-    chosen = {name: value for name, value in asked.items() if value is not None}
-    if options.top_p not in (None, 1.0):  # what the papers print is sampled from all ids
-        chosen["printed"] = {}
-    return replace(part, **chosen)
-
-
 def has_peers(runs: Sequence[Run]) -> bool:
     return any(run.method in PEERS for run in runs)
 
 
 def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
-    """Raise UsageError for options that are wrong together, or that nothing would use."""
-    sizes = table.sizes()
-    hot = [value for value in sizes["temperature"] if value]
-    is_varied = any(len(values) > 1 for values in sizes.values())
-    for part, value in product(table.parts, sizes["temperature"]):
-        # Greedy runs beside sampled ones have no use for what is of these, and the reverse
-        top_p, seed = (options.top_p, options.seed) if value or not hot else (None, None)
-        guesses = None if value else options.guesses
-        choose_sampling(value, top_p, seed, part.draft_temperature, guesses)
-    check_guesses(options, runs)
-    peers = ", ".join(PEERS)
-    are_told = has_peers(runs)
-    device = choose_device(options.device)
-    has_eager = any(run.is_eager for run in runs)
-    are_both = None not in (options.dataset, options.prompts)
-    are_named_twice = options.pair and (options.target or options.draft)
-    varied = [max(part.prompt_tokens) for part in table.parts if len(part.prompt_tokens) > 1]
-    is_short = options.dataset == SCRIPT and max(varied, default=0) > SCRIPT_CHARACTERS
-    is_no_steps = options.table == "steps" and (runs or hot or is_varied or options.baseline)
-    mistakes = [
-        (is_no_steps, "--table steps runs no methods, and at one length"),
-        (table.is_memory and is_launched(), f"--table {options.table} is measured by one process"),
-        (are_told and table.is_memory, f"--table {options.table} does not measure {peers}"),
-        (are_told and hot, f"{peers} are measured at temperature 0 only"),
-        (are_told and options.window is not None, f"{peers} have no --window"),
-        (are_both, "give either --dataset or --prompts"),
-        (is_short, f"{SCRIPT} has {SCRIPT_CHARACTERS} characters a text: fewer --prompt-tokens"),
-        (are_named_twice, "give either --pair or --target and --draft"),
-        (has_eager and device.type != "cuda", f'"eager" has no effect on {device}: only on cuda'),
-    ]
-    for is_made, mistake in mistakes:
-        if is_made:
-            raise UsageError(mistake)
-    if any(run.has_kernels for run in runs):
-        require_kernels('"kernels"', device)
-    if are_told:
+    """Raise UsageError for options that are wrong together."""
+    temperatures = table.sizes()["temperature"]
+    for value in temperatures:
+        if value or not any(temperatures):  # greedy texts beside sampled ones have no use for both
+            choose_sampling(value, options.top_p, options.seed, None, None)
+    if options.dataset and options.prompts:
+        raise UsageError("give either --dataset or --prompts")
+    if options.pair and (options.target or options.draft):
+        raise UsageError("give either --pair or --target and --draft")
+    if options.table == "steps" and runs:
+        raise UsageError("--table steps runs no methods")
+    if table.is_memory and is_launched():
+        raise UsageError(f"--table {options.table} is measured by one process")
+    if has_peers(runs):
+        if table.is_memory or any(temperatures):
+            raise UsageError(f"{', '.join(PEERS)} are measured for speed alone, at temperature 0")
         require_transformers()
-
-
-def check_guesses(options: Options, runs: Sequence[Run]) -> None:
-    """Raise UsageError if a row has no guesses of the kind that was asked for."""
-    if options.guesses and all(run.temperature for run in runs):
-        raise UsageError(f"--guesses {options.guesses} is of greedy text: --temperature 0")
-    for run in runs:
-        if run.method == "ar" or run.method in PEERS:
-            continue
-        rule = settings_of(run).rule()
-        is_sampled = bool(run.temperature)
-        if options.guesses == "drawn" and not is_sampled:
-            require_drawing(run.label, rule)
-        if options.draft_temperature is not None:
-            require_temperature(run.label, rule, run.is_drawn or is_sampled)
 
 
 def choose_file(args: argparse.Namespace) -> Path:

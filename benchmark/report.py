@@ -6,7 +6,6 @@ print(text_report(results, width=80))
 
 import re
 import textwrap
-from collections import defaultdict
 from collections.abc import Sequence
 
 from benchmark.columns import COLUMNS, published, require_columns
@@ -15,7 +14,6 @@ from benchmark.step_times import StepTimes
 from cli.errors import UsageError, shown
 
 MANY = 8  # rows, after which a note counts instead of naming them
-FEW = 3  # settings of a method from which one of them is called the fastest
 PRINTED = "The paper's figures are of its own models, machine and code, whichever are named above."
 
 
@@ -99,7 +97,6 @@ def notes(results: Results) -> list[str]:
     if any(run.published for run in results.runs):
         found.append(PRINTED)
     found += slower_notes([row for row in rows if row.speedups], baseline_of(results))
-    found += best_notes(results)
     if "exact" in results.columns:
         found += exactness_notes(rows)
     if results.step_times:
@@ -124,24 +121,6 @@ def slower_notes(rows: list[Row], baseline: str) -> list[str]:
         return [f"{len(slower)} of {len(rows)} rows are slower than {baseline}."]
     names = ", ".join(f"{row.run.label} ({row.speedup:.2f}x)" for row in slower)
     return [f"Slower than {baseline} on the median prompt: {names}."] if slower else []
-
-
-def best_notes(results: Results) -> list[str]:
-    """Which settings of a method are the fastest at each text length, of FEW or more (v1, table 4);
-    none if there is but one length."""
-    contests: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    has_several = len(results.sizes["new_tokens"]) > 1
-    for row in results.rows():
-        if has_several and row.speedups and row.values("throughput"):
-            contests[place_of(row), row.run.method].append(row)
-    found = []
-    for (place, method), rows in contests.items():
-        best = max(rows, key=lambda row: row.speedup)
-        speed = f"{best.median('throughput'):.1f} tok/s, {best.speedup:.2f}x"
-        which = f"of {len(rows)} {method} rows {name_of(best)} is the fastest"
-        if len(rows) >= FEW:
-            found.append(f"{place}: {which}, {speed}.")
-    return found
 
 
 def place_of(row: Row) -> str:

@@ -48,10 +48,7 @@ class Options:
     table: str = "main"
     methods: str | None = None
     columns: str | None = None
-    strict: bool = False
-    window: int | None = None
-    sinks: int | None = None
-    peers: bool | None = None  # None: where they belong and can be
+    peers: bool | None = False  # None, in older files: of no row
     baseline: str | None = None  # row of the speed-ups; None: ar
     dataset: str | None = None
     prompts: str | None = None
@@ -62,8 +59,6 @@ class Options:
     temperature: tuple[float, ...] | None = None
     top_p: float | None = None
     seed: int | None = None
-    draft_temperature: float | None = None
-    guesses: Literal["ranked", "drawn"] | None = None
     repeats: Annotated[int, Meta(ge=1, le=10_000)] = 1
     pair: str | None = None  # a name for a target and a draft
     target: str | None = None
@@ -88,8 +83,6 @@ class Run:
     new_tokens: Count
     temperature: Temperature
     baseline: str  # label of the run that it is compared with, on the same prompts and limits
-    is_eager: bool = False  # on CUDA, without graphs
-    has_kernels: bool = False  # on CUDA, by engine/kernels.py
     is_strict: bool = False  # the target's logits are to be the reference's, bit for bit
     acceptance: str | None = None  # of sampled text; None: the method's own
     reference: str = ""  # label of the run whose ids are to be its own; the baseline if empty

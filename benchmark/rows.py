@@ -4,12 +4,11 @@ runs = choose_runs(TABLES["main"], Options(methods="ar,dynatree strict,linear wi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import product
+from dataclasses import replace
 
 from benchmark.peers import PEERS
 from benchmark.results import Options, Run
-from benchmark.tables import SYMBOLS, Part, Table, split_list
+from benchmark.tables import SYMBOLS, Part, Table
 from cli.compare import strict_reference
 from cli.errors import UsageError
 from cli.models import Pair, Request
@@ -18,57 +17,59 @@ from draft_tree import Settings
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES
-from methods.settings import read_values
 from sampling import Sampling
 
-WORDS = ("rebuild", "eager", "kernels", "strict", *ACCEPTANCES)  # of a row, beside its settings
+# What a row may say beside its settings, as fields of Run
+WORDS = {"rebuild": {"commit": "rebuild"}, "strict": {"is_strict": True}}
+WORDS |= {name: {"acceptance": name} for name in ACCEPTANCES}
+SIZED_WORDS = ("window", "sinks")  # the same, with a number: window=512
 
 
-@dataclass(frozen=True)
-class Caches:
-    """What of a text a row's caches keep, where that is not all of it."""
-
-    window: int
-    sinks: int
-
-
-SIZED_WORDS = tuple(f.name for f in fields(Caches))  # the same, with a number: window=512
+def split_list(text: str, option: str) -> list[str]:
+    """A comma-separated list. Raises UsageError if a part is empty."""
+    parts = [part.strip() for part in text.split(",")]
+    if "" in parts:
+        raise UsageError(f"{option} {text!r}: a part of the list is empty")
+    return parts
 
 
 def parse_run(text: str) -> Run:
-    """A run from "method NAME=VALUE ... [rebuild] [eager] [kernels] [strict] [ACCEPTANCE]
-    [window=N [sinks=S]]", with no sizes. Raises UsageError."""
-    method, *words = text.split()
-    names = [name_in(word) for word in words]
-    if len(set(names)) < len(names):
-        raise UsageError(f"{text!r} says something twice")
-    settings = [word for word in words if word not in WORDS and name_in(word) not in SIZED_WORDS]
-    if method in METHODS:
-        parse_settings(METHODS[method], settings)
-    elif method not in PEERS:
+    """A run from "method NAME=VALUE ... [rebuild] [strict] [ACCEPTANCE] [window=N [sinks=S]]", with
+    no sizes. Raises UsageError."""
+    method, *words = text.split() or [""]
+    if method not in METHODS and method not in PEERS:
         known = ", ".join([*METHODS, *PEERS])
         raise UsageError(f"unknown method {method!r}; there are {known}")
-    elif words:
+    if method in PEERS and words:
         raise UsageError(f"{text!r}: {method} takes no settings")
-    accepting = [word for word in words if word in ACCEPTANCES]
-    if len(accepting) > 1:
-        raise UsageError(f"{text!r} names two acceptances")
-    commit = "rebuild" if "rebuild" in words else "keep"
+    settings = []
+    said = {}
+    for word in words:
+        told = read_word(text, word)
+        if said.keys() & told.keys():
+            raise UsageError(f"{text!r} says something twice")
+        said |= told
+        if not told:
+            settings.append(word)
+    run = Run(" ".join([method, *words]), method, tuple(settings), "keep", 0, 0, 0.0, "")
+    run = replace(run, **said)
+    if method in METHODS:
+        rule = settings_of(run).rule()  # which raises UsageError if there can be none such
+        if run.acceptance:
+            require_acceptance(text, rule, run.acceptance)
+    return run
+
+
+def read_word(text: str, word: str) -> dict[str, object]:
+    """What a row's word says of its Run, by field; nothing if it is one of the method's settings.
+    text: the row. Raises UsageError."""
+    name, _, value = word.partition("=")
+    if name not in SIZED_WORDS:
+        return WORDS.get(word, {})
     try:
-        caches = read_values(Caches, [word for word in words if name_in(word) in SIZED_WORDS])
+        return {name: int(value)}
     except ValueError as error:
-        raise UsageError(f"{text!r}: {error}") from error
-    run = Run(" ".join([method, *words]), method, tuple(settings), commit, 0, 0, 0.0, "")
-    if accepting:
-        run = replace(run, acceptance=accepting[0])
-        require_acceptance(text, settings_of(run).rule(), run.acceptance)
-    is_told = {"is_eager": "eager" in words, "is_strict": "strict" in words}
-    return replace(run, has_kernels="kernels" in words, **is_told, **caches)
-
-
-def name_in(word: str) -> str:
-    """NAME of NAME=VALUE, or the word itself."""
-    return word.partition("=")[0]
+        raise UsageError(f"{text!r}: {word}: {name} takes a whole number") from error
 
 
 def settings_of(run: Run) -> Settings:
@@ -104,24 +105,24 @@ def request_of(run: Run, pair: Pair, prompt: list[int], sampling: Sampling) -> R
 
 def choose_runs(table: Table, options: Options) -> list[Run]:
     """Every run of a table: in each part its rows, or those asked for, at each of its sizes. A
-    label names the dataset if there are several. Raises UsageError."""
+    label ends in the dataset, if there are several, and in those sizes that have several values.
+    Raises UsageError."""
     runs = []
     for part in table.parts:
+        texts = part.rows
+        if options.methods is not None:
+            texts = split_list(options.methods, "--methods")
+        rows = choose_rows(texts, options)
         suffix = f" on {part.dataset}" if len(table.parts) > 1 else ""
-        asked = options.methods
-        texts = part.rows if asked is None else split_list(asked, "--methods")
-        runs += at_every_size(choose_rows(texts, options), part, suffix)
+        for size in part.sizes():
+            runs += [at_size(row, part, size, suffix) for row in rows]
     return runs
 
 
 def choose_rows(texts: Sequence[str], options: Options) -> list[Run]:
     """The rows of these texts, before them ar, what else they are held against, and the baseline,
-    where it is another.
-
-    ar is over their window, if all have one; it is not strict. Raises UsageError.
-    """
-    everywhere = ["strict"] * options.strict + sized_words(options)
-    texts = [add_words(text, everywhere) for text in texts]
+    where it is another. Raises UsageError."""
+    texts = list(texts)
     if options.peers:
         texts += [name for name in PEERS if name not in texts]
     runs = {}
@@ -132,31 +133,12 @@ def choose_rows(texts: Sequence[str], options: Options) -> list[Run]:
         runs[run.label] = run
     if not runs:
         return []
-    ar = parse_run(" ".join(["ar", *sized_words(options)]))
-    baseline = ar if options.baseline is None else choose_baseline(options.baseline, everywhere)
-    found = {ar.label: ar}
-    for label in [reference_of(run) for run in [*runs.values(), baseline]] + [baseline.label]:
-        if label not in runs | found:
-            found[label] = parse_run(label)
+    baseline = parse_run("ar" if options.baseline is None else options.baseline)
+    needed = [reference_of(run) for run in [*runs.values(), baseline]] + [baseline.label]
+    before = {"ar": parse_run("ar")}
+    before |= {label: parse_run(label) for label in needed if label not in runs}
     told = {"baseline": baseline.label}
-    return [replace(run, reference=reference_of(run), **told) for run in (found | runs).values()]
-
-
-def choose_baseline(text: str, words: Sequence[str]) -> Run:
-    """The row that speed-ups are over, as --methods would have it. Raises UsageError."""
-    if not text.strip():
-        raise UsageError("--baseline names no row")
-    return parse_run(add_words(text, words))
-
-
-def add_words(text: str, words: Sequence[str]) -> str:
-    """A row with these words after its method, but for those that it has; a peer takes none."""
-    method, *own = text.split()
-    if method in PEERS:
-        return text
-    names = [name_in(word) for word in own]
-    added = [word for word in words if name_in(word) not in names]
-    return " ".join([method, *added, *own])
+    return [replace(run, reference=reference_of(run), **told) for run in (before | runs).values()]
 
 
 def reference_of(run: Run) -> str:
@@ -168,36 +150,24 @@ def reference_of(run: Run) -> str:
         rows = strict_reference(settings_of(run)).rows
         if rows > 1:
             words.append(f"rows={rows}")
-    return " ".join([*words, *sized_words(run)])
+    for name in SIZED_WORDS:
+        value = getattr(run, name)
+        if value is not None:
+            words.append(f"{name}={value}")
+    return " ".join(words)
 
 
-def sized_words(of: Run | Options) -> list[str]:
-    """A window and sinks as a row has them, those that there are."""
-    values = {name: getattr(of, name) for name in SIZED_WORDS}
-    return [f"{name}={value}" for name, value in values.items() if value is not None]
-
-
-def at_every_size(rows: Sequence[Run], part: Part, suffix: str = "") -> list[Run]:
-    """Each row at each prompt length, text length and temperature of a part, its baseline and
-    reference there. A label ends in `suffix` and in those sizes that have several values. Raises
+def at_size(row: Run, part: Part, size: tuple[float, ...], suffix: str) -> Run:
+    """A row at one of a part's sizes, its baseline and reference there. suffix: of labels. Raises
     UsageError."""
-    sizes = part.sizes()
-    runs = []
-    for values in product(*sizes.values()):
-        size = dict(zip(sizes, values, strict=True))
-        varied = ""
-        for name, value in size.items():
-            if len(sizes[name]) > 1:
-                varied += f" {SYMBOLS[name]}={value}"
-        end = suffix + varied
-        for row in rows:
-            names = {"label": row.label + end, "baseline": row.baseline + end}
-            names |= {"reference": row.reference + end, "dataset": part.dataset}
-            run = replace(row, published=part.published(row.label, size), **names, **size)
-            if run.acceptance and not run.temperature:
-                raise UsageError(f"{row.label}: greedy text has one acceptance; --temperature")
-            runs.append(with_draft(run, part))
-    return runs
+    end = suffix + part.size_words(size)
+    names = {name: getattr(row, name) + end for name in ("label", "baseline", "reference")}
+    published = part.printed.get((row.label, *size), {})
+    sizes = dict(zip(SYMBOLS, size, strict=True))
+    run = replace(row, dataset=part.dataset, published=published, **names, **sizes)
+    if run.acceptance and not run.temperature:
+        raise UsageError(f"{row.label}: greedy text has one acceptance; --temperature")
+    return with_draft(run, part)
 
 
 def with_draft(run: Run, part: Part) -> Run:

@@ -70,8 +70,6 @@ class Writer:
         if run.method in PEERS:
             n_tokens = min(n_steps or run.new_tokens, run.new_tokens)
             return self.peers.decode(run.method, prompt, n_tokens)
-        self.pair.use_graphs(not (self.options.no_graphs or run.is_eager))
-        self.pair.use_kernels(self.options.kernels or run.has_kernels)
         request = request_of(run, self.pair, prompt, self.sampling(text))
         steps = list(islice(request.decode(), n_steps))
         if not self.has_overflowed and any(s.tree and s.tree.has_overflowed for s in steps):

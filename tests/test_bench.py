@@ -322,22 +322,20 @@ def test_a_text_that_is_not_its_references(
         (["--methods", "fixed,fixed"], "names a row twice"),
         (["--methods", "fixed X=1"], "has no 'X'"),
         (["--methods", "hf-ar D=1"], "hf-ar takes no settings"),
-        (["--methods", "ar eager", "--device", "cpu"], '"eager" has no effect on cpu'),
-        (["--methods", "ar kernels", "--device", "cpu"], '"kernels" has no effect on cpu'),
-        (["--methods", "fixed D=3 D=4"], "'fixed D=3 D=4' says something twice"),
+        (["--methods", "fixed D=3 D=4"], "D=4: D is set twice"),
         (["--methods", "linear window=5"], "linear window=5: --window 5: 6 to 1635"),
-        (["--methods", "linear window=x"], "'linear window=x': window=x: window takes"),
+        (
+            ["--methods", "linear window=x"],
+            "'linear window=x': window=x: window takes",
+        ),
         (["--methods", "linear sinks=4"], "sinks=4: --sinks needs a --window"),
-        (["--window", "63"], "fixed window=63: --window 63: 64 to 1635"),
         (["--baseline", "none"], "unknown method 'none'; there are ar, "),
-        (["--baseline", " "], "--baseline names no row"),
-        (["--table", "steps", "--baseline", "ar"], "runs no methods"),
+        (["--baseline", " "], "unknown method ''"),
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),
         (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
         (["--prompts", "none.txt"], "none.txt is not there"),
         (["--prompts", "none.txt", "--dataset", "wikitext2"], "either --dataset or --prompts"),
         (["--table", "prompt", "--prompts", LICENSE], "no prompt of 1000 tokens or more"),
-        (["--table", "v1-6", "--dataset", "wikitext2-script"], "800 characters a text: fewer"),
         (["--new-tokens", "0"], "Expected `int` >= 1, at --new-tokens"),
         (["--new-tokens", "9" * 12], "these lower it: a 16-bit --dtype, fewer --new-tokens"),
         (["--new-tokens", "ten"], "argument --new-tokens: invalid number value: 'ten'"),
@@ -346,25 +344,16 @@ def test_a_text_that_is_not_its_references(
         (["--seed", "1"], "--seed needs a --temperature above 0"),
         (["--methods", "linear block"], "linear block: greedy text has one acceptance"),
         (["--methods", "fixed block"], "fixed block: block is for chains"),
-        (["--methods", "linear block token"], "'linear block token' names two acceptances"),
-        (["--temperature", "0,1", "--draft-temperature", "1"], "shapes the trees of linear t=0.0"),
-        (["--guesses", "drawn", "--draft-temperature", "1"], "no guess of opttree is drawn"),
-        (["--guesses", "drawn"], "--guesses drawn of greedy text needs a --draft-temperature"),
-        (["--guesses", "ranked"], "--guesses ranked of greedy text needs a --draft-temperature"),
-        (["--guesses", "drawn", "--temperature", "0,1"], "--guesses drawn of greedy text needs"),
-        (["--guesses", "drawn", "--temperature", "1"], "--guesses drawn is of greedy text"),
+        (["--methods", "linear block token"], "'linear block token' says something twice"),
         (["--n-prompts", "0"], "Expected `int` >= 1, at --n-prompts"),
         (["--repeats", "0"], "Expected `int` >= 1, at --repeats"),
         (["--table", "steps", "--methods", "ar"], "runs no methods"),
-        (["--table", "steps", "--new-tokens", "4,5"], "at one length"),
-        (["--table", "memory", "--methods", "hf-ar"], "does not measure hf-ar"),
-        (["--peers", "--temperature", "1"], "at temperature 0 only"),
-        (["--window", "64", "--peers"], "hf-lookup have no --window"),
+        (["--table", "memory", "--methods", "hf-ar"], "measured for speed alone, at temperature 0"),
+        (["--peers", "--temperature", "1"], "hf-lookup are measured for speed alone"),
         (["--show", "none.json", "--repeats", "2"], "--repeats has no effect beside --show"),
         (["--show", LICENSE], "not a results file"),
         (["--resume", "none.json"], "none.json is not there"),
         (["--resume", "none.json", "--table", "steps"], "--table has no effect beside --resume"),
-        (["--docs", "none.json"], "none.json is not there"),
         (["--tables", "--seed", "1"], "--seed has no effect beside --tables"),
     ],
 )
@@ -380,12 +369,11 @@ def test_mistakes(
 
 
 def test_what_a_table_shows_beside_on_a_gpu_and_in_half_precision() -> None:
-    (main_part,) = with_controls(TABLES["main"], True, True, True).parts
-    assert main_part.rows == tuple(METHODS) + ("ar rows=16", "ar eager")
-    assert with_controls(TABLES["main"], False, False, False) == TABLES["main"]
-    memory = with_controls(TABLES["memory"], True, True, True)
-    assert memory.columns[-2:] == ("pools", "context")
-    assert with_controls(TABLES["steps"], True, True, True) == TABLES["steps"]
+    (main_part,) = with_controls(TABLES["main"], is_cuda=True, is_half=True).parts
+    assert main_part.rows == (*METHODS, "ar rows=16")
+    assert with_controls(TABLES["main"], is_cuda=True, is_half=False) == TABLES["main"]
+    memory = with_controls(TABLES["memory"], is_cuda=True, is_half=True)
+    assert memory.columns[-2:] == ("pools", "context") and memory.parts == TABLES["memory"].parts
 
 
 def test_memory_is_measured_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,13 +461,6 @@ def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:
     ]
     assert runs[9].reference == runs[2].label and len(runs) == 20
     assert {run.baseline for run in runs} == {"ar T=4", "ar T=8"}
-    strict = choose_runs(TABLES["main"], Options(methods="ar,linear K=3,hf-ar", strict=True))
-    labels = ["ar", "ar strict rows=4", "ar strict", "linear strict K=3", "hf-ar"]
-    assert [run.label for run in strict] == labels
-    over = choose_runs(TABLES["main"], Options(methods="linear,fixed sinks=1", window=64))
-    labels = ["ar window=64", "ar window=64 sinks=1", "linear window=64", "fixed window=64 sinks=1"]
-    assert [run.label for run in over] == labels
-    assert {run.baseline for run in over} == {"ar window=64"}
 
 
 def test_what_speedups_are_over() -> None:
@@ -491,9 +472,6 @@ def test_what_speedups_are_over() -> None:
     assert [run.label for run in runs] == labels
     assert [run.baseline for run in runs] == ["hf-ar T=4"] * 3 + ["hf-ar T=8"] * 3
     assert [run.reference for run in runs] == ["ar T=4"] * 3 + ["ar T=8"] * 3
-    over = choose_runs(TABLES["main"], Options(methods="linear,fixed", baseline="fixed", window=64))
-    assert [run.label for run in over] == ["ar window=64", "linear window=64", "fixed window=64"]
-    assert {run.baseline for run in over} == {"fixed window=64"}
     strict = choose_runs(TABLES["main"], Options(methods="ar", baseline="linear K=3 strict"))
     assert [run.label for run in strict] == ["ar", "ar strict rows=4", "linear K=3 strict"]
 
@@ -547,18 +525,23 @@ def test_what_a_row_says_is_how_its_text_is_written(
     seen.clear()
     assert accepted_by == {(ar, None), (Alone(rows=8), None), (linear, None)}
     accepted_by.clear()
-    options = ["--temperature", "0.8", "--draft-temperature", "0.5", "--columns", "exact"]
+    options = ["--temperature", "0.8", "--columns", "exact"]
     options += ["--methods", "linear,linear block,linear traversal"]
     run_bench(capsys, tmp_path / "b.json", *QUICK, *options)
-    hot, drafted = (0.8, None, False), (0.8, 0.5, False)
-    assert {(how[0], how[4]) for how in seen} == {(ar, hot), (linear, drafted)}
+    assert {(how[0], how[4]) for how in seen} == {
+        (ar, (0.8, None, False)),
+        (linear, (0.8, None, False)),
+    }
     named = {(linear, accept_by_block), (linear, accept_by_traversal)}  # by default by block
     assert accepted_by == {(ar, accept_by_token), *named}
     seen.clear()
-    options = ["--draft-temperature", "0.5", "--guesses", "drawn", "--methods", "linear"]
+    options = ["--table", "dyspec-1", "--dataset", "builtin", "--methods", "linear"]
+    options += ["--temperature", "0,0.8"]
     results, printed = run_bench(capsys, tmp_path / "c.json", *QUICK, *options)
-    assert {(how[0], how[4]) for how in seen} == {(ar, greedy), (linear, (0.0, 0.5, True))}
-    assert "temperature 0.0 (draft 0.5, greedy guesses drawn)" in " ".join(printed.split())
+    drawn = {(linear, (0.0, 0.6, True)), (linear, (0.8, 0.6, False))}
+    assert {(how[0], how[4]) for how in seen} == {(ar, greedy), (ar, (0.8, None, False)), *drawn}
+    said = "temperature 0.0 / 0.8 (draft 0.6, greedy guesses drawn)"
+    assert said in " ".join(printed.split())
 
 
 def test_the_enlarged_pair_is_made_once(
@@ -622,10 +605,13 @@ def test_a_table_of_two_datasets(two_parts: None, capsys: Captured, tmp_path: Pa
 
 def test_which_parts_a_dataset_keeps() -> None:
     first, second = TWO_PARTS.parts
-    assert choose_parts(TWO_PARTS, None, None) == (first, second)
-    assert choose_parts(TWO_PARTS, "wikitext2", None) == (second,)
-    assert choose_parts(TWO_PARTS, "pg19", None) == (replace(first, dataset="pg19"),)
-    assert choose_parts(TWO_PARTS, None, "a/b.txt") == (replace(first, dataset="b.txt"),)
+    for asked, kept in [
+        ({}, (first, second)),
+        ({"dataset": "wikitext2"}, (second,)),
+        ({"dataset": "pg19"}, (replace(first, dataset="pg19"),)),
+        ({"prompts": "a/b.txt"}, (replace(first, dataset="b.txt"),)),
+    ]:
+        assert choose_parts(TWO_PARTS, Options(**asked)) == kept
 
 
 def test_notes_before_a_table(capsys: Captured, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def whole(table: str) -> dict:
     content |= {"table": table, "columns": COLUMNS, "step_times": steps["step_times"]}
     content["runs"] = [run for run in content["runs"] if run["new_tokens"] < 500]
     for run in content["runs"][1:4]:
-        run["method"] = "fixed"  # three rows of one method have a fastest
+        run["method"] = "fixed"
     labels = [run["label"] for run in content["runs"]]
     content["setup_s"] = dict.fromkeys(labels, 0.5)
     kept = [r for r in content["records"] if r["run"] in labels and not r["prompt"]]

@@ -8,12 +8,12 @@ from pytest import MonkeyPatch
 
 from bench import main
 from benchmark.columns import COLUMNS
-from benchmark.options import PAIRS, check_options, choose_peers, choose_table, name_models
+from benchmark.options import PAIRS, check_options, choose_table, name_models
 from benchmark.peers import PEERS
 from benchmark.report import table_cells
 from benchmark.results import Options, Results, Run
 from benchmark.rows import choose_runs, settings_of
-from benchmark.tables import NOT_HERE, PRESETS, TABLES, Table, choose_parts, expand, with_own
+from benchmark.tables import NOT_HERE, PRESETS, TABLES, Table, choose_parts, expand
 from cli.errors import UsageError
 from cli.models import PYTHIA
 
@@ -41,14 +41,12 @@ def test_every_table_is_valid(name: str) -> None:
     for run in runs:
         settings_of(run).rule()
         assert run.baseline in labels and run.reference in labels
-    shown = {}
-    for run in runs:
-        shown[run.dataset, run.label.replace(f" on {run.dataset}", "")] = run.published
+    shown = {run.label: run.published for run in runs}
     for part in table.parts:
-        assert set(part.prints) <= set(table.columns)
-        for row, cells in part.printed.items():
-            figures = {name: cell for name, cell in zip(part.prints, cells, strict=True) if cell}
-            assert row in PEERS or shown[part.dataset, row] == figures
+        end = f" on {part.dataset}" * (len(table.parts) > 1)
+        for (row, *size), figures in part.printed.items():
+            assert set(figures) <= set(table.columns)
+            assert row in PEERS or shown[row + end + part.size_words(size)] == figures
     _, moved = chosen(name, dataset="builtin")
     assert {run.dataset for run in moved} <= {"builtin"} and len(moved) <= len(runs)
 
@@ -129,15 +127,12 @@ def test_deagles_tables_agree_where_they_print_the_same_runs() -> None:
 
 
 def test_dyspecs_tables_draw_at_their_drafts_temperature() -> None:
-    """Greedy text, too (5.1); ranked by an option, and then only dyspec goes by probabilities."""
+    """Greedy text, too (5.1)."""
     by_label = {run.label: run for run in chosen("dyspec-1")[1]}
     drafted = [run for run in by_label.values() if run.method != "ar"]
     assert all(run.draft_temperature == 0.6 for run in drafted)
     assert {run.is_drawn for run in drafted if run.temperature} == {False}
     assert {run.is_drawn for run in drafted if not run.temperature} == {True}
-    greedy = [run for run in chosen("dyspec-1", guesses="ranked")[1] if not run.temperature]
-    assert not any(run.is_drawn for run in greedy)
-    assert [run.method for run in greedy if run.draft_temperature] == ["dyspec"]
 
 
 ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
@@ -146,7 +141,6 @@ V2 += [f"{row} on pg19" for row in ("ar", "linear K=5", ALL[2], "dynatree D_max=
 DYSPEC = ["ar", "specinfer widths=4:2:2:1:1", "sequoia N=64 D_max=16", "dyspec N=64"]
 HOT = [f"{row} t=0.6" for row in DYSPEC]
 COLD = [f"{row} t=0.0" for row in DYSPEC]
-DRAWN = ["ar t=0.0", "dyspec N=64 t=0.0", "ar t=0.6", "dyspec N=64 t=0.6"]
 SIXTH = ["ar", "linear K=6", "linear K=7", "fixed D=6 B=2 tau=0.05", "fixed D=7 B=2 tau=0.05"]
 
 
@@ -167,15 +161,12 @@ SIXTH = ["ar", "linear K=6", "linear K=7", "fixed D=6 B=2 tau=0.05", "fixed D=7 
         ("v2-1", {"dataset": "wikitext2"}, ALL),
         ("v2-1", {"dataset": "builtin"}, []),
         ("v2-1", {"prompts": "own.txt"}, []),
-        ("v2-1", {"window": 512}, []),
-        ("v2-1", {"strict": True}, ["ar on wikitext2", "ar on pg19"]),
+        ("v2-1", {"methods": "linear K=8 window=512"}, ["ar on wikitext2", "ar on pg19"]),
         ("v2-1", {"methods": "linear K=8,linear K=9"}, [V2[0], V2[1], "ar on pg19"]),
         ("v1-6", {"prompt_tokens": (200, 300)}, [f"{row} L=200" for row in SIXTH]),
         ("v1-6", {"prompt_tokens": (200,)}, SIXTH),
         ("dyspec-1", {}, COLD + HOT),
         ("dyspec-1", {"temperature": (0.6,)}, DYSPEC),
-        ("dyspec-1", {"draft_temperature": 0.6, "methods": "dyspec N=64"}, DRAWN),
-        ("dyspec-1", {"draft_temperature": 0.7, "methods": "dyspec N=64"}, []),
         ("dyspec-1", {"top_p": 0.9}, []),
         ("dyspec-1", {"top_p": 1.0}, COLD + HOT),
         ("dyspec-1", {"prompts": "c4.jsonl"}, COLD + HOT),
@@ -201,8 +192,9 @@ def test_a_preset_is_measured_and_shows_what_is_printed(
     """The file alone tells both; the title says which table it is, and if figures are left out."""
     table = PRESETS["v2-1"]
     small = {"dataset": "builtin", "n_prompts": 1, "prompt_tokens": (12,), "new_tokens": (6,)}
-    part = replace(table.parts[0], **small)
-    monkeypatch.setitem(PRESETS, "v2-1", with_own(replace(table, parts=(part,))))
+    printed = {(row, 12, 6, 0.0): cells for (row, *_), cells in table.parts[0].printed.items()}
+    part = replace(table.parts[0], printed=printed, **small)
+    monkeypatch.setitem(PRESETS, "v2-1", replace(table, parts=(part,)))
     few = ["--table", "v2-1", "--methods", "ar,linear K=8"]
     own, other = str(tmp_path / "a.json"), str(tmp_path / "b.json")
     assert main([*few, "--output", own]) == 0
@@ -242,7 +234,7 @@ def test_our_own_prompts_stand_in_for_a_datasets(
     are; and it goes on with them where the dataset can be fetched again."""
     offline(monkeypatch, "wikitext2", "pg19")
     file = tmp_path / "r.json"
-    assert main(["--table", "v2-1", "--no-peers", *BRIEF, "--output", str(file)]) == 0
+    assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "stand in for" in line]
     assert len(notes) == 1 and notes[0].startswith("note: our own prompts stand in for wikitext2, ")
     assert "(rows on pg19 are left out): wikitext2 cannot be fetched; pg19 cannot" in notes[0]
@@ -266,7 +258,7 @@ def test_they_stand_in_for_what_lacks_alone(
     what lacks when a table is to go on."""
     offline(monkeypatch, "wikitext2")
     file = tmp_path / "r.json"
-    assert main(["--table", "v2-1", "--no-peers", *BRIEF, "--output", str(file)]) == 0
+    assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
     results = Results.load(file)
     assert results.prompts["dataset"] == "2 builtin, 2 pg19"
     asked = ["--table", "v2-1", *BRIEF, "--dataset", "wikitext2", "--output", str(tmp_path / "s")]
@@ -279,26 +271,8 @@ def test_they_stand_in_for_what_lacks_alone(
 
 def test_the_scripts_reading_is_of_the_part_on_its_dataset() -> None:
     """Of v1-5 that is the second one."""
-    (part,) = choose_parts(PRESETS["v1-5"], "wikitext2-script", None)
+    (part,) = choose_parts(PRESETS["v1-5"], Options(dataset="wikitext2-script"))
     assert part == replace(PRESETS["v1-5"].parts[1], dataset="wikitext2-script")
-
-
-def test_transformers_stands_beside_a_papers_greedy_table(
-    monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
-    """Of a pair that is known, and if it is installed, else a line says that it is not; nowhere
-    else, and not if anything is said of it."""
-    monkeypatch.setattr("benchmark.options.has_transformers", lambda: True)
-    assert choose_peers(Options(table="v2-1", pair="pythia")).peers
-    others = [{"table": "main"}, {"table": "v2-5"}, {"table": "deagle-1"}, {"temperature": (0.6,)}]
-    others += [{"methods": "ar"}, {"window": 64}, {"target": "a", "draft": "b"}]
-    for other in others:
-        assert choose_peers(Options(**{"table": "v2-1"} | other)).peers is None
-    assert choose_peers(Options(table="v2-1", peers=False)).peers is False
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("benchmark.options.has_transformers", lambda: False)
-    assert choose_peers(Options(table="v2-1")).peers is False
-    assert "note: without hf-ar, hf-assisted, hf-lookup" in capsys.readouterr().err
 
 
 def test_a_pair_by_name(monkeypatch: MonkeyPatch) -> None:

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from bench import main
-from benchmark.documents import END, START, write_documents
-from benchmark.report import markdown_report, notes, table_cells, text_report, text_table
+from benchmark.report import (
+    machine_text,
+    markdown_report,
+    markdown_table,
+    notes,
+    prompts_text,
+    run_cells,
+    table_cells,
+    text_report,
+    text_table,
+)
 from benchmark.results import Options, Record, Results, Run
 from benchmark.step_times import StepTimes
 from cli.errors import UsageError
@@ -16,7 +24,7 @@ from cli.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
 SHOWN = [f"results/{name}_cpu.json" for name in ("main", "enlarged", "ablation", "steps")]
-DOCUMENTS = ("README.md", "docs/results.md")
+README_COLUMNS = ["throughput", "speedup", "tokens_per_iter", "exact"]
 MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "processor": "P", "threads": 2}
 MACHINE |= {"torch": "2.13.0", "python": "3.11", "commit": "abc"}
 COLUMNS = ["throughput", "speedup", "spread", "predicted", "tokens_per_iter", "exact"]
@@ -184,38 +192,6 @@ def test_a_text_is_held_against_its_reference(results: Results) -> None:
     assert cells == {"ar": "", "fixed": "1/3", "hf-assisted": "0/3"}
 
 
-def swept(lengths: list[int], depths: list[int]) -> Results:
-    """fixed at every depth and length; twice as fast as ar at depth = length, 1.5 times beside."""
-    sizes = {"prompt_tokens": [150], "new_tokens": lengths, "temperature": [0.0]}
-    found = Results("sweep", COLUMNS, Options(), MACHINE, {}, sizes, [])
-    for length in lengths:
-        suffix = f" T={length}" if len(lengths) > 1 else ""
-        for name in ["ar"] + [f"fixed D={depth}" for depth in depths]:
-            run = replace(run_of(name + suffix, name.split()[0]), baseline=f"ar{suffix}")
-            found.runs.append(run)
-            speed = {"ar": 100.0, f"fixed D={length}": 200.0}.get(name, 150.0)
-            found.records.append(record(run.label, 0, speed, 1.0, [1]))
-    return found
-
-
-def test_the_fastest_settings_are_told_by_text_length() -> None:
-    """Table 4 of v1; one length, or two rows of a method, are no contest."""
-    assert notes(swept([4, 6], [4, 5, 6]))[:2] == [
-        "T=4: of 3 fixed rows fixed D=4 is the fastest, 200.0 tok/s, 2.00x.",
-        "T=6: of 3 fixed rows fixed D=6 is the fastest, 200.0 tok/s, 2.00x.",
-    ]
-    over = swept([4, 6], [3, 4, 5, 6])
-    for i, run in enumerate(over.runs):
-        baseline = run.baseline.replace("ar", "fixed D=3")
-        over.runs[i] = replace(run, baseline=baseline, reference=run.baseline)
-    assert notes(over)[1:3] == [
-        "T=4: of 3 fixed rows fixed D=4 is the fastest, 200.0 tok/s, 1.33x.",
-        "T=6: of 3 fixed rows fixed D=6 is the fastest, 200.0 tok/s, 1.33x.",
-    ]
-    for results in (swept([4], [4, 5, 6]), swept([4, 6], [4, 5])):
-        assert not any("fastest" in note for note in notes(results))
-
-
 def test_the_floor_is_bytes_over_bandwidth(results: Results) -> None:
     times = {"context": 200, "rows": [1, 2], "target_ms": [4.0, 5.0], "draft_ms": [1.0, 1.0]}
     times |= {"target_bytes": 40_000_000, "draft_bytes": 5_000_000, "copy_gb_s": 20.0}
@@ -245,35 +221,16 @@ def test_a_file_holds_everything(results: Results, tmp_path: Path) -> None:
         results.save(file / "r.json")
 
 
-@pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with both documents, nothing between their marks."""
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "docs").mkdir()
-    for name in DOCUMENTS:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        before, after = text.partition(START)[0], text.partition(END)[2]
-        (tmp_path / name).write_text(f"{before}{START}\nold\n{END}{after}", encoding="utf-8")
-    return tmp_path
-
-
-def test_documents_are_made_of_the_committed_results(written: Path) -> None:
-    """They show what the results files say; `bench.py --docs FILES` makes it so."""
-    write_documents(written, SHOWN)
-    for name in DOCUMENTS:
-        assert (written / name).read_text(encoding="utf-8") == (ROOT / name).read_text("utf-8")
-
-
-def test_a_document_that_cannot_be_made_changes_none(written: Path) -> None:
-    page = written / "docs" / "results.md"
-    for text in ("nothing", f"{END}\n{START}\n"):
-        page.write_text(text)
-        with pytest.raises(UsageError, match="results.md lacks the lines that mark"):
-            write_documents(written, SHOWN)
-    page.unlink()
-    with pytest.raises(UsageError, match="results.md is not there"):
-        write_documents(written, SHOWN)
-    with pytest.raises(UsageError, match="steps_cpu.json has no methods"):
-        write_documents(written, SHOWN[::-1])
-    assert "\nold\n" in (written / "README.md").read_text()
-    assert main(["--docs", str(written / "none.json")]) == 2
+@pytest.mark.parametrize("file", SHOWN)
+def test_documents_show_what_the_committed_results_say(file: str) -> None:
+    """docs/results.md what `bench.py --show FILE --format markdown` prints, README.md four columns
+    of two of them."""
+    results = Results.load(ROOT / file)
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert f"From `{file}`. {markdown_report(results)}\n\n" in page
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if f"`{file}`" in readme:
+        table = markdown_table(*run_cells(results, README_COLUMNS))
+        machine = machine_text(results.machine)
+        assert f"{table}\n\n{prompts_text(results)}; {machine}, from `{file}`.\n" in readme
+    assert (f"`{file}`" in readme) == (file in SHOWN[:2])
