@@ -1,68 +1,80 @@
-"""The papers' tables, re-measured fairly: every method on the same prompts, in one process.
+"""How fast each method writes, measured fairly beside ar: the whole measurement is in this file.
 
-A table is a list of runs, each a method with its settings, and one loop measures them all
-(`Bench.write_texts`). What makes it fair:
+A table is a list of runs: a method with its settings, on one dataset's prompts, at one length. One
+process writes all their texts, and keeps of each its ids and times. What makes it fair:
 
-turns      all runs on a prompt before the next prompt, each time another one first: what a machine
-           does at one time and not at another, as when it gets warm, is nobody's in particular
-set-up     loading and warming up come before, are timed apart, and are in no speed
-record     one for each text, by the one definition of every metric (cli/metrics.py)
-exactness  every greedy text is held against ar's on the same prompt, token for token; a strict
-           one, whose passes round otherwise than plain ar's, against that of strict ar
+turns     all runs on a prompt before the next prompt, each time another one first: what a machine
+          does at one time and not at another, as when it gets warm, is nobody's in particular
+set-up    every run is loaded and has written some steps before the first text that counts
+seeds     sampled texts have another one for each prompt and round, the same for every method
+baseline  `ar`, the target alone, one token a pass, by the same forward, cache and loop as the rest
 
-`ar`, the baseline, runs with the same cache and the same forward as everything else.
+What the figures are of a text; tables have their medians over all prompts and rounds:
 
-    python bench.py                                  # the main table, on our own prompts
-    python bench.py --table ablation --dataset wikitext2
+tok/s     (tokens - 1) / seconds from the first token to the last: the prompt's own pass, which
+          gives the first one, is not in it. An end-of-text token ends no text
+x ar      tok/s / ar's tok/s on the same prompt in the same round (Row.speedups)
+exact     whether its ids are ar's on the same prompt, token for token. A strict run, whose passes
+          round otherwise, is held against strict ar, a run over a window against ar over that
+
     python bench.py --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
-    python bench.py --table v2-1 --pair pythia       # a paper's own, beside what it prints
 
-The tables are in benchmark/tables.toml, the options in benchmark/options.py.
+benchmark/ has the rest: tables, options, results files, reports, and what other columns show.
 """
 
 if __name__ == "__main__":
     import cli.start  # noqa: F401
 
 import argparse
-import os
-import shlex
 import sys
-from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-from tqdm import tqdm
-
-from benchmark.counts import count_calibration, count_depths, predict_text_ms
-from benchmark.memory import in_own_process, measure_memory, used_memory
-from benchmark.options import (
-    Prompts,
-    build_parser,
-    open_file,
-    open_table,
-    require_same,
-    show,
-    show_files,
-)
-from benchmark.peers import PEERS
-from benchmark.results import Record, Results, key_of
-from benchmark.rows import settings_of, window_of
-from benchmark.step_times import measure_step_times
-from benchmark.writer import Text, Writer
-from cli.compare import TIE, first_difference, top2_gap
+from benchmark.counts import counted, time_forwards, warn_of_overflow
+from benchmark.memory import measure_apart
+from benchmark.opening import Prompts, open_table
+from benchmark.options import build_parser, open_file, progress, show_files, show_table
+from benchmark.peers import PEERS, Peers
+from benchmark.results import Record, Results, Run, key_of
+from benchmark.rows import load_seconds, request_of, sampling_of, window_of
+from cli.compare import first_difference, is_tie, top2_gap
 from cli.errors import run_command_line, say
-from cli.metrics import measure, measure_acceptance, token_ids
+from cli.main import WARM_UP_STEPS
+from cli.metrics import measure, token_ids
 from cli.models import Opened, Pair
 from dynatree import Step
 from parallel.led import on_ranks
 from parallel.ranks import Ranks
+from sampling import Sampling
 
-LOG_S = 30.0  # between two words of how far a table is, where stderr is no terminal
+
+class Text(NamedTuple):
+    """One text to write: a run on one of its dataset's prompts, in one of the rounds over all."""
+
+    run: Run
+    prompt: int  # index
+    repeat: int  # the round
+
+    def key(self) -> dict[str, str | int]:
+        """Which text it is, as a record says it."""
+        return {"run": self.run.label, "prompt": self.prompt, "repeat": self.repeat}
+
+
+def in_turn(runs: Sequence[Run], prompts: Prompts, repeats: int) -> Iterator[Text]:
+    """The order of a table's texts: in each round prompt by prompt, and on a prompt every run in
+    turn, each time another one first."""
+    for repeat, dataset in product(range(repeats), prompts):
+        own = [run for run in runs if run.dataset == dataset]
+        n_prompts = len(prompts[dataset])
+        for prompt in range(n_prompts):
+            first = repeat * n_prompts + prompt
+            for i in range(len(own)):
+                yield Text(own[(first + i) % len(own)], prompt, repeat)
 
 
 class Bench:
@@ -70,117 +82,85 @@ class Bench:
 
     def __init__(self, results: Results, pair: Pair, prompts: Prompts, file: Path):
         self.results = results
+        self.options = results.options
         self.pair = pair
-        self.prompts = prompts
+        self.prompts = prompts  # their ids, by dataset
         self.file = file
-        self.writer = Writer(pair, prompts, results.options)
-        n_texts = sum(len(prompts[run.dataset]) for run in results.runs)
-        results.n_texts = n_texts * results.options.repeats
+        self.peers: Peers | None = None  # transformers' models, if a run is by it
 
     def measure_all(self) -> None:
-        """Measure what the results file lacks, and hold it against ar."""
-        is_timed = self.results.table == "steps" or "predicted" in self.results.columns
-        lacks_times = is_timed and not self.results.step_times
-        texts = self.lacking()
-        if not self.results.is_memory and (texts or lacks_times):
-            self.set_up(lacks_times)
-        pace = {} if sys.stderr.isatty() else {"mininterval": LOG_S, "delay": LOG_S}
-        with tqdm(texts, leave=False, unit="text", **pace) as progress:
-            for text in progress:
+        """Write the texts that the results file lacks, and hold all of them against ar's."""
+        done = {key_of(record) for record in self.results.records}
+        order = in_turn(self.results.runs, self.prompts, self.options.repeats)
+        lacking = [text for text in order if key_of(text.key()) not in done]
+        if lacking and not self.results.is_memory:
+            self.warm_up()
+        if self.results.lacks_step_times:  # of single forwards, for the column "predicted"
+            self.results.step_times = time_forwards(self.results, self.pair, self.prompts)
+        with progress(lacking) as texts:
+            for text in texts:
                 self.results.records.append(self.measure(text))
                 self.save()
         self.hold_against_ar()
         self.save()
 
-    def lacking(self) -> list[Text]:
-        """The texts that there are not yet: in each round prompt by prompt, and on a prompt every
-        run in turn, each time another one first."""
-        done = {key_of(record) for record in self.results.records}
-        texts = []
-        for repeat, dataset in product(range(self.results.options.repeats), self.prompts):
-            n_prompts = len(self.prompts[dataset])
-            for prompt in range(n_prompts):
-                in_turn = deque(run for run in self.results.runs if run.dataset == dataset)
-                in_turn.rotate(-(repeat * n_prompts + prompt))
-                texts += [Text(run, prompt, repeat) for run in in_turn]
-        return [text for text in texts if key_of(text.key()) not in done]
-
     def save(self) -> None:
         if self.results.is_begun:
             self.results.save(self.file)
 
-    def set_up(self, with_times: bool) -> None:
-        """Load and warm up every run, and time single forwards if asked to: set-up, not speed."""
-        self.results.setup_s = self.writer.warm_up(self.results.runs)
-        if with_times:  # in the middle of a text, where attention costs its mean
-            sizes = self.results.sizes
-            longest = max(len(prompt) for prompt in sum(self.prompts.values(), []))
-            n_read = min(longest, sizes["prompt_tokens"][0])
-            context = n_read + sizes["new_tokens"][0] // 2
-            times = measure_step_times(self.pair.target, self.pair.draft, context)
-            self.results.step_times = times
+    def warm_up(self) -> None:
+        """Write every run's first steps: what only first calls have to do is in no speed."""
+        if any(run.method in PEERS for run in self.results.runs):
+            self.peers = Peers(self.pair)
+        steps = []
+        for run in self.results.runs:
+            start = time.perf_counter()
+            steps += self.write(Text(run, 0, 0), WARM_UP_STEPS)
+            seconds = time.perf_counter() - start
+            self.results.setup_s[run.label] = seconds + load_seconds(run, self.pair, self.peers)
+        warn_of_overflow(steps, self.pair.draft)
+
+    def write(self, text: Text, n_steps: int | None = None) -> list[Step]:
+        """A text, or its first n_steps: each has its new tokens, and their milliseconds on the wall
+        clock, a device's work included (dynatree.Clock). What is done between steps is in none."""
+        run, prompt = text.run, self.prompt_ids(text)
+        if run.method in PEERS:
+            return self.peers.decode(run.method, prompt, run.new_tokens, n_steps)
+        request = request_of(run, self.pair, prompt, self.sampling(text))
+        return list(islice(request.decode(), n_steps))
+
+    def prompt_ids(self, text: Text) -> list[int]:
+        return self.prompts[text.run.dataset][text.prompt][: text.run.prompt_tokens]
+
+    def sampling(self, text: Text) -> Sampling:
+        """Another seed for every prompt and round, the same for every method."""
+        n_prompts = len(self.prompts[text.run.dataset])
+        seed = (self.options.seed or 0) + text.repeat * n_prompts + text.prompt
+        return sampling_of(text.run, self.options.top_p, seed)
 
     def measure(self, text: Text) -> Record:
-        """Write one text; its metrics and ids."""
-        if not self.results.is_memory:
-            steps = self.writer.generate(text)
-            return self.describe(text, steps)
-        used = used_memory(self.pair.target.device)
-        how = (text.run, self.writer.prompt_ids(text), self.writer.sampling(text), used)
-        # From a process that does nothing else
-        return text.key() | in_own_process(measure_memory, self.results.options, *how)
-
-    def describe(self, text: Text, steps: list[Step]) -> Record:
-        """What is kept of a text."""
-        run, record = text.run, text.key()
-        record |= {"metrics": asdict(measure(steps)), "token_ids": token_ids(steps)}
-        if run.method in PEERS:
-            return record
-        record["metrics"] |= measure_acceptance(steps, settings_of(run))
-        record |= {"depths": count_depths(steps), "calibration": count_calibration(steps)}
-        is_plain = not run.is_strict and run.window is None
-        if self.results.step_times and is_plain:  # they are of plain passes over a whole text
-            times = self.results.step_times
-            record["predicted_ms"] = predict_text_ms(times, run, self.pair, steps)
-        return record
+        """Write one text: its ids and figures."""
+        if self.results.is_memory:  # and no speed: from a process that does nothing else
+            how = text.run, self.prompt_ids(text), self.sampling(text)
+            return text.key() | measure_apart(self.options, self.pair.target.device, *how)
+        steps = self.write(text)
+        # Its tok/s is `throughput`: (tokens - 1) / seconds of all steps but the first, the prompt's
+        metrics = asdict(measure(steps))
+        record = text.key() | {"metrics": metrics, "token_ids": token_ids(steps)}
+        return counted(record, steps, text.run, self.pair, self.results.step_times)
 
     def hold_against_ar(self) -> None:
-        """Find where texts leave their reference's, and by how little the target decided there: in
+        """Find where greedy texts leave ar's, and by how little the target decided there: in
         float32, by a model that no timed text is to have beside it."""
         for row in self.results.rows():
-            for record, ar in row.differing():
-                if "difference" in record:
-                    continue
+            for record, ar in row.compared():  # on the same prompt, in the same round
                 at = first_difference(record["token_ids"], ar["token_ids"])
-                prompt = self.writer.prompt_ids(Text(row.run, record["prompt"], record["repeat"]))
-                window = window_of(row.run, self.pair)
-                gap = top2_gap(self.pair, prompt + ar["token_ids"][:at], window)
-                is_tie = gap is not None and gap < TIE
-                record["difference"] = {"at": at, "gap": gap, "is_tie": is_tie}
-
-    def is_exact(self) -> bool:
-        """Whether every text is its reference's that had to be: a strict one, and in float32 any
-        but for near-ties."""
-        is_float32 = self.pair.target.dtype == torch.float32
-        return not any(
-            row.run.is_strict or (is_float32 and not record["difference"]["is_tie"])
-            for row in self.results.rows()
-            for record, _ in row.differing()
-        )
-
-    def show(self, kind: str) -> None:
-        """What was measured, and how to go on if something lacks."""
-        if not self.results.is_begun:
-            return
-        show(self.results, kind)
-        again = ""
-        n_lacking = self.results.n_texts - len(self.results.records)
-        if n_lacking:
-            ranks = self.pair.ranks
-            start = ["torchrun", "--nproc-per-node", str(ranks.count)] if ranks else ["python"]
-            command = shlex.join([*start, os.path.relpath(__file__), f"--resume={self.file}"])
-            again = f"; {n_lacking} texts are lacking; to go on: {command}"
-        say(f"results in {self.file}{again}")
+                if at is None or "difference" in record:
+                    continue
+                prompt = self.prompt_ids(Text(row.run, record["prompt"], record["repeat"]))
+                text = prompt + ar["token_ids"][:at]
+                gap = top2_gap(self.pair, text, window_of(row.run, self.pair))
+                record["difference"] = {"at": at, "gap": gap, "is_tie": is_tie(gap)}
 
 
 def run_table(bench: Bench, kind: str) -> int:
@@ -192,26 +172,20 @@ def run_table(bench: Bench, kind: str) -> int:
         bench.save()
         return 130
     finally:  # an error, too, leaves what was measured
-        bench.show(kind)
-    return 0 if bench.is_exact() else 1
+        show_table(bench.results, kind, bench.file, bench.pair.ranks)
+    return 0 if bench.results.is_exact else 1
 
 
 def execute(
     args: argparse.Namespace, ranks: Ranks | None = None, opened: Opened | None = None
 ) -> int:
-    """Carry out the command line, once parsed. Returns the exit status.
-
-    ranks: with whom the target is computed. opened: what open_pair gave for these options, where
-    that is done.
-    """
+    """Carry out the command line, once parsed. Returns the exit status. ranks: with whom the target
+    is computed. opened: what open_pair gave for these options, where that is done."""
     if show_files(args):
         return 0
-    with ExitStack() as held:
-        file, options, previous = open_file(args, held)  # held: from other runs
-        now, pair, prompts = open_table(options, ranks, opened)
-        if previous:
-            require_same(previous, now)
-        return run_table(Bench(previous or now, pair, prompts, file), args.format)
+    with open_file(args) as (file, options, previous):
+        table = open_table(options, previous, ranks, opened)
+        return run_table(Bench(*table, file), args.format)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,15 +1,15 @@
-"""What bench.py measures with and shows its measurements by.
+"""What bench.py, which measures, needs beside it: tables, results files, reports, other figures.
 
 tables      tables.toml read: our own tables and the papers', their rows, sizes and printed figures
 rows        a table's rows, made into runs
-options     bench.py's options: read, checked, and made into a table to measure
+options     bench.py's options, and what they say of files: shown, or kept and gone on with
+opening     a table opened: options checked, models loaded, prompts cut
 enlarged    the embedded pair at the cost of Pythia's smaller models, made once
 machine     what a figure depends on besides the options
 prompts     our own (prompts.jsonl), WikiText-2, PG-19, files
 pg19        PG-19's books, fetched
 step_times  what one forward costs by its rows, the bandwidth floor, predicted times
-counts      passes, depths and matches, counted from a generation's steps
-writer      one text after the other, whichever run, prompt and seed
+counts      passes, depths and matches, counted from a generation's steps; predicted times
 memory      peak memory, in a process of its own
 peers       transformers on the same weights, for comparison rows
 results     results files: what was measured on what, and one record for every text

@@ -1,7 +1,8 @@
-"""What is counted from a generation's steps: passes and their rows, depths, matches by confidence.
+"""What is counted from a generation's steps: passes and their rows, depths, matches by confidence;
+and the time that its passes alone would take.
 
+record = counted(record, steps, run, pair, step_times)
 drafts, verifies = count_passes(steps, commit="keep")
-predicted_ms = predict_text_ms(times, run, pair, steps)
 depths = count_depths(steps)
 """
 
@@ -9,15 +10,38 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from benchmark.results import Run
+from benchmark.peers import PEERS
+from benchmark.results import Record, Results, Run
 from benchmark.rows import settings_of
-from benchmark.step_times import StepTimes
-from cli.metrics import matches
-from cli.models import Pair
+from benchmark.step_times import StepTimes, measure_step_times
+from cli.errors import say
+from cli.metrics import matches, measure_acceptance
+from cli.models import Pair, overflow_note
 from dynatree import Step
 from engine.caches import CachePool
+from gpt_neox import Model
 
 N_BINS = 20  # of a probability
+
+
+def counted(
+    record: Record, steps: Sequence[Step], run: Run, pair: Pair, times: StepTimes | None
+) -> Record:
+    """A text's record with what is counted from its steps; transformers' have no trees. times: of
+    single forwards, if they were measured."""
+    if run.method in PEERS:
+        return record
+    metrics = record["metrics"] | measure_acceptance(steps, settings_of(run))
+    counts = {"depths": count_depths(steps), "calibration": count_calibration(steps)}
+    if times and not run.is_strict and run.window is None:  # of plain passes over a whole text
+        counts["predicted_ms"] = predict_text_ms(times, run, pair, steps)
+    return record | {"metrics": metrics} | counts
+
+
+def warn_of_overflow(steps: Sequence[Step], draft: Model | None) -> None:
+    """Say so if in one of these steps no candidate of the draft was finite."""
+    if any(step.tree and step.tree.has_overflowed for step in steps):
+        say(overflow_note(draft))
 
 
 def count_passes(steps: Sequence[Step], commit: str) -> tuple[Counter, Counter]:
@@ -38,6 +62,15 @@ def padded(passes: Mapping[int, int], pool: CachePool, min_rows: int) -> Counter
     for n_rows, n in passes.items():
         found[pool.padded(n_rows, min_rows)] += n
     return found
+
+
+def time_forwards(results: Results, pair: Pair, prompts: Mapping[str, list]) -> StepTimes:
+    """The times of single forwards in the middle of a table's first text, where attention costs
+    its mean. prompts: their ids, by dataset. Raises OutOfMemory."""
+    longest = max(len(prompt) for own in prompts.values() for prompt in own)
+    n_read = min(longest, results.sizes["prompt_tokens"][0])
+    context = n_read + results.sizes["new_tokens"][0] // 2
+    return measure_step_times(pair.target, pair.draft, context)
 
 
 def predict_text_ms(times: StepTimes, run: Run, pair: Pair, steps: Sequence[Step]) -> float:

@@ -1,6 +1,7 @@
 """Peak memory of one method, measured in a process of its own.
 
-peak_mb = in_own_process(measure_memory, options, run, ids, None, 0)["metrics"]["peak_mb"]
+found = measure_apart(options, pair.target.device, run, ids, GREEDY)
+peak_mb = found["metrics"]["peak_mb"]
 """
 
 import multiprocessing
@@ -23,6 +24,15 @@ from cli.models import open_pair
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX, weight_bytes
 from sampling import Sampling
+
+
+def measure_apart(
+    options: Options, device: torch.device, run: Run, prompt: list[int], sampling: Sampling
+) -> dict:
+    """The metrics and ids of a text from a process that does nothing else. Raises OutOfMemory, and
+    UsageError where Linux is not."""
+    used = used_memory(device)
+    return in_own_process(measure_memory, options, run, prompt, sampling, used)
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:

@@ -1,58 +1,40 @@
-"""bench.py's options: read, checked, and made into a table to measure; or a file shown again.
+"""bench.py's options, and what they say of files: shown again, or kept and gone on with.
 
 args = build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"])
-with ExitStack() as held:
-    file, options, previous = open_file(args, held)
-    results, pair, prompts = open_table(options)
+with open_file(args) as (file, options, previous):
+    results, pair, prompts = open_table(options, previous)
 """
 
 import argparse
-import hashlib
 import os
+import shlex
 import shutil
+import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
-import torch
+from tqdm import tqdm
 
-from benchmark.columns import MEANS, PLAIN, SPEEDUPS, require_columns
-from benchmark.enlarged import enlarged_pair
-from benchmark.machine import ROOT, describe_machine, one_minute_load
-from benchmark.peers import PEERS, check_vocabularies, require_transformers
-from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
+from benchmark.columns import MEANS, PLAIN, SPEEDUPS
+from benchmark.machine import ROOT
+from benchmark.opening import PAIRS, choose_columns
+from benchmark.peers import PEERS
+from benchmark.prompts import DATASETS
 from benchmark.report import markdown_report, text_report
-from benchmark.results import Options, Results, Run
-from benchmark.rows import WORDS, choose_runs, split_list, window_of
-from benchmark.tables import (
-    NOT_HERE,
-    PRESETS,
-    TABLES,
-    Part,
-    Table,
-    choose_parts,
-    with_controls,
-)
+from benchmark.results import Options, Results
+from benchmark.rows import WORDS
+from benchmark.tables import NOT_HERE, PRESETS, TABLES
 from cli.errors import Parser, UsageError, say
-from cli.models import (
-    PYTHIA,
-    Opened,
-    Pair,
-    choose_device,
-    choose_dtype,
-    embedded_pair,
-    open_pair,
-)
-from cli.options import add_model_options, choose_sampling
+from cli.options import add_model_options
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
-from parallel.ranks import Ranks, is_launched
+from parallel.ranks import Ranks
 
-Prompts = dict[str, list[list[int]]]  # their ids, by dataset
-PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
+LOG_S = 30.0  # between two words of how far a table is, where stderr is no terminal
 
 
 def build_parser() -> Parser:
@@ -152,174 +134,33 @@ def require_alone(args: argparse.Namespace, option: str, *allowed: str) -> None:
             raise UsageError(f"{given} has no effect beside {option}")
 
 
-def show(results: Results, kind: str) -> None:
-    """Print the table; kind: text or markdown."""
-    if kind == "markdown":
-        print(markdown_report(results), flush=True)
-    else:
-        print(text_report(results, shutil.get_terminal_size().columns), flush=True)
-
-
-def open_file(args: argparse.Namespace, held: ExitStack) -> tuple[Path, Options, Results | None]:
-    """The results file, which no other run can write before `held` ends; the options to measure
-    with; and if an interrupted table goes on, what there is of it. Raises UsageError."""
+@contextmanager
+def open_file(args: argparse.Namespace) -> Iterator[tuple[Path, Options, Results | None]]:
+    """The results file, which no other run can write meanwhile; the options to measure with; and
+    if an interrupted table goes on, what there is of it. Raises UsageError."""
     if args.resume is None:
-        try:
-            options = convert(vars(args), "the options", Options)
-        except ForeignFile as error:
-            said, _, where = str(error).rpartition(" - at `$.")
-            option = where.strip("`").partition("[")[0].replace("_", "-")
-            raise UsageError(f"{said}, at --{option}") from error
+        options = read_options(args)
         file = choose_file(args)
-        keep(file, held)
-        return file, options, None
+        with kept(file):
+            yield file, options, None
+        return
     require_alone(args, "--resume", "format")
     file = Path(args.resume)
     Results.load(file)  # before anything is made beside it
-    keep(file, held)
-    previous = Results.load(file)  # as the run left it that may have kept it before
-    threads = previous.options.threads or previous.machine["threads"]
-    return file, replace(previous.options, threads=threads), previous
+    with kept(file):
+        previous = Results.load(file)  # as the run left it that may have kept it before
+        threads = previous.options.threads or previous.machine["threads"]
+        yield file, replace(previous.options, threads=threads), previous
 
 
-def open_table(
-    options: Options, ranks: Ranks | None = None, opened: Opened | None = None
-) -> tuple[Results, Pair, Prompts]:
-    """Check the options, load models and prompts. Returns results of which there are none yet, the
-    models, the prompts' ids by dataset. ranks: with whom the target is computed, if there are
-    several. opened: the models, if they are loaded.
-
-    Raises UsageError; what is wrong is told before a model is loaded.
-    """
-    table = choose_table(options)
-    runs = choose_runs(table, options)
-    check_options(options, table, runs)
-    options = name_models(options)
-    load = one_minute_load()  # before ours
-    options, texts = fetch_texts(options)
-    table = choose_table(options)  # as it is with what could be fetched
-    runs = choose_runs(table, options)
-    pair, models = opened or open_pair(options, is_drafting=True, say=say, ranks=ranks)
-    check_vocabularies([run.method for run in runs], pair)
-    for run in runs:
-        window_of(run, pair)  # which raises UsageError if there can be none such
-    warn_of_positions(pair, runs)
-    machine = describe_machine(pair, models, has_peers(runs))
-    prompts, described = cut_all(table, texts, pair)
-    columns = list(table.columns)
-    results = Results(options.table, columns, options, machine, described, table.sizes(), runs)
-    results.is_memory = table.is_memory
-    results.title = describe_preset(options, runs)
-    results.load_before = load
-    return results, pair, prompts
-
-
-def describe_preset(options: Options, runs: Sequence[Run]) -> str:
-    """Which paper's table it is, if any; whether our own prompts stand in, or it has figures of
-    none of these runs."""
-    if options.table not in PRESETS:
-        return ""
-    table = PRESETS[options.table]
-    if options.unfetched:
-        return f"{table.title}; on our own prompts instead of {', '.join(options.unfetched)}"
-    is_bare = not any(run.published for run in runs)
-    if is_bare and any(part.printed for part in table.parts):
-        return f"{table.title}; its figures are of other prompts, sizes or rows: none is shown"
-    return table.title
-
-
-def name_models(options: Options) -> Options:
-    """The options with target and draft of the pair that they or the table name; it may have to be
-    made. Raises UsageError."""
-    is_unsaid = options.target is None and options.draft is None
-    pair = "enlarged" if options.table == "enlarged" and is_unsaid else None
-    pair = options.pair or pair
-    if pair is None:
-        return options
-    target, draft = PAIRS[pair]()
-    return replace(options, pair=None, target=target, draft=draft)
-
-
-def fetch_texts(options: Options) -> tuple[Options, dict[str, list[str]]]:
-    """The texts by dataset; and the options with those of the table's own datasets that could not
-    be fetched, for which ours stand in. Says so. Raises UsageError."""
-    texts = {}
-    failed = {}
-    for part in choose_table(options).parts:
-        try:
-            texts[part.dataset] = load_prompts(part.dataset, options.prompts, part.n_prompts)
-        except UsageError as error:
-            if options.dataset or options.prompts:
-                raise
-            failed[part.dataset] = str(error)
-    if not failed:
-        return options, texts
-    texts[DATASETS[0]] = load_prompts(DATASETS[0], None)
-    first, *others = failed
-    left_out = f" (rows on {', '.join(others)} are left out)" * bool(others)
-    why = "; ".join(failed.values())
-    say(f"note: our own prompts stand in for {first}, beside no printed figure{left_out}: {why}")
-    return replace(options, unfetched=(*options.unfetched, *failed)), texts
-
-
-def require_same(previous: Results, now: Results) -> None:
-    """Raise UsageError if an interrupted table would go on under other conditions."""
-    changed = []
-    for name in sorted(previous.machine.keys() | now.machine.keys()):
-        before = previous.machine.get(name)
-        if before != now.machine.get(name):
-            changed.append(f"{name} was {before}")
-    for name in ("prompts", "columns", "sizes", "runs"):
-        if getattr(previous, name) != getattr(now, name):
-            changed.append(f"the {name} were others")
-    if changed:
-        raise UsageError(f"--resume would mix two conditions: {', '.join(changed)}")
-
-
-def choose_table(options: Options) -> Table:
-    """The table asked for, with the columns, datasets and sizes asked for. Raises UsageError."""
-    tables = TABLES | PRESETS
-    name = options.table
-    if name in NOT_HERE:
-        raise UsageError(f"--table {name} is not here: it needs {NOT_HERE[name]}")
-    if name not in tables:
-        raise UsageError(f"unknown table {name!r}; there are {', '.join(tables)}")
-    device = choose_device(options.device)
-    is_half = choose_dtype(options.dtype, device) != torch.float32
-    table = with_controls(tables[name], device.type == "cuda", is_half)
-    columns = choose_columns(options.columns, table.columns)
-    return replace(table, columns=columns, parts=choose_parts(table, options))
-
-
-def choose_columns(text: str | None, default: Sequence[str]) -> list[str]:
-    """Columns by name. Raises UsageError."""
-    columns = list(default) if text is None else split_list(text, "--columns")
-    require_columns(columns)
-    return columns
-
-
-def has_peers(runs: Sequence[Run]) -> bool:
-    return any(run.method in PEERS for run in runs)
-
-
-def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
-    """Raise UsageError for options that are wrong together."""
-    temperatures = table.sizes()["temperature"]
-    for value in temperatures:
-        if value or not any(temperatures):  # greedy texts beside sampled ones have no use for both
-            choose_sampling(value, options.top_p, options.seed, None, None)
-    if options.dataset and options.prompts:
-        raise UsageError("give either --dataset or --prompts")
-    if options.pair and (options.target or options.draft):
-        raise UsageError("give either --pair or --target and --draft")
-    if options.table == "steps" and runs:
-        raise UsageError("--table steps runs no methods")
-    if table.is_memory and is_launched():
-        raise UsageError(f"--table {options.table} is measured by one process")
-    if has_peers(runs):
-        if table.is_memory or any(temperatures):
-            raise UsageError(f"{', '.join(PEERS)} are measured for speed alone, at temperature 0")
-        require_transformers()
+def read_options(args: argparse.Namespace) -> Options:
+    """What decides a table's figures. Raises UsageError, naming the option that is wrong."""
+    try:
+        return convert(vars(args), "the options", Options)
+    except ForeignFile as error:
+        said, _, where = str(error).rpartition(" - at `$.")
+        option = where.strip("`").partition("[")[0].replace("_", "-")
+        raise UsageError(f"{said}, at --{option}") from error
 
 
 def choose_file(args: argparse.Namespace) -> Path:
@@ -332,58 +173,44 @@ def choose_file(args: argparse.Namespace) -> Path:
     return file
 
 
-def keep(file: Path, held: ExitStack) -> None:
-    """Keep a results file from every other run until `held` ends. Raises UsageError."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        held.enter_context(locked(file))
-    except BlockingIOError as error:
-        raise UsageError(f"{file} is being written by another run: let it end first") from error
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+@contextmanager
+def kept(file: Path) -> Iterator[None]:
+    """Keep a results file from every other run. Raises UsageError, before anything is measured."""
+    with ExitStack() as held:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(file))
+        except BlockingIOError as error:
+            raise UsageError(f"{file} is being written by another run: let it end first") from error
+        except OSError as error:
+            raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+        yield
 
 
-def warn_of_positions(pair: Pair, runs: Sequence[Run]) -> None:
-    """Say how long the longest text will be, if the target was not trained for that."""
-    lengths = [run.prompt_tokens + run.new_tokens for run in runs if run.window is None]
-    longest = max(lengths, default=0)
-    trained = pair.target.config.max_positions
-    if longest > trained:
-        say(f"warning: up to {longest} tokens, but the target was trained for {trained} positions")
+def progress(texts: Sequence) -> tqdm:
+    """These, and on stderr how far they are: on a terminal at once, else now and then."""
+    pace = {} if sys.stderr.isatty() else {"mininterval": LOG_S, "delay": LOG_S}
+    return tqdm(texts, leave=False, unit="text", **pace)
 
 
-def cut_all(table: Table, texts: dict[str, list[str]], pair: Pair) -> tuple[Prompts, dict]:
-    """The prompts' ids by dataset, of the texts by dataset; and for the results file whose they
-    are, how many, and what tells them from any others."""
-    prompts = {}
-    names = []
-    for part in table.parts:
-        own, name = choose_prompts(texts[part.dataset], pair, part)
-        prompts[part.dataset] = own
-        names.append(f"{len(own)} {name}" if len(table.parts) > 1 else name)
-    every = sum(prompts.values(), [])
-    sha256 = hashlib.sha256(repr(every).encode()).hexdigest()
-    return prompts, {"dataset": ", ".join(names), "n": len(every), "sha256": sha256}
+def show_table(results: Results, kind: str, file: Path, ranks: Ranks | None) -> None:
+    """Print what was measured, if anything was, and say how to go on with what lacks. kind: as
+    `show` has it. ranks: with whom the target was computed."""
+    if not results.is_begun:
+        return
+    show(results, kind)
+    again = ""
+    n_lacking = results.n_texts - len(results.records)
+    if n_lacking:
+        start = ["torchrun", "--nproc-per-node", str(ranks.count)] if ranks else ["python"]
+        command = shlex.join([*start, os.path.relpath(ROOT / "bench.py"), f"--resume={file}"])
+        again = f"; {n_lacking} texts are lacking; to go on: {command}"
+    say(f"results in {file}{again}")
 
 
-def choose_prompts(texts: list[str], pair: Pair, part: Part) -> tuple[list[list[int]], str]:
-    """The prompts as ids, as long as the longest run wants them; and what they are to be called.
-
-    Of several lengths each must be what it says, while a single one is the most: our own prompts
-    are then written on, of other texts only the long ones count. Says so, and if there are too few.
-    """
-    longest = max(part.prompt_tokens)
-    is_varied = len(part.prompt_tokens) > 1
-    is_own = part.dataset == DATASETS[0]
-    shortest = longest if is_varied and not is_own else 1
-    vocab_size = pair.target.config.vocab_size
-    prompts = cut_prompts(texts, pair.tokenizer, vocab_size, longest, part.n_prompts, shortest)
-    if len(prompts) < part.n_prompts:
-        enough = f" of {shortest} tokens or more" if shortest > 1 else ""
-        say(f"note: {part.dataset} has {len(prompts)} prompts{enough}, not {part.n_prompts}")
-    name = part.dataset
-    if is_varied and is_own and min(len(prompt) for prompt in prompts) < longest:
-        say(f"note: the target writes our own prompts on, to {longest} tokens")
-        prompts = lengthened(prompts, pair, longest)
-        name += ", written on by the target"
-    return prompts, name
+def show(results: Results, kind: str) -> None:
+    """Print the table; kind: text or markdown."""
+    if kind == "markdown":
+        print(markdown_report(results), flush=True)
+    else:
+        print(text_report(results, shutil.get_terminal_size().columns), flush=True)

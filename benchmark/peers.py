@@ -83,6 +83,7 @@ class Peers:
         logging.disable_progress_bar()
 
         self.device = pair.target.device
+        start = time.perf_counter()
 
         def load(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
             try:
@@ -99,12 +100,17 @@ class Peers:
 
         self.target = load(pair.target_folder, pair.target.dtype)
         self.draft = load(pair.draft_folder, pair.draft.dtype)
+        self.load_s = time.perf_counter() - start
 
     @torch.inference_mode()
-    def decode(self, name: str, prompt: list[int], max_new_tokens: int) -> list[Step]:
-        """Greedy Steps without trees; a speculative step's path is the ids it committed."""
+    def decode(
+        self, name: str, prompt: list[int], max_new_tokens: int, n_steps: int | None = None
+    ) -> list[Step]:
+        """Greedy Steps without trees; a speculative step's path is the ids it committed. n_steps:
+        so many tokens at most."""
         clock = Clock()
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "streamer": clock}
+        n_tokens = max_new_tokens if n_steps is None else min(n_steps, max_new_tokens)
+        options = {"max_new_tokens": n_tokens, "do_sample": False, "streamer": clock}
         if name == "hf-assisted":
             options["assistant_model"] = self.draft
         if name == "hf-lookup":

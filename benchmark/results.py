@@ -189,6 +189,23 @@ class Results:
         """Whether anything in it was measured."""
         return bool(self.records or self.step_times)
 
+    @property
+    def lacks_step_times(self) -> bool:
+        """Whether it is to have the times of single forwards, and has not."""
+        is_timed = self.table == "steps" or "predicted" in self.columns
+        return is_timed and not self.is_memory and not self.step_times
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every text is its reference's that had to be: a strict one, and in float32 any
+        but for near-ties."""
+        is_float32 = self.machine["dtype"] == "float32"
+        return not any(
+            row.run.is_strict or (is_float32 and not record["difference"]["is_tie"])
+            for row in self.rows()
+            for record, _ in row.differing()
+        )
+
     def rows(self) -> list["Row"]:
         """The runs that have records, in the table's order."""
         by_run: dict[str, Texts] = {run.label: {} for run in self.runs}

@@ -6,7 +6,7 @@ runs = choose_runs(TABLES["main"], Options(methods="ar,dynatree strict,linear wi
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmark.peers import PEERS
+from benchmark.peers import PEERS, Peers
 from benchmark.results import Options, Run
 from benchmark.tables import SYMBOLS, Part, Table
 from cli.compare import strict_reference
@@ -17,7 +17,7 @@ from draft_tree import Settings
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES
-from sampling import Sampling
+from sampling import GREEDY, Sampling
 
 # What a row may say beside its settings, as fields of Run
 WORDS = {"rebuild": {"commit": "rebuild"}, "strict": {"is_strict": True}}
@@ -101,6 +101,24 @@ def request_of(run: Run, pair: Pair, prompt: list[int], sampling: Sampling) -> R
         strict=run.is_strict,
         acceptance=run.acceptance,
     )
+
+
+def sampling_of(run: Run, top_p: float | None, seed: int) -> Sampling:
+    """How a run's text is chosen, and its draft's guesses."""
+    if not run.temperature and not run.draft_temperature:
+        return GREEDY
+    if not run.temperature or top_p is None:
+        top_p = 1.0
+    return Sampling(run.temperature, top_p, seed, run.draft_temperature, run.is_drawn)
+
+
+def load_seconds(run: Run, pair: Pair, peers: Peers | None) -> float:
+    """What loading took of what a run needs."""
+    if run.method in PEERS:
+        return peers.load_s
+    if settings_of(run).rule().max_depth > 0:
+        return pair.load_s["target"] + pair.load_s["draft"]
+    return pair.load_s["target"]
 
 
 def choose_runs(table: Table, options: Options) -> list[Run]:

@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def is_tie(self) -> bool:
-        return self.top2_gap is not None and self.top2_gap < TIE
+        return is_tie(self.top2_gap)
 
     @property
     def is_wrong(self) -> bool:
@@ -114,6 +114,11 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
         return found
     gap = top2_gap(request.pair, request.prompt + theirs[:at], request.window)
     return replace(found, top2_gap=gap)
+
+
+def is_tie(gap: float | None) -> bool:
+    """Whether rounding decides at a top-2 gap; None is not known."""
+    return gap is not None and gap < TIE
 
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:

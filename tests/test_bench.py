@@ -20,18 +20,16 @@ import torch
 from conftest import TINY, random_config, random_model, random_tensors
 
 import bench
-from bench import Bench, main
+from bench import Bench, Text, main
 from benchmark import enlarged
-from benchmark.counts import predict_text_ms
 from benchmark.memory import in_own_process, measure_memory
-from benchmark.options import open_table
+from benchmark.opening import open_table
 from benchmark.peers import PEERS, Peers, check_vocabularies
 from benchmark.report import table_cells
 from benchmark.results import Options, Results
 from benchmark.rows import choose_runs, parse_run
 from benchmark.step_times import StepTimes, measure_step_times, step_bytes
 from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
-from benchmark.writer import Text, Writer
 from cli import models
 from cli.errors import UsageError
 from cli.models import Pair
@@ -60,7 +58,7 @@ BRIEF = QUICK + ["--columns", "exact", "--methods", "ar,linear"]
 def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Single forwards are timed once; what is made of the times, more often, is tested apart."""
     quick = functools.partial(measure_step_times, n_rounds=1)
-    monkeypatch.setattr(bench, "measure_step_times", quick)
+    monkeypatch.setattr("benchmark.counts.measure_step_times", quick)
 
 
 def run_bench(capsys: Captured, file: Path, *arguments: str) -> tuple[Results, str]:
@@ -194,23 +192,6 @@ def test_what_ends_a_table_keeps_what_is_done(
     whole, _ = run_bench(capsys, tmp_path / "whole.json", *options)
     assert resumed.records[: n - 1] == done and texts(resumed) == texts(whole)
     assert main(words) == 0 and Results.load(file) == resumed, "nothing is measured again"
-
-
-def test_a_killed_table_leaves_a_whole_file(tmp_path: Path) -> None:
-    """Whenever it comes; another run goes on with it."""
-    file = tmp_path / "r.json"
-    command = [sys.executable, "bench.py", *BRIEF, "--repeats", "50", "--threads", "1"]
-    with subprocess.Popen([*command, "--output", str(file)], cwd=ROOT) as process:
-        while process.poll() is None and not file.exists():
-            time.sleep(0.01)
-        time.sleep(0.2)
-        process.kill()
-    content = json.loads(file.read_text())
-    assert 1 <= len(content["records"]) < 200
-    content["options"]["repeats"] = 1
-    content["records"] = content["records"][:3]
-    file.write_text(json.dumps(content))
-    assert main(["--resume", str(file)]) == 0 and len(Results.load(file).records) == 4
 
 
 def test_a_full_disk_keeps_the_file_and_shows_the_table(
@@ -422,6 +403,14 @@ def pair() -> Pair:
     return Pair(random_model(0), random_model(1), None, Path(), None, load_s)
 
 
+def bench_of(pair: Pair, *rows: str, prompt: list[int], n_new: int) -> Bench:
+    """A table of these rows on one prompt, with models that no command line opened."""
+    part = Part(rows, "own", prompt_tokens=(len(prompt),), new_tokens=(n_new,))
+    table = Table("", (), (part,))
+    results = Results("", [], Options(), {}, {}, table.sizes(), choose_runs(table, Options()))
+    return Bench(results, pair, {"own": [prompt]}, Path())
+
+
 def test_set_up_is_told_apart_by_what_a_method_needs(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,18 +418,18 @@ def test_set_up_is_told_apart_by_what_a_method_needs(
 
     class Repeating:
         def __init__(self, pair: Pair):
-            time.sleep(0.1)
+            self.load_s = 20.0
 
-        def decode(self, name: str, prompt: list[int], max_new_tokens: int) -> list[Step]:
-            return [Step([prompt[0]], verify_ms=1.0) for _ in range(max_new_tokens)]
+        def decode(self, name: str, prompt: list[int], n_new: int, n_steps: int | None) -> list:
+            return [Step([prompt[0]], verify_ms=1.0) for _ in range(n_steps or n_new)]
 
-    monkeypatch.setattr("benchmark.writer.Peers", Repeating)
-    part = Part(("ar", "linear", "hf-ar"), "own", prompt_tokens=(2,), new_tokens=(4,))
-    runs = choose_runs(Table("", (), (part,)), Options())
-    writer = Writer(pair, {"own": [[3, 1, 4]]}, Options())
-    setup_s = writer.warm_up(runs)
-    assert 0.1 <= setup_s["hf-ar"] < 50 <= setup_s["ar"] < 100 <= setup_s["linear"]
-    assert [step.tokens for step in writer.generate(Text(runs[2], 0, 0))] == [[3]] * 4
+    monkeypatch.setattr(bench, "Peers", Repeating)
+    table = bench_of(pair, "ar", "linear", "hf-ar", prompt=[3, 1], n_new=4)
+    table.warm_up()
+    setup_s = table.results.setup_s
+    assert 20 <= setup_s["hf-ar"] < 50 <= setup_s["ar"] < 100 <= setup_s["linear"]
+    record = table.measure(Text(table.results.runs[2], 0, 0))
+    assert record["token_ids"] == [3] * 4 and record["metrics"]["throughput"] == 1000
 
 
 def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:
@@ -474,18 +463,6 @@ def test_what_speedups_are_over() -> None:
     assert [run.reference for run in runs] == ["ar T=4"] * 3 + ["ar T=8"] * 3
     strict = choose_runs(TABLES["main"], Options(methods="ar", baseline="linear K=3 strict"))
     assert [run.label for run in strict] == ["ar", "ar strict rows=4", "linear K=3 strict"]
-
-
-def test_a_table_over_another_baseline(capsys: Captured, tmp_path: Path) -> None:
-    """It is one of the rows that are measured; the file tells which."""
-    file = tmp_path / "r.json"
-    options = ["--methods", "linear", "--baseline", "fixed D=2", "--columns", "speedup,exact"]
-    results, printed = run_bench(capsys, file, *QUICK, *options)
-    assert "x fixed D=2" in printed and "x ar" not in printed
-    cells = {row[0]: row[1:] for row in table_cells(results)[1]}
-    assert cells["fixed D=2"] == ["", "2/2"] and cells["ar"][1] == ""
-    assert cells["ar"][0] and cells["linear"][0] and cells["linear"][1] == "2/2"
-    assert main(["--resume", str(file)]) == 0
 
 
 def test_what_a_row_says_is_how_its_text_is_written(
@@ -581,7 +558,7 @@ def two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         return [f"{dataset} is what text {n} of it begins with, and so it goes on" for n in "abc"]
 
     monkeypatch.setitem(TABLES, "two", TWO_PARTS)
-    monkeypatch.setattr("benchmark.options.load_prompts", load)
+    monkeypatch.setattr("benchmark.opening.load_prompts", load)
 
 
 def test_a_table_of_two_datasets(two_parts: None, capsys: Captured, tmp_path: Path) -> None:
@@ -650,34 +627,29 @@ def test_predicted_time_is_the_forwards_alone() -> None:
 
 def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:
     """As it is stored: of a float32 model, numbers that float16 has take two bytes."""
-    hidden = 32
-    wide = 64
-    n_ids = 96
+    hidden, wide, n_ids = 32, 64, 96
     layer = (hidden + 1) * (3 * hidden + wide) + (hidden + wide + 1) * hidden
     head = (hidden + 1) * n_ids
-    cache = 2 * 2 * 10 * hidden  # keys and values, layers, tokens
-    model = random_model(0)
-    assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
-    model.pool.is_shaped = True  # then a cache has slots to spare, which no step reads
-    assert step_bytes(model, 10) == 4 * (2 * layer + head + cache)
+    cache = 4 * 2 * 2 * 10 * hidden  # bytes of keys and values, layers, tokens
+    assert step_bytes(random_model(0), 10) == 4 * (2 * layer + head) + cache
     tensors = {name: t.half().float() for name, t in random_tensors(random_config(), 0).items()}
     n_biases = 2 * (3 * hidden + wide + hidden) + n_ids
-    half = 2 * (2 * layer + head + n_biases) + 4 * cache
+    half = 2 * (2 * layer + head + n_biases) + cache
     assert step_bytes(FastGPTNeoX.from_tensors(random_config(), tensors), 10) == half
 
 
 def test_predicted_passes_are_padded_as_each_models_own_are(pair: Pair) -> None:
     """The draft's were padded as the target's. Here a forward takes a millisecond a row."""
-    run = replace(parse_run("linear K=2"), dataset="builtin", prompt_tokens=5, new_tokens=9)
-    times = StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0)
     pair.target.pool.min_rows = 4
     pair.draft.pool.min_rows = 16
-    writer = Writer(pair, {"builtin": [[3, 1, 4, 1, 5]]}, Options())
-    steps = writer.generate(Text(run, 0, 0))
+    table = bench_of(pair, "linear K=2", prompt=[3, 1, 4, 1, 5], n_new=9)
+    table.results.step_times = StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0)
+    text = Text(table.results.runs[1], 0, 0)
+    steps = table.write(text)
     rows = [n for step in steps for n in step.draft_rows]
     assert len(rows) > 4 and max(rows) < 16
     expected = 4 * (len(steps) - 1) + 16 * len(rows)
-    assert predict_text_ms(times, run, pair, steps) == pytest.approx(expected)
+    assert table.measure(text)["predicted_ms"] == pytest.approx(expected)
 
 
 # Peak memory

@@ -8,7 +8,7 @@ from pytest import MonkeyPatch
 
 from bench import main
 from benchmark.columns import COLUMNS
-from benchmark.options import PAIRS, check_options, choose_table, name_models
+from benchmark.opening import PAIRS, check_options, choose_table, name_models
 from benchmark.peers import PEERS
 from benchmark.report import table_cells
 from benchmark.results import Options, Results, Run
@@ -221,7 +221,7 @@ def offline(monkeypatch: MonkeyPatch, *unfetched: str) -> None:
             raise UsageError(f"{dataset} cannot be fetched")
         return [f"{dataset} is what text {n} of it begins with, and so it goes on" for n in "abc"]
 
-    monkeypatch.setattr("benchmark.options.load_prompts", load)
+    monkeypatch.setattr("benchmark.opening.load_prompts", load)
 
 
 BRIEF = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
