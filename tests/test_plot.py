@@ -180,7 +180,7 @@ def test_a_method_has_one_colour() -> None:
     found = draw(results_of(("ar", "dynatree", "dynatree W=5", "linear")))
     painted = [to_hex(bar.get_facecolor()).upper() for bar in found[""].axes[0].patches]
     assert len(set(painted)) == 3 and painted[1] == painted[2]
-    assert [axis.lines[-1].get_color() for axis in found["_position"].axes] == painted[1:]
+    assert [axis.lines[0].get_color() for axis in found["_position"].axes] == painted[1:]
     assert len({figures.METHOD_COLOURS[method] for method in METHODS}) == len(METHODS)
 
 
