@@ -6,43 +6,30 @@ import math
 import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import TINY, random_config, random_model, random_tensors
+from conftest import TINY, random_model
 
 import bench
 from bench import Bench, Text, main
 from benchmark import enlarged
-from benchmark.memory import in_own_process, measure_memory
 from benchmark.opening import open_table
-from benchmark.peers import PEERS, Peers, check_vocabularies
 from benchmark.report import table_cells
 from benchmark.results import Options, Results
-from benchmark.rows import choose_runs, parse_run
-from benchmark.step_times import StepTimes, measure_step_times, step_bytes
+from benchmark.rows import choose_runs, parse_run, request_of, sampling_of
+from benchmark.step_times import measure_step_times
 from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
-from cli import models
 from cli.errors import UsageError
 from cli.models import Pair
 from dynatree import Step
 from engine.checkpoint import read_config
 from engine.files import locked
 from engine.memory import OutOfMemory
-from engine.model import FastGPTNeoX
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
-from methods.acceptances import accept_by_block, accept_by_traversal
-from methods.static import Alone, Chain
-from sampling import GREEDY, accept_by_token
+from sampling import GREEDY, Sampling
 
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(bench.__file__).parent
@@ -305,37 +292,24 @@ def test_a_text_that_is_not_its_references(
         (["--methods", "hf-ar D=1"], "hf-ar takes no settings"),
         (["--methods", "fixed D=3 D=4"], "D=4: D is set twice"),
         (["--methods", "linear window=5"], "linear window=5: --window 5: 6 to 1635"),
-        (
-            ["--methods", "linear window=x"],
-            "'linear window=x': window=x: window takes",
-        ),
+        (["--methods", "linear window=x"], "'linear window=x': window=x: window takes"),
         (["--methods", "linear sinks=4"], "sinks=4: --sinks needs a --window"),
-        (["--baseline", "none"], "unknown method 'none'; there are ar, "),
+        (["--methods", "linear block"], "linear block: greedy text has one acceptance"),
+        (["--methods", "fixed block"], "fixed block: block is for chains"),
+        (["--methods", "linear block token"], "'linear block token' says something twice"),
         (["--baseline", " "], "unknown method ''"),
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),
         (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
-        (["--prompts", "none.txt"], "none.txt is not there"),
         (["--prompts", "none.txt", "--dataset", "wikitext2"], "either --dataset or --prompts"),
         (["--table", "prompt", "--prompts", LICENSE], "no prompt of 1000 tokens or more"),
         (["--new-tokens", "0"], "Expected `int` >= 1, at --new-tokens"),
         (["--new-tokens", "9" * 12], "these lower it: a 16-bit --dtype, fewer --new-tokens"),
-        (["--new-tokens", "ten"], "argument --new-tokens: invalid number value: 'ten'"),
         (["--prompt-tokens", "5,5"], "'5,5' names one twice"),
-        (["--temperature", "0,0"], "names one twice"),
         (["--seed", "1"], "--seed needs a --temperature above 0"),
-        (["--methods", "linear block"], "linear block: greedy text has one acceptance"),
-        (["--methods", "fixed block"], "fixed block: block is for chains"),
-        (["--methods", "linear block token"], "'linear block token' says something twice"),
-        (["--n-prompts", "0"], "Expected `int` >= 1, at --n-prompts"),
-        (["--repeats", "0"], "Expected `int` >= 1, at --repeats"),
         (["--table", "steps", "--methods", "ar"], "runs no methods"),
-        (["--table", "memory", "--methods", "hf-ar"], "measured for speed alone, at temperature 0"),
-        (["--peers", "--temperature", "1"], "hf-lookup are measured for speed alone"),
+        (["--peers", "--temperature", "1"], "measured for speed alone, at temperature 0"),
         (["--show", "none.json", "--repeats", "2"], "--repeats has no effect beside --show"),
-        (["--show", LICENSE], "not a results file"),
         (["--resume", "none.json"], "none.json is not there"),
-        (["--resume", "none.json", "--table", "steps"], "--table has no effect beside --resume"),
-        (["--tables", "--seed", "1"], "--seed has no effect beside --tables"),
     ],
 )
 def test_mistakes(
@@ -367,34 +341,6 @@ def test_peers_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     line = error_line(capsys, *QUICK, "--peers")
     assert "hf-ar, hf-assisted, hf-lookup need transformers: pip install transformers" in line
-
-
-def test_each_peer_asks_for_its_own_way() -> None:
-    """Of a model that only notes what it was asked for; all of them greedily."""
-    asked = []
-
-    def note(prompt: torch.Tensor, **options: object) -> None:
-        asked.append(options)
-
-    peers = SimpleNamespace(target=SimpleNamespace(generate=note), draft="draft", device="cpu")
-    for name in PEERS:
-        Peers.decode(peers, name, [3, 1], 4)
-    ways = []
-    for options in asked:
-        assert not options.pop("do_sample")
-        assert options.pop("max_new_tokens") == 4
-        del options["streamer"]
-        ways.append(options)
-    assert ways == [{}, {"assistant_model": "draft"}, {"prompt_lookup_num_tokens": 10}]
-
-
-def test_peers_of_several_vocabularies(pair: Pair) -> None:
-    """Pythia-12B with 70M ended in a traceback of transformers, after other rows were measured."""
-    check_vocabularies(list(PEERS), pair)
-    pair = replace(pair, draft=random_model(1, vocab_size=97))
-    check_vocabularies(["ar", "hf-ar", "hf-lookup"], pair)
-    with pytest.raises(UsageError, match="one vocabulary size, not 96 and 97; leave it out"):
-        check_vocabularies(list(PEERS), pair)
 
 
 @pytest.fixture
@@ -465,60 +411,33 @@ def test_what_speedups_are_over() -> None:
     assert [run.label for run in strict] == ["ar", "ar strict rows=4", "linear K=3 strict"]
 
 
-def test_what_a_row_says_is_how_its_text_is_written(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Strict or not, over a window, rebuilt, sampled and accepted: ar draws from no draft."""
-    real = models.generate
-    seen = set()
-    accepted_by = set()
+def test_what_a_row_says_is_how_its_text_is_written(pair: Pair) -> None:
+    """Strict or not, over a window, rebuilt, sampled and accepted."""
 
-    def generate(*args: object, **how: object) -> Iterator[Step]:
-        sampling = how["sampling"]
-        heat = (sampling.temperature, sampling.draft_temperature, sampling.is_drawn)
-        seen.add((args[3], how["strict"], how["window"], how["commit"], heat))
-        accepted_by.add((args[3], how["acceptance"]))
-        return real(*args, **how)
+    def written(row: str) -> tuple:
+        request = request_of(parse_run(row), pair, [3, 1], GREEDY)
+        return request.strict, request.window, request.commit, request.acceptance
 
-    monkeypatch.setattr(models, "generate", generate)
+    assert written("linear K=3") == (False, WHOLE_TEXT, "keep", None)
+    assert written("linear strict") == (True, WHOLE_TEXT, "keep", None)
+    assert written("linear window=16 sinks=2") == (False, Window(16, 2), "keep", None)
+    assert written("linear rebuild traversal") == (False, WHOLE_TEXT, "rebuild", "traversal")
+    hot = replace(parse_run("linear"), temperature=0.8, draft_temperature=0.6)
+    assert sampling_of(hot, 0.9, seed=7) == Sampling(0.8, 0.9, 7, 0.6, False)
+    drawn = replace(hot, temperature=0.0, is_drawn=True)
+    assert sampling_of(drawn, 0.9, seed=7) == Sampling(0.0, 1.0, 7, 0.6, True)
+    assert sampling_of(parse_run("linear"), None, seed=7) == GREEDY
+
+
+def test_rows_of_several_kinds_stand_in_one_table(capsys: Captured, tmp_path: Path) -> None:
+    """Each held against its own ar; predicted is what is written as forwards are timed, plainly."""
     options = ["--methods", "linear,linear strict,linear window=64 sinks=2,linear rebuild"]
     options += ["--columns", "speedup,predicted,exact", "--n-prompts", "1"]
-    results, printed = run_bench(capsys, tmp_path / "a.json", *QUICK, *options)
-    ar, linear, keep, greedy = Alone(), Chain(), "keep", (0.0, None, False)
-    assert seen == {
-        (ar, False, WHOLE_TEXT, keep, greedy),
-        (Alone(rows=8), True, WHOLE_TEXT, keep, greedy),
-        (ar, False, Window(64, 2), keep, greedy),
-        (linear, False, WHOLE_TEXT, keep, greedy),
-        (linear, True, WHOLE_TEXT, keep, greedy),
-        (linear, False, Window(64, 2), keep, greedy),
-        (linear, False, WHOLE_TEXT, "rebuild", greedy),
-    }
+    results, printed = run_bench(capsys, tmp_path / "r.json", *QUICK, *options)
     cells = {row[0]: row[1:] for row in table_cells(results)[1]}
     assert all(cells[label][2] == "1/1" for label in cells if label.startswith("linear"))
-    is_predicted = {label for label in cells if cells[label][1]}
-    assert is_predicted == {"linear", "linear rebuild"}, "forwards are timed plain"
+    assert {label for label in cells if cells[label][1]} == {"linear", "linear rebuild"}
     assert "A strict row is held" in printed and "A row over a window is held" in printed
-    seen.clear()
-    assert accepted_by == {(ar, None), (Alone(rows=8), None), (linear, None)}
-    accepted_by.clear()
-    options = ["--temperature", "0.8", "--columns", "exact"]
-    options += ["--methods", "linear,linear block,linear traversal"]
-    run_bench(capsys, tmp_path / "b.json", *QUICK, *options)
-    assert {(how[0], how[4]) for how in seen} == {
-        (ar, (0.8, None, False)),
-        (linear, (0.8, None, False)),
-    }
-    named = {(linear, accept_by_block), (linear, accept_by_traversal)}  # by default by block
-    assert accepted_by == {(ar, accept_by_token), *named}
-    seen.clear()
-    options = ["--table", "dyspec-1", "--dataset", "builtin", "--methods", "linear"]
-    options += ["--temperature", "0,0.8"]
-    results, printed = run_bench(capsys, tmp_path / "c.json", *QUICK, *options)
-    drawn = {(linear, (0.0, 0.6, True)), (linear, (0.8, 0.6, False))}
-    assert {(how[0], how[4]) for how in seen} == {(ar, greedy), (ar, (0.8, None, False)), *drawn}
-    said = "temperature 0.0 / 0.8 (draft 0.6, greedy guesses drawn)"
-    assert said in " ".join(printed.split())
 
 
 def test_the_enlarged_pair_is_made_once(
@@ -580,15 +499,17 @@ def test_a_table_of_two_datasets(two_parts: None, capsys: Captured, tmp_path: Pa
     assert Results.load(file).records == results.records
 
 
-def test_which_parts_a_dataset_keeps() -> None:
-    first, second = TWO_PARTS.parts
-    for asked, kept in [
-        ({}, (first, second)),
-        ({"dataset": "wikitext2"}, (second,)),
-        ({"dataset": "pg19"}, (replace(first, dataset="pg19"),)),
-        ({"prompts": "a/b.txt"}, (replace(first, dataset="b.txt"),)),
-    ]:
-        assert choose_parts(TWO_PARTS, Options(**asked)) == kept
+@pytest.mark.parametrize(
+    ("asked", "part", "dataset"),
+    [
+        ({"dataset": "wikitext2"}, 1, "wikitext2"),
+        ({"dataset": "pg19"}, 0, "pg19"),
+        ({"prompts": "a/b.txt"}, 0, "b.txt"),
+    ],
+)
+def test_which_part_a_dataset_keeps(asked: dict, part: int, dataset: str) -> None:
+    kept = choose_parts(TWO_PARTS, Options(**asked))
+    assert kept == (replace(TWO_PARTS.parts[part], dataset=dataset),)
 
 
 def test_notes_before_a_table(capsys: Captured, tmp_path: Path) -> None:
@@ -613,110 +534,3 @@ def test_what_can_be_asked_for_is_listed(capsys: Captured) -> None:
     assert main(["--tables"]) == 0
     listed = capsys.readouterr().out
     assert all(f"\n  {name} " in listed for name in ("ablation", "v2-1", "dyspec-5", "predicted"))
-
-
-# Single forwards
-
-
-def test_predicted_time_is_the_forwards_alone() -> None:
-    """Between two widths that were measured, and past the last, on the line through two of them."""
-    times = StepTimes(200, [1, 2, 4], [10.0, 20.0, 30.0], [1.0, 2.0, 3.0], 0, 0, 1.0)
-    assert times.predict_ms({1: 3, 2: 1}, {3: 2}) == 3 * 1.0 + 2.0 + 2 * 25.0
-    assert times.predict_ms({}, {8: 1}) == 50.0
-
-
-def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:
-    """As it is stored: of a float32 model, numbers that float16 has take two bytes."""
-    hidden, wide, n_ids = 32, 64, 96
-    layer = (hidden + 1) * (3 * hidden + wide) + (hidden + wide + 1) * hidden
-    head = (hidden + 1) * n_ids
-    cache = 4 * 2 * 2 * 10 * hidden  # bytes of keys and values, layers, tokens
-    assert step_bytes(random_model(0), 10) == 4 * (2 * layer + head) + cache
-    tensors = {name: t.half().float() for name, t in random_tensors(random_config(), 0).items()}
-    n_biases = 2 * (3 * hidden + wide + hidden) + n_ids
-    half = 2 * (2 * layer + head + n_biases) + cache
-    assert step_bytes(FastGPTNeoX.from_tensors(random_config(), tensors), 10) == half
-
-
-def test_predicted_passes_are_padded_as_each_models_own_are(pair: Pair) -> None:
-    """The draft's were padded as the target's. Here a forward takes a millisecond a row."""
-    pair.target.pool.min_rows = 4
-    pair.draft.pool.min_rows = 16
-    table = bench_of(pair, "linear K=2", prompt=[3, 1, 4, 1, 5], n_new=9)
-    table.results.step_times = StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0)
-    text = Text(table.results.runs[1], 0, 0)
-    steps = table.write(text)
-    rows = [n for step in steps for n in step.draft_rows]
-    assert len(rows) > 4 and max(rows) < 16
-    expected = 4 * (len(steps) - 1) + 16 * len(rows)
-    assert table.measure(text)["predicted_ms"] == pytest.approx(expected)
-
-
-# Peak memory
-
-
-def kill_oneself() -> dict:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_measured_process_that_is_killed() -> None:
-    with pytest.raises(OutOfMemory, match="was killed"):
-        in_own_process(kill_oneself)
-
-
-def sleep_long(file: Path) -> dict:
-    """Tell one's own number, and that Ctrl-C is not for this process."""
-    os.kill(os.getpid(), signal.SIGINT)
-    file.write_text(str(os.getpid()))
-    time.sleep(60)
-    return {}
-
-
-def is_running(number: int) -> bool:
-    """Whether there is such a process that has not ended."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{number}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_measured_process_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
-    """Whatever ends that: SIGTERM left it behind, at work for minutes."""
-    file = tmp_path / "number"
-    code = "from pathlib import Path; import signal\n"
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # behind & it is ignored
-    code += "from test_bench import sleep_long, in_own_process\n"
-    code += f"in_own_process(sleep_long, Path({str(file)!r}))"
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    pipe = subprocess.DEVNULL
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=pipe) as parent:
-        while parent.poll() is None and not (file.exists() and file.read_text()):
-            time.sleep(0.01)
-        child = int(file.read_text())
-        assert is_running(child)
-        parent.send_signal(number)
-    deadline = time.monotonic() + 300
-    while is_running(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_running(child)
-
-
-def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strict, over a window, without a draft; the floor of a window has the cache that it fills,
-    however long the text."""
-    real = models.generate
-    seen = []
-
-    def generate(*args: object, **how: object) -> Iterator[Step]:
-        seen.append((args[1] is not None, args[3], how["strict"], how["window"]))
-        return real(*args, **how)
-
-    monkeypatch.setattr(models, "generate", generate)
-    floors = []
-    for text, n in (("ar window=8", 20), ("ar window=8", 40), ("linear strict", 3)):
-        run = replace(parse_run(text), new_tokens=n)
-        floors.append(measure_memory(Options(), run, [3, 1, 4], GREEDY, 0)["metrics"]["floor_mb"])
-    assert floors[0] == floors[1] < floors[2]
-    assert seen[1:] == [(False, Alone(), False, Window(8, 4)), (True, Chain(), True, WHOLE_TEXT)]

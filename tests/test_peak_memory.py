@@ -1,0 +1,90 @@
+"""Claim: peak memory is of one text alone, in a process that ends with its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from benchmark.memory import in_own_process, measure_memory
+from benchmark.results import Options
+from benchmark.rows import parse_run
+from cli import models
+from dynatree import Step
+from engine.memory import OutOfMemory
+from engine.streaming import WHOLE_TEXT, Window
+from methods.static import Alone, Chain
+from sampling import GREEDY
+
+
+def kill_oneself() -> dict:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_measured_process_that_is_killed() -> None:
+    with pytest.raises(OutOfMemory, match="was killed"):
+        in_own_process(kill_oneself)
+
+
+def sleep_long(file: Path) -> dict:
+    """Tell one's own number, and that Ctrl-C is not for this process."""
+    os.kill(os.getpid(), signal.SIGINT)
+    file.write_text(str(os.getpid()))
+    time.sleep(60)
+    return {}
+
+
+def is_running(number: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{number}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_measured_process_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
+    """Whatever ends that: SIGTERM left it behind, at work for minutes."""
+    file = tmp_path / "number"
+    code = "from pathlib import Path; import signal\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # behind & it is ignored
+    code += "from test_peak_memory import sleep_long, in_own_process\n"
+    code += f"in_own_process(sleep_long, Path({str(file)!r}))"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    pipe = subprocess.DEVNULL
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=pipe) as parent:
+        while parent.poll() is None and not (file.exists() and file.read_text()):
+            time.sleep(0.01)
+        child = int(file.read_text())
+        assert is_running(child)
+        parent.send_signal(number)
+    deadline = time.monotonic() + 300
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(child)
+
+
+def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strict, over a window, without a draft; the floor of a window has the cache that it fills,
+    however long the text."""
+    real = models.generate
+    seen = []
+
+    def generate(*args: object, **how: object) -> Iterator[Step]:
+        seen.append((args[1] is not None, args[3], how["strict"], how["window"]))
+        return real(*args, **how)
+
+    monkeypatch.setattr(models, "generate", generate)
+    floors = []
+    for text, n in (("ar window=8", 20), ("ar window=8", 40), ("linear strict", 3)):
+        run = replace(parse_run(text), new_tokens=n)
+        floors.append(measure_memory(Options(), run, [3, 1, 4], GREEDY, 0)["metrics"]["floor_mb"])
+    assert floors[0] == floors[1] < floors[2]
+    assert seen[1:] == [(False, Alone(), False, Window(8, 4)), (True, Chain(), True, WHOLE_TEXT)]
