@@ -68,7 +68,6 @@ class Options:
     draft_dtype: str | None = None
     threads: int | None = None
     no_graphs: bool = False
-    kernels: bool = False
 
 
 @dataclass(frozen=True)

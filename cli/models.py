@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -111,14 +110,6 @@ def set_threads(n: int | None, device: torch.device) -> None:
     torch.set_num_threads(n)
 
 
-def require_kernels(option: str, device: torch.device) -> None:
-    """Raise UsageError, naming who asks, where engine/kernels.py cannot run."""
-    if device.type != "cuda":
-        raise UsageError(f"{option} has no effect on {device}: only cuda has kernels")
-    if find_spec("triton") is None:
-        raise UsageError(f"{option} needs triton; pip install -r requirements-kernels.txt")
-
-
 @dataclass(frozen=True)
 class Pair:
     """A target, the tokenizer, and a draft unless the method needs none."""
@@ -146,21 +137,6 @@ class Pair:
         """CUDA graphs so far, and the seconds they took."""
         pools = [model.pool for model in self.models if is_fast(model)]
         return sum(pool.n_graphs for pool in pools), sum(pool.capture_s for pool in pools)
-
-    def use_graphs(self, has_graphs: bool) -> None:
-        """Whether passes are replayed as CUDA graphs, as they are by default on CUDA."""
-        for model in self.models:
-            model.pool.has_graphs = has_graphs and model.pool.is_shaped
-
-    def use_kernels(self, has_kernels: bool) -> None:
-        """Whether engine/kernels.py computes the passes. Raises UsageError for models that it does
-        not know."""
-        for model in self.models:
-            if has_kernels and not model.config.is_parallel:
-                raise UsageError("kernels are for models that add attention and MLP together")
-            if has_kernels and model.share.count > 1:
-                raise UsageError("kernels are for a model that is not split over ranks")
-            model.pool.has_kernels = has_kernels
 
 
 Opened = tuple[Pair, dict[str, str | int | None]]  # and what to report of it
@@ -284,8 +260,6 @@ def open_pair(
         raise UsageError("--target also needs --draft: the method drafts")
     if args.no_graphs and device.type != "cuda":
         raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
-    if args.kernels:
-        require_kernels("--kernels", device)
     target, draft = default_models(device)
     target = args.target or target
     draft = (args.draft or draft) if is_drafting else None
@@ -299,9 +273,8 @@ def open_pair(
             say(f"note: this processor has no {dtype_name(each)} instructions: it will be slow")
     pair = load_pair(target, draft, device, dtype, draft_dtype, say, ranks, is_plain)
     if args.no_graphs:
-        pair.use_graphs(False)
-    if args.kernels:
-        pair.use_kernels(True)
+        for model in pair.models:
+            model.pool.has_graphs = False
     gc.freeze()  # what is there by now stays: no collection looks through it again
     return pair, found | {"threads": torch.get_num_threads()}
 

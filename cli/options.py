@@ -37,7 +37,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--draft-dtype", metavar="DTYPE", help=own)
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
     add("--no-graphs", action="store_true", help="on cuda, launch every kernel by itself")
-    add("--kernels", action="store_true", help="on cuda, small kernels in Triton (unmeasured)")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

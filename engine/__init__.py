@@ -5,7 +5,6 @@ decoding      the loop with what stands between its steps: memory, windows, stri
 checkpoint    config.json and safetensors: checked, loaded
 hub           finding a checkpoint: a folder, or fetched from the hub
 fused         the layers of a loaded model, replaced by fast ones
-kernels       the same in Triton, on CUDA where it is asked for
 products      products with matrices, packed for passes of a few rows
 passes        the mask as numbers, and passes that are padded
 cuda_graphs   passes of a few fixed shapes: captured, replayed

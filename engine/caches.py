@@ -55,7 +55,6 @@ class CachePool:
         self.is_shaped = device.type == "cuda"
         self.share = share
         self.has_graphs = self.is_shaped
-        self.has_kernels = False  # what is strict has none
         self.min_rows = min_rows  # of every pass, padded
         self.steady: dict[str, int | None] = {}  # what steady_rows found, once it is known
         self.even: dict[int, bool] = {}  # what is_even found, by rows
@@ -73,8 +72,7 @@ class CachePool:
         if use.is_strict:
             steady = self.steady_rows(model)
             min_rows = steady or self.even_rows(model, max(use.n_rows, min_rows))
-        has_kernels = self.has_kernels and not use.is_strict
-        return use._replace(min_rows=min_rows, has_kernels=has_kernels)
+        return use._replace(min_rows=min_rows)
 
     def steady_rows(self, model: nn.Module) -> int | None:
         """From how many rows on a row's bits are the same in each pass; None: only at one count."""

@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
     start: Tensor  # [1] int64, the first slot to write
     last: Tensor  # [1] int64, the last committed slot, -1 if there is none
     seen: Tensor  # engine.strict's near slots, [n, NEAR] int64; or [n, 1 + s + 1]: of what is
-    # committed, of s slots above it, of all others, 0 or -inf, or for our own kernels bool
+    # committed, of s slots above it, of all others, 0 or -inf
 
 
 class Shape(NamedTuple):
@@ -77,7 +77,6 @@ class Shape(NamedTuple):
     n_slots: int  # that it may see
     n_scratch: int  # of these those above the committed ones, of which a mask may speak
     is_strict: bool = False
-    has_kernels: bool = False
     n_ids: int = sys.maxsize  # of the vocabulary
     ranking: Ranking = Ranking()
 
@@ -88,7 +87,7 @@ class Shape(NamedTuple):
         return self.n_rows * (2 + n_near) + 2
 
     def n_bytes(self, dtype: torch.dtype) -> int:
-        """Of its inputs, if a mask is of this dtype, or of bool."""
+        """Of its inputs, if a mask is of this dtype."""
         n_seen = 0 if self.is_strict else self.n_scratch + 2
         return 8 * self.n_words + self.n_rows * n_seen * dtype.itemsize
 
@@ -99,7 +98,6 @@ class Shape(NamedTuple):
         tokens, positions, start, last, near = words.split((n, n, 1, 1, len(words) - 2 * n - 2))
         if self.is_strict:
             return Inputs(tokens, positions, start, last, near.view(n, NEAR))
-        dtype = torch.bool if self.has_kernels else dtype
         seen = buffer[8 * self.n_words : self.n_bytes(dtype)].view(dtype)
         return Inputs(tokens, positions, start, last, seen.view(n, self.n_scratch + 2))
 
@@ -185,11 +183,9 @@ class ShapedPasses:
             inputs.seen[:n] = near_slots(positions, mask, length)
         else:
             end = 1 + mask.shape[1]
-            is_seen, is_not = (True, False) if shape.has_kernels else (0.0, -torch.inf)
-            inputs.seen.fill_(is_seen)
-            inputs.seen[:n, 1:end].masked_fill_(~mask, is_not)
-            inputs.seen[:n, end:] = is_not
-            inputs.seen[:, -1] = is_not
+            inputs.seen[:n, 1:end].masked_fill_(~mask, -torch.inf)  # 0 elsewhere so far
+            inputs.seen[:n, end:] = -torch.inf
+            inputs.seen[:, -1] = -torch.inf
         self.buffer[:n_bytes].copy_(staged, non_blocking=True)
         if self.is_up:
             self.is_up.record()
@@ -210,7 +206,7 @@ class ShapedPasses:
         if not shape.ranking.is_read:
             return None
         logits = self.logits[: shape.n_rows, : shape.n_ids]
-        return rank(logits, shape.ranking, shape.has_kernels)
+        return rank(logits, shape.ranking)
 
     def read(self, ranked: Tensor) -> Tensor:
         """The same on the host, by one copy."""
@@ -273,8 +269,7 @@ def shape_of(n_rows: int, n_slots: int, use: Use) -> Shape:
     n_scratch = use.n_scratch
     n_scratch = row_count(n_scratch) if n_scratch <= ROW_COUNTS[-1] else slot_count(n_scratch)
     n_scratch = min(n_scratch, n_slots)
-    wanted = (use.is_strict, use.has_kernels, use.n_ids, ranking)
-    return Shape(n_rows, n_slots, n_scratch, *wanted)
+    return Shape(n_rows, n_slots, n_scratch, use.is_strict, use.n_ids, ranking)
 
 
 class Captured(NamedTuple):

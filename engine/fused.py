@@ -90,8 +90,7 @@ class FusedTransformer(nn.Module):
     """The same call as gpt_neox.Transformer's, without gradients and batches.
 
     start: also slots [n] int64 to write, where their number must not shape the pass. bias: also a
-    Sight, where the result is to be the same bit for bit wherever a row's ancestors lie; or with
-    slots what each row sees, [n, S] bool: then kernels of our own compute the pass.
+    Sight, where the result is to be the same bit for bit wherever a row's ancestors lie.
     """
 
     def __init__(self, plain: nn.Module, share: Share):
@@ -106,14 +105,9 @@ class FusedTransformer(nn.Module):
         self, tokens: Tensor, turns: Tensor, kv: Tensor, start: int | Tensor, bias: Tensor | Sight
     ) -> Tensor:
         x = self.share.embed(tokens, self.embed_in.weight)  # [n, hidden], added to in place
-        if isinstance(bias, Tensor) and bias.dtype == torch.bool:
-            from engine.kernels import run_layers  # here, as most machines have no triton
-
-            x = run_layers(self, x, turns, kv, start, bias)
-        else:
-            for layer, past in zip(self.layers, kv.unbind(1), strict=True):
-                x = layer(x, turns, past, start, bias)
-            x = self.final_layer_norm(x)
+        for layer, past in zip(self.layers, kv.unbind(1), strict=True):
+            x = layer(x, turns, past, start, bias)
+        x = self.final_layer_norm(x)
         if self.mark:
             has_overflowed = written(kv, start, len(x)).abs().amax(dim=(0, 1, 2, 4)) == self.mark
             x = x.masked_fill(has_overflowed[:, None], torch.nan)

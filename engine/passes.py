@@ -50,7 +50,6 @@ class Use(NamedTuple):
     n_ids: int = sys.maxsize  # of the vocabulary, the first so many count
     ranking: Ranking = Ranking()  # what is wanted of each row
     is_strict: bool = False  # each row's bits are to depend on its position and its keys alone
-    has_kernels: bool = False  # engine/kernels.py computes what torch does else
     window: Window = WHOLE_TEXT  # what of the text is kept
     is_rebuilt: bool = False  # what is committed is run again, as the paper does (section 3.5)
 

@@ -121,17 +121,13 @@ def maxima(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
     return found, ids
 
 
-def rank(logits: Tensor, ranking: Ranking, has_kernels: bool = False) -> Tensor:
+def rank(logits: Tensor, ranking: Ranking) -> Tensor:
     """float32 [n, 2 + 2 k]: the highest value, its id, of equals the first, then k values and their
     ids.
 
-    Ids travel as float32, too, which is exact below 2^24. has_kernels: by those of our own.
+    Ids travel as float32, too, which is exact below 2^24.
     """
     k = min(ranking.k, logits.shape[1])
-    if has_kernels:
-        from engine import kernels  # here, as most machines have no triton
-
-        return kernels.rank(tempered(logits, ranking.temperature), k, ranking.are_logprobs)
     values = values_of(logits, ranking)
     if k > FEW:  # topk does not say which of equals it takes
         few = [*few_best(values, 1), values.topk(k)]

@@ -19,18 +19,15 @@ from conftest import (
     error_line,
     pretend_one_gpu,
     random_config,
-    random_model,
     random_tensors,
     write_checkpoint,
 )
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from cli.errors import UsageError, say, shown
+from cli.errors import say, shown
 from cli.main import main
-from cli.models import Pair, encode, load_tokenizer
-from engine.passes import Use
-from engine.shares import Share
+from cli.models import encode, load_tokenizer
 
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
@@ -78,7 +75,6 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --device cuda:x", "cuda:N"),
     (A + " --device cuda", "--device cpu"),
     (A + " --device cpu --no-graphs", "only cuda has graphs"),
-    (A + " --device cpu --kernels", "only cuda has kernels"),
     (A + " --plain --strict", "--plain: the plain model knows nothing of --strict"),
     (A + " --plain --window 64", "nothing of --window"),
     (A + " --plain --commit rebuild", "nothing of --commit rebuild"),
@@ -166,26 +162,6 @@ def test_what_a_gpu_has_not(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -
     for option in ("--dtype", "--draft-dtype"):
         line = error_line(capsys, main, ["--prompt", "a", option, "bfloat16"])
         assert f"{option} bfloat16: Pretended GPU has none" in line
-    monkeypatch.setattr("cli.models.find_spec", lambda name: None)
-    assert "--kernels needs triton; pip" in error_line(capsys, main, ["--prompt", "a", "--kernels"])
-
-
-def test_models_that_kernels_do_not_know() -> None:
-    """And those that they know have them only when asked for."""
-    split = random_model(0)
-    split.share = Share(0, 2)
-    for target, told in ((random_model(0, is_parallel=False), "together"), (split, "over ranks")):
-        pair = Pair(target, None, None, TINY, None, {})
-        with pytest.raises(UsageError, match=told):
-            pair.use_kernels(True)
-        pair.use_kernels(False)
-    pair = Pair(random_model(0), random_model(1), None, TINY, TINY, {})
-    for has_kernels in (False, True, False):
-        assert {model.pool.has_kernels for model in pair.models} == {False}
-        pair.use_kernels(has_kernels)
-        uses = [model.pool.settle(Use(), model) for model in pair.models]
-        assert {use.has_kernels for use in uses} == {has_kernels}
-        pair.use_kernels(False)
 
 
 def plant_nan(file: Path) -> None:
