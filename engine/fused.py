@@ -38,8 +38,6 @@ from engine.strict import Sight, attend_by_position
 from gpt_neox import ACTIVATIONS, Config
 
 LARGE_LAYER = 2**23  # bytes from which it is worth asking how memory lies
-CHUNK = 256  # slots
-LONG = 1024  # slots from which attention reads chunks of them side by side (by estimate)
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], share: Share = WHOLE) -> None:
@@ -274,34 +272,11 @@ class Head(nn.Module):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Softmax attention [H, n, D] of q [H, n, D] over k, v [H, S, D]; bias: [n, S], 0 or -inf."""
-    if q.device.type == "cpu" and q.dtype == torch.float32:  # no slower at any size (measured)
+    is_plain = q.device.type == "cpu" and q.dtype == torch.float32
+    if is_plain and q.shape[1] < ROW_COUNTS[-1]:  # of one row in 4/5 of the time, of 512 in twice
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
         return torch.bmm(scores.softmax(-1), v)  # [H, n, S] times [H, S, D]
-    n_slots = bias.shape[1]
-    if q.is_cuda and len(q[0]) <= ROW_COUNTS[-1] and n_slots >= LONG and n_slots % CHUNK == 0:
-        return attend_in_chunks(q, k, v, bias)
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias)[0]
-
-
-def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """The same where few rows see many slots, which CUDA's attention has a head read one after the
-    other: chunks of slots side by side, and their results weighed by the sums of their exponents.
-    """
-    n_chunks = bias.shape[1] // CHUNK
-    keys, values = (each.unflatten(1, (n_chunks, CHUNK)).transpose(0, 1) for each in (k, v))
-    biases = bias.unflatten(1, (n_chunks, CHUNK)).transpose(0, 1).unsqueeze(1)  # [c, 1, n, CHUNK]
-    attended, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q.expand(n_chunks, *q.shape),
-        keys,
-        values,
-        biases.expand(-1, len(q), -1, -1),
-        compute_log_sumexp=True,
-    )  # [c, H, n, D] and [c, H, n or more]
-    lse = lse[:, :, : q.shape[1]]
-    # Where a row sees nothing of a chunk, whatever both are there
-    lse = lse.where(lse.isfinite(), -torch.inf)
-    weights = lse.softmax(dim=0).unsqueeze(-1)  # nan if it is so in all: the row overflowed
-    return (attended.masked_fill(weights == 0, 0.0) * weights).sum(dim=0).to(q.dtype)
 
 
 def gelu(x: Tensor, approximate: str, out: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .dispatch import STAND_INS, Operation, run
+from .dispatch import Operation, run
 from .tensors import CudaTensor
 from .timeline import project_line
 
@@ -30,24 +30,6 @@ def scaled_dot_product_attention(
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         raise RuntimeError("Expected attn_mask dtype to be bool or to match query dtype")
     return run(host_attention, choose(*given), given, options)
-
-
-def efficient_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, compute_log_sumexp: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What torch's own operation of that name gives: [.., n, D]; the log of each row's sum of
-    exponents in float32, of rows in multiples of 32; a seed and an offset. What it has for a row
-    that sees nothing is not said anywhere, so here it is nan."""
-    assert compute_log_sumexp
-    scores = query.float() @ key.float().mT * query.shape[-1] ** -0.5 + bias.float()
-    lse = scores.logsumexp(dim=-1).masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)
-    attended = (scores - lse.unsqueeze(-1)).exp() @ value.float()
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-    return attended.to(query.dtype), lse, torch.tensor(0), torch.tensor(0)
-
-
-EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
-STAND_INS[EFFICIENT] = efficient_attention
 
 
 def fused_sdp_choice(
