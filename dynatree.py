@@ -22,13 +22,24 @@ if __name__ == "__main__":
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy
 import torch
 
-from draft_tree import MAX_ROWS, Candidates, DynaTree, Rule, Settings, Tree, Watcher, grow, lone
+from draft_tree import (
+    MAX_ROWS,
+    Candidates,
+    Draft,
+    DynaTree,
+    Rule,
+    Settings,
+    Tree,
+    Watcher,
+    grow,
+    lone,
+)
 from gpt_neox import KVCache, Model, Scores
 from sampling import GREEDY, Acceptance, Sampler, Sampling, accept_by_token
 from verify import NonFiniteLogits, accept, cut, tree_pass
@@ -57,24 +68,39 @@ class Step:
         return len(self.tree) - 1 if self.tree else 0
 
 
+class Stopwatch:
+    """Milliseconds `with` it."""
+
+    ms = 0.0
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.ms += (time.perf_counter() - self.began) * 1e3
+
+    def around(self, draft: Draft) -> Draft:
+        """The same, but that each call is timed."""
+
+        def timed(tokens: list[int], parents: list[int] | None) -> Candidates:
+            with self:
+                return draft(tokens, parents)
+
+        return timed
+
+
 class Clock:
-    """Milliseconds of a step by part, all of it the host's: what a pass says is read with it, so a
-    device has come to its end. What passes between two steps is in neither."""
+    """Milliseconds of one step by part, all of it the host's: what a pass says is read with it, so
+    a device has come to its end. What passes between two steps is in none."""
 
     def __init__(self) -> None:
+        self.drafting, self.verifying = Stopwatch(), Stopwatch()
         self.restart()
 
     def restart(self) -> None:
         """A step begins."""
         self.began = time.perf_counter()
-        self.parts = {"draft_ms": 0.0, "verify_ms": 0.0}
-
-    @contextmanager
-    def time(self, part: str) -> Iterator[None]:
-        """What happens meanwhile belongs to this part."""
-        began = time.perf_counter()
-        yield
-        self.parts[part] += (time.perf_counter() - began) * 1e3
+        self.drafting.ms = self.verifying.ms = 0.0
 
     def ms(self) -> float:
         """All that has passed since the step began."""
@@ -82,7 +108,8 @@ class Clock:
 
     def times(self) -> dict[str, float]:
         """The same by part, as a Step has them."""
-        return self.parts | {"other_ms": self.ms() - sum(self.parts.values())}
+        parts = {"draft_ms": self.drafting.ms, "verify_ms": self.verifying.ms}
+        return parts | {"other_ms": self.ms() - sum(parts.values())}
 
 
 class Drafter:
@@ -216,13 +243,13 @@ def generate(
     acceptance = acceptance or rule.acceptance or accept_by_token
     left = max_new_tokens
     clock = Clock()
-    run = clock.time("draft_ms")(drafter.draft)  # as a decorator: each of its calls
+    draft_level = clock.drafting.around(drafter.draft)
     with ExitStack() as at_end:
         cache = at_end.enter_context(target.new_cache(len(prompt) + left + rule.max_rows))
         drafter.start(prompt, left, rule, sampler, cache)
         at_end.callback(drafter.end)
         rule.start(list(prompt))
-        with clock.time("verify_ms"):
+        with clock.verifying:
             scores = target.prefill(prompt, cache, reader(rule))
         tree = lone(prompt[-1])
         path, tokens = accept(tree, scores, sampler, acceptance)
@@ -239,12 +266,12 @@ def generate(
             clock.restart()
             # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
             max_depth = min(left, cache.most) - 1
-            tree = grow(rule, root, run, max_depth, watcher)
+            tree = grow(rule, root, draft_level, max_depth, watcher)
             draft_rows = drafter.rows
             # 2 mask and positions: a node sees what is above it and stands at its depth
             ids, positions, mask = tree_pass(tree, cache.length)
             # 3 verify: one target pass over the whole tree
-            with clock.time("verify_ms"):
+            with clock.verifying:
                 scores = target.forward(ids, positions, cache, mask)  # of N rows
             # 4 accept: the path on which the target agrees, then the bonus token
             path, tokens = accept(tree, scores, sampler, acceptance)
@@ -254,7 +281,7 @@ def generate(
                 rule.read(tree.tokens, scores.best(rule.n_read))
             # 5 commit: the accepted rows stay in both caches, the rest is forgotten
             drafter.commit(tree, path, tokens, scores)
-            with clock.time("verify_ms"):
+            with clock.verifying:
                 cache.commit(path)
             # 6 adapt
             rule.adapt(tree, path, clock.ms())

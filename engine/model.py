@@ -32,6 +32,7 @@ class FastCache(KVCache):
     def __init__(self, model: "FastGPTNeoX", storage: Storage, capacity: int, use: Use):
         super().__init__(storage.kv, storage.turns, capacity)
         self.model, self.storage, self.use = model, storage, use
+        self.full = use.window.full  # tokens at which the window drops some
         self.passes = storage.passes  # that are padded or have fixed shapes; None: as they come
         self.scratch = torch.empty(0, dtype=torch.int64)  # tokens of the rows that ran last
 
@@ -41,7 +42,7 @@ class FastCache(KVCache):
     @property
     def until_drop(self) -> int:
         """How many tokens may be committed before the window drops some, at least 1."""
-        return self.use.window.full - self.length
+        return self.full - self.length
 
     @property
     def most(self) -> int:
