@@ -105,17 +105,20 @@ class Level(NamedTuple):
     """What a rule sees: the rows the draft has just run, and their k candidates, in order.
 
     Log-probabilities are of the distribution that candidates come from: the draft's own if they are
-    ranked, or that at a temperature of its own; the warped one if they are drawn. What is
-    impossible has -inf, or nan where the draft overflowed; it is never added.
+    ranked, or that at a temperature of its own; the warped one if they are drawn. Where a rule has
+    chances of its own, `logprobs` and all that is made of them are those. What is impossible has
+    -inf, or nan where the draft overflowed; it is never added.
     """
 
     depth: int  # of the rows; their children are one deeper
     tokens: ndarray  # [n, k] int64
-    logprobs: ndarray  # [n, k] float32, of each candidate given its path
+    believed: ndarray  # [n, k] float32, the draft's, of each candidate given its path
+    logprobs: ndarray  # [n, k] float32, the same, or the rule's log-chance that it is accepted
     path_logprobs: ndarray  # [n, k] float32, log p(child): the path's and the candidate's together
     values: ndarray  # [n, k] float32: path_logprobs; of drawn ones what is known before the draw
     is_possible: ndarray  # [n, k] bool, whether the value is anything at all
     drawn_from: Tensor | None  # [n, V], of candidates in draw order; None: they are ranked
+    chances: "Chances | None" = None  # the rule's own
 
     @property
     def is_drawn(self) -> bool:
@@ -125,7 +128,20 @@ class Level(NamedTuple):
         """c(u) [n, 1]: the probability of the likeliest token after each row, drawn or not."""
         if self.drawn_from is None:
             return numpy.exp(self.logprobs[:, :1])
-        return self.drawn_from.amax(dim=1, keepdim=True).cpu().numpy()
+        likeliest = self.drawn_from.amax(dim=1, keepdim=True).cpu().numpy()
+        if self.chances is None:
+            return likeliest
+        return numpy.exp(self.chances.of_draws(numpy.log(likeliest)))
+
+
+class Chances(Protocol):
+    """What a rule goes by instead of the draft's probabilities (methods/chances.py): log-chances of
+    acceptance [n, k], for candidates, and for tokens that could be drawn, by what the draft says of
+    them [n, k]. Of drawn candidates that of one must not depend on the others."""
+
+    def look(self, candidates: Candidates) -> ndarray: ...
+
+    def of_draws(self, logprobs: ndarray) -> ndarray: ...
 
 
 class Watcher(Protocol):
@@ -168,6 +184,7 @@ class Rule:
     goes_by_probs = True  # False: the same nodes whatever log-probabilities ranked candidates have
     is_chain = False  # no row of its trees has two children
     n_read = 0  # the target's candidates that `read` is told; if any, also after the prompt's
+    chances: Chances | None = None  # None: what the draft says of its candidates is believed
     acceptance: Callable | None = None  # of sampled text (sampling.Acceptance), if it has its own
 
     def __init__(
@@ -310,7 +327,7 @@ def grow(
         if candidates.drawn_from is not None:
             tree.drawn_from.extend(candidates.drawn_from)
         known = [[tree.path_logprobs[row], values[row]] for row in running]
-        level = look(depth, candidates, rule.max_branches, known)
+        level = look(depth, candidates, rule, known)
         to_add, to_grow = rule.expand(level)
         is_added, may_grow = all_open(rule, to_add, level), all_open(rule, to_grow, level)
         above, running, parents = running, [], []
@@ -334,32 +351,42 @@ def grow(
     return tree
 
 
-def look(depth: int, candidates: Candidates, k: int, above: list[list[float]]) -> Level:
-    """What a rule sees of a level's candidates, the first k of each row. above: log p(u) and value
-    of the rows."""
-    tokens, logprobs, drawn_from = candidates
+def look(depth: int, candidates: Candidates, rule: Rule, above: list[list[float]]) -> Level:
+    """What a rule sees of a level's candidates, as many of each row as it looks at. above: log p(u)
+    and value of the rows."""
+    tokens, believed, drawn_from = candidates
+    k = rule.max_branches
     if tokens.shape[1] > k:
-        tokens, logprobs = tokens[:, :k], logprobs[:, :k]
+        tokens, believed = tokens[:, :k], believed[:, :k]
+    logprobs = believed
+    if rule.chances:
+        logprobs = rule.chances.look(Candidates(tokens, believed, drawn_from))
     above = numpy.array(above, numpy.float32)  # [n, 2]
     with numpy.errstate(over="ignore"):  # of the smallest temperatures: -inf
         path_logprobs = above[:, :1] + logprobs
-    values = path_logprobs if drawn_from is None else value_draws(logprobs, above)
-    is_possible = values > -math.inf
-    return Level(depth, tokens, logprobs, path_logprobs, values, is_possible, drawn_from)
+    values = path_logprobs
+    if drawn_from is not None:
+        values = value_draws(logprobs, above, is_counted=rule.chances is not None)
+    seen = believed, logprobs, path_logprobs, values
+    return Level(depth, tokens, *seen, values > -math.inf, drawn_from, rule.chances)
 
 
-def value_draws(logprobs: ndarray, above: ndarray) -> ndarray:
+def value_draws(logprobs: ndarray, above: ndarray, is_counted: bool = False) -> ndarray:
     """Log values [n, k] of drawn candidates, each known before it is drawn (DySpec, Eq. 9 and 11).
 
-    The chance that the path is accepted and every elder sibling is not, if the draft is right: the
-    path's probability, times what the elder siblings have left undrawn. logprobs: [n, k], of each
-    candidate, -inf if it cannot be drawn. above: [n, 2], log p(u) and value of the rows.
+    The chance that the path is accepted and every elder sibling is not: the path's, if the draft is
+    right times what the elder siblings have left undrawn, if chances are counted times those that
+    each is rejected. logprobs: [n, k], of each candidate, -inf if it cannot be drawn. above:
+    [n, 2], log p(u) and value of the rows.
     """
     probs = numpy.exp(logprobs)
-    elder = numpy.zeros_like(probs)
-    elder[:, 1:] = probs[:, :-1].cumsum(axis=1)  # without its own, even in rounding
+    left = numpy.ones_like(probs)  # by its elder siblings
+    if is_counted:
+        left[:, 1:] = (1 - probs[:, :-1]).cumprod(axis=1)
+    else:
+        left[:, 1:] = 1 - probs[:, :-1].cumsum(axis=1)  # without its own, even in rounding
     with numpy.errstate(divide="ignore"):
-        values = above[:, :1] + numpy.log((1 - elder).clip(min=0))
+        values = above[:, :1] + numpy.log(left.clip(min=0))
     # What is left may round up: nothing is worth more than its parent or its elder sibling
     values = numpy.minimum.accumulate(numpy.minimum(values, above[:, 1:]), axis=1)
     return numpy.where(probs > 0, values, -math.inf)

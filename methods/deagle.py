@@ -37,12 +37,13 @@ from itertools import pairwise
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, setting
+from methods.reckoning import Reckoned
 from methods.settings import choice
 
 
 @dataclass(frozen=True)
-class Beam(Settings):
+class Beam(Reckoned):
     """beam: the k likeliest nodes of every level, the likeliest of all verified (EAGLE-2)."""
 
     k: int = setting(4, 1, 32, "nodes expanded per level, and children of each")
@@ -50,7 +51,7 @@ class Beam(Settings):
     D_max: int = setting(6, 1, MAX_ROWS - 1, "depth of the tree")
 
     def rule(self) -> Rule:
-        return BeamRule(self.k, self.N_max, self.D_max)
+        return self.reckoned(BeamRule(self.k, self.N_max, self.D_max))
 
 
 class BeamRule(Rule):
@@ -76,7 +77,7 @@ class BeamRule(Rule):
 
 
 @dataclass(frozen=True)
-class Deagle(Settings):
+class Deagle(Reckoned):
     """deagle: a beam as deep as two of three votes allow (DEAGLE, 3.4)."""
 
     k: int = setting(4, 1, 32, "nodes expanded per level, and children of each")
@@ -101,7 +102,7 @@ class Deagle(Settings):
             )
 
     def rule(self) -> Rule:
-        return DeagleRule(self)
+        return self.reckoned(DeagleRule(self))
 
 
 class DeagleRule(BeamRule):

@@ -3,7 +3,7 @@
 A node's value estimates the chance that its guess is reached and accepted. Ranked children
 (greedy): p(u), the draft's probability of the path. Drawn children (sampling, or where greedy text
 asks for them): the chance that the path is accepted and every elder sibling is not, known before
-the child itself is drawn (Eq. 11; `value_draws` in engine/sampling.py).
+the child itself is drawn (Eq. 11; `value_draws` in draft_tree.py).
 
 Two forms. Exact: the N highest values; drawn that is Algorithm 1, ranked the greedy choice of its
 appendix D.1, which Algorithm 1 with the likeliest token for the draw is not: its keys are values
@@ -23,11 +23,12 @@ from dataclasses import dataclass
 
 import numpy
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, log_threshold, setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, log_threshold, setting
+from methods.reckoning import Reckoned
 
 
 @dataclass(frozen=True)
-class DySpec(Settings):
+class DySpec(Reckoned):
     """dyspec: the N likeliest nodes, or all above a threshold (DySpec, Algorithms 1 and 2)."""
 
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
@@ -36,7 +37,7 @@ class DySpec(Settings):
     exact: bool = setting(True, False, True, "the N best; off: all of value t or more, up to N")
 
     def rule(self) -> Rule:
-        return DySpecRule(self)
+        return self.reckoned(DySpecRule(self))
 
 
 class DySpecRule(Rule):

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 import numpy
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, setting
+from draft_tree import MAX_ROWS, Gates, Level, Rule, setting
 from methods.dyspec import DySpec, DySpecRule
+from methods.reckoning import Reckoned
 
 
 @dataclass(frozen=True)
-class OptTree(Settings):
+class OptTree(Reckoned):
     """opttree: the N likeliest nodes, until a level adds too little (OPT-Tree)."""
 
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
@@ -32,7 +33,7 @@ class OptTree(Settings):
     delta: float = setting(0.05, 0.0, 1.0, "a level that adds no more to E(A) is the last")
 
     def rule(self) -> Rule:
-        return OptTreeRule(self)
+        return self.reckoned(OptTreeRule(self))
 
 
 class OptTreeRule(DySpecRule):

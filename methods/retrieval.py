@@ -174,6 +174,7 @@ class GraftRule(Rule):
         self.table: SuccessorTable = {}
         self.logprobs = [math.log(p) for p in chances]
         self.n_read = len(chances) if graft_depth else 0
+        self.chances = base.chances
         self.is_drawing = base.is_drawing
         self.n_drawn = base.n_drawn
         self.is_chain = base.is_chain and not graft_depth

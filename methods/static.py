@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, log_threshold, setting
+from methods.reckoning import Reckoned
 from methods.settings import text
 
 
@@ -51,7 +52,7 @@ class Chain(Settings):
 
 
 @dataclass(frozen=True)
-class ConfidentChain(Settings):
+class ConfidentChain(Reckoned):
     """confident: a chain that ends with the first token of less than p_min (Mamou et al. 2024)."""
 
     K: int = setting(16, 0, MAX_ROWS - 1, "tokens drafted per iteration at most")
@@ -60,11 +61,11 @@ class ConfidentChain(Settings):
     def rule(self) -> Rule:
         rule = StaticRule([1] * self.K, self.K + 1)
         rule.least_to_expand = log_threshold(self.p_min)
-        return rule
+        return self.reckoned(rule)
 
 
 @dataclass(frozen=True)
-class Fixed(Settings):
+class Fixed(Reckoned):
     """fixed: the static tree, B children for every node down to depth D (section 4.3)."""
 
     D: int = setting(5, 1, MAX_ROWS - 1, "depth of the tree")
@@ -75,7 +76,7 @@ class Fixed(Settings):
     def rule(self) -> Rule:
         rule = StaticRule([self.B] * self.D, self.N_max)
         rule.least_to_add = log_threshold(self.tau)
-        return rule
+        return self.reckoned(rule)
 
 
 def parse_widths(word: str) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draft_tree import DynaTree
+from draft_tree import DynaTree, Settings
 from dynatree import generate
 from gpt_neox import Config, GPTNeoX, KVCache
 from sampling import Sampler, Sampling
@@ -89,15 +89,18 @@ class Script(Sampling):
         return Scripted(self, None, None)
 
 
-def law(target: GPTNeoX, draft: GPTNeoX, settings: DynaTree) -> dict[tuple[int, ...], float]:
-    """The probability of each text that generate may write, over all that may happen on the way."""
+def law(
+    target: GPTNeoX, draft: GPTNeoX, settings: Settings, n: int = N_SAMPLED
+) -> dict[tuple[int, ...], float]:
+    """The probability of each text of n tokens that generate may write, over all that may happen
+    on the way."""
     found: dict[tuple[int, ...], float] = {}
     script: list[int] | None = []
     while script is not None:
         sampling = Script(temperature=0.8)
         for name, value in {"script": script, "taken": []}.items():
             object.__setattr__(sampling, name, value)
-        steps = generate(target, draft, [0], settings, N_SAMPLED, sampling=sampling)
+        steps = generate(target, draft, [0], settings, n, sampling=sampling)
         text = tuple(token for step in steps for token in step.tokens)
         chance = 1.0
         for *_, p in sampling.taken:
@@ -130,10 +133,10 @@ def right_law(target: GPTNeoX, n: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def random_model(seed: int) -> GPTNeoX:
+def random_model(seed: int, config: Config = CONFIG) -> GPTNeoX:
     """Of weights large enough that some texts are likelier than others."""
     torch.manual_seed(seed)
-    model = GPTNeoX(CONFIG)
+    model = GPTNeoX(config)
     for weight in model.parameters():
         torch.nn.init.normal_(weight)
     return model.double().requires_grad_(False)

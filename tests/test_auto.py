@@ -1,7 +1,6 @@
-"""auto: what it remembers, counts and times, and the choices it makes of that."""
+"""auto: what it remembers and counts, and the choices it makes of that and of its costs."""
 
 import math
-import random
 
 import numpy
 import pytest
@@ -14,21 +13,9 @@ from draft_tree import Candidates, grow
 from dynatree import Step
 from engine.decoding import generate
 from engine.model import FastGPTNeoX
-from methods.auto import (
-    CONFIDENCE,
-    DRAFT_GUESS,
-    GUESS_WEIGHT,
-    NGRAM_GUESS,
-    Auto,
-    AutoRule,
-    Costs,
-    Counts,
-    Worth,
-    work_of,
-)
+from methods.auto import GUESS_WEIGHT, NGRAM_GUESS, Auto, AutoRule, Counts
 
 N_IDS = 32
-DRAFTED, RETRIEVED = slice(len(DRAFT_GUESS)), slice(len(DRAFT_GUESS), None)  # bins
 FREE = {"c_tree": 0.0, "c_row": 0.0001, "c_draft": 0.0, "c_level": 0.0}
 
 
@@ -41,36 +28,6 @@ def test_counts_move_from_the_guess_to_what_happens_and_back() -> None:
     for _ in range(2000):
         counts.add([])
     assert counts.chances[0] == pytest.approx(0.5)
-
-
-def test_costs_are_found_from_the_times_of_iterations() -> None:
-    """In another unit than guessed, each cost twice or half the guess, a hiccup now and then."""
-
-    def true_ms(n_rows: int, n_levels: int) -> float:
-        """A step 5, a tree 2, each row below the root 0.1, a drafting 2, each level 1."""
-        return 5 + 2 * (n_rows > 1) + 0.1 * (n_rows - 1) + 2 * (n_levels > 0) + n_levels
-
-    costs = Costs([1.0, 0.2, 0.04, 0.2, 0.4])
-    assert costs.predict(work_of(11, 0)) == pytest.approx(1.6)
-    rng = random.Random(0)
-    for i in range(600):
-        n_rows, n_levels = rng.choice([1, 2, 6, 21]), rng.choice([0, 0, 1, 4])
-        ms = true_ms(n_rows, n_levels) * rng.uniform(0.95, 1.05)
-        if i % 50 == 49:
-            ms *= 20
-        assert (costs.fit(work_of(n_rows, n_levels), ms) == 1.0) == (i > 0)
-    for n_rows, n_levels in ((1, 0), (9, 0), (21, 0), (9, 3)):
-        predicted = costs.predict(work_of(n_rows, n_levels))
-        assert predicted == pytest.approx(true_ms(n_rows, n_levels), rel=0.15)
-
-
-def test_worth_starts_as_the_guess_and_follows_the_last_ten() -> None:
-    worth = Worth(3.0, 10.0)
-    worth.take(1, 20.0)
-    assert (worth.tokens, worth.ms) == (2.0, 15.0)
-    for _ in range(60):
-        worth.take(5, 8.0)
-    assert worth.tokens == pytest.approx(5, rel=0.01) and worth.ms == pytest.approx(8, rel=0.01)
 
 
 def taught(settings: Auto, best: dict[int, list[int]]) -> AutoRule:
@@ -121,7 +78,7 @@ def test_drafted_and_remembered_nodes_are_never_the_same() -> None:
     same_for_all = dict.fromkeys(range(N_IDS), [0, 1, 2, 3])
     for seed in range(20):
         rule = taught(Auto(N=30, D_max=2, **FREE), same_for_all)
-        rule.drafting.tokens = 1e6  # so that it drafts
+        rule.account.drafting.tokens = 1e6  # so that it drafts
         draft = FakeDraft(seed)
         tree = grow(rule, 7, draft, 99)
         found = paths(tree)
@@ -135,33 +92,11 @@ def test_drafted_and_remembered_nodes_are_never_the_same() -> None:
         assert {slot for slot, is_retrieved in slots if is_retrieved} == {-1}
 
 
-def test_a_drafted_nodes_chance_is_the_counted_one_of_its_confidence() -> None:
-    """And that of those above it, whatever overflows beside them."""
-    n_beside = 0
-    for seed in range(20):
-        rule = taught(Auto(N=30, D_max=3, **FREE), {1: [0, 1, 2, 3]})
-        rule.drafting.tokens = 1e6  # so that it drafts
-        first = int(FakeDraft(seed).logits((7,)).argmax())
-        broken = {(7, first): torch.full((N_IDS,), math.nan)}
-        draft = FakeDraft(seed, broken)
-        tree = grow(rule, 7, draft, 99)
-        expected = {(7,): 0.0}
-        for path, is_retrieved in zip(paths(tree)[1:], tree.are_retrieved[1:], strict=True):
-            if not is_retrieved:
-                confidence = float(torch.softmax(draft.logits(path[:-1]), dim=-1)[path[-1]])
-                bin = sum(bound <= confidence for bound in CONFIDENCE.tolist())
-                expected[path] = expected[path[:-1]] + math.log(DRAFT_GUESS[bin])
-                n_beside += len(path) > 2
-        found = dict(zip(paths(tree), tree.path_logprobs, strict=True))
-        assert {path: found[path] for path in expected} == pytest.approx(expected, abs=1e-6)
-    assert n_beside > 50
-
-
 def test_each_row_is_remembered_and_counted_as_what_it_is() -> None:
     """By the tokens up to it, and by where it is from; only rows below the path were tried."""
     for seed in range(20):
         rule = taught(Auto(N=30, D_max=2, **FREE), dict.fromkeys(range(N_IDS), [0, 1, 2, 3]))
-        rule.drafting.tokens = 1e6  # so that it drafts
+        rule.account.drafting.tokens = 1e6  # so that it drafts
         tree = grow(rule, 7, FakeDraft(seed), 99)
         path = [len(tree) - 1]
         while path[0]:
@@ -174,11 +109,10 @@ def test_each_row_is_remembered_and_counted_as_what_it_is() -> None:
                 assert rule.ngrams.recall(context) == (3, [row] * 4)
         assert rule.recent == contexts[path[-1]]
         tried = [row for row in range(1, len(tree)) if tree.parents[row] in path]
-        for is_retrieved, bins in ((False, DRAFTED), (True, RETRIEVED)):
-            rows = [row for row in tried if tree.are_retrieved[row] == is_retrieved]
-            hits = rule.counts.hits - GUESS_WEIGHT * rule.counts.guess
-            assert (rule.counts.tries - GUESS_WEIGHT)[bins].sum() == pytest.approx(len(rows))
-            assert hits[bins].sum() == pytest.approx(len(set(rows) & set(path)))
+        rows = [row for row in tried if tree.are_retrieved[row]]
+        hits = rule.counts.hits - GUESS_WEIGHT * rule.counts.guess
+        assert (rule.counts.tries - GUESS_WEIGHT).sum() == pytest.approx(len(rows))
+        assert hits.sum() == pytest.approx(len(set(rows) & set(path)))
 
 
 def adversary(seed: int) -> FastGPTNeoX:
@@ -217,14 +151,14 @@ def test_a_perfect_cheap_draft_is_used_and_a_useless_one_is_dropped() -> None:
 
 def test_a_draft_that_is_off_is_probed_for_one_percent_of_the_time() -> None:
     rule = taught(Auto(learn=False), BEST)
-    rule.drafting = Worth(0.0, 1.0)
+    rule.account.drafting.tokens = 0.0
     n_probes = 0
     for _ in range(1000):
         tree = grow(rule, 20, FakeDraft(0), 99)
         rule.read(tree.tokens, numpy.array([[0, 1, 2, 3]] * len(tree)))
         rule.adapt(tree, [0], 1.0)
-        n_probes += rule.is_probe
-        assert rule.probed_ms <= 0.01 * rule.total_ms + 5
+        n_probes += rule.account.is_probe
+        assert rule.account.probed_ms <= 0.01 * rule.account.total_ms + 5
     assert n_probes >= 2
 
 
@@ -236,7 +170,7 @@ def overflowing(tokens: list[int], parents: list[int] | None) -> Candidates:
 def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:
     """It was lost if there were n-grams, and so the draft read the root twice."""
     rule = taught(Auto(**FREE), BEST)
-    rule.drafting.tokens = 1e6  # so that it drafts
+    rule.account.drafting.tokens = 1e6  # so that it drafts
     tree = grow(rule, 1, overflowing, 99)
     assert rule.n_levels == 1 and len(tree) > 1
     assert tree.draft_slots == [0] + [-1] * (len(tree) - 1)

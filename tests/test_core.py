@@ -87,7 +87,7 @@ def pairs() -> list[tuple[GPTNeoX, GPTNeoX]]:
 
 
 def without_clock(settings: Settings) -> Settings:
-    """auto's stop by what time tells it, elsewhere the same."""
+    """The same, but for what goes by the time that iterations take."""
     return replace(settings, learn=False) if isinstance(settings, Auto) else settings
 
 

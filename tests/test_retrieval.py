@@ -12,7 +12,7 @@ from conftest import Remembering, pretend_capture, random_model, ranked
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
 from cli.metrics import token_ids
-from draft_tree import Candidates, DynaTree, Gates, Level, Tree, grow
+from draft_tree import Candidates, Gates, Level, Tree, grow
 from engine.decoding import generate
 from methods.deagle import Deagle
 from methods.drafting import DRAFTING
@@ -158,7 +158,9 @@ def test_checkpoints_and_bases_are_read_as_they_are_written() -> None:
     assert parse_checkpoints("1@0.5:3@0.3:12@.25") == {1: 0.5, 3: 0.3, 12: 0.25}
     assert parse_checkpoints("off") == {}
     assert parse_base("deagle:k=2:N_max=5") == Deagle(k=2, N_max=5)
-    assert parse_base("dynatree:history=off:tau = 0.2") == DynaTree(history=False, tau=0.2)
+    assert parse_base("dynatree:history=off:tau = 0.2") == DRAFTING["dynatree"](
+        history=False, tau=0.2
+    )
     assert parse_base("sequoia:p=0.6:0.2:N=3") == Sequoia(p="0.6:0.2", N=3)
 
 

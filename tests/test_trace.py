@@ -306,7 +306,7 @@ def test_page_trace_and_json_say_the_same(capsys: Captured, tmp_path: Path) -> N
     for name, value in report.items():
         assert content[name] == value
     assert content["format"] == {"name": "dynatree-trace", "version": 2}
-    assert content["meanings"] == meanings(DynaTree())
+    assert content["meanings"] == meanings(METHODS["dynatree"]())
     pieces = [piece for found in content["iterations"] for piece in found["text"]]
     assert "".join(pieces) == report["text"]
     assert "".join(content["prompt"]["text"]) == "The ship sailed at dawn"

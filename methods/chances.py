@@ -1,0 +1,117 @@
+"""What a guess of the draft has been worth so far in this very text, counted instead of believed.
+
+Rules take the draft's probability for the chance that a guess is accepted. It is not: where text is
+greedy the target says its best token, however likely, and a drawn child is accepted with
+min(1, q / p), which has little to do with p. What the two have in common is their order. So the
+chance is a rising function of p, and which one is learned from the guesses that were tried:
+
+    chance = 1 / (1 + exp(-(a + b x)))
+
+    ranked   x is the log-odds of p^2, normalised over the row: a likely token beside another one is
+             worth less than beside none. At first a = 0, b = 1/2: p, or more if no other is
+             likely
+    drawn    x is the log-odds of p alone, as what else was drawn must not decide; a = 0, b = 1: p
+
+a and b move by a step of Newton's method for each guess tried, those of long ago fade, and nothing
+outlives a generation. No step is made between a draw and what it decides: a tree goes by what
+earlier trees have taught. Two numbers are learned sooner than a count for each range of p and rank:
+in the 100 tokens that a text may have, those gave half of the gain.
+
+    rule.chances = Counted()  # grow asks it for each level
+    rule.chances.begin()  # a tree begins
+    rule.chances.learn(tree, path)  # an iteration has been committed
+
+Shapes: n rows of a level, k candidates per row.
+"""
+
+import numpy
+from numpy import ndarray
+
+from draft_tree import Candidates, Tree
+
+SHARPER = 2.0  # the power of p among ranked candidates
+FIRST_RANKED, FIRST_DRAWN = (0.0, 0.5), (0.0, 1.0)  # a and b
+SURE = numpy.diag((1.0, 4.0))  # how much is to be seen before they give way
+LEAST_SLOPE = 0.05  # a likelier guess is never worth less
+FADING = 0.002  # of what was seen before an iteration
+LEAST = 1e-6  # that p, and what is not p, is taken for: their logarithms are wanted
+
+
+class Counted:
+    """The chances of one generation: a draft_tree.Chances."""
+
+    def __init__(self) -> None:
+        self.weights: ndarray | None = None  # a and b, [2]; None: nothing has been drafted yet
+        self.first: ndarray | None = None  # what they were then
+        self.seen = SURE  # [2, 2], how much has been seen in each direction
+        self.tokens: list[list[int]] = []  # of the candidates below each draft slot of a tree
+        self.inputs: list[list[float]] = []  # x of each
+
+    def begin(self) -> None:
+        """A new tree begins."""
+        self.tokens, self.inputs = [], []
+
+    def look(self, candidates: Candidates) -> ndarray:
+        """Log of the chance of each candidate [n, k], given that its path is accepted."""
+        is_drawn = candidates.drawn_from is not None
+        if self.weights is None:
+            self.weights = self.first = numpy.array(FIRST_DRAWN if is_drawn else FIRST_RANKED)
+        x = log_odds(numpy.exp(candidates.logprobs)) if is_drawn else sharpened(candidates.logprobs)
+        self.tokens += candidates.tokens.tolist()
+        self.inputs += x.tolist()
+        return self.log_chances(x, candidates.logprobs)
+
+    def of_draws(self, logprobs: ndarray) -> ndarray:
+        """The same of tokens that could be drawn."""
+        return self.log_chances(log_odds(numpy.exp(logprobs)), logprobs)
+
+    def log_chances(self, x: ndarray, logprobs: ndarray) -> ndarray:
+        """Of inputs x; -inf where a token is impossible, nan where the draft overflowed."""
+        a, b = self.weights
+        found = -numpy.log1p(numpy.exp(-(a + b * x)))
+        return numpy.where(logprobs > -numpy.inf, found, logprobs).astype(numpy.float32)
+
+    def learn(self, tree: Tree, path: list[int]) -> None:
+        """Take in which guesses of a tree were right: all that stood where the text came by; of
+        drawn ones those that were tried, which are the elder siblings of an accepted one, and it.
+        """
+        if self.weights is None:
+            return
+        self.weights = self.weights + FADING * (self.first - self.weights)
+        self.seen = self.seen + FADING * (SURE - self.seen)
+        is_decided = set()  # rows whose child is accepted, if children are drawn
+        for row, parent in enumerate(tree.parents):
+            slot = tree.draft_slots[parent]
+            if row == 0 or parent not in path or slot < 0 or parent in is_decided:
+                continue
+            if tree.are_retrieved[row]:
+                continue
+            is_right = row in path
+            place = self.tokens[slot].index(tree.tokens[row])
+            self.take(self.inputs[slot][place], is_right)
+            if is_right and tree.drawn_from:
+                is_decided.add(parent)
+
+    def take(self, x: float, is_right: bool) -> None:
+        """One guess."""
+        inputs = numpy.array((1.0, x))
+        chance = 1 / (1 + numpy.exp(-(self.weights @ inputs)))
+        self.seen = self.seen + chance * (1 - chance) * numpy.outer(inputs, inputs)
+        self.weights = self.weights + numpy.linalg.solve(self.seen, inputs) * (is_right - chance)
+        self.weights[1] = max(self.weights[1], LEAST_SLOPE)
+
+
+def log_odds(p: ndarray) -> ndarray:
+    """log(p / (1 - p)), finite."""
+    p = p.astype(numpy.float64).clip(LEAST, 1 - LEAST)
+    return numpy.log(p) - numpy.log1p(-p)
+
+
+def sharpened(logprobs: ndarray) -> ndarray:
+    """Log-odds [n, k] of a power of ranked p, normalised over the row. Of what is not among the k,
+    each is taken to be as likely as the last of them."""
+    p = numpy.exp(logprobs.astype(numpy.float64))
+    last = p.min(axis=1, keepdims=True).clip(min=LEAST)
+    rest = (1 - p.sum(axis=1, keepdims=True)).clip(min=0)
+    all_of_row = (p**SHARPER).sum(axis=1, keepdims=True) + rest * last ** (SHARPER - 1)
+    return log_odds(p**SHARPER / all_of_row.clip(min=LEAST**SHARPER))

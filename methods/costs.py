@@ -1,0 +1,135 @@
+"""What an iteration takes, fitted as times come in, and what is worth its time.
+
+An iteration gains tokens and costs time, and time is worth the rate of tokens per millisecond so
+far. So a row is verified if its chance of acceptance is worth a row's time, a level drafted if the
+tokens it may add are worth a pass of the draft, and the draft runs at all if iterations with it
+have been worth more than one without; while it is off, it is probed for at most 1 % of the time.
+This is the hardware-aware tree construction that the first DynaTree paper leaves to the future.
+
+    account = Account(Costs([1.0, 0.3, 0.04, 0.2, 0.4]))
+    account.open()  # a tree begins; account.prices[ROW] is what a row costs, in tokens
+    account.take(n_tokens=4, n_rows=12, n_levels=3, ms=7.5)
+"""
+
+from dataclasses import dataclass
+
+import numpy
+
+# What an iteration's time is made of, in this order wherever costs are listed
+STEP, TREE, ROW, DRAFTING, LEVEL = range(5)
+
+LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
+PROBE_SHARE = 0.01  # of the time
+
+
+def work_of(n_rows: int, n_levels: int) -> list[float]:
+    """How often an iteration pays each cost: one of n_rows verified, and n_levels drafted."""
+    return [1.0, float(n_rows > 1), n_rows - 1.0, float(n_levels > 0), float(n_levels)]
+
+
+class Costs:
+    """Milliseconds of an iteration: its work, weighted; the weights are fitted as times come in."""
+
+    def __init__(self, first_guess: list[float]):
+        """first_guess: each cost, in steps of ar."""
+        self.weights = numpy.array(first_guess)  # [5]
+        self.spread = numpy.diag((self.weights * 0.5) ** 2)  # [5, 5], how unsure they are
+        self.n_seen = 0
+
+    def predict(self, work: list[float]) -> float:
+        """Milliseconds; before the first iteration, steps of ar."""
+        return float(self.weights @ work)
+
+    def fit(self, work: list[float], ms: float) -> float:
+        """Take in one iteration.
+
+        Returns what earlier predictions are to be multiplied with: the first time, a step of ar.
+        """
+        unit = 1.0
+        if self.n_seen == 0:
+            unit = ms / self.predict(work)
+            self.weights = self.weights * unit
+            self.spread = self.spread * unit**2
+        self.n_seen += 1
+        if self.n_seen <= 32 or self.n_seen % 8 == 0:  # later on little is left to learn
+            self.correct(work, ms)
+        return unit
+
+    def correct(self, work: list[float], ms: float) -> None:
+        """Move the weights towards what this iteration took (recursive least squares)."""
+        x = numpy.array(work)
+        expected = self.predict(work)
+        limit = 0.5 * expected
+        error = min(max(ms - expected, -limit), limit)  # a hiccup is no cost
+        gain = self.spread @ x
+        gain /= x @ gain + (0.2 * expected) ** 2
+        self.weights = (self.weights + gain * error).clip(min=1e-9)
+        self.spread -= numpy.outer(gain, x @ self.spread)
+
+
+@dataclass
+class Worth:
+    """What iterations of a kind have given and taken lately."""
+
+    tokens: float
+    ms: float
+    n_seen: int = 0
+
+    def take(self, tokens: int, ms: float) -> None:
+        """A mean in which the first guess counts as one iteration, later one of the last ten."""
+        self.n_seen += 1
+        share = max(1 / (self.n_seen + 1), 0.1)
+        self.tokens += share * (tokens - self.tokens)
+        self.ms += share * (ms - self.ms)
+
+
+class Account:
+    """What a generation has given and taken so far, and what each cost is worth by that."""
+
+    def __init__(self, costs: Costs, is_learning: bool = True):
+        """is_learning: from the times that are told; else each is as the first guess has it."""
+        self.costs, self.is_learning = costs, is_learning
+        self.overall = Worth(1.0, 1.0)  # all iterations
+        self.drafting = Worth(3.3, costs.predict(work_of(9, 3)))  # those that draft; invites a try
+        self.total_ms = 0.0
+        self.probed_ms = 0.0
+        self.is_probe = False
+        self.open()
+
+    def open(self) -> None:
+        """A tree begins."""
+        self.rate = self.overall.tokens / self.overall.ms
+        # Tokens that each cost is worth
+        self.prices = [self.rate * weight for weight in self.costs.weights.tolist()]
+
+    def worth(self, n_tokens: float, n_rows: int) -> float:
+        """Tokens beyond what their time is worth, of an iteration without a draft."""
+        return n_tokens - self.rate * self.costs.predict(work_of(n_rows, 0))
+
+    @property
+    def worth_of_draft(self) -> float:
+        """The same of what iterations that draft have brought lately."""
+        return self.drafting.tokens - self.rate * self.drafting.ms
+
+    def may_draft(self, otherwise: float) -> bool:
+        """Whether the draft is to run in this tree. otherwise: the worth of one without it."""
+        is_better = self.worth_of_draft > otherwise
+        is_due = self.probed_ms + self.drafting.ms < PROBE_SHARE * self.total_ms
+        self.is_probe = is_due and not is_better
+        return is_better or is_due
+
+    def take(self, n_tokens: int, n_rows: int, n_levels: int, ms: float) -> None:
+        """Take in one iteration."""
+        work = work_of(n_rows, n_levels)
+        if self.is_learning:
+            unit = self.costs.fit(work, ms)
+            self.overall.ms *= unit
+            self.drafting.ms *= unit
+        else:
+            ms = self.costs.predict(work)
+        self.overall.take(n_tokens, ms)
+        self.total_ms += ms
+        if n_levels:
+            self.drafting.take(n_tokens, ms)
+        if self.is_probe:
+            self.probed_ms += ms

@@ -1,0 +1,139 @@
+"""Counted chances: they follow what guesses were worth, and leave the text the target's."""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy
+import pytest
+from alone import CONFIG, law, random_model, right_law
+from conftest import make_tree
+from numpy import ndarray
+
+from draft_tree import Candidates, Settings
+from gpt_neox import Config
+from methods import METHODS
+from methods.chances import Counted
+
+N_TOKENS = 5  # the first tree may be three levels deep
+TWO_IDS = replace(CONFIG, vocab_size=2)
+SMALL = {
+    "dynatree": dict(B_min=1, B_mid=1, B_max=2, tau_h=0.9, tau_l=0.6, rho_stop=0.2, tau=0.3),
+    "dyspec": dict(N=4, D_max=3),
+    "fixed": dict(D=3, B=2, tau=0.2),
+    "confident": dict(K=3, p_min=0.4),
+    "opttree": dict(N=4, D_max=3),
+    "deagle": dict(k=2, N_max=4, D_max=3),
+}
+
+
+def ranked(*p: float) -> Candidates:
+    """Candidates of one row, of these probabilities."""
+    with numpy.errstate(divide="ignore"):
+        logprobs = numpy.log(numpy.array([p], numpy.float32))
+    return Candidates(numpy.arange(len(p))[None], logprobs)
+
+
+def drawn(*p: float) -> Candidates:
+    return ranked(*p)._replace(drawn_from=numpy.ones((1, 9)))  # of which none is looked at
+
+
+def chances_of(counted: Counted, candidates: Candidates) -> list[float]:
+    return numpy.exp(counted.look(candidates))[0].tolist()
+
+
+def teach(counted: Counted, candidates: Candidates, is_right: list[bool], n: int = 1) -> None:
+    """n trees of a root with these children, of which the first right one is accepted."""
+    tree = make_tree([99, *range(len(is_right))], [-1, *([0] * len(is_right))])
+    tree.draft_slots[0] = 0
+    if candidates.drawn_from is not None:
+        tree.drawn_from = list(candidates.drawn_from)
+    path = [0, 1 + is_right.index(True)] if any(is_right) else [0]
+    for _ in range(n):
+        counted.begin()
+        counted.look(candidates)
+        counted.learn(tree, path)
+
+
+def test_at_first_the_draft_is_believed() -> None:
+    """Of ranked candidates as far as another one is as likely."""
+    assert chances_of(Counted(), drawn(0.3, 0.05)) == pytest.approx([0.3, 0.05], abs=1e-6)
+    assert chances_of(Counted(), ranked(0.5, 0.5)) == pytest.approx([0.5, 0.5], abs=1e-6)
+    assert chances_of(Counted(), ranked(0.9, 0.1)) == pytest.approx([0.9, 0.1], abs=1e-6)
+    assert chances_of(Counted(), ranked(0.5, *[0.025] * 20))[0] > 0.5
+
+
+def test_they_follow_what_was_right_and_fade() -> None:
+    """Guesses of 0.3 that are right nine times in ten are worth that much, likelier ones more."""
+    for kind in (ranked, drawn):
+        counted, rng = Counted(), random.Random(0)
+        guess = kind(0.3, 0.1, 0.1)
+        first = chances_of(counted, guess)[0]
+        for _ in range(300):
+            teach(counted, guess, [rng.random() < 0.9, False, False])
+        assert 0.7 < chances_of(counted, guess)[0] < 0.98
+        assert chances_of(counted, kind(0.6, 0.1, 0.1))[0] > 0.9
+        for _ in range(5000):
+            counted.learn(make_tree([99], [-1]), [0])
+        assert chances_of(counted, guess)[0] == pytest.approx(first, abs=0.01)
+
+
+def test_their_order_is_the_drafts() -> None:
+    """Whatever was learned: a likelier guess is never worth less, beside the same others."""
+    counted = Counted()
+    teach(counted, ranked(0.6, 0.2, 0.1), [False, False, True], n=300)
+    found = chances_of(counted, ranked(0.5, 0.3, 0.1, 0.05))
+    assert found == sorted(found, reverse=True)
+
+
+def test_what_is_impossible_stays_so_and_what_overflowed_is_seen() -> None:
+    for kind in (ranked, drawn):
+        found = Counted().look(kind(0.5, 0.0))[0]
+        assert found[0] < 0 and found[1] == -math.inf
+    assert numpy.isnan(Counted().look(ranked(math.nan, math.nan))).all()
+
+
+def test_a_drawn_child_that_was_not_tried_tells_nothing() -> None:
+    """As those behind an accepted one; of ranked ones each tells whether it was right."""
+    for kind, n_told in ((ranked, 3), (drawn, 2)):
+        counted, told = Counted(), []
+        counted.take = lambda x, is_right, told=told: told.append(is_right)
+        teach(counted, kind(0.4, 0.3, 0.2), [False, True, False])
+        assert told == [False, True, False][:n_told]
+
+
+def law_error(settings: Settings, config: Config = TWO_IDS, n: int = N_TOKENS) -> float:
+    """The greatest difference of any text's probability from the target's."""
+    pair = random_model(3, config), random_model(4, config)
+    found = law(*pair, settings, n)
+    assert sum(found.values()) == pytest.approx(1, abs=1e-9)
+    right = right_law(pair[0], n)
+    return max(abs(found.get(text, 0.0) - chance) for text, chance in right.items())
+
+
+@pytest.mark.parametrize("method", SMALL)
+def test_the_law_is_the_targets(method: str) -> None:
+    """Through generate, over trees three levels deep and what earlier ones have taught."""
+    settings = METHODS[method](chances="counted", **SMALL[method])
+    assert law_error(settings) < 1e-6
+
+
+def test_a_chance_that_knows_of_later_draws_breaks_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what is worth more because of what was drawn after it."""
+    look = Counted.look
+
+    def look_ahead(counted: Counted, candidates: Candidates) -> ndarray:
+        found = look(counted, candidates)
+        return numpy.where(candidates.tokens[:, -1:] == 0, found, found - 3.0).astype("float32")
+
+    monkeypatch.setattr(Counted, "look", look_ahead)
+    settings = METHODS["fixed"](chances="counted", D=1, B=2, tau=0.3)
+    assert law_error(settings, CONFIG, 3) > 1e-3
+    monkeypatch.undo()
+    assert law_error(settings, CONFIG, 3) < 1e-6
+
+
+def test_nothing_outlives_a_generation() -> None:
+    settings = METHODS["dyspec"](chances="counted")
+    one, other = settings.rule(), settings.rule()
+    assert one.chances is not other.chances
