@@ -11,8 +11,7 @@ unlikely there, and fills the rows that are left of the budget from the table.
 
 How likely a successor is, is taken to depend on its rank alone: `p` lists the chances, rank by
 rank, and a token keeps as many successors. Trees grow by one heap over them, so there is no
-template, nor a width of one. `python tools/calibrate.py --method graft` counts p for a pair, and
-chooses checkpoints for a base.
+template, nor a width of one.
 
 The paper's other forms are settings of graft. Pruning alone is `graft=off`, grafting alone
 `checkpoints=off`. Its Graft(ROOT) and Graft(TAIL) of section 2.2, static trees of which a part goes

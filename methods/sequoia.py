@@ -3,8 +3,7 @@
 That a child is accepted, once its parent is, is taken to depend on its rank alone; `p` lists the
 chances, rank by rank. A node then adds the product of the chances along its path to the expected
 accepted length, and dynamic programming finds the N rows with the highest sum. A child is tried
-after its elder siblings, so none is there without them. `python tools/calibrate.py` measures the
-chances, and which N and D_max fit the machine.
+after its elder siblings, so none is there without them.
 
 When the text is sampled children are drawn, without replacement: the shape never depends on what
 they are, nor on how likely.
@@ -25,7 +24,7 @@ from numpy import ndarray
 from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, setting
 from methods.settings import text
 
-# Of the embedded pair, greedily: tools/calibrate.py on 24 texts of its training corpus
+# Of the embedded pair, greedily, counted on 24 texts of its training corpus
 P_TINY = "0.815:0.115:0.026:0.01"
 
 Chances = tuple[float, ...]  # of acceptance, by rank
@@ -57,42 +56,19 @@ class Sequoia(Settings):
     )
 
     def rule(self) -> Rule:
-        n_nodes = self.N - 1
-        shape = plan(n_nodes, self.D_max, parse_chances(self.p)).shape(n_nodes, self.D_max)
+        shape = plan(self.N - 1, self.D_max, parse_chances(self.p))
         return SequoiaRule(shape, self.D_max)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is best below a node, for each number of levels and of nodes that may follow it, if its
-    children of a rank below k are there: tables [D + 1, k + 1, n + 1]."""
-
-    lengths: ndarray  # float64, what the n nodes add to the expected accepted length
-    shares: ndarray  # int64, those of the n that go to the child of rank k; 0: there is none
-
-    def shape(self, n_nodes: int, max_depth: int) -> Shape:
-        """The best tree of n_nodes below its root; of fewer if they have no room."""
-        shape = []
-        waiting = deque([(n_nodes, max_depth)])  # nodes and levels to go below each node
-        n_named = 1
-        while waiting:
-            n, depth = waiting.popleft()
-            family = []
-            while share := self.shares.item(depth, len(family), n):
-                family.append(n_named)
-                n_named += 1
-                waiting.append((share - 1, depth - 1))
-                n -= share
-            shape.append(family)
-        return shape
-
-
 @cache
-def plan(n_nodes: int, max_depth: int, chances: Chances) -> Plan:
-    """Sequoia's dynamic programming, for so many nodes and levels below the root, and for fewer."""
+def plan(n_nodes: int, max_depth: int, chances: Chances) -> Shape:
+    """The best tree of so many nodes and levels below its root, by Sequoia's dynamic programming;
+    of fewer nodes if they have no room."""
+    # Of the best below a node, for each number of levels and of nodes that may follow it, if its
+    # children of a rank below k are there: [D + 1, k + 1, n + 1]
     n_ranks = len(chances)
-    lengths = numpy.zeros((max_depth + 1, n_ranks + 1, n_nodes + 1))
-    shares = numpy.zeros(lengths.shape, dtype=int)
+    lengths = numpy.zeros((max_depth + 1, n_ranks + 1, n_nodes + 1))  # what the n nodes add
+    shares = numpy.zeros(lengths.shape, dtype=int)  # of the n, to the child of rank k; 0: no child
     n = numpy.arange(n_nodes + 1)
     left = n[:, None] - n  # [n + 1, n + 1], what each share leaves of n nodes
     for depth in range(1, max_depth + 1):
@@ -104,7 +80,24 @@ def plan(n_nodes: int, max_depth: int, chances: Chances) -> Plan:
             both = numpy.where(left >= 0, eldest + younger, -math.inf)
             lengths[depth, rank] = both.max(axis=1)
             shares[depth, rank] = both.argmax(axis=1)
-    return Plan(lengths, shares)
+    return shape_of(shares, n_nodes, max_depth)
+
+
+def shape_of(shares: ndarray, n_nodes: int, max_depth: int) -> Shape:
+    """The tree that hands out its nodes by these shares."""
+    shape = []
+    waiting = deque([(n_nodes, max_depth)])  # nodes and levels to go below each node
+    n_named = 1
+    while waiting:
+        n, depth = waiting.popleft()
+        family = []
+        while share := shares.item(depth, len(family), n):
+            family.append(n_named)
+            n_named += 1
+            waiting.append((share - 1, depth - 1))
+            n -= share
+        shape.append(family)
+    return shape
 
 
 class SequoiaRule(Rule):

@@ -1,6 +1,5 @@
 """sequoia: the best shape, against the paper's own recursion; the tree of that shape."""
 
-import itertools
 import math
 
 import pytest
@@ -66,7 +65,7 @@ def depth_of(shape: Shape) -> int:
 def test_the_shape_is_the_papers_optimum(max_depth: int, chances: Chances) -> None:
     for n_rows in (1, 2, 3, 4, 7, 12, 20):
         best = papers_length(n_rows, max_depth, chances)
-        shape = plan(n_rows - 1, max_depth, chances).shape(n_rows - 1, max_depth)
+        shape = plan(n_rows - 1, max_depth, chances)
         assert length(shape, chances) == pytest.approx(best, abs=1e-9)
         assert len(shape) <= n_rows and depth_of(shape) <= max_depth
         assert max(len(family) for family in shape) <= len(chances)
@@ -74,16 +73,6 @@ def test_the_shape_is_the_papers_optimum(max_depth: int, chances: Chances) -> No
         assert children == list(range(1, len(shape))), "breadth-first, each once"
         if chances == FALLING:
             assert len(shape) == min(n_rows, sum(4**depth for depth in range(max_depth + 1)))
-
-
-def test_a_plan_holds_every_smaller_one() -> None:
-    """What tools/calibrate.py chooses among."""
-    large = plan(20, 6, FALLING)
-    for n_rows, max_depth in itertools.product((1, 2, 5, 21), (1, 2, 6)):
-        shape = large.shape(n_rows - 1, max_depth)
-        assert shape == plan(n_rows - 1, max_depth, FALLING).shape(n_rows - 1, max_depth)
-        expected = 1 + float(large.lengths[max_depth, 0, n_rows - 1])
-        assert expected == pytest.approx(length(shape, FALLING))
 
 
 class Choosy(FakeDraft):
@@ -113,7 +102,7 @@ def shaped_tree(draft: FakeDraft, shape: Shape) -> list[Path]:
 @pytest.mark.parametrize("chances", [FALLING, RISING, (0.5, 0.5)])
 def test_the_tree_has_that_shape(kind: type[FakeDraft], chances: Chances) -> None:
     """Node by node, also where tokens lack: the rows that the draft runs then have a gap."""
-    shape = plan(23, 5, chances).shape(23, 5)
+    shape = plan(23, 5, chances)
     n_rows = set()
     for seed in range(30):
         draft = kind(seed)
@@ -127,7 +116,7 @@ def test_the_tree_has_that_shape(kind: type[FakeDraft], chances: Chances) -> Non
 @pytest.mark.parametrize("kind", [FakeDraft, Choosy])
 def test_a_drawn_tree_has_that_shape_too(kind: type[FakeDraft]) -> None:
     """How many children a node has is up to the shape and the tokens there are, no draw."""
-    shape = plan(23, 5, FALLING).shape(23, 5)
+    shape = plan(23, 5, FALLING)
     for seed in range(30):
         sampler = Sampling(1.0, top_p=0.99999, seed=seed).sampler(torch.device("cpu"))
         draft = kind(seed, sampler=sampler)
