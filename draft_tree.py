@@ -14,8 +14,16 @@ are breadth-first, so a parent always precedes its children. The example of the 
 
     tree = grow(DynaTree().rule(), root, draft, max_depth=8)
 
-All of a tree is on the host, wherever the models are: a tree is plain lists, and a level's
-candidates, which a rule compares all at once, are numpy arrays.
+Three ways to count, when the draft has run cat and dog of the example:
+
+    tree row     the 0, cat 1, dog 2, sat 3, ...   breadth-first
+    level row    cat 0, dog 1                      the n rows that the draft ran at once
+    draft slot   the 0, cat 1, dog 2               in the order in which it ran them
+
+A tree is plain lists on the host, wherever the models are, and a level's candidates, which a rule
+compares all at once, are numpy arrays; only what was drawn from stays where the draft is.
+
+This file first grows trees, then says what a rule is, and ends with DynaTree's own.
 
 Shapes: n rows of a level, k candidates per row, V vocabulary.
 Paper: DynaTree v2, section 3.3 and Algorithm 1; its symbols name the settings.
@@ -34,25 +42,9 @@ from torch import Tensor
 MAX_ROWS = 128  # the widest verify pass any setting may ask for
 
 
-class Candidates(NamedTuple):
-    """What a draft proposes below each of n rows."""
-
-    tokens: ndarray  # [n, k] int64, distinct in a row: the likeliest first, or in draw order
-    logprobs: ndarray  # [n, k] float32, of each given its path
-    drawn_from: Tensor | None = None  # [n, V], on the draft's device; None: they are ranked
-
-
-# draft(tokens, parents) -> candidates: run one level of n nodes. parents index the rows of the
-# previous call; None is the root.
-Draft = Callable[[list[int], list[int] | None], Candidates]
-
-# By the name of a setting, which candidates it lets pass: [n, k] bool, or one bool for all
-Gates = Mapping[str, ndarray | bool]
-
-
 @dataclass(slots=True)
 class Tree:
-    """A token tree, row by row; row 0 is the root, and depths never fall."""
+    """A token tree, row by row; row 0 is the root. Depths fall only while a rule extends it."""
 
     tokens: list[int]  # siblings carry distinct ones
     parents: list[int]  # earlier rows; the root has -1
@@ -69,7 +61,7 @@ class Tree:
     @property
     def depth(self) -> int:
         """Of the deepest row."""
-        return self.depths[-1]
+        return max(self.depths)
 
     def add(self, token: int, parent: int, path_logprob: float, is_retrieved: bool = False) -> int:
         """Add a row below `parent`; returns which one it is."""
@@ -99,6 +91,153 @@ class Tree:
         if self.depths == sorted(self.depths):
             return self
         return self.take(sorted(range(len(self)), key=self.depths.__getitem__))
+
+
+def lone(root: int) -> Tree:
+    """A tree of only its root."""
+    return Tree([root], [-1], [0], [0.0], [-1], [False])
+
+
+class Candidates(NamedTuple):
+    """What a draft proposes below each of n rows: k of each, whatever a rule looks at. Where there
+    are fewer in a row, others of log-probability -inf stand behind them, whatever their tokens."""
+
+    tokens: ndarray  # [n, k] int64, distinct in a row: the likeliest first, or in draw order
+    logprobs: ndarray  # [n, k] float32, of each given its path
+    # [n, V], what they were drawn from, on the draft's device; None: they are ranked, as they may
+    # be in sampled text, too. In a tree all are drawn or none is
+    drawn_from: Tensor | None = None
+
+
+# draft(tokens, parents) -> candidates: run one level of n nodes. parents index the rows of the
+# previous call; None is the root.
+Draft = Callable[[list[int], list[int] | None], Candidates]
+
+# By the name of a setting, which candidates it lets pass: [n, k] bool, or one bool for all
+Gates = Mapping[str, ndarray | bool]
+
+
+def grow(
+    rule: "Rule",
+    root: int,
+    draft: Draft | None,
+    max_depth: int,
+    watcher: "Watcher | None" = None,
+) -> Tree:
+    """Grow one tree, one draft call per level, and let the rule extend it.
+
+    root: the pending token. draft: None for a rule of depth 0, which never asks it. max_depth: the
+    caller's own limit, beside the rule's.
+
+    Three limits: of levels, `rule.levels` and max_depth, whichever is less; of rows drafted,
+    `rule.max_drafted`; of rows kept, `rule.max_kept`. In the example max_drafted 5 would end the
+    tree with the first "ran": of a level that does not fit, the first in breadth-first order stay.
+    With max_kept 3 all six are drafted, and the three of the highest values stay: the, cat, and
+    dog, of two equals the earlier. Raises ValueError for a draft that answers something else than
+    was asked, and for a rule whose tree has more than its own max_rows.
+    """
+    tree = lone(root)
+    values = [0.0]  # of each row, by which the best are kept
+    n_levels = min(max_depth, rule.levels(root))
+    most = rule.max_drafted if rule.max_rows > 1 else 1  # a root alone needs no draft
+    if watcher:
+        watcher.begin(rule.state(), n_levels, max_depth)
+    running = [0]  # tree rows of the level that the draft runs next
+    parents = None  # the level rows of their parents
+    n_slots = 0
+    has_overflowed = False
+    for depth in range(n_levels):
+        if not running or len(tree) >= most:
+            break
+        candidates = draft([tree.tokens[row] for row in running], parents)
+        require_answer(candidates, len(running), bool(tree.drawn_from) if depth else None)
+        for row in running:
+            tree.draft_slots[row] = n_slots
+            n_slots += 1
+        if candidates.drawn_from is not None:
+            tree.drawn_from.extend(candidates.drawn_from)
+        known = [[tree.path_logprobs[row], values[row]] for row in running]
+        level = look(depth, candidates, rule, known)
+        to_add, to_grow = rule.expand(level)
+        is_added, may_grow = all_open(rule, to_add, level), all_open(rule, to_grow, level)
+        above, running, parents = running, [], []
+        level_rows, ranks = is_added.nonzero()  # breadth-first
+        for i, rank in zip(level_rows.tolist(), ranks.tolist(), strict=True):
+            if len(tree) >= most:
+                break
+            row = tree.add(level.tokens.item(i, rank), above[i], level.path_logprobs.item(i, rank))
+            values.append(level.values.item(i, rank))
+            if may_grow.item(i, rank):
+                running.append(row)
+                parents.append(i)
+        if depth == 0:
+            has_overflowed = not level.is_possible.any()
+        if watcher:
+            watcher.level(level, to_add, to_grow, is_full=len(tree) >= most)
+    if len(tree) > rule.max_kept:
+        tree = tree.take(best_rows(values, rule.max_kept))
+    tree = rule.extend(tree, max_depth).by_depth()
+    if len(tree) > rule.max_rows:
+        name = type(rule).__name__
+        raise ValueError(f"{name}: a tree of {len(tree)} rows, and its max_rows is {rule.max_rows}")
+    tree.has_overflowed = has_overflowed
+    return tree
+
+
+def require_answer(candidates: Candidates, n: int, were_drawn: bool | None) -> None:
+    """Raise ValueError unless there are candidates for n rows, drawn if earlier ones were; None:
+    there are no earlier ones."""
+    tokens, logprobs, drawn_from = candidates
+    if tokens.shape != logprobs.shape or len(tokens) != n:
+        found = f"tokens {list(tokens.shape)} and logprobs {list(logprobs.shape)}"
+        raise ValueError(f"a draft asked about {n} rows gave {found}")
+    if were_drawn not in (None, drawn_from is not None):
+        raise ValueError("a draft gave drawn candidates in one level of a tree, ranked in another")
+
+
+def look(depth: int, candidates: Candidates, rule: "Rule", above: list[list[float]]) -> "Level":
+    """What a rule sees of a level's candidates, as many of each row as it looks at. above: log p(u)
+    and value of the rows."""
+    tokens, believed, drawn_from = candidates
+    k = rule.max_branches
+    if tokens.shape[1] > k:
+        tokens, believed = tokens[:, :k], believed[:, :k]
+    logprobs = believed
+    if rule.chances:
+        logprobs = rule.chances.look(Candidates(tokens, believed, drawn_from))
+    above = numpy.array(above, numpy.float32)  # [n, 2]
+    with numpy.errstate(over="ignore"):  # of the smallest temperatures: -inf
+        path_logprobs = above[:, :1] + logprobs
+    values = path_logprobs
+    if drawn_from is not None:
+        values = value_draws(logprobs, above, is_counted=rule.chances is not None)
+    seen = believed, logprobs, path_logprobs, values
+    return Level(depth, tokens, *seen, values > -math.inf, drawn_from, rule.chances)
+
+
+def all_open(rule: "Rule", gates: Gates, level: "Level") -> ndarray:
+    """Which candidates [n, k] are possible and pass every gate. Raises TypeError for what is no
+    gate, as an array of another shape would be stretched to this one."""
+    are_open = level.is_possible
+    for name, gate in gates.items():
+        gate = gate if isinstance(gate, ndarray) else numpy.asarray(gate)
+        if gate.dtype != bool or gate.shape not in (are_open.shape, ()):
+            raise TypeError(
+                f"{type(rule).__name__}.expand: gate {name!r} is {gate.dtype} {list(gate.shape)}, "
+                f"not one bool, or bool {list(are_open.shape)} with one for each candidate"
+            )
+        are_open = are_open & gate
+    return are_open
+
+
+def best_rows(values: list[float], n: int) -> list[int]:
+    """The n rows of the highest values, of equals the earlier, as they stand in the tree.
+
+    No row is worth more than its parent, so whatever is kept hangs together; of siblings the elder
+    stay. A drawn row's value was known before it was drawn, so this takes no notice of the draw.
+    """
+    ranked = sorted(range(len(values)), key=values.__getitem__, reverse=True)
+    return sorted(ranked[:n])
 
 
 class Level(NamedTuple):
@@ -144,29 +283,16 @@ class Chances(Protocol):
     def of_draws(self, logprobs: ndarray) -> ndarray: ...
 
 
-class Watcher(Protocol):
-    """Told how each tree grows and is tried; --page shows it (cli/trace.py)."""
-
-    def begin(self, state: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
-        """A tree begins, of so many levels at most; state: Rule.state. max_depth: the caller's."""
-
-    def level(self, level: Level, to_add: Gates, to_grow: Gates, is_full: bool) -> None:
-        """A level has been added, by these gates of its rule; is_full: the budget is used up."""
-
-    def tried(self, row: int, chance: float, coin: float, left: float) -> None:
-        """A child's turn, if text is sampled: accepted if coin < chance, and if not, so much of the
-        target's distribution is left."""
-
-
 class Rule:
     """Which nodes a tree gets; one object per generation, so that none learns from another.
 
     Candidates are the k likeliest tokens, best first. A rule that draws gets drawn ones instead
     when the text is sampled, or where that is asked for. Then, for the law of the text:
 
-    - Which drawn candidates are added may depend on their `values` alone, which are known before
-      the draw (DySpec, Eq. 11). `level.logprobs >= log_threshold(0.1)` breaks this: it tries a
-      likely token where it was drawn, and spares an unlikely one its rejection.
+    - Which drawn candidates are added may depend on what is known before the draw alone: their
+      `values` (DySpec, Eq. 11), their place in draw order, `confidence()`. A gate `level.logprobs
+      >= log_threshold(0.1)` breaks this: it tries a likely token where it was drawn, and spares an
+      unlikely one its rejection.
     - Which are expanded may depend on anything if all that is drafted is kept. If the best by value
       are, only what could not have been among them may be left unexpanded.
 
@@ -236,141 +362,6 @@ class Rule:
         return {}
 
 
-def setting(default: float, low: float, high: float, meaning: str) -> float:
-    """A dataclass field for one setting, with its range (both ends allowed) and its meaning. Its
-    type is the annotation's: `p: float = setting(1, 0, 1, ...)` is 1.0."""
-    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
-
-
-class Settings(Protocol):
-    """A method's settings: a frozen dataclass whose fields are made by `setting`, or as words by
-    methods/settings.py. Raises ValueError naming the one that is of another type or out of range.
-    """
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type is float and type(value) is int:
-                value = float(value)
-                object.__setattr__(self, f.name, value)  # it is frozen for everyone else
-            require_setting(f, value)
-
-    def rule(self) -> Rule:
-        """A fresh rule, for one generation."""
-
-
-def require_setting(f: Field, value: object) -> None:
-    """Raise ValueError, naming the setting and what it may be, for one that it may not be."""
-    if type(value) is not f.type:
-        raise ValueError(f"{f.name}={value} is not of type {f.type.__name__}")
-    if "parse" in f.metadata:  # a word, and what reads it
-        try:
-            f.metadata["parse"](value)
-        except ValueError as error:
-            raise ValueError(f"{f.name}={value}: {error}") from error
-    elif not f.metadata["low"] <= value <= f.metadata["high"]:
-        low, high = f.metadata["low"], f.metadata["high"]
-        raise ValueError(f"{f.name}={value} is outside {low} to {high}")
-
-
-def require_order(settings: Settings, order: str) -> None:
-    """Raise ValueError unless settings stand in this order, as "D0 <= D_max", each pair of them."""
-    words = order.split()
-    for low, sign, high in zip(words[::2], words[1::2], words[2::2], strict=False):
-        a, b = getattr(settings, low), getattr(settings, high)
-        if not (a < b or (sign == "<=" and a == b)):
-            raise ValueError(f"{low}={a} and {high}={b} break {low} {sign} {high}")
-
-
-def lone(root: int) -> Tree:
-    """A tree of only its root."""
-    return Tree([root], [-1], [0], [0.0], [-1], [False])
-
-
-def grow(
-    rule: Rule, root: int, draft: Draft | None, max_depth: int, watcher: Watcher | None = None
-) -> Tree:
-    """Grow one tree, one draft call per level, and let the rule extend it.
-
-    root: the pending token. draft: None for a rule of depth 0, which never asks it. max_depth: the
-    caller's own limit, beside the rule's.
-
-    Three limits: of levels, `rule.levels` and max_depth, whichever is less; of rows drafted,
-    `rule.max_drafted`; of rows kept, `rule.max_kept`. In the example max_drafted 5 would end the
-    tree with the first "ran": of a level that does not fit, the first in breadth-first order stay.
-    With max_kept 3 all six are drafted, and the three of the highest values stay: the, cat, and
-    dog, of two equals the earlier.
-
-    Three ways to count, when the draft has run cat and dog of the example:
-
-        tree row     the 0, cat 1, dog 2, sat 3, ...   breadth-first
-        level row    cat 0, dog 1                      the n rows that the draft ran at once
-        draft slot   the 0, cat 1, dog 2               in the order in which it ran them
-    """
-    tree = lone(root)
-    values = [0.0]  # of each row, by which the best are kept
-    n_levels = min(max_depth, rule.levels(root))
-    most = rule.max_drafted if rule.max_rows > 1 else 1
-    if watcher:
-        watcher.begin(rule.state(), n_levels, max_depth)
-    running = [0]  # tree rows of the level that the draft runs next
-    parents = None  # the level rows of their parents
-    n_slots = 0
-    has_overflowed = False
-    for depth in range(n_levels):
-        if not running or len(tree) >= most:
-            break
-        candidates = draft([tree.tokens[row] for row in running], parents)
-        for row in running:
-            tree.draft_slots[row] = n_slots
-            n_slots += 1
-        if candidates.drawn_from is not None:
-            tree.drawn_from.extend(candidates.drawn_from)
-        known = [[tree.path_logprobs[row], values[row]] for row in running]
-        level = look(depth, candidates, rule, known)
-        to_add, to_grow = rule.expand(level)
-        is_added, may_grow = all_open(rule, to_add, level), all_open(rule, to_grow, level)
-        above, running, parents = running, [], []
-        level_rows, ranks = is_added.nonzero()  # breadth-first
-        for i, rank in zip(level_rows.tolist(), ranks.tolist(), strict=True):
-            if len(tree) >= most:
-                break
-            row = tree.add(level.tokens.item(i, rank), above[i], level.path_logprobs.item(i, rank))
-            values.append(level.values.item(i, rank))
-            if may_grow.item(i, rank):
-                running.append(row)
-                parents.append(i)
-        if depth == 0:
-            has_overflowed = not level.is_possible.any()
-        if watcher:
-            watcher.level(level, to_add, to_grow, is_full=len(tree) >= most)
-    if len(tree) > rule.max_kept:
-        tree = tree.take(best_rows(values, rule.max_kept))
-    tree = rule.extend(tree, max_depth).by_depth()
-    tree.has_overflowed = has_overflowed
-    return tree
-
-
-def look(depth: int, candidates: Candidates, rule: Rule, above: list[list[float]]) -> Level:
-    """What a rule sees of a level's candidates, as many of each row as it looks at. above: log p(u)
-    and value of the rows."""
-    tokens, believed, drawn_from = candidates
-    k = rule.max_branches
-    if tokens.shape[1] > k:
-        tokens, believed = tokens[:, :k], believed[:, :k]
-    logprobs = believed
-    if rule.chances:
-        logprobs = rule.chances.look(Candidates(tokens, believed, drawn_from))
-    above = numpy.array(above, numpy.float32)  # [n, 2]
-    with numpy.errstate(over="ignore"):  # of the smallest temperatures: -inf
-        path_logprobs = above[:, :1] + logprobs
-    values = path_logprobs
-    if drawn_from is not None:
-        values = value_draws(logprobs, above, is_counted=rule.chances is not None)
-    seen = believed, logprobs, path_logprobs, values
-    return Level(depth, tokens, *seen, values > -math.inf, drawn_from, rule.chances)
-
-
 def value_draws(logprobs: ndarray, above: ndarray, is_counted: bool = False) -> ndarray:
     """Log values [n, k] of drawn candidates, each known before it is drawn (DySpec, Eq. 9 and 11).
 
@@ -392,29 +383,65 @@ def value_draws(logprobs: ndarray, above: ndarray, is_counted: bool = False) -> 
     return numpy.where(probs > 0, values, -math.inf)
 
 
-def all_open(rule: Rule, gates: Gates, level: Level) -> ndarray:
-    """Which candidates [n, k] are possible and pass every gate. Raises TypeError for what is no
-    gate, as an array of another shape would be stretched to this one."""
-    are_open = level.is_possible
-    for name, gate in gates.items():
-        gate = gate if isinstance(gate, ndarray) else numpy.asarray(gate)
-        if gate.dtype != bool or gate.shape not in (are_open.shape, ()):
-            raise TypeError(
-                f"{type(rule).__name__}.expand: gate {name!r} is {gate.dtype} {list(gate.shape)}, "
-                f"not one bool, or bool {list(are_open.shape)} with one for each candidate"
-            )
-        are_open = are_open & gate
-    return are_open
+class Watcher(Protocol):
+    """Told how each tree grows and is tried; --page shows it (cli/trace.py)."""
+
+    def begin(self, state: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
+        """A tree begins, of so many levels at most; state: Rule.state. max_depth: the caller's."""
+
+    def level(self, level: Level, to_add: Gates, to_grow: Gates, is_full: bool) -> None:
+        """A level has been added, by these gates of its rule; is_full: the budget is used up."""
+
+    def tried(self, row: int, chance: float, coin: float, left: float) -> None:
+        """A child's turn, if text is sampled: accepted if coin < chance, and if not, so much of the
+        target's distribution is left."""
 
 
-def best_rows(values: list[float], n: int) -> list[int]:
-    """The n rows of the highest values, of equals the earlier, as they stand in the tree.
+def setting(default: float, low: float, high: float, meaning: str) -> float:
+    """A dataclass field for one setting, with its range (both ends allowed) and its meaning. Its
+    type is the annotation's: `p: float = setting(1, 0, 1, ...)` is 1.0."""
+    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
 
-    No row is worth more than its parent, so whatever is kept hangs together; of siblings the elder
-    stay. A drawn row's value was known before it was drawn, so this takes no notice of the draw.
+
+class Settings:
+    """A method's settings: a frozen dataclass whose fields are made by `setting`, or as words by
+    methods/settings.py. Raises ValueError naming the one that is of another type or out of range.
     """
-    ranked = sorted(range(len(values)), key=values.__getitem__, reverse=True)
-    return sorted(ranked[:n])
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type is float and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, f.name, value)  # it is frozen for everyone else
+            require_setting(f, value)
+
+    def rule(self) -> Rule:
+        """A fresh rule, for one generation."""
+        raise NotImplementedError(f"{type(self).__name__} has no `rule`")
+
+
+def require_setting(f: Field, value: object) -> None:
+    """Raise ValueError, naming the setting and what it may be, for one that it may not be."""
+    if type(value) is not f.type:
+        raise ValueError(f"{f.name}={value!r} is not of type {f.type.__name__}")
+    if "parse" in f.metadata:  # a word, and what reads it
+        try:
+            f.metadata["parse"](value)
+        except ValueError as error:
+            raise ValueError(f"{f.name}={value}: {error}") from error
+    elif not f.metadata["low"] <= value <= f.metadata["high"]:
+        low, high = f.metadata["low"], f.metadata["high"]
+        raise ValueError(f"{f.name}={value} is outside {low} to {high}")
+
+
+def require_order(settings: Settings, order: str) -> None:
+    """Raise ValueError unless settings stand in this order, as "D0 <= D_max", each pair of them."""
+    words = order.split()
+    for low, sign, high in zip(words[::2], words[1::2], words[2::2], strict=False):
+        a, b = getattr(settings, low), getattr(settings, high)
+        if not (a < b or (sign == "<=" and a == b)):
+            raise ValueError(f"{low}={a} and {high}={b} break {low} {sign} {high}")
 
 
 def log_threshold(probability: float) -> float:
@@ -477,7 +504,7 @@ class DynaTreeRule(Rule):
             breadth = [[self.branching_factor(c)] for (c,) in level.confidence().tolist()]
         to_add = {"confidence": numpy.arange(level.tokens.shape[1]) < breadth}
         if s.prune:
-            to_add["tau"] = level.values >= log_threshold(s.tau)  # of what is ranked p(path)
+            to_add["tau"] = level.values >= log_threshold(s.tau)  # of ranked ones p(path)
         name, least = self.depth_gate(level.depth + 1)
         return to_add, {name: level.path_logprobs >= log_threshold(least)}
 
@@ -491,8 +518,8 @@ class DynaTreeRule(Rule):
         return s.B_mid
 
     def depth_gate(self, depth: int) -> tuple[str, float]:
-        """The least p(u) of a node at this depth that may have children in turn, after the setting
-        that says so."""
+        """The least p(u) of a node at this depth that may have children in turn; before it, the
+        name of the setting that says so."""
         s = self.now
         if not s.adapt_depth:
             return "D0", 0.0 if depth < s.D0 else math.inf
@@ -545,7 +572,7 @@ class DynaTreeRule(Rule):
 def nudge(
     value: float, by: float, start: float, low: float, high: float, above: float = -math.inf
 ) -> float:
-    """value + by within [low, high] and over `above`; a bound never lies beyond the start."""
+    """value + by within [low, high] and over `above`; a start beyond a bound widens it."""
     moved = max(value + by, min(low, start))
     moved = min(moved, max(high, start))
     return moved if moved > above else value

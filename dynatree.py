@@ -2,16 +2,19 @@
 
 Each iteration drafts a tree of guesses below the last committed token, lets the target read the
 whole tree in one pass, and keeps the path on which the target agrees, plus the target's own next
-token. The text is exactly what the target alone would write. Paper: DynaTree v2, Algorithm 1.
+token. The text is exactly what the target alone would write, or if it is sampled as likely. Paper:
+DynaTree v2, Algorithm 1.
 
-    python dynatree.py --prompt "The ship sailed at dawn" --max-new-tokens 64
-
-    for step in generate(target, draft, prompt_ids, DynaTree(), max_new_tokens=64):
+    target = GPTNeoX.from_pretrained("models/tiny/target")
+    draft = GPTNeoX.from_pretrained("models/tiny/draft")
+    for step in generate(target, draft, [510, 4453], DynaTree(), max_new_tokens=64):
         print(step.tokens)
 
-gpt_neox.py, draft_tree.py, sampling.py, verify.py and this file are whole by themselves. The loop
-knows nothing of what makes it fast: engine/decoding.py hands it other models, and stands between
-its steps.
+gpt_neox.py, draft_tree.py, sampling.py, verify.py and this file are whole by themselves, from ids
+to ids. The loop knows nothing of what makes it fast: engine/decoding.py hands it other models, and
+stands between its steps. The command line, which reads and writes text, is cli/main.py's:
+
+    python dynatree.py --prompt "The ship sailed at dawn" --max-new-tokens 64
 
 Shapes: N tree rows, n rows of one level, S cache slots, V vocabulary.
 """
@@ -117,7 +120,7 @@ class Drafter:
     does instead, as trained heads or some of the target's own layers."""
 
     length = 0  # tokens of the text in a cache of its own
-    rows: list[int] = []  # of each pass of this iteration, if it makes any
+    pass_rows: list[int]  # how many each of its passes had; the loop begins a list for each tree
 
     def start(
         self, prompt: list[int], n_new: int, rule: Rule, sampler: Sampler, cache: KVCache
@@ -130,7 +133,8 @@ class Drafter:
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int], scores: Scores) -> None:
         """These rows of the tree were accepted, the root first; tokens: what follows each of them,
-        the bonus last; scores: of all its rows. First of all, of the prompt's last token alone."""
+        the bonus last, though a limit or EOS may cut the text before; scores: of all its rows. The
+        first call is of the prompt: its last token, a tree alone, and what follows."""
 
     def end(self) -> None:
         """The text has ended, or its reader has gone."""
@@ -154,7 +158,6 @@ class ModelDrafter(Drafter):
         self.rule, self.sampler = rule, sampler
         self.is_drawing = rule.is_drawing and sampler.settings.draws
         self.lacking = list(prompt)  # committed tokens that it has not run, the root last
-        self.rows = []
         self.depth = 0  # of the level that ran last
         self.sees = numpy.ones((1, 1), dtype=bool)  # which slots from the root's its rows attend
 
@@ -176,8 +179,8 @@ class ModelDrafter(Drafter):
         # An id that the draft cannot embed is read as 0: a worse guess, never a wrong text.
         ids = [i if i < n_ids else 0 for i in self.lacking]
         self.lacking = []
-        self.rows.append(len(ids))
-        if len(ids) <= min(MAX_ROWS, cache.most):
+        self.pass_rows.append(len(ids))
+        if len(ids) <= min(MAX_ROWS, cache.most):  # a pass that an engine may have captured
             positions = torch.arange(cache.length, cache.length + len(ids))
             scores = self.model.forward(torch.tensor(ids), positions, cache, n_last=1)
             cache.advance(len(ids))
@@ -192,7 +195,7 @@ class ModelDrafter(Drafter):
         """Run nodes whose parents are rows of the level before: each sees what its parent saw, and
         itself."""
         n, end = len(tokens), self.sees.shape[1]  # so many slots above the root's begins the level
-        self.rows.append(n)
+        self.pass_rows.append(n)
         sees = numpy.zeros((n, end + n), dtype=bool)
         for i, parent in enumerate(parents):
             sees[i, :end] = self.sees[parent]
@@ -211,7 +214,6 @@ class ModelDrafter(Drafter):
         if not slots:  # the root was not run, so it is lacking already
             slots = [0]
         self.lacking += tokens[len(slots) - 1 :]
-        self.rows = []
 
     def end(self) -> None:
         self.cache.__exit__()
@@ -232,9 +234,10 @@ def generate(
 ) -> Iterator[Step]:
     """Decode, one Step per commit: the target's own greedy ids, or samples of its distribution.
 
-    draft: None for a rule that drafts no level. eos_ids end the text where they appear. acceptance:
-    of sampled text; None: the rule's own, or by token. watcher: told of each tree.
-    Raises ValueError (arguments) and MemoryError at the first step, NonFiniteLogits.
+    draft: None for a rule that drafts no level, which does not ask it either. eos_ids end the text
+    where they appear; those of a checkpoint are in config.eos_ids. acceptance: of sampled text;
+    None: the rule's own, or by token. watcher: told of each tree. Raises, once the first step is
+    asked for, ValueError for such arguments and MemoryError, and at any step NonFiniteLogits.
     """
     require_arguments(target, prompt, max_new_tokens, sampling, acceptance)
     rule = settings.rule()  # fresh: no generation learns from another
@@ -255,19 +258,14 @@ def generate(
         path, tokens = accept(tree, scores, sampler, acceptance)
         drafter.commit(tree, path, tokens, scores)
         new = cut(tokens, eos_ids, left)
-        cached = cache.length, drafter.length
-        step = Step(new, cached=cached, **clock.times())
-        while True:
-            left -= len(new)
-            root = new[-1]
-            yield step
-            if not left or root in eos_ids:
-                return
+        root, left = new[-1], left - len(new)
+        yield Step(new, cached=(cache.length, drafter.length), **clock.times())
+        while left and root not in eos_ids:
             clock.restart()
             # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
             max_depth = min(left, cache.most) - 1
+            drafter.pass_rows = []
             tree = grow(rule, root, draft_level, max_depth, watcher)
-            draft_rows = drafter.rows
             # 2 mask and positions: a node sees what is above it and stands at its depth
             ids, positions, mask = tree_pass(tree, cache.length)
             # 3 verify: one target pass over the whole tree
@@ -285,8 +283,9 @@ def generate(
                 cache.commit(path)
             # 6 adapt
             rule.adapt(tree, path, clock.ms())
-            cached = cache.length, drafter.length
-            step = Step(new, tree, path, tokens[-1], best, draft_rows, cached, **clock.times())
+            root, left = new[-1], left - len(new)
+            cached, rows = (cache.length, drafter.length), drafter.pass_rows
+            yield Step(new, tree, path, tokens[-1], best, rows, cached, **clock.times())
 
 
 def require_arguments(

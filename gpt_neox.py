@@ -11,7 +11,7 @@ that is two to three times as fast: both are a `Model`, and the loop cannot tell
 
 Architecture: Black et al. 2022 (GPT-NeoX-20B); Biderman et al. 2023 (Pythia).
 Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary;
-* is nothing, or in training a batch of texts.
+* is nothing, or where a draft is trained (tools/distil.py) a batch of texts, without a cache.
 
     model = GPTNeoX.from_pretrained("models/tiny/target")
     cache = model.new_cache(capacity=256)
@@ -282,8 +282,9 @@ class Transformer(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        # Not drawn at random, which on the meta device (shapes without memory) takes a second
         embedding = torch.empty(config.vocab_size, config.hidden_size)
+        if not embedding.is_meta:  # where there are shapes alone, and drawing takes a second
+            embedding.normal_(std=0.02)
         self.embed_in = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
@@ -349,7 +350,7 @@ class GPTNeoX(nn.Module):
         """Load a folder of config.json and safetensors, one file or several.
 
         To read by and to test with: engine/model.py has the one that is fast and finds models on
-        the hub. Raises OSError, and ValueError for what is missing or misshapen.
+        the hub. Raises OSError, ValueError for what is missing or misshapen, and SafetensorError.
         """
         folder = Path(folder)
         config = Config.from_json(json.loads((folder / "config.json").read_text()))
@@ -456,8 +457,9 @@ class GPTNeoX(nn.Module):
 
 
 def weight_files(folder: Path) -> list[str]:
-    """model.safetensors, or the shards that its index lists."""
-    if (folder / "model.safetensors").exists():
+    """model.safetensors, or the shards that its index lists. Raises FileNotFoundError."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists() or not index.exists():
         return ["model.safetensors"]
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index = json.loads(index.read_text())
     return sorted(set(index["weight_map"].values()))

@@ -56,7 +56,7 @@ class Sampling:
     seed: int = 0
     # Divides the draft's logits; None: the target's if guesses are drawn, 1 if they are ranked
     draft_temperature: float | None = None
-    is_drawn: bool = False  # guesses of greedy text are, too, by methods that draw
+    is_drawn: bool = False  # of greedy text, too: rules that can draw their guesses do so
 
     def __post_init__(self) -> None:
         if self.temperature != 0:
@@ -77,7 +77,7 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
-        """Whether methods that draw do so: their guesses are the likeliest else."""
+        """Whether rules that can draw their guesses do so; else those are the likeliest."""
         return self.is_drawn or not self.is_greedy
 
     @property
@@ -94,7 +94,7 @@ class Sampling:
 def require_number(name: str, value: float) -> None:
     """Raise ValueError unless the value is a positive number, in float32 too."""
     if not isinstance(value, float | int) or not FLOAT32.tiny <= value <= FLOAT32.max:
-        raise ValueError(f"{name} {value} is not a positive number of float32")
+        raise ValueError(f"{name} {value!r} is not a positive number of float32")
 
 
 GREEDY = Sampling()
@@ -208,7 +208,7 @@ def try_child(
     token: int, residual: Tensor, drawn_from: Tensor | None
 ) -> tuple[float, Tensor, float]:
     """R(x) / d(x) of a child; what its rejection leaves of R [V], not normalised, and how much that
-    is. One read.
+    is; one copy to the host.
 
     residual: R, [V]. drawn_from: d, [V]; None for a child that was not drawn.
     """

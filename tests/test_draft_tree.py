@@ -493,3 +493,23 @@ def test_a_rule_of_more_rows_than_the_widest_pass_is_refused() -> None:
     """On a CPU it would have run; on CUDA it failed in the middle of a text."""
     with pytest.raises(ValueError, match="200 rows, 128 is the most"):
         Rule(max_branches=2, max_depth=7, max_rows=200, max_drafted=200)
+
+
+def test_what_a_draft_or_a_rule_gives_beside_the_question_is_refused() -> None:
+    """Each message names who made the mistake."""
+    fake = FakeDraft(0)
+
+    def short(tokens: list[int], parents: list[int] | None) -> Candidates:
+        return fake(tokens[:1], parents and parents[:1])
+
+    def drawn_below(tokens: list[int], parents: list[int] | None) -> Candidates:
+        return fake(tokens, parents)._replace(drawn_from=torch.ones(9, 9) if parents else None)
+
+    rule = Fixed(tau=0.0).rule()
+    with pytest.raises(ValueError, match="a draft asked about 2 rows gave tokens "):
+        grow(rule, 0, short, 9)
+    with pytest.raises(ValueError, match="drawn candidates in one level"):
+        grow(rule, 0, drawn_below, 9)
+    rule.max_rows = 3
+    with pytest.raises(ValueError, match="StaticRule: a tree of 63 rows, and its max_rows is 3"):
+        grow(rule, 0, fake, 9)

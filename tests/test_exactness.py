@@ -29,7 +29,7 @@ from methods import METHODS
 from methods.static import Alone, Fixed
 from verify import cut
 
-CASES = 12  # per method and kind of shapes
+CASES = 20  # per method and kind of shapes
 LONGEST = 32  # tokens of their texts
 VOCAB = 96
 DRAFTS = ("equal", "noise0.02", "half0.1", "noise0.3", "adversary", "vocab80", "vocab112")

@@ -422,7 +422,7 @@ def test_the_same_seed_gives_the_same_text(method: str) -> None:
     ("values", "message"),
     [
         ({"temperature": -1.0}, "temperature -1.0 is not a positive number"),
-        ({"temperature": "0.8"}, "temperature 0.8 is not a positive number"),
+        ({"temperature": "0.8"}, "temperature '0.8' is not a positive number"),
         ({"temperature": 0.0, "is_drawn": True}, "greedy text need a draft-temperature"),
         ({"temperature": 0.0, "draft_temperature": 0.0}, "draft-temperature 0.0 is not"),
         ({"temperature": math.inf}, "temperature inf"),

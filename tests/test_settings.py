@@ -30,7 +30,7 @@ class Given(Settings):
 
 
 WRONG = [  # values, from Python -> what is said
-    *[({name: "1"}, f"{name}=1 is not of type") for name in ("p", "n", "is_on")],
+    *[({name: "1"}, f"{name}='1' is not of type") for name in ("p", "n", "is_on")],
     *[({name: None}, f"{name}=None is not of type") for name in ("p", "n", "is_on", "at")],
     ({"p": True}, "p=True is not of type float"),
     ({"n": True}, "n=True is not of type int"),

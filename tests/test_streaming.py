@@ -124,6 +124,7 @@ def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_lacking: int) ->
     draft = FastGPTNeoX.from_tensors(config, random_tensors(config, 1))
     use = Use(ranking=Ranking(96, are_logprobs=True), window=Window(12, 2))
     drafter = ModelDrafter(View(draft, use, 240, 4), 96)
+    drafter.pass_rows = []
     sampler = GREEDY.sampler(torch.device("cpu"))
     text = torch.randint(96, (n_lacking + 9,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
