@@ -30,7 +30,7 @@ deagle                  1.8      3.1          3.1
 recycle                 0.4      1.0          1.0
 lookup                  0.0      1.0          1.0
 graft                   0.9      2.0          2.0
-auto                    0.7      1.5          1.5
+auto                    1.7      1.8          1.8
 linear sampled     160.4      9.5      5.6
 confident sampled   69.9      4.7      2.4
 fixed sampled      128.6      7.3      4.1
