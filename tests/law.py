@@ -7,7 +7,8 @@ drafted, each is accepted in every way it can be, and the chances are added up.
     found = law(Chain(K=2), target_table, draft_table, 3)
     assert difference(found, target_law(target_table, 3)) < 1e-7
 
-What it may find wrong is an acceptance, or a rule that looks at what was drawn.
+What it may find wrong is an acceptance, or a rule that looks at what was drawn. It needs nothing
+but the core's five files, beside which test_core.py runs it.
 """
 
 import functools
@@ -18,28 +19,18 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from conftest import ranked
 from torch import Tensor
 
-from draft_tree import Candidates, Draft, Rule, Settings, Tree, grow
-from methods.acceptances import choose_acceptance
-from methods.static import Fixed
-from sampling import Acceptance, Sampler, Sampling
+from draft_tree import Candidates, Settings, Tree, grow
+from dynatree import generate
+from gpt_neox import Model, Scores
+from sampling import Acceptance, Sampler, Sampling, accept_by_token
 
 CPU = torch.device("cpu")
 PLAIN = Sampling(1.0)
 Text = tuple[int, ...]
 Law = dict[Text, float]
 Result = TypeVar("Result")
-
-
-class Ranked(Fixed):
-    """fixed that ranks also where the text is sampled, as beam does."""
-
-    def rule(self) -> Rule:
-        rule = super().rule()
-        rule.is_drawing = False
-        return rule
 
 
 @torch.inference_mode()
@@ -58,9 +49,9 @@ def law(
     so what a rule learns from one tree to the next has no part in it.
 
     Tables: logits [V, V] by the token before; in float64 the law is right to 1e-8 or so. The draft
-    may have fewer ids, or more. acceptance: None for the rule's own, as in the loop. All its chance
-    must be from the sampler: `draw`, and `coin`, which it may compare and nothing else. The number
-    of cases grows fast: a few ids, and trees of a few drawn nodes, are what it is for.
+    may have fewer ids, or more. acceptance: None for the rule's own, else by token, as in the loop.
+    All its chance must be from the sampler: `draw`, and `coin`, compared once. The number of cases
+    grows fast: a few ids, and trees of a few drawn nodes, are what it is for.
     """
     step = partial(every_step, settings, target_table, draft_table, acceptance, sampling)
 
@@ -102,7 +93,7 @@ def every_step(
     n_left: int,
 ) -> Iterator[tuple[Text, float]]:
     """What one tree may commit where n_left tokens are to be written, and how likely that is."""
-    acceptance = acceptance or choose_acceptance(settings.rule(), None)
+    acceptance = acceptance or settings.rule().acceptance or accept_by_token
     sampler = sampling.sampler(CPU)
     drafting = partial(draft, settings, root, draft_table, len(target_table), n_left - 1)
     for tree, chance in every_outcome(drafting, sampler):
@@ -113,15 +104,40 @@ def every_step(
 
 def target_law(target_table: Tensor, n_tokens: int, sampling: Sampling = PLAIN) -> Law:
     """The probability of each text of n_tokens that the target alone writes after token 0."""
-    probs = sampling.sampler(CPU).warp(target_table).tolist()
+    return own_law(lambda text: target_table[text[-1:]], n_tokens, sampling)
+
+
+def own_law(follows: Callable[[list[int]], Tensor], n_tokens: int, sampling: Sampling) -> Law:
+    """The same of any model. follows: a text from token 0 on -> the logits [1, V] after it."""
+    sampler = sampling.sampler(CPU)
     found: Law = {(): 1.0}
     for _ in range(n_tokens):
         longer = {}
         for text, chance in found.items():
-            for token, p in enumerate(probs[text[-1] if text else 0]):
+            for token, p in enumerate(sampler.warp(follows([0, *text]))[0].tolist()):
                 longer[*text, token] = chance * p
         found = longer
     return found
+
+
+@torch.inference_mode()
+def difference_by_generate(
+    target: Model, draft: Model, settings: Settings, n_tokens: int, sampling: Sampling
+) -> float:
+    """How far the law of what generate writes is from the target's: by models, and over what a rule
+    learns from one tree to the next. For fewer ids and tokens yet."""
+
+    def write(sampler: Scripted) -> Text:
+        steps = generate(target, draft, [0], settings, n_tokens, sampling=Given(sampler))
+        return tuple(token for step in steps for token in step.tokens)
+
+    def follows(text: list[int]) -> Tensor:
+        return target.prefill(text, target.new_cache(len(text))).logits
+
+    found: Law = defaultdict(float)
+    for text, chance in every_outcome(write, sampling.sampler(CPU)):
+        found[text] += chance
+    return difference(found, own_law(follows, n_tokens, sampling))
 
 
 def difference(one: Law, other: Law) -> float:
@@ -129,9 +145,12 @@ def difference(one: Law, other: Law) -> float:
     return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in one | other) / 2
 
 
-def bigram(table: Tensor, rule: Rule, sampler: "Sampler | Scripted", n_ids: int) -> Draft:
-    """The draft that a table makes, asked for n_ids ids as dynatree.Drafter asks its model: the
-    candidates are drawn for a rule that draws, and an id that is not in the table is read as 0."""
+def draft(
+    settings: Settings, root: int, table: Tensor, n_ids: int, max_depth: int, sampler: Sampler
+) -> Tree:
+    """A tree below this token by the draft that a table makes, asked for n_ids ids as
+    dynatree.ModelDrafter asks its model; an id that is not in the table is read as 0."""
+    rule = settings.rule()
 
     def run(tokens: list[int], parents: list[int] | None) -> Candidates:
         logits = table[[token if token < len(table) else 0 for token in tokens], :n_ids]
@@ -139,21 +158,13 @@ def bigram(table: Tensor, rule: Rule, sampler: "Sampler | Scripted", n_ids: int)
         if rule.is_drawing:
             ids, logprobs, drawn_from = sampler.propose(logits, rule.n_drawn)
         else:
-            ids, logprobs, _ = ranked(logits)
+            ids, logprobs = Scores(logits).top(n_ids)
         return Candidates(ids, logprobs.astype("float32"), drawn_from)
 
-    return run
+    return grow(rule, root, run, max_depth)
 
 
-def draft(
-    settings: Settings, root: int, table: Tensor, n_ids: int, max_depth: int, sampler: "Scripted"
-) -> Tree:
-    """A tree below this token."""
-    rule = settings.rule()
-    return grow(rule, root, bigram(table, rule, sampler, n_ids), max_depth)
-
-
-def commit(acceptance: Acceptance, tree: Tree, table: Tensor, sampler: "Scripted") -> Text:
+def commit(acceptance: Acceptance, tree: Tree, table: Tensor, sampler: Sampler) -> Text:
     """The tokens that are accepted of a tree, and the bonus."""
     path, tokens = acceptance(tree, table[tree.tokens], sampler)
     assert path[0] == 0 and len(tokens) == len(path), "a token after each row, from the root on"
@@ -163,19 +174,13 @@ def commit(acceptance: Acceptance, tree: Tree, table: Tensor, sampler: "Scripted
     return tuple(tokens)
 
 
-class Scripted:
+class Scripted(Sampler):
     """A sampler whose every choice is fixed beforehand, and how likely it is that they come so."""
-
-    propose = Sampler.propose
-    tell, tried = Sampler.tell, None  # nobody watches
 
     def __init__(self, sampler: Sampler, script: list[int]):
         """script: which of its options each choice takes."""
-        self.settings = sampler.settings
-        self.warp, self.warp_draft = sampler.warp, sampler.warp_draft
-        self.script = script
-        self.chance = 1.0  # of all choices so far together
-        self.n_options: list[int] = []  # that each choice has had
+        super().__init__(sampler.settings, sampler.generator, sampler.coins)
+        self.__dict__ |= {"script": script, "n_options": [], "chances": []}  # it is frozen
 
     def choose(self, chances: list[float]) -> int:
         """One of the possible options, as the script says; the first past its end."""
@@ -183,7 +188,7 @@ class Scripted:
         place = len(self.n_options)
         self.n_options.append(len(possible))
         chosen = possible[self.script[place] if place < len(self.script) else 0]
-        self.chance *= chances[chosen]
+        self.chances.append(chances[chosen])
         return chosen
 
     def draw(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -207,28 +212,23 @@ class Scripted:
 
 
 class Coin:
-    """Uniform on [0, 1), and known only as far as it has been compared: each time is a choice."""
+    """Uniform on [0, 1), compared once."""
 
     def __init__(self, choose: Callable[[list[float]], int]):
         self.choose = choose
-        self.low, self.high = 0.0, 1.0  # it lies between
 
-    def __lt__(self, bound: float) -> bool:
-        if math.isnan(bound):
-            return False
-        middle = min(max(float(bound), self.low), self.high)
-        share = (middle - self.low) / (self.high - self.low)
-        is_lower = self.choose([share, 1 - share]) == 0
-        if is_lower:
-            self.high = middle
-        else:
-            self.low = middle
-        return is_lower
+    def __lt__(self, chance: float) -> bool:
+        chance = min(max(0.0, float(chance)), 1.0)  # of nan 0: no coin is below it
+        return self.choose([chance, 1 - chance]) == 0
 
-    def __gt__(self, bound: float) -> bool:
-        return not math.isnan(bound) and not self < bound
 
-    __le__, __ge__ = __lt__, __gt__  # it is never equal
+class Given:
+    """Sampling for generate, by a sampler that is there already."""
+
+    is_greedy = False
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = lambda *_: sampler
 
 
 def every_outcome(
@@ -239,7 +239,7 @@ def every_outcome(
     while script is not None:
         scripted = Scripted(sampler, script)
         result = trial(scripted)
-        yield result, scripted.chance
+        yield result, math.prod(scripted.chances)
         n_unscripted = len(scripted.n_options) - len(script)
         script = next_script(script + [0] * n_unscripted, scripted.n_options)
 

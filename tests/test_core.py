@@ -24,19 +24,16 @@ from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.acceptances import choose_acceptance
 from methods.auto import Auto
-from sampling import Sampler, Sampling
+from sampling import GREEDY, Sampler, Sampling
 
 Pairs = list[tuple[GPTNeoX, GPTNeoX]]  # plain and fast
 CORE = ("gpt_neox", "draft_tree", "sampling", "verify", "dynatree")
 PROMPTS = (
-    "The ship sailed at dawn",
     "The harbour lay quiet under the morning fog, and",
-    "Chapter 3. In which the travellers",
     "= List of rivers =\n\n The longest of them",
 )
-SETTINGS = 12  # random ones of each method
 # Hot: where a few ids are all that is likely, rounding says which others a tree has room for
-SAMPLINGS = (Sampling(4.0, 0.95), Sampling(3.0, draft_temperature=4.0))
+SAMPLINGS = (GREEDY, Sampling(4.0, 0.95), Sampling(3.0, draft_temperature=4.0))
 
 
 def told(step: Step) -> tuple:
@@ -51,7 +48,8 @@ def test_the_five_files_are_whole_by_themselves(tmp_path: Path) -> None:
     are a fresh prefill's after each commit, and sampled text of the target's own law."""
     for name in CORE:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    shutil.copy(ROOT / "tests" / "alone.py", tmp_path)
+    for name in ("alone", "law"):
+        shutil.copy(ROOT / "tests" / f"{name}.py", tmp_path)
     shutil.copytree(TINY, tmp_path / "models" / "tiny")
     tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in PROMPTS]
@@ -67,17 +65,16 @@ def test_the_five_files_are_whole_by_themselves(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert set(found["own"]) == {"alone.py", *(f"{name}.py" for name in CORE)}
+    assert set(found["own"]) == {f"{name}.py" for name in ("alone", "law", *CORE)}
     rooms = {file.parent.name for file in ROOT.glob("*/__init__.py")} | {"bench"}
     assert not rooms & set(found["all"])
     pair = [FastGPTNeoX.from_pretrained(TINY / name) for name in ("target", "draft")]
     for prompt, text in zip(prompts, found["texts"], strict=True):
-        steps = list(decoding.generate(*pair, prompt, DynaTree(), max_new_tokens=100))
+        steps = list(decoding.generate(*pair, prompt, DynaTree(), max_new_tokens=50))
         assert text["ids"] == [token for step in steps for token in step.tokens]
         assert text["trees"] == [[s.n_drafted, len(s.path), s.draft_rows] for s in steps]
-        assert len(text["ids"]) == 100 and text["distance"] < 1e-4
-    total, off = found["law"]
-    assert abs(total - 1) < 1e-9 and off < 1e-6
+        assert len(text["ids"]) == 50 and text["distance"] < 1e-4
+    assert found["law"] < 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -91,33 +88,22 @@ def without_clock(settings: Settings) -> Settings:
     return replace(settings, learn=False) if isinstance(settings, Auto) else settings
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "top-p", "draft temperature"])
 @pytest.mark.parametrize("method", METHODS)
-def test_plain_is_fast(method: str, pairs: Pairs) -> None:
-    """Greedy texts of random settings step by step: tokens, trees, draft passes, caches."""
+def test_plain_is_fast(
+    method: str, sampling: Sampling, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of random settings step by step: tokens, trees, draft passes, caches; sampled ones
+    where both draw as the plain sampler does."""
+    monkeypatch.setattr(FastSampler, "draw", Sampler.draw)
     plain, fast = pairs
-    for number in range(SETTINGS):
+    for number in range(4):
         rng = random.Random(f"{method} {number}")
         settings = without_clock(random_settings(method, rng))
         prompt = rng.choices(range(96), k=rng.randint(1, 30))
-        limit = rng.randint(1, 40)
-        expected = [told(s) for s in dynatree.generate(*plain, prompt, settings, limit)]
-        found = [told(s) for s in decoding.generate(*fast, prompt, settings, limit)]
-        assert found == expected, settings
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("method", METHODS)
-def test_plain_is_fast_where_text_is_sampled(
-    method: str, sampling: Sampling, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same, top-p included; both draw as the plain sampler does."""
-    monkeypatch.setattr(FastSampler, "draw", Sampler.draw)
-    plain, fast = pairs
-    for number in range(SETTINGS // 3):
-        rng = random.Random(f"{method} {number}")
-        settings = without_clock(random_settings(method, rng))
-        prompt = rng.choices(range(96), k=10)
-        options = {"sampling": sampling, "acceptance": choose_acceptance(settings.rule(), None)}
-        expected = [told(s) for s in dynatree.generate(*plain, prompt, settings, 25, **options)]
-        found = [told(s) for s in decoding.generate(*fast, prompt, settings, 25, **options)]
+        how = {"sampling": sampling}
+        if not sampling.is_greedy:
+            how["acceptance"] = choose_acceptance(settings.rule(), None)
+        expected = [told(s) for s in dynatree.generate(*plain, prompt, settings, 30, **how)]
+        found = [told(s) for s in decoding.generate(*fast, prompt, settings, 30, **how)]
         assert found == expected, settings
