@@ -4,6 +4,7 @@ output."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,10 +49,10 @@ def write(target: Watched, draft: Watched, prompt: list[int]) -> dict:
     return {"ids": ids, "trees": trees, "distance": worst}
 
 
-def random_model(seed: int) -> GPTNeoX:
+def random_model(seed: int, **changes: int) -> GPTNeoX:
     """Of weights large enough that some texts are likelier than others."""
     torch.manual_seed(seed)
-    model = GPTNeoX(CONFIG)
+    model = GPTNeoX(replace(CONFIG, **changes))
     for weight in model.parameters():
         torch.nn.init.normal_(weight)
     return model.double().requires_grad_(False)

@@ -216,8 +216,11 @@ class Coin:
 
     def __init__(self, choose: Callable[[list[float]], int]):
         self.choose = choose
+        self.is_known = False
 
     def __lt__(self, chance: float) -> bool:
+        assert not self.is_known, "one coin for two rows"
+        self.is_known = True
         chance = min(max(0.0, float(chance)), 1.0)  # of nan 0: no coin is below it
         return self.choose([chance, 1 - chance]) == 0
 

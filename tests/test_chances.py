@@ -99,9 +99,11 @@ def test_a_drawn_child_that_was_not_tried_tells_nothing() -> None:
         assert told == [False, True, False][:n_told]
 
 
+@pytest.mark.parametrize(("n_ids", "n_tokens"), [(2, N_SAMPLED), (3, 3)])
 @pytest.mark.parametrize("method", SMALL)
-def test_the_law_is_the_targets(method: str) -> None:
-    """Through generate, over trees three levels deep and what earlier ones have taught."""
+def test_the_law_is_the_targets(method: str, n_ids: int, n_tokens: int) -> None:
+    """Through generate, over trees three levels deep and what earlier ones have taught; and where
+    more may be drawn than a first sibling and what is left."""
     settings = METHODS[method](chances="counted", **SMALL[method])
-    pair = random_model(3), random_model(4)
-    assert difference_by_generate(*pair, settings, N_SAMPLED, Sampling(0.8)) < 1e-6
+    pair = random_model(3, vocab_size=n_ids), random_model(4, vocab_size=n_ids)
+    assert difference_by_generate(*pair, settings, n_tokens, Sampling(0.8)) < 1e-6

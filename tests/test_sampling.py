@@ -6,34 +6,35 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from conftest import Stub, make_tree, random_model, random_settings, ranked
-from law import CPU, Ranked, Scripted, difference, every_outcome, law, target_law
+from law import CPU, PLAIN, difference, law, mean_length, target_law
 from torch import Tensor
 
 import engine.sampling
 from cli.metrics import token_ids
-from draft_tree import DynaTree, Gates, Level, Rule, Settings, Tree, best_rows
+from draft_tree import DynaTree, Rule, Settings
 from engine.decoding import generate
 from engine.sampling import FastSampling
 from methods import METHODS
+from methods.acceptances import ACCEPTANCES, accept_by_traversal, choose_acceptance
 from methods.auto import Auto
-from methods.dyspec import DySpec, DySpecRule
+from methods.dyspec import DySpec
 from methods.lookup import Lookup
 from methods.opttree import OptTree
 from methods.retrieval import Graft
 from methods.sequoia import Sequoia
-from methods.static import Alone, Chain, ConfidentChain, Fixed, SpecInfer, StaticRule
-from sampling import Acceptance, Sampler, Sampling, accept_by_token
+from methods.static import Alone, Chain, ConfidentChain, Fixed, SpecInfer
+from sampling import Acceptance, Sampling, accept_by_token
 
 Draw = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 N_IDS = 5
 N_DRAWS = 20_000
-PLAIN = Sampling(1.0)
 
 
 def logits_table(seed: int) -> Tensor:
@@ -49,11 +50,14 @@ DISJOINT = torch.where(TARGET > TARGET.median(), -1e4, 5.0)
 ZEROS = OTHER.index_fill(1, torch.tensor([1, 3]), -torch.inf)
 DRAFTS = {"equal": TARGET, "other": OTHER, "disjoint": DISJOINT, "zeros": ZEROS}
 DRAFTS["fewer ids"] = OTHER[:3, :3]
+DRAFTS["more ids"] = torch.cat([OTHER, OTHER[:2]])[:, [0, 1, 2, 3, 4, 0, 1]]
+DRAFTS["overflown"] = OTHER.clone()
+DRAFTS["overflown"][2], DRAFTS["overflown"][3, 1] = torch.nan, torch.inf
 # Of three ids only: whole trees of two drawn levels, in every combination of all their draws
 FEW_TARGET = TARGET[:3, :3]
 FEW_DRAFTS = {"few other": OTHER[:3, :3], "few zeros": ZEROS[:3, :3], "few flat": OTHER[:3, :3] / 4}
 # The last: the draft's distribution, warped otherwise
-HEATS = [Sampling(0.6), PLAIN, Sampling(1.0, 0.5), Sampling(1.0, draft_temperature=0.4)]
+HEATS = [Sampling(0.6), Sampling(1.0, 0.5), Sampling(1.0, draft_temperature=0.4)]
 
 
 # The parts.
@@ -143,21 +147,13 @@ def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
 # Every text is as likely as from the target alone: by enumeration (law.py).
 
 
-def error_of(
-    settings: Settings,
-    draft: Tensor,
-    n_tokens: int = 3,
-    acceptance: Acceptance | None = None,
-    sampling: Sampling = PLAIN,
-    target: Tensor | None = None,
-) -> float:
-    """How far texts of n_tokens are from the target's law; of a draft of three ids, FEW_TARGET's
-    if it is none of DRAFTS."""
-    if target is None:
-        target = TARGET if any(draft is other for other in DRAFTS.values()) else FEW_TARGET
-    found = law(settings, target, draft, n_tokens, acceptance, sampling)
-    assert sum(found.values()) == pytest.approx(1.0, abs=2e-8)
-    return difference(found, target_law(target, n_tokens, sampling))
+class Ranked(Fixed):
+    """fixed that ranks also where the text is sampled, as beam does."""
+
+    def rule(self) -> Rule:
+        rule = super().rule()
+        rule.is_drawing = False
+        return rule
 
 
 @dataclass(frozen=True)
@@ -184,37 +180,73 @@ class Copied:
         return rule
 
 
-RULES = {
+CHAINS = {
     "drawn chain": Chain(K=2),
+    "stops by what was drawn": ConfidentChain(K=2, p_min=0.3),
+    "ranked chain": Ranked(D=2, B=1, tau=0.0),
+    "copied": Copied(),
+}
+RULES = CHAINS | {
     "drawn siblings": DySpec(N=4, D_max=1, t=0.001, exact=False),  # up to three
     "those of value": DySpec(N=4, D_max=1, t=0.3, exact=False),
-    "stops by what was drawn": ConfidentChain(K=2, p_min=0.3),
     "ranked": Ranked(D=2, B=3, tau=0.0),
     "grafted beside drawn": Known(Graft(base="linear:K=1", N=4, D_max=1, checkpoints="off")),
     "grafted below drawn": Known(Graft(base="linear:K=1", N=4, at="tail")),
-    "copied": Copied(),
 }
 FEW_RULES = {
     "best of all drawn": DySpec(N=3, D_max=2),  # more is drawn than verified
     "pairs of pairs": SpecInfer("2:2"),
-    "by confidence": DynaTree(B_max=2, D0=1, D_max=2, tau=0.1, rho_stop=0.2),
+    "by confidence": DynaTree(B_mid=1, B_max=2, tau_l=0.6, D0=1, D_max=2, rho_stop=0.2),
     "above tau": Fixed(D=2, B=2, tau=0.2),
     "three below one": SpecInfer("1:3"),
     "settled shape": Sequoia(N=6, D_max=2, p="0.6:0.3:0.1"),
     "grafted, best": Known(Graft(base="dyspec:N=3:D_max=2", checkpoints="1@0.4", N=5), 3),
     "grafted, tail": Known(Graft(base="dyspec:N=4:D_max=1", N=5, at="tail"), 3),
     "grafted, confident": Known(
-        Graft(base="dynatree:B_max=2:D0=1:D_max=2", checkpoints="1@0.4", N=5), 3
+        Graft(base="dynatree:B_mid=1:B_max=2:tau_l=0.6:D0=1:D_max=2", checkpoints="1@0.4", N=5), 3
     ),
     "remembered beside drawn": Known(Auto(N=5, D_max=2, c_level=0.01, learn=False), 3),
 }
-CASES = [*itertools.product(RULES, DRAFTS, HEATS), *itertools.product(FEW_RULES, FEW_DRAFTS, HEATS)]
+CASES = [
+    (by, rule)
+    for by, rule in itertools.product(ACCEPTANCES, RULES | FEW_RULES)
+    if by != "block" or rule in CHAINS
+]
 
 
-@pytest.mark.parametrize(("rule", "draft", "sampling"), CASES)
-def test_the_law_is_the_targets(rule: str, draft: str, sampling: Sampling) -> None:
-    settings, table = (RULES | FEW_RULES)[rule], (DRAFTS | FEW_DRAFTS)[draft]
-    assert error_of(settings, table, sampling=sampling) < 2e-8
+def error_of(
+    settings: Settings,
+    draft: Tensor,
+    n_tokens: int = 3,
+    acceptance: Acceptance | None = None,
+    sampling: Sampling = PLAIN,
+    target: Tensor = FEW_TARGET,
+) -> float:
+    """How far texts of n_tokens are from the target's law."""
+    found = law(settings, target, draft, n_tokens, acceptance, sampling)
+    return difference(found, target_law(target, n_tokens, sampling))
+
+
+@pytest.mark.parametrize(("by", "rule"), CASES)
+def test_the_law_is_the_targets_and_no_less_is_kept_than_by_token(by: str, rule: str) -> None:
+    """Whatever the draft says, and however it is warped. Of ranked rows no more is kept either, of
+    drawn ones below one another somewhere strictly."""
+    settings, target, tables = (RULES | FEW_RULES)[rule], TARGET, DRAFTS
+    if rule in FEW_RULES:
+        target, tables = FEW_TARGET, FEW_DRAFTS
+    gains = []
+    for (name, draft), other in zip(tables.items(), itertools.cycle(HEATS), strict=False):
+        for sampling in (PLAIN, other):
+            error = error_of(settings, draft, 3, ACCEPTANCES[by], sampling, target)
+            assert error < 2e-8, (name, sampling)
+        if by != "token":
+            length = partial(mean_length, settings, target, draft, 3)
+            gains.append(length(ACCEPTANCES[by]) - length(accept_by_token))
+    assert min(gains, default=0.0) > -1e-9
+    if not settings.rule().is_drawing:
+        assert max(gains, default=0.0) < 1e-9
+    elif by != "token" and rule in ("drawn chain", "pairs of pairs"):
+        assert max(gains) > 0.005
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -227,8 +259,8 @@ def test_every_method_leaves_the_targets_law(method: str) -> None:
         settings = random_settings(method, rng)
         rule = settings.rule()
         if n_done < 4 and (not rule.is_drawing or rule.max_drafted <= 5):
-            draft = rng.choice(list(FEW_DRAFTS.values()))
-            assert error_of(settings, draft, sampling=rng.choice(HEATS)) < 2e-8
+            draft, acceptance = rng.choice(list(FEW_DRAFTS.values())), choose_acceptance(rule, None)
+            assert error_of(settings, draft, 3, acceptance, rng.choice(HEATS)) < 2e-8
             n_done += 1
     assert n_done == 4
 
@@ -242,162 +274,38 @@ def test_what_a_budget_cuts_off_does_not_choose_among_drawn_nodes() -> None:
     assert error_of(rule, draft, 4, target=TARGET[:4, :4]) < 2e-8
 
 
-# Planted errors, of rules and of acceptances: that the law would tell.
-
-
-@dataclass(frozen=True)
-class Planted:
-    """A rule that is made wrong before it is used."""
-
-    make: Callable[[], Rule]
-
-    def rule(self) -> Rule:
-        return self.make()
-
-
-class Greedy(StaticRule):
-    """A chain without the token that it is unsure of, as one may have it that is greedy."""
-
-    def expand(self, level: Level) -> tuple[Gates, Gates]:
-        return {"p_min": level.logprobs >= math.log(0.3)}, {}
-
-
-class Choosing(DySpecRule):
-    """The likeliest of the drawn nodes are verified."""
-
-    def extend(self, tree: Tree, max_depth: int) -> Tree:
-        return tree.take(best_rows(tree.path_logprobs, 3))
-
-
-def test_a_rule_that_goes_by_what_was_drawn_is_caught() -> None:
-    greedy = Planted(lambda: Greedy([1, 1], 3))
-    assert error_of(greedy, OTHER, 2) > 0.01
-    choosing = Planted(lambda: Choosing(DySpec(N=4, D_max=2)))
-    assert error_of(choosing, FEW_DRAFTS["few zeros"]) > 0.1
-
-
-def test_a_stop_that_decides_which_draws_are_tried_is_caught() -> None:
-    """opttree with drawn children. By hand, of four rows: a (.6) is drawn first and goes on for
-    sure, the second child is worth .4. If it is b (.3), level 2 adds .5 and level 3 is drafted,
-    whose row takes b's; if it is c (.1), level 2 adds .3 and c is tried."""
-
-    def drawing() -> Rule:
-        rule = OptTree(N=4, D_max=3, delta=0.4).rule()
-        rule.is_drawing = True
-        return rule
-
+def test_a_stop_by_what_a_level_adds_does_not_choose_among_drawn_nodes() -> None:
+    """opttree, which therefore ranks. If it drew, of four rows: a (.6) first goes on for sure, the
+    second child is worth .4. If that is b (.3), level 2 adds .5 and level 3 is drafted, whose row
+    takes b's; if it is c (.1), level 2 adds .3 and c is tried."""
     draft = torch.tensor([[0.0, 0.6, 0.3, 0.1]] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
     target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
     assert error_of(OptTree(N=4, D_max=3, delta=0.4), draft, 4, target=target) < 2e-8
-    assert error_of(Planted(drawing), draft, 4, target=target) > 0.01
 
 
-RESIDUAL = "the residual is not renormalised"
-BONUS = "the bonus is the target's own, as if no child had been rejected"
-SIBLING = "what a sibling was drawn from is not renormalised"
-COIN = "one coin for all"
-RANKED = "a ranked child is taken for a drawn one: R[y] / q[y]"
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_compete_for_a_budget_leave_the_law_alone(seed: int, is_exact: bool) -> None:
+    """Which rows a branch has depends on what was drawn in others, and theirs on its own: what was
+    rejected by the look of its branch says something of the others. Of three ids, after each of
+    which two are possible."""
+    draft = 2 * logits_table(seed)[:3, :3]
+    draft[torch.arange(3), torch.randint(3, (3,))] = -torch.inf
+    settings = DySpec(N=5, D_max=3, t=0.05, exact=is_exact)
+    for sampling in (PLAIN, Sampling(0.7, 0.9)):
+        assert error_of(settings, draft, 4, accept_by_traversal, sampling) < 2e-8
 
 
-def acceptance_of(mistake: str = "") -> Acceptance:
-    """Child by child, for tables of one size; wrong where it is told to be."""
-
-    def accept(tree: Tree, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
-        coin = sampler.coin()
-        path = [0]
-        is_over = False
-        while not is_over:
-            row = path[-1]
-            residual = target_probs = sampler.warp(logits)[row]
-            children = [child for child, parent in enumerate(tree.parents) if parent == row]
-            for child in children:
-                token = tree.tokens[child]
-                drawn_from = torch.eye(len(residual), dtype=torch.float64)[token]
-                if tree.drawn_from:
-                    drawn_from = tree.drawn_from[tree.draft_slots[row]].clone()
-                elif mistake == RANKED:
-                    drawn_from = torch.softmax(OTHER[tree.tokens[row]], dim=-1)
-                drawn_from[[tree.tokens[elder] for elder in children if elder < child]] = 0.0
-                if mistake != SIBLING:
-                    drawn_from = drawn_from / drawn_from.sum()
-                coin = coin if mistake == COIN else sampler.coin()
-                if coin < float(residual[token] / drawn_from[token]):
-                    path.append(child)
-                    break
-                residual = (residual - drawn_from).clamp(min=0.0)
-                if mistake != RESIDUAL:
-                    residual = residual / residual.sum()
-            is_over = path[-1] == row
-        after = target_probs if mistake == BONUS else residual
-        return path, [tree.tokens[row] for row in path[1:]] + [int(sampler.draw(after[None], 1)[0])]
-
-    return accept
-
-
-PAIR, RANKED_PAIR = SpecInfer("2"), Ranked(D=1, B=2, tau=0.0)
-WRONG = [
-    (RESIDUAL, PAIR),
-    (BONUS, PAIR),
-    (SIBLING, PAIR),
-    (COIN, Chain(K=2)),
-    (RANKED, RANKED_PAIR),
-]
-
-
-@pytest.mark.parametrize(("mistake", "settings"), WRONG, ids=str)
-def test_a_wrong_acceptance_is_caught(mistake: str, settings: Settings) -> None:
-    assert error_of(settings, OTHER, acceptance=acceptance_of(mistake)) > 0.01
-    assert error_of(settings, OTHER, acceptance=acceptance_of()) < 2e-8
-
-
-def test_an_acceptance_that_a_rule_brings_is_the_one_that_is_tested() -> None:
-    def wrong() -> Rule:
-        rule = SpecInfer("2").rule()
-        rule.acceptance = acceptance_of(RESIDUAL)
-        return rule
-
-    assert error_of(Planted(wrong), OTHER) > 0.01
-
-
-def test_what_an_acceptance_returns_must_be_a_path_and_its_tokens() -> None:
-    """A text alone would not tell: it is the caches that would hold something else."""
-    for path, tokens in (([1], [0]), ([0], [0, 0]), ([0, 2], [1, 0]), ([0, 1], [9, 0])):
-        with pytest.raises(AssertionError, match="row|path"):
-            law(Chain(K=2), TARGET, OTHER, 3, lambda *_, found=(path, tokens): found)
-
-
-def test_a_coin_may_be_compared_more_than_once() -> None:
-    """Every outcome with its chance; by hand."""
-
-    def trial(sampler: Scripted) -> tuple[bool, ...]:
-        coin = sampler.coin()
-        return coin < 0.3, coin >= 0.6, 0.3 >= coin, coin > -1.0, coin <= math.nan
-
-    found = Counter()
-    for result, chance in every_outcome(trial, PLAIN.sampler(CPU)):
-        found[result] += chance
-    low, middle, high = (True, False, True), (False, False, False), (False, True, False)
-    always = (True, False)
-    assert found == pytest.approx({low + always: 0.3, middle + always: 0.3, high + always: 0.4})
-
-
-# Drawn by the generator itself, by the loop.
-
-
-def table_model(table: Tensor) -> Stub:
-    """A model to which only the token before matters."""
-    return Stub(lambda tokens, positions: table[tokens].float(), N_IDS)
-
-
-@pytest.mark.parametrize("settings", [DySpec(N=4, D_max=2), Ranked(D=2, B=2, tau=0.0)], ids=str)
-def test_a_long_text_follows_the_targets_law(settings: Settings) -> None:
-    """What comes after each token, of 2,000 that were drawn."""
+def test_a_long_text_follows_the_targets_law() -> None:
+    """What comes after each token, of 2,000 that were drawn by the generator itself."""
     sampling = Sampling(0.8, 0.95, seed=5)
-    models = table_model(TARGET), table_model(OTHER)
-    ids = token_ids(generate(*models, [0], settings, 2000, sampling=sampling))
-    probs = sampling.sampler(CPU).warp(TARGET)
+    target, draft = (
+        Stub(lambda tokens, positions, table=table: table[tokens].float(), N_IDS)
+        for table in (TARGET, OTHER)
+    )
+    ids = token_ids(generate(target, draft, [0], DySpec(N=4, D_max=2), 2000, sampling=sampling))
     pairs = Counter(itertools.pairwise([0, *ids]))
-    for token, after in enumerate(probs.tolist()):
+    for token, after in enumerate(sampling.sampler(CPU).warp(TARGET).tolist()):
         counts = Counter({(i,): pairs[token, i] for i in range(N_IDS) if pairs[token, i]})
         assert_distributed(counts, {(i,): p * counts.total() for i, p in enumerate(after)})
 
@@ -421,16 +329,12 @@ def test_the_same_seed_gives_the_same_text(method: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -1.0}, "temperature -1.0 is not a positive number"),
         ({"temperature": "0.8"}, "temperature '0.8' is not a positive number"),
-        ({"temperature": 0.0, "is_drawn": True}, "greedy text need a draft-temperature"),
-        ({"temperature": 0.0, "draft_temperature": 0.0}, "draft-temperature 0.0 is not"),
-        ({"temperature": math.inf}, "temperature inf"),
         ({"temperature": math.nan}, "temperature nan is not"),
         ({"temperature": 1e-46}, "temperature 1e-46 is not a positive number of float32"),
         ({"temperature": 1e39}, r"temperature 1e\+39 is not a positive number of float32"),
-        ({"temperature": 1.0, "draft_temperature": 1e-46}, "draft-temperature 1e-46 is not"),
-        ({"temperature": 1.0, "top_p": 1e-46}, "top-p 1e-46 is not a positive number of float32"),
+        ({"temperature": 0.0, "is_drawn": True}, "greedy text need a draft-temperature"),
+        ({"temperature": 0.0, "draft_temperature": 0.0}, "draft-temperature 0.0 is not"),
         ({"temperature": 1.0, "top_p": 0.0}, "top-p 0.0 is not a positive number"),
         ({"temperature": 1.0, "top_p": 1.5}, r"top-p 1.5 is outside \(0, 1\]"),
         ({"temperature": 1.0, "seed": -1}, "seed -1 is not a whole number"),
