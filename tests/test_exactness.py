@@ -1,8 +1,9 @@
 """The claim of the project: every method writes exactly the target's own greedy text.
 
-Hundreds of seeded random cases: pairs (draft equal, noisy, adversarial, other vocabulary), tree
-shapes and settings, prompt lengths, limits, EOS, both commits. The suite counts what it saw and
-fails if a case it is meant to cover never came up.
+Hundreds of seeded random cases: pairs (draft equal, noisy, adversarial, smaller, of another
+vocabulary), tree shapes and settings, prompt lengths, limits, EOS, both commits, in each of the
+ways a text may be decoded. The suite counts what it saw and fails if a case it is meant to cover
+never came up.
 """
 
 import functools
@@ -10,34 +11,44 @@ import itertools
 import random
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import GOLDEN, TINY, pretend_capture, random_config, random_settings, random_tensors
+from conftest import (
+    GOLDEN,
+    append,
+    pretend_capture,
+    random_config,
+    random_settings,
+    random_tensors,
+)
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from cli.compare import TIE
 from cli.metrics import token_ids
-from draft_tree import Settings
+from draft_tree import DynaTree, Settings
 from dynatree import Step
 from engine.decoding import generate
 from engine.model import FastGPTNeoX
+from engine.passes import row_count
+from engine.streaming import Window
 from methods import METHODS
 from methods.static import Alone, Fixed
+from sampling import Sampling
 from verify import cut
 
-CASES = 20  # per method and kind of shapes
+# How many cases a method has in each way: passes of exactly the rows and slots they need, or padded
+# to the few that graphs replay; over a window; guesses at a temperature, ranked or drawn
+WAYS = {"tight": 16, "fixed": 16, "window": 8, "ranked": 8, "drawn": 8}
+N_STRICT = 6
 LONGEST = 32  # tokens of their texts
 VOCAB = 96
-DRAFTS = ("equal", "noise0.02", "half0.1", "noise0.3", "adversary", "vocab80", "vocab112")
-PROMPTS = (
-    "The harbour lay quiet under the morning fog, and",
-    "Chapter 3. In which the travellers",
-    "= List of rivers =\n\n The longest of them",
-)
+DRAFTS = ("equal", "noise0.02", "half0.1", "noise0.3", "adversary", "small", "vocab48", "vocab112")
+N_TARGETS = 7
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Tensors = dict[str, Tensor]  # a model's weights
 Changes = dict[str, object]  # fields of Config that differ from conftest's
@@ -61,6 +72,26 @@ def greedy(target: FastGPTNeoX, prompt: list[int], n: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+@torch.inference_mode()
+def stream(
+    target: FastGPTNeoX, prompt: list[int], window: Window, n: int
+) -> tuple[list[int], Tensor]:
+    """The oracle over a window: one token at a time, a drop whenever the cache is full. The text,
+    and the logits [V] after it."""
+    slack = max(window.size // 4, 1)
+    full = window.sinks + window.size + slack
+    n_tokens = len(prompt) + n
+    cache = target.new_cache(min(full, n_tokens))
+    text = list(prompt)
+    for n_read, token in enumerate(text, 1):  # which grows meanwhile
+        logits = append(target, [token], cache).logits[0].clone()
+        if cache.length == full:
+            target.forget(cache, window.sinks, slack)
+        if n_read == len(text) < n_tokens:
+            text.append(int(logits.argmax()))
+    return text[len(prompt) :], logits
+
+
 @functools.cache
 def varied_targets() -> list[tuple[Tensors, Changes]]:
     """Random targets whose greedy text has at least 10 distinct ids in 48."""
@@ -73,16 +104,19 @@ def varied_targets() -> list[tuple[Tensors, Changes]]:
         text = greedy(build(tensors, **changes), [seed % VOCAB], 48)
         if len(set(text)) >= 10:
             found.append((tensors, changes))
-        if len(found) == 8:
+        if len(found) == N_TARGETS:
             return found
     raise AssertionError("too few random targets write varied text")
 
 
 def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> FastGPTNeoX:
-    """A draft for this target: equal, noisy, in half precision too, adversarial, or with another
-    padded vocabulary."""
+    """A draft for this target: equal, noisy, in half precision too, adversarial, with another
+    padded vocabulary, or another model of another size."""
     generator = torch.Generator().manual_seed(seed)
-    if kind == "adversary":  # its best candidates are the target's worst
+    if kind == "small":
+        changes = changes | {"hidden_size": 16, "n_layers": 1, "n_heads": 1}
+        tensors = random_tensors(random_config(**changes), seed)
+    elif kind == "adversary":  # its best candidates are the target's worst
         tensors = tensors | {"embed_out.weight": -tensors["embed_out.weight"]}
     elif kind.startswith("vocab"):  # cut to so many ids, or filled up with loud random ones
         size = int(kind.removeprefix("vocab"))
@@ -100,61 +134,13 @@ def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> Fast
     return build(tensors, **changes)
 
 
-SHAPES = ("tight", "fixed")
-
-
-@pytest.fixture(params=SHAPES)
-def shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Passes of exactly the rows and slots they need, or padded to the few that graphs replay."""
-    pretend_capture(monkeypatch)
-    return request.param
-
-
-def use_shapes(shapes: str, case: int, *models: FastGPTNeoX) -> None:
+def use_shapes(way: str, case: int, *models: FastGPTNeoX) -> None:
     """Every second case pads one row to two; of the fixed shapes, replays what was captured."""
     is_second = case % 2 == 1
     for model in models:
-        model.pool.is_shaped = shapes == "fixed"
+        model.pool.is_shaped = way == "fixed"
         model.pool.has_graphs = model.pool.is_shaped and is_second
         model.pool.min_rows = 2 if is_second else 1
-
-
-# The comparison, and what it has met.
-
-
-def check(target: FastGPTNeoX, prompt: list[int], steps: list[Step], expected: list[int]) -> bool:
-    """Equal ids; a difference at a top-2 gap under TIE is reported and skipped, never silently."""
-    ids = token_ids(steps)
-    if ids == expected:
-        return True
-    pairs = enumerate(zip(ids, expected, strict=False))
-    differing = [at for at, (one, other) in pairs if one != other]
-    assert differing, f"{len(ids)} tokens, not {len(expected)}, and no other difference"
-    at = differing[0]
-    context = prompt + expected[:at]
-    best = target.prefill(context, target.new_cache(len(context))).logits[0].topk(2).values
-    gap = float(best[0] - best[1])
-    assert gap < TIE, f"token {at} is {ids[at]}, not {expected[at]}; top-2 gap {gap:.2e}"
-    warnings.warn(f"tie at token {at}: top-2 gap {gap:.2e}", stacklevel=1)
-    return False
-
-
-def note(seen: Counter, step: Step, settings: Settings, eos_ids: list[int]) -> None:
-    """Count what one iteration shows; its path spells what it committed."""
-    tree, path = step.tree, step.path
-    accepted = [tree.tokens[row] for row in path[1:]]
-    assert path[0] == 0 and step.tokens == (accepted + [step.bonus])[: len(step.tokens)]
-    is_eos = step.tokens[-1] in eos_ids
-    seen[f"accepted {min(len(accepted), 3)}"] += 1
-    seen["tree of depth 1"] += tree.depth == 1
-    seen["second sibling"] += any(tree.parents[row] in tree.parents[1:row] for row in path[1:])
-    seen["accepted grafted"] += any(tree.are_retrieved[row] for row in path)
-    seen["moved row"] += path != list(range(len(path)))
-    seen["eos in path"] += is_eos and len(step.tokens) < len(path)
-    seen["eos as bonus"] += is_eos and len(step.tokens) == len(path)
-    if isinstance(settings, Fixed) and tree.depth and settings.tau == 0:  # between two children
-        is_full = len(tree) == settings.N_max
-        seen["N_max cut"] += is_full and tree.depths.count(tree.depth) % settings.B > 0
 
 
 # The random cases.
@@ -172,127 +158,181 @@ class Case:
     eos_ids: list[int]  # none, or one of the ids that the target writes
     commit: str
     greedy: list[int]  # the target's own text, as long as the limit
+    more: dict[str, object] = field(default_factory=dict)  # options of generate
+
+    def write(self, settings: Settings | None = None, **more: object) -> list[Step]:
+        """The steps of its text, or of another method's."""
+        options = {"eos_ids": self.eos_ids, "commit": self.commit, **self.more, **more}
+        pair = self.target, self.draft
+        settings = settings or self.settings
+        return list(generate(*pair, self.prompt, settings, self.limit, **options))
 
 
 @functools.cache
-def greedy_text(shapes: str, number: int) -> tuple[list[int], list[int]]:
+def greedy_text(number: int) -> tuple[list[int], list[int]]:
     """A random prompt and what its target writes after it; every method is to write the same."""
-    rng = random.Random(f"{shapes} {number}")
-    tensors, changes = varied_targets()[number % 8]
+    rng = random.Random(number)
+    tensors, changes = varied_targets()[number % N_TARGETS]
     prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 1, 4, 19]))]
     return prompt, greedy(build(tensors, **changes), prompt, LONGEST)
 
 
-def random_case(method: str, shapes: str, number: int) -> Case:
+def random_case(method: str, way: str, number: int) -> Case:
     """Seeded by all three; the kinds of target and draft go round with the number."""
-    rng = random.Random(f"{method} {shapes} {number}")
-    tensors, changes = varied_targets()[number % 8]
+    rng = random.Random(f"{method} {way} {number}")
+    tensors, changes = varied_targets()[number % N_TARGETS]
     target = build(tensors, **changes)
     draft = make_draft(DRAFTS[number % len(DRAFTS)], tensors, changes, number)
-    prompt, text = greedy_text(shapes, number)
+    settings = random_settings(method, rng)
+    prompt, text = greedy_text(number)
+    more: dict[str, object] = {}
+    if way == "window":
+        size = max(settings.rule().max_rows, rng.choice([1, 5, 16, 24]))
+        more["window"] = Window(size, rng.choice([0, 1, 4]))
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 40, 90]))]
+        text, _ = stream(target, prompt, more["window"], LONGEST)
+    elif way in ("ranked", "drawn"):
+        heat = (0.3, 0.6, 2.5)[number % 3]
+        more["sampling"] = Sampling(0.0, 1.0, number, heat, is_drawn=way == "drawn")
     limit = rng.choice([LONGEST, LONGEST] + list(range(1, 21)))
     text = text[:limit]
     eos_ids = [] if number % 3 else rng.sample(text, 1)
-    settings = random_settings(method, rng)
     commit = rng.choice(["keep", "keep", "rebuild"])
-    use_shapes(shapes, number, target, draft)
-    return Case(target, draft, prompt, settings, limit, eos_ids, commit, text)
+    use_shapes(way, number, target, draft)
+    return Case(target, draft, prompt, settings, limit, eos_ids, commit, text, more)
+
+
+def is_equal(case: Case, steps: list[Step], expected: list[int]) -> bool:
+    """Equal ids; a difference at a top-2 gap under TIE is reported and skipped, never silently."""
+    ids = token_ids(steps)
+    if ids == expected:
+        return True
+    pairs = enumerate(zip(ids, expected, strict=False))
+    differing = [at for at, (one, other) in pairs if one != other]
+    assert differing, f"{len(ids)} tokens, not {len(expected)}, and no other difference"
+    at = differing[0]
+    window = case.more.get("window", Window())
+    _, logits = stream(case.target, case.prompt + expected[:at], window, 0)
+    best = logits.topk(2).values
+    gap = float(best[0] - best[1])
+    assert gap < TIE, f"token {at} is {ids[at]}, not {expected[at]}; top-2 gap {gap:.2e}"
+    warnings.warn(f"tie at token {at}: top-2 gap {gap:.2e}", stacklevel=1)
+    return False
+
+
+def note(seen: Counter, step: Step, case: Case) -> None:
+    """Count what one iteration shows; its path spells what it committed."""
+    tree, path = step.tree, step.path
+    accepted = [tree.tokens[row] for row in path[1:]]
+    assert path[0] == 0 and step.tokens == (accepted + [step.bonus])[: len(step.tokens)]
+    is_eos = step.tokens[-1] in case.eos_ids
+    seen[f"accepted {min(len(accepted), 3)}"] += 1
+    seen["tree of depth 1"] += tree.depth == 1
+    seen["second sibling"] += any(tree.parents[row] in tree.parents[1:row] for row in path[1:])
+    seen["accepted grafted"] += any(tree.are_retrieved[row] for row in path)
+    seen["moved row"] += path != list(range(len(path)))
+    seen["eos in path"] += is_eos and len(step.tokens) < len(path)
+    seen["eos as bonus"] += is_eos and len(step.tokens) == len(path)
+    settings = case.settings
+    if isinstance(settings, Fixed) and tree.depth and settings.tau == 0:  # between two children
+        is_full = len(tree) == settings.N_max
+        seen["N_max cut"] += is_full and tree.depths.count(tree.depth) % settings.B > 0
 
 
 @functools.cache
-@functools.cache
-def run_cases(method: str, shapes: str) -> Counter:
+def run_cases(method: str, way: str) -> Counter:
     """All random cases of one method; raises where the text differs. Returns what was seen."""
     seen: Counter = Counter()
-    for number in range(CASES):
-        case = random_case(method, shapes, number)
-        options = {"eos_ids": case.eos_ids, "commit": case.commit}
-        steps = list(
-            generate(case.target, case.draft, case.prompt, case.settings, case.limit, **options)
-        )
-        expected = cut(case.greedy, case.eos_ids, case.limit)
-        seen["equal"] += check(case.target, case.prompt, steps, expected)
+    for number in range(WAYS[way]):
+        case = random_case(method, way, number)
+        steps = case.write()
+        seen["equal"] += is_equal(case, steps, cut(case.greedy, case.eos_ids, case.limit))
         n_tokens = len(case.prompt) + case.limit
         seen["past positions"] += n_tokens > case.target.config.max_positions
         seen["other vocabulary"] += case.draft.config.vocab_size != VOCAB
         seen["prompt of one"] += len(case.prompt) == 1
         seen["budget of one row"] += case.settings.rule().max_rows == 1 and method != "ar"
+        n_drawn = sum(bool(step.tree.drawn_from) for step in steps[1:])
+        assert way == "drawn" or not n_drawn
+        seen["drawn guesses"] += n_drawn
+        if window := case.more.get("window"):
+            assert max(max(step.cached) for step in steps) <= window.full
+            seen["dropped"] += n_tokens > 2 * window.full
+        left = case.limit - 1
         for step in steps[1:]:
-            note(seen, step, case.settings, case.eos_ids)
+            assert step.tree.depth < left or left == 1 and not step.tree.depth
+            left -= len(step.tokens)
+            note(seen, step, case)
     return seen
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("method", METHODS)
-def test_random_pairs_and_trees(method: str, shapes: str) -> None:
-    """Greedy tree == greedy ar, token for token, whatever the draft and the tree's shape."""
-    assert run_cases(method, shapes)["equal"] >= CASES - 2
+def test_every_method_writes_ars_text(
+    method: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token for token, whatever the draft and the tree's shape."""
+    pretend_capture(monkeypatch)
+    assert run_cases(method, way)["equal"] >= WAYS[way] - 2
 
 
 def test_the_cases_cover_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_capture(monkeypatch)
     seen: Counter = Counter()
-    for method, shapes in itertools.product(METHODS, SHAPES):
-        seen.update(run_cases(method, shapes))
-    assert len(seen) == 16 and min(seen.values()) > 0, seen
-
-
-def test_every_limit(shapes: str) -> None:
-    """Never more tokens than asked for, and a tree never deeper than the tokens still allowed."""
-    tensors, changes = varied_targets()[0]
-    target = build(tensors, **changes)
-    draft = make_draft("noise0.1", tensors, changes, 1)
-    text = greedy(target, [5, 6], 20)
-    for limit in range(1, 21):
-        use_shapes(shapes, limit, target, draft)
-        steps = list(generate(target, draft, [5, 6], Fixed(tau=0.0), limit))
-        assert token_ids(steps) == text[:limit]
-        left = limit
-        for step in steps:
-            assert step.tree is None or step.tree.depth < left
-            left -= len(step.tokens)
-
-
-def shapes_of(method: str) -> str:
-    """One of the two: the random cases have both."""
-    return "fixed" if list(METHODS).index(method) % 2 else "tight"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_golden_greedy_ids(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference implementation's own greedy text, of another checkpoint by each method."""
-    pretend_capture(monkeypatch)
-    folder = GOLDEN[list(METHODS).index(method) % len(GOLDEN)]
-    golden = load_file(folder / "golden.safetensors")
-    prompt = golden["input_ids"].tolist()
-    expected = golden["greedy_ids"].tolist()
-    target = FastGPTNeoX.from_pretrained(folder)
-    use_shapes(shapes_of(method), len(method), target)
-    steps = generate(target, target, prompt, METHODS[method](), len(expected))
-    assert token_ids(steps) == expected
+    for method, way in itertools.product(METHODS, WAYS):
+        seen.update(run_cases(method, way))
+    assert len(seen) == 18 and min(seen.values()) > 0, seen
 
 
 @functools.cache
-def embedded_pair() -> tuple[FastGPTNeoX, FastGPTNeoX, list[tuple[list[int], list[int]]]]:
-    """Target and draft, and prompts with ar's ids; one of them against the cache-free oracle."""
-    target = FastGPTNeoX.from_pretrained(TINY / "target")
-    draft = FastGPTNeoX.from_pretrained(TINY / "draft")
-    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
-    prompts = []
-    for text in PROMPTS:
-        prompt = tokenizer.encode(text).ids
-        ids = token_ids(generate(target, None, prompt, Alone(), 45))
-        prompts.append((prompt, ids))
-    prompt, ids = prompts[0]
-    assert ids[:10] == greedy(target, prompt, 10)
-    return target, draft, prompts
+def strict_pair(number: int) -> tuple[FastGPTNeoX, FastGPTNeoX]:
+    """Whose trials of how many rows are steady are made once."""
+    tensors, changes = varied_targets()[number % N_TARGETS]
+    halved = {name: tensor.to(DTYPES[number % 3]) for name, tensor in tensors.items()}
+    return build(halved, **changes), make_draft("noise0.02", tensors, changes, number)
+
+
+def strict_case(method: str, number: int) -> Case:
+    """Around the end of a block of attention, and far before it; in every type."""
+    rng = random.Random(f"{method} {number}")
+    target, draft = strict_pair(number)
+    prompt = [rng.randrange(VOCAB) for _ in range((3, 250)[number % 2])]
+    settings = random_settings(method, rng)
+    more: dict[str, object] = {"strict": True}
+    if number % 3 == 2:
+        size = max(rows_of(settings), 40)
+        more["window"] = Window(size, 4)
+    commit = rng.choice(["keep", "keep", "rebuild"])
+    return Case(target, draft, prompt, settings, LONGEST, [], commit, [], more)
+
+
+def rows_of(settings: Settings) -> int:
+    """Of a pass of a run with these settings, where all have as many."""
+    rule = settings.rule()
+    return row_count(max(rule.max_rows, rule.min_rows))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_embedded_pair(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trained pair on real prompts."""
-    pretend_capture(monkeypatch)
-    target, draft, prompts = embedded_pair()
-    use_shapes(shapes_of(method), len(method), target, draft)
-    for prompt, expected in prompts:
-        steps = list(generate(target, draft, prompt, METHODS[method](), 45))
-        check(target, prompt, steps, expected)
+def test_every_strict_method_writes_ars_bits(method: str) -> None:
+    """All of the logits that the text was chosen from, in half precision too."""
+    for number in range(N_STRICT):
+        case = strict_case(method, number)
+        # ar's passes have one row, unless only as many rows as the run's have the same bits
+        rows = 1 if case.target.pool.steady_rows(case.target) else rows_of(case.settings)
+        found = []
+        for settings in (Alone(rows=rows), case.settings):
+            logits: list[Tensor] = []
+            ids = token_ids(case.write(settings, inspect=logits.append))
+            found.append((ids, torch.cat(logits)))
+        (ar_ids, ar_logits), (ids, logits) = found
+        assert ids == ar_ids and torch.equal(logits, ar_logits), number
+
+
+@pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
+def test_golden_greedy_ids(folder: Path) -> None:
+    """The reference implementation's own greedy text, of every kind of checkpoint."""
+    golden = load_file(folder / "golden.safetensors")
+    target = FastGPTNeoX.from_pretrained(folder)
+    expected = golden["greedy_ids"].tolist()
+    steps = generate(target, target, golden["input_ids"].tolist(), DynaTree(), len(expected))
+    assert token_ids(steps) == expected

@@ -1,6 +1,4 @@
-"""Streaming: the rolling cache, and the tree over it equal to ar over it."""
-
-import random
+"""Streaming: the rolling cache. That a tree's text over it is ar's: test_exactness.py."""
 
 import pytest
 import torch
@@ -10,11 +8,9 @@ from conftest import (
     prefilled,
     random_config,
     random_model,
-    random_settings,
     random_tensors,
 )
-from test_exactness import DRAFTS, VOCAB, build, check, make_draft, varied_targets
-from torch import Tensor
+from test_exactness import stream
 
 from cli.metrics import token_ids
 from draft_tree import Rule, lone
@@ -24,7 +20,6 @@ from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from engine.scores import Ranking
 from engine.streaming import Window
-from methods import METHODS
 from methods.static import Chain
 from sampling import GREEDY
 
@@ -52,52 +47,10 @@ def test_what_nobody_saw_is_dropped_without_a_trace(sinks: int, changes: dict[st
         assert_close(append(model, [5], cache).logits, append(model, [5], fresh).logits)
 
 
-def slow_stream(target: FastGPTNeoX, prompt: list[int], window: Window, n: int) -> list[int]:
-    """The definition: one token at a time, a drop whenever the cache is full."""
-    text = list(prompt)
-    while len(text) < len(prompt) + n:
-        text.append(int(slow_logits(target, text, window).argmax()))
-    return text[len(prompt) :]
-
-
-@torch.inference_mode()
-def slow_logits(model: FastGPTNeoX, text: list[int], window: Window) -> Tensor:
-    """After the last of these tokens, [V]."""
-    slack = max(window.size // 4, 1)
-    full = window.sinks + window.size + slack
-    cache = model.new_cache(full)
-    for token in text:
-        logits = append(model, [token], cache).logits[0].clone()
-        if cache.length == full:
-            model.forget(cache, window.sinks, slack)
-    return logits
-
-
 @pytest.mark.parametrize(("size", "sinks"), [(0, 0), (-1, 4), (64, -1)])
 def test_a_window_of_nothing(size: int, sinks: int) -> None:
     with pytest.raises(ValueError, match=f"{size} tokens, {sinks} sinks"):
         Window(size, sinks)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_equals_ar_over_the_same_window(method: str) -> None:
-    """Random pairs, settings, windows and prompts, the latter up to several times the window."""
-    n_drops = 0
-    for case in range(5):
-        rng = random.Random(f"streaming {method} {case}")
-        tensors, changes = varied_targets()[case % 8]
-        target = build(tensors, **changes)
-        draft = make_draft(DRAFTS[case % len(DRAFTS)], tensors, changes, case)
-        settings = random_settings(method, rng)
-        size = max(settings.rule().max_rows, rng.choice([1, 5, 16, 24]))
-        window = Window(size, rng.choice([0, 1, 4]))
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 40, 90]))]
-        options = {"window": window, "commit": rng.choice(["keep", "keep", "rebuild"])}
-        steps = list(generate(target, draft, prompt, settings, 50, **options))
-        check(target, prompt, steps, slow_stream(target, prompt, window, 50))
-        assert max(max(step.cached) for step in steps) <= window.full
-        n_drops += (len(prompt) + 49 - window.sinks - size) // window.slack
-    assert n_drops > 10
 
 
 def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +87,6 @@ def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_lacking: int) ->
         tree.draft_slots = [0]
         drafter.commit(tree, [0], text[9:], None)
         candidates = drafter.draft(text[-1:], None)
-        expected = slow_logits(draft, text, Window(12, 2))
+        _, expected = stream(draft, text, Window(12, 2), 0)
     assert candidates.tokens[0].tolist() == expected.argsort(descending=True).tolist()
     drafter.end()

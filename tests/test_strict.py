@@ -1,6 +1,6 @@
-"""Strict: the logits of a tree's rows are ar's, bit for bit, in every dtype."""
+"""Strict: the logits of a tree's rows are ar's, bit for bit, in every dtype. Of every method's
+text: test_exactness.py."""
 
-import functools
 import random
 
 import pytest
@@ -11,21 +11,19 @@ from conftest import (
     path_to,
     prefilled,
     random_model,
-    random_settings,
     random_tree,
     run_tree,
 )
+from test_exactness import rows_of
 from torch import Tensor
 
 from cli.metrics import token_ids
-from draft_tree import Settings
 from engine import fused, strict
 from engine.decoding import generate
 from engine.model import FastCache, FastGPTNeoX
-from engine.passes import Use, row_count
-from engine.streaming import Window
+from engine.passes import Use
 from methods import METHODS
-from methods.static import Alone, Chain
+from methods.static import Chain
 from sampling import Sampling
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -90,77 +88,27 @@ def test_on_two_threads(dtype: torch.dtype) -> None:
     assert_rows_are_their_paths(model, 30, 4, random.Random(2))
 
 
-def record(*arguments: object, **options: object) -> tuple[list[int], Tensor]:
-    """A strict run's ids, and the target's logits [ids, V] that each was chosen from."""
-    logits = []
-    ids = token_ids(generate(*arguments, strict=True, inspect=logits.append, **options))
-    return ids, torch.cat(logits)
-
-
-def rows_of(settings: Settings) -> int:
-    """Of a pass of a run with these settings, where all have as many."""
-    rule = settings.rule()
-    return row_count(max(rule.max_rows, rule.min_rows))
-
-
-@functools.cache
-def pair_of(dtype: torch.dtype) -> tuple[FastGPTNeoX, FastGPTNeoX]:
-    return noisy_pair(7, 0.02, dtype, max_positions=700, hidden_size=64)
-
-
-OPTIONS = {
-    "greedy": {},
-    "rebuild": {"commit": "rebuild"},
-    "window": {"window": Window(40, 4)},
-}
-
-
-@functools.cache
-def ar_text(option: str, dtype: torch.dtype, rows: int) -> tuple[list[int], list[int], Tensor]:
-    """A prompt, and the ids and logits of ar after it at so many rows a pass."""
-    rng = random.Random(option)
-    length = rng.sample([3, 60, 250], 3)[DTYPES.index(dtype)]
-    prompt = [rng.randrange(90) for _ in range(length)]
-    return prompt, *record(pair_of(dtype)[0], None, prompt, Alone(rows=rows), 40, **OPTIONS[option])
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_writes_ars_bits(method: str, option: str) -> None:
-    """In another type with each option."""
-    rng = random.Random(f"{method} {option}")
-    dtype = DTYPES[(list(METHODS).index(method) + list(OPTIONS).index(option)) % 3]
-    target, draft = pair_of(dtype)
-    for settings in (random_settings(method, rng), random_settings(method, rng)):
-        while option == "window" and rows_of(settings) > 40:
-            settings = random_settings(method, rng)
-        # ar's passes have one row, unless only as many rows as the run's have the same bits
-        rows = 1 if target.pool.steady_rows(target) else rows_of(settings)
-        prompt, ar_ids, ar_logits = ar_text(option, dtype, rows)
-        ids, logits = record(target, draft, prompt, settings, 40, **OPTIONS[option])
-        assert ids == ar_ids
-        assert torch.equal(logits, ar_logits)
-
-
 def test_trees_are_no_deeper_than_what_is_near() -> None:
-    target, _ = pair_of(torch.float32)
+    target = random_model(7)
     _, *steps = generate(target, target, [3, 1, 4], Chain(K=30), 60, strict=True)
     assert max(step.tree.depth for step in steps) == strict.MAX_DEPTH
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["linear", "dyspec", "recycle"])
 def test_a_sampled_texts_logits_are_ars(method: str) -> None:
     """Another method draws other tokens; whatever it wrote, ar's logits over it are the same."""
-    target, draft = pair_of(torch.bfloat16)
+    target, draft = noisy_pair(7, 0.02, torch.bfloat16, max_positions=700, hidden_size=64)
     prompt = [3, 1, 4, 1, 5]
     settings = METHODS[method]()
     sampling = Sampling(0.8, 0.9, seed=1)
-    ids, logits = record(target, draft, prompt, settings, 30, sampling=sampling)
+    logits: list[Tensor] = []
+    how = {"sampling": sampling, "strict": True, "inspect": logits.append}
+    ids = token_ids(generate(target, draft, prompt, settings, 30, **how))
     with torch.inference_mode():
         cache = target.new_cache(200, Use(rows_of(settings), is_strict=True))
         expected = target.prefill(prompt, cache).logits
         expected = torch.cat([expected, decode(target, cache, ids[:-1])])
-    assert torch.equal(logits, expected)
+    assert torch.equal(torch.cat(logits), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
