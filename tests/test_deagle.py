@@ -2,8 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,47 +50,10 @@ def test_votes(sums: list[float], settings: Deagle, expected: tuple[bool, bool, 
     assert votes(sums, settings) == expected
 
 
-@dataclass
-class Oracle:
-    """Section 3.4 written out: what is known after each depth, and how many votes to stop."""
-
-    settings: Deagle
-    before: float = 1.0  # S_(d-1)
-    total: float = 0.0  # S_1 + ... + S_d
-    n_declines: int = 0
-    depth: int = 0
-
-    def count(self, survival: Sequence[float]) -> int:
-        """The votes cast at the next depth, of its k best path probabilities."""
-        s = self.settings
-        self.depth += 1
-        s_d = sum(survival)  # Eq. 24
-        rho = s_d / self.before
-        self.before = s_d
-        self.total += s_d
-        self.n_declines += rho < s.tau_rho
-        if s.length == "literal":
-            horizon = math.ceil(round(s_d, 5))  # Eq. 26
-        elif rho < 1:
-            horizon = math.ceil(self.total + s_d * rho / (1 - rho))
-        else:
-            horizon = math.inf
-        n_cast = 0
-        if s.low and s_d < s.tau_S:
-            n_cast += 1
-        if s.momentum and self.n_declines >= 2:
-            n_cast += 1
-        if s.length != "off" and self.depth >= horizon:
-            n_cast += 1
-        return n_cast
-
-
 def beam_tree(draft: FakeDraft, settings: Beam | Deagle) -> tuple[list[Path], int]:
     """The beam written out node by node: its likeliest rows, the root first, and its depth."""
-    oracle = None
-    if isinstance(settings, Deagle):
-        oracle = Oracle(settings)
     root = (ROOT,)
+    sums = [1.0]  # of each level's k best path probabilities (Eq. 24)
     beam = {root: 0.0}  # path -> log p(u), of the nodes to expand
     drafted: dict[Path, float] = {}  # of all levels
     depth = 0
@@ -106,9 +68,9 @@ def beam_tree(draft: FakeDraft, settings: Beam | Deagle) -> tuple[list[Path], in
         drafted |= level
         likeliest = sorted(level, key=level.get, reverse=True)[: settings.k]
         beam = {path: level[path] for path in likeliest}
-        if oracle:
-            survival = [math.exp(value) for value in beam.values()]
-            is_over = oracle.count(survival) >= settings.votes
+        sums.append(sum(math.exp(value) for value in beam.values()))
+        if isinstance(settings, Deagle):
+            is_over = sum(votes(sums, settings)) >= settings.votes
     likeliest = sorted(drafted, key=drafted.get, reverse=True)[: settings.N_max - 1]
     return [root] + likeliest, depth
 
