@@ -5,10 +5,9 @@ import math
 import numpy
 import pytest
 import torch
-from conftest import noisy_pair, random_config, random_model, random_tensors, ranked
+from conftest import noisy_pair, random_config, random_tensors, ranked
 from test_draft_tree import FakeDraft, paths
 
-from cli.metrics import token_ids
 from draft_tree import Candidates, grow
 from dynatree import Step
 from engine.decoding import generate
@@ -149,19 +148,6 @@ def test_a_perfect_cheap_draft_is_used_and_a_useless_one_is_dropped() -> None:
     assert 0 < n_drafting(steps) < len(steps) / 8
 
 
-def test_a_draft_that_is_off_is_probed_for_one_percent_of_the_time() -> None:
-    rule = taught(Auto(learn=False), BEST)
-    rule.account.drafting.tokens = 0.0
-    n_probes = 0
-    for _ in range(1000):
-        tree = grow(rule, 20, FakeDraft(0), 99)
-        rule.read(tree.tokens, numpy.array([[0, 1, 2, 3]] * len(tree)))
-        rule.adapt(tree, [0], 1.0)
-        n_probes += rule.account.is_probe
-        assert rule.account.probed_ms <= 0.01 * rule.account.total_ms + 5
-    assert n_probes >= 2
-
-
 def overflowing(tokens: list[int], parents: list[int] | None) -> Candidates:
     """A draft of whose logits none is finite."""
     return ranked(torch.full((len(tokens), N_IDS), math.nan))
@@ -174,10 +160,3 @@ def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:
     tree = grow(rule, 1, overflowing, 99)
     assert rule.n_levels == 1 and len(tree) > 1
     assert tree.draft_slots == [0] + [-1] * (len(tree) - 1)
-
-
-def test_a_small_vocabulary() -> None:
-    target = random_model(0, vocab_size=3)
-    draft = random_model(1, vocab_size=3)
-    ids = token_ids(generate(target, draft, [1, 2], Auto(), 20))
-    assert len(ids) == 20

@@ -81,11 +81,6 @@ def test_what_an_iteration_commits(
     assert [len(step.tokens) for step in steps[1:]] == lengths
 
 
-def test_eos_as_the_first_token_ends_the_text() -> None:
-    (step,) = generate(counter(counting), None, PROMPT, Alone(), 9, eos_ids=[4])
-    assert step.tokens == [4] and step.tree is None
-
-
 def record_caches(monkeypatch: pytest.MonkeyPatch) -> list[FastCache]:
     """Filled from now on with every cache that a model makes; a target's comes before a draft's."""
     made: list[FastCache] = []

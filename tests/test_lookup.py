@@ -5,14 +5,12 @@ import random
 from collections import Counter
 
 import pytest
-from conftest import TINY, Remembering, random_model
-from tokenizers import Tokenizer
+from conftest import Remembering, random_model
 
-from cli.metrics import measure, token_ids
+from cli.metrics import token_ids
 from draft_tree import Tree, grow
 from dynatree import Step
 from engine.decoding import generate
-from engine.model import FastGPTNeoX
 from engine.streaming import WHOLE_TEXT, Window
 from methods.lookup import COPY_PROBS, Lookup
 
@@ -117,11 +115,3 @@ def test_the_text_is_followed_as_it_is_committed(name: str, commit: str) -> None
         text += [steps[-1].tree.tokens[row] for row in steps[-1].path[1:]]  # before any cut
         assert remembering.rules[-1].text == text
     assert n_full > 5 and n_partly > 2
-
-
-def test_on_repeated_text_several_tokens_are_committed_a_pass() -> None:
-    target = FastGPTNeoX.from_pretrained(TINY / "target")
-    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
-    prompt = tokenizer.encode("The king sat by the fire and the queen sang. " * 6).ids
-    metrics = measure(list(generate(target, None, prompt, Lookup(), 80)))
-    assert metrics.tokens_per_iter >= 2.5

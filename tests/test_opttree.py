@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import random_model, run
 from test_draft_tree import (
     ROOT,
     Even,
@@ -16,9 +15,7 @@ from test_draft_tree import (
 )
 
 from draft_tree import grow
-from engine.decoding import generate
 from methods.opttree import OptTree
-from sampling import Sampling
 
 DEPTH = 6
 
@@ -75,20 +72,3 @@ def test_it_stops_by_what_the_last_level_added() -> None:
         grow(OptTree(N=9, delta=delta).rule(), ROOT, draft, 127)
         n_drafted.append(draft.n_calls)
     assert n_drafted == [4, 4, 3, 3, 1]
-
-
-def test_candidates_are_ranked_also_when_the_text_is_sampled() -> None:
-    """A stop that looks at what was drawn would decide whether it is tried."""
-    target, draft = random_model(0), random_model(1)
-    visible = [1, 2, 3]
-    n_children = 0
-    sampling = Sampling(1.0, seed=3)
-    for step in generate(target, draft, list(visible), OptTree(N=8), 20, sampling=sampling):
-        if tree := step.tree:
-            assert tree.drawn_from == []
-            below = [row for row in range(len(tree)) if tree.parents[row] == 0]
-            likeliest = run(draft, visible)[-1].argsort(descending=True)[: len(below)]
-            assert [tree.tokens[row] for row in below] == likeliest.tolist()
-            n_children += len(below)
-        visible += step.tokens
-    assert n_children > 20

@@ -77,18 +77,6 @@ def assert_in_order(merged: Tree) -> None:
             assert not any(merged.are_retrieved[i] for i in earlier_siblings)
 
 
-@pytest.mark.parametrize("at", ["root", "tail"])
-@pytest.mark.parametrize("base", DRAFTING)
-def test_the_budget_identity(base: str, at: str) -> None:
-    """Retained + grafted is the budget whenever the table offers that many nodes."""
-    for n_rows in (1, 2, 9, 24):
-        rule = Graft(base=base, N=n_rows, at=at).rule()
-        rule.table = full_table()
-        tree = grow(rule, ROOT, FakeDraft(3), 127)
-        assert len(tree) == n_rows
-        assert len(grow(rule, ROOT, FakeDraft(3), 0)) == 1
-
-
 NO_CHECKPOINTS = {"checkpoints": "off", "N": 32}
 
 
@@ -142,15 +130,6 @@ def test_checkpoints_stop_the_drafting() -> None:
         assert kept[: expected + 1] == paths(chain)[: expected + 1]  # that level is kept itself
         stopped_at[expected] += 1
     assert min(stopped_at[depth] for depth in (2, 4, 6)) >= 5, stopped_at
-
-
-def test_the_best_path_decides_not_every_path() -> None:
-    """One likely path lets the whole level go on."""
-    drafted = grow(Fixed(D=2, B=2, tau=0.0).rule(), ROOT, FakeDraft(1), 127)
-    best, other = map(math.exp, drafted.path_logprobs[1:3])
-    checkpoints = f"1@{(best + other) / 2}"
-    rule = Graft(base="fixed:D=2:B=2:tau=0", checkpoints=checkpoints, graft=False).rule()
-    assert paths(grow(rule, ROOT, FakeDraft(1), 127)) == paths(drafted)
 
 
 def test_checkpoints_and_bases_are_read_as_they_are_written() -> None:

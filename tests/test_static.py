@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy
 import pytest
 import torch
 from test_draft_tree import (
@@ -11,7 +10,6 @@ from test_draft_tree import (
     Even,
     FakeDraft,
     Path,
-    assert_well_formed,
     paths,
 )
 
@@ -99,18 +97,3 @@ def test_specinfer_is_as_wide_as_it_is_told(widths: list[int]) -> None:
         assert paths(tree) == widest_tree(draft, widths)
         assert len(tree) == rule.max_rows or max(widths) > VOCAB
         assert draft.n_calls == len(widths)
-
-
-def test_drawn_children_are_as_many_and_distinct() -> None:
-    for seed in range(10):
-        sampler = Sampling(1.0, seed=seed).sampler(CPU)
-        draft = FakeDraft(seed, sampler=sampler)
-        tree = grow(SpecInfer("3:1:2").rule(), ROOT, draft, 127)
-        assert_well_formed(tree)
-        assert numpy.bincount(tree.depths).tolist() == [1, 3, 3, 6]
-        assert numpy.bincount(tree.parents[1:]).tolist() == [3, 1, 1, 1, 2, 2, 2]
-        # What a row's children were drawn from stands at its slot
-        assert len(tree.drawn_from) == 7
-        for path, slot in zip(paths(tree)[:7], tree.draft_slots, strict=False):
-            probs = sampler.warp_draft(draft.logits(path)[None])[0]
-            assert torch.equal(tree.drawn_from[slot], probs)
