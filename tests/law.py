@@ -7,8 +7,7 @@ drafted, each is accepted in every way it can be, and the chances are added up.
     found = law(Chain(K=2), target_table, draft_table, 3)
     assert difference(found, target_law(target_table, 3)) < 1e-7
 
-What it may find wrong is an acceptance, or a rule that looks at what was drawn. It needs nothing
-but the core's five files, beside which test_core.py runs it.
+What it may find wrong is an acceptance, or a rule that looks at what was drawn.
 """
 
 import functools

@@ -5,11 +5,12 @@ import random
 
 import numpy
 import pytest
-from alone import N_SAMPLED, random_model
+import torch
 from conftest import make_tree
 from law import difference_by_generate
 
 from draft_tree import Candidates
+from gpt_neox import Config, GPTNeoX
 from methods import METHODS
 from methods.chances import Counted
 from sampling import Sampling
@@ -99,11 +100,22 @@ def test_a_drawn_child_that_was_not_tried_tells_nothing() -> None:
         assert told == [False, True, False][:n_told]
 
 
-@pytest.mark.parametrize(("n_ids", "n_tokens"), [(2, N_SAMPLED), (3, 3)])
+def random_model(seed: int, n_ids: int) -> GPTNeoX:
+    """Of one layer of two heads, and weights large enough that some texts are likelier."""
+    torch.manual_seed(seed)
+    model = GPTNeoX(Config(n_ids, 8, 1, 2, 16, 16, 1.0, 10000.0))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight)
+    return model.double().requires_grad_(False)
+
+
+# The first tree may be three levels deep; of three ids more may be drawn than one and what is left
+@pytest.mark.parametrize(
+    ("chances", "n_ids", "n_tokens"), [("counted", 2, 5), ("counted", 3, 3), ("believed", 3, 3)]
+)
 @pytest.mark.parametrize("method", SMALL)
-def test_the_law_is_the_targets(method: str, n_ids: int, n_tokens: int) -> None:
-    """Through generate, over trees three levels deep and what earlier ones have taught; and where
-    more may be drawn than a first sibling and what is left."""
-    settings = METHODS[method](chances="counted", **SMALL[method])
-    pair = random_model(3, vocab_size=n_ids), random_model(4, vocab_size=n_ids)
+def test_the_law_is_the_targets(method: str, chances: str, n_ids: int, n_tokens: int) -> None:
+    """Through generate, over trees of models and what earlier ones have taught."""
+    settings = METHODS[method](chances=chances, **SMALL[method])
+    pair = random_model(3, n_ids), random_model(4, n_ids)
     assert difference_by_generate(*pair, settings, n_tokens, Sampling(0.8)) < 1e-6

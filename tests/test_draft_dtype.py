@@ -84,21 +84,12 @@ def test_both_dtypes_are_announced_and_reported(capsys: Captured) -> None:
 # A draft that overflows.
 
 
-@pytest.fixture(scope="module")
-def overflowing(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The embedded draft, its first layer's values 2 to the 17th times as large and divided again.
-
-    Exactly the same function in float32, and in bfloat16 no worse; in float16 the values overflow.
-    """
-    folder = tmp_path_factory.mktemp("models") / "draft"
-    shutil.copytree(TINY / "draft", folder)
+@pytest.fixture
+def overflowing(tmp_path: Path) -> str:
+    """The embedded draft with logits that float16 has not, and the others have."""
+    folder = shutil.copytree(TINY / "draft", tmp_path / "draft")
     tensors = {name: t.float() for name, t in load_file(folder / "model.safetensors").items()}
-    n_heads = json.loads((folder / "config.json").read_text())["num_attention_heads"]
-    attention = "gpt_neox.layers.0.attention"
-    for part in ("weight", "bias"):
-        qkv = tensors[f"{attention}.query_key_value.{part}"].unflatten(0, (n_heads, 3, -1))
-        qkv[:, 2] *= 2.0**17
-    tensors[f"{attention}.dense.weight"] /= 2.0**17
+    tensors["embed_out.weight"] *= 2.0**14
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
 
@@ -124,15 +115,3 @@ def test_an_overflow_is_said_at_once(
     first = before.splitlines()[-1]  # what the first step wrote: prefill's token
     assert first and text.startswith(first)
     assert after.startswith(text.removeprefix(first)) and len(after) > len(text)
-
-
-def test_the_same_draft_is_of_use_in_another_dtype(overflowing: str, capsys: Captured) -> None:
-    reports = {}
-    for dtype in ("float32", "bfloat16", "float16"):
-        assert main(options(overflowing, dtype) + ["--json"]) == 0
-        captured = capsys.readouterr()
-        reports[dtype] = json.loads(captured.out)
-        assert captured.err.count("not finite") == (dtype == "float16")
-    assert reports["float16"]["metrics"]["draft_nodes"] == 0
-    assert reports["bfloat16"]["metrics"]["tokens_per_iter"] > 1.5
-    assert len({report["text"] for report in reports.values()}) == 1

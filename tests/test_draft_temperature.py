@@ -7,11 +7,11 @@ Ranked, a tree is the one that the draft's logits divided by it would give.
 import functools
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 from conftest import Stub, random_settings
+from test_core import without_clock
 from torch import Tensor
 
 from cli.options import has_temperature
@@ -53,11 +53,6 @@ def assert_same(ours: list[Tree], theirs: list[Tree]) -> None:
         assert one.path_logprobs == expected
 
 
-def timeless(settings: Settings) -> Settings:
-    """Without the clock, by which auto decides what is drafted."""
-    return replace(settings, learn=False) if hasattr(settings, "learn") else settings
-
-
 @pytest.mark.parametrize("method", WITH_DRAFT)
 def test_a_ranked_tree_is_that_of_the_divided_logits(method: str) -> None:
     """Node for node, with its probabilities. Where the shape does not go by these, no node is
@@ -65,7 +60,7 @@ def test_a_ranked_tree_is_that_of_the_divided_logits(method: str) -> None:
     seen: Counter[str] = Counter()
     for number in range(9):
         rng = random.Random(number)
-        settings = timeless(random_settings(method, rng) if number else METHODS[method]())
+        settings = without_clock(random_settings(method, rng) if number else METHODS[method]())
         heat = HEATS[number % 3]
         ours = trees(settings, Sampling(0.0, draft_temperature=heat))
         assert_same(ours, trees(settings, GREEDY, divisor=heat))

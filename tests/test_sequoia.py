@@ -16,7 +16,6 @@ from torch import Tensor
 
 from draft_tree import grow
 from methods.sequoia import Chances, Sequoia, SequoiaRule, Shape, plan
-from sampling import Sampling
 
 FALLING = (0.7, 0.12, 0.04, 0.02)
 RISING = (0.1, 0.5, 0.2)  # a rank may be worth less than the next, which needs it all the same
@@ -111,27 +110,6 @@ def test_the_tree_has_that_shape(kind: type[FakeDraft], chances: Chances) -> Non
         assert_well_formed(tree)
         n_rows.add(len(tree))
     assert (n_rows == {24}) == (kind is FakeDraft)
-
-
-@pytest.mark.parametrize("kind", [FakeDraft, Choosy])
-def test_a_drawn_tree_has_that_shape_too(kind: type[FakeDraft]) -> None:
-    """How many children a node has is up to the shape and the tokens there are, no draw."""
-    shape = plan(23, 5, FALLING)
-    for seed in range(30):
-        sampler = Sampling(1.0, top_p=0.99999, seed=seed).sampler(torch.device("cpu"))
-        draft = kind(seed, sampler=sampler)
-        tree = grow(SequoiaRule(shape, 5), ROOT, draft, 127)
-        assert_well_formed(tree)
-        families: dict[Path, list[int]] = {path: [] for path in paths(tree)}
-        for path in paths(tree)[1:]:
-            families[path[:-1]].append(path[-1])
-        queue = [((ROOT,), 0)]
-        for path, node in queue:
-            n_possible = int((sampler.warp_draft(draft.logits(path)[None]) > 0).sum())
-            assert len(families[path]) == min(len(shape[node]), n_possible)
-            for token, child in zip(families[path], shape[node], strict=False):
-                queue.append((path + (token,), child))
-        assert len(queue) == len(tree)
 
 
 def test_settings_make_the_rule() -> None:

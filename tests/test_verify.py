@@ -10,13 +10,10 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import make_tree, path_to, random_tree
+from conftest import path_to, random_tree
 
 from draft_tree import Tree
 from verify import accept_greedy, cut, tree_pass
-
-THE, CAT, DOG, SAT, RAN, AWAY = range(6)
-EXAMPLE = make_tree([THE, CAT, DOG, SAT, RAN, RAN], [-1, 0, 0, 1, 1, 2])  # of draft_tree.py
 
 
 def children_of(tree: Tree, row: int) -> list[int]:
@@ -66,22 +63,6 @@ def test_never_a_token_past_eos_and_never_more_than_asked(
     tokens: list[int], eos_ids: list[int], limit: int, expected: list[int]
 ) -> None:
     assert cut(tokens, eos_ids, limit) == expected
-
-
-def test_the_mask_of_the_example() -> None:
-    """Two committed tokens before the root; a column for each cache slot from the root's on."""
-    drawn = [
-        "#.....",  # the
-        "##....",  # cat
-        "#.#...",  # dog
-        "##.#..",  # cat sat
-        "##..#.",  # cat ran
-        "#.#..#",  # dog ran
-    ]
-    tokens, positions, mask = tree_pass(EXAMPLE, 2)
-    assert mask.tolist() == [[mark == "#" for mark in row] for row in drawn]
-    assert tokens.tolist() == [THE, CAT, DOG, SAT, RAN, RAN]
-    assert positions.tolist() == [2, 3, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
