@@ -217,19 +217,6 @@ def test_an_overflow_in_the_prompt_is_an_error_too(
         next(generate(broken_at(9), None, prompt, Alone(), 5))
 
 
-def test_a_rejected_non_finite_node_does_not_poison_its_siblings() -> None:
-    """A drafted token that overflows in the target is a wrong guess, not the end of the text."""
-    _, text = text_of_seven()
-    fatal = next(i for i in range(96) if i not in text + PROMPT)
-    tensors = random_tensors(random_config(), 7)
-    eager = tensors["embed_out.weight"].clone()
-    eager[fatal] = 0.9 * eager[text[1]]  # the draft proposes the fatal token beside a right one
-    draft = FastGPTNeoX.from_tensors(random_config(), tensors | {"embed_out.weight": eager})
-    steps = list(generate(broken_at(fatal), draft, PROMPT, Fixed(B=3, tau=0.0), 20))
-    assert token_ids(steps) == text
-    assert any(fatal in step.tree.tokens for step in steps[1:])
-
-
 def test_a_non_finite_draft_costs_acceptance_not_the_text() -> None:
     target, text = text_of_seven()
     for settings in (Chain(K=3), Fixed(tau=0.0), DynaTree()):

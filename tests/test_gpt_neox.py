@@ -9,6 +9,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +31,6 @@ from conftest import (
 )
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from draft_tree import Tree
 from engine.checkpoint import EMBED_IN
@@ -42,7 +42,6 @@ from engine.scores import FEW, Ranking, rank, read_ranked, scores_of
 from gpt_neox import GPTNeoX, Scores
 from methods.static import Alone
 
-Golden = tuple[FastGPTNeoX, dict[str, Tensor]]
 Overflow = Callable[[FastGPTNeoX, FastCache], object]
 
 SEQUENTIAL = {"is_parallel": False}
@@ -62,26 +61,16 @@ def path_text(tree: Tree, path: list[int]) -> list[int]:
 BOTH = pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fast", "plain"])
 
 
-@pytest.fixture(params=GOLDEN, ids=lambda folder: folder.name)
-def golden(request: pytest.FixtureRequest, kind: type[GPTNeoX]) -> Golden:
-    folder = request.param
-    return kind.from_pretrained(folder), load_file(folder / "golden.safetensors")
-
-
 @BOTH
-def test_golden_logits(golden: Golden) -> None:
-    """Rotary layout, the per-head order of qkv, GELU and residual kind are all as published."""
-    model, data = golden
-    assert_close(run(model, data["input_ids"].tolist()), data["logits"])
-
-
-@BOTH
-def test_golden_tree(golden: Golden) -> None:
-    """One pass over the whole tree gives each node the logits of its own path."""
-    model, data = golden
-    cache = prefilled(model, data["input_ids"].tolist(), 60)
+@pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
+def test_golden_logits(folder: Path, kind: type[GPTNeoX]) -> None:
+    """Rotary layout, the per-head order of qkv, GELU and residual kind are all as published; and
+    one pass over a whole tree gives each node the logits of its own path."""
+    model, data = kind.from_pretrained(folder), load_file(folder / "golden.safetensors")
+    prompt = data["input_ids"].tolist()
+    assert_close(run(model, prompt), data["logits"])
     tree = make_tree(data["tree_tokens"].tolist(), data["tree_parents"].tolist())
-    assert_close(run_tree(model, cache, tree), data["tree_logits"])
+    assert_close(run_tree(model, prefilled(model, prompt, 60), tree), data["tree_logits"])
 
 
 @pytest.mark.parametrize("changes", [{}, SEQUENTIAL, FULL_ROTARY], ids=str)
@@ -102,34 +91,6 @@ def test_cached_equals_whole(
     cache.rewind(0)
     for row, token in enumerate(tokens):
         assert_close(model.prefill([token], cache).logits[0], expected[row])
-
-
-@pytest.mark.parametrize("padding", ["none", "to four rows", "fixed shapes"])
-def test_the_last_scores_are_the_last_of_all(padding: str) -> None:
-    tokens = torch.arange(5)
-    model = random_model(3)
-    model.pool.is_shaped = padding == "fixed shapes"
-    model.pool.min_rows = 4 if padding == "to four rows" else 1
-    cache = model.new_cache(5)
-    for n_last in (1, 3):
-        last = model.forward(tokens, tokens, cache, n_last=n_last).logits.clone()
-        assert_close(last, model.forward(tokens, tokens, cache).logits[-n_last:])
-
-
-def test_start_writes_there_and_nowhere_else() -> None:
-    """The draft's levels stand above one another in scratch, so slot and position differ."""
-    model = random_model(4)
-    tokens = torch.arange(3)
-    positions = torch.arange(10, 13)
-    cache = prefilled(model, PREFIX, 20)
-    before = cache.kv.clone()
-    mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
-    mask[:, :4] = False
-    there = model.forward(tokens, positions, cache, mask, start=14).logits
-    same = (cache.kv == before).flatten(0, 2).all(dim=2)  # [2LH, capacity]
-    assert torch.equal(same.any(dim=0), same.all(dim=0)), "every layer, head and half alike"
-    assert (~same[0]).nonzero()[:, 0].tolist() == [14, 15, 16] and cache.length == 10
-    assert_close(there, model.forward(tokens, positions, cache).logits)
 
 
 @KINDS
