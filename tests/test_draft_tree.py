@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy
 import pytest
 import torch
-from conftest import ranked
+from conftest import random_settings, ranked
 from torch import Tensor
 
 from draft_tree import Candidates, DynaTree, DynaTreeRule, Gates, Level, Rule, Tree, grow
@@ -162,33 +162,10 @@ def assert_same(tree: Tree, nodes: list[Node]) -> None:
     torch.testing.assert_close(torch.tensor(tree.path_logprobs), logprobs)
 
 
-def random_settings(rng: random.Random) -> DynaTree:
-    """Any that DynaTree allows, history left on, each switch off in one case of five."""
-    b_min, b_mid, b_max = sorted(rng.choices([1, 2, 3, 4, 5, VOCAB], [6, 6, 6, 6, 6, 1], k=3))
-    tau_l, tau_h = sorted([rng.random(), rng.random()])
-    rho_stop, rho_deep = sorted([rng.random() ** 4, rng.random() ** 2])
-    return DynaTree(
-        B_min=b_min,
-        B_mid=b_mid,
-        B_max=b_max,
-        tau_l=tau_l,
-        tau_h=tau_h,
-        D0=rng.randint(1, 5),
-        D_max=rng.choice([5, 6, 8, 127]),
-        rho_stop=rho_stop,
-        rho_deep=rho_deep,
-        tau=rng.choice([0.0, 1e-4, rng.random() ** 3]),
-        N_max=rng.choice([rng.randint(1, 16), rng.randint(17, 64), 128]),
-        adapt_breadth=rng.random() < 0.8,
-        adapt_depth=rng.random() < 0.8,
-        prune=rng.random() < 0.8,
-    )
-
-
 def random_case(seed: int) -> tuple[DynaTree, FakeDraft, int]:
     """Settings, a draft, and the caller's depth limit."""
     rng = random.Random(seed)
-    settings = random_settings(rng)
+    settings = replace(random_settings("dynatree", rng), chances="believed", history=True)
     max_depth = rng.choice([0, 1, 2, 3, 4, 127, 127, 127])
     return settings, FakeDraft(seed), max_depth
 
@@ -222,7 +199,7 @@ def assert_slots_follow_the_runs(tree: Tree, ran: list[Path]) -> None:
 
 def test_grow_draws_the_tree_of_algorithm_1() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(300):
+    for seed in range(600):
         settings, draft, max_depth = random_case(seed)
         tree = grow(settings.rule(), ROOT, draft, max_depth)
         assert_same(tree, draft_tree(settings, draft, max_depth, seen))
