@@ -5,13 +5,14 @@ import math
 import numpy
 import pytest
 import torch
-from conftest import noisy_pair, random_config, random_tensors, ranked
+from conftest import noisy_pair, path_to, random_config, random_tensors, ranked
 from test_draft_tree import FakeDraft, paths
+from test_exactness import make_draft
+from test_retrieval import assert_in_order
 
 from draft_tree import Candidates, grow
 from dynatree import Step
 from engine.decoding import generate
-from engine.model import FastGPTNeoX
 from methods.auto import GUESS_WEIGHT, NGRAM_GUESS, Auto, AutoRule, Counts
 
 N_IDS = 32
@@ -73,33 +74,18 @@ def test_the_ngrams_are_unrolled_best_first_and_each_node_pays() -> None:
     assert sorted(chances, reverse=True) == pytest.approx(best)
 
 
-def test_drafted_and_remembered_nodes_are_never_the_same() -> None:
-    same_for_all = dict.fromkeys(range(N_IDS), [0, 1, 2, 3])
-    for seed in range(20):
-        rule = taught(Auto(N=30, D_max=2, **FREE), same_for_all)
-        rule.account.drafting.tokens = 1e6  # so that it drafts
-        draft = FakeDraft(seed)
-        tree = grow(rule, 7, draft, 99)
-        found = paths(tree)
-        assert len(tree) == 30 == len(set(found)) and draft.n_calls > 0
-        for row in range(1, 30):
-            assert found[tree.parents[row]] == found[row][:-1]
-            assert tree.depths[row] == len(found[row]) - 1
-        assert tree.depths == sorted(tree.depths)
-        assert any(tree.are_retrieved) and not all(tree.are_retrieved[1:])
-        slots = zip(tree.draft_slots, tree.are_retrieved, strict=True)
-        assert {slot for slot, is_retrieved in slots if is_retrieved} == {-1}
-
-
 def test_each_row_is_remembered_and_counted_as_what_it_is() -> None:
-    """By the tokens up to it, and by where it is from; only rows below the path were tried."""
+    """By the tokens up to it, and by where it is from; only rows below the path were tried. None is
+    both drafted and remembered."""
     for seed in range(20):
         rule = taught(Auto(N=30, D_max=2, **FREE), dict.fromkeys(range(N_IDS), [0, 1, 2, 3]))
         rule.account.drafting.tokens = 1e6  # so that it drafts
         tree = grow(rule, 7, FakeDraft(seed), 99)
-        path = [len(tree) - 1]
-        while path[0]:
-            path.insert(0, tree.parents[path[0]])
+        assert_in_order(tree)
+        assert len(set(paths(tree))) == 30 and any(slot > 0 for slot in tree.draft_slots)
+        slots = zip(tree.draft_slots, tree.are_retrieved, strict=True)
+        assert {slot for slot, is_retrieved in slots if is_retrieved} == {-1}
+        path = path_to(tree, len(tree) - 1)
         rule.read(tree.tokens, numpy.array([[row] * 4 for row in range(len(tree))]))
         rule.adapt(tree, path, 1.0)
         contexts = [found[-3:] for found in paths(tree)]
@@ -114,21 +100,9 @@ def test_each_row_is_remembered_and_counted_as_what_it_is() -> None:
         assert hits.sum() == pytest.approx(len(set(rows) & set(path)))
 
 
-def adversary(seed: int) -> FastGPTNeoX:
-    """Its best candidates are the worst of that seed's target."""
-    config = random_config()
-    tensors = random_tensors(config, seed)
-    tensors["embed_out.weight"] = -tensors["embed_out.weight"]
-    return FastGPTNeoX.from_tensors(config, tensors)
-
-
 def n_drafting(steps: list[Step]) -> int:
     """Iterations of which a drafted tree came."""
-    n = 0
-    for step in steps[1:]:
-        if max(step.tree.draft_slots) >= 0:
-            n += 1
-    return n
+    return sum(max(step.tree.draft_slots) >= 0 for step in steps[1:])
 
 
 def test_when_nothing_pays_it_is_ar() -> None:
@@ -144,7 +118,8 @@ def test_a_perfect_cheap_draft_is_used_and_a_useless_one_is_dropped() -> None:
     target, perfect = noisy_pair(3, 0.0)
     steps = list(generate(target, perfect, [3, 1, 4], cheap, 100))
     assert n_drafting(steps) >= 4 and len(steps) < 40
-    steps = list(generate(target, adversary(3), [3, 1, 4], Auto(learn=False), 200))
+    adversary = make_draft("adversary", random_tensors(random_config(), 3), {}, 3)
+    steps = list(generate(target, adversary, [3, 1, 4], Auto(learn=False), 200))
     assert 0 < n_drafting(steps) < len(steps) / 8
 
 

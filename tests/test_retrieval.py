@@ -8,10 +8,9 @@ from dataclasses import fields, replace
 import numpy
 import pytest
 import torch
-from conftest import Remembering, pretend_capture, random_model, random_settings, ranked
+from conftest import Remembering, path_to, pretend_capture, random_model, random_settings, ranked
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
-from cli.metrics import token_ids
 from draft_tree import Candidates, Gates, Level, Tree, grow
 from engine.decoding import generate
 from methods.deagle import Deagle
@@ -27,7 +26,7 @@ from methods.retrieval import (
     parse_successors,
 )
 from methods.sequoia import Sequoia
-from methods.static import Alone, Chain, StaticRule
+from methods.static import Chain, StaticRule
 
 RANK_PROBS = parse_successors(P_TINY)
 
@@ -219,9 +218,7 @@ def test_the_base_learns_from_its_own_nodes() -> None:
     tree = grow(rule, ROOT, FakeDraft(5), 127)
     drafted = [row for row in range(len(tree)) if not tree.are_retrieved[row]]
     assert tree.depth > 2 == max(tree.depths[row] for row in drafted)
-    path = [drafted[-1]]
-    while path[0]:
-        path.insert(0, tree.parents[path[0]])
+    path = path_to(tree, drafted[-1])
     below = [row for row in range(len(tree)) if tree.parents[row] == path[-1]]
     assert tree.are_retrieved[below[0]]
     for committed, reach in ((path + below[:1], 1.0), (path[:2], 0.5), (path[:1], 0.0)):
@@ -244,14 +241,6 @@ def test_the_table_reads_candidates_before_another_pass_overwrites_them(
         assert any(len(step.path) > 2 for step in steps)
         tables.append(settings.rules[-1].table)
     assert tables[0] == tables[1]
-
-
-@pytest.mark.parametrize("base", ["linear:K=0", "fixed:N_max=1", "dyspec:N=1", "sequoia:p=0.0"])
-def test_a_base_that_drafts_nothing_is_grafted_over(base: str) -> None:
-    target = random_model(0)
-    expected = token_ids(generate(target, None, [3, 1, 4], Alone(), 12))
-    steps = list(generate(target, random_model(1), [3, 1, 4], Graft(base=base, N=8), 12))
-    assert token_ids(steps) == expected and any(len(step.tree) > 1 for step in steps[1:])
 
 
 def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
