@@ -19,17 +19,16 @@ import torch
 from conftest import random_settings, ranked
 from torch import Tensor
 
-from draft_tree import Candidates, DynaTree, DynaTreeRule, Gates, Level, Rule, Tree, grow
+from draft_tree import Candidates, DynaTree, DynaTreeRule, Gates, Level, Rule, Settings, Tree, grow
 from methods import METHODS
 from methods.drafting import DRAFTING
-from methods.static import Chain, Fixed
+from methods.static import Chain, ConfidentChain, Fixed
 from sampling import Sampler
 
 VOCAB = 32
 ROOT = 7
 
 Path = tuple[int, ...]  # tokens from the root on
-Settings = Chain | Fixed | DynaTree
 
 
 class FakeDraft:
@@ -245,6 +244,8 @@ class Even(FakeDraft):
         (DynaTree(tau=0.0, D0=1, rho_deep=0.25), 1 + 2 + 4 + 8),
         (DynaTree(B_mid=4, B_max=4, D0=2, prune=False), 1 + 2 + 4),
         (Fixed(D=2, B=4, tau=0.0), 1 + 2 + 4),
+        (ConfidentChain(K=6, p_min=0.5), 1 + 6),
+        (ConfidentChain(K=6, p_min=0.51), 1 + 1),
     ],
 )
 def test_at_its_threshold_a_candidate_passes_but_never_at_0(

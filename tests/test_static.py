@@ -7,7 +7,6 @@ import torch
 from test_draft_tree import (
     ROOT,
     VOCAB,
-    Even,
     FakeDraft,
     Path,
     paths,
@@ -43,15 +42,6 @@ def test_a_confident_chain_ends_with_its_first_unsure_token() -> None:
         assert draft.n_calls == tree.depth, "a pass whose token nobody asked for"
         lengths[tree.depth] += 1
     assert set(lengths) == {1, 2, 3, 4}, lengths
-
-
-def test_a_token_at_the_threshold_goes_on() -> None:
-    """Every token of this draft has probability 0.5, exact in float32."""
-    depths = []
-    for p_min in (0.0, 0.5, 0.51):
-        rule = ConfidentChain(K=6, p_min=p_min).rule()
-        depths.append(grow(rule, ROOT, Even(0), 127).depth)
-    assert depths == [6, 6, 1]
 
 
 def test_a_drawn_chain_goes_by_what_was_drawn() -> None:
