@@ -39,18 +39,18 @@ from benchmark.counts import counted, time_forwards, warn_of_overflow
 from benchmark.memory import measure_apart
 from benchmark.opening import Prompts, open_table
 from benchmark.options import build_parser, open_file, progress, show_files, show_table
-from benchmark.peers import PEERS, Peers
+from benchmark.peers import Peers
 from benchmark.results import Record, Results, Run, key_of
-from benchmark.rows import load_seconds, request_of, sampling_of, window_of
+from benchmark.rows import load_seconds, way_of
 from cli.compare import first_difference, is_tie, top2_gap
 from cli.errors import run_command_line, say
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, token_ids
-from cli.models import Opened, Pair
+from cli.models import Pair, Request
 from dynatree import Step
+from engine.streaming import WHOLE_TEXT
 from parallel.led import on_ranks
 from parallel.ranks import Ranks
-from sampling import Sampling
 
 
 class Text(NamedTuple):
@@ -110,7 +110,7 @@ class Bench:
 
     def warm_up(self) -> None:
         """Write every run's first steps: what only first calls have to do is in no speed."""
-        if any(run.method in PEERS for run in self.results.runs):
+        if any(run.is_peer for run in self.results.runs):
             self.peers = Peers(self.pair)
         steps = []
         for run in self.results.runs:
@@ -124,24 +124,23 @@ class Bench:
         """A text, or its first n_steps: each has its new tokens, and their milliseconds on the wall
         clock, a device's work included (dynatree.Clock). What is done between steps is in none."""
         run, prompt = text.run, self.prompt_ids(text)
-        if run.method in PEERS:
+        if run.is_peer:
             return self.peers.decode(run.method, prompt, run.new_tokens, n_steps)
-        request = request_of(run, self.pair, prompt, self.sampling(text))
-        return list(islice(request.decode(), n_steps))
+        way = way_of(run, self.options, self.seed(text))
+        return list(islice(Request(self.pair, prompt, way, run.new_tokens).decode(), n_steps))
 
     def prompt_ids(self, text: Text) -> list[int]:
         return self.prompts[text.run.dataset][text.prompt][: text.run.prompt_tokens]
 
-    def sampling(self, text: Text) -> Sampling:
-        """Another seed for every prompt and round, the same for every method."""
+    def seed(self, text: Text) -> int:
+        """Of a sampled text: another one for every prompt and round, the same for every method."""
         n_prompts = len(self.prompts[text.run.dataset])
-        seed = (self.options.seed or 0) + text.repeat * n_prompts + text.prompt
-        return sampling_of(text.run, self.options.top_p, seed)
+        return (self.options.seed or 0) + text.repeat * n_prompts + text.prompt
 
     def measure(self, text: Text) -> Record:
         """Write one text: its ids and figures."""
         if self.results.is_memory:  # and no speed: from a process that does nothing else
-            how = text.run, self.prompt_ids(text), self.sampling(text)
+            how = text.run, self.prompt_ids(text), self.seed(text)
             return text.key() | measure_apart(self.options, self.pair.target.device, *how)
         steps = self.write(text)
         # Its tok/s is `throughput`: (tokens - 1) / seconds of all steps but the first, the prompt's
@@ -159,7 +158,8 @@ class Bench:
                     continue
                 prompt = self.prompt_ids(Text(row.run, record["prompt"], record["repeat"]))
                 text = prompt + ar["token_ids"][:at]
-                gap = top2_gap(self.pair, text, window_of(row.run, self.pair))
+                window = WHOLE_TEXT if row.run.is_peer else row.run.way.window
+                gap = top2_gap(self.pair, text, window)
                 record["difference"] = {"at": at, "gap": gap, "is_tie": is_tie(gap)}
 
 
@@ -176,15 +176,13 @@ def run_table(bench: Bench, kind: str) -> int:
     return 0 if bench.results.is_exact else 1
 
 
-def execute(
-    args: argparse.Namespace, ranks: Ranks | None = None, opened: Opened | None = None
-) -> int:
+def execute(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
     """Carry out the command line, once parsed. Returns the exit status. ranks: with whom the target
-    is computed. opened: what open_pair gave for these options, where that is done."""
+    is computed."""
     if show_files(args):
         return 0
     with open_file(args) as (file, options, previous):
-        table = open_table(options, previous, ranks, opened)
+        table = open_table(options, previous, ranks)
         return run_table(Bench(*table, file), args.format)
 
 

@@ -10,15 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from benchmark.peers import PEERS
 from benchmark.results import Record, Results, Run
-from benchmark.rows import settings_of
 from benchmark.step_times import StepTimes, measure_step_times
 from cli.errors import say
 from cli.metrics import matches, measure_acceptance
 from cli.models import Pair, overflow_note
 from dynatree import Step
 from engine.caches import CachePool
+from engine.streaming import WHOLE_TEXT
 from gpt_neox import Model
 
 N_BINS = 20  # of a probability
@@ -29,11 +28,11 @@ def counted(
 ) -> Record:
     """A text's record with what is counted from its steps; transformers' have no trees. times: of
     single forwards, if they were measured."""
-    if run.method in PEERS:
+    if run.is_peer:
         return record
-    metrics = record["metrics"] | measure_acceptance(steps, settings_of(run))
+    metrics = record["metrics"] | measure_acceptance(steps, run.way.settings)
     counts = {"depths": count_depths(steps), "calibration": count_calibration(steps)}
-    if times and not run.is_strict and run.window is None:  # of plain passes over a whole text
+    if times and not run.way.strict and run.way.window == WHOLE_TEXT:  # as the times are
         counts["predicted_ms"] = predict_text_ms(times, run, pair, steps)
     return record | {"metrics": metrics} | counts
 
@@ -70,13 +69,13 @@ def time_forwards(results: Results, pair: Pair, prompts: Mapping[str, list]) -> 
     longest = max(len(prompt) for own in prompts.values() for prompt in own)
     n_read = min(longest, results.sizes["prompt_tokens"][0])
     context = n_read + results.sizes["new_tokens"][0] // 2
-    return measure_step_times(pair.target, pair.draft, context)
+    return measure_step_times(pair.target, pair.draft, context, not results.options.no_graphs)
 
 
 def predict_text_ms(times: StepTimes, run: Run, pair: Pair, steps: Sequence[Step]) -> float:
     """What the forwards of a run's text would take alone."""
-    min_rows = settings_of(run).rule().min_rows
-    drafts, verifies = count_passes(steps, run.commit)
+    min_rows = run.way.rule().min_rows
+    drafts, verifies = count_passes(steps, run.way.commit)
     drafts = padded(drafts, pair.draft.pool, min_rows)
     verifies = padded(verifies, pair.target.pool, min_rows)
     return times.predict_ms(drafts, verifies)

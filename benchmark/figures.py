@@ -25,7 +25,6 @@ from matplotlib.ticker import LogLocator
 from benchmark.peers import PEERS
 from benchmark.report import caption, name_of, named, place_of
 from benchmark.results import Results
-from benchmark.rows import settings_of
 from benchmark.tables import SYMBOLS
 from cli.errors import UsageError
 from cli.page import read
@@ -315,9 +314,9 @@ def sweeps(results: Results, texts: pd.DataFrame) -> pd.DataFrame:
     keys = ["place", "method", "run", "name"]
     medians = texts.groupby(keys, sort=False, as_index=False)[[SPEEDUP, PASSES]].median()
     for (place, method), runs in medians.groupby(["place", "method"], sort=False):
-        settings = [asdict(settings_of(by_label[label])) for label in runs.run]  # with defaults
+        settings = [asdict(by_label[label].way.settings) for label in runs.run]  # with defaults
         numbers = pd.DataFrame(settings, index=runs.index).select_dtypes("number")
-        if len(runs) < SWEEP or numbers.nunique().max() < 2:
+        if len(runs) < SWEEP or not (numbers.nunique() > 1).any():
             continue
         x = numbers.nunique().idxmax()
         words = [[w for w in name.split()[1:] if not w.startswith(f"{x}=")] for name in runs.name]

@@ -1,6 +1,6 @@
 """Peak memory of one method, measured in a process of its own.
 
-found = measure_apart(options, pair.target.device, run, ids, GREEDY)
+found = measure_apart(options, pair.target.device, run, ids, seed=0)
 peak_mb = found["metrics"]["peak_mb"]
 """
 
@@ -17,22 +17,21 @@ from pathlib import Path
 import torch
 
 from benchmark.results import Options, Run
-from benchmark.rows import request_of, settings_of
+from benchmark.rows import way_of
 from cli.errors import UsageError
 from cli.metrics import token_ids
-from cli.models import open_pair
+from cli.models import Request, open_pair
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX, weight_bytes
-from sampling import Sampling
 
 
 def measure_apart(
-    options: Options, device: torch.device, run: Run, prompt: list[int], sampling: Sampling
+    options: Options, device: torch.device, run: Run, prompt: list[int], seed: int
 ) -> dict:
     """The metrics and ids of a text from a process that does nothing else. Raises OutOfMemory, and
     UsageError where Linux is not."""
     used = used_memory(device)
-    return in_own_process(measure_memory, options, run, prompt, sampling, used)
+    return in_own_process(measure_memory, options, run, prompt, seed, used)
 
 
 def in_own_process(function: Callable[..., dict], *arguments: object) -> dict:
@@ -82,18 +81,16 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def measure_memory(
-    options: Options, run: Run, prompt: list[int], sampling: Sampling, used: int
-) -> dict:
+def measure_memory(options: Options, run: Run, prompt: list[int], seed: int, used: int) -> dict:
     """Load what the run needs, run it, and tell this process's peak (on CUDA the device's).
 
     used: bytes of the device that were in use before.
     """
-    rule = settings_of(run).rule()
+    way = way_of(run, options, seed)
+    rule = way.rule()
     pair, _ = open_pair(options, rule.max_depth > 0, lambda line: None)
-    request = request_of(run, pair, prompt, sampling)
-    steps = list(request.decode())
-    end = min(len(prompt) + run.new_tokens, request.window.full)
+    steps = list(Request(pair, prompt, way, run.new_tokens).decode())
+    end = min(len(prompt) + run.new_tokens, way.window.full)
     floor = floor_bytes(pair.target, end + rule.max_rows)
     if pair.draft:
         floor += floor_bytes(pair.draft, end + rule.max_drafted)

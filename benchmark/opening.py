@@ -15,19 +15,20 @@ from benchmark.machine import describe_machine, one_minute_load
 from benchmark.peers import PEERS, check_vocabularies, require_transformers
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.results import Options, Results, Run
-from benchmark.rows import choose_runs, split_list, window_of
+from benchmark.rows import choose_runs, split_list
 from benchmark.tables import NOT_HERE, PRESETS, TABLES, Part, Table, choose_parts, with_controls
 from cli.errors import UsageError, say
 from cli.models import (
     PYTHIA,
-    Opened,
     Pair,
     choose_device,
     choose_dtype,
     embedded_pair,
     open_pair,
+    require_graphs,
+    warn_of_length,
 )
-from cli.options import choose_sampling
+from cli.options import choose_sampling, require_fit
 from parallel.ranks import Ranks, is_launched
 
 Prompts = dict[str, list[list[int]]]  # their ids, by dataset
@@ -38,7 +39,6 @@ def open_table(
     options: Options,
     previous: Results | None = None,
     ranks: Ranks | None = None,
-    opened: Opened | None = None,
 ) -> tuple[Results, Pair, Prompts]:
     """Check the options, load models and prompts. Returns results, those of an interrupted table or
     such of which there are none yet, the models, the prompts' ids by dataset. ranks: with whom the
@@ -54,11 +54,13 @@ def open_table(
     options, texts = fetch_texts(options)
     table = choose_table(options)  # as it is with what could be fetched
     runs = choose_runs(table, options)
-    pair, models = opened or open_pair(options, is_drafting=True, say=say, ranks=ranks)
+    pair, models = open_pair(options, is_drafting=True, say=say, ranks=ranks)
     check_vocabularies([run.method for run in runs], pair)
     for run in runs:
-        window_of(run, pair)  # which raises UsageError if there can be none such
-    warn_of_positions(pair, runs)
+        if not run.is_peer:
+            require_fit(run.way, pair, f"{run.label}: ")
+    lengths = [run.prompt_tokens + run.new_tokens for run in runs if not run.says("window=")]
+    warn_of_length(pair, max(lengths, default=0))
     machine = describe_machine(pair, models, has_peers(runs))
     prompts, described = cut_all(table, texts, pair)
     columns = list(table.columns)
@@ -96,6 +98,7 @@ def choose_columns(text: str | None, default: Sequence[str]) -> list[str]:
 
 def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     """Raise UsageError for options that are wrong together."""
+    require_graphs(options)
     temperatures = table.sizes()["temperature"]
     for value in temperatures:
         if value or not any(temperatures):  # greedy texts beside sampled ones have no use for both
@@ -115,7 +118,7 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
 
 
 def has_peers(runs: Sequence[Run]) -> bool:
-    return any(run.method in PEERS for run in runs)
+    return any(run.is_peer for run in runs)
 
 
 def name_models(options: Options) -> Options:
@@ -164,15 +167,6 @@ def describe_preset(options: Options, runs: Sequence[Run]) -> str:
     if is_bare and any(part.printed for part in table.parts):
         return f"{table.title}; its figures are of other prompts, sizes or rows: none is shown"
     return table.title
-
-
-def warn_of_positions(pair: Pair, runs: Sequence[Run]) -> None:
-    """Say how long the longest text will be, if the target was not trained for that."""
-    lengths = [run.prompt_tokens + run.new_tokens for run in runs if run.window is None]
-    longest = max(lengths, default=0)
-    trained = pair.target.config.max_positions
-    if longest > trained:
-        say(f"warning: up to {longest} tokens, but the target was trained for {trained} positions")
 
 
 def cut_all(table: Table, texts: dict[str, list[str]], pair: Pair) -> tuple[Prompts, dict]:

@@ -26,12 +26,12 @@ from benchmark.peers import PEERS
 from benchmark.prompts import DATASETS
 from benchmark.report import markdown_report, text_report
 from benchmark.results import Options, Results
-from benchmark.rows import WORDS
 from benchmark.tables import NOT_HERE, PRESETS, TABLES
 from cli.errors import Parser, UsageError, say
-from cli.options import add_model_options
+from cli.options import add_graphs_option, add_model_options
 from engine.files import locked
 from engine.foreign import ForeignFile, convert
+from engine.way import WORDS
 from parallel.ranks import Ranks
 
 LOG_S = 30.0  # between two words of how far a table is, where stderr is no terminal
@@ -46,7 +46,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--table", metavar="T", help="one of those that --tables lists (main)")
     add("--tables", action="store_true", help="list our tables, the papers', and the columns")
-    words = " ".join(f"[{word}]" for word in (*WORDS, "window=N", "sinks=S"))
+    words = " ".join(f"[{word}]" for word in (*WORDS, "window=N", "sinks=S") if word != "keep")
     rows = f'rows, each "method NAME=VALUE ... {words}"'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show, of those that --tables lists")
@@ -63,6 +63,7 @@ def build_parser() -> Parser:
     add("--repeats", type=int, metavar="N", help="rounds over all prompts (1)")
     add("--pair", choices=PAIRS, help="target and draft by one name")
     add_model_options(parser)
+    add_graphs_option(parser)
     add("--output", metavar="FILE", help="results file (results/run_<time>_<table>.json)")
     add("--resume", metavar="FILE", help="go on with an interrupted table, its options included")
     add("--show", metavar="FILE", help="print a results file's table again; measures nothing")

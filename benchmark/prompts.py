@@ -28,6 +28,7 @@ from cli.models import Pair, Request, encode
 from engine.checkpoint import CheckpointError
 from engine.foreign import ForeignFile, parse_json, read_bytes, read_text
 from engine.hub import hub_client
+from engine.way import Way
 from methods.static import Alone
 from sampling import Sampling
 
@@ -188,8 +189,8 @@ def lengthened(prompts: list[list[int]], pair: Pair, n_tokens: int) -> list[list
         text = list(prompt)
         n_lacking = n_tokens - len(prompt)
         if n_lacking > 0:
-            sampling = Sampling(temperature=1.0, seed=0)
-            text += token_ids(Request(pair, prompt, Alone(), n_lacking, sampling=sampling).decode())
+            way = Way(Alone(), sampling=Sampling(temperature=1.0, seed=0))
+            text += token_ids(Request(pair, prompt, way, n_lacking).decode())
         found.append(text[:n_tokens])
     return found
 

@@ -141,9 +141,9 @@ def exactness_notes(rows: list[Row]) -> list[str]:
     found = [describe_differences(row) for row in rows if row.differing()]
     if not found and any(row.compared() for row in rows):
         found.append("Every greedy text is ar's, token for token.")
-    if any(row.run.is_strict for row in rows):
+    if any(row.run.says("strict") for row in rows):
         found.append("A strict row is held against strict ar with as many rows a pass.")
-    if any(row.run.window is not None for row in rows):
+    if any(row.run.says("window=") for row in rows):
         found.append("A row over a window is held against ar over it, not over the whole text.")
     return found
 

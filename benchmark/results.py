@@ -23,9 +23,9 @@ from benchmark.step_times import StepTimes
 from cli.errors import UsageError
 from engine.files import write_whole
 from engine.foreign import ForeignFile, read_json
-from methods import METHODS
+from engine.way import Way, read_way
 
-FORMAT = 2  # of the file; another number is refused
+FORMAT = 3  # of the file; another number is refused
 LIMIT = 2**28  # bytes of a file, some ten million tokens
 LARGE = 10**12  # past any figure; what is divided and drawn stays far from where floats end
 NEEDED = {  # what is shown of every table
@@ -75,23 +75,36 @@ class Run:
     """One row of a table: a method with its settings, on prompts and limits of one size."""
 
     label: str  # unique in its table
-    method: str
-    settings: tuple[str, ...]  # NAME=VALUE
-    commit: str
+    row: str  # words of engine.way.read_way, or the name of a peer
     prompt_tokens: Count
     new_tokens: Count
     temperature: Temperature
     baseline: str  # label of the run that it is compared with, on the same prompts and limits
-    is_strict: bool = False  # the target's logits are to be the reference's, bit for bit
-    acceptance: str | None = None  # of sampled text; None: the method's own
     reference: str = ""  # label of the run whose ids are to be its own; the baseline if empty
     dataset: str = ""  # of its prompts
-    window: Size | None = None  # latest tokens that the caches keep; None: all of the text
-    sinks: Count | None = None  # first tokens that they keep beside a window
     # Of the draft; None: none of its own, or no effect
     draft_temperature: Temperature | None = None
     is_drawn: bool = False  # guesses of greedy text, too
     published: dict[str, str] = field(default_factory=dict)  # by column: a paper's own figure
+
+    @property
+    def method(self) -> str:
+        """Or peer."""
+        return self.row.partition(" ")[0]
+
+    @property
+    def is_peer(self) -> bool:
+        return self.method in PEERS
+
+    @property
+    def way(self) -> Way:
+        """How it is written but for its sampling; of no peer. Raises ValueError for a row of a file
+        that this version cannot write."""
+        return read_way(*self.row.split())
+
+    def says(self, word: str) -> bool:
+        """Whether its row has a word that begins so."""
+        return any(found.startswith(word) for found in self.row.split())
 
 
 class Difference(TypedDict):
@@ -160,7 +173,7 @@ class Results:
 
     def require_sense(self, where: str) -> None:
         """Raise UsageError unless what is shown of every table is there, each run has a label of
-        its own and a method that there is, and all else names one of the runs."""
+        its own and a row that can be read, and all else names one of the runs."""
         for name, keys in NEEDED.items():
             lacking = set(keys.split()) - getattr(self, name).keys()
             if lacking:
@@ -169,8 +182,11 @@ class Results:
         named = {record["run"] for record in self.records}
         for run in self.runs:
             named |= {run.baseline, run.reference or run.baseline}
-            if run.method not in METHODS and run.method not in PEERS:
-                raise UsageError(f"{where} has runs of {run.method!r}, which is no method here")
+            if not run.is_peer:
+                try:
+                    read_way(*run.row.split())
+                except ValueError as error:
+                    raise UsageError(f"{where} has a row {run.row!r}: {error}") from error
         if named - labels:
             raise UsageError(f"{where} speaks of {min(named - labels)!r}, which is no run of it")
         if len(labels) < len(self.runs):
@@ -200,7 +216,7 @@ class Results:
         but for near-ties."""
         is_float32 = self.machine["dtype"] == "float32"
         return not any(
-            row.run.is_strict or (is_float32 and not record["difference"]["is_tie"])
+            row.run.says("strict") or (is_float32 and not record["difference"]["is_tie"])
             for row in self.rows()
             for record, _ in row.differing()
         )
@@ -242,14 +258,10 @@ class Row:
     reference: Texts
     setup_s: float | None
 
-    @property
-    def is_peer(self) -> bool:
-        return self.run.method in PEERS
-
     def values(self, name: str) -> list[float]:
         """One metric of every text; none if some lack it, as if transformers does not tell it."""
         found = [record["metrics"].get(name) for record in self.records.values()]
-        return [] if None in found or (self.is_peer and name in UNTOLD) else found
+        return [] if None in found or (self.run.is_peer and name in UNTOLD) else found
 
     def median(self, name: str) -> float | None:
         """Median over prompts of one metric; None if this table does not measure it."""

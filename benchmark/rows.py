@@ -11,18 +11,11 @@ from benchmark.results import Options, Run
 from benchmark.tables import SYMBOLS, Part, Table
 from cli.compare import strict_reference
 from cli.errors import UsageError
-from cli.models import Pair, Request
-from cli.options import choose_window, has_temperature, parse_settings, require_acceptance
-from draft_tree import Settings
-from engine.streaming import WHOLE_TEXT, Window
+from cli.models import Pair
+from cli.options import has_temperature
+from engine.way import SIZED_WORDS, Way
 from methods import METHODS
-from methods.acceptances import ACCEPTANCES
 from sampling import GREEDY, Sampling
-
-# What a row may say beside its settings, as fields of Run
-WORDS = {"rebuild": {"commit": "rebuild"}, "strict": {"is_strict": True}}
-WORDS |= {name: {"acceptance": name} for name in ACCEPTANCES}
-SIZED_WORDS = ("window", "sinks")  # the same, with a number: window=512
 
 
 def split_list(text: str, option: str) -> list[str]:
@@ -34,89 +27,38 @@ def split_list(text: str, option: str) -> list[str]:
 
 
 def parse_run(text: str) -> Run:
-    """A run from "method NAME=VALUE ... [rebuild] [strict] [ACCEPTANCE] [window=N [sinks=S]]", with
-    no sizes. Raises UsageError."""
-    method, *words = text.split() or [""]
-    if method not in METHODS and method not in PEERS:
+    """A run of a method in words (engine.way.read_way), or of a peer; with no sizes. Raises
+    UsageError."""
+    row = " ".join(text.split())
+    run = Run(row, row, 0, 0, 0.0, baseline="")
+    if row in PEERS:
+        return run
+    if run.is_peer:
+        raise UsageError(f"{text!r}: {run.method} takes no settings")
+    if run.method not in METHODS:
         known = ", ".join([*METHODS, *PEERS])
-        raise UsageError(f"unknown method {method!r}; there are {known}")
-    if method in PEERS and words:
-        raise UsageError(f"{text!r}: {method} takes no settings")
-    settings = []
-    said = {}
-    for word in words:
-        told = read_word(text, word)
-        if said.keys() & told.keys():
-            raise UsageError(f"{text!r} says something twice")
-        said |= told
-        if not told:
-            settings.append(word)
-    run = Run(" ".join([method, *words]), method, tuple(settings), "keep", 0, 0, 0.0, "")
-    run = replace(run, **said)
-    if method in METHODS:
-        rule = settings_of(run).rule()  # which raises UsageError if there can be none such
-        if run.acceptance:
-            require_acceptance(text, rule, run.acceptance)
+        raise UsageError(f"unknown method {run.method!r}; there are {known}")
+    try:
+        run.way.rule()
+    except ValueError as error:
+        raise UsageError(f"{text!r}: {error}") from error
     return run
 
 
-def read_word(text: str, word: str) -> dict[str, object]:
-    """What a row's word says of its Run, by field; nothing if it is one of the method's settings.
-    text: the row. Raises UsageError."""
-    name, _, value = word.partition("=")
-    if name not in SIZED_WORDS:
-        return WORDS.get(word, {})
-    try:
-        return {name: int(value)}
-    except ValueError as error:
-        raise UsageError(f"{text!r}: {word}: {name} takes a whole number") from error
-
-
-def settings_of(run: Run) -> Settings:
-    """What a run's method is told, of a method that is not a peer."""
-    return parse_settings(METHODS[run.method], run.settings)
-
-
-def window_of(run: Run, pair: Pair) -> Window:
-    """What the caches keep. Raises UsageError, naming the run, if it is too little for its trees or
-    too much for the models."""
-    if run.window is None and run.sinks is None:  # as of a peer, which has no settings
-        return WHOLE_TEXT
-    try:
-        return choose_window(run.window, run.sinks, settings_of(run).rule().max_rows, pair)
-    except UsageError as error:
-        raise UsageError(f"{run.label}: {error}") from error
-
-
-def request_of(run: Run, pair: Pair, prompt: list[int], sampling: Sampling) -> Request:
-    """A text that continues these ids as the run says; of a method that is not a peer."""
-    return Request(
-        pair,
-        prompt,
-        settings_of(run),
-        run.new_tokens,
-        sampling=sampling,
-        window=window_of(run, pair),
-        commit=run.commit,
-        strict=run.is_strict,
-        acceptance=run.acceptance,
-    )
-
-
-def sampling_of(run: Run, top_p: float | None, seed: int) -> Sampling:
-    """How a run's text is chosen, and its draft's guesses."""
-    if not run.temperature and not run.draft_temperature:
-        return GREEDY
-    if not run.temperature or top_p is None:
-        top_p = 1.0
-    return Sampling(run.temperature, top_p, seed, run.draft_temperature, run.is_drawn)
+def way_of(run: Run, options: Options, seed: int = 0) -> Way:
+    """How a run's texts are written, of a method that is not a peer. seed: of a sampled one."""
+    sampling = GREEDY
+    if run.temperature or run.draft_temperature:
+        top_p = options.top_p if run.temperature and options.top_p is not None else 1.0
+        sampling = Sampling(run.temperature, top_p, seed, run.draft_temperature, run.is_drawn)
+    return replace(run.way, sampling=sampling, graphs=not options.no_graphs)
 
 
 def load_seconds(run: Run, pair: Pair, peers: Peers | None) -> float:
     """What loading took of what a run needs."""
-    if run.method in PEERS:
+    if run.is_peer:
         return peers.load_s
-    if settings_of(run).rule().max_depth > 0:
+    if run.way.rule().max_depth > 0:
         return pair.load_s["target"] + pair.load_s["draft"]
     return pair.load_s["target"]
 
@@ -163,15 +105,12 @@ def reference_of(run: Run) -> str:
     """The ar that a run's ids must be those of: over its window, and to a strict run strict with
     as many rows a pass."""
     words = ["ar"]
-    if run.is_strict:
+    if run.says("strict"):
         words.append("strict")
-        rows = strict_reference(settings_of(run)).rows
+        rows = strict_reference(run.way.settings).rows
         if rows > 1:
             words.append(f"rows={rows}")
-    for name in SIZED_WORDS:
-        value = getattr(run, name)
-        if value is not None:
-            words.append(f"{name}={value}")
+    words += [word for word in run.row.split() if word.partition("=")[0] in SIZED_WORDS]
     return " ".join(words)
 
 
@@ -183,7 +122,9 @@ def at_size(row: Run, part: Part, size: tuple[float, ...], suffix: str) -> Run:
     published = part.printed.get((row.label, *size), {})
     sizes = dict(zip(SYMBOLS, size, strict=True))
     run = replace(row, dataset=part.dataset, published=published, **names, **sizes)
-    if run.acceptance and not run.temperature:
+    if run.is_peer:
+        return run
+    if run.way.acceptance and not run.temperature:
         raise UsageError(f"{row.label}: greedy text has one acceptance; --temperature")
     return with_draft(run, part)
 
@@ -191,9 +132,9 @@ def at_size(row: Run, part: Part, size: tuple[float, ...], suffix: str) -> Run:
 def with_draft(run: Run, part: Part) -> Run:
     """A run with a part's draft temperature, and its greedy guesses drawn at it, where that has an
     effect."""
-    if part.draft_temperature is None or run.method not in METHODS:
+    if part.draft_temperature is None:
         return run
-    rule = settings_of(run).rule()
+    rule = run.way.rule()
     is_sampled = bool(run.temperature)
     is_drawn = rule.is_drawing and part.guesses == "drawn" and not is_sampled
     if has_temperature(rule, is_drawn or is_sampled):

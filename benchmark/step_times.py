@@ -67,13 +67,13 @@ def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
 
 
 def measure_step_times(
-    target: FastGPTNeoX, draft: FastGPTNeoX | None, context: int, n_rounds: int = 5
+    target: FastGPTNeoX, draft: FastGPTNeoX, context: int, graphs: bool = True, n_rounds: int = 5
 ) -> StepTimes:
     """Median times of both models at every width, taken in turn, in n_rounds bursts.
 
-    draft: None on other ranks than the first. Raises OutOfMemory if the caches do not fit.
+    graphs: on CUDA, as graphs. Raises OutOfMemory if the caches do not fit.
     """
-    opened = [(model, open_cache(model, context)) for model in (target, draft) if model]
+    opened = [(model, open_cache(model, context, graphs)) for model in (target, draft)]
     passes = [forward_of(model, cache, n) for model, cache in opened for n in ROW_COUNTS]
     medians = median_ms(passes, n_rounds)
     for _, cache in opened:
@@ -84,16 +84,17 @@ def measure_step_times(
         target_ms=medians[: len(ROW_COUNTS)],
         draft_ms=medians[len(ROW_COUNTS) :],
         target_bytes=step_bytes(target, context),
-        draft_bytes=step_bytes(draft, context) if draft else 0,
+        draft_bytes=step_bytes(draft, context),
         copy_gb_s=copy_bandwidth(target.device),
     )
 
 
-def open_cache(model: FastGPTNeoX, context: int) -> FastCache:
-    """A cache of `context` tokens, for every width and with what CUDA replays for it."""
+def open_cache(model: FastGPTNeoX, context: int, graphs: bool = True) -> FastCache:
+    """A cache of `context` tokens, for every width; graphs: with what CUDA replays for it."""
     cache = model.new_cache(context + ROW_COUNTS[-1])
     cache.advance(context)
-    model.capture(cache, context)
+    if graphs:
+        model.capture(cache, context)
     return cache
 
 

@@ -83,8 +83,9 @@ class Digests:
 
 def reference_of(request: Request) -> Request:
     """The same text by the ar that it is held against."""
-    ar = strict_reference(request.settings) if request.strict else Alone()
-    return replace(request, settings=ar, acceptance=None)
+    way = request.way
+    ar = strict_reference(way.settings) if way.strict else Alone()
+    return replace(request, way=replace(way, settings=ar, acceptance=None))
 
 
 def strict_reference(settings: Settings) -> Alone:
@@ -98,21 +99,22 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
 
     digests: of a strict run's logits, to be compared bit for bit.
     """
+    way = request.way
     of_ar = Digests()
-    reference = tally(reference_of(request).decode(of_ar if request.strict else None))
+    reference = tally(reference_of(request).decode(of_ar if way.strict else None))
     ar = reference.metrics().throughput
     speedup = written.metrics().throughput / ar if ar else 1.0
-    found = Comparison(ar, speedup, exact=None, is_strict=request.strict)
-    if request.is_sampled:
+    found = Comparison(ar, speedup, exact=None, is_strict=way.strict)
+    if not way.sampling.is_greedy:
         return found
     theirs = reference.ids.tolist()
     at = first_difference(written.ids.tolist(), theirs)
     found = replace(found, exact=at is None, first_difference=at)
-    if request.strict:
+    if way.strict:
         return replace(found, logits_difference=first_difference(digests.found, of_ar.found))
     if at is None:
         return found
-    gap = top2_gap(request.pair, request.prompt + theirs[:at], request.window)
+    gap = top2_gap(request.pair, request.prompt + theirs[:at], way.window)
     return replace(found, top2_gap=gap)
 
 

@@ -17,26 +17,22 @@ import torch
 from cli.compare import Comparison, Digests, compare, reference_of
 from cli.errors import Parser, UsageError, run_command_line, say, tell
 from cli.metrics import Metrics, Tally, versions
-from cli.models import Request, encode, open_pair, overflow_note
+from cli.models import Request, open_pair, overflow_note, require_graphs, warn_of_length
 from cli.options import (
     add_model_options,
-    add_sampling_options,
-    choose_sampling,
-    choose_window,
-    parse_settings,
+    add_way_options,
+    choose_way,
     read_prompt,
-    require_acceptance,
-    require_drawing,
-    require_temperature,
+    require_fit,
 )
 from cli.page import require_places, save_trace
 from cli.terminal import describe, draw_tree, harmless, has_color
+from cli.tokens import encode
 from cli.trace import Trace, describe_base, meanings
 from dynatree import Step
-from engine.decoding import COMMITS
 from engine.streaming import WHOLE_TEXT
 from methods import METHODS
-from methods.acceptances import ACCEPTANCES, DEFAULTS, default_of
+from methods.acceptances import default_of
 from parallel.led import on_ranks
 from parallel.ranks import Ranks
 from sampling import GREEDY
@@ -66,17 +62,7 @@ def build_parser() -> Parser:
         "--prompt-file", metavar="F", help="a UTF-8 file of it, to 4 MB; - is stdin"
     )
     add("--max-new-tokens", type=int, default=128, metavar="N", help="limit (default 128)")
-    methods = f"{', '.join(METHODS)} (dynatree)"
-    add("--method", choices=METHODS, default="dynatree", metavar="M", help=methods)
-    add_sampling_options(parser)
-    by_kind = ", ".join(f"{kind}: {name}" for kind, name in DEFAULTS.items())
-    accept = f"{', '.join(ACCEPTANCES)}: of sampled text (by trees: {by_kind})"
-    add("--accept", choices=ACCEPTANCES, metavar="A", help=accept)
-    add("--window", type=int, metavar="N", help="keep the latest N tokens in the cache (all)")
-    add("--sinks", type=int, metavar="N", help="and with a window the first N (4)")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a method's setting")
-    add("--commit", choices=COMMITS, default="keep", help="keep rows, or rebuild as the paper")
-    add("--strict", action="store_true", help="strict ar's logits, bit for bit, in any dtype")
+    add_way_options(parser)
     add_model_options(parser)
     add("--plain", action="store_true", help="by gpt_neox.py alone, as it is to be read: slower")
     add("--ignore-eos", action="store_true", help="go on past end-of-text")
@@ -102,90 +88,43 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     """Check everything that was asked for and load the models; also the settings to report."""
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
-    settings = parse_settings(METHODS[args.method], args.set)
-    rule = settings.rule()
-    sampling = choose_sampling(
-        args.temperature, args.top_p, args.seed, args.draft_temperature, args.guesses
-    )
-    if args.guesses == "drawn":
-        require_drawing(args.method, rule)
-    if args.draft_temperature is not None:
-        require_temperature(args.method, rule, sampling.draws)
-    if args.accept:
-        if not args.temperature:
-            raise UsageError("--accept needs a --temperature above 0: greedy text has no choice")
-        require_acceptance(f"--accept {args.accept}", rule, args.accept)
-    if args.plain:
-        require_plain(args, ranks)
+    way = choose_way(args)
+    is_drafting = way.rule().max_depth > 0
+    if args.plain and (ranks or not way.is_plain):
+        raise UsageError("--plain has no strict passes, window, rebuilt commit, graphs or ranks")
     text = read_prompt(args.prompt, args.prompt_file)
     require_places(args.page, args.trace)
-    if (args.draft or args.draft_dtype) and not rule.max_depth:
+    if (args.draft or args.draft_dtype) and not is_drafting:
         say(f"note: --method {args.method} needs no draft: --draft, --draft-dtype have no effect")
-    pair, models = open_pair(args, rule.max_depth > 0, say, ranks, args.plain)
-    request = Request(
-        pair,
-        encode(text, pair.tokenizer, pair.target.config.vocab_size),
-        settings,
-        args.max_new_tokens,
-        sampling=sampling,
-        window=choose_window(args.window, args.sinks, rule.max_rows, pair),
-        eos_ids=() if args.ignore_eos else pair.target.config.eos_ids,
-        commit=args.commit,
-        strict=args.strict,
-        acceptance=args.accept,
-    )
-    warn_of_length(request)
-    return request, {"method": args.method, **asdict(settings), **models, **describe_rest(request)}
+    require_graphs(args)
+    pair, models = open_pair(args, is_drafting, say, ranks, args.plain)
+    require_fit(way, pair)
+    config = pair.target.config
+    prompt = encode(text, pair.tokenizer, config.vocab_size)
+    eos_ids = () if args.ignore_eos else config.eos_ids
+    if way.window == WHOLE_TEXT:
+        warn_of_length(pair, len(prompt) + args.max_new_tokens)
+    else:
+        kept = f"{way.window.sinks} sinks and the latest {way.window.size} tokens or more"
+        say(f"note: the caches keep {kept}; this is not the text of full attention")
+    request = Request(pair, prompt, way, args.max_new_tokens, eos_ids)
+    return request, {"method": args.method, **asdict(way.settings), **models, **rest_of(request)}
 
 
-def require_plain(args: argparse.Namespace, ranks: Ranks | None) -> None:
-    """Raise UsageError if --plain stands beside what only the fast model has."""
-    asked = {
-        "--strict": args.strict,
-        "--window": args.window is not None,
-        "--commit rebuild": args.commit == "rebuild",
-        "--no-graphs": args.no_graphs,
-        "several ranks": ranks is not None,
-    }
-    for option, is_asked in asked.items():
-        if is_asked:
-            raise UsageError(f"--plain: the plain model knows nothing of {option}")
-
-
-def describe_rest(request: Request) -> dict:
+def rest_of(request: Request) -> dict:
     """What is reported of a request beside its method and models."""
-    is_whole = request.window is WHOLE_TEXT
+    way, rule = request.way, request.way.rule()
+    accepts = way.acceptance or ("the method's" if rule.acceptance else default_of(rule))
     return {
         "max_new_tokens": request.max_new_tokens,
         "eos_ids": request.eos_ids,
-        "commit": request.commit,
-        "strict": request.strict,
+        "commit": way.commit,
+        "strict": way.strict,
         "prompt_tokens": len(request.prompt),
-        "sampling": None if request.sampling == GREEDY else asdict(request.sampling),
-        "acceptance": name_of(request) if request.is_sampled else None,
-        "window": None if is_whole else asdict(request.window),
+        "sampling": None if way.sampling == GREEDY else asdict(way.sampling),
+        "acceptance": None if way.sampling.is_greedy else accepts,
+        "window": None if way.window == WHOLE_TEXT else asdict(way.window),
     }
-
-
-def name_of(request: Request) -> str:
-    """What accepts a sampled text: as asked for, or by default; or the method's own."""
-    rule = request.settings.rule()
-    return request.acceptance or ("the method's" if rule.acceptance else default_of(rule))
-
-
-def warn_of_length(request: Request) -> None:
-    """Say if the text will be that of a window, or longer than what the target was trained for."""
-    window = request.window
-    n_prompt, n_new = len(request.prompt), request.max_new_tokens
-    n_trained = request.pair.target.config.max_positions
-    if window is not WHOLE_TEXT:
-        kept = f"{window.sinks} sinks and the latest {window.size} tokens or more"
-        say(f"note: the caches keep {kept}; this is not the text of full attention")
-    elif n_prompt + n_new > n_trained:
-        say(
-            f"warning: {n_prompt} prompt and {n_new} new tokens exceed the "
-            f"{n_trained} positions the target was trained for"
-        )
 
 
 def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
@@ -194,9 +133,9 @@ def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
     request, reported = prepare(args, ranks)
     written = Written()
     if args.page or args.trace:
-        written.trace = Trace(request.pair.tokenizer, request.settings, request.eos_ids)
+        written.trace = Trace(request.pair.tokenizer, request.way.settings, request.eos_ids)
     if args.compare:
-        written.digests = Digests() if args.strict else None
+        written.digests = Digests() if request.way.strict else None
         for warm_up in (request, reference_of(request)):  # whichever is first does not pay
             list(islice(warm_up.decode(), WARM_UP_STEPS))
     comparison = None
@@ -214,7 +153,7 @@ def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
             hand_over(found, request, args, written.trace)
     if comparison is None or not comparison.is_wrong:
         return 0
-    if args.strict or request.pair.target.dtype == torch.float32:
+    if request.way.strict or request.pair.target.dtype == torch.float32:
         return 1
     say("note: in half precision rounding decides near-ties; with --strict the ids are ar's")
     return 0
@@ -292,7 +231,7 @@ def report(request: Request, written: Written, comparison: Comparison | None) ->
         "versions": versions(),
         "graphs": {"n": n_graphs, "capture_s": capture_s},
     }
-    if request.strict:
+    if request.way.strict:
         target = request.pair.target
         found["steady_rows"] = target.pool.steady_rows(target)
     if comparison:
@@ -307,8 +246,8 @@ def hand_over(found: dict, request: Request, args: argparse.Namespace, trace: Tr
             print(json.dumps(found), flush=True)
     finally:  # if nobody reads it any more, too
         if trace:
-            found |= {"command": args.command, "meanings": meanings(request.settings)}
-            found["base"] = describe_base(request.settings)
+            found |= {"command": args.command, "meanings": meanings(request.way.settings)}
+            found["base"] = describe_base(request.way.settings)
             save_trace(trace.as_json(request.prompt, found), args.page, args.trace)
 
 

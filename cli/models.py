@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -19,21 +19,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cli.errors import UsageError
+from cli.errors import UsageError, say
 from cli.tokens import TextStream, encode, load_tokenizer, require_same_tokenizer
-from draft_tree import DynaTree, Settings, Watcher
+from draft_tree import Watcher
 from dynatree import Step
 from engine.checkpoint import DTYPES, CheckpointError
 from engine.decoding import generate
 from engine.hub import find_checkpoint
 from engine.memory import memory_for, read_system_file
 from engine.model import FastGPTNeoX, is_fast, load_plain
-from engine.streaming import WHOLE_TEXT, Window
+from engine.way import Way, read_way
 from gpt_neox import GPTNeoX
-from methods.acceptances import choose_acceptance
 from parallel.led import Led
 from parallel.ranks import Ranks
-from sampling import GREEDY, Acceptance, Sampling
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -144,27 +142,13 @@ Opened = tuple[Pair, dict[str, str | int | None]]  # and what to report of it
 
 @dataclass(frozen=True)
 class Request:
-    """One text to write: what it continues, by which method, and how."""
+    """One text to write: what it continues, how, and where it ends."""
 
     pair: Pair
     prompt: list[int]  # ids
-    settings: Settings  # the method's
+    way: Way
     max_new_tokens: int
-    _: KW_ONLY
-    sampling: Sampling = GREEDY
-    window: Window = WHOLE_TEXT
     eos_ids: Sequence[int] = ()
-    commit: str = "keep"
-    strict: bool = False
-    acceptance: str | None = None  # of sampled text; None is the method's own
-
-    @property
-    def is_sampled(self) -> bool:
-        return not self.sampling.is_greedy
-
-    def accepts(self) -> Acceptance:
-        """What accepts sampled text: as named, or by the kind of the method's trees."""
-        return choose_acceptance(self.settings.rule(), self.acceptance)
 
     def decode(
         self,
@@ -176,14 +160,9 @@ class Request:
             self.pair.target,
             self.pair.draft,
             self.prompt,
-            self.settings,
+            self.way,
             self.max_new_tokens,
             eos_ids=self.eos_ids,
-            commit=self.commit,
-            sampling=self.sampling,
-            window=self.window,
-            strict=self.strict,
-            acceptance=self.accepts() if self.is_sampled else None,
             inspect=inspect,
             watcher=watcher,
         )
@@ -206,19 +185,29 @@ class Request:
 def stream_text(
     pair: Pair,
     prompt: str,
-    settings: Settings | None = None,
+    way: Way | str = "dynatree",
     max_new_tokens: int = 128,
-    **options: object,
+    eos_ids: Sequence[int] | None = None,
 ) -> Iterator[str]:
     """The text that continues a prompt, in pieces of whole characters, each as soon as it is final.
 
-    settings: the method's, DynaTree() if None. options: others of Request, as sampling. Raises
-    UsageError for a prompt that the model cannot read, and as engine.decoding.generate.
+    way: or its words, as "dynatree tau=0.02 strict" (engine/way.py). eos_ids: None: the target's.
+    Raises UsageError for a prompt that the model cannot read, ValueError for a way that there is
+    not, and as engine.decoding.generate.
     """
     target = pair.target.config
     ids = encode(prompt, pair.tokenizer, target.vocab_size)
-    options = {"eos_ids": target.eos_ids} | options
-    return Request(pair, ids, settings or DynaTree(), max_new_tokens, **options).text()
+    if isinstance(way, str):
+        way = read_way(*way.split())
+    eos_ids = target.eos_ids if eos_ids is None else eos_ids
+    return Request(pair, ids, way, max_new_tokens, eos_ids).text()
+
+
+def warn_of_length(pair: Pair, n_tokens: int) -> None:
+    """Say so if a text is longer, its prompt included, than what the target was trained for."""
+    trained = pair.target.config.max_positions
+    if n_tokens > trained:
+        say(f"warning: {n_tokens} tokens with the prompt, and the target was trained for {trained}")
 
 
 def overflow_note(draft: GPTNeoX) -> str:
@@ -231,6 +220,13 @@ def overflow_note(draft: GPTNeoX) -> str:
 def embedded_pair() -> tuple[str, str]:
     """The folders of target and draft, as one would name them."""
     return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
+
+
+def require_graphs(args: argparse.Namespace) -> None:
+    """Raise UsageError if graphs are refused where there are none. args: --no-graphs, --device."""
+    device = choose_device(args.device)
+    if args.no_graphs and device.type != "cuda":
+        raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
 
 
 def default_models(device: torch.device) -> tuple[str, str]:
@@ -258,8 +254,6 @@ def open_pair(
     draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
     if is_drafting and args.target and not args.draft:
         raise UsageError("--target also needs --draft: the method drafts")
-    if args.no_graphs and device.type != "cuda":
-        raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
     target, draft = default_models(device)
     target = args.target or target
     draft = (args.draft or draft) if is_drafting else None
@@ -272,9 +266,6 @@ def open_pair(
         if has_instructions(each, device) is False:
             say(f"note: this processor has no {dtype_name(each)} instructions: it will be slow")
     pair = load_pair(target, draft, device, dtype, draft_dtype, say, ranks, is_plain)
-    if args.no_graphs:
-        for model in pair.models:
-            model.pool.has_graphs = False
     gc.freeze()  # what is there by now stays: no collection looks through it again
     return pair, found | {"threads": torch.get_num_threads()}
 

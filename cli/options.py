@@ -1,27 +1,24 @@
-"""What the user asked for, checked: options, settings, prompt.
+"""What the user asked for, checked: how the text is written, and the prompt.
 
 Every mistake raises a UsageError whose message is one line that says what is wrong and what to do.
 
-    settings = parse_settings(DynaTree, ["tau=0.02", "history=off"])
+    way = choose_way(parser.parse_args(["--method", "lookup", "--strict"]))
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TypeVar
+from dataclasses import replace
 
 from cli.errors import UsageError
 from cli.models import Pair
 from draft_tree import Rule
 from engine.checkpoint import DTYPES
-from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
+from engine.way import COMMITS, Way, read_way
 from methods import METHODS
-from methods.acceptances import choose_acceptance
-from methods.settings import read_values
+from methods.acceptances import ACCEPTANCES, DEFAULTS
 from sampling import GREEDY, Sampling
 
-Kind = TypeVar("Kind")
 GUESSES = ("ranked", "drawn")
 MAX_PROMPT_BYTES = 4_000_000  # of a file: a long novel, some 500 times Pythia's positions
 
@@ -36,25 +33,59 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     own = "the draft's own (as the target's; bfloat16 for float16 on GPUs that have it)"
     add("--draft-dtype", metavar="DTYPE", help=own)
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
-    add("--no-graphs", action="store_true", help="on cuda, launch every kernel by itself")
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `choose_sampling` takes."""
+def add_graphs_option(parser: argparse.ArgumentParser) -> None:
+    help = "on cuda, launch every kernel by itself"
+    parser.add_argument("--no-graphs", action="store_true", help=help)
+
+
+def add_way_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `choose_way` reads; some are words of engine.way.read_way."""
     add = parser.add_argument
+    methods = f"{', '.join(METHODS)} (dynatree)"
+    add("--method", choices=METHODS, default="dynatree", metavar="M", help=methods)
+
+    def add_word(name: str, **how: object) -> None:
+        add(name, dest="words", default=[], **({"action": "append"} | how))
+
+    add_word("--set", metavar="NAME=VALUE", help="a method's setting")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens reaching P (1)")
     add("--seed", type=int, metavar="N", help="of the sampling (0)")
-    add_draft_options(parser)
-
-
-def add_draft_options(parser: argparse.ArgumentParser) -> None:
-    """How guesses come from the draft."""
-    add = parser.add_argument
     own = "of the draft (--temperature's where guesses are drawn, 1 where they are ranked)"
     add("--draft-temperature", type=float, metavar="X", help=own)
     of_greedy = "of greedy text: the draft's likeliest (default), or drawn at its temperature"
     add("--guesses", choices=GUESSES, help=of_greedy)
+    by_kind = ", ".join(f"{kind}: {name}" for kind, name in DEFAULTS.items())
+    accept = f"{', '.join(ACCEPTANCES)}: of sampled text (by trees: {by_kind})"
+    add_word("--accept", choices=ACCEPTANCES, metavar="A", help=accept)
+    window = "keep the latest N tokens in the cache (all)"
+    add_word("--window", type="window={}".format, metavar="N", help=window)
+    add_word(
+        "--sinks", type="sinks={}".format, metavar="N", help="and with a window the first N (4)"
+    )
+    add_word("--commit", choices=COMMITS, help="keep rows (default), or rebuild as the paper")
+    strict = "strict ar's logits, bit for bit, in any dtype"
+    add_word("--strict", action="append_const", const="strict", help=strict)
+    add_graphs_option(parser)
+
+
+def choose_way(args: argparse.Namespace) -> Way:
+    """How the text is written. Raises UsageError, also for options that would have no effect."""
+    try:
+        way = read_way(args.method, *args.words)
+    except ValueError as error:
+        raise UsageError(f"--method {args.method}: {error}") from error
+    draft_options = args.draft_temperature, args.guesses
+    sampling = choose_sampling(args.temperature, args.top_p, args.seed, *draft_options)
+    if args.guesses == "drawn":
+        require_drawing(args.method, way.rule())
+    if args.draft_temperature is not None:
+        require_temperature(args.method, way.rule(), sampling.draws)
+    if way.acceptance and sampling.is_greedy:
+        raise UsageError(f"--accept {way.acceptance} needs a --temperature above 0")
+    return replace(way, sampling=sampling, graphs=not args.no_graphs)
 
 
 def choose_sampling(
@@ -103,39 +134,12 @@ def require_drawing(row: str, rule: Rule) -> None:
         raise UsageError(f"--guesses drawn has no effect: {why}")
 
 
-def require_acceptance(row: str, rule: Rule, name: str) -> None:
-    """Raise UsageError, naming the row, if sampled text of its trees cannot be accepted so."""
-    if rule.max_rows == 1:
-        raise UsageError(f"{row} has no effect: the method proposes no token")
+def require_fit(way: Way, pair: Pair, whose: str = "") -> None:
+    """Raise UsageError for a window that these models cannot have. whose: what begins its line."""
     try:
-        choose_acceptance(rule, name)
+        way.require_fit([model.config for model in pair.models])
     except ValueError as error:
-        raise UsageError(f"{row}: {error}") from error
-
-
-def choose_window(size: int | None, sinks: int | None, max_rows: int, pair: Pair) -> Window:
-    """What the caches keep. Raises UsageError if the tree or the trained range does not fit."""
-    if size is None:
-        if sinks is not None:
-            raise UsageError("--sinks needs a --window")
-        return WHOLE_TEXT
-    longest = min(model.config.max_positions for model in pair.models)
-    sinks = DEFAULT_SINKS if sinks is None else sinks
-    most = (longest - sinks) * 4 // 5  # size + size // 4 tokens beside the sinks
-    why = f"the method's tree has {max_rows} rows, the models {longest} positions"
-    if sinks < 0 or most < max_rows:
-        raise UsageError(f"--sinks {sinks} leaves no window: {why}")
-    if not max_rows <= size <= most:
-        raise UsageError(f"--window {size}: {max_rows} to {most} ({why})")
-    return Window(size, sinks)
-
-
-def parse_settings(kind: type[Kind], assignments: Sequence[str]) -> Kind:
-    """A settings dataclass with NAME=VALUE changes. Raises UsageError naming what is wrong."""
-    try:
-        return kind(**read_values(kind, assignments))
-    except ValueError as error:
-        raise UsageError(f"--set {error}") from error
+        raise UsageError(f"{whose}{error}") from error
 
 
 def read_prompt(text: str | None, file: str | None) -> str:

@@ -1,6 +1,7 @@
 """What makes the five files fast, and any checkpoint theirs: the same model and loop, from outside.
 
 model         GPTNeoX with caches that are kept, and passes that are padded or captured
+way           how a text is written: method, settings, sampling, window, strict
 decoding      the loop with what stands between its steps: memory, windows, strict texts, graphs
 checkpoint    config.json and safetensors: checked, loaded
 hub           finding a checkpoint: a folder, or fetched from the hub

@@ -54,7 +54,6 @@ class CachePool:
         self.run, self.token_bytes, self.device, self.config = run, token_bytes, device, config
         self.is_shaped = device.type == "cuda"
         self.share = share
-        self.has_graphs = self.is_shaped
         self.min_rows = min_rows  # of every pass, padded
         self.steady: dict[str, int | None] = {}  # what steady_rows found, once it is known
         self.even: dict[int, bool] = {}  # what is_even found, by rows
@@ -150,11 +149,11 @@ class CachePool:
             self.idle.append(storage)
 
     def capture(self, storage: Storage, lengths: range, scratch: int, use: Use) -> None:
-        """Capture the passes over these lengths, unless that is done or not wanted.
+        """On CUDA: capture the passes over these lengths, as far as that is not done.
 
         scratch: the first slot that may be written to meanwhile. Raises OutOfMemory.
         """
-        if not self.has_graphs:
+        if not self.is_shaped:
             return
         start = time.perf_counter()
         try:

@@ -4,7 +4,7 @@ The loop is the core's and knows none of it. It gets a view of each model, which
 what this generation will ask; and since it is a generator, what belongs to no step is done between
 two of them.
 
-    for step in generate(target, draft, prompt_ids, DynaTree(), max_new_tokens=64, strict=True):
+    for step in generate(target, draft, prompt_ids, Way(DynaTree(), strict=True), 64):
         print(step.tokens)
 """
 
@@ -14,18 +14,16 @@ from contextlib import closing
 from torch import Tensor
 
 import dynatree
-from draft_tree import MAX_ROWS, Rule, Settings, Watcher
+from draft_tree import MAX_ROWS, Rule, Watcher
 from dynatree import Drafter, Step
 from engine.caches import require_caches
 from engine.model import FastCache, FastGPTNeoX, is_fast
 from engine.passes import Use
 from engine.sampling import FastSampling
 from engine.scores import Ranking, ReadScores
-from engine.streaming import WHOLE_TEXT, Window
+from engine.way import Way
 from gpt_neox import Model, Scores
-from sampling import GREEDY, Acceptance, Sampling
-
-COMMITS = ("keep", "rebuild")
+from sampling import Sampling
 
 
 class View:
@@ -73,54 +71,45 @@ def generate(
     target: Model,
     draft: Model | Drafter | None,
     prompt: list[int],
-    settings: Settings,
+    way: Way,
     max_new_tokens: int,
     *,
     eos_ids: Sequence[int] = (),
-    commit: str = "keep",
-    sampling: Sampling = GREEDY,
-    acceptance: Acceptance | None = None,
-    window: Window = WHOLE_TEXT,
-    strict: bool = False,
     inspect: Callable[[Tensor], None] | None = None,
     watcher: Watcher | None = None,
 ) -> Iterator[Step]:
-    """As dynatree.generate, and: commit: "keep" moves the accepted rows in the cache, "rebuild"
-    runs them again (section 3.5): one more target pass, the same cache. window: what of the text
-    the caches keep. strict: the target's logits are ar's bit for bit, if ar's passes have as many
-    rows (engine/strict.py); trees are no deeper than 15. inspect: shown, after each step, the
-    target's float32 logits [n, V] that its n tokens were chosen from, where the model is.
-    All of these need a FastGPTNeoX for a target. Raises also OutOfMemory.
+    """As dynatree.generate, by a way: strict trees are no deeper than 15. inspect: shown, after
+    each step, the target's float32 logits [n, V] that its n tokens were chosen from, where the
+    model is. Unless the way is plain and nothing is inspected, the target is a FastGPTNeoX. Raises
+    also OutOfMemory.
     """
-    if commit not in COMMITS:
-        raise ValueError(f"commit {commit}: there are {', '.join(COMMITS)}")
-    rule = settings.rule()
+    rule = way.rule()
     n_tokens = len(prompt) + max_new_tokens
     views = []
     if is_fast(target):
         ranking = Ranking(rule.n_read)
-        use = Use(rule.max_rows, rule.min_rows, ranking=ranking, is_strict=strict, window=window)
-        use = use._replace(is_rebuilt=commit == "rebuild")
+        use = Use(rule.max_rows, rule.min_rows, ranking=ranking, window=way.window)
+        use = use._replace(is_strict=way.strict, is_rebuilt=way.commit == "rebuild")
         target = View(target, use, n_tokens, rule.max_rows)
         target.keeps_logits = inspect is not None and use.is_rebuilt
         views.append(target)
-    elif strict or window != WHOLE_TEXT or commit != "keep" or inspect:
+    elif inspect or not way.is_plain:
         raise ValueError("a plain model has no strict passes, window, rebuilt commit or inspection")
     if rule.max_depth and is_fast(draft):
         n_rows, n_ids = min(rule.max_drafted, MAX_ROWS), target.config.vocab_size
-        ranking = proposed(rule, sampling)
-        use = Use(n_rows, rule.min_rows, rule.max_drafted, n_ids, ranking, window=window)
+        ranking = proposed(rule, way.sampling)
+        use = Use(n_rows, rule.min_rows, rule.max_drafted, n_ids, ranking, window=way.window)
         draft = View(draft, use, n_tokens, rule.max_drafted)
         views.append(draft)
     steps = dynatree.generate(
         target,
         draft,
         prompt,
-        settings,
+        way.settings,
         max_new_tokens,
         eos_ids=eos_ids,
-        sampling=FastSampling.of(sampling),
-        acceptance=acceptance,
+        sampling=FastSampling.of(way.sampling),
+        acceptance=way.accepts(),
         watcher=watcher,
     )
     # Together, before the first is made: memory is taken lazily
@@ -134,9 +123,9 @@ def generate(
             yield step
             n_left -= len(step.tokens)
             is_first = step.tree is None
-            if is_first and n_left and step.tokens[-1] not in eos_ids:
+            if way.graphs and is_first and n_left and step.tokens[-1] not in eos_ids:
                 for view in views:  # the passes to come are known now
-                    shortest = min(len(prompt) + 1, window.size + window.sinks)
+                    shortest = min(len(prompt) + 1, way.window.size + way.window.sinks)
                     view.model.capture(view.cache, shortest)
 
 

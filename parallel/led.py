@@ -116,7 +116,7 @@ class Led:
         return self.model.forward(tokens, positions, cache.cache, mask, start, n_last)
 
     def capture(self, cache: LedCache, shortest: int) -> None:
-        if self.model.pool.has_graphs:
+        if self.model.pool.is_shaped:
             self.calls("capture", cache.number, shortest)
             with self.ranks.agreeing():
                 self.model.capture(cache.cache, shortest)

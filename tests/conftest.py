@@ -4,7 +4,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree, lone
-from engine import cuda_graphs
+from dynatree import Step
+from engine import cuda_graphs, decoding
 from engine.checkpoint import INDEX, SINGLE
 from engine.model import FastCache, FastGPTNeoX, published_shapes
 from engine.passes import Use
+from engine.way import Way
 from gpt_neox import PUBLISHED, Config, GPTNeoX, KVCache, Scores, rotate
 from methods import METHODS
 from verify import tree_pass
@@ -210,10 +212,27 @@ class Stub(GPTNeoX):
         return Scores(x)
 
 
-def fix_shapes(*models: FastGPTNeoX, has_graphs: bool = False) -> None:
-    """Passes of few fixed shapes, as on CUDA; has_graphs: replayed, after `pretend_capture`."""
+WHERE = ("eos_ids", "inspect", "watcher")
+
+
+def generate(
+    target: GPTNeoX,
+    draft: GPTNeoX | None,
+    prompt: list[int],
+    settings: Settings,
+    max_new_tokens: int,
+    **how: object,
+) -> Iterator[Step]:
+    """engine.decoding.generate, its way by fields."""
+    rest = {name: how.pop(name) for name in WHERE if name in how}
+    way = Way(settings, **how)
+    return decoding.generate(target, draft, prompt, way, max_new_tokens, **rest)
+
+
+def fix_shapes(*models: FastGPTNeoX) -> None:
+    """Passes of few fixed shapes, as on CUDA; replayed after `pretend_capture`."""
     for model in models:
-        model.pool.is_shaped, model.pool.has_graphs = True, has_graphs
+        model.pool.is_shaped = True
 
 
 def published_json(config: Config) -> dict[str, object]:

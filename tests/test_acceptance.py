@@ -9,13 +9,12 @@ import math
 
 import pytest
 import torch
-from conftest import make_tree, random_model
+from conftest import generate, make_tree, random_model
 from law import CPU, PLAIN, draft, mean_length
 from test_dynatree import PROMPT
 from test_sampling import N_IDS, OTHER, TARGET
 
 from draft_tree import DynaTree, Settings
-from engine.decoding import generate
 from engine.scores import Ranking, scores_of
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES, accept_by_block, accept_by_traversal, choose_acceptance
@@ -39,7 +38,7 @@ def test_a_chain_is_accepted_alike_by_block_and_by_traversal() -> None:
     n_accepted = 0
     for settings, seed in itertools.product((Chain(K=4), ConfidentChain(K=6), Lookup()), range(2)):
         found = []
-        for acceptance in (accept_by_block, accept_by_traversal):
+        for acceptance in ("block", "traversal"):
             how = {"sampling": Sampling(0.5, 0.95, seed=seed), "acceptance": acceptance}
             steps = list(generate(*models, PROMPT, settings, 40, **how))
             found.append([step.tokens for step in steps])
@@ -122,5 +121,5 @@ def test_what_cannot_be_chosen_is_said() -> None:
     assert choose_acceptance(own, None) is accept_by_token
     with pytest.raises(ValueError, match="the method brings an acceptance of its own"):
         choose_acceptance(own, "token")
-    with pytest.raises(ValueError, match="an acceptance is of sampled text"):
-        next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance=accept_by_block))
+    with pytest.raises(ValueError, match="block is of sampled text"):
+        next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance="block"))

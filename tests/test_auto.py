@@ -5,14 +5,13 @@ import math
 import numpy
 import pytest
 import torch
-from conftest import noisy_pair, path_to, random_config, random_tensors, ranked
+from conftest import generate, noisy_pair, path_to, random_config, random_tensors, ranked
 from test_draft_tree import FakeDraft, paths
 from test_exactness import make_draft
 from test_retrieval import assert_in_order
 
 from draft_tree import Candidates, grow
 from dynatree import Step
-from engine.decoding import generate
 from methods.auto import GUESS_WEIGHT, NGRAM_GUESS, Auto, AutoRule, Counts
 
 N_IDS = 32

@@ -18,7 +18,7 @@ from benchmark import enlarged
 from benchmark.opening import open_table
 from benchmark.report import table_cells
 from benchmark.results import Options, Results
-from benchmark.rows import choose_runs, parse_run, request_of, sampling_of
+from benchmark.rows import choose_runs, parse_run, way_of
 from benchmark.step_times import measure_step_times
 from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
 from cli.errors import UsageError
@@ -27,9 +27,11 @@ from dynatree import Step
 from engine.checkpoint import read_config
 from engine.files import locked
 from engine.memory import OutOfMemory
-from engine.streaming import WHOLE_TEXT, Window
+from engine.streaming import Window
+from engine.way import Way
 from methods import METHODS
-from sampling import GREEDY, Sampling
+from methods.static import Chain
+from sampling import Sampling
 
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(bench.__file__).parent
@@ -291,12 +293,12 @@ def test_a_text_that_is_not_its_references(
         (["--methods", "fixed X=1"], "has no 'X'"),
         (["--methods", "hf-ar D=1"], "hf-ar takes no settings"),
         (["--methods", "fixed D=3 D=4"], "D=4: D is set twice"),
-        (["--methods", "linear window=5"], "linear window=5: --window 5: 6 to 1635"),
+        (["--methods", "linear window=5"], "linear window=5: window=5: 6 to 1635"),
         (["--methods", "linear window=x"], "'linear window=x': window=x: window takes"),
-        (["--methods", "linear sinks=4"], "sinks=4: --sinks needs a --window"),
+        (["--methods", "linear sinks=4"], "sinks=4 needs a window=N"),
         (["--methods", "linear block"], "linear block: greedy text has one acceptance"),
-        (["--methods", "fixed block"], "fixed block: block is for chains"),
-        (["--methods", "linear block token"], "'linear block token' says something twice"),
+        (["--methods", "fixed block"], "'fixed block': block is for chains"),
+        (["--methods", "linear block token"], "'linear block token': token: that is said twice"),
         (["--baseline", " "], "unknown method ''"),
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),
         (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
@@ -411,22 +413,22 @@ def test_what_speedups_are_over() -> None:
     assert [run.label for run in strict] == ["ar", "ar strict rows=4", "linear K=3 strict"]
 
 
-def test_what_a_row_says_is_how_its_text_is_written(pair: Pair) -> None:
+def test_what_a_row_says_is_how_its_text_is_written() -> None:
     """Strict or not, over a window, rebuilt, sampled and accepted."""
 
-    def written(row: str) -> tuple:
-        request = request_of(parse_run(row), pair, [3, 1], GREEDY)
-        return request.strict, request.window, request.commit, request.acceptance
+    def written(row: str, top_p: float | None = None, **changes: object) -> Way:
+        return way_of(replace(parse_run(row), **changes), Options(top_p=top_p), seed=7)
 
-    assert written("linear K=3") == (False, WHOLE_TEXT, "keep", None)
-    assert written("linear strict") == (True, WHOLE_TEXT, "keep", None)
-    assert written("linear window=16 sinks=2") == (False, Window(16, 2), "keep", None)
-    assert written("linear rebuild traversal") == (False, WHOLE_TEXT, "rebuild", "traversal")
-    hot = replace(parse_run("linear"), temperature=0.8, draft_temperature=0.6)
-    assert sampling_of(hot, 0.9, seed=7) == Sampling(0.8, 0.9, 7, 0.6, False)
-    drawn = replace(hot, temperature=0.0, is_drawn=True)
-    assert sampling_of(drawn, 0.9, seed=7) == Sampling(0.0, 1.0, 7, 0.6, True)
-    assert sampling_of(parse_run("linear"), None, seed=7) == GREEDY
+    assert written("linear K=3") == Way(Chain(K=3))
+    assert written("linear strict") == Way(Chain(), strict=True)
+    assert written("linear window=16 sinks=2") == Way(Chain(), window=Window(16, 2))
+    by_traversal = Way(Chain(), commit="rebuild", acceptance="traversal")
+    assert written("linear rebuild traversal") == by_traversal
+    heat = {"draft_temperature": 0.6}
+    hot = written("linear", 0.9, temperature=0.8, **heat)
+    assert hot.sampling == Sampling(0.8, 0.9, 7, 0.6, False)
+    drawn = written("linear", 0.9, is_drawn=True, **heat)
+    assert drawn.sampling == Sampling(0.0, 1.0, 7, 0.6, True)
 
 
 def test_rows_of_several_kinds_stand_in_one_table(capsys: Captured, tmp_path: Path) -> None:
@@ -527,7 +529,10 @@ def test_notes_before_a_table(capsys: Captured, tmp_path: Path) -> None:
     _, _, prompts = open_table(results.options)
     assert [len(prompt) for prompt in prompts["builtin"]] == [200] * 12
     open_table(replace(results.options, new_tokens=(3000,)))
-    assert "warning: up to 3200 tokens, but the target was trained" in capsys.readouterr().err
+    assert (
+        "warning: 3200 tokens with the prompt, and the target was trained"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_can_be_asked_for_is_listed(capsys: Captured) -> None:

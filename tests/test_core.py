@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, noisy_pair, random_settings
+from conftest import ROOT, TINY, generate, noisy_pair, random_settings
 from tokenizers import Tokenizer
 
 import dynatree
@@ -20,9 +20,9 @@ from dynatree import DynaTree, Step
 from engine import decoding
 from engine.model import FastGPTNeoX
 from engine.sampling import FastSampler
+from engine.way import Way
 from gpt_neox import GPTNeoX
 from methods import METHODS
-from methods.acceptances import choose_acceptance
 from methods.auto import Auto
 from sampling import GREEDY, Sampler, Sampling
 
@@ -81,7 +81,7 @@ def test_the_five_files_are_whole_by_themselves(tmp_path: Path) -> None:
     assert names >= set(CORE) and not names & rooms
     pair = [FastGPTNeoX.from_pretrained(TINY / name) for name in ("target", "draft")]
     for prompt, text in zip(prompts, texts, strict=True):
-        steps = decoding.generate(*pair, prompt, DynaTree(), max_new_tokens=100)
+        steps = generate(*pair, prompt, DynaTree(), 100)
         assert text == [[s.tokens, s.path, s.draft_rows, list(s.cached)] for s in steps]
 
 
@@ -109,9 +109,8 @@ def test_plain_is_fast(
         rng = random.Random(f"{method} {number}")
         settings = without_clock(random_settings(method, rng))
         prompt = rng.choices(range(96), k=rng.randint(1, 30))
-        how = {"sampling": sampling}
-        if not sampling.is_greedy:
-            how["acceptance"] = choose_acceptance(settings.rule(), None)
+        way = Way(settings, sampling=sampling)
+        how = {"sampling": sampling, "acceptance": way.accepts()}
         expected = [told(s) for s in dynatree.generate(*plain, prompt, settings, 30, **how)]
-        found = [told(s) for s in decoding.generate(*fast, prompt, settings, 30, **how)]
+        found = [told(s) for s in decoding.generate(*fast, prompt, way, 30)]
         assert found == expected, settings

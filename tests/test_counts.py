@@ -5,14 +5,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from conftest import make_tree, random_model
+from conftest import generate, make_tree, random_model
 from torch import Tensor
 
 from benchmark.counts import count_calibration, count_depths, count_passes, padded
 from cli.metrics import code_acceptance, matching, measure, measure_acceptance, repetition
 from draft_tree import DynaTree, Settings
 from dynatree import Step
-from engine.decoding import generate
 from engine.model import FastGPTNeoX
 from methods.deagle import Deagle
 from methods.dyspec import DySpec

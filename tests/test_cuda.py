@@ -6,12 +6,11 @@ other tests.
 
 import pytest
 import torch
-from conftest import TINY, append, assert_close, prefilled, random_config, random_tensors
+from conftest import TINY, append, assert_close, generate, prefilled, random_config, random_tensors
 from tokenizers import Tokenizer
 
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
-from engine.decoding import generate
 from engine.fused import attend
 from engine.model import FastGPTNeoX
 from methods import METHODS
@@ -34,20 +33,14 @@ def pair() -> Pair:
     return target, draft, tokenizer.encode(TEXT).ids
 
 
-def use_graphs(has_graphs: bool, *models: FastGPTNeoX) -> None:
-    for model in models:
-        model.pool.has_graphs = has_graphs
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_replays_write_what_eager_ar_writes(method: str, pair: Pair) -> None:
     """Across two cache lengths, so that more than one set of graphs is used."""
     target, draft, prompt = pair
     settings = METHODS[method]()
-    use_graphs(False, target, draft)
-    expected = token_ids(generate(target, None, prompt, Alone(), 300))
-    assert token_ids(generate(target, draft, prompt, settings, 40)) == expected[:40]
-    use_graphs(True, target, draft)
+    expected = token_ids(generate(target, None, prompt, Alone(), 300, graphs=False))
+    eager = generate(target, draft, prompt, settings, 40, graphs=False)
+    assert token_ids(eager) == expected[:40]
     assert token_ids(generate(target, draft, prompt, settings, 300)) == expected
     n_graphs = target.pool.n_graphs, draft.pool.n_graphs
     assert n_graphs[0] > 0, "captured"
@@ -85,9 +78,9 @@ def test_a_replay_gives_the_eager_logits(n: int) -> None:
     prefix = [i % 90 for i in range(240)]
     found = []
     for has_graphs in (False, True):
-        use_graphs(has_graphs, model)
         cache = prefilled(model, prefix, 400)
-        model.capture(cache, 240)
+        if has_graphs:
+            model.capture(cache, 240)
         logits = append(model, prefix[:n], cache).logits.clone()
         found.append((logits, cache.kv[:, :, :, : cache.length].clone()))
     for eager, replayed in zip(*found, strict=True):
@@ -135,11 +128,10 @@ def test_strict_logits_are_ars_bit_for_bit(
     prompt = (pair[2] * 20)[:235]
     target = FastGPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
     draft = FastGPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
-    use_graphs(has_graphs, target, draft)
     written = []
     for settings in (DynaTree(), Alone(rows=64), DynaTree()):
         logits = []
-        options = {"strict": True, "inspect": logits.append}
+        options = {"strict": True, "graphs": has_graphs, "inspect": logits.append}
         ids = token_ids(generate(target, draft, prompt, settings, 40, **options))
         written.append((ids, torch.cat(logits).cpu()))
     (ids, logits), (ar_ids, ar_logits), (again, again_logits) = written

@@ -10,14 +10,13 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import Stub, random_settings
+from conftest import Stub, generate, random_settings
 from test_core import without_clock
 from torch import Tensor
 
 from cli.options import has_temperature
 from draft_tree import Settings, Tree
 from dynatree import Step
-from engine.decoding import generate
 from methods import METHODS
 from methods.drafting import DRAFTING
 from methods.retrieval import Graft

@@ -9,6 +9,7 @@ from conftest import (
     Stub,
     assert_close,
     fix_shapes,
+    generate,
     noisy_pair,
     prefilled,
     random_config,
@@ -22,7 +23,6 @@ from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings, Tree
 from dynatree import Clock
 from engine import memory
-from engine.decoding import generate
 from engine.memory import OutOfMemory
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use

@@ -19,6 +19,7 @@ import torch
 from conftest import (
     GOLDEN,
     append,
+    generate,
     pretend_capture,
     random_config,
     random_settings,
@@ -31,7 +32,6 @@ from cli.compare import TIE
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
 from dynatree import Step
-from engine.decoding import generate
 from engine.model import FastGPTNeoX
 from engine.passes import row_count
 from engine.streaming import Window
@@ -135,11 +135,10 @@ def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> Fast
 
 
 def use_shapes(way: str, case: int, *models: FastGPTNeoX) -> None:
-    """Every second case pads one row to two; of the fixed shapes, replays what was captured."""
+    """Of fixed ones, or not; every second case pads one row to two."""
     is_second = case % 2 == 1
     for model in models:
         model.pool.is_shaped = way == "fixed"
-        model.pool.has_graphs = model.pool.is_shaped and is_second
         model.pool.min_rows = 2 if is_second else 1
 
 
@@ -185,7 +184,7 @@ def random_case(method: str, way: str, number: int) -> Case:
     draft = make_draft(DRAFTS[number % len(DRAFTS)], tensors, changes, number)
     settings = random_settings(method, rng)
     prompt, text = greedy_text(number)
-    more: dict[str, object] = {}
+    more: dict[str, object] = {"graphs": number % 2 == 1}
     if way == "window":
         size = max(settings.rule().max_rows, rng.choice([1, 5, 16, 24]))
         more["window"] = Window(size, rng.choice([0, 1, 4]))

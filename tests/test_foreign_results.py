@@ -100,12 +100,15 @@ def test_a_results_file_is_shown_or_refused(
     [
         (b"", "truncated"),
         (b"[]", "Expected `object`"),
-        (b'{"format": 1}', "not a results file of format 2: "),
+        (b'{"format": 1}', "not a results file of format 3: "),
         (b'{"x": ' + b"[" * 100_000, ""),
         (json.dumps(whole("main")).replace("300.0", "1e999").encode(), "Number out of range"),
         (json.dumps(whole("main")).replace("300.0", "9" * 5000).encode(), "out of range"),
         (json.dumps(whole("main")).replace("300.0", "NaN").encode(), "malformed"),
-        (json.dumps(whole("main")).replace('"fixed"', '"other"').encode(), "no method here"),
+        (
+            json.dumps(whole("main")).replace('"fixed"', '"other"').encode(),
+            "unknown method 'other'",
+        ),
         (json.dumps(whole("main")).replace("linear T", "fixed T").encode(), "of one label"),
     ],
 )

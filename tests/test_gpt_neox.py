@@ -18,6 +18,7 @@ from conftest import (
     append,
     assert_close,
     fix_shapes,
+    generate,
     make_tree,
     path_to,
     prefilled,
@@ -34,7 +35,6 @@ from safetensors.torch import load_file
 
 from draft_tree import Tree
 from engine.checkpoint import EMBED_IN
-from engine.decoding import generate
 from engine.memory import OutOfMemory
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
@@ -244,7 +244,7 @@ def test_a_cache_given_back_is_lent_again_to_whoever_asks_for_no_more(
     """Nothing is captured twice, and capturing leaves what the cache holds alone."""
     pretend_capture(monkeypatch)
     model = random_model(6, max_positions=20)
-    fix_shapes(model, has_graphs=True)
+    fix_shapes(model)
     expected = run_tree(random_model(6), prefilled(random_model(6), PREFIX, 20), TREE)
     small, large = (model.new_cache(n, Use(7, ranking=Ranking(3))) for n in (100, 600))
     n_graphs = []
@@ -270,7 +270,7 @@ def test_a_model_that_is_dropped_is_gone(is_on_gpu: bool, monkeypatch: MonkeyPat
     pretend_capture(monkeypatch)
     model = random_model(seed=0)
     if is_on_gpu:
-        fix_shapes(model, has_graphs=True)
+        fix_shapes(model)
     gc.disable()
     try:
         list(generate(model, None, [1, 2, 3], Alone(), 8))

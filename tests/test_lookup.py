@@ -5,10 +5,9 @@ import random
 from collections import Counter
 
 import pytest
-from conftest import Remembering, random_model
+from conftest import Remembering, generate, random_model
 
 from draft_tree import Tree, grow
-from engine.decoding import generate
 from engine.streaming import WHOLE_TEXT, Window
 from methods.lookup import COPY_PROBS, Lookup
 

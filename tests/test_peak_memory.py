@@ -18,9 +18,9 @@ from benchmark.rows import parse_run
 from cli import models
 from dynatree import Step
 from engine.memory import OutOfMemory
-from engine.streaming import WHOLE_TEXT, Window
+from engine.streaming import Window
+from engine.way import Way
 from methods.static import Alone, Chain
-from sampling import GREEDY
 
 
 def kill_oneself() -> dict:
@@ -78,13 +78,16 @@ def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> 
     seen = []
 
     def generate(*args: object, **how: object) -> Iterator[Step]:
-        seen.append((args[1] is not None, args[3], how["strict"], how["window"]))
+        seen.append((args[1] is not None, args[3]))
         return real(*args, **how)
 
     monkeypatch.setattr(models, "generate", generate)
     floors = []
     for text, n in (("ar window=8", 20), ("ar window=8", 40), ("linear strict", 3)):
         run = replace(parse_run(text), new_tokens=n)
-        floors.append(measure_memory(Options(), run, [3, 1, 4], GREEDY, 0)["metrics"]["floor_mb"])
+        floors.append(measure_memory(Options(), run, [3, 1, 4], 0, 0)["metrics"]["floor_mb"])
     assert floors[0] == floors[1] < floors[2]
-    assert seen[1:] == [(False, Alone(), False, Window(8, 4)), (True, Chain(), True, WHOLE_TEXT)]
+    assert seen[1:] == [
+        (False, Way(Alone(), window=Window(8, 4))),
+        (True, Way(Chain(), strict=True)),
+    ]

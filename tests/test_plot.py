@@ -42,11 +42,9 @@ def results_of(names: Sequence[str] = NAMES, places: Sequence[str] = ("",)) -> R
     fields = {symbol: name for name, symbol in SYMBOLS.items()}
     runs = []
     for place, name in product(places, names):
-        method, *words = name.split()
         size = {fields[w[0]]: json.loads(w[2:]) for w in place.split() if "=" in w}
         labels = {"label": f"{name} {place}".strip(), "baseline": f"ar {place}".strip()}
-        settings = tuple(word for word in words if "=" in word)
-        run = replace(results.runs[0], method=method, settings=settings, reference="", **labels)
+        run = replace(results.runs[0], row=name, reference="", **labels)
         runs.append(replace(run, dataset=place.split("=")[0], **size))
     results.runs, results.records = runs, []
     for (i, run), prompt, repeat in product(enumerate(runs), range(4), range(2)):
@@ -249,7 +247,8 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("steps.json").write_bytes(STEPS.read_bytes())
-    results_of([f"ar{' rebuild' * n}" for n in range(figures.CROWD + 1)]).save(Path("many.json"))
+    many = ["ar", *(f"specinfer widths=2:{n + 1}" for n in range(figures.CROWD))]
+    results_of(many).save(Path("many.json"))
     empty = results_of()
     empty.records = []
     empty.save(Path("empty.json"))

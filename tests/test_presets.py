@@ -12,7 +12,7 @@ from benchmark.opening import PAIRS, check_options, choose_table, name_models
 from benchmark.peers import PEERS
 from benchmark.report import table_cells
 from benchmark.results import Options, Results, Run
-from benchmark.rows import choose_runs, settings_of
+from benchmark.rows import choose_runs
 from benchmark.tables import NOT_HERE, PRESETS, TABLES, Table, choose_parts, expand
 from cli.errors import UsageError
 from cli.models import PYTHIA
@@ -39,7 +39,7 @@ def test_every_table_is_valid(name: str) -> None:
     assert len({part.dataset for part in table.parts}) == len(table.parts)
     assert set(table.columns) <= set(COLUMNS)
     for run in runs:
-        settings_of(run).rule()
+        run.way.rule()
         assert run.baseline in labels and run.reference in labels
     shown = {run.label: run.published for run in runs}
     for part in table.parts:

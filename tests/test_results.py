@@ -30,8 +30,8 @@ MACHINE |= {"torch": "2.13.0", "python": "3.11", "commit": "abc"}
 COLUMNS = ["throughput", "speedup", "spread", "predicted", "tokens_per_iter", "exact"]
 
 
-def run_of(label: str, method: str) -> Run:
-    return Run(label, method, (), "keep", 150, 64, 0.0, "ar")
+def run_of(label: str) -> Run:
+    return Run(label, label, 150, 64, 0.0, "ar")
 
 
 def record(run: str, prompt: int, throughput: float, predicted_ms: float, ids: list[int]) -> Record:
@@ -44,7 +44,7 @@ def record(run: str, prompt: int, throughput: float, predicted_ms: float, ids: l
 @pytest.fixture
 def results() -> Results:
     """ar, one method that is 2, 1 and 0.5 times as fast, and a peer; one text differs."""
-    runs = [run_of(name, name) for name in ("ar", "fixed", "hf-assisted")]
+    runs = [run_of(name) for name in ("ar", "fixed", "hf-assisted")]
     sizes = {"prompt_tokens": [150], "new_tokens": [64], "temperature": [0.0]}
     prompts = {"dataset": "builtin", "n": 3, "sha256": "0"}
     found = Results("ablation", COLUMNS, Options(), MACHINE, prompts, sizes, runs)
@@ -177,7 +177,7 @@ def test_notes_say_what_is_slower_and_what_differs(results: Results) -> None:
     results.runs = [replace(run, temperature=0.6) for run in results.runs]
     assert [row[-1] for row in table_cells(results)[1]] == ["", "", ""], "sampled: not compared"
     for depth in range(8):
-        run = run_of(f"fixed D={depth}", "fixed")
+        run = run_of(f"fixed D={depth}")
         results.runs.append(run)
         results.records.append(record(run.label, 0, 50.0, 1.0, [1]))
     assert notes(results)[0] == "9 of 10 rows are slower than ar."

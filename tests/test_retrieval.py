@@ -8,11 +8,18 @@ from dataclasses import fields, replace
 import numpy
 import pytest
 import torch
-from conftest import Remembering, path_to, pretend_capture, random_model, random_settings, ranked
+from conftest import (
+    Remembering,
+    generate,
+    path_to,
+    pretend_capture,
+    random_model,
+    random_settings,
+    ranked,
+)
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
 from draft_tree import Candidates, Gates, Level, Tree, grow
-from engine.decoding import generate
 from methods.deagle import Deagle
 from methods.drafting import DRAFTING
 from methods.retrieval import (
@@ -235,7 +242,7 @@ def test_the_table_reads_candidates_before_another_pass_overwrites_them(
     tables = []
     for is_shaped in (False, True):
         target = random_model(7)
-        target.pool.is_shaped = target.pool.has_graphs = is_shaped
+        target.pool.is_shaped = is_shaped
         settings = Remembering(Recycle(N=8))
         steps = list(generate(target, None, [3, 1, 4, 1, 5], settings, 40, commit=commit))
         assert any(len(step.path) > 2 for step in steps)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CORE = [{"gpt_neox", "draft_tree"}, {"sampling"}, {"verify"}, {"dynatree"}]  # whole by themselves
-ROOMS = [{"engine"}, {"methods", "parallel"}, {"cli"}, {"benchmark"}, {"bench"}, {"tools"}]
+ROOMS = [{"methods"}, {"engine"}, {"parallel"}, {"cli"}, {"benchmark"}, {"bench"}, {"tools"}]
 RANKS = CORE + ROOMS
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 

@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from conftest import Stub, make_tree, random_model, random_settings, ranked
+from conftest import Stub, generate, make_tree, random_model, random_settings, ranked
 from law import CPU, PLAIN, difference, law, mean_length, target_law
 from torch import Tensor
 
 import engine.sampling
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Rule, Settings
-from engine.decoding import generate
 from engine.sampling import FastSampling
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES, accept_by_traversal, choose_acceptance

@@ -7,11 +7,10 @@ import pytest
 from conftest import random_config, random_model, random_tensors
 
 from benchmark.counts import predict_text_ms
-from benchmark.rows import parse_run, request_of
+from benchmark.rows import parse_run
 from benchmark.step_times import StepTimes, step_bytes
-from cli.models import Pair
+from cli.models import Pair, Request
 from engine.model import FastGPTNeoX
-from sampling import GREEDY
 
 
 def test_predicted_time_is_the_forwards_alone() -> None:
@@ -40,7 +39,7 @@ def test_predicted_passes_are_padded_as_each_models_own_are() -> None:
     pair.target.pool.min_rows = 4
     pair.draft.pool.min_rows = 16
     run = replace(parse_run("linear K=2"), new_tokens=9)
-    steps = list(request_of(run, pair, [3, 1, 4, 1, 5], GREEDY).decode())
+    steps = list(Request(pair, [3, 1, 4, 1, 5], run.way, run.new_tokens).decode())
     rows = [n for step in steps for n in step.draft_rows]
     assert len(rows) > 4 and max(rows) < 16
     times = StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0)

@@ -5,6 +5,7 @@ import torch
 from conftest import (
     append,
     assert_close,
+    generate,
     prefilled,
     random_config,
     random_model,
@@ -15,7 +16,7 @@ from test_exactness import stream
 from cli.metrics import token_ids
 from draft_tree import Rule, lone
 from dynatree import ModelDrafter
-from engine.decoding import View, generate
+from engine.decoding import View
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from engine.scores import Ranking

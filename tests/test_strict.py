@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import (
     append,
+    generate,
     noisy_pair,
     path_to,
     prefilled,
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from cli.metrics import token_ids
 from engine import fused, strict
-from engine.decoding import generate
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from methods import METHODS

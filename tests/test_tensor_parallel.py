@@ -9,7 +9,14 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import append, random_config, random_settings, random_tensors, write_checkpoint
+from conftest import (
+    append,
+    generate,
+    random_config,
+    random_settings,
+    random_tensors,
+    write_checkpoint,
+)
 from numpy import ndarray
 from test_ranks import on_ranks
 from torch import Tensor
@@ -19,7 +26,6 @@ from draft_tree import Settings
 from dynatree import DynaTree
 from engine import caches
 from engine.checkpoint import CheckpointError, load_tensors, read_config
-from engine.decoding import generate
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX, published_shapes, weight_bytes
 from engine.passes import Use

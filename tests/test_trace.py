@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Captured, error_line, random_model, random_settings
+from conftest import TINY, Captured, error_line, generate, random_model, random_settings
 from tokenizers import Tokenizer
 
 from cli.main import main
@@ -24,10 +24,9 @@ from cli.trace import (
 )
 from draft_tree import DynaTree, Settings
 from dynatree import Step
-from engine.decoding import generate
 from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
-from sampling import GREEDY, Sampling, accept_by_token
+from sampling import GREEDY, Sampling
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]
@@ -219,7 +218,7 @@ def test_what_was_tried_decided_the_path(method: str) -> None:
     models = random_model(1), random_model(2)
     how = {
         "sampling": sampling,
-        "acceptance": accept_by_token,
+        "acceptance": "token",
         "watcher": trace,
         "inspect": logits.append,
     }

@@ -173,7 +173,7 @@ def passes(lab: Lab) -> Iterator[Record]:
             with open_cache(model, n_slots - SLOT_STEP) as cache:
                 for n in lab.rows:
                     replay = forward_of(model, cache, n)
-                    if model.pool.has_graphs:
+                    if model.pool.is_shaped:
                         replay()  # so that the graph reads this pass
                         shape = shape_of(n, slot_count(cache.length + n), cache.use)
                         replay = cache.passes.captured[shape].replay

@@ -11,12 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 
-from conftest import TINY, random_config, random_tensors
+from conftest import TINY, generate, random_config, random_tensors
 from tokenizers import Tokenizer
 
 from draft_tree import Settings
 from engine.cuda_graphs import shape_of
-from engine.decoding import generate
 from engine.model import FastGPTNeoX
 from engine.passes import SLOT_STEP, Use
 from engine.scores import Ranking

@@ -31,11 +31,11 @@ recycle                 0.4      1.0          1.0
 lookup                  0.0      1.0          1.0
 graft                   0.9      2.0          2.0
 auto                    1.7      1.8          1.8
-linear sampled     160.4      9.5      5.6
-confident sampled   69.9      4.7      2.4
+linear sampled     160.1     10.9      7.9
+confident sampled   74.6      7.6      4.6
 fixed sampled      128.6      7.3      4.1
-specinfer sampled  191.4     10.5      5.6
-sequoia sampled    207.9     11.5      6.5
+specinfer sampled  211.1     11.8      5.8
+sequoia sampled    247.4     14.5      6.8
 dynatree sampled   103.9      8.3      3.1
 dyspec sampled     144.3      7.7      2.9
 graft sampled       79.7      7.1      2.2

@@ -8,13 +8,12 @@ import json
 
 import pytest
 import test_exactness
-from conftest import TINY, random_config
+from conftest import TINY, generate, random_config
 from test_exactness import random_case
 from torch import Tensor
 
 from cli.main import main
 from cli.metrics import token_ids
-from engine.decoding import generate
 from engine.model import FastGPTNeoX
 from engine.sampling import FastSampler
 from engine.streaming import Window
@@ -31,7 +30,7 @@ WAYS = {
     "rebuild": {"commit": "rebuild"},
     "window": {"window": Window(64, sinks=4)},
     "sampled": {"sampling": Sampling(0.8, 0.9, seed=3)},
-    "no graphs": {},
+    "no graphs": {"graphs": False},
     "long prompt": {},
 }
 N_TOKENS = {"window": 100, "long prompt": 20}  # where not 60
@@ -43,8 +42,6 @@ def write(pair: Pair, method: str, way: str) -> list[int]:
     target, draft, prompt = pair
     if way == "long prompt":
         prompt = prompt * 30  # more than one chunk of prefill, and than any pass of a fixed shape
-    for model in (target, draft):
-        model.pool.has_graphs = model.pool.is_shaped and way != "no graphs"
     n_tokens = N_TOKENS.get(way, 60)
     return token_ids(generate(target, draft, prompt, settings_of(method), n_tokens, **WAYS[way]))
 
@@ -83,6 +80,4 @@ def test_random_pairs_and_trees(method: str, number: int, monkeypatch: pytest.Mo
     expected = random_case(method, "fixed", number)
     monkeypatch.setattr(test_exactness, "build", build_on_cuda)
     case = random_case(method, "fixed", number)
-    options = {"eos_ids": case.eos_ids, "commit": case.commit}
-    steps = generate(case.target, case.draft, case.prompt, case.settings, case.limit, **options)
-    assert token_ids(steps) == cut(expected.greedy, expected.eos_ids, expected.limit)
+    assert token_ids(case.write()) == cut(expected.greedy, expected.eos_ids, expected.limit)

@@ -8,12 +8,11 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import append, assert_close, random_config, random_tensors
+from conftest import append, assert_close, generate, random_config, random_tensors
 from torch import Tensor
 
 from benchmark.step_times import measure_step_times
 from engine.cuda_graphs import Shape, ShapedPasses
-from engine.decoding import generate
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from engine.scores import Ranking

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, generate
 from test_ranks import on_ranks
 from test_torchrun import errors, launched
 from torch import Tensor
@@ -24,7 +24,6 @@ from engine import caches
 from engine.caches import require_caches
 from engine.checkpoint import DTYPES
 from engine.cuda_graphs import KEPT, Shape, ShapedPasses
-from engine.decoding import generate
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX
 from engine.passes import Use
@@ -88,9 +87,14 @@ def compute(ranks: Ranks, work: Work, dtype: torch.dtype, watch: Watch) -> tuple
 
 
 def write(
-    target: FastGPTNeoX, draft: FastGPTNeoX | None, prompt: list[int], method: str
+    target: FastGPTNeoX,
+    draft: FastGPTNeoX | None,
+    prompt: list[int],
+    method: str,
+    graphs: bool = True,
 ) -> list[int]:
-    return token_ids(generate(target, draft, prompt, METHODS[method](), N_TOKENS))
+    settings = METHODS[method]()
+    return token_ids(generate(target, draft, prompt, settings, N_TOKENS, graphs=graphs))
 
 
 def write_all(target: FastGPTNeoX) -> tuple[dict[str, list[int]], dict[str, Counts]]:
@@ -103,10 +107,8 @@ def write_all(target: FastGPTNeoX) -> tuple[dict[str, list[int]], dict[str, Coun
     with pytest.raises(OutOfMemory):
         require_caches([(target.pool, 10**9, Use())])  # what is kept is too small, and dropped
     found["linear again"] = write(target, draft, prompt, "linear")
-    for model in (target, draft):
-        model.pool.has_graphs = False
     for method in SPLIT:
-        found[f"{method} eager"] = write(target, draft, prompt, method)
+        found[f"{method} eager"] = write(target, draft, prompt, method, graphs=False)
     return found, counts
 
 
