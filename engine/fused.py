@@ -167,6 +167,7 @@ class FusedLayer(nn.Module):
         self.approximate = ACTIVATIONS[config.activation]
         self.mark = overflow_mark(layer.mlp.dense_4h_to_h.weight.dtype)
         self.n_attended = len(layer.attention.query_key_value.weight) // 3
+        self.n_inside = len(layer.mlp.dense_h_to_4h.weight)
         self.norms = Affine.of(layer.input_layernorm), Affine.of(layer.post_attention_layernorm)
         qkv = reordered(Affine.of(layer.attention.query_key_value), config)
         inside = Affine.of(layer.mlp.dense_h_to_4h)
@@ -178,7 +179,9 @@ class FusedLayer(nn.Module):
         self.into: Product | None = None
         if is_joined(config, qkv.weight.device):
             both = fold(self.norms[0], qkv), fold(self.norms[1], inside)
-            self.into = open_product(*(torch.cat(parts) for parts in zip(*both, strict=True)))
+            weight, bias = (torch.cat(parts) for parts in zip(*both, strict=True))
+            is_odd = len(bias) % 2  # and a row is to be of whole pairs, as rotate_ takes them
+            self.into = open_product(F.pad(weight, (0, 0, 0, is_odd)), F.pad(bias, (0, is_odd)))
         else:
             self.qkv = open_product(*qkv)
             self.inside = open_product(*inside)
@@ -205,7 +208,8 @@ class FusedLayer(nn.Module):
         if self.into:
             normed = torch.layer_norm(x, x.shape[-1:], None, None, self.config.norm_eps)
             both = self.into(normed)
-            qkv, inside = both[:, : 3 * self.n_attended], both[:, 3 * self.n_attended :]
+            qkv = both[:, : 3 * self.n_attended]
+            inside = both[:, 3 * self.n_attended :][:, : self.n_inside]
         else:
             qkv, inside = self.qkv(self.norm(x, 0)), self.inside(self.norm(x, 1))
         attended = self.attend(qkv, turns, past, start, bias)  # [H, n, D]

@@ -55,6 +55,18 @@ def test_the_text_is_the_one_the_cpu_writes(pair: Pair) -> None:
     assert token_ids(generate(target, draft, prompt, DynaTree(), 30)) == expected
 
 
+def test_an_odd_width_is_read_in_pairs_too() -> None:
+    """A row of the joined product was no whole number of pairs, and could not be turned."""
+    config = random_config(intermediate_size=63)
+    tensors = random_tensors(config, 3)
+    on_cuda = {name: tensor.cuda() for name, tensor in tensors.items()}
+    found = [
+        token_ids(generate(FastGPTNeoX.from_tensors(config, weights), None, [5, 7], Alone(), 8))
+        for weights in (tensors, on_cuda)
+    ]
+    assert found[0] == found[1]
+
+
 def test_two_generations_at_once(pair: Pair) -> None:
     """Each has its own cache, so neither replays over the other's."""
     target, draft, prompt = pair
