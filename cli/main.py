@@ -26,7 +26,7 @@ from cli.options import (
     require_fit,
 )
 from cli.page import require_places, save_trace
-from cli.terminal import describe, draw_tree, harmless, has_color
+from cli.terminal import LEGEND, describe, draw_tree, harmless, has_color
 from cli.tokens import encode
 from cli.trace import Trace, describe_base, meanings
 from dynatree import Step
@@ -162,6 +162,8 @@ def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
 def stream(request: Request, args: argparse.Namespace, written: Written) -> None:
     """Write one text, printing as it goes; what ends it early leaves what there is."""
     is_streaming = not args.json and not args.show_tree  # trees and text would interleave
+    if args.show_tree:
+        say(LEGEND)
 
     def told(step: Step) -> None:
         if step.tree and step.tree.has_overflowed and not written.tally.has_overflowed:
@@ -197,9 +199,10 @@ def summarise_step(step: Step) -> str:
     """The line above a drawn tree."""
     n_accepted = len(step.path) - 1
     ms = step.draft_ms + step.verify_ms + step.other_ms
+    accepted = f"{n_accepted} of {step.n_drafted} accepted"
     n_retrieved = sum(step.tree.are_retrieved)
-    sources = f"{step.n_drafted - n_retrieved} drafted, {n_retrieved} retrieved, marked +"
-    accepted = f"{n_accepted} of {step.n_drafted} accepted ({sources})"
+    if n_retrieved:
+        accepted += f" ({step.n_drafted - n_retrieved} drafted, {n_retrieved} retrieved)"
     return f"{accepted}, depth {step.tree.depth}, {ms:.1f} ms"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cli.errors import UsageError
+from cli.errors import UsageError, say
 from engine.files import require_writable, write_whole
 from methods import METHODS
 
@@ -66,11 +66,12 @@ def is_foreign(name: str) -> bool:
 
 
 def save_trace(content: dict, page: str | None, trace: str | None) -> None:
-    """Write the page, the trace, or both, whole or not at all. Raises UsageError."""
-    for name, form in ((trace, as_data), (page, as_page)):
+    """Write the page, the trace, or both, whole or not at all, and say where. Raises UsageError."""
+    for kind, name, form in (("trace", trace, as_data), ("page", page, as_page)):
         if name:
             with writing(name):
                 write_whole(Path(name), form(content))
+            say(f"{kind} written to {name}")
 
 
 def as_data(content: dict) -> str:

@@ -17,6 +17,7 @@ from cli.errors import shown
 from cli.tokens import decode
 from draft_tree import Tree
 
+LEGEND = "every iteration's tree, a line per node: its token, p(path); * accepted, + retrieved"
 ACCEPTED, REJECTED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 

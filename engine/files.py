@@ -46,8 +46,10 @@ def require_writable(file: Path) -> None:
 
 def places(file: Path) -> tuple[Path, Path]:
     """Where a file is, and beside it a name that nobody has. Raises OSError for what a rename would
-    take away: a device, a folder."""
+    take away: a device, a folder, a link that leads to itself."""
     place = Path(os.path.realpath(file))
+    if place.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(place))
     if place.exists() and not place.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(place))
     return place, place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
