@@ -11,7 +11,8 @@ const ACCEPTANCES = { // where they are described
 function buildAbout() {
   const { metrics, sampling } = { ...data, ...settings };
   const how = isSampled ? `sampled at ${plain(sampling.temperature)}` : "greedy";
-  byId("method").textContent = `${settings.method}, ${how}`;
+  const window = settings.window ? `, window ${settings.window.size}` : "";
+  byId("method").textContent = `${settings.method}, ${how}${window}`;
   document.title = `${settings.method}: ${counted(metrics.new_tokens, "token")}, DynaTree`;
   byId("totals").append(...totals().map(([value, unit, kind]) => {
     return html("div", { class: kind ?? "" }, html("dt", {}, unit), html("dd", {}, value));

@@ -47,7 +47,7 @@ const CHARTS = [
   { names: ["D0"], low: 0, high: settings.D_max },
   { names: ["tau_h"], low: 0.4, high: 1 },
   { names: ["rho_deep"], low: 0.2, high: 0.9 },
-  { names: ["reach"], low: 0, high: 1, band: [0.6, 0.8] },
+  { names: ["reach"], low: 0, high: 1, band: [REACH.careful, REACH.bolder] },
   { names: ["memory", "draft"], title: "worth in tokens", low: 0, high: 0, band: [0, 0] },
 ];
 

@@ -8,6 +8,8 @@ const data = JSON.parse(byId("data").textContent);
 const { iterations, settings } = data;
 const lastIteration = iterations.length - 1;
 const isSampled = Boolean(settings.sampling?.temperature);
+const ofRule = { ...data.base?.settings, ...settings }; // graft's trees are mostly its base's
+const REACH = { careful: 0.6, bolder: 0.8 }; // between them history moves nothing
 
 const STEPS = ["draft", "mask", "verify", "accept", "commit", "adapt"]; // as in the README
 

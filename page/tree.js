@@ -11,10 +11,10 @@ const TOP = 28; // where the positions are written
 const LEFT = 8;
 const RIGHT = 14;
 const LINE = { least: 23, most: 40 };
-const GAP = { least: 22, most: 76 }; // between two columns
+const GAP = { tight: 10, least: 22, most: 76 }; // between two columns
 const GHOST = 0.74; // the line of a dropped candidate, beside a node's
 const NEAR = 2.5; // lines: no node is further below its first child, however many there are
-const LONGEST = { label: 14, note: 9 }; // characters of a token
+const LONGEST = { tight: 8, label: 14, note: 9 }; // characters of a token
 
 const drawn = { zoom: 1, hasGhosts: null }; // as asked for; null: dropped candidates where they fit
 
@@ -76,37 +76,39 @@ function drawRows(view, stage, place) {
 }
 
 // The first layout that fits: with dropped candidates, where they are neither asked for nor hidden; with
-// room for the notes of every step, so that no node moves; with room for this step's. If none fits, the
-// last, as small as can be read: it has to be panned.
+// room for the notes of every step, so that no node moves; with room for this step's; with shorter
+// tokens and notes. If none fits, the last, as small as can be read: it has to be panned.
 function planOf(view, stage, place) {
   const { width, height, scale } = roomOf(place);
   const [wide, high] = [width - 16 / scale, height - 16 / scale]; // without scroll bars
   const asked = drawn.hasGhosts ?? false;
-  const ways = [{ hasGhosts: asked, isSteady: true }, { hasGhosts: asked, isSteady: false }];
+  const ways = [{ hasGhosts: asked, isSteady: true }, { hasGhosts: asked }, { hasGhosts: asked, isTight: true }];
   if (drawn.hasGhosts === null) ways.unshift({ hasGhosts: true, isSteady: true });
   let found = null;
   for (const way of ways) {
     const root = itemsOf(view, stage, way);
-    const needed = layOut(root, { width: 0, height: 0 });
+    const least = way.isTight ? GAP.tight : GAP.least;
+    const needed = layOut(root, { width: 0, height: 0 }, least);
     const fitting = Math.min(wide / needed.width, high / needed.height);
     const zoom = clamp(fitting, LEAST, 1) * drawn.zoom;
-    const plan = layOut(root, { width: wide / zoom, height: high / zoom });
+    const plan = layOut(root, { width: wide / zoom, height: high / zoom }, least);
     found = { plan, scale: zoom * scale, hasGhosts: way.hasGhosts };
-    if (fitting >= 1) break;
+    if (fitting >= 1 || (!way.isSteady && wide / needed.width >= LEAST)) break;
   }
   return found;
 }
 
 // The tree of what is drawn: nodes, the bonus token, and dropped candidates, each with its parent's row.
-// isSteady: with room for what other steps write, too.
-function itemsOf(view, stage, { hasGhosts, isSteady }) {
+// isSteady: with room for what other steps write, too. isTight: with as little as can be read.
+function itemsOf(view, stage, { hasGhosts, isSteady, isTight }) {
   const { tree, iteration } = view;
   const items = tree.tokens.map((id, row) => {
-    const item = { kind: "node", row, p: tree.p[row], depth: view.depths[row], ...labelled(id) };
-    item.note = noteOf(view, stage.kind, row);
+    const shown = labelled(id, isTight ? LONGEST.tight : LONGEST.label);
+    const item = { kind: "node", row, p: tree.p[row], depth: view.depths[row], ...shown };
+    item.note = noteOf(view, stage.kind, row, isTight);
     item.pill = item.width + noteWidth(item.note);
     const kinds = isSteady ? ["whole", "verify", "accept", "commit"] : [stage.kind];
-    item.width += Math.max(...kinds.map((kind) => noteWidth(noteOf(view, kind, row))));
+    item.width += Math.max(...kinds.map((kind) => noteWidth(noteOf(view, kind, row, isTight))));
     item.room = isSteady || isGrowing(stage) ? widthOf(tree.stopped[row] ?? "", NOTE) : 0;
     return item;
   });
@@ -123,20 +125,20 @@ function itemsOf(view, stage, { hasGhosts, isSteady }) {
   return items[0];
 }
 
-function labelled(id) {
+function labelled(id, most = LONGEST.label) {
   const text = visible(word(id));
-  const label = shortened(text, LONGEST.label);
+  const label = shortened(text, most);
   const width = widthOf(label, LABEL) + 2 * PADDING;
   return { text, label, width, pill: width, room: 0, children: [] };
 }
 
 // What stands behind a node's token: p(u), or what the step is about; and of which kind that is.
-function noteOf(view, kind, row) {
+function noteOf(view, kind, row, isTight) {
   if (kind === "verify") {
     const says = shortened(visible(word(view.tree.target[row])), LONGEST.note);
     return { text: `→${says}`, kind: "says" };
   }
-  if (kind === "accept") return markOf(view, row);
+  if (kind === "accept") return markOf(view, row, isTight);
   if (kind === "commit") {
     const slot = view.iteration.path.indexOf(row);
     if (slot < 0) return { text: "" };
@@ -145,11 +147,12 @@ function noteOf(view, kind, row) {
   return { text: row ? probability(view.tree.p[row]) : "" };
 }
 
-// Of sampled text the coin that decided, too.
-function markOf(view, row) {
+// Of sampled text the coin that decided, too; its chance is listed beside the tree as well.
+function markOf(view, row, isTight) {
   const { parents } = view.tree;
   const [mark, kind] = view.isAccepted.has(row) ? ["✓", "kept"] : ["✗", "lost"];
   const trial = view.trials.get(row);
+  if (trial && isTight) return { text: `${trial.coin.toFixed(2)} ${mark}`, kind };
   if (trial) {
     const sign = trial.coin < trial.chance ? "<" : "≥";
     return { text: `${trial.coin.toFixed(2)} ${sign} ${trial.chance.toFixed(2)} ${mark}`, kind };
@@ -164,13 +167,13 @@ function noteWidth({ text, kind }) {
 }
 
 // Give every item x and y; the room is what may be filled without panning.
-function layOut(root, room) {
+function layOut(root, room, least) {
   const items = collect(root);
   const leaves = items.filter((item) => !item.children.length);
   const lines = sum(leaves.map((item) => (item.kind === "ghost" ? GHOST : 1)));
   const line = clamp((room.height - TOP - 6) / lines, LINE.least, LINE.most);
   const bottom = placeLines(root, TOP, line);
-  const columns = placeColumns(items, room.width);
+  const columns = placeColumns(items, room.width, least);
   for (const item of items) item.x = columns[item.depth];
   return { items, columns, width: Math.max(...items.map(endOf)) + RIGHT, height: bottom + 6 };
 }
@@ -198,12 +201,12 @@ function placeLines(item, top, line) {
 }
 
 // The x of every depth.
-function placeColumns(items, width) {
+function placeColumns(items, width, least) {
   const widest = [];
   for (const item of items) widest[item.depth] = Math.max(widest[item.depth] ?? 0, item.width);
   const room = Math.max(...items.map((item) => item.room));
   const free = width - LEFT - RIGHT - room - sum(widest);
-  const gap = clamp(free / Math.max(widest.length - 1, 1), GAP.least, GAP.most);
+  const gap = clamp(free / Math.max(widest.length - 1, 1), least, GAP.most);
   return widest.map((_, depth) => LEFT + sum(widest.slice(0, depth)) + depth * gap);
 }
 

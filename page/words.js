@@ -10,7 +10,8 @@ const OTHER_GATES = {
   limit: "no deeper: the text ends, a window is about to drop, or the run is strict",
 };
 const STATES = {
-  reach: "mean of accepted depth / depth over the window: bolder above 0.8, more careful below 0.6",
+  reach: "mean of accepted depth / depth over the window: " +
+    `bolder above ${REACH.bolder}, more careful below ${REACH.careful}`,
   memory: "tokens that memory’s tree is expected to bring beyond its time",
   draft: "tokens that the draft’s tree is expected to bring beyond its time",
   chosen: "which of them made the tree",
@@ -72,7 +73,10 @@ const CAPTIONS = {
     const dropped = isAll || listed ? `${listed}${isAll ? "" : " or more"}` : "others";
     const lacking = passes[0] > 1 ? `${counted(passes[0] - 1, "token")} it has not read yet, and ` : "";
     const read = pass ? `${counted(passes[pass], "row")} at once` : `${lacking}the root`;
-    return `Pass ${pass + 1}: the draft reads ${read}; ${kept} in the end kept, ${dropped} dropped.`;
+    const reasons = rowsOfPass(view, pass).map((row) => whyBreadth(view, row)).filter(Boolean);
+    const why = reasons.length === 1 ? ` ${reasons[0]}.` : ""; // more have room beside the tree
+    const which = `Pass ${pass + 1} of ${passes.length}: the draft reads ${read}`;
+    return `${which}; ${kept} in the end kept, ${dropped} dropped.${why}`;
   },
   mask(view) {
     const rows = counted(view.tree.tokens.length, "row");
@@ -109,12 +113,55 @@ const CAPTIONS = {
     const names = Object.keys(now);
     if (!names.length) return `${settings.method} keeps to its settings; no history moves them.`;
     if (!next) return "The text ends here.";
-    const moved = names.filter((name) => now[name] !== next[name]);
-    if (!moved.length) return "Nothing has moved for the next tree.";
+    const moved = names.filter((name) => name !== "reach" && now[name] !== next[name]);
+    const why = next.reach === undefined ? "" : `, as ${whyMoved(view, next.reach, moved.length > 0)}`;
+    if (!moved.length) return `Nothing moves for the next tree${why}.`;
     const changes = moved.map((name) => `${name} ${plain(now[name])} → ${plain(next[name])}`);
-    return `For the next tree: ${changes.join(", ")}.`;
+    return `For the next tree: ${changes.join(", ")}${why}.`;
   },
 };
+
+// The mean that moved dynatree's thresholds, and if it did not, what held them.
+function whyMoved(view, reach, hasMoved) {
+  const shown = `reach ${beside(reach, Object.values(REACH))}`;
+  if (!ofRule.history) return "history is off";
+  if (reach >= REACH.careful && reach <= REACH.bolder) {
+    return `${shown} is between ${REACH.careful} and ${REACH.bolder}`;
+  }
+  const isBolder = reach > REACH.bolder;
+  const moving = `${shown} is ${isBolder ? `above ${REACH.bolder}` : `below ${REACH.careful}`}`;
+  if (hasMoved) return moving;
+  const isTold = ({ tree }) => tree.tokens.length > 1; // a root alone tells nothing
+  const n = iterations.slice(1, view.index + 1).filter(isTold).length;
+  if (n < ofRule.W) return `history begins after W = ${ofRule.W} trees`;
+  return `${moving}, but they are at their bounds`;
+}
+
+function rowsOfPass(view, pass) {
+  const { slots } = view.tree;
+  return slots.map((_, row) => row).filter((row) => slots[row] >= 0 && view.depths[row] === pass);
+}
+
+// Which of dynatree's two bars gave B(u); nothing for a rule that has none.
+function whyBreadth({ tree, iteration }, row) {
+  const { B_mid, tau_l, adapt_breadth: isAdaptive } = ofRule;
+  const { tau_h } = iteration.state;
+  const c = tree.confidence[row];
+  if (B_mid === undefined || c === null) return "";
+  const shown = `c(u) ${beside(c, [tau_l, tau_h])}`;
+  let [name, why] = ["B_mid", `tau_l ${plain(tau_l)} ≤ ${shown} < tau_h ${plain(tau_h)}`];
+  if (!isAdaptive) why = "adapt_breadth is off";
+  else if (c >= tau_h) [name, why] = ["B_min", `${shown} ≥ tau_h ${plain(tau_h)}`];
+  else if (c < tau_l) [name, why] = ["B_max", `${shown} < tau_l ${plain(tau_l)}`];
+  if (ofRule[name] !== tree.breadth[row]) return ""; // its four digits are those of the bar
+  return `${why}: ${name} = ${counted(tree.breadth[row], "child", "children")}`;
+}
+
+// A number in two digits, or where they are a bar's that it is held against, in all.
+function beside(value, bars) {
+  const text = value.toFixed(2);
+  return bars.includes(Number(text)) ? plain(value) : text;
+}
 
 // Of a row, or of the iteration if there is none.
 function drawDetails(view, stage, row) {
@@ -225,12 +272,26 @@ function iterationDetails(view, stage) {
   const parts = [list(known.map(([, name, value]) => [name, String(value)]))];
   if (isAt(stage, "mask") && tree.n_dropped) parts.push(droppedCounts(tree));
   if (isAt(stage, "accept")) parts.push(...trialsOf(view));
+  parts.push(...breadthsOf(view, stage));
   const n = iteration.path.length - iteration.tokens.length;
   if (isAt(stage, "commit") && n > 0) {
     parts.push(html("p", {}, `The text ends: ${counted(n, "token")} of the path and bonus cut off.`));
   }
   parts.push(html("p", { class: "hint" }, "Point at a node for its numbers; a click keeps them."));
   return parts;
+}
+
+// Why each row of a pass, or of them all, has so many children.
+function breadthsOf(view, stage) {
+  if (!["whole", "draft"].includes(stage.kind)) return [];
+  const passes = stage.pass === undefined ? view.iteration.draft_rows.keys() : [stage.pass];
+  const rows = [...passes].flatMap((pass) => rowsOfPass(view, pass));
+  const entries = rows.filter((row) => whyBreadth(view, row)).map((row) => {
+    const why = ` ${whyBreadth(view, row)}`;
+    return html("li", { "data-row": row }, token(view.tree.tokens[row]), why);
+  });
+  if (!entries.length) return [];
+  return [html("h3", {}, "Children"), html("ul", { class: "breadths" }, ...entries)];
 }
 
 // Of sampled text: each child that was tried, in its order.
@@ -245,9 +306,9 @@ function trialsOf(view) {
 function droppedCounts({ dropped, n_dropped: n }) {
   const counts = {};
   for (const [, , , gate] of dropped) counts[gate] = (counts[gate] ?? 0) + 1;
-  const gates = Object.keys(counts).map((gate) => `${gate} ${counts[gate]}`);
+  const gates = Object.keys(counts).map((gate) => `${counts[gate]} by ${gate}`);
   const listed = n > dropped.length ? ` of the likeliest ${dropped.length}` : "";
-  const what = `${counted(n, "candidate")} dropped;${listed} by `;
+  const what = `${counted(n, "candidate")} dropped:${listed} `;
   return html("p", {}, what, html("b", {}, gates.join(", ")), ".");
 }
 
