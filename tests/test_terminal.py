@@ -6,9 +6,10 @@ import random
 from itertools import cycle
 
 import pytest
-from conftest import TINY
+from conftest import TINY, Captured
 from tokenizers import Tokenizer
 
+from cli.main import main
 from cli.terminal import draw_tree, harmless, has_color
 from cli.tokens import INCOMPLETE, TextStream
 from draft_tree import Tree
@@ -120,3 +121,13 @@ def test_colours_can_be_declined(
 
 def test_escapes_in_the_text_are_shown_on_a_terminal() -> None:
     assert harmless("a\x1b[2J\x9bb\r\n\tc\xa0é") == "a\\x1b[2J\\x9bb\\r\n\tc\xa0é"
+
+
+def test_the_marks_of_drawn_trees_are_explained_once(capsys: Captured) -> None:
+    """Each tree said "0 retrieved, marked +", and nothing what * and the number are."""
+    text = ["--prompt", "the sea, the sea, the", "--max-new-tokens", "12", "--show-tree"]
+    for method, is_retrieving in (("dynatree", False), ("lookup", True)):
+        assert main([*text, "--method", method]) == 0
+        told = capsys.readouterr().err
+        assert told.count("* accepted, + retrieved") == 1
+        assert (" retrieved)" in told) == is_retrieving

@@ -24,7 +24,6 @@ from cli.trace import (
 )
 from draft_tree import DynaTree, Settings
 from dynatree import Step
-from engine.streaming import WHOLE_TEXT, Window
 from methods import METHODS
 from sampling import GREEDY, Sampling
 
@@ -32,17 +31,10 @@ TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]
 
 
-def write(
-    settings: Settings,
-    seed: int,
-    sampling: Sampling = GREEDY,
-    window: Window = WHOLE_TEXT,
-    watcher: Trace | None = None,
-    n: int = 24,
-) -> list[Step]:
+def write(settings: Settings, seed: int, n: int = 24, **how: object) -> list[Step]:
     target = random_model(seed)
     draft = random_model(seed)  # as good as it gets, so that trees are deep
-    how = {"sampling": sampling, "window": window, "watcher": watcher}
+    watcher = how.get("watcher")
     steps = []
     for step in generate(target, draft, [1, 2, 3, seed], settings, n, **how):
         if watcher:
@@ -55,18 +47,15 @@ def write(
 @pytest.mark.parametrize("method", METHODS)
 def test_who_watches_changes_nothing(method: str, sampling: Sampling) -> None:
     """The ids, and every tree; of auto only where the clock has no say."""
-    rng = random.Random(method)
-    for seed in range(2):
-        settings = random_settings(method, rng) if seed else METHODS[method]()
-        if method == "auto":
-            settings = replace(settings, learn=False)
-        plain = write(settings, seed, sampling)
-        watched = write(settings, seed, sampling, watcher=Trace(TOKENIZER, settings))
-        assert token_ids(plain) == token_ids(watched)
-        for one, other in zip(plain[1:], watched[1:], strict=True):
-            assert one.path == other.path
-            assert one.tree.tokens == other.tree.tokens
-            assert one.tree.parents == other.tree.parents
+    settings = random_settings(method, random.Random(method))
+    if method == "auto":
+        settings = replace(settings, learn=False)
+    plain = write(settings, 1, sampling=sampling)
+    watched = write(settings, 1, sampling=sampling, watcher=Trace(TOKENIZER, settings))
+    assert token_ids(plain) == token_ids(watched)
+    for one, other in zip(plain[1:], watched[1:], strict=True):
+        assert (one.path, one.tree.tokens) == (other.path, other.tree.tokens)
+        assert one.tree.parents == other.tree.parents
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,28 +63,22 @@ def test_the_trace_is_the_run(method: str) -> None:
     settings = METHODS[method]()
     trace = Trace(TOKENIZER, settings)
     steps = write(settings, 2, watcher=trace)
-    assert len(trace.iterations) == len(steps) and "tree" not in trace.iterations[0]
-    for found, step in zip(trace.iterations[1:], steps[1:], strict=True):
+    content = json.loads(json.dumps(trace.as_json([1, 2], {})))
+    assert len(content["iterations"]) == len(steps) and "tree" not in content["iterations"][0]
+    for found, step in zip(content["iterations"][1:], steps[1:], strict=True):
         tree = found["tree"]
-        assert found["tokens"] == step.tokens and found["path"] == step.path
-        assert tree["tokens"] == step.tree.tokens
-        assert tree["parents"] == step.tree.parents
+        for name in ("tokens", "path", "draft_rows", "bonus"):
+            assert found[name] == getattr(step, name)
+        assert found["cached"] == list(step.cached)
+        assert (tree["tokens"], tree["parents"]) == (step.tree.tokens, step.tree.parents)
         probs = [math.exp(logprob) for logprob in step.tree.path_logprobs]
         assert tree["p"] == pytest.approx(probs, rel=1e-3)
-        are_retrieved = step.tree.are_retrieved
-        assert tree["retrieved"] == [row for row in range(len(probs)) if are_retrieved[row]]
-        assert found["cached"] == list(step.cached)
-        assert found["draft_rows"] == step.draft_rows
-        assert found["bonus"] == tree["target"][found["path"][-1]]
-        n_run = sum(slot >= 0 for slot in tree["slots"])
-        assert n_run == sum(c is not None for c in tree["confidence"])
-        lengths = {len(tree[name]) for name in ("confidence", "breadth", "stopped", "slots")}
-        assert lengths == {len(step.tree)}
-    content = json.loads(json.dumps(trace.as_json([1, 2], {})))
-    for found in content["iterations"][1:]:
-        named = found["tokens"] + found["tree"]["tokens"] + found["tree"]["target"]
-        named += [entry[1] for entry in found["tree"]["dropped"]]
-        assert all(str(i) in content["vocabulary"] for i in named)
+        assert tree["retrieved"] == [row for row, it in enumerate(step.tree.are_retrieved) if it]
+        are_run = [slot >= 0 for slot in step.tree.draft_slots]
+        assert are_run == [c is not None for c in tree["confidence"]]
+        named = found["tokens"] + tree["tokens"] + tree["target"]
+        named += [entry[1] for entry in tree["dropped"]]
+        assert {str(i) for i in named} <= content["vocabulary"].keys()
 
 
 def iterations(settings: Settings, seed: int, **how: object) -> list[dict]:
@@ -210,54 +193,34 @@ def test_grafts_gates_are_its_bases() -> None:
 @pytest.mark.parametrize("method", ["opttree", "dynatree", "dyspec", "graft"])
 def test_what_was_tried_decided_the_path(method: str) -> None:
     """Of sampled text: chance and coin of every child whose turn it was, and no other's."""
-    logits = []
     n_rejected = 0
-    sampling = Sampling(0.8, 1.0, 2)
+    how = {"sampling": Sampling(0.8, 1.0, 2), "acceptance": "token"}
     settings = METHODS[method]()
     trace = Trace(TOKENIZER, settings)
-    models = random_model(1), random_model(2)
-    how = {
-        "sampling": sampling,
-        "acceptance": "token",
-        "watcher": trace,
-        "inspect": logits.append,
-    }
-    for step in generate(*models, [1, 2, 3], settings, 40, **how):
+    for step in generate(
+        random_model(1), random_model(2), [1, 2, 3], settings, 40, watcher=trace, **how
+    ):
         trace.add(step)
-        if not step.tree:
-            continue
-        tried = trace.iterations[-1]["tried"]
-        kept = [row for row, chance, coin, _ in tried if coin < chance]
-        assert [0, *kept] == step.path
-        last = 0
-        at_last = []  # the children tried there
+        tried = trace.iterations[-1].get("tried", [])
+        path = [0]
         for row, chance, coin, left in tried:
-            assert step.tree.parents[row] == last and 0 <= left <= 1 and 0 <= chance <= 1
-            above = step.path.index(last)
-            if not at_last and not step.tree.drawn_from and above < len(logits[-1]):
-                probs = sampling.sampler(torch.device("cpu")).warp(logits[-1])  # of the path's rows
-                assert chance == pytest.approx(probs[above, step.tree.tokens[row]].item(), rel=1e-3)
-                assert left == pytest.approx(1 - chance, abs=1e-3)
-            at_last.append(row)
+            assert step.tree.parents[row] == path[-1] and 0 <= left <= 1 and 0 <= chance <= 1
             if coin < chance:
-                last, at_last = row, []
-            n_rejected += coin >= chance
+                path.append(row)
+        assert path == (step.path if step.tree else [0])
+        n_rejected += len(tried) + 1 - len(path)
     assert n_rejected > 3
 
 
 def test_what_was_drawn_is_not_taken_for_the_best_guess() -> None:
     """c(u) is the draft's best, which the only child need not be."""
-    found = iterations(METHODS["linear"](), 1, sampling=Sampling(1.0, 1.0, 3))
-    n_best = n_others = 0
-    for one in found:
-        tree = one["tree"]
+    shares = []
+    for found in iterations(METHODS["linear"](), 1, sampling=Sampling(1.0, 1.0, 3)):
+        tree = found["tree"]
         for row in range(1, len(tree["tokens"])):
             above = tree["parents"][row]
-            best = tree["confidence"][above] * tree["p"][above]
-            assert tree["p"][row] <= best * 1.01
-            n_best += tree["p"][row] > best * 0.99
-            n_others += tree["p"][row] < best * 0.9
-    assert n_best and n_others
+            shares.append(tree["p"][row] / (tree["confidence"][above] * tree["p"][above]))
+    assert min(shares) < 0.9 and 0.99 < max(shares) <= 1.01
 
 
 def test_a_draft_that_overflows_leaves_json() -> None:
@@ -285,11 +248,6 @@ def test_the_last_token_is_shown_as_in_json(text: str, is_ended: bool) -> None:
     assert "".join(found["text"]) == shown != "a" and is_ended == (found["text"][-1] == "")
 
 
-def run(capsys: Captured, options: list[str]) -> dict:
-    assert main(TEXT + options + ["--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def data_of(page: str) -> dict:
     start = page.index('type="application/json"')
     start = page.index(">", start) + 1
@@ -299,11 +257,12 @@ def data_of(page: str) -> dict:
 def test_page_trace_and_json_say_the_same(capsys: Captured, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     trace = tmp_path / "run.json"
-    report = run(capsys, ["--page", str(page), "--trace", str(trace), "--compare"])
+    assert main([*TEXT, "--json", "--compare", "--page", str(page), "--trace", str(trace)]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert f"trace written to {trace}\npage written to {page}\n" in captured.err
     content = json.loads(trace.read_text())
-    assert data_of(page.read_text()) == content
-    for name, value in report.items():
-        assert content[name] == value
+    assert data_of(page.read_text()) == content and report.items() <= content.items()
     assert content["format"] == {"name": "dynatree-trace", "version": 2}
     assert content["meanings"] == meanings(METHODS["dynatree"]())
     pieces = [piece for found in content["iterations"] for piece in found["text"]]
@@ -312,7 +271,6 @@ def test_page_trace_and_json_say_the_same(capsys: Captured, tmp_path: Path) -> N
     ids = [i for found in content["iterations"] for i in found["tokens"]]
     assert ids == report["token_ids"]
     assert content["command"][0] == "dynatree.py" and "--page" in content["command"]
-    assert len(content["iterations"]) == 1 + report["metrics"]["iterations"]
 
 
 def test_nothing_in_the_data_ends_the_script(capsys: Captured, tmp_path: Path) -> None:
@@ -329,12 +287,10 @@ def test_nothing_in_the_data_ends_the_script(capsys: Captured, tmp_path: Path) -
     [
         (["--page", "no/such/folder/x"], "No such file"),
         (["--trace", "."], "not a regular file"),
-        (["--page", ""], "is empty"),
-        (["--trace", "x" * 300], "File name too long"),
         (["--trace", "/dev/full"], "not a regular file"),
+        (["--page", "loop"], "Too many levels of symbolic links"),
         (["--page", "x", "--trace", "./x"], "--page and --trace must not be one file"),
         (["--prompt-file", "notes", "--page", "notes"], "not overwritten"),
-        (["--page", "weights"], "not overwritten"),
         (["--trace", "weights"], "not overwritten"),
         (["--trace", "other.json"], "not overwritten"),
     ],
@@ -354,9 +310,13 @@ def test_a_place_is_refused_before_anything_is_loaded(
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
     monkeypatch.chdir(tmp_path)
     prompt = [] if "--prompt-file" in options else ["--prompt", "a"]
     assert why in error_line(capsys, main, [*prompt, *options, "--target", "no-such-folder"])
+    assert loop.is_symlink()
+    loop.unlink()
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
@@ -375,7 +335,7 @@ def test_own_pages_are_written_again_and_a_full_disk_leaves_the_older(
     page = tmp_path / "run.html"
     page.touch()
     for method in ("ar", "dynatree"):
-        run(capsys, ["--page", str(page), "--method", method])
+        assert main([*TEXT, "--page", str(page), "--method", method]) == 0
         older = page.read_text()
         assert data_of(older)["settings"]["method"] == method
 
@@ -383,6 +343,7 @@ def test_own_pages_are_written_again_and_a_full_disk_leaves_the_older(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("cli.page.write_whole", refuse)
+    capsys.readouterr()
     assert main(TEXT + ["--page", str(page)]) == 2
     captured = capsys.readouterr()
     assert len(captured.out) > 20
