@@ -206,6 +206,7 @@ function nodeDetails(view, stage, row) {
   }
   parts.push(html("p", {}, fateOf(view, stage, row)));
   if (stopped[row]) parts.push(gateSentence(view, stopped[row], "Not expanded,"));
+  if (wasRun && whyBreadth(view, row)) parts.push(html("p", {}, `${whyBreadth(view, row)}.`));
   if (wasRun) parts.push(...droppedBelow(view, row));
   return parts;
 }
