@@ -67,10 +67,12 @@ def is_foreign(name: str) -> bool:
 
 def save_trace(content: dict, page: str | None, trace: str | None) -> None:
     """Write the page, the trace, or both, whole or not at all, and say where. Raises UsageError."""
-    for kind, name, form in (("trace", trace, as_data), ("page", page, as_page)):
+    for name, form in ((trace, as_data), (page, as_page)):
         if name:
             with writing(name):
                 write_whole(Path(name), form(content))
+    for kind, name in (("trace", trace), ("page", page)):  # once both are safe from a reader gone
+        if name:
             say(f"{kind} written to {name}")
 
 

@@ -213,13 +213,10 @@ def seen(path: str) -> set[tuple[int, int]]:
 
 def visible(parents: list[int]) -> set[tuple[int, int]]:
     """Row and column of what each row may see of the tree."""
-    found = set()
-    for row in range(len(parents)):
-        above = row
-        while above >= 0:
-            found.add((row, above))
-            above = parents[above]
-    return found
+    above: list[set[int]] = []
+    for row, parent in enumerate(parents):
+        above.append({row} | (above[parent] if row else set()))
+    return {(row, column) for row, columns in enumerate(above) for column in columns}
 
 
 def origins(content: dict) -> list[str]:
