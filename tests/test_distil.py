@@ -135,7 +135,7 @@ def test_a_checkpoint_that_is_no_use_stays(
     file = tmp_path / "draft.training"
     whole = file.read_bytes()
     assert "of another command" in error_line(capsys, distil.main, [*options, "--steps", "9"])
-    for content in (b"", b"PK", whole[:100], whole[:-1]):
+    for content in (b"", b"PK", whole[:100], whole[:-1], whole.replace(b"step", b"stop")):
         file.write_bytes(content)
         assert "is damaged: delete it" in error_line(capsys, distil.main, options)
         assert file.read_bytes() == content

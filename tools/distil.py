@@ -29,7 +29,7 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from pickle import UnpicklingError
+from hashlib import sha256
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,7 @@ LONGEST_GRADIENT = 1.0  # by its norm; a longer one is cut to it
 SAVE_S = 120.0  # seconds between two checkpoints
 MAX_BYTES = 2**30  # of a file of text
 PIECE = 2**16  # characters; what the tokenizer makes of one takes 100 times as much
+DIGEST_BYTES = 32  # of SHA-256, behind a training's state
 HELD_OUT = 20  # one part in so many of the text, its end
 N_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 96  # of that, evenly spread; and written after each
 
@@ -160,24 +161,26 @@ def save_state(
     state |= {"draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
     content = io.BytesIO()
     torch.save(state, content)
-    write_whole(file, content.getvalue())
+    written = content.getvalue()
+    write_whole(file, written + sha256(written).digest())
 
 
 def load_state(
     file: Path, draft: GPTNeoX, optimizer: torch.optim.Optimizer, args: Namespace
 ) -> int:
     """The step to go on with. Raises UsageError if the file is damaged, or of another command."""
-    try:
-        state = torch.load(file, map_location=draft.device, weights_only=True)
-        command = state["command"]
-        if command == args.command:
-            draft.load_state_dict(state["draft"])
-            optimizer.load_state_dict(state["optimizer"])
-            say(f"going on from step {state['step']:,}")
-            return state["step"]
-    except (RuntimeError, UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"{file} is damaged: delete it to begin anew") from error
-    raise UsageError(f"{file} is of another command, give that or delete it: {command}")
+    written = file.read_bytes()
+    content, digest = written[:-DIGEST_BYTES], written[-DIGEST_BYTES:]
+    if sha256(content).digest() != digest:  # cut short, or edited
+        raise UsageError(f"{file} is damaged: delete it to begin anew")
+    state = torch.load(io.BytesIO(content), map_location=draft.device, weights_only=True)
+    command = state["command"]
+    if command != args.command:
+        raise UsageError(f"{file} is of another command, give that or delete it: {command}")
+    draft.load_state_dict(state["draft"])
+    optimizer.load_state_dict(state["optimizer"])
+    say(f"going on from step {state['step']:,}")
+    return state["step"]
 
 
 def tokens_per_iter(draft: GPTNeoX, target: GPTNeoX, held_out: Tensor) -> float:
@@ -240,7 +243,7 @@ def execute(args: Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="tools/distil.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="tools/distil.py", description=__doc__ and __doc__.splitlines()[0])
     parser.less_memory = "--batch, --context"
     add = parser.add_argument
     add("--target", required=True, metavar="MODEL", help="folder, or hub NAME or NAME@REVISION")

@@ -120,7 +120,7 @@ def execute(args: Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="tools/enlarge.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="tools/enlarge.py", description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("source", help="folder of the small checkpoint")
     parser.add_argument("folder", help="where the large one goes, in float16: a new folder")
     for name, what in (("hidden", "hidden size"), ("layers", "layers"), ("vocab", "ids")):

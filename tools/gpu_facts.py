@@ -212,7 +212,7 @@ def line_of(record: Record) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="tools/gpu_facts.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="tools/gpu_facts.py", description=__doc__ and __doc__.splitlines()[0])
     add_model_options(parser)
     parser.add_argument("--output", required=True, metavar="FILE", help="the records, as JSON")
     parser.add_argument("--dry", action="store_true", help="few sizes: does it run?")
