@@ -16,6 +16,8 @@ from pathlib import Path
 
 from engine.checkpoint import INDEX, NO_WEIGHTS, SINGLE, CheckpointError, read_config, shard_names
 
+NO_ANSWER = (TypeError, LookupError, AttributeError, ImportError)
+
 
 class HubUnreachable(CheckpointError):
     """A hub name, but no network, and not all of it in the hub client's cache."""
@@ -97,8 +99,8 @@ def hub_client(what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    # A ValueError: a variable that it reads, an answer of no hub; an ImportError: a kind of proxy
-    except (*unreachable, HTTPError, InvalidURL, OSError, ValueError, ImportError) as error:
+    # A variable that it reads, a kind of proxy, an answer of no hub, of whatever type
+    except (*unreachable, HTTPError, InvalidURL, OSError, ValueError, *NO_ANSWER) as error:
         said = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))  # no password is shown
         kind = HubUnreachable if isinstance(error, unreachable) else CheckpointError
         raise kind(f"{what} cannot be fetched: {said or type(error).__name__}") from error

@@ -53,6 +53,7 @@ class Hub(ThreadingHTTPServer):
         self.commits: dict[tuple[str, str], str] = {}  # of each repository's revisions
         self.files: dict[str, Files] = {}  # of each commit
         self.status = 200  # another is all that is answered
+        self.is_foreign = False  # a server of something else answers
         self.is_stalling = False  # weights break off, and the connection stays open
         self.has_stalled = threading.Event()
         self.asked: list[str] = []
@@ -93,6 +94,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, {"X-Error-Code": "RepoNotFound"})
         if hub.status != 200:
             return self.answer(hub.status, {})
+        if hub.is_foreign and not file:
+            return self.answer(200, {}, b"[1]")
         if not file:
             return self.answer(200, {}, json.dumps({"id": name, "sha": commit}).encode())
         if file not in hub.files[commit]:
@@ -209,6 +212,13 @@ def test_a_repository_is_refused_before_its_weights(
     hub.status = status
     assert cause in refusal("org/name")
     assert not {"safetensors", "bin"} & {file.rpartition(".")[2] for file in hub.fetched()}
+
+
+def test_an_answer_of_no_hub(hub: Hub) -> None:
+    """A list where an object belongs was a TypeError, of status 70."""
+    hub.add("org/name", golden(SINGLE))
+    hub.is_foreign = True
+    assert "'org/name' is not a folder, and cannot be fetched: " in refusal("org/name")
 
 
 def test_without_a_network_the_cache_serves_and_a_part_does_not(
