@@ -33,7 +33,7 @@ from engine.cuda_graphs import settle_kernels
 from engine.memory import give_back
 from engine.passes import ROW_COUNTS
 from engine.products import Product, WideProduct, open_product
-from engine.shares import WHOLE, Share
+from engine.shares import WHOLE, Share, split_axis
 from engine.strict import Sight, attend_by_position
 from gpt_neox import ACTIVATIONS, Config
 
@@ -45,16 +45,17 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], share: Share = WHOLE) 
     layers for its own.
 
     One layer at a time, so that where each tensor is read when it is looked at no second copy of
-    all exists. Raises CheckpointError if a matrix times the norm before it overflows.
+    all exists. Raises CheckpointError for a tensor that is missing or misshapen, or a matrix that
+    overflows times the norm before it.
     """
     config, layers = model.config, model.gpt_neox.layers
     model.gpt_neox.layers = nn.ModuleList()  # theirs are taken one by one
-    take(model, "", tensors)
+    take(model, "", tensors, share)
     if config.is_tied:
         model.embed_out.weight = model.gpt_neox.embed_in.weight
     settle_kernels(model.device, model.dtype)  # before norms are folded by a product
     for i in range(config.n_layers):
-        take(layers[i], f"gpt_neox.layers.{i}.", tensors)
+        take(layers[i], f"gpt_neox.layers.{i}.", tensors, share)
         layers[i] = FusedLayer(layers[i], config, share)
     model.gpt_neox.layers = layers
     model.gpt_neox = FusedTransformer(model.gpt_neox, share)
@@ -68,11 +69,23 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], share: Share = WHOLE) 
     model.pool = CachePool(run, token_bytes, model.device, config, min_rows, share)
 
 
-def take(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> None:
-    """Give a module its weights, whose published names begin with `prefix`."""
-    for name, _ in list(module.named_parameters()):
+def take(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor], share: Share) -> None:
+    """Give a module its weights, whose published names begin with `prefix`. Raises
+    CheckpointError."""
+    for name, parameter in list(module.named_parameters()):
+        published = prefix + name
+        try:
+            tensor = tensors[published]  # once, as each look may read it anew
+        except KeyError as error:
+            raise CheckpointError(f"the checkpoint lacks the tensor {published}") from error
+        asked, axis = list(parameter.shape), split_axis(published)
+        if axis is not None:
+            asked[axis] = share.size(asked[axis])
+        if list(tensor.shape) != asked:
+            found = tuple(tensor.shape)
+            raise CheckpointError(f"{published} is {found}, config.json asks for {tuple(asked)}")
         owner, _, part = name.rpartition(".")
-        weight = nn.Parameter(tensors[prefix + name], requires_grad=False)
+        weight = nn.Parameter(tensor, requires_grad=False)
         setattr(module.get_submodule(owner), part, weight)
 
 

@@ -8,6 +8,7 @@ with memory_for("the weights of models/tiny/target"):
 import ctypes
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -85,11 +86,14 @@ def free_memory(device: torch.device) -> int:
 
 def free_host_memory(root: Path = Path("/")) -> int:
     """Bytes that can be had without swapping, as Linux estimates it, within the limits of our
-    control groups (version 2), as a container's is one; elsewhere all there are.
+    control groups (version 2), as a container's is one; elsewhere all there are, or where nothing
+    tells, no limit.
 
     root: where proc and sys are.
     """
     found = re.search(r"MemAvailable: *(\d+) kB", read_system_file(root / "proc/meminfo"))
+    if not found and not hasattr(os, "sysconf"):  # Windows: what is taken will tell
+        return sys.maxsize
     if not found:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = int(found[1]) * 1024

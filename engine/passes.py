@@ -108,7 +108,8 @@ class PaddedPasses:
         n = len(tokens)
         m = max(n, use.min_rows)
         if use.is_strict:
-            assert m <= max(use.n_rows, use.min_rows), f"{n} rows in a strict pass of {use.n_rows}"
+            if m > max(use.n_rows, use.min_rows):
+                raise ValueError(f"{n} rows in a strict pass: the rule's max_rows is {use.n_rows}")
             bias = strict_sight(positions, mask, length, m, self.kv.device)
         else:
             mask = causal_mask(n) if mask is None else mask

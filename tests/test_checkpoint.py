@@ -193,6 +193,9 @@ def test_missing_misshapen_and_extra_tensors_are_named(
         write(tmp_path, on_disk)
         with pytest.raises(CheckpointError, match=cause):
             FastGPTNeoX.from_pretrained(tmp_path)
+        if cause != extra:
+            with pytest.raises(CheckpointError, match=cause):
+                FastGPTNeoX.from_tensors(random_config(), on_disk)
 
 
 def cut_at(at: int) -> Damage:
