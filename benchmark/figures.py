@@ -12,7 +12,7 @@ import json
 import textwrap
 import warnings
 from dataclasses import asdict
-from itertools import cycle, product
+from itertools import product
 
 import matplotlib
 import pandas as pd
@@ -33,7 +33,8 @@ from methods import METHODS
 COLOURS = json.loads(read("colours.json"))  # one for a method, or a part of the work, everywhere
 INK, GREY, PALE = "#202020", "#8A8A8A", "#D8D8D8"
 METHOD_COLOURS = dict.fromkeys(PEERS, GREY)
-METHOD_COLOURS |= dict(zip(METHODS, cycle(COLOURS["methods"]), strict=False))
+MORE_COLOURS = sns.husl_palette(len(METHODS)).as_hex()  # of methods that somebody adds
+METHOD_COLOURS |= dict(zip(METHODS, COLOURS["methods"] + MORE_COLOURS, strict=False))
 STYLE = {"figure.dpi": 150, "figure.max_open_warning": 0, "grid.color": "#E4E4E4"}
 STYLE |= {"text.parse_math": False}  # a $ in a name begins no formula
 SPREAD = {"estimator": "median", "errorbar": ("pi", 50)}

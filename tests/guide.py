@@ -30,10 +30,11 @@ def registry() -> str:
 
 
 def patched(source: str, diff: str) -> str:
-    """The source with every added line of the diff behind the line that the diff shows before."""
+    """The source with every added line of the diff behind the line that the diff shows before; who
+    has followed the page has it already."""
     before = ""
     for line in diff.splitlines():
-        if line.startswith("+"):
+        if line.startswith("+") and f"\n{line[1:]}\n" not in source:
             assert source.count(f"\n{before}\n") == 1, before
             source = source.replace(f"\n{before}\n", f"\n{before}\n{line[1:]}\n")
         before = line[1:]
@@ -46,9 +47,10 @@ def make_copy(folder: Path) -> None:
     shutil.copytree(ROOT, folder, ignore=left_out)
     (folder / REGISTRY).write_text(registry(), encoding="utf-8")
     for name, source in files().items():
-        assert not (folder / name).exists(), name
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(source, encoding="utf-8")
+        place = folder / name
+        assert not place.exists() or place.read_text(encoding="utf-8") == source, name
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(source, encoding="utf-8")
 
 
 if __name__ == "__main__":
