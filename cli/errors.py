@@ -81,11 +81,9 @@ def say(line: str) -> None:
 
 def tell(text: str) -> None:
     """Text of our own making on stderr, as it is: a drawing, with its colours. If stderr takes no
-    more, as on a full disk, the work goes on without it."""
+    more, as on a full disk or when its reader has gone, the work goes on without it."""
     try:
         print(text, file=sys.stderr, flush=True)
-    except BrokenPipeError:  # whoever read it has gone
-        raise
     except OSError:
         silence(sys.stderr)
 
