@@ -6,7 +6,6 @@ print(TextStream(tokenizer).push(ids))
 """
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,18 +19,41 @@ from engine.foreign import read_json
 INCOMPLETE = "\ufffd"  # what a tokenizer prints for bytes that are not a whole character (yet)
 CONTEXT = 4  # ids that the text of the next ones may depend on: a character has up to four bytes
 LARGEST_ID = 2**24
+LONGEST_GROWTH = 4096  # of a text, in any part of a tokenizer: real ones have a few short steps
 LONG = 32  # ids to decode with each that comes
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer.json. Raises CheckpointError."""
     file = folder / "tokenizer.json"
-    read_json(file)  # its errors are the clearer ones
+    said = read_json(file, dict)  # its errors are the clearer ones
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if growth(said.get(part)) > LONGEST_GROWTH:  # it would take all memory, deaf to Ctrl-C
+            much = f"may make a text {LONGEST_GROWTH:,} times as long or more"
+            raise CheckpointError(f"{file}: its {part} {much}, as no tokenizer's does")
     with refusing(f"{file} is not a tokenizer"):
         tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()  # a file may carry either, meant for training
     tokenizer.no_padding()
     return tokenizer
+
+
+def growth(part: object) -> float:
+    """How many times as long a part of a tokenizer.json may make its text: a bound, by its steps,
+    each of which replaces a pattern or writes a byte as two."""
+    found, left = 1.0, [part]
+    while left:  # no recursion: a file may nest deeper than Python
+        step = left.pop()
+        if isinstance(step, list):
+            left += step
+        elif isinstance(step, dict):
+            left += [value for value in step.values() if isinstance(value, list)]
+            pattern, new = step.get("pattern"), step.get("content")
+            old = pattern.get("String") if isinstance(pattern, dict) else None
+            n_old = len(old) if isinstance(old, str) else 0
+            n_new = len(new) if isinstance(new, str) else 0
+            found *= 1 + max(n_new / max(n_old, 1), 1)
+    return found
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
@@ -101,21 +123,50 @@ class TextStream:
         return rest
 
 
+class StopTexts:
+    """A text that comes in pieces, as far as the stop text that is complete first."""
+
+    def __init__(self, stops: Sequence[str] = ()):
+        """Raises ValueError for an empty one."""
+        if not all(stops):
+            raise ValueError("a stop text is empty")
+        self.stops = stops
+        self.held = ""  # what may be the beginning of one
+        self.has_ended = False
+
+    def push(self, text: str) -> str:
+        """What of this, and of what was held back, is no part of a stop text."""
+        text = self.held + text
+        found = []
+        for stop in self.stops:
+            at = text.find(stop)
+            if at >= 0:
+                found.append((at + len(stop), at))
+        self.has_ended = bool(found)
+        end = min(found)[1] if found else len(text) - self.n_open(text)
+        self.held = "" if found else text[end:]
+        return text[:end]
+
+    def n_open(self, text: str) -> int:
+        """How many characters at the end may be the beginning of a stop text."""
+        longest = max(map(len, self.stops), default=0)
+        for n in range(min(longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self.stops):
+                return n
+        return 0
+
+
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Raise CheckpointError, saying what cannot be done, for all that tokenizers raises: nothing
-    narrower than an Exception, and where it panics, as libraries written in Rust do, not even one;
-    it has then said so on several lines, which nobody is to read."""
-    stderr = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    narrower than an Exception, and where it panics, as libraries written in Rust do, not even one.
+
+    A panic has its own lines on stderr before: nothing narrower than the descriptor of the whole
+    process, threads included, would keep them back.
+    """
     try:
-        os.dup2(nowhere, 2)
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(f"{what}: {first_line(error)}") from error
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)

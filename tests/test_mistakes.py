@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --device tpu", "cuda:N"),
     (A + " --device cuda:x", "cuda:N"),
     (A + " --device cuda", "--device cpu"),
+    (A + " --device cuda:" + "9" * 20, "--device cpu"),
     (A + " --device cpu --no-graphs", "only cuda has graphs"),
     (A + " --plain --strict", "--plain has no strict passes"),
     (A + " --plain --commit rebuild", "--plain has no"),
@@ -107,7 +109,7 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --target ./none --draft ./gone", "'./none' is not a folder, and no hub name; './gone"),
     (A + f" --target {__file__} --draft {DRAFT}", "not a folder"),
     (A + " --target a/b/c --method ar", "a/b/c"),
-    (A + f" --target {TARGET}", "--draft"),
+    (A + f" --target {TARGET}", "--target also needs --draft: the method drafts; --method lookup"),
     (A + " --target . --method ar", "json"),
     (A + " --target ./no\x1b[31mne\u2028error --method ar", "./no\\x1b[31mne\\u2028error"),
 ]
@@ -159,7 +161,8 @@ def test_what_ends_a_run_is_one_line(
 
 def test_what_a_gpu_has_not(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_one_gpu(monkeypatch, capability=(7, 5))
-    assert "cuda:0" in error_line(capsys, main, ["--prompt", "a", "--device", "cuda:1"])
+    for index in (1, 128, 256):  # torch keeps eight bits, of which the last is 0
+        assert "cuda:0" in error_line(capsys, main, ["--prompt", "a", "--device", f"cuda:{index}"])
     for option in ("--dtype", "--draft-dtype"):
         line = error_line(capsys, main, ["--prompt", "a", option, "bfloat16"])
         assert f"{option} bfloat16: Pretended GPU has none" in line
@@ -171,12 +174,21 @@ def plant_nan(file: Path) -> None:
     save_file(tensors, file)
 
 
+def double(file: Path, part: str) -> None:
+    """A text forty times, which took all memory and heeded no signal."""
+    step = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+    steps = {"type": "Sequence", f"{part}s": [step] * 40}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: steps}))
+
+
 DAMAGE = [  # how which file is damaged, and what the line names; more in test_checkpoint.py
     (Path.unlink, "model.safetensors", "safetensors"),
     (plant_nan, "model.safetensors", "embed_out.weight"),
     (lambda file: file.write_text('{"model_type": "llama"}'), "config.json", "llama"),
     (Path.unlink, "tokenizer.json", "tokenizer.json"),
     (lambda file: file.write_text("[]"), "tokenizer.json", "tokenizer.json"),
+    (partial(double, part="normalizer"), "tokenizer.json", "its normalizer may make a text 4,096"),
+    (partial(double, part="decoder"), "tokenizer.json", "its decoder may make a text 4,096"),
 ]
 
 
