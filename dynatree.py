@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import index
 
 import numpy
 import torch
@@ -239,7 +240,10 @@ def generate(
     None: the rule's own, or by token. watcher: told of each tree. Raises, once the first step is
     asked for, ValueError for such arguments and MemoryError, and at any step NonFiniteLogits.
     """
+    prompt = whole_numbers(prompt)
     require_arguments(target, prompt, max_new_tokens, sampling, acceptance)
+    if not isinstance(settings, Settings):
+        raise ValueError(f"{settings!r} is no method's settings, as DynaTree() is")
     rule = settings.rule()  # fresh: no generation learns from another
     drafter = choose_drafter(target, draft, rule)
     sampler = sampling.sampler(target.device, watcher and watcher.tried)
@@ -286,6 +290,14 @@ def generate(
             root, left = new[-1], left - len(new)
             cached, rows = (cache.length, drafter.length), drafter.pass_rows
             yield Step(new, tree, path, tokens[-1], best, rows, cached, **clock.times())
+
+
+def whole_numbers(prompt: Sequence[int]) -> list[int]:
+    """A prompt's ids, also those of numpy and torch. Raises ValueError for anything else."""
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise ValueError("a prompt is a list of token ids, as a tokenizer makes") from error
 
 
 def require_arguments(

@@ -8,7 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -58,14 +58,15 @@ def build_parser() -> Parser:
     add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    prompt.add_argument(
-        "--prompt-file", metavar="F", help="a UTF-8 file of it, to 4 MB; - is stdin"
-    )
+    of_file = "a UTF-8 file of it, to 4 MB, but for its last line end; - is stdin"
+    prompt.add_argument("--prompt-file", metavar="F", help=of_file)
     add("--max-new-tokens", type=int, default=128, metavar="N", help="limit (default 128)")
     add_way_options(parser)
     add_model_options(parser)
     add("--plain", action="store_true", help="by gpt_neox.py alone, as it is to be read: slower")
     add("--ignore-eos", action="store_true", help="go on past end-of-text")
+    stop = "the text ends before it (again for several); figures and ids count what came with it"
+    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--compare", action="store_true", help="also run ar: speedup, and are the ids equal?")
     add("--show-tree", action="store_true", help="draw every iteration's tree on stderr")
     add("--json", action="store_true", help="print one JSON object instead of the text")
@@ -107,7 +108,7 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     else:
         kept = f"{way.window.sinks} sinks and the latest {way.window.size} tokens or more"
         say(f"note: the caches keep {kept}; this is not the text of full attention")
-    request = Request(pair, prompt, way, args.max_new_tokens, eos_ids)
+    request = Request(pair, prompt, way, args.max_new_tokens, eos_ids, args.stop)
     return request, {"method": args.method, **asdict(way.settings), **models, **rest_of(request)}
 
 
@@ -118,6 +119,7 @@ def rest_of(request: Request) -> dict:
     return {
         "max_new_tokens": request.max_new_tokens,
         "eos_ids": request.eos_ids,
+        "stop": request.stop,
         "commit": way.commit,
         "strict": way.strict,
         "prompt_tokens": len(request.prompt),
@@ -143,6 +145,8 @@ def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
     try:
         stream(request, args, written)
         if args.compare:
+            if request.stop:  # which ar ends before as well, but perhaps some tokens sooner
+                request = replace(request, max_new_tokens=len(written.tally.ids))
             comparison = compare(request, written.tally, written.digests)
             say(comparison.line())
         is_interrupted = False

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from cli.errors import UsageError, say
-from cli.tokens import TextStream, encode, load_tokenizer, require_same_tokenizer
+from cli.tokens import StopTexts, TextStream, encode, load_tokenizer, require_same_tokenizer
 from draft_tree import Watcher
 from dynatree import Step
 from engine.checkpoint import DTYPES, CheckpointError
@@ -32,10 +32,12 @@ from engine.way import Way, read_way
 from gpt_neox import GPTNeoX
 from parallel.led import Led
 from parallel.ranks import Ranks
+from sampling import Sampling
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
+NO_DRAFT = "--method lookup or recycle needs none"
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
 
@@ -45,15 +47,21 @@ def choose_device(name: str | None) -> torch.device:
     name = name or ("cuda" if n_cuda else "cpu")
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
         raise UsageError(f"unknown device {name!r}; there are cpu, cuda and cuda:N")
-    device = torch.device("cuda:0" if name == "cuda" else name)
-    if device.type == "cuda" and device.index >= n_cuda:
+    if name == "cpu":
+        return torch.device(name)
+    index = name.removeprefix("cuda").removeprefix(":") or "0"
+    if len(index) > 3 or int(index) >= n_cuda:  # of which torch would keep the last eight bits
         has = f"torch sees {n_cuda} CUDA devices" + ", cuda:0 the first" * bool(n_cuda)
         raise UsageError(f"--device {name}: {has}; use --device cpu")
-    return device
+    return torch.device("cuda", int(index))
 
 
-def choose_dtype(name: str | None, device: torch.device, option: str = "--dtype") -> torch.dtype:
+def choose_dtype(
+    name: str | torch.dtype | None, device: torch.device, option: str = "--dtype"
+) -> torch.dtype:
     """Pythia's published float16 on CUDA, float32 on CPU, unless named. Raises UsageError."""
+    if isinstance(name, torch.dtype):
+        name = dtype_name(name)
     name = name or ("float16" if device.type == "cuda" else "float32")
     if name not in DTYPES:
         raise UsageError(f"{option} {name}: there are {', '.join(DTYPES)}")
@@ -149,6 +157,7 @@ class Request:
     way: Way
     max_new_tokens: int
     eos_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()  # texts, before each of which it ends
 
     def decode(
         self,
@@ -173,13 +182,17 @@ class Request:
         inspect: Callable[[Tensor], None] | None = None,
         watcher: Watcher | None = None,
     ) -> Iterator[str]:
-        """Its text in pieces, each as soon as it is final; before each, `told` has its step. What
-        ends the text is no part of it."""
-        stream = TextStream(self.pair.tokenizer)
+        """Its text in pieces, each as soon as it is final; before each, `told` has its step, of a
+        last one with what came after a stop text. What ends the text is no part of it."""
+        stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
         for step in self.decode(inspect, watcher):
             told(step)
-            yield stream.push([i for i in step.tokens if i not in self.eos_ids])
-        yield stream.finish()
+            new = stream.push([i for i in step.tokens if i not in self.eos_ids])
+            yield stops.push(new)
+            if stops.has_ended:
+                return
+        yield stops.push(stream.finish())
+        yield stops.held
 
 
 def stream_text(
@@ -188,10 +201,14 @@ def stream_text(
     way: Way | str = "dynatree",
     max_new_tokens: int = 128,
     eos_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
+    **sampling: float,
 ) -> Iterator[str]:
     """The text that continues a prompt, in pieces of whole characters, each as soon as it is final.
 
     way: or its words, as "dynatree tau=0.02 strict" (engine/way.py). eos_ids: None: the target's.
+    stop: the text ends before it, or before the first of several. sampling: temperature, top_p,
+    seed and the others of sampling.Sampling, instead of the way's.
     Raises UsageError for a prompt that the model cannot read, ValueError for a way that there is
     not, and as engine.decoding.generate.
     """
@@ -199,8 +216,11 @@ def stream_text(
     ids = encode(prompt, pair.tokenizer, target.vocab_size)
     if isinstance(way, str):
         way = read_way(*way.split())
+    if sampling:
+        way = replace(way, sampling=Sampling(**sampling))
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
-    return Request(pair, ids, way, max_new_tokens, eos_ids).text()
+    stop = (stop,) if isinstance(stop, str) else stop
+    return Request(pair, ids, way, max_new_tokens, eos_ids, stop).text()
 
 
 def warn_of_length(pair: Pair, n_tokens: int) -> None:
@@ -253,7 +273,7 @@ def open_pair(
     dtype = choose_dtype(args.dtype, device)
     draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
     if is_drafting and args.target and not args.draft:
-        raise UsageError("--target also needs --draft: the method drafts")
+        raise UsageError(f"--target also needs --draft: the method drafts; {NO_DRAFT}")
     target, draft = default_models(device)
     target = args.target or target
     draft = (args.draft or draft) if is_drafting else None
@@ -288,8 +308,8 @@ def load_pair(
     target: str,
     draft: str | None,
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    draft_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    draft_dtype: torch.dtype | str | None = None,
     announce: Callable[[str], None] = lambda line: None,
     ranks: Ranks | None = None,
     is_plain: bool = False,
@@ -298,11 +318,12 @@ def load_pair(
 
     device, dtype: as choose_device and choose_dtype have them if None. draft_dtype: the target's if
     None. ranks: each loads a share of the target, this one alone the draft. is_plain: as
-    gpt_neox.py has them, to read by. Raises CheckpointError (the two tokenizers must be the same)
-    and OutOfMemory.
+    gpt_neox.py has them, to read by. Raises UsageError for a device or dtype that there is not,
+    CheckpointError (the two tokenizers must be the same) and OutOfMemory.
     """
-    device = torch.device(device) if device else choose_device(None)
-    dtype = dtype or choose_dtype(None, device)
+    device = choose_device(str(device) if device else None)
+    dtype = choose_dtype(dtype, device, "dtype")
+    draft_dtype = choose_dtype(draft_dtype or dtype, device, "draft_dtype")
     with memory_for("the tokenizer"):
         target_folder, draft_folder = find_both(target, draft, announce)
         tokenizer = load_tokenizer(target_folder)
@@ -314,7 +335,7 @@ def load_pair(
     draft_model = None
     if draft_folder:
         start = time.perf_counter()
-        draft_model = load_model(draft_folder, device, draft_dtype or dtype, is_plain=is_plain)
+        draft_model = load_model(draft_folder, device, draft_dtype, is_plain=is_plain)
         load_s["draft"] = time.perf_counter() - start
     return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, ranks)
 

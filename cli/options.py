@@ -143,15 +143,17 @@ def require_fit(way: Way, pair: Pair, whose: str = "") -> None:
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
-    """The prompt as it is given, or what is in its file (- is standard input).
+    """The prompt as it is given, or what is in its file (- is standard input) without the last
+    line's end, which editors and echo add.
 
     Raises UsageError: unreadable, too long, not UTF-8.
     """
     raw = read_file(file) if text is None else text.encode("utf-8", "surrogateescape")
     try:
-        return raw.decode("utf-8")
+        prompt = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"the prompt is not UTF-8: {error}") from error
+    return prompt if file is None else prompt.removesuffix("\n").removesuffix("\r")
 
 
 def read_file(name: str) -> bytes:

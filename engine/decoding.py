@@ -83,6 +83,8 @@ def generate(
     model is. Unless the way is plain and nothing is inspected, the target is a FastGPTNeoX. Raises
     also OutOfMemory.
     """
+    if not isinstance(way, Way):
+        raise ValueError(f"{way!r} is no Way; read_way of engine/way.py makes one of words")
     rule = way.rule()
     n_tokens = len(prompt) + max_new_tokens
     views = []

@@ -2,12 +2,14 @@
 
 import gc
 import json
+import random
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from conftest import ROOT, TINY, Captured, pretend_capture
@@ -15,13 +17,16 @@ from tokenizers import Tokenizer, decoders
 
 import cli.main
 from cli import models
+from cli.errors import UsageError
 from cli.main import main
-from cli.metrics import Metrics
+from cli.metrics import Metrics, token_ids
 from cli.models import Pair, Request, load_pair, stream_text
+from cli.tokens import StopTexts
 from dynatree import Step
+from engine.decoding import generate
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX
-from engine.way import Way
+from engine.way import Way, read_way
 from methods import METHODS
 from methods.acceptances import DEFAULTS
 from methods.static import Alone
@@ -148,11 +153,47 @@ def test_streaming_past_the_trained_positions(capsys: Captured) -> None:
     assert json.loads(capsys.readouterr().out)["compare"]["exact"]
 
 
+def test_a_text_ends_before_a_stop_text(capsys: Captured) -> None:
+    """Of several before the one that is complete first; what only begins like one is written."""
+    whole = run_json(capsys, ["--max-new-tokens", "40"])
+    text = whole["text"]
+    first, later = text[9:15], text[12:20]
+    options = ["--max-new-tokens", "40", "--stop", later, "--stop", first]
+    stopped = run_json(capsys, options + ["--stop", text[8:20] + "x", "--compare"])
+    n = len(stopped["token_ids"])
+    assert stopped["text"] == text[:9] and stopped["settings"]["stop"][0] == later
+    assert n < 40 and stopped["token_ids"] == whole["token_ids"][:n] and stopped["compare"]["exact"]
+    unseen = run_json(capsys, ["--max-new-tokens", "40", "--stop", text[-3:] + "x"])
+    assert unseen["text"] == text
+    assert "".join(stream_text(load_pair(TARGET, DRAFT), PROMPT, stop=first)) == text[:9]
+
+
+STOPS = ["ab", "bcd", "a", "cab", "ccc"]
+
+
+@pytest.mark.parametrize("stops", [STOPS[:2], STOPS[1:], STOPS[3:], []])
+def test_a_stop_text_is_found_however_the_text_comes(stops: list[str]) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices("abcd", k=12))
+        expected = text
+        for end in range(len(text), 0, -1):  # at last the shortest text that ends in one
+            lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+            if lengths:
+                expected = text[: end - max(lengths)]
+        found, rest, reader = "", text, StopTexts(stops)
+        while rest and not reader.has_ended:
+            n = rng.randint(1, 5)
+            found += reader.push(rest[:n])
+            rest = rest[n:]
+        assert found + reader.held == expected
+
+
 def test_prompt_from_file_and_standard_input(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "prompt.txt"
-    file.write_text(PROMPT, encoding="utf-8")
+    file.write_text(f"{PROMPT}\n", encoding="utf-8")  # as an editor or echo leaves it
     expected = run_json(capsys, AR)["text"] + "\n"
     with file.open() as standard_input:
         monkeypatch.setattr(sys, "stdin", standard_input)
@@ -342,7 +383,7 @@ def test_a_decoder_that_panics_leaves_what_there_is(capfd: Captured, tmp_path: P
     captured = capfd.readouterr()
     ids = json.loads(captured.out)["token_ids"]
     assert ids == whole["token_ids"][: len(ids)] and tokenizer.id_to_token(ids[-1]) == ","
-    announced, summary, line = captured.err.splitlines()
+    line = captured.err.splitlines()[-1]  # behind those of the library
     assert line.startswith("error: the tokenizer cannot decode ids: slice index")
 
 
@@ -397,3 +438,21 @@ def test_text_for_python(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> N
     way = Way(METHODS["linear"](), sampling=Sampling(0.8))
     pieces = list(stream_text(pair, PROMPT, way, 12))
     assert len(pieces) > 3 and "".join(pieces) == run_json(capsys, hot)["text"]
+    assert "".join(stream_text(pair, PROMPT, "linear", 12, temperature=0.8)) == "".join(pieces)
+
+
+def test_what_python_asks_for_is_checked() -> None:
+    """Words as the command line's; ids of numpy and torch are ids."""
+    pair = load_pair(TARGET, DRAFT, dtype="float32")
+    assert load_pair(DRAFT, None, dtype="bfloat16").target.dtype == torch.bfloat16
+    for refused in ({"device": "mps"}, {"dtype": "int8"}, {"draft_dtype": torch.int8}):
+        with pytest.raises(UsageError, match="there are"):
+            load_pair(TARGET, DRAFT, **refused)
+    ids = pair.tokenizer.encode(PROMPT).ids
+    texts = []
+    for prompt in (ids, numpy.array(ids), torch.tensor(ids)):
+        texts.append(token_ids(generate(pair.target, pair.draft, prompt, read_way("lookup"), 9)))
+    assert texts[0] == texts[1] == texts[2]
+    for prompt, way, told in (("text", read_way("ar"), "token ids"), (ids, "ar", "read_way")):
+        with pytest.raises(ValueError, match=told):
+            next(generate(pair.target, pair.draft, prompt, way, 9))
