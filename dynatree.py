@@ -242,7 +242,7 @@ def generate(
     """
     prompt = whole_numbers(prompt)
     require_arguments(target, prompt, max_new_tokens, sampling, acceptance)
-    if not isinstance(settings, Settings):
+    if not hasattr(settings, "rule"):
         raise ValueError(f"{settings!r} is no method's settings, as DynaTree() is")
     rule = settings.rule()  # fresh: no generation learns from another
     drafter = choose_drafter(target, draft, rule)

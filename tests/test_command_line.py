@@ -16,6 +16,7 @@ from conftest import ROOT, TINY, Captured, pretend_capture
 from tokenizers import Tokenizer, decoders
 
 import cli.main
+import dynatree
 from cli import models
 from cli.errors import UsageError
 from cli.main import main
@@ -456,3 +457,5 @@ def test_what_python_asks_for_is_checked() -> None:
     for prompt, way, told in (("text", read_way("ar"), "token ids"), (ids, "ar", "read_way")):
         with pytest.raises(ValueError, match=told):
             next(generate(pair.target, pair.draft, prompt, way, 9))
+    with pytest.raises(ValueError, match="'dynatree' is no method's settings"):
+        next(dynatree.generate(pair.target, pair.draft, ids, "dynatree", 9))

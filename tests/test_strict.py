@@ -134,5 +134,5 @@ def test_a_strict_pass_of_too_many_rows_is_refused() -> None:
     """Cropped to the run's rows it once gave two logits for five rows."""
     model = random_model(7)
     cache = model.new_cache(100, Use(2, is_strict=True))
-    with pytest.raises(AssertionError, match="5 rows in a strict pass of 2"):
+    with pytest.raises(ValueError, match="5 rows in a strict pass: the rule's max_rows is 2"):
         model.forward(torch.arange(5), torch.arange(5), cache)
