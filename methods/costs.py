@@ -3,7 +3,7 @@
 An iteration gains tokens and costs time, and time is worth the rate of tokens per millisecond so
 far. So a row is verified if its chance of acceptance is worth a row's time, a level drafted if the
 tokens it may add are worth a pass of the draft, and the draft runs at all if iterations with it
-have been worth more than one without; while it is off, it is probed for at most 1 % of the time.
+have been worth more than one without; while it is off, it is probed: that may lose 1 % of the time.
 This is the hardware-aware tree construction that the first DynaTree paper leaves to the future.
 
     account = Account(Costs([1.0, 0.3, 0.04, 0.2, 0.4]))
@@ -11,15 +11,14 @@ This is the hardware-aware tree construction that the first DynaTree paper leave
     account.take(n_tokens=4, n_rows=12, n_levels=3, ms=7.5)
 """
 
-from dataclasses import dataclass
-
 import numpy
+from numpy import ndarray
 
 # What an iteration's time is made of, in this order wherever costs are listed
 STEP, TREE, ROW, DRAFTING, LEVEL = range(5)
 
 LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
-PROBE_SHARE = 0.01  # of the time
+PROBE_SHARE = 0.01  # of the time, that probes may lose
 
 
 def work_of(n_rows: int, n_levels: int) -> list[float]:
@@ -36,16 +35,12 @@ class Costs:
         self.spread = numpy.diag((self.weights * 0.5) ** 2)  # [5, 5], how unsure they are
         self.n_seen = 0
 
-    def predict(self, work: list[float]) -> float:
+    def predict(self, work: list[float] | ndarray) -> float:
         """Milliseconds; before the first iteration, steps of ar."""
         return float(self.weights @ work)
 
-    def fit(self, work: list[float], ms: float) -> float:
-        """Take in one iteration.
-
-        Returns what earlier predictions are to be multiplied with: the first time, a step of ar.
-        """
-        unit = 1.0
+    def fit(self, work: list[float], ms: float) -> None:
+        """Take in one iteration; the first time, it gives a step of ar."""
         if self.n_seen == 0:
             unit = ms / self.predict(work)
             self.weights = self.weights * unit
@@ -53,7 +48,6 @@ class Costs:
         self.n_seen += 1
         if self.n_seen <= 32 or self.n_seen % 8 == 0:  # later on little is left to learn
             self.correct(work, ms)
-        return unit
 
     def correct(self, work: list[float], ms: float) -> None:
         """Move the weights towards what this iteration took (recursive least squares)."""
@@ -67,38 +61,39 @@ class Costs:
         self.spread -= numpy.outer(gain, x @ self.spread)
 
 
-@dataclass
 class Worth:
-    """What iterations of a kind have given and taken lately."""
+    """What iterations of a kind have given and how much work they were, lately."""
 
-    tokens: float
-    ms: float
-    n_seen: int = 0
+    def __init__(self, tokens: float, work: list[float], n_seen: int = 0):
+        """n_seen: iterations for which the first guess counts, but one."""
+        self.tokens, self.work = tokens, numpy.array(work)
+        self.n_seen = n_seen
 
-    def take(self, tokens: int, ms: float) -> None:
+    def take(self, tokens: float, work: list[float]) -> None:
         """A mean in which the first guess counts as one iteration, later one of the last ten."""
         self.n_seen += 1
         share = max(1 / (self.n_seen + 1), 0.1)
         self.tokens += share * (tokens - self.tokens)
-        self.ms += share * (ms - self.ms)
+        self.work += share * (numpy.array(work) - self.work)
 
 
 class Account:
     """What a generation has given and taken so far, and what each cost is worth by that."""
 
-    def __init__(self, costs: Costs, is_learning: bool = True):
-        """is_learning: from the times that are told; else each is as the first guess has it."""
+    def __init__(self, costs: Costs, is_learning: bool = True, n_invited: int = 1):
+        """is_learning: from the times that are told; else each is as the first guess has it.
+        n_invited: iterations for which the first guess of drafting counts, which invites a try."""
         self.costs, self.is_learning = costs, is_learning
-        self.overall = Worth(1.0, 1.0)  # all iterations
-        self.drafting = Worth(3.3, costs.predict(work_of(9, 3)))  # those that draft; invites a try
+        self.overall = Worth(1.0, work_of(1, 0))  # all iterations
+        self.drafting = Worth(3.3, work_of(9, 3), n_invited - 1)  # those that draft
         self.total_ms = 0.0
-        self.probed_ms = 0.0
+        self.probed_ms = 0.0  # lost by probes
         self.is_probe = False
         self.open()
 
     def open(self) -> None:
         """A tree begins."""
-        self.rate = self.overall.tokens / self.overall.ms
+        self.rate = self.overall.tokens / self.costs.predict(self.overall.work)
         # Tokens that each cost is worth
         self.prices = [self.rate * weight for weight in self.costs.weights.tolist()]
 
@@ -109,27 +104,27 @@ class Account:
     @property
     def worth_of_draft(self) -> float:
         """The same of what iterations that draft have brought lately."""
-        return self.drafting.tokens - self.rate * self.drafting.ms
+        return self.drafting.tokens - self.rate * self.costs.predict(self.drafting.work)
 
     def may_draft(self, otherwise: float) -> bool:
         """Whether the draft is to run in this tree. otherwise: the worth of one without it."""
         is_better = self.worth_of_draft > otherwise
-        is_due = self.probed_ms + self.drafting.ms < PROBE_SHARE * self.total_ms
+        loss = (otherwise - self.worth_of_draft) / self.rate  # ms
+        is_due = self.probed_ms + loss < PROBE_SHARE * self.total_ms
         self.is_probe = is_due and not is_better
+        self.probe_loss = loss
         return is_better or is_due
 
-    def take(self, n_tokens: int, n_rows: int, n_levels: int, ms: float) -> None:
-        """Take in one iteration."""
+    def take(self, n_tokens: float, n_rows: int, n_levels: int, ms: float) -> None:
+        """Take in one iteration. n_tokens: what it gave, or what its tree was to give by chances
+        that are counted, which varies less. Work is what is kept, and weighed by what it costs as
+        it is known when that is asked: a hiccup, or a slow beginning, makes no kind dearer."""
         work = work_of(n_rows, n_levels)
         if self.is_learning:
-            unit = self.costs.fit(work, ms)
-            self.overall.ms *= unit
-            self.drafting.ms *= unit
-        else:
-            ms = self.costs.predict(work)
-        self.overall.take(n_tokens, ms)
-        self.total_ms += ms
+            self.costs.fit(work, ms)
+        self.overall.take(n_tokens, work)
+        self.total_ms += self.costs.predict(work)
         if n_levels:
-            self.drafting.take(n_tokens, ms)
+            self.drafting.take(n_tokens, work)
         if self.is_probe:
-            self.probed_ms += ms
+            self.probed_ms += self.probe_loss

@@ -59,9 +59,8 @@ class ConfidentChain(Reckoned):
     p_min: float = setting(0.2, 0.0, 1.0, "a token to which the draft gives less is the last")
 
     def rule(self) -> Rule:
-        rule = StaticRule([1] * self.K, self.K + 1)
-        rule.least_to_expand = log_threshold(self.p_min)
-        return self.reckoned(rule)
+        least = log_threshold(self.p_min)
+        return self.reckoned(StaticRule([1] * self.K, self.K + 1, least_to_expand=least))
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,8 @@ class Fixed(Reckoned):
     N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included")
 
     def rule(self) -> Rule:
-        rule = StaticRule([self.B] * self.D, self.N_max)
-        rule.least_to_add = log_threshold(self.tau)
-        return self.reckoned(rule)
+        least = log_threshold(self.tau)
+        return self.reckoned(StaticRule([self.B] * self.D, self.N_max, least_to_add=least))
 
 
 def parse_widths(word: str) -> list[int]:
@@ -123,19 +121,23 @@ class StaticRule(Rule):
     """As many children per node as its depth allows, in breadth-first order up to n_rows."""
 
     is_drawing = True
-    least_to_add = -math.inf  # log value of a child that is added: if it is ranked, log p(u)
-    least_to_expand = -math.inf  # log-probability, given its path, of a child that has children
 
-    def __init__(self, widths: Sequence[int], n_rows: int):
-        """widths: children per node, by depth."""
+    def __init__(
+        self,
+        widths: Sequence[int],
+        n_rows: int,
+        least_to_add: float = -math.inf,
+        least_to_expand: float = -math.inf,
+    ):
+        """widths: children per node, by depth. least_to_add: log value of a child that is added, if
+        it is ranked log p(u). least_to_expand: log-probability, given its path, of a child that has
+        children."""
         widest = max(widths, default=1)
         super().__init__(widest, len(widths), max_rows=n_rows, max_drafted=n_rows)
         self.is_chain = widest == 1
         self.widths = widths
-
-    @property
-    def goes_by_probs(self) -> bool:
-        return max(self.least_to_add, self.least_to_expand) > -math.inf
+        self.least_to_add, self.least_to_expand = least_to_add, least_to_expand
+        self.goes_by_probs = max(least_to_add, least_to_expand) > -math.inf
 
     def expand(self, level: Level) -> tuple[Gates, Gates]:
         is_wanted = numpy.zeros(level.tokens.shape, dtype=bool)

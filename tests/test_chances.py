@@ -10,6 +10,7 @@ from conftest import make_tree
 from law import difference_by_generate
 
 from draft_tree import Candidates
+from dynatree import generate
 from gpt_neox import Config, GPTNeoX
 from methods import METHODS
 from methods.chances import Counted
@@ -23,6 +24,8 @@ SMALL = {
     "opttree": dict(N=4, D_max=3),
     "deagle": dict(k=2, N_max=4, D_max=3),
 }
+
+COSTS = "0.1,0.15,0.05,0.35"
 
 
 def ranked(*p: float) -> Candidates:
@@ -110,12 +113,38 @@ def random_model(seed: int, n_ids: int) -> GPTNeoX:
 
 
 # The first tree may be three levels deep; of three ids more may be drawn than one and what is left
-@pytest.mark.parametrize(
-    ("chances", "n_ids", "n_tokens"), [("counted", 2, 5), ("counted", 3, 3), ("believed", 3, 3)]
-)
+WAYS = [("counted", 2, 5), ("counted", 3, 3), ("believed", 3, 3)]
+
+
+@pytest.mark.parametrize("stop", ["own", "cost"])
+@pytest.mark.parametrize(("chances", "n_ids", "n_tokens"), WAYS)
 @pytest.mark.parametrize("method", SMALL)
-def test_the_law_is_the_targets(method: str, chances: str, n_ids: int, n_tokens: int) -> None:
-    """Through generate, over trees of models and what earlier ones have taught."""
-    settings = METHODS[method](chances=chances, **SMALL[method])
+def test_the_law_is_the_targets(
+    method: str, chances: str, n_ids: int, n_tokens: int, stop: str
+) -> None:
+    """Through generate, over trees of models and what earlier ones have taught. Costs at which some
+    rows and levels pay, and others do not."""
+    settings = METHODS[method](chances=chances, stop=stop, costs=COSTS, **SMALL[method])
     pair = random_model(3, n_ids), random_model(4, n_ids)
     assert difference_by_generate(*pair, settings, n_tokens, Sampling(0.8)) < 1e-6
+
+
+@pytest.mark.parametrize("method", SMALL)
+def test_with_stop_by_cost_what_is_dear_is_left_out(method: str) -> None:
+    """Rows, levels, and the draft itself; what costs nothing is drafted and verified as without."""
+    pair = random_model(3, 9), random_model(3, 9)
+
+    def rows(**more: str) -> list[int]:
+        settings = METHODS[method](**SMALL[method], **more)
+        steps = list(generate(*pair, [0], settings, 60))[1:]
+        return [sum(step.n_drafted for step in steps), sum(len(s.draft_rows) for s in steps)]
+
+    own = rows()
+    free = rows(stop="cost", costs="1e-9,1e-9,1e-9,1e-9")
+    few_rows = rows(stop="cost", costs="1e-9,0.3,1e-9,1e-9")
+    few_levels = rows(stop="cost", costs="1e-9,1e-9,1e-9,0.9")
+    assert free == own
+    assert few_rows[0] < own[0] or method == "confident"
+    assert few_levels[1] < own[1]
+    drafting = rows(stop="cost", costs="90,1e-9,90,1e-9")
+    assert drafting == [0, 0]
