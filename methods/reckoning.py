@@ -34,7 +34,7 @@ FIRST_COSTS = (0.3, 0.04, 0.2, 0.4)  # of a tree, a row, drafting, a level; in s
 MEMORY = 0.1  # what one more tree counts in a mean
 INVITED = 10  # trees for which the first guess of drafting counts
 FIRST_SHARE = 0.7  # of its chance to be tried, that a drawn row is accepted
-MOST_YIELD = 0.98
+MOST_YIELD = 0.98  # below 1: else no depth would be too much
 
 
 def parse_costs(word: str) -> tuple[float, ...] | None:

@@ -25,7 +25,7 @@ SMALL = {
     "deagle": dict(k=2, N_max=4, D_max=3),
 }
 
-COSTS = "0.1,0.15,0.05,0.35"
+COSTS = "0.01,0.1,0.01,0.1"
 
 
 def ranked(*p: float) -> Candidates:

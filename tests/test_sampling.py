@@ -282,6 +282,16 @@ def test_a_stop_by_what_a_level_adds_does_not_choose_among_drawn_nodes() -> None
     assert error_of(OptTree(N=4, D_max=3, delta=0.4), draft, 4, target=target) < 2e-8
 
 
+def test_a_stop_by_cost_does_not_choose_among_drawn_nodes() -> None:
+    """dyspec of three rows, whose a goes on for sure: what follows takes its sibling's. If a row
+    were worth its time by what this tree's own draws have kept, that would be so where the sibling
+    is b, and not where it is c."""
+    draft = torch.tensor([[0.0, 0.6, 0.3, 0.1]] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
+    target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
+    settings = DySpec(N=3, D_max=3, stop="cost", costs="1e-9,0.277,1e-9,1e-9")
+    assert error_of(settings, draft, 4, target=target) < 2e-8
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_that_compete_for_a_budget_leave_the_law_alone(seed: int, is_exact: bool) -> None:
