@@ -1,9 +1,11 @@
 """lookup: the text copies itself, no draft model (prompt lookup decoding, Saxena 2023).
 
 The longest end of the text, of n tokens or fewer, that has occurred before is found again, and what
-followed its latest earlier occurrence is proposed: a chain of K tokens. A copy that reaches the end
-of the text goes on into what it has itself copied, as LZ77 does, so a short repetition is continued
-for K tokens. In transformers this is `prompt_lookup_num_tokens`, in llama.cpp its lookup example.
+followed its latest earlier occurrence is proposed: a chain of K tokens, or with `trust` X no more
+than X times as many as agree before it there, which are looked for beyond n, too. A copy that
+reaches the end of the text goes on into what it has itself copied, as LZ77 does, so a short
+repetition is continued for K tokens. In transformers this is `prompt_lookup_num_tokens`, in
+llama.cpp its lookup example.
 
     python dynatree.py --method lookup --set n=2 --prompt "..."
 
@@ -29,6 +31,8 @@ class Lookup(Settings):
 
     n: int = setting(3, 1, 16, "longest n-gram looked up; then n - 1, ..., 1")
     K: int = setting(10, 1, MAX_ROWS - 1, "tokens copied per iteration")
+
+    trust: int = setting(0, 0, 16, "tokens copied per token that agrees, K at most; 0: always K")
 
     def rule(self) -> Rule:
         return LookupRule(self)
@@ -61,6 +65,8 @@ class LookupRule(Rule):
         if not n_known:
             return tree
         n_copied = min(self.settings.K, max_depth)
+        if self.settings.trust:
+            n_copied = min(n_copied, self.settings.trust * self.agreeing(place, root))
         source = self.text[place : place + n_copied] + [root]  # the root only if it comes so far
         path_logprob = 0.0
         for i in range(n_copied):
@@ -68,6 +74,14 @@ class LookupRule(Rule):
             path_logprob += math.log(COPY_PROBS[n_agreeing - 1])
             tree.add(source[i % len(source)], i, path_logprob, is_retrieved=True)
         return tree
+
+    def agreeing(self, place: int, root: int) -> int:
+        """How many tokens before this place are those at the end of the text, K at most."""
+        end = [*self.text[-self.settings.K :], root]
+        n = 1
+        while n < min(self.settings.K, place) and self.text[place - 1 - n] == end[-1 - n]:
+            n += 1
+        return n
 
     def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
         for row in path:

@@ -68,6 +68,19 @@ def test_a_copy_is_what_a_plain_search_finds() -> None:
     assert min(seen[what] for what in wanted) >= 5, seen
 
 
+def test_a_copy_is_no_longer_than_what_agrees_before_it_deserves() -> None:
+    """Beyond the n that are looked up, and not beyond the beginning of the text or K."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    for n_agreeing in (1, 2, 5, 6):
+        for trust in (0, 1, 2):
+            end = text[6 - n_agreeing : 6]
+            rule = Lookup(n=3, K=6, trust=trust).rule()
+            rule.start([*text, 99, *end[:-1]])
+            tree = grow(rule, end[-1], None, 99)
+            n_copied = min(6, trust * n_agreeing or 6)
+            assert tree.tokens == [6, *text[6 : 6 + n_copied]]
+
+
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 2
 
 
