@@ -41,9 +41,9 @@ def parse_costs(word: str) -> tuple[float, ...] | None:
     """The four costs that a word gives; None: they are learned."""
     if word == "learned":
         return None
-    costs = tuple(map(float, word.split(",")))
+    costs = tuple(map(float, word.split(":")))
     if len(costs) != len(FIRST_COSTS) or not all(0 < cost < 100 for cost in costs):
-        raise ValueError("learned, or four numbers between 0 and 100: tree,row,drafting,level")
+        raise ValueError("learned, or four numbers between 0 and 100: tree:row:drafting:level")
     return costs
 
 
@@ -58,8 +58,8 @@ class Reckoned(Settings):
     costs: str = text(
         "learned",
         parse_costs,
-        "stop=cost, of a tree,row,drafting,level in steps of ar; given, a seed decides the text",
-        ("learned", "0.3,0.04,0.2,0.4", "0.1,0.01,0.05,0.05"),
+        "stop=cost, of a tree:row:drafting:level in steps of ar; given, a seed decides the text",
+        ("learned", "0.3:0.04:0.2:0.4", "0.1:0.01:0.05:0.05"),
     )
 
     def reckoned(self, rule: Rule) -> Rule:

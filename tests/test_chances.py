@@ -25,7 +25,7 @@ SMALL = {
     "deagle": dict(k=2, N_max=4, D_max=3),
 }
 
-COSTS = "0.01,0.1,0.01,0.1"
+COSTS = "0.01:0.1:0.01:0.1"
 
 
 def ranked(*p: float) -> Candidates:
@@ -140,11 +140,11 @@ def test_with_stop_by_cost_what_is_dear_is_left_out(method: str) -> None:
         return [sum(step.n_drafted for step in steps), sum(len(s.draft_rows) for s in steps)]
 
     own = rows()
-    free = rows(stop="cost", costs="1e-9,1e-9,1e-9,1e-9")
-    few_rows = rows(stop="cost", costs="1e-9,0.3,1e-9,1e-9")
-    few_levels = rows(stop="cost", costs="1e-9,1e-9,1e-9,0.9")
+    free = rows(stop="cost", costs="1e-9:1e-9:1e-9:1e-9")
+    few_rows = rows(stop="cost", costs="1e-9:0.3:1e-9:1e-9")
+    few_levels = rows(stop="cost", costs="1e-9:1e-9:1e-9:0.9")
     assert free == own
     assert few_rows[0] < own[0] or method == "confident"
     assert few_levels[1] < own[1]
-    drafting = rows(stop="cost", costs="90,1e-9,90,1e-9")
+    drafting = rows(stop="cost", costs="90:1e-9:90:1e-9")
     assert drafting == [0, 0]

@@ -288,7 +288,7 @@ def test_a_stop_by_cost_does_not_choose_among_drawn_nodes() -> None:
     is b, and not where it is c."""
     draft = torch.tensor([[0.0, 0.6, 0.3, 0.1]] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
     target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
-    settings = DySpec(N=3, D_max=3, stop="cost", costs="1e-9,0.277,1e-9,1e-9")
+    settings = DySpec(N=3, D_max=3, stop="cost", costs="1e-9:0.277:1e-9:1e-9")
     assert error_of(settings, draft, 4, target=target) < 2e-8
 
 
