@@ -126,17 +126,26 @@ def at_size(row: Run, part: Part, size: tuple[float, ...], suffix: str) -> Run:
         return run
     if run.way.acceptance and not run.temperature:
         raise UsageError(f"{row.label}: greedy text has one acceptance; --temperature")
-    return with_draft(run, part)
+    return with_draft(with_acceptance(run, part), part)
+
+
+def with_acceptance(run: Run, part: Part) -> Run:
+    """A sampled run, accepted as its part has it unless it says how; its label stays, as a paper's
+    figures go by it."""
+    is_open = run.temperature and run.way.rule().max_rows > 1 and not run.way.acceptance
+    if not (part.acceptance and is_open):
+        return run
+    return replace(run, row=f"{run.row} {part.acceptance}")
 
 
 def with_draft(run: Run, part: Part) -> Run:
-    """A run with a part's draft temperature, and its greedy guesses drawn at it, where that has an
-    effect."""
+    """A run with a part's draft temperature, its greedy guesses drawn at it if its method's are to
+    be, where that has an effect."""
     if part.draft_temperature is None:
         return run
     rule = run.way.rule()
     is_sampled = bool(run.temperature)
-    is_drawn = rule.is_drawing and part.guesses == "drawn" and not is_sampled
+    is_drawn = rule.is_drawing and run.method in part.drawn and not is_sampled
     if has_temperature(rule, is_drawn or is_sampled):
         run = replace(run, draft_temperature=part.draft_temperature, is_drawn=is_drawn)
     return run

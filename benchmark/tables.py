@@ -34,7 +34,8 @@ class Part:
     new_tokens: tuple[int, ...] = (128,)
     temperature: tuple[float, ...] = (0.0,)
     draft_temperature: float | None = None  # where it has an effect; None: as Run has it
-    guesses: str = "ranked"  # of greedy runs that have a draft temperature; or drawn
+    drawn: tuple[str, ...] = ()  # methods whose greedy guesses are drawn at it; others' are ranked
+    acceptance: str | None = None  # of sampled rows that name none; None: as their method has it
     # A paper's own figures, by column, of each (row, prompt tokens, new tokens, temperature)
     printed: dict[tuple, dict[str, str]] = field(default_factory=dict)
     is_stand_in: bool = False  # the paper's dataset is not here, but a file of prompts may be it

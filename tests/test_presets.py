@@ -73,9 +73,11 @@ def cells_of(name: str) -> dict[str, dict[str, str]]:
 
 
 def test_dynatrees_tables_have_their_papers_sizes() -> None:
-    """450 configurations of v1 and ar at each length; the prompts' length is another on PG-19."""
+    """450 configurations of v1, and ar and its figure's linear at each length; the prompts' length
+    is another on PG-19."""
     _, runs = chosen("v1-4")
-    assert len([run for run in runs if run.method == "fixed"]) == 450 and len(runs) == 455
+    assert len([run for run in runs if run.method == "fixed"]) == 450 and len(runs) == 465
+    assert [run.row for run in runs[:3]] == ["ar", "linear K=6", "linear K=7"]
     best = [run for run in runs if run.published and run.method == "fixed"]
     assert [run.new_tokens for run in best] == [100, 200, 500, 750, 1000]
     by_label = {run.label: run for run in chosen("v2-1")[1]}
@@ -126,13 +128,19 @@ def test_deagles_tables_agree_where_they_print_the_same_runs() -> None:
     assert all(votes[row] == votes[row.removesuffix(" length=literal")] for row in literal)
 
 
-def test_dyspecs_tables_draw_at_their_drafts_temperature() -> None:
-    """Greedy text, too (5.1)."""
-    by_label = {run.label: run for run in chosen("dyspec-1")[1]}
-    drafted = [run for run in by_label.values() if run.method != "ar"]
-    assert all(run.draft_temperature == 0.6 for run in drafted)
-    assert {run.is_drawn for run in drafted if run.temperature} == {False}
-    assert {run.is_drawn for run in drafted if not run.temperature} == {True}
+@pytest.mark.parametrize("name", ["dyspec-1", "dyspec-2", "dyspec-3"])
+def test_dyspecs_tables_draft_and_accept_as_the_papers_methods(name: str) -> None:
+    """Greedy children were drawn by the baselines, too, where Sequoia's script takes the likeliest;
+    sampled ones were accepted by traversal beside a paper's figures of acceptance by token."""
+    drafted = [run for run in chosen(name)[1] if run.method != "ar"]
+    assert len(drafted) == 6 and {run.draft_temperature for run in drafted} <= {None, 0.6}
+    drawn = [run.label for run in drafted if run.is_drawn]
+    assert drawn == ["dyspec N=64 t=0.0"]
+    for run in drafted:
+        assert run.way.acceptance == ("token" if run.temperature else None)
+        assert not run.temperature or run.draft_temperature == 0.6
+    (own,) = [run for run in chosen(name, methods="sequoia traversal", temperature=(0.6,))[1][1:]]
+    assert own.row == "sequoia traversal"
 
 
 ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
