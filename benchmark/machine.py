@@ -21,9 +21,21 @@ ROOT = Path(__file__).parent.parent
 def describe_machine(pair: Pair, models: dict, has_peers: bool) -> dict[str, str | int | None]:
     """For the results file; models: what open_pair reports of them."""
     machine = versions() | models
+    for role in ("target", "draft"):
+        machine[role] = named_from_root(machine[role])
     if has_peers:
         machine["transformers"] = version("transformers")
     return machine | {"processor": processor(pair.target.device), "commit": revision()}
+
+
+def named_from_root(model: str) -> str:
+    """One name for a folder of models, whatever the working folder: within the project from its
+    root, else whole; what is no folder, as on the hub, as it is."""
+    if not os.path.exists(model):
+        return model
+    folder = os.path.abspath(model)
+    inside = os.path.relpath(folder, ROOT)
+    return folder if inside.startswith(os.pardir) else inside
 
 
 def processor(device: torch.device) -> str:

@@ -4,6 +4,7 @@ results, pair, prompts = open_table(Options(methods="ar,dynatree tau=0.02"))
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,10 +15,10 @@ from benchmark.enlarged import enlarged_pair
 from benchmark.machine import describe_machine, one_minute_load
 from benchmark.peers import PEERS, check_vocabularies, require_transformers
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
-from benchmark.results import Options, Results, Run
+from benchmark.results import FORMAT, Options, Results, Run
 from benchmark.rows import choose_runs, split_list
 from benchmark.tables import NOT_HERE, PRESETS, TABLES, Part, Table, choose_parts, with_controls
-from cli.errors import UsageError, say
+from cli.errors import UsageError, say, shown
 from cli.models import (
     PYTHIA,
     Pair,
@@ -49,7 +50,7 @@ def open_table(
     table = choose_table(options)
     runs = choose_runs(table, options)
     check_options(options, table, runs)
-    options = name_models(options)
+    options = name_places(name_models(options))
     load = one_minute_load()  # before ours
     options, texts = fetch_texts(options)
     table = choose_table(options)  # as it is with what could be fetched
@@ -64,7 +65,8 @@ def open_table(
     machine = describe_machine(pair, models, has_peers(runs))
     prompts, described = cut_all(table, texts, pair)
     columns = list(table.columns)
-    results = Results(options.table, columns, options, machine, described, table.sizes(), runs)
+    what = options.table, columns, options, machine, described, table.sizes(), runs
+    results = Results(FORMAT, *what)
     results.is_memory = table.is_memory
     results.title = describe_preset(options, runs)
     results.load_before = load
@@ -131,6 +133,22 @@ def name_models(options: Options) -> Options:
         return options
     target, draft = PAIRS[pair]()
     return replace(options, pair=None, target=target, draft=draft)
+
+
+def name_places(options: Options) -> Options:
+    """The options with such names of files as lead there from every working folder, for --resume.
+    Raises UsageError for one that no results file can hold."""
+    names = {name: getattr(options, name) for name in ("prompts", "target", "draft")}
+    for option, name in names.items():
+        if name is None or not os.path.exists(name):  # the hub's are no files
+            continue
+        names[option] = os.path.abspath(name)
+        try:
+            names[option].encode()
+        except UnicodeEncodeError as error:
+            where = shown(names[option])
+            raise UsageError(f"--{option} {where}: a results file can name UTF-8 alone") from error
+    return replace(options, **names)
 
 
 def fetch_texts(options: Options) -> tuple[Options, dict[str, list[str]]]:

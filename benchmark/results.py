@@ -144,7 +144,7 @@ class Prompts(TypedDict):
 class Results:
     """A results file."""
 
-    format: Literal[FORMAT] = field(default=FORMAT, kw_only=True)
+    format: Literal[FORMAT]
     table: str
     columns: list[str]
     options: Options

@@ -17,7 +17,7 @@ from bench import Bench, Text, main
 from benchmark import enlarged
 from benchmark.opening import open_table
 from benchmark.report import table_cells
-from benchmark.results import Options, Results
+from benchmark.results import FORMAT, Options, Results
 from benchmark.rows import choose_runs, parse_run, way_of
 from benchmark.step_times import measure_step_times
 from benchmark.tables import TABLES, Part, Table, choose_parts, with_controls
@@ -181,6 +181,29 @@ def test_what_ends_a_table_keeps_what_is_done(
     whole, _ = run_bench(capsys, tmp_path / "whole.json", *options)
     assert resumed.records[: n - 1] == done and texts(resumed) == texts(whole)
     assert main(words) == 0 and Results.load(file) == resumed, "nothing is measured again"
+
+
+def test_a_table_goes_on_in_another_folder(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was refused there, as its prompts and models were named from the first one."""
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": "One text"}\n')
+    models = ["--target", os.path.relpath(DRAFT), "--draft", os.path.relpath(DRAFT)]
+    file = tmp_path / "r.json"
+    run_bench(capsys, file, *BRIEF, *models, "--prompts", "p.jsonl")
+    Path("below").mkdir()
+    monkeypatch.chdir("below")
+    assert main(["--resume", str(file)]) == 0
+    assert Results.load(file).machine["draft"] == str(Path("models", "tiny", "draft"))
+
+
+def test_a_name_that_no_results_file_can_hold(capsys: Captured, tmp_path: Path) -> None:
+    """It ended the table when the first text was saved."""
+    file = os.fsdecode(os.fsencode(tmp_path / "p") + b"\xff.txt")
+    Path(file).write_text("word " * 100)
+    said = error_line(capsys, *BRIEF, "--prompts", file)
+    assert "--prompts" in said and "a results file can name UTF-8 alone" in said
 
 
 def test_a_full_disk_keeps_the_file_and_shows_the_table(
@@ -355,7 +378,8 @@ def bench_of(pair: Pair, *rows: str, prompt: list[int], n_new: int) -> Bench:
     """A table of these rows on one prompt, with models that no command line opened."""
     part = Part(rows, "own", prompt_tokens=(len(prompt),), new_tokens=(n_new,))
     table = Table("", (), (part,))
-    results = Results("", [], Options(), {}, {}, table.sizes(), choose_runs(table, Options()))
+    runs = choose_runs(table, Options())
+    results = Results(FORMAT, "", [], Options(), {}, {}, table.sizes(), runs)
     return Bench(results, pair, {"own": [prompt]}, Path())
 
 

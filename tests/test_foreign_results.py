@@ -101,6 +101,7 @@ def test_a_results_file_is_shown_or_refused(
         (b"", "truncated"),
         (b"[]", "Expected `object`"),
         (b'{"format": 1}', "not a results file of format 3: "),
+        (json.dumps(whole("main")).replace('"format": 3, ', "").encode(), "field `format`"),
         (b'{"x": ' + b"[" * 100_000, ""),
         (json.dumps(whole("main")).replace("300.0", "1e999").encode(), "Number out of range"),
         (json.dumps(whole("main")).replace("300.0", "9" * 5000).encode(), "out of range"),

@@ -17,7 +17,7 @@ from benchmark.report import (
     text_report,
     text_table,
 )
-from benchmark.results import Options, Record, Results, Run
+from benchmark.results import FORMAT, Options, Record, Results, Run
 from benchmark.step_times import StepTimes
 from cli.errors import UsageError
 from cli.metrics import Metrics
@@ -47,7 +47,7 @@ def results() -> Results:
     runs = [run_of(name) for name in ("ar", "fixed", "hf-assisted")]
     sizes = {"prompt_tokens": [150], "new_tokens": [64], "temperature": [0.0]}
     prompts = {"dataset": "builtin", "n": 3, "sha256": "0"}
-    found = Results("ablation", COLUMNS, Options(), MACHINE, prompts, sizes, runs)
+    found = Results(FORMAT, "ablation", COLUMNS, Options(), MACHINE, prompts, sizes, runs)
     speeds = [(100.0, 200.0), (80.0, 80.0), (60.0, 30.0)]
     texts = [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
     for prompt, (ar, fixed) in enumerate(speeds):
