@@ -42,6 +42,7 @@ NOTE = {"textcoords": "offset points", "fontsize": 5.5, "rotation": 45}  # neigh
 
 CROWD = 20  # names, beyond which no figure shows each of them
 FEWEST = 10  # trees, paths or guesses; a share of fewer says nothing
+WIDE = 4  # times the least size; beyond, sizes stand by their ratios
 SWEEP = 4  # rows of a method that make a sweep of its settings
 HIGHEST = 200  # inches of a figure; more pixels cannot be drawn
 
@@ -174,7 +175,7 @@ def bars(texts: pd.DataFrame) -> sns.FacetGrid | None:
             panel.text(1.01, at, BARS[metric].format(median).replace("nan", ""), **where)
         if metric == SPEEDUP:
             panel.axvline(1, color=INK, linewidth=0.8, linestyle=":")
-    grid.figure.suptitle("Medians over texts, and quartiles")
+    grid.figure.suptitle("Every row's median over its texts; lines: from quartile to quartile")
     return grid
 
 
@@ -183,12 +184,19 @@ def size_lines(texts: pd.DataFrame, size: str, metric: str) -> sns.FacetGrid | N
     word = f"{size[-1]}="  # as labels name it
     lines = [" ".join(w for w in p.split() if not w.startswith(word)) for p in texts.place]
     texts = texts.assign(line=lines)
-    title = f"By {size}: medians over texts, and quartiles"
+    title = f"{metric}, by {size}: median and quartiles over texts"
     if metric == SPEED:
         speedups = texts.groupby("run")[SPEEDUP].transform("median")
         texts["note"] = speedups.map("{:.2f}x".format).replace("nanx", "")
-        title += "; beside them: x ar"
-    return multiples(title, texts, size, metric)
+        title += "; figures: median x ar"
+    grid = multiples(title, texts, size, metric)
+    sizes = sorted(texts[size].unique())
+    for panel in grid.axes.flat if grid else ():
+        if sizes[-1] >= WIDE * sizes[0] > 0:
+            panel.set_xscale("log")
+        panel.set_xticks(sizes, [str(value) for value in sizes])
+        panel.minorticks_off()
+    return grid
 
 
 def depth_lines(texts: pd.DataFrame, whole: str) -> sns.FacetGrid | None:
@@ -269,7 +277,7 @@ def multiples(title: str, points: pd.DataFrame, x: str, y: str) -> sns.FacetGrid
         panel.tick_params(labelleft=panel.get_subplotspec().is_first_col())
     grid.set_axis_labels(x, "").set(ylim=(0, None))
     grid.figure.supylabel(y, fontsize="medium")
-    grid.figure.suptitle(wrapped(title + "; grey: others" * (len(names) > 1), 110))
+    grid.figure.suptitle(wrapped(title + "; grey: other rows" * (len(names) > 1), 110))
     return grid
 
 
@@ -290,7 +298,8 @@ def setting_maps(results: Results, texts: pd.DataFrame) -> sns.FacetGrid | None:
     grid.map_dataframe(heatmap)
     for (title, metric), panel in grid.axes_dict.items():
         panel.set_title(wrapped(f"{title}: {metric}", 60))
-    grid.figure.suptitle("Medians over texts, by setting")
+        panel.set_xlabel(title.rpartition(" by ")[2])
+    grid.figure.suptitle("Medians over texts, by setting; white: not measured")
     return grid
 
 

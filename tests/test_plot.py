@@ -135,12 +135,16 @@ def test_shares_are_of_ten_or_more_with_their_counts() -> None:
 
 
 def test_lines_by_size_have_medians_and_speedups() -> None:
+    """And ticks where something was measured alone."""
     figure = draw(results_of(("ar", "linear"), ("T=10", "T=20")))[""]
     assert [marked(axis) for axis in figure.axes] == [
         [[10, 52.5], [20, 54.5]],
         [[10, 53.5], [20, 55.5]],
     ]
     assert texts(figure) == ["1.00x", "1.00x", "1.02x", "1.02x"]
+    for places in (("T=10", "T=20"), ("T=10", "T=500", "T=1000")):
+        panel = draw(results_of(("ar", "linear"), places))[""].axes[0]
+        assert [f"T={tick.get_text()}" for tick in panel.get_xticklabels()] == list(places)
 
 
 def test_a_papers_table_is_drawn_as_the_paper_reads_it() -> None:
@@ -155,7 +159,7 @@ def test_a_papers_table_is_drawn_as_the_paper_reads_it() -> None:
     found = draw(results)
     assert marked(found[""].axes[1]) == [[10, 26.75], [20, 27.75]]
     assert texts(found[""]) == ["0.98x", "0.98x", "1.00x", "1.00x"]
-    assert found[""].get_suptitle().endswith("beside them: x linear; grey: others")
+    assert found[""].get_suptitle().endswith("figures: median x linear; grey: other rows")
     assert "(L=10, L=20 together)" in found["_depth"].get_suptitle()
     assert found[""].get_supxlabel().endswith("Speeds include prefill.")
     assert found["_speedup"].get_supylabel() == "x linear on the same prompt"
