@@ -43,7 +43,7 @@ def open_table(
 ) -> tuple[Results, Pair, Prompts]:
     """Check the options, load models and prompts. Returns results, those of an interrupted table or
     such of which there are none yet, the models, the prompts' ids by dataset. ranks: with whom the
-    target is computed, if there are several. opened: the models, if they are loaded.
+    target is computed, if there are several.
 
     Raises UsageError; what is wrong is told before a model is loaded.
     """

@@ -183,15 +183,6 @@ def test_notes_say_what_is_slower_and_what_differs(results: Results) -> None:
     assert notes(results)[0] == "9 of 10 rows are slower than ar."
 
 
-def test_a_text_is_held_against_its_reference(results: Results) -> None:
-    """Which need not be the baseline."""
-    results.runs[1] = replace(results.runs[1], reference="hf-assisted")
-    for text in results.records[2::3]:
-        text["token_ids"] = [1, 2, 4]
-    cells = {row[0]: row[-1] for row in table_cells(results)[1]}
-    assert cells == {"ar": "", "fixed": "1/3", "hf-assisted": "0/3"}
-
-
 def test_the_floor_is_bytes_over_bandwidth(results: Results) -> None:
     times = {"context": 200, "rows": [1, 2], "target_ms": [4.0, 5.0], "draft_ms": [1.0, 1.0]}
     times |= {"target_bytes": 40_000_000, "draft_bytes": 5_000_000, "copy_gb_s": 20.0}
