@@ -31,7 +31,6 @@ class Lookup(Settings):
 
     n: int = setting(3, 1, 16, "longest n-gram looked up; then n - 1, ..., 1")
     K: int = setting(10, 1, MAX_ROWS - 1, "tokens copied per iteration")
-
     trust: int = setting(0, 0, 16, "tokens copied per token that agrees, K at most; 0: always K")
 
     def rule(self) -> Rule:
