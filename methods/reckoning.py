@@ -59,7 +59,7 @@ class Reckoned(Settings):
         "learned",
         parse_costs,
         "stop=cost, of a tree:row:drafting:level in steps of ar; given, a seed decides the text",
-        ("learned", "0.3:0.04:0.2:0.4", "0.1:0.01:0.05:0.05"),
+        ("0.3:0.04:0.2:0.4", "0.1:0.01:0.05:0.05"),
     )
 
     def reckoned(self, rule: Rule) -> Rule:

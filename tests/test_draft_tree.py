@@ -164,7 +164,9 @@ def assert_same(tree: Tree, nodes: list[Node]) -> None:
 def random_case(seed: int) -> tuple[DynaTree, FakeDraft, int]:
     """Settings, a draft, and the caller's depth limit."""
     rng = random.Random(seed)
-    settings = replace(random_settings("dynatree", rng), chances="believed", history=True)
+    settings = replace(
+        random_settings("dynatree", rng), chances="believed", stop="own", history=True
+    )
     max_depth = rng.choice([0, 1, 2, 3, 4, 127, 127, 127])
     return settings, FakeDraft(seed), max_depth
 
