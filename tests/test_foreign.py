@@ -235,10 +235,10 @@ PANICS = {  # where tokenizers gives up -> what of its file is odd, what is said
 
 
 @pytest.mark.parametrize("where", PANICS)
-def test_a_library_in_rust_that_panics_is_one_line(
+def test_a_library_in_rust_that_panics_ends_in_one_line(
     where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It raises what is no Exception."""
+    """It raises what is no Exception, and has said so itself before."""
     odd, said = PANICS[where]
     write(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER | odd))
@@ -246,7 +246,6 @@ def test_a_library_in_rust_that_panics_is_one_line(
     assert main(["--prompt", "x" * 40, *limits]) == 2
     err = capfd.readouterr().err
     assert said in err.splitlines()[-1] and "Traceback" not in err
-    assert "panicked" not in err
 
 
 TEXTS = {  # of an index -> what is said of it; None: it is read
