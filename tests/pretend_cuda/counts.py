@@ -98,7 +98,7 @@ def pythia() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", default=list(METHODS), metavar="METHOD")
     parser.add_argument("--sampled", action="store_true", help="at temperature 0.8, top-p 0.95")
     args = parser.parse_args()
