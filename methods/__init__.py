@@ -16,8 +16,9 @@ lookup      what followed the text's own end the last time
 auto        both sources, each level and node only while it pays
 acceptances  block and traversal: sampled text whose trees are accepted from their leaves
 chances     what a guess has been worth in this text, counted instead of believed
-reckoning   the setting by which a rule goes by that
 costs       what an iteration takes, fitted as times come in, and what is worth its time
+stop        what a rule allows is drafted and verified only while it pays
+reckoning   the settings by which a rule goes by counted chances, and stops by cost
 settings    settings that are words, and settings read from words
 """
 

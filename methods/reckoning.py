@@ -1,50 +1,21 @@
-"""Chances that are counted, and a stop by cost, for whatever rule goes by the draft's
+"""Chances that are counted and a stop by cost, as settings of whatever rule goes by the draft's
 probabilities.
 
     chances=counted   path probabilities, confidence, values and thresholds are made of what guesses
                       have been worth in this text (chances.py), not of what the draft says
-    stop=cost         what the rule allows is drafted and verified only while it pays (costs.py)
+    stop=cost         what the rule allows is drafted and verified only while it pays (stop.py)
 
-A paper's rule is itself without them. With stop=cost, beside the rule's own gates,
-
-- a row is verified if its chance of acceptance is worth a row's time. That of a drawn row is taken
-  before the draw: its value, times the share of such chances that draws have kept so far
-- a level is drafted if what it may bring is worth a pass of the draft: its parents' chances, times
-  what levels have brought for each of theirs. Of drawn trees that is settled before the tree, by
-  earlier ones: which level is the last must not depend on what was drawn, where the best rows of
-  all levels are kept (`Rule` in draft_tree.py)
-- nothing is drafted if trees have promised less than their time is worth; then it is ar, but for a
-  tree now and then
+A paper's rule is itself without them.
 
     python dynatree.py --method dyspec --set chances=counted --set stop=cost --prompt "..."
 """
 
-import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy
-
-from draft_tree import DynaTree, Gates, Level, Rule, Settings, Tree, all_open
+from draft_tree import DynaTree, Rule, Settings, Tree
 from methods.chances import Counted
-from methods.costs import LEVEL, LEVEL_YIELD, ROW, Account, Costs
 from methods.settings import choice, text
-
-FIRST_COSTS = (0.3, 0.04, 0.2, 0.4)  # of a tree, a row, drafting, a level; in steps of ar
-MEMORY = 0.1  # what one more tree counts in a mean
-INVITED = 10  # trees for which the first guess of drafting counts
-FIRST_SHARE = 0.7  # of its chance to be tried, that a drawn row is accepted
-MOST_YIELD = 0.98  # below 1: else no depth would be too much
-
-
-def parse_costs(word: str) -> tuple[float, ...] | None:
-    """The four costs that a word gives; None: they are learned."""
-    if word == "learned":
-        return None
-    costs = tuple(map(float, word.split(":")))
-    if len(costs) != len(FIRST_COSTS) or not all(0 < cost < 100 for cost in costs):
-        raise ValueError("learned, or four numbers between 0 and 100: tree:row:drafting:level")
-    return costs
+from methods.stop import Stop, parse_costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,95 +57,6 @@ def count(rule: Rule) -> None:
         adapt(tree, path, ms)
 
     rule.levels, rule.adapt = begin, learn
-
-
-class Seen(NamedTuple):
-    """What one level of a tree was worth, by its chances."""
-
-    tried: float  # the values of the rows it added
-    brought: float  # their chances to be accepted; of drawn ones, with what was drawn
-    n_added: int
-    below: float  # the chances of those that the rule lets grow
-
-
-class Stop:
-    """What a generation's trees have cost and promised, and the gates that follow from it."""
-
-    def __init__(self, rule: Rule, costs: tuple[float, ...] | None):
-        """rule: whose hooks it stands before. costs: None for those that are learned."""
-        first = Costs([1.0, *(costs or FIRST_COSTS)])
-        self.account = Account(first, is_learning=costs is None, n_invited=INVITED)
-        self.level_yield = LEVEL_YIELD  # what levels have gained of their parents' chances
-        self.share = FIRST_SHARE  # of drawn rows' values, what their draws have left of them
-        self.rule = rule
-        self.own_levels, self.own_expand, self.own_adapt = rule.levels, rule.expand, rule.adapt
-        rule.levels, rule.expand, rule.adapt = self.levels, self.expand, self.adapt
-        rule.goes_by_probs = True
-
-    def levels(self, root: int) -> int:
-        """None if the draft is not worth it; else the rule's."""
-        self.account.open()
-        self.price = self.account.prices[ROW]
-        self.least = math.log(self.price)
-        self.last_drawn = self.deepest_worth()
-        self.seen: list[Seen] = []
-        n_levels = self.own_levels(root)
-        return n_levels if self.account.may_draft(self.account.worth(1.0, n_rows=1)) else 0
-
-    def deepest_worth(self) -> int:
-        """How many levels are drafted, where they are drawn: the first in any case."""
-        n_levels, hoped = 1, self.level_yield**2
-        while n_levels < self.rule.max_depth and hoped >= self.account.prices[LEVEL]:
-            n_levels += 1
-            hoped *= self.level_yield
-        return n_levels
-
-    def expand(self, level: Level) -> tuple[Gates, Gates]:
-        """The rule's gates, and those of cost."""
-        to_add, to_grow = self.own_expand(level)
-        likely = level.values
-        if level.is_drawn:
-            likely = likely + math.log(self.share)
-        is_paying = likely >= self.least
-        is_added = all_open(self.rule, to_add, level) & is_paying
-        is_growing = all_open(self.rule, to_grow, level) & is_added
-        found = numpy.exp(level.values + level.logprobs if level.is_drawn else level.values)
-        tried = numpy.exp(level.values[is_added]).sum()
-        brought = found[is_added].sum()
-        self.seen.append(Seen(tried, brought, int(is_added.sum()), found[is_growing].sum()))
-        if level.is_drawn:
-            goes_on = level.depth + 1 < self.last_drawn
-        else:
-            goes_on = self.level_yield * self.seen[-1].below >= self.account.prices[LEVEL]
-        return {**to_add, "c_row": is_paying}, {**to_grow, "c_level": bool(goes_on)}
-
-    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
-        """Learn what the tree cost, promised and kept of draws: not before they are all decided."""
-        self.account.take(promised(tree), len(tree), len(self.seen), ms)
-        above = 1.0
-        for seen in self.seen:
-            if above > 0:
-                gained = max(seen.brought - self.price * seen.n_added, 0.0)
-                self.level_yield += MEMORY * (min(gained / above, MOST_YIELD) - self.level_yield)
-            if tree.drawn_from and seen.tried > 0:
-                self.share += MEMORY * (seen.brought / seen.tried - self.share)
-            above = seen.below
-        self.own_adapt(tree, path, ms)
-
-
-def promised(tree: Tree) -> float:
-    """The tokens that a tree gives by its chances, the bonus among them."""
-    left = [1.0] * len(tree)  # chance that none of its drawn children so far is accepted
-    total = 1.0
-    for row in range(1, len(tree)):
-        parent = tree.parents[row]
-        if tree.are_retrieved[row]:
-            continue
-        found = math.exp(tree.path_logprobs[row])
-        total += left[parent] * found
-        if tree.drawn_from:
-            left[parent] *= 1 - math.exp(tree.path_logprobs[row] - tree.path_logprobs[parent])
-    return total
 
 
 @dataclass(frozen=True)
