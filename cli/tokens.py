@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def growth(part: object) -> float:
     """How many times as long a part of a tokenizer.json may make its text: a bound, by its steps,
-    each of which replaces a pattern or writes a byte as two."""
+    each of which replaces a pattern, or may write a byte as two."""
     found, left = 1.0, [part]
     while left:  # no recursion: a file may nest deeper than Python
         step = left.pop()
@@ -48,12 +48,18 @@ def growth(part: object) -> float:
             left += step
         elif isinstance(step, dict):
             left += [value for value in step.values() if isinstance(value, list)]
-            pattern, new = step.get("pattern"), step.get("content")
-            old = pattern.get("String") if isinstance(pattern, dict) else None
-            n_old = len(old) if isinstance(old, str) else 0
-            n_new = len(new) if isinstance(new, str) else 0
-            found *= 1 + max(n_new / max(n_old, 1), 1)
+            found *= growth_of_step(step)
     return found
+
+
+def growth_of_step(step: dict) -> float:
+    new, pattern = step.get("content"), step.get("pattern")
+    if not isinstance(new, str):
+        return 2.0
+    old = pattern.get("String") if isinstance(pattern, dict) else None
+    if isinstance(old, str) and old:
+        return max(len(new) / len(old), 1.0)
+    return 1.0 + len(new)  # a pattern that may be found between any two characters
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:

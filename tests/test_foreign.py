@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from cli.main import main
+from cli.tokens import LONGEST_GROWTH, growth
 from engine.checkpoint import INDEX, SINGLE, CheckpointError, Index, parse_config, read_config
 from engine.foreign import ForeignFile, parse_json, read_bytes, read_text
 from gpt_neox import Config
@@ -220,6 +221,25 @@ def test_a_tokenizer_without_an_unknown_token_is_one_line(tmp_path: Path, capsys
     line = capsys.readouterr().err.splitlines()[-1]
     assert "cannot encode the prompt: WordLevel error: Missing [UNK]" in line
     assert main([*arguments, "the ship"]) == 0
+
+
+def replacing(old: dict[str, str], new: str) -> dict:
+    return {"type": "Replace", "pattern": old, "content": new}
+
+
+STEPS = {  # twenty of which a tokenizer has -> whether a text may grow without bound
+    "longer": (replacing({"String": "e"}, "ee"), True),
+    "nothing by something": (replacing({"String": ""}, "e"), True),
+    "what may be nothing": (replacing({"Regex": "e*"}, "e"), True),
+    "as long": (replacing({"String": "e"}, "f"), False),
+    "shorter": (replacing({"String": "ee"}, "f"), False),
+}
+
+
+@pytest.mark.parametrize(("step", "grows"), STEPS.values(), ids=STEPS)
+def test_a_text_that_grows_with_every_step(step: dict, grows: bool) -> None:
+    steps = {"type": "Sequence", "normalizers": [step] * 20}
+    assert (growth(steps) > LONGEST_GROWTH) == grows
 
 
 BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
