@@ -241,9 +241,7 @@ def generate(
     asked for, ValueError for such arguments and MemoryError, and at any step NonFiniteLogits.
     """
     prompt = whole_numbers(prompt)
-    require_arguments(target, prompt, max_new_tokens, sampling, acceptance)
-    if not hasattr(settings, "rule"):
-        raise ValueError(f"{settings!r} is no method's settings, as DynaTree() is")
+    require_arguments(target, prompt, settings, max_new_tokens, sampling, acceptance)
     rule = settings.rule()  # fresh: no generation learns from another
     drafter = choose_drafter(target, draft, rule)
     sampler = sampling.sampler(target.device, watcher and watcher.tried)
@@ -303,18 +301,21 @@ def whole_numbers(prompt: Sequence[int]) -> list[int]:
 def require_arguments(
     target: Model,
     prompt: Sequence[int],
+    settings: Settings,
     max_new_tokens: int,
     sampling: Sampling,
     acceptance: Acceptance | None,
 ) -> None:
-    """Raise ValueError for an empty prompt, an id in it that the target does not know, a text of no
-    tokens, or an acceptance of greedy text."""
+    """Raise ValueError for an empty prompt, an id in it that the target does not know, settings of
+    no method, a text of no tokens, or an acceptance of greedy text."""
     if not prompt:
         raise ValueError("the prompt is empty")
     n_ids = target.config.vocab_size
     for token in prompt:
         if not 0 <= token < n_ids:
             raise ValueError(f"the prompt has id {token}, but the target knows 0 to {n_ids - 1}")
+    if not hasattr(settings, "rule"):
+        raise ValueError(f"{settings!r} is no method's settings, as DynaTree() is")
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens} new tokens: 1 or more")
     if acceptance and sampling.is_greedy:
