@@ -37,7 +37,6 @@ from sampling import Sampling
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_CAPABILITY = (8, 0)  # of the first NVIDIA GPUs that compute in it
-NO_DRAFT = "--method lookup or recycle needs none"
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
 
@@ -273,7 +272,9 @@ def open_pair(
     dtype = choose_dtype(args.dtype, device)
     draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
     if is_drafting and args.target and not args.draft:
-        raise UsageError(f"--target also needs --draft: the method drafts; {NO_DRAFT}")
+        raise UsageError(
+            "--target also needs --draft: the method drafts; --method lookup or recycle needs none"
+        )
     target, draft = default_models(device)
     target = args.target or target
     draft = (args.draft or draft) if is_drafting else None
