@@ -104,7 +104,7 @@ def check_options(options: Options, table: Table, runs: Sequence[Run]) -> None:
     temperatures = table.sizes()["temperature"]
     for value in temperatures:
         if value or not any(temperatures):  # greedy texts beside sampled ones have no use for both
-            choose_sampling(value, options.top_p, options.seed, None, None)
+            choose_sampling(value, options.top_p, options.seed, None)
     if options.dataset and options.prompts:
         raise UsageError("give either --dataset or --prompts")
     if options.pair and (options.target or options.draft):

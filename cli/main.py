@@ -92,7 +92,7 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     way = choose_way(args)
     is_drafting = way.rule().max_depth > 0
     if args.plain and (ranks or not way.is_plain):
-        raise UsageError("--plain has no strict passes, window, rebuilt commit, graphs or ranks")
+        raise UsageError("--plain has no strict passes, window, graphs or ranks")
     text = read_prompt(args.prompt, args.prompt_file)
     require_places(args.page, args.trace)
     if (args.draft or args.draft_dtype) and not is_drafting:
@@ -120,7 +120,6 @@ def rest_of(request: Request) -> dict:
         "max_new_tokens": request.max_new_tokens,
         "eos_ids": request.eos_ids,
         "stop": request.stop,
-        "commit": way.commit,
         "strict": way.strict,
         "prompt_tokens": len(request.prompt),
         "sampling": None if way.sampling == GREEDY else asdict(way.sampling),

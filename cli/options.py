@@ -14,12 +14,11 @@ from cli.errors import UsageError
 from cli.models import Pair
 from draft_tree import Rule
 from engine.checkpoint import DTYPES
-from engine.way import COMMITS, Way, read_way
+from engine.way import Way, read_way
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES, DEFAULTS
 from sampling import GREEDY, Sampling
 
-GUESSES = ("ranked", "drawn")
 MAX_PROMPT_BYTES = 4_000_000  # of a file: a long novel, some 500 times Pythia's positions
 
 
@@ -55,8 +54,6 @@ def add_way_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="of the sampling (0)")
     own = "of the draft (--temperature's where guesses are drawn, 1 where they are ranked)"
     add("--draft-temperature", type=float, metavar="X", help=own)
-    of_greedy = "of greedy text: the draft's likeliest (default), or drawn at its temperature"
-    add("--guesses", choices=GUESSES, help=of_greedy)
     by_kind = ", ".join(f"{kind}: {name}" for kind, name in DEFAULTS.items())
     accept = f"{', '.join(ACCEPTANCES)}: of sampled text (by trees: {by_kind})"
     add_word("--accept", choices=ACCEPTANCES, metavar="A", help=accept)
@@ -65,7 +62,6 @@ def add_way_options(parser: argparse.ArgumentParser) -> None:
     add_word(
         "--sinks", type="sinks={}".format, metavar="N", help="and with a window the first N (4)"
     )
-    add_word("--commit", choices=COMMITS, help="keep rows (default), or rebuild as the paper")
     strict = "strict ar's logits, bit for bit, in any dtype"
     add_word("--strict", action="append_const", const="strict", help=strict)
     add_graphs_option(parser)
@@ -77,10 +73,7 @@ def choose_way(args: argparse.Namespace) -> Way:
         way = read_way(args.method, *args.words)
     except ValueError as error:
         raise UsageError(f"--method {args.method}: {error}") from error
-    draft_options = args.draft_temperature, args.guesses
-    sampling = choose_sampling(args.temperature, args.top_p, args.seed, *draft_options)
-    if args.guesses == "drawn":
-        require_drawing(args.method, way.rule())
+    sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
     if args.draft_temperature is not None:
         require_temperature(args.method, way.rule(), sampling.draws)
     if way.acceptance and sampling.is_greedy:
@@ -89,27 +82,18 @@ def choose_way(args: argparse.Namespace) -> Way:
 
 
 def choose_sampling(
-    temperature: float,
-    top_p: float | None,
-    seed: int | None,
-    draft_temperature: float | None,
-    guesses: str | None,
+    temperature: float, top_p: float | None, seed: int | None, draft_temperature: float | None
 ) -> Sampling:
     """How text is chosen. Raises UsageError, also for options that would have no effect."""
-    is_drawn = guesses == "drawn"
     if temperature == 0:
-        if guesses and draft_temperature is None:
-            raise UsageError(f"--guesses {guesses} of greedy text needs a --draft-temperature")
-        for name, value in {"--top-p": top_p, "--seed": None if is_drawn else seed}.items():
+        for name, value in {"--top-p": top_p, "--seed": seed}.items():
             if value is not None:
                 raise UsageError(f"{name} needs a --temperature above 0")
         if draft_temperature is None:
             return GREEDY
-    elif guesses:
-        raise UsageError(f"--guesses {guesses} is of greedy text: --temperature 0")
     top_p = 1.0 if top_p is None else top_p
     try:
-        return Sampling(temperature, top_p, seed or 0, draft_temperature, is_drawn)
+        return Sampling(temperature, top_p, seed or 0, draft_temperature)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
 
@@ -124,14 +108,6 @@ def require_temperature(row: str, rule: Rule, draws: bool) -> None:
     if not has_temperature(rule, draws):
         why = f"no probability that a draft gives shapes the trees of {row}"
         raise UsageError(f"--draft-temperature has no effect: {why}")
-
-
-def require_drawing(row: str, rule: Rule) -> None:
-    """Raise UsageError, naming the row, if its guesses cannot be drawn from the draft."""
-    if not rule.is_drawing:
-        drawing = [name for name, kind in METHODS.items() if kind().rule().is_drawing]
-        why = f"no guess of {row} is drawn; those of {', '.join(drawing)} can be"
-        raise UsageError(f"--guesses drawn has no effect: {why}")
 
 
 def require_fit(way: Way, pair: Pair, whose: str = "") -> None:

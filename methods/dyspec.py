@@ -1,9 +1,9 @@
 """dyspec: the nodes of the highest estimated value, whatever shape they make (Xiong et al. 2024).
 
 A node's value estimates the chance that its guess is reached and accepted. Ranked children
-(greedy): p(u), the draft's probability of the path. Drawn children (sampling, or where greedy text
-asks for them): the chance that the path is accepted and every elder sibling is not, known before
-the child itself is drawn (Eq. 11; `value_draws` in draft_tree.py).
+(greedy): p(u), the draft's probability of the path. Drawn children (sampled text, and greedy text
+in the paper's tables): the chance that the path is accepted and every elder sibling is not, known
+before the child itself is drawn (Eq. 11; `value_draws` in draft_tree.py).
 
 Two forms. Exact: the N highest values; drawn that is Algorithm 1, ranked the greedy choice of its
 appendix D.1, which Algorithm 1 with the likeliest token for the draw is not: its keys are values
@@ -15,7 +15,7 @@ choice. Threshold (Algorithm 2, whose `while v < t` is a misprint for >=): all
 nodes of value t or more, up to N.
 
     python dynatree.py --method dyspec --set N=32 --prompt "..."
-    python dynatree.py --method dyspec --draft-temperature 0.6 --guesses drawn --prompt "..."
+    python bench.py --table dyspec-1
 """
 
 import math

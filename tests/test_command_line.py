@@ -75,9 +75,7 @@ def test_what_is_asked_for_reaches_the_method(capsys: Captured) -> None:
     assert chain["settings"]["K"] == 3 and 2 < chain["metrics"]["draft_nodes"] <= 3
     off = run_json(capsys, AR[:2] + ["--set", "history=off", "--set", "tau = 0.2"])
     assert off["settings"]["history"] is False and off["settings"]["tau"] == 0.2
-    rebuilt = run_json(capsys, AR[:2] + ["--commit", "rebuild", "--threads", "1"])
-    assert rebuilt["settings"]["commit"] == "rebuild" and rebuilt["settings"]["threads"] == 1
-    assert chain["token_ids"] == off["token_ids"] == rebuilt["token_ids"] == expected
+    assert chain["token_ids"] == off["token_ids"] == expected
 
 
 NOTES = {  # options -> what is said of them before the text, if anything
@@ -120,13 +118,11 @@ def test_sampled_text(method: str, capsys: Captured) -> None:
     assert other["compare"]["exact"] is None and other["compare"]["speedup"] > 0
 
 
-@pytest.mark.parametrize("guesses", [[], ["--guesses", "drawn", "--seed", "3"]])
-def test_greedy_text_by_a_draft_at_a_temperature(guesses: list[str], capsys: Captured) -> None:
+def test_greedy_text_by_a_draft_at_a_temperature(capsys: Captured) -> None:
     """Is held against ar's, and has no acceptance to choose."""
-    options = ["--method", "dyspec", "--draft-temperature", "0.6", *guesses, "--compare"]
+    options = ["--method", "dyspec", "--draft-temperature", "0.6", "--compare"]
     found = run_json(capsys, options + ["--max-new-tokens", "12"])
     assert found["compare"]["exact"] and found["settings"]["acceptance"] is None
-    assert found["settings"]["sampling"]["is_drawn"] == bool(guesses)
 
 
 def test_what_accepts_a_sampled_text_is_chosen(capsys: Captured) -> None:
