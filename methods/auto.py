@@ -27,8 +27,9 @@ from numpy import ndarray
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, lone, setting
 from methods.chances import Counted
-from methods.costs import LEVEL, LEVEL_YIELD, ROW, TREE, Account, Costs
+from methods.costs import LEVEL, LEVEL_YIELD, ROW, SOME_COSTS, TREE, Account, parse_costs
 from methods.ngrams import Context, NGrams
+from methods.settings import text
 
 # The n-grams' candidates are counted by the tokens of context known and the rank of the candidate
 # there, each with a first guess
@@ -78,11 +79,12 @@ class Auto(Settings):
 
     N: int = setting(48, 1, MAX_ROWS, "most rows per tree, root included")
     D_max: int = setting(8, 0, MAX_ROWS - 1, "most levels drafted; 0 needs no draft")
-    c_tree: float = setting(0.3, 0.0, 100.0, "cost of a tree beside its rows, in steps of ar")
-    c_row: float = setting(0.04, 0.0001, 100.0, "cost of a row")
-    c_draft: float = setting(0.2, 0.0, 100.0, "cost of drafting beside its levels")
-    c_level: float = setting(0.4, 0.0, 100.0, "cost of a level drafted")
-    learn: bool = setting(True, False, True, "fit the costs; off: a seed decides a sampled text")
+    costs: str = text(
+        "learned",
+        parse_costs,
+        "of a tree:row:drafting:level, in steps of ar; given, a seed decides a sampled text",
+        SOME_COSTS,
+    )
 
     def rule(self) -> Rule:
         return AutoRule(self)
@@ -106,8 +108,7 @@ class AutoRule(Rule):
         self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT)
         self.counts = Counts(first_guess())
         self.chances = Counted()
-        costs = Costs([1.0, s.c_tree, s.c_row, s.c_draft, s.c_level])
-        self.account = Account(costs, s.learn)
+        self.account = Account(parse_costs(s.costs))
         self.recent: Context = ()  # of the last token before the root
         # All else is of the tree that is being made or verified
         self.tree: Tree | None = None

@@ -6,7 +6,7 @@ tokens it may add are worth a pass of the draft, and the draft runs at all if it
 have been worth more than one without; while it is off, it is probed: that may lose 1 % of the time.
 This is the hardware-aware tree construction that the first DynaTree paper leaves to the future.
 
-    account = Account(Costs([1.0, 0.3, 0.04, 0.2, 0.4]))
+    account = Account()
     account.open()  # a tree begins; account.prices[ROW] is what a row costs, in tokens
     account.take(n_tokens=4, n_rows=12, n_levels=3, ms=7.5)
 """
@@ -16,9 +16,23 @@ from numpy import ndarray
 
 # What an iteration's time is made of, in this order wherever costs are listed
 STEP, TREE, ROW, DRAFTING, LEVEL = range(5)
+FIRST_COSTS = (0.3, 0.04, 0.2, 0.4)  # of all but the first, in steps of ar
 
 LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
 PROBE_SHARE = 0.01  # of the time, that probes may lose
+
+
+SOME_COSTS = ("0.3:0.04:0.2:0.4", "0.1:0.01:0.05:0.05")  # as a user may give them
+
+
+def parse_costs(word: str) -> tuple[float, ...] | None:
+    """The four costs that a word gives; None: they are learned."""
+    if word == "learned":
+        return None
+    costs = tuple(map(float, word.split(":")))
+    if len(costs) != len(FIRST_COSTS) or not all(0 < cost < 100 for cost in costs):
+        raise ValueError("learned, or four numbers between 0 and 100: tree:row:drafting:level")
+    return costs
 
 
 def work_of(n_rows: int, n_levels: int) -> list[float]:
@@ -29,9 +43,9 @@ def work_of(n_rows: int, n_levels: int) -> list[float]:
 class Costs:
     """Milliseconds of an iteration: its work, weighted; the weights are fitted as times come in."""
 
-    def __init__(self, first_guess: list[float]):
-        """first_guess: each cost, in steps of ar."""
-        self.weights = numpy.array(first_guess)  # [5]
+    def __init__(self, first_guess: tuple[float, ...]):
+        """first_guess: each but the first, in steps of ar."""
+        self.weights = numpy.array((1.0, *first_guess))  # [5]
         self.spread = numpy.diag((self.weights * 0.5) ** 2)  # [5, 5], how unsure they are
         self.n_seen = 0
 
@@ -80,10 +94,11 @@ class Worth:
 class Account:
     """What a generation has given and taken so far, and what each cost is worth by that."""
 
-    def __init__(self, costs: Costs, is_learning: bool = True, n_invited: int = 1):
-        """is_learning: from the times that are told; else each is as the first guess has it.
-        n_invited: iterations for which the first guess of drafting counts, which invites a try."""
-        self.costs, self.is_learning = costs, is_learning
+    def __init__(self, costs: tuple[float, ...] | None = None, n_invited: int = 1):
+        """costs: None for those that are learned from the times that are told. n_invited:
+        iterations for which the first guess of drafting counts, which invites a try."""
+        self.costs = Costs(costs or FIRST_COSTS)
+        self.is_learning = costs is None
         self.overall = Worth(1.0, work_of(1, 0))  # all iterations
         self.drafting = Worth(3.3, work_of(9, 3), n_invited - 1)  # those that draft
         self.total_ms = 0.0

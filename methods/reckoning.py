@@ -4,6 +4,7 @@ probabilities.
     chances=counted   path probabilities, confidence, values and thresholds are made of what guesses
                       have been worth in this text (chances.py), not of what the draft says
     stop=cost         what the rule allows is drafted and verified only while it pays (stop.py)
+    stop=0.3:0.04:0.2:0.4   the same by given costs, so that a seed decides a sampled text
 
 A paper's rule is itself without them.
 
@@ -14,8 +15,14 @@ from dataclasses import dataclass
 
 from draft_tree import DynaTree, Rule, Settings, Tree
 from methods.chances import Counted
+from methods.costs import SOME_COSTS, parse_costs
 from methods.settings import choice, text
-from methods.stop import Stop, parse_costs
+from methods.stop import Stop
+
+
+def parse_stop(word: str) -> tuple[float, ...] | None:
+    """The costs that a stop is given; None: there is none, or it learns them."""
+    return None if word in ("own", "cost") else parse_costs(word)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +32,11 @@ class Reckoned(Settings):
     chances: str = choice(
         "believed", ("believed", "counted"), "that a guess is right: as the draft says, or as found"
     )
-    stop: str = choice("own", ("own", "cost"), "own: by the rule alone; cost: by what pays, too")
-    costs: str = text(
-        "learned",
-        parse_costs,
-        "stop=cost, of a tree:row:drafting:level in steps of ar; given, a seed decides the text",
-        ("0.3:0.04:0.2:0.4", "0.1:0.01:0.05:0.05"),
+    stop: str = text(
+        "own",
+        parse_stop,
+        "own: by the rule alone; cost: by what pays, too; or by given costs, as those of auto",
+        ("own", *SOME_COSTS),
     )
 
     def reckoned(self, rule: Rule) -> Rule:
@@ -38,8 +44,8 @@ class Reckoned(Settings):
         tree."""
         if self.chances == "counted":
             count(rule)
-        if self.stop == "cost":
-            Stop(rule, parse_costs(self.costs))
+        if self.stop != "own":
+            Stop(rule, parse_stop(self.stop))
         return rule
 
 

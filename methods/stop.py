@@ -20,23 +20,12 @@ from typing import NamedTuple
 import numpy
 
 from draft_tree import Gates, Level, Rule, Tree, all_open
-from methods.costs import LEVEL, LEVEL_YIELD, ROW, Account, Costs
+from methods.costs import LEVEL, LEVEL_YIELD, ROW, Account
 
-FIRST_COSTS = (0.3, 0.04, 0.2, 0.4)  # of a tree, a row, drafting, a level; in steps of ar
 MEMORY = 0.1  # what one more tree counts in a mean
 INVITED = 10  # trees for which the first guess of drafting counts
 FIRST_SHARE = 0.7  # of its chance to be tried, that a drawn row is accepted
 MOST_YIELD = 0.98  # below 1: else no depth would be too much
-
-
-def parse_costs(word: str) -> tuple[float, ...] | None:
-    """The four costs that a word gives; None: they are learned."""
-    if word == "learned":
-        return None
-    costs = tuple(map(float, word.split(":")))
-    if len(costs) != len(FIRST_COSTS) or not all(0 < cost < 100 for cost in costs):
-        raise ValueError("learned, or four numbers between 0 and 100: tree:row:drafting:level")
-    return costs
 
 
 class Seen(NamedTuple):
@@ -53,8 +42,7 @@ class Stop:
 
     def __init__(self, rule: Rule, costs: tuple[float, ...] | None):
         """rule: whose hooks it stands before. costs: None for those that are learned."""
-        first = Costs([1.0, *(costs or FIRST_COSTS)])
-        self.account = Account(first, is_learning=costs is None, n_invited=INVITED)
+        self.account = Account(costs, n_invited=INVITED)
         self.level_yield = LEVEL_YIELD  # what levels have gained of their parents' chances
         self.share = FIRST_SHARE  # of drawn rows' values, what their draws have left of them
         self.rule = rule

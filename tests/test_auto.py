@@ -15,7 +15,8 @@ from dynatree import Step
 from methods.auto import GUESS_WEIGHT, NGRAM_GUESS, Auto, AutoRule, Counts
 
 N_IDS = 32
-FREE = {"c_tree": 0.0, "c_row": 0.0001, "c_draft": 0.0, "c_level": 0.0}
+FREE = "1e-9:1e-4:1e-9:1e-9"
+USUAL = "0.3:0.04:0.2:0.4"
 
 
 def test_counts_move_from_the_guess_to_what_happens_and_back() -> None:
@@ -58,7 +59,7 @@ def expected_chances(price: float) -> dict[tuple[int, ...], float]:
 
 def test_the_ngrams_are_unrolled_best_first_and_each_node_pays() -> None:
     """The node set is the literal one above the price; of too many, the likeliest."""
-    settings = Auto(D_max=0, c_tree=0.0, c_row=0.02, learn=False)
+    settings = Auto(D_max=0, costs="1e-9:0.02:0.2:0.4")
     tree = grow(taught(settings, BEST), 1, None, 99)
     expected = expected_chances(0.02)
     chances = [math.exp(logprob) for logprob in tree.path_logprobs]
@@ -67,7 +68,7 @@ def test_the_ngrams_are_unrolled_best_first_and_each_node_pays() -> None:
     assert tree.are_retrieved == [False] + [True] * (len(tree) - 1)
     assert tree.depth > 1 == grow(taught(settings, BEST), 1, None, 1).depth
     assert len(grow(taught(settings, BEST), 20, None, 99)) == 1, "of what it never read"
-    small = grow(taught(Auto(D_max=0, N=4, **FREE), BEST), 1, None, 99)
+    small = grow(taught(Auto(D_max=0, N=4, costs=FREE), BEST), 1, None, 99)
     chances = [math.exp(logprob) for logprob in small.path_logprobs]
     best = sorted(expected.values(), reverse=True)[:4]
     assert sorted(chances, reverse=True) == pytest.approx(best)
@@ -77,7 +78,7 @@ def test_each_row_is_remembered_and_counted_as_what_it_is() -> None:
     """By the tokens up to it, and by where it is from; only rows below the path were tried. None is
     both drafted and remembered."""
     for seed in range(20):
-        rule = taught(Auto(N=30, D_max=2, **FREE), dict.fromkeys(range(N_IDS), [0, 1, 2, 3]))
+        rule = taught(Auto(N=30, D_max=2, costs=FREE), dict.fromkeys(range(N_IDS), [0, 1, 2, 3]))
         rule.account.drafting.tokens = 1e6  # so that it drafts
         tree = grow(rule, 7, FakeDraft(seed), 99)
         assert_in_order(tree)
@@ -106,19 +107,19 @@ def n_drafting(steps: list[Step]) -> int:
 
 def test_when_nothing_pays_it_is_ar() -> None:
     target, draft = noisy_pair(3, 0.0)
-    dear = Auto(c_tree=50.0, c_draft=50.0, learn=False)
+    dear = Auto(costs="50:0.04:50:0.4")
     steps = list(generate(target, draft, [3, 1, 4], dear, 100))
     assert all(len(step.tree) == 1 for step in steps[1:])
     assert n_drafting(steps) == 0  # a single probe would take more than 1 % of the time
 
 
 def test_a_perfect_cheap_draft_is_used_and_a_useless_one_is_dropped() -> None:
-    cheap = Auto(c_draft=0.05, c_level=0.05, learn=False)
+    cheap = Auto(costs="0.3:0.04:0.05:0.05")
     target, perfect = noisy_pair(3, 0.0)
     steps = list(generate(target, perfect, [3, 1, 4], cheap, 100))
     assert n_drafting(steps) >= 4 and len(steps) < 40
     adversary = make_draft("adversary", random_tensors(random_config(), 3), {}, 3)
-    steps = list(generate(target, adversary, [3, 1, 4], Auto(learn=False), 200))
+    steps = list(generate(target, adversary, [3, 1, 4], Auto(costs=USUAL), 200))
     assert 0 < n_drafting(steps) < len(steps) / 8
 
 
@@ -129,7 +130,7 @@ def overflowing(tokens: list[int], parents: list[int] | None) -> Candidates:
 
 def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:
     """It was lost if there were n-grams, and so the draft read the root twice."""
-    rule = taught(Auto(**FREE), BEST)
+    rule = taught(Auto(costs=FREE), BEST)
     rule.account.drafting.tokens = 1e6  # so that it drafts
     tree = grow(rule, 1, overflowing, 99)
     assert rule.n_levels == 1 and len(tree) > 1

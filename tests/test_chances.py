@@ -116,7 +116,7 @@ def random_model(seed: int, n_ids: int) -> GPTNeoX:
 WAYS = [("counted", 2, 5), ("counted", 3, 3), ("believed", 3, 3)]
 
 
-@pytest.mark.parametrize("stop", ["own", "cost"])
+@pytest.mark.parametrize("stop", ["own", COSTS], ids=["own", "cost"])
 @pytest.mark.parametrize(("chances", "n_ids", "n_tokens"), WAYS)
 @pytest.mark.parametrize("method", SMALL)
 def test_the_law_is_the_targets(
@@ -124,7 +124,7 @@ def test_the_law_is_the_targets(
 ) -> None:
     """Through generate, over trees of models and what earlier ones have taught. Costs at which some
     rows and levels pay, and others do not."""
-    settings = METHODS[method](chances=chances, stop=stop, costs=COSTS, **SMALL[method])
+    settings = METHODS[method](chances=chances, stop=stop, **SMALL[method])
     pair = random_model(3, n_ids), random_model(4, n_ids)
     assert difference_by_generate(*pair, settings, n_tokens, Sampling(0.8)) < 1e-6
 
@@ -140,11 +140,11 @@ def test_with_stop_by_cost_what_is_dear_is_left_out(method: str) -> None:
         return [sum(step.n_drafted for step in steps), sum(len(s.draft_rows) for s in steps)]
 
     own = rows()
-    free = rows(stop="cost", costs="1e-9:1e-9:1e-9:1e-9")
-    few_rows = rows(stop="cost", costs="1e-9:0.3:1e-9:1e-9")
-    few_levels = rows(stop="cost", costs="1e-9:1e-9:1e-9:0.9")
+    free = rows(stop="1e-9:1e-9:1e-9:1e-9")
+    few_rows = rows(stop="1e-9:0.3:1e-9:1e-9")
+    few_levels = rows(stop="1e-9:1e-9:1e-9:0.9")
     assert free == own
     assert few_rows[0] < own[0] or method == "confident"
     assert few_levels[1] < own[1]
-    drafting = rows(stop="cost", costs="90:1e-9:90:1e-9")
+    drafting = rows(stop="90:1e-9:90:1e-9")
     assert drafting == [0, 0]

@@ -14,7 +14,7 @@ def test_costs_are_found_from_the_times_of_iterations() -> None:
         """A step 5, a tree 2, each row below the root 0.1, a drafting 2, each level 1."""
         return 5 + 2 * (n_rows > 1) + 0.1 * (n_rows - 1) + 2 * (n_levels > 0) + n_levels
 
-    costs = Costs([1.0, 0.2, 0.04, 0.2, 0.4])
+    costs = Costs((0.2, 0.04, 0.2, 0.4))
     assert costs.predict(work_of(11, 0)) == pytest.approx(1.6)
     rng = random.Random(0)
     for i in range(600):
@@ -40,7 +40,7 @@ def test_worth_starts_as_the_guess_and_follows_the_last_ten() -> None:
 
 def test_a_price_is_the_tokens_that_the_time_would_have_given() -> None:
     """Twice the tokens in the same time, and each cost is worth twice as many."""
-    account = Account(Costs([1.0, 0.0, 0.1, 0.0, 0.5]), is_learning=False)
+    account = Account((1e-9, 0.1, 1e-9, 0.5))
     assert account.prices[ROW] == pytest.approx(0.1)
     for _ in range(200):
         account.take(n_tokens=2, n_rows=1, n_levels=0, ms=99.0)
@@ -50,7 +50,7 @@ def test_a_price_is_the_tokens_that_the_time_would_have_given() -> None:
 
 
 def test_a_draft_that_does_not_pay_is_probed_for_one_percent_of_the_time() -> None:
-    account = Account(Costs([1.0, 0.3, 0.04, 0.2, 0.4]), is_learning=False)
+    account = Account((0.3, 0.04, 0.2, 0.4))
     n_probes = 0
     for _ in range(1000):
         account.open()

@@ -204,7 +204,7 @@ FEW_RULES = {
     "grafted, confident": Known(
         Graft(base="dynatree:B_mid=1:B_max=2:tau_l=0.6:D0=1:D_max=2", checkpoints="1@0.4", N=5), 3
     ),
-    "remembered beside drawn": Known(Auto(N=5, D_max=2, c_level=0.01, learn=False), 3),
+    "remembered beside drawn": Known(Auto(N=5, D_max=2, costs="0.3:0.04:0.2:0.01"), 3),
 }
 CASES = [
     (by, rule)
@@ -288,7 +288,7 @@ def test_a_stop_by_cost_does_not_choose_among_drawn_nodes() -> None:
     is b, and not where it is c."""
     draft = torch.tensor([[0.0, 0.6, 0.3, 0.1]] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
     target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
-    settings = DySpec(N=3, D_max=3, stop="cost", costs="1e-9:0.277:1e-9:1e-9")
+    settings = DySpec(N=3, D_max=3, stop="1e-9:0.277:1e-9:1e-9")
     assert error_of(settings, draft, 4, target=target) < 2e-8
 
 
@@ -321,8 +321,8 @@ def test_a_long_text_follows_the_targets_law() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_seed_gives_the_same_text(method: str) -> None:
-    """auto without learning, as it learns from a clock. A tiny temperature is greedy."""
-    settings = Auto(learn=False) if method == "auto" else METHODS[method]()
+    """auto by given costs, as it learns from a clock. A tiny temperature is greedy."""
+    settings = Auto(costs="0.3:0.04:0.2:0.4") if method == "auto" else METHODS[method]()
     target = random_model(0)
     draft = random_model(1, vocab_size=80)
 

@@ -5,7 +5,6 @@ import math
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,8 +47,6 @@ def write(settings: Settings, seed: int, n: int = 24, **how: object) -> list[Ste
 def test_who_watches_changes_nothing(method: str, sampling: Sampling) -> None:
     """The ids, and every tree; of auto only where the clock has no say."""
     settings = random_settings(method, random.Random(method))
-    if method == "auto":
-        settings = replace(settings, learn=False)
     plain = write(settings, 1, sampling=sampling)
     watched = write(settings, 1, sampling=sampling, watcher=Trace(TOKENIZER, settings))
     assert token_ids(plain) == token_ids(watched)
@@ -150,7 +147,7 @@ def test_all_that_is_dropped_is_counted() -> None:
 
 def test_auto_says_what_made_a_tree() -> None:
     """Without levels memory or nothing: never the draft, which it claimed to probe now and then."""
-    settings = METHODS["auto"](D_max=0, learn=False)
+    settings = METHODS["auto"](D_max=0, costs="0.3:0.04:0.2:0.4")
     seen = set()
     for found in iterations(settings, 1, n=1200):
         chosen = found["state"]["chosen"]
