@@ -7,12 +7,14 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 
 import torch
+from tqdm import tqdm
 
 from cli.compare import Comparison, Digests, compare, reference_of
 from cli.errors import Parser, UsageError, run_command_line, say, tell
@@ -38,6 +40,7 @@ from parallel.ranks import Ranks
 from sampling import GREEDY
 
 WARM_UP_STEPS = 8
+LONG_PROMPT = 2000  # tokens
 ENDINGS = """exit status:
   0    or 1: --compare found a text that is not ar's, or the reader has gone
   2    a mistake, in one line
@@ -180,15 +183,37 @@ def stream(request: Request, args: argparse.Namespace, written: Written) -> None
             tell(draw_tree(step.tree, step.path, step.bonus, request.pair.tokenizer, colors))
 
     try:
-        for piece in request.text(told, written.digests, written.trace):
-            written.text.write(piece)
-            if is_streaming:
-                put(piece)
+        with reading(request):
+            for piece in request.text(told, written.digests, written.trace):
+                written.text.write(piece)
+                if is_streaming:
+                    put(piece)
     finally:
         if written.tally.ids:
             if not args.json:
                 put("\n" if is_streaming else written.text.getvalue() + "\n")
             say_summary(request, written.tally)
+
+
+@contextmanager
+def reading(request: Request) -> Iterator[None]:
+    """On a terminal, show how far a long prompt has been read, until it is."""
+    n_tokens, target = len(request.prompt), request.pair.target
+    if n_tokens < LONG_PROMPT or not sys.stderr.isatty():
+        yield
+        return
+
+    def told(n: int) -> None:
+        bar.update(n)
+        if bar.n >= n_tokens:
+            bar.close()
+
+    with tqdm(total=n_tokens, unit="token", desc="prompt", leave=False) as bar:
+        target.told = told
+        try:
+            yield
+        finally:
+            target.told = None
 
 
 def put(text: str) -> None:

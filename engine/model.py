@@ -76,6 +76,8 @@ class FastGPTNeoX(GPTNeoX):
     """A causal language model over an explicit cache; batch 1, no batch axis. Made by
     from_pretrained or from_tensors."""
 
+    told: Callable[[int], None] | None = None  # by prefill, how many tokens more have been read
+
     @classmethod
     def from_pretrained(
         cls,
@@ -190,6 +192,8 @@ class FastGPTNeoX(GPTNeoX):
             if read:
                 read(chunk.tolist(), self.score(x, cache))
             cache.advance(len(chunk))
+            if self.told:
+                self.told(len(chunk))
         return self.score(x[-1:].masked_fill(~is_finite, torch.nan), cache)
 
     def forget(self, cache: FastCache, start: int, n: int) -> None:

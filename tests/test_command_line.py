@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, Captured, pretend_capture
 from tokenizers import Tokenizer, decoders
+from tqdm import tqdm
 
 import cli.main
 import dynatree
@@ -455,3 +456,19 @@ def test_what_python_asks_for_is_checked() -> None:
             next(generate(pair.target, pair.draft, prompt, way, 9))
     with pytest.raises(ValueError, match="'dynatree' is no method's settings"):
         next(dynatree.generate(pair.target, pair.draft, ids, "dynatree", 9))
+
+
+def test_a_long_prompt_shows_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """On a terminal, until it has been read; a short one does not."""
+    told = []
+    monkeypatch.setattr(tqdm, "update", lambda bar, n: told.append((bar.total, n)))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("cli.main.LONG_PROMPT", 700)
+    for words in ("a b c", "ship sail " * 400):
+        assert main(["--prompt", words, "--max-new-tokens", "2"]) == 0
+    n_tokens = told[0][0]
+    assert n_tokens > 700 and len(told) > 1
+    assert sum(n for _, n in told) == n_tokens
+    assert "prompt:" in capsys.readouterr().err
