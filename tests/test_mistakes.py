@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,8 @@ DRAFT = str(TINY / "draft")
     ("text", "line"),
     [
         ("naïve 日本 'a b' \\n", "naïve 日本 'a b' \\n"),
-        ("a\x1b[31mb\x07", "a\\x1b[31mb\\x07"),
-        ("two\nlines\r\x85and\u2028more", "two\\nlines\\r\\x85and\\u2028more"),
-        ("txt\u202eexe", "txt\\u202eexe"),
-        ("\udcff", "\\udcff"),
+        ("a\x1b[31mb\udcff", "a\\x1b[31mb\\udcff"),
+        ("two\nlines\r\u2028or more", "two\\nlines\\r\\u2028or more"),
     ],
 )
 def test_foreign_text_is_shown_and_not_obeyed(text: str, line: str, capsys: Captured) -> None:
@@ -58,8 +55,6 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --prompt-file b", "--prompt"),
     (A + " --device=", "--device: is empty"),
     ("--prompt=", "--prompt: is empty"),
-    ("--prompt=--", "--prompt=--"),
-    (A + " --set=--", "--set=--"),
     ("--prompt \udcff", "UTF-8"),
     ("--prompt-file no/such/file", "no/such/file"),
     ("--prompt-file /dev/zero", "/dev/zero is longer than a prompt"),
@@ -73,12 +68,9 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --set tau=0.1 --set tau=0.1", "tau is set twice"),
     (A + " --set tau_h=0.3", "tau_l < tau_h"),
     (A + " --device tpu", "cuda:N"),
-    (A + " --device cuda:x", "cuda:N"),
     (A + " --device cuda", "--device cpu"),
-    (A + " --device cuda:" + "9" * 20, "--device cpu"),
     (A + " --device cpu --no-graphs", "only cuda has graphs"),
     (A + " --plain --strict", "--plain has no strict passes"),
-    (A + " --plain --window 64", "--plain has no"),
     (A + " --dtype int8", "--dtype int8: there are float32, "),
     (A + " --method ar --draft-dtype int8", "--draft-dtype int8: there are float32, "),
     (A + " --temperature -1", "--temperature -1.0 is not a positive"),
@@ -86,28 +78,20 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --seed 1", "--seed needs a --temperature above 0"),
     (A + " --draft-temperature 0", "--draft-temperature 0.0 is not a positive"),
     (A + " --draft-temperature 1 --method linear", "shapes the trees of linear"),
-    (A + " --draft-temperature 1 --seed 1", "--seed needs a --temperature above 0"),
     (A + " --draft-temperature 1 --top-p .9", "--top-p needs a --temperature"),
     (A + " --accept token", "--accept token needs a --temperature above 0"),
     (A + " --temperature 1 --accept block", "block is for chains"),
     ("--prompt a --method ar --temperature 1 --accept token", "token has no effect: "),
-    (A + " --temperature 1 --draft-temperature 1 --method recycle", "the trees of recycle"),
     (A + " --window 1636", "window=1636: 64 to 1635"),
     (A + " --window 64 --sinks 2000", "sinks=2000 leaves"),
-    (A + " --window 64 --sinks -1", "-1 sinks"),
-    (A + " --window 64 --window 70", "window=70: that is said twice"),
-    (A + " --window x", "window=x: window takes a whole number"),
     (A + " --sinks 4", "sinks=4 needs a window"),
     (A + " --threads 0", "--threads 0"),
-    (A + " --threads 100000", "--threads 100000"),
     (A + " --fast", "--fast"),
-    (A + f" --target ./none --draft {DRAFT}", "./none"),
     (A + " --target ./none --draft ./gone", "'./none' is not a folder, and no hub name; './gone"),
-    (A + f" --target {__file__} --draft {DRAFT}", "not a folder"),
     (A + " --target a/b/c --method ar", "a/b/c"),
+    (A + " --target x --method ar", "'x' is not a folder, and no hub name"),
     (A + f" --target {TARGET}", "--target also needs --draft: the method drafts; --method lookup"),
     (A + " --target . --method ar", "json"),
-    (A + " --target ./no\x1b[31mne\u2028error --method ar", "./no\\x1b[31mne\\u2028error"),
 ]
 
 
@@ -157,11 +141,12 @@ def test_what_ends_a_run_is_one_line(
 
 def test_what_a_gpu_has_not(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_one_gpu(monkeypatch, capability=(7, 5))
-    for index in (1, 128, 256):  # torch keeps eight bits, of which the last is 0
-        assert "cuda:0" in error_line(capsys, main, ["--prompt", "a", "--device", f"cuda:{index}"])
-    for option in ("--dtype", "--draft-dtype"):
-        line = error_line(capsys, main, ["--prompt", "a", option, "bfloat16"])
-        assert f"{option} bfloat16: Pretended GPU has none" in line
+    for option, value, told in (
+        ("--device", "cuda:1", "cuda:0"),
+        ("--dtype", "bfloat16", "--dtype bfloat16: Pretended GPU has none"),
+        ("--draft-dtype", "bfloat16", "--draft-dtype bfloat16: Pretended GPU has none"),
+    ):
+        assert told in error_line(capsys, main, ["--prompt", "a", option, value])
 
 
 def plant_nan(file: Path) -> None:
@@ -170,21 +155,18 @@ def plant_nan(file: Path) -> None:
     save_file(tensors, file)
 
 
-def double(file: Path, part: str) -> None:
+def double(file: Path) -> None:
     """A text forty times, which took all memory and heeded no signal."""
     step = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
-    steps = {"type": "Sequence", f"{part}s": [step] * 40}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {part: steps}))
+    steps = {"type": "Sequence", "normalizers": [step] * 40}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": steps}))
 
 
 DAMAGE = [  # how which file is damaged, and what the line names; more in test_checkpoint.py
-    (Path.unlink, "model.safetensors", "safetensors"),
     (plant_nan, "model.safetensors", "embed_out.weight"),
     (lambda file: file.write_text('{"model_type": "llama"}'), "config.json", "llama"),
     (Path.unlink, "tokenizer.json", "tokenizer.json"),
-    (lambda file: file.write_text("[]"), "tokenizer.json", "tokenizer.json"),
-    (partial(double, part="normalizer"), "tokenizer.json", "its normalizer may make a text 4,096"),
-    (partial(double, part="decoder"), "tokenizer.json", "its decoder may make a text 4,096"),
+    (double, "tokenizer.json", "its normalizer may make a text 4,096"),
 ]
 
 
