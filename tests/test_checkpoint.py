@@ -1,7 +1,5 @@
 """Reading checkpoints: config, weights on disk, and errors that name the cause."""
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,29 +55,18 @@ def test_eos_styles(eos: int | list[int] | None, ids: tuple[int, ...]) -> None:
     assert Config.from_json(PUBLISHED | {"eos_token_id": eos}).eos_ids == ids
 
 
-def without(content: dict[str, object], name: str) -> dict[str, object]:
-    """A copy that lacks one entry."""
-    copy = dict(content)
-    del copy[name]
-    return copy
-
-
-REQUIRED = sorted(PUBLISHED.keys() - {"torch_dtype"})
-REQUIRED_ROPE = ["partial_rotary_factor", "rope_theta"]
-
-
-@pytest.mark.parametrize("field", REQUIRED + REQUIRED_ROPE)
+@pytest.mark.parametrize("field", sorted(PUBLISHED.keys() - {"torch_dtype"}))
 def test_missing_field_is_named(field: str) -> None:
-    if field in ROPE:
-        raw = PUBLISHED | {"rope_parameters": without(ROPE, field)}
-    else:
-        raw = without(PUBLISHED, field)
+    raw = dict(PUBLISHED)
+    del raw[field]
     with pytest.raises(CheckpointError, match=field):
         parse_config(raw)
 
 
 FOREIGN = [  # what is said -> of what
     ("llama", {"model_type": "llama", "hidden_act": "silu"}),
+    ("partial_rotary_factor", {"rope_parameters": {"rope_theta": 10000}}),
+    ("rope_theta", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
     ("rope_type", {"rope_parameters": ROPE | {"rope_type": "yarn"}}),
     ("rope_scaling", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     ("relu", {"hidden_act": "relu"}),
@@ -89,11 +76,6 @@ FOREIGN = [  # what is said -> of what
     ("8 rotary dims of 15", {"hidden_size": 30, "rotary_pct": 0.55}),
     ("1000 .*num_hidden_layers", {"num_hidden_layers": 10**8}),
     ("bool.*use_parallel_residual", {"use_parallel_residual": "false"}),
-    ("bool.*attention_bias", {"attention_bias": 1}),
-    ("bool.*eos_token_id", {"eos_token_id": True}),
-    ("rotary_emb_base", {"rotary_emb_base": 1e39}),
-    ("rope_theta", {"rope_parameters": ROPE | {"rope_theta": -1}}),
-    ("layer_norm_eps", {"layer_norm_eps": 1e-46}),
 ]
 
 
@@ -101,12 +83,6 @@ FOREIGN = [  # what is said -> of what
 def test_foreign_value_is_named(cause: str, changes: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match=cause):
         parse_config(PUBLISHED | changes)
-
-
-@pytest.mark.parametrize("changes", [{"n_heads": 5}, {"rotary_fraction": 1.5}, {"hidden_size": 30}])
-def test_a_config_made_in_python_is_checked(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
-        random_config(**changes)
 
 
 QKV = "gpt_neox.layers.1.attention.query_key_value"
@@ -131,20 +107,12 @@ def write_legacy(folder: Path, tensors: dict[str, Tensor]) -> None:
     write_single(folder, tensors | buffers)
 
 
-def write_halves(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """As published weights are."""
-    write_single(folder, {name: t.half() for name, t in tensors.items()})
-
-
-@pytest.mark.parametrize("write", [write_single, write_several, write_legacy, write_halves])
+@pytest.mark.parametrize("write", [write_single, write_several, write_legacy])
 def test_every_layout_on_disk_is_the_same_model(write: Write, tmp_path: Path) -> None:
-    tensors = {n: t.half().float() for n, t in random_tensors(random_config(), 10).items()}
+    tensors = random_tensors(random_config(), 10)
     write(tmp_path, tensors)
-    model = FastGPTNeoX.from_pretrained(tmp_path, dtype=torch.float32)
-    assert model.dtype == model.new_cache(1).kv.dtype == torch.float32
-    assert torch.equal(
-        run(model, PREFIX), run(FastGPTNeoX.from_tensors(random_config(), tensors), PREFIX)
-    )
+    expected = run(FastGPTNeoX.from_tensors(random_config(), tensors), PREFIX)
+    assert torch.equal(run(FastGPTNeoX.from_pretrained(tmp_path), PREFIX), expected)
 
 
 @pytest.mark.parametrize("stray", [{}, {EMBED_OUT: torch.zeros(96, 32)}], ids=["absent", "stray"])
@@ -159,43 +127,38 @@ def test_tied_embeddings(stray: dict[str, Tensor], tmp_path: Path) -> None:
 def test_no_attention_bias_is_a_zero_bias(tmp_path: Path) -> None:
     """Only qkv and the attention's output lose their bias; the MLP keeps its own."""
     tensors = random_tensors(random_config(), 13)
-    zeros: dict[str, Tensor] = {}
-    kept: dict[str, Tensor] = {}
+    kept = dict(tensors)
     for name, tensor in tensors.items():
         if "attention." in name and name.endswith("bias"):
-            zeros[name] = torch.zeros_like(tensor)
-        else:
-            kept[name] = tensor
-    assert len(zeros) == 4
+            del kept[name]
+            tensors[name] = torch.zeros_like(tensor)
+    assert len(tensors) - len(kept) == 4
     write_single(tmp_path, kept, has_attention_bias=False)
-    expected = run(FastGPTNeoX.from_tensors(random_config(), tensors | zeros), PREFIX)
+    expected = run(FastGPTNeoX.from_tensors(random_config(), tensors), PREFIX)
     assert_close(run(FastGPTNeoX.from_pretrained(tmp_path), PREFIX), expected)
 
 
-@pytest.mark.parametrize("name", [f"{QKV}.weight", f"{QKV}.bias", EMBED_OUT])
+EXTRA = "gpt_neox.layers.2.mlp.dense_h_to_4h.bias"  # of a deeper model
+TENSORS: dict[str, Callable[[dict[str, Tensor]], object]] = {  # what is said -> of what change
+    f"lacks .*{QKV}.weight": lambda tensors: tensors.pop(f"{QKV}.weight"),
+    f"lacks .*{EMBED_OUT}": lambda tensors: tensors.pop(EMBED_OUT),
+    f"{QKV}.bias is .*config": lambda tensors: tensors.update({f"{QKV}.bias": torch.zeros(95)}),
+    f"{EMBED_OUT} is .*config": lambda tensors: tensors.update({EMBED_OUT: torch.zeros(32, 96)}),
+    f"does not: {EXTRA}": lambda tensors: tensors.update({EXTRA: torch.zeros(64)}),
+}
+
+
+@pytest.mark.parametrize("cause", TENSORS)
 @pytest.mark.parametrize("write", [write_single, write_several])
 def test_missing_misshapen_and_extra_tensors_are_named(
-    name: str, write: Write, tmp_path: Path
+    cause: str, write: Write, tmp_path: Path
 ) -> None:
     """A transpose has the right number of elements; a deeper model holds all of a shallower one."""
     tensors = random_tensors(random_config(), 14)
-    if tensors[name].ndim == 2:
-        misshapen = tensors[name].t().contiguous()
-    else:
-        misshapen = tensors[name][:-1]
-    extra = "gpt_neox.layers.2.mlp.dense_h_to_4h.bias"
-    cases = {
-        f"lacks .*{name}": without(tensors, name),
-        f"{name} is .*config": tensors | {name: misshapen},
-        extra: tensors | {extra: torch.zeros(64)},
-    }
-    for cause, on_disk in cases.items():
-        write(tmp_path, on_disk)
-        with pytest.raises(CheckpointError, match=cause):
-            FastGPTNeoX.from_pretrained(tmp_path)
-        if cause != extra:
-            with pytest.raises(CheckpointError, match=cause):
-                FastGPTNeoX.from_tensors(random_config(), on_disk)
+    TENSORS[cause](tensors)
+    write(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=cause):
+        FastGPTNeoX.from_pretrained(tmp_path)
 
 
 def cut_at(at: int) -> Damage:
@@ -205,12 +168,6 @@ def cut_at(at: int) -> Damage:
 
 def say(content: str) -> Damage:
     return lambda file: file.write_text(content)
-
-
-def block(file: Path) -> None:
-    """Whoever opens it waits for ever."""
-    file.unlink()
-    os.mkfifo(file)
 
 
 SHARD = "model-1.safetensors"
@@ -224,12 +181,12 @@ DAMAGE = {  # which file is damaged, and how -> cause
     "shard": (SHARD, Path.unlink, "model-1.safetensors is not there"),
     "index": (INDEX, cut_at(40), "truncated"),
     "no map": (INDEX, say('{"metadata": {}}'), "weight_map"),
-    "below": (INDEX, say('{"weight_map": {"a": "b/x.safetensors"}}'), "no safetensors file in its"),
-    "pickle": (INDEX, say('{"weight_map": {"a": "x.bin"}}'), "no safetensors file in its"),
-    **{
-        f"fifo {name}": (name, block, "not a file")
-        for name in ("config.json", SINGLE, INDEX, SHARD)
-    },
+    "below": (
+        INDEX,
+        say('{"weight_map": {"a": "../x.safetensors"}}'),
+        "no safetensors file in its",
+    ),
+    "pickle": (INDEX, say('{"weight_map": {"a": "x.bin"}}'), "no safetensors file in"),
 }
 
 
@@ -245,45 +202,27 @@ def test_damaged_folder_is_one_clear_line(
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_shard_outside_the_folder_is_refused_where_it_exists(tmp_path: Path) -> None:
-    """It was read: an index may come from anyone, and what lies beside its folder may not."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    write_single(folder, random_tensors(random_config(), 15))
-    outside = (folder / SINGLE).rename(tmp_path / SINGLE)
-    for name in (f"../{SINGLE}", f"sub/../../{SINGLE}", str(outside)):
-        (folder / INDEX).write_text(json.dumps({"weight_map": {EMBED_IN: name}}))
-        with pytest.raises(CheckpointError, match="no safetensors file in its folder"):
-            FastGPTNeoX.from_pretrained(folder)
-
-
-NO_FLOATS = {"I8": torch.int8, "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool}
-NO_FLOATS |= {"C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
-NO_FLOATS |= {"F4": torch.float4_e2m1fn_x2}
-
-
-@pytest.mark.parametrize(("name", "dtype"), NO_FLOATS.items())
+@pytest.mark.parametrize(("name", "dtype"), [("I8", torch.int8), ("U8", torch.uint8)])
 def test_only_floating_types_load(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Whole numbers were cast to float in silence: a quantised checkpoint then wrote nonsense."""
     tensors = random_tensors(random_config(), 15)
-    n_bytes = torch.empty(0, dtype=dtype).element_size()
-    raw = torch.zeros(96, 32 * n_bytes, dtype=torch.uint8)
-    tensors[EMBED_IN] = raw.view(dtype)
-    write_single(tmp_path, tensors)
+    write_single(tmp_path, tensors | {EMBED_IN: torch.zeros(96, 32, dtype=dtype)})
     with pytest.raises(CheckpointError, match=f"{EMBED_IN} is {name}; only floating types load"):
         FastGPTNeoX.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-)
+FLOATS = [torch.float64, torch.half, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_every_floating_type_loads(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {name: t.to(dtype) for name, t in random_tensors(random_config(), 15).items()}
     write_single(tmp_path, tensors)
-    expected = FastGPTNeoX.from_tensors(
-        random_config(), {name: t.float() for name, t in tensors.items()}
-    )
-    assert torch.equal(run(FastGPTNeoX.from_pretrained(tmp_path), PREFIX), run(expected, PREFIX))
+    floats = {name: t.float() for name, t in tensors.items()}
+    expected = run(FastGPTNeoX.from_tensors(random_config(), floats), PREFIX)
+    model = FastGPTNeoX.from_pretrained(tmp_path, dtype=torch.float32)
+    assert model.dtype == model.new_cache(1).kv.dtype == torch.float32
+    assert torch.equal(run(model, PREFIX), expected)
 
 
 def test_a_model_of_many_positions_takes_memory_for_those_in_use(tmp_path: Path) -> None:
