@@ -418,9 +418,10 @@ def test_no_step_is_kept(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_terminal_is_not_told_what_to_do(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for is_terminal, expected in ((True, "a\\x1b[2J\n"), (False, "a\x1b[2J\n")):
+    text = "a\x1b[2J\x9bb\r\n\tc\xa0é\n"
+    for is_terminal, expected in ((True, "a\\x1b[2J\\x9bb\\r\n\tc\xa0é\n"), (False, text)):
         monkeypatch.setattr(sys.stdout, "isatty", lambda answer=is_terminal: answer)
-        cli.main.put("a\x1b[2J\n")
+        cli.main.put(text)
         assert capsys.readouterr().out == expected
 
 
