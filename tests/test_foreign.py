@@ -223,7 +223,7 @@ def test_what_is_no_results_file(capsys: Captured, tmp_path: Path) -> None:
 BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
 PAIRS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
 WORDS = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "absent"}
-ODD_TOKENIZERS = [  # what is odd in the file -> what is said; test_command_line.py has decoding
+ODD_TOKENIZERS = [  # what is odd in the file -> what is said
     ({"model": PAIRS | {"continuing_subword_prefix": "##"}}, "is not a tokenizer"),
     ({"pre_tokenizer": BACKTRACKING | {"invert": False}}, "the tokenizer cannot encode the prompt"),
     ({"model": WORDS}, "cannot encode the prompt: WordLevel error: Missing [UNK]"),
