@@ -3,7 +3,6 @@
 Also the checkpoints that are unusual but right, which must pass.
 """
 
-import errno
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from cli.errors import say, shown
+from cli.errors import say
 from cli.main import main
 from cli.models import encode, load_tokenizer
 
@@ -34,19 +33,15 @@ TARGET = str(TINY / "target")
 DRAFT = str(TINY / "draft")
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
+def test_foreign_text_is_shown_and_not_obeyed(capsys: Captured) -> None:
+    """An escape in a file's name turned the terminal red, a newline made two lines of one."""
+    for text, line in (
         ("naïve 日本 'a b' \\n", "naïve 日本 'a b' \\n"),
         ("a\x1b[31mb\udcff", "a\\x1b[31mb\\udcff"),
         ("two\nlines\r\u2028or more", "two\\nlines\\r\\u2028or more"),
-    ],
-)
-def test_foreign_text_is_shown_and_not_obeyed(text: str, line: str, capsys: Captured) -> None:
-    """An escape in a file's name turned the terminal red, a newline made two lines of one."""
-    assert shown(text) == line
-    say(text)
-    assert capsys.readouterr().err == f"{line}\n"
+    ):
+        say(text)
+        assert capsys.readouterr().err == f"{line}\n"
 
 
 A = "--prompt a"
@@ -60,13 +55,9 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     ("--prompt-file /dev/zero", "/dev/zero is longer than a prompt"),
     ("--prompt-file .", "cannot be read"),
     (A + " --max-new-tokens 0", "--max-new-tokens 0"),
-    (A + " --max-new-tokens ten", "ten"),
     (A + " --max-new-tokens 99999999999999999999", "these lower it: a 16-bit"),
     (A + " --method magic", "dynatree"),
     (A + " --set width=3", "tau_h"),
-    (A + " --method ar --set K=3", "rows"),
-    (A + " --set tau=0.1 --set tau=0.1", "tau is set twice"),
-    (A + " --set tau_h=0.3", "tau_l < tau_h"),
     (A + " --device tpu", "cuda:N"),
     (A + " --device cuda", "--device cpu"),
     (A + " --device cpu --no-graphs", "only cuda has graphs"),
@@ -80,10 +71,8 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --draft-temperature 1 --method linear", "shapes the trees of linear"),
     (A + " --draft-temperature 1 --top-p .9", "--top-p needs a --temperature"),
     (A + " --accept token", "--accept token needs a --temperature above 0"),
-    (A + " --temperature 1 --accept block", "block is for chains"),
     ("--prompt a --method ar --temperature 1 --accept token", "token has no effect: "),
     (A + " --window 1636", "window=1636: 64 to 1635"),
-    (A + " --window 64 --sinks 2000", "sinks=2000 leaves"),
     (A + " --sinks 4", "sinks=4 needs a window"),
     (A + " --threads 0", "--threads 0"),
     (A + " --fast", "--fast"),
@@ -111,19 +100,12 @@ ENDS = [  # what ends a run, its status, and a word of the line
     (torch.OutOfMemoryError("no room"), 2, "no room; these lower it"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes."), 2, "9 bytes.; these"),
     (RuntimeError("std::bad_alloc"), 2, "these lower it"),
-    (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), 2, "Too many open files"),
 ]
 
 
-@pytest.mark.parametrize("is_debugging", [False, True])
 @pytest.mark.parametrize(("error", "status", "told"), ENDS)
 def test_what_ends_a_run_is_one_line(
-    error: Exception,
-    status: int,
-    told: str,
-    is_debugging: bool,
-    capsys: Captured,
-    monkeypatch: pytest.MonkeyPatch,
+    error: Exception, status: int, told: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a traceback for those who ask for it."""
 
@@ -131,12 +113,13 @@ def test_what_ends_a_run_is_one_line(
         raise error
 
     monkeypatch.setattr("cli.main.prepare", fail)
-    assert main(["--prompt", "a"] + ["--debug"] * is_debugging) == status
+    assert main(["--prompt", "a"]) == status
     captured = capsys.readouterr()
-    *others, line = captured.err.splitlines()
-    assert line.startswith("error: ") and re.search(told, line)
-    assert bool(others) is ("Traceback" in captured.err) is is_debugging
-    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ") and re.search(told, line) and captured.out == ""
+    assert main(["--prompt", "a", "--debug"]) == status
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback") and said.endswith(f"\n{line}\n")
 
 
 def test_what_a_gpu_has_not(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,27 +158,25 @@ def test_a_damaged_file_is_one_line(
     damage: Callable[[Path], None], file: str, hint: str, capsys: Captured, tmp_path: Path
 ) -> None:
     """Of a target, and if a draft has that file of its own, of a draft."""
-    folder = tmp_path / "model"
-    shutil.copytree(TARGET, folder)
-    damage(folder / file)
-    for models in ((str(folder), DRAFT), (TARGET, str(folder))):
-        arguments = ["--prompt", "a", "--target", models[0], "--draft", models[1]]
+    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / file)
+    for target, draft in ((str(tmp_path), DRAFT), (TARGET, str(tmp_path))):
+        arguments = ["--prompt", "a", "--target", target, "--draft", draft]
         assert hint in error_line(capsys, main, arguments)
 
 
 def test_tokenizers_that_differ_are_refused(capsys: Captured, tmp_path: Path) -> None:
     """But not for a length and padding that training code has left in a file."""
-    folder = tmp_path / "model"
-    shutil.copytree(DRAFT, folder)
-    file = folder / "tokenizer.json"
-    pair = ["--max-new-tokens", "4", "--target", TARGET, "--draft", str(folder)]
-    tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
+    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(file))
-    ids = encode(PROMPT, load_tokenizer(folder), 4096)
-    assert len(ids) == 7 and ids == load_tokenizer(TINY / "target").encode(PROMPT).ids
-    assert main(["--prompt", PROMPT] + pair) == 0
+    assert len(encode(PROMPT, load_tokenizer(tmp_path), 4096)) == 7
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "4"]
+    arguments += ["--target", TARGET, "--draft", str(tmp_path)]
+    assert main(arguments) == 0
     capsys.readouterr()
     content = json.loads(file.read_text())
     model = content["model"]
@@ -206,18 +187,18 @@ def test_tokenizers_that_differ_are_refused(capsys: Captured, tmp_path: Path) ->
         ({"model": model | {"vocab": model["vocab"] | {"zzzz": 4096}}}, "vocabulary"),
     ):
         file.write_text(json.dumps(content | changes))
-        line = error_line(capsys, main, ["--prompt", PROMPT] + pair)
+        line = error_line(capsys, main, arguments)
         assert line.endswith(f"tokenizers differ: {part}")
 
 
 def test_non_finite_target_names_the_way_out(capsys: Captured, tmp_path: Path) -> None:
     """Weights that are finite, but whose products overflow in float16."""
-    shutil.copytree(TARGET, tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
+    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     tensors["gpt_neox.layers.0.attention.query_key_value.weight"] *= 30000
     save_file(tensors, file)
-    arguments = ["--prompt", "a", "--max-new-tokens", "3", "--target", str(file.parent)]
+    arguments = ["--prompt", "a", "--max-new-tokens", "3", "--target", str(tmp_path)]
     arguments += ["--draft", DRAFT]
     assert "--dtype bfloat16" in error_line(capsys, main, arguments + ["--dtype", "float16"])
     assert main(arguments) == 0
