@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from conftest import ROOT, TINY, Captured, fix_shapes, pretend_capture
+from conftest import ROOT, TINY, Captured
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -29,7 +29,6 @@ from cli.tokens import StopTexts
 from dynatree import Step
 from engine.decoding import generate
 from engine.memory import OutOfMemory
-from engine.model import FastGPTNeoX
 from engine.way import Way, read_way
 from methods import METHODS
 from methods.acceptances import DEFAULTS
@@ -203,22 +202,6 @@ def test_the_plain_model_writes_the_same(capsys: Captured) -> None:
     plain = run_json(capsys, ["--max-new-tokens", "40", "--plain", "--compare"])
     assert plain["token_ids"] == report["token_ids"] and plain["compare"]["exact"]
     assert plain["metrics"]["iterations"] == report["metrics"]["iterations"]
-
-
-def test_graphs_are_told_apart(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA does by default, with captures that are only pretended."""
-    pretend_capture(monkeypatch)
-    load = FastGPTNeoX.from_pretrained
-
-    def as_on_cuda(*args: object) -> FastGPTNeoX:
-        model = load(*args)
-        fix_shapes(model)
-        return model
-
-    monkeypatch.setattr(FastGPTNeoX, "from_pretrained", as_on_cuda)
-    assert main(["--prompt", PROMPT, "--max-new-tokens", "5", "--method", "ar"]) == 0
-    told = r"captured 1 graph in \d+\.\d s, which no figure counts"
-    assert re.search(told, capsys.readouterr().err)
 
 
 def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) -> None:

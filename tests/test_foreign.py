@@ -38,15 +38,14 @@ ODD = (10**8, 10**9, 10**20, -(10**30), 2**63, 1e300, 1e-300, -1, 0, 1, 7, 2.5, 
 ODD += (None, True, False, "", "false", "9", "ar", "../x", [], {}, [[]], {"a": 1}, ["x"])
 
 
-def places(value: object) -> list[tuple[list | dict, int | str]]:
-    """Where every value in a parsed file stands: in a list or an object, at an index or a key."""
-    if not isinstance(value, list | dict):
-        return []
-    keys = list(value) if isinstance(value, dict) else range(len(value))
-    found = [(value, key) for key in keys]
-    for key in keys:
-        found += places(value[key])
-    return found
+def place(value: list | dict, rng: random.Random) -> tuple[list | dict, int | str]:
+    """Where a value stands: in a list or an object, at an index or a key; as often high as deep."""
+    found = []
+    while isinstance(value, list | dict) and value:
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        found.append((value, key))
+        value = value[key]
+    return rng.choice(found)
 
 
 def mutated(text: bytes, rng: random.Random) -> bytes:
@@ -58,14 +57,14 @@ def mutated(text: bytes, rng: random.Random) -> bytes:
     if how == "flip":
         return text[:at] + rng.randbytes(1) + text[at + 1 :]
     content = json.loads(text)
-    holder, key = rng.choice(places(content))
+    holder, key = place(content, rng)
     if how == "drop":
         del holder[key]
     elif how == "nest":
         holder[key] = [holder[key]]
     elif how == "move":
-        other, place = rng.choice(places(content))
-        holder[key] = deepcopy(other[place])
+        other, at = place(content, rng)
+        holder[key] = deepcopy(other[at])
     else:
         holder[key] = rng.choice(ODD)
     changed = json.dumps(content)
@@ -176,6 +175,7 @@ def results_file(table: str) -> dict:
     for record in content["records"]:
         record |= {"token_ids": record["token_ids"][:3], "predicted_ms": 10.0}
     difference = {"at": 1, "gap": None, "is_tie": False}
+    content["runs"][1]["published"]["throughput"] = "119.4"
     content["records"][4] |= {"token_ids": [1], "difference": difference}
     return content
 
@@ -203,7 +203,7 @@ def test_a_mutated_results_file_is_shown_or_refused(
     rng = random.Random(f"{table} {kind}")
     valid = json.dumps(results_file(table)).encode()
     outcomes = set()
-    for _ in range(50):
+    for _ in range(200):
         line = shown(mutated(valid, rng), kind, tmp_path / "r.json", capsys)
         outcomes.add(line == "")
     assert outcomes == {True, False}
@@ -220,12 +220,10 @@ def test_what_is_no_results_file(capsys: Captured, tmp_path: Path) -> None:
         assert "r.json" in line and said in line
 
 
-BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
 PAIRS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
 WORDS = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "absent"}
 ODD_TOKENIZERS = [  # what is odd in the file -> what is said
     ({"model": PAIRS | {"continuing_subword_prefix": "##"}}, "is not a tokenizer"),
-    ({"pre_tokenizer": BACKTRACKING | {"invert": False}}, "the tokenizer cannot encode the prompt"),
     ({"model": WORDS}, "cannot encode the prompt: WordLevel error: Missing [UNK]"),
 ]
 
@@ -243,17 +241,14 @@ def test_a_tokenizer_that_gives_up_ends_in_one_line(
     assert said in err.splitlines()[-1] and "Traceback" not in err
 
 
-GROWING = [
-    ({"String": "e"}, "ee", True),
-    ({"Regex": "e*"}, "e", True),
-    ({"String": "e"}, "f", False),
-]
-
-
-@pytest.mark.parametrize(("pattern", "content", "grows"), GROWING)
-def test_a_text_that_grows_with_every_step(pattern: dict, content: str, grows: bool) -> None:
-    step = {"type": "Replace", "pattern": pattern, "content": content}
-    assert (growth({"normalizers": [step] * 20}) > LONGEST_GROWTH) == grows
+def test_a_text_that_grows_with_every_step() -> None:
+    for pattern, content, grows in (
+        ({"String": "e"}, "ee", True),
+        ({"Regex": "e*"}, "e", True),
+        ({"String": "e"}, "f", False),
+    ):
+        step = {"type": "Replace", "pattern": pattern, "content": content}
+        assert (growth({"normalizers": [step] * 20}) > LONGEST_GROWTH) == grows
 
 
 NO_FILES: dict[str, Callable[[Path], object]] = {  # what is said -> of what

@@ -20,13 +20,7 @@ from huggingface_hub import constants
 from pytest import MonkeyPatch
 from test_interrupts import ended, started, wait_for
 
-from benchmark.prompts import (
-    SCRIPT_FILE,
-    WIKITEXT_FILE,
-    WIKITEXT_REPOSITORY,
-    WIKITEXT_ZIP,
-    load_prompts,
-)
+from benchmark import prompts
 from cli.errors import UsageError
 from cli.main import main
 from cli.models import load_pair
@@ -77,9 +71,6 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Nothing on stderr: there the tests read what a user would."""
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         hub: Hub = self.server
         hub.asked.append(f"{self.command} {self.path}")
@@ -94,6 +85,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
+
+    do_HEAD = do_GET
 
 
 @pytest.fixture
@@ -229,17 +222,17 @@ def test_wikitext(hub: Hub) -> None:
     """Fetched once; a mistake is one line that names the other datasets."""
     text, archive = "word " * 50, BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        file.writestr(WIKITEXT_FILE, text)
-        file.writestr(SCRIPT_FILE, text.upper())
-    hub.add(WIKITEXT_REPOSITORY, {WIKITEXT_ZIP: archive.getvalue()}, kind="datasets")
+        file.writestr(prompts.WIKITEXT_FILE, text)
+        file.writestr(prompts.SCRIPT_FILE, text.upper())
+    where = prompts.WIKITEXT_REPOSITORY
+    hub.add(where, {prompts.WIKITEXT_ZIP: archive.getvalue()}, kind="datasets")
     hub.status = 503
     with pytest.raises(UsageError, match="^wikitext2 .*503.*--dataset builtin or --prompts FILE"):
-        load_prompts("wikitext2", None)
+        prompts.load_prompts("wikitext2", None)
     hub.status = 200
-    for _ in range(2):
-        assert load_prompts("wikitext2", None) == [text.strip()]
-    assert load_prompts("wikitext2-script", None) == [text.upper().strip()]
-    assert hub.fetched() == [WIKITEXT_ZIP]
-    hub.add(WIKITEXT_REPOSITORY, {WIKITEXT_ZIP: b"no zip"}, kind="datasets")
+    for name, expected in (("wikitext2", text), ("wikitext2-script", text.upper())):
+        assert prompts.load_prompts(name, None) == [expected.strip()]
+    assert hub.fetched() == [prompts.WIKITEXT_ZIP]
+    hub.add(where, {prompts.WIKITEXT_ZIP: b"no zip"}, kind="datasets")
     with pytest.raises(UsageError, match="not the WikiText-2 archive.*--prompts FILE"):
-        load_prompts("wikitext2", None)
+        prompts.load_prompts("wikitext2", None)
