@@ -175,7 +175,6 @@ def results_file(table: str) -> dict:
     for record in content["records"]:
         record |= {"token_ids": record["token_ids"][:3], "predicted_ms": 10.0}
     difference = {"at": 1, "gap": None, "is_tie": False}
-    content["runs"][1]["published"]["throughput"] = "119.4"
     content["records"][4] |= {"token_ids": [1], "difference": difference}
     return content
 
