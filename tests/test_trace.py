@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Captured, error_line, generate, random_model, random_settings
+from conftest import TINY, Captured, error_line, generate, make_tree, random_model, random_settings
 from tokenizers import Tokenizer
 
 from cli.main import main
@@ -21,7 +21,7 @@ from cli.trace import (
     describe_base,
     meanings,
 )
-from draft_tree import DynaTree, Settings
+from draft_tree import DynaTree, Settings, Tree
 from dynatree import Step
 from methods import METHODS
 from sampling import GREEDY, Sampling
@@ -92,7 +92,7 @@ def test_dynatrees_gates_have_their_reasons() -> None:
     for seed in range(12):
         for found in iterations(s, seed):
             tree = found["tree"]
-            depths = depths_of(tree["parents"])
+            depths = tree_of(found).depths
             for row, gate in enumerate(tree["stopped"]):
                 counts[f"stopped {gate}"] = counts.get(f"stopped {gate}", 0) + 1
                 p = tree["p"][row]
@@ -127,11 +127,9 @@ def breadth(confidence: float) -> int:
     return 3 if confidence < 0.4 else 2
 
 
-def depths_of(parents: list[int]) -> list[int]:
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    return depths
+def tree_of(found: dict) -> Tree:
+    """Of an iteration of a trace."""
+    return make_tree(found["tree"]["tokens"], found["tree"]["parents"])
 
 
 def test_all_that_is_dropped_is_counted() -> None:
