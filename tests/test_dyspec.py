@@ -8,14 +8,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from test_draft_tree import (
-    ROOT,
-    VOCAB,
-    FakeDraft,
-    Path,
-    assert_well_formed,
-    paths,
-)
+from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, paths
 from torch import Tensor
 
 from draft_tree import grow, value_draws

@@ -5,14 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_draft_tree import (
-    ROOT,
-    Even,
-    FakeDraft,
-    Path,
-    assert_well_formed,
-    paths,
-)
+from test_draft_tree import ROOT, Even, FakeDraft, Path, assert_well_formed, paths
 
 from draft_tree import grow
 from methods.opttree import OptTree

@@ -4,14 +4,7 @@ import math
 
 import pytest
 import torch
-from test_draft_tree import (
-    ROOT,
-    VOCAB,
-    FakeDraft,
-    Path,
-    assert_well_formed,
-    paths,
-)
+from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, paths
 from torch import Tensor
 
 from draft_tree import grow

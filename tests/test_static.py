@@ -4,13 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_draft_tree import (
-    ROOT,
-    VOCAB,
-    FakeDraft,
-    Path,
-    paths,
-)
+from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, paths
 
 from draft_tree import grow
 from methods.static import ConfidentChain, SpecInfer

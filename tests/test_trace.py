@@ -1,10 +1,12 @@
 """--trace and --page: the data is what the rules decided and what the run did."""
 
+import itertools
 import json
 import math
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,10 @@ from tokenizers import Tokenizer
 
 from cli.main import main
 from cli.metrics import token_ids
-from cli.trace import (
-    MOST_DROPPED,
-    NO_LEVEL_LEFT,
-    Trace,
-    describe_base,
-    meanings,
-)
+from cli.trace import MOST_DROPPED, NO_LEVEL_LEFT, Trace, describe_base, meanings
 from draft_tree import DynaTree, Settings, Tree
 from dynatree import Step
+from gpt_neox import GPTNeoX
 from methods import METHODS
 from sampling import GREEDY, Sampling
 
@@ -30,14 +27,15 @@ TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]
 
 
-def write(settings: Settings, seed: int, n: int = 24, **how: object) -> list[Step]:
-    target = random_model(seed)
-    draft = random_model(seed)  # as good as it gets, so that trees are deep
-    watcher = how.get("watcher")
+def write(
+    settings: Settings, seed: int, n: int = 24, draft: GPTNeoX | None = None, **how: object
+) -> list[Step]:
+    """By a draft as good as it gets, so that trees are deep, unless there is another one."""
+    models = random_model(seed), draft or random_model(seed)
     steps = []
-    for step in generate(target, draft, [1, 2, 3, seed], settings, n, **how):
-        if watcher:
-            watcher.add(step)
+    for step in generate(*models, [1, 2, 3, seed], settings, n, **how):
+        if "watcher" in how:
+            how["watcher"].add(step)
         steps.append(step)
     return steps
 
@@ -87,44 +85,35 @@ def iterations(settings: Settings, seed: int, **how: object) -> list[dict]:
 def test_dynatrees_gates_have_their_reasons() -> None:
     """By the numbers beside them, for every node and every candidate of many trees."""
     s = DynaTree(tau=0.02, D0=2, D_max=4, N_max=6, rho_stop=0.05, history=False)
-    counts: dict[str, int] = {}
-    both = 0
-    for seed in range(12):
-        for found in iterations(s, seed):
-            tree = found["tree"]
-            depths = tree_of(found).depths
-            for row, gate in enumerate(tree["stopped"]):
-                counts[f"stopped {gate}"] = counts.get(f"stopped {gate}", 0) + 1
-                p = tree["p"][row]
-                reasons = {
-                    None: tree["slots"][row] >= 0,
-                    "rho_stop": depths[row] < 2 and p < 0.05,
-                    "rho_deep": 2 <= depths[row] < 4 and p < 0.5,
-                    "D_max": depths[row] == 4,
-                    "N_max": len(tree["tokens"]) == 6,
-                    NO_LEVEL_LEFT: depths[row] == max(depths),
-                }
-                assert reasons[gate], (gate, row, tree)
-            for row, _, p, gate in tree["dropped"]:
-                counts[gate] = counts.get(gate, 0) + 1
-                n_children = tree["parents"].count(row)
-                reasons = {
-                    "tau": p < 0.02,
-                    "confidence": n_children <= tree["breadth"][row],
-                    "N_max": len(tree["tokens"]) == 6 and p >= 0.02,
-                }
-                assert reasons[gate], (gate, row, tree)
-                assert tree["breadth"][row] == breadth(tree["confidence"][row])
-                both += gate == "confidence" and p < 0.02
-    assert {"tau", "confidence", "N_max", "stopped D_max", "stopped rho_deep"} <= set(counts)
-    assert both  # the first gate that closes is named
-
-
-def breadth(confidence: float) -> int:
-    """B(u) of the paper's Eq. for the default bars."""
-    if confidence >= 0.9:
-        return 1
-    return 3 if confidence < 0.4 else 2
+    seen: Counter[str] = Counter()
+    for found in itertools.chain(*(iterations(s, seed) for seed in range(12))):
+        tree, depths = found["tree"], tree_of(found).depths
+        for row, gate in enumerate(tree["stopped"]):
+            seen[f"stopped {gate}"] += 1
+            p = tree["p"][row]
+            reasons = {
+                None: tree["slots"][row] >= 0,
+                "rho_stop": depths[row] < 2 and p < 0.05,
+                "rho_deep": 2 <= depths[row] < 4 and p < 0.5,
+                "D_max": depths[row] == 4,
+                "N_max": len(depths) == 6,
+                NO_LEVEL_LEFT: depths[row] == max(depths),
+            }
+            assert reasons[gate], (gate, row, tree)
+        for row, _, p, gate in tree["dropped"]:
+            seen[gate] += 1
+            breadth = tree["breadth"][row]
+            reasons = {
+                "tau": p < 0.02,
+                "confidence": tree["parents"].count(row) <= breadth,
+                "N_max": len(depths) == 6 and p >= 0.02,
+            }
+            assert reasons[gate], (gate, row, tree)
+            confidence = tree["confidence"][row]
+            assert breadth == 1 + (confidence < 0.9) + (confidence < 0.4)
+            seen["both gates"] += gate == "confidence" and p < 0.02  # the first is named
+    assert set(seen) >= {"tau", "confidence", "N_max", "stopped D_max", "stopped rho_deep"}
+    assert seen["both gates"]
 
 
 def tree_of(found: dict) -> Tree:
@@ -141,17 +130,6 @@ def test_all_that_is_dropped_is_counted() -> None:
         n_run = sum(slot >= 0 for slot in tree["slots"])
         assert tree["n_dropped"] == n_run * k - (len(tree["tokens"]) - 1)
         assert len(tree["dropped"]) == min(tree["n_dropped"], MOST_DROPPED)
-
-
-def test_auto_says_what_made_a_tree() -> None:
-    """Without levels memory or nothing: never the draft, which it claimed to probe now and then."""
-    settings = METHODS["auto"](D_max=0, costs="0.3:0.04:0.2:0.4")
-    seen = set()
-    for found in iterations(settings, 1, n=1200):
-        chosen = found["state"]["chosen"]
-        assert chosen == "memory" or len(found["tree"]["tokens"]) == 1
-        seen.add(chosen)
-    assert seen == {"memory", "nothing"}
 
 
 def test_history_is_told_as_it_moves() -> None:
@@ -188,22 +166,19 @@ def test_grafts_gates_are_its_bases() -> None:
 @pytest.mark.parametrize("method", ["opttree", "dynatree", "dyspec", "graft"])
 def test_what_was_tried_decided_the_path(method: str) -> None:
     """Of sampled text: chance and coin of every child whose turn it was, and no other's."""
-    n_rejected = 0
-    how = {"sampling": Sampling(0.8, 1.0, 2), "acceptance": "token"}
     settings = METHODS[method]()
     trace = Trace(TOKENIZER, settings)
-    for step in generate(
-        random_model(1), random_model(2), [1, 2, 3], settings, 40, watcher=trace, **how
-    ):
-        trace.add(step)
-        tried = trace.iterations[-1].get("tried", [])
+    how = {"sampling": Sampling(0.8, 1.0, 2), "acceptance": "token", "watcher": trace}
+    n_rejected = 0
+    steps = write(settings, 1, 40, random_model(2), **how)
+    for step, found in zip(steps[1:], trace.iterations[1:], strict=True):
         path = [0]
-        for row, chance, coin, left in tried:
+        for row, chance, coin, left in found["tried"]:
             assert step.tree.parents[row] == path[-1] and 0 <= left <= 1 and 0 <= chance <= 1
             if coin < chance:
                 path.append(row)
-        assert path == (step.path if step.tree else [0])
-        n_rejected += len(tried) + 1 - len(path)
+        assert path == step.path
+        n_rejected += len(found["tried"]) + 1 - len(path)
     assert n_rejected > 3
 
 
@@ -224,8 +199,7 @@ def test_a_draft_that_overflows_leaves_json() -> None:
     trace = Trace(TOKENIZER, settings)
     draft = random_model(1)
     draft.gpt_neox.final_layer_norm.weight.fill_(torch.nan)
-    for step in generate(random_model(1), draft, [1, 2, 3], settings, 4, watcher=trace):
-        trace.add(step)
+    write(settings, 1, 4, draft, watcher=trace)
     text = json.dumps(trace.as_json([1, 2, 3], {}), allow_nan=False)
     assert json.loads(text)["iterations"][1]["tree"]["confidence"] == [None]
 
@@ -283,7 +257,6 @@ def test_nothing_in_the_data_ends_the_script(capsys: Captured, tmp_path: Path) -
         (["--page", "no/such/folder/x"], "No such file"),
         (["--trace", "."], "not a regular file"),
         (["--trace", "/dev/full"], "not a regular file"),
-        (["--page", "loop"], "Too many levels of symbolic links"),
         (["--page", "x", "--trace", "./x"], "--page and --trace must not be one file"),
         (["--prompt-file", "notes", "--page", "notes"], "not overwritten"),
         (["--trace", "weights"], "not overwritten"),
@@ -305,13 +278,9 @@ def test_a_place_is_refused_before_anything_is_loaded(
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
     monkeypatch.chdir(tmp_path)
     prompt = [] if "--prompt-file" in options else ["--prompt", "a"]
     assert why in error_line(capsys, main, [*prompt, *options, "--target", "no-such-folder"])
-    assert loop.is_symlink()
-    loop.unlink()
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
@@ -329,18 +298,18 @@ def test_own_pages_are_written_again_and_a_full_disk_leaves_the_older(
 ) -> None:
     page = tmp_path / "run.html"
     page.touch()
+    arguments = [*TEXT, "--page", str(page), "--method"]
     for method in ("ar", "dynatree"):
-        assert main([*TEXT, "--page", str(page), "--method", method]) == 0
-        older = page.read_text()
-        assert data_of(older)["settings"]["method"] == method
+        assert main([*arguments, method]) == 0
+        assert data_of(page.read_text())["settings"]["method"] == method
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cli.page.write_whole", refuse)
+    monkeypatch.setattr("os.replace", refuse)
     capsys.readouterr()
-    assert main(TEXT + ["--page", str(page)]) == 2
+    assert main([*arguments, "ar"]) == 2
     captured = capsys.readouterr()
     assert len(captured.out) > 20
     assert f"error: {page} cannot be written: No space left on device" in captured.err
-    assert page.read_text() == older
+    assert data_of(page.read_text())["settings"]["method"] == "dynatree"
