@@ -10,7 +10,7 @@ added and never counted. The draft of both is one function of a node's path.
 import math
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from zlib import crc32
 
 import numpy
@@ -19,7 +19,18 @@ import torch
 from conftest import random_settings, ranked
 from torch import Tensor
 
-from draft_tree import Candidates, DynaTree, DynaTreeRule, Gates, Level, Rule, Settings, Tree, grow
+from draft_tree import (
+    Candidates,
+    DynaTree,
+    DynaTreeRule,
+    Gates,
+    Level,
+    Rule,
+    Settings,
+    Tree,
+    grow,
+    lone,
+)
 from methods import METHODS
 from methods.drafting import DRAFTING
 from methods.static import Chain, ConfidentChain, Fixed
@@ -73,30 +84,13 @@ class FakeDraft:
         return ranked(logits)
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node of the oracle's tree."""
-
-    path: Path
-    parent: int
-    logprob: Tensor  # float32 as in grow, so that no threshold flips by rounding
-
-    @property
-    def depth(self) -> int:
-        return len(self.path) - 1
-
-    @property
-    def p(self) -> float:
-        return math.exp(self.logprob)
-
-
-def is_expandable(s: DynaTree, u: Node) -> bool:
+def is_expandable(s: DynaTree, depth: int, p: float) -> bool:
     """Lines 17 to 25."""
     if not s.adapt_depth:
-        return u.depth < s.D0
-    if u.depth >= s.D_max or u.p < s.rho_stop:
+        return depth < s.D0
+    if depth >= s.D_max or p < s.rho_stop:
         return False
-    return u.depth < s.D0 or u.p >= s.rho_deep
+    return depth < s.D0 or p >= s.rho_deep
 
 
 def branches(s: DynaTree, confidence: float) -> str:
@@ -110,31 +104,30 @@ def branches(s: DynaTree, confidence: float) -> str:
     return "B_mid"
 
 
-def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]) -> list[Node]:
+def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]) -> Tree:
     """Lines 11 to 30; `seen` counts what makes a case worth comparing."""
-    root = Node((ROOT,), -1, torch.tensor(0.0))
-    tree = [root]
+    tree = lone(ROOT)
     frontier = deque([0])
     while frontier and len(tree) < s.N_max:
-        parent = frontier.popleft()
-        u = tree[parent]
-        if u.depth >= max_depth or not is_expandable(s, u):
+        row = frontier.popleft()
+        depth, above = tree.depths[row], tree.path_logprobs[row]
+        if depth >= max_depth or not is_expandable(s, depth, math.exp(above)):
             continue
-        logprobs = torch.log_softmax(draft.logits(u.path), dim=-1)
+        logprobs = torch.log_softmax(draft.logits(paths(tree)[row]), dim=-1)
         name = branches(s, math.exp(logprobs.max()))
         breadth = getattr(s, name)
         n_before = len(tree)
         for token in logprobs.argsort(descending=True)[:breadth].tolist():
-            child = Node(u.path + (token,), parent, u.logprob + logprobs[token])
-            if s.prune and child.p < s.tau:
+            logprob = above + logprobs[token]  # float32 as in grow, or a threshold might flip
+            if s.prune and math.exp(logprob) < s.tau:
                 continue
             if len(tree) == s.N_max:
-                seen["cut between siblings"] += tree[-1].parent == parent
+                seen["cut between siblings"] += tree.parents[-1] == row
                 break
             frontier.append(len(tree))
-            tree.append(child)
+            tree.add(token, row, float(logprob))
         seen[name] += s.adapt_breadth and len(tree) - n_before == breadth
-    deepest = tree[-1].depth
+    deepest = tree.depths[-1]
     seen["only the root"] += len(tree) == 1 and s.N_max > 1 and max_depth > 0
     seen["deeper than D0"] += s.adapt_depth and deepest > s.D0
     seen["as deep as the caller allows"] += 0 < deepest == max_depth < s.D_max
@@ -152,13 +145,11 @@ def paths(tree: Tree) -> list[Path]:
     return found
 
 
-def assert_same(tree: Tree, nodes: list[Node]) -> None:
+def assert_same(tree: Tree, expected: Tree) -> None:
     """The tree that grow drew is the oracle's, row for row."""
-    assert paths(tree) == [node.path for node in nodes]
-    assert tree.parents == [node.parent for node in nodes]
-    assert tree.depths == [node.depth for node in nodes]
-    logprobs = torch.stack([node.logprob for node in nodes])
-    torch.testing.assert_close(torch.tensor(tree.path_logprobs), logprobs)
+    assert tree.tokens == expected.tokens and tree.parents == expected.parents
+    assert tree.depths == expected.depths
+    assert tree.path_logprobs == pytest.approx(expected.path_logprobs, rel=1e-5, abs=1e-5)
 
 
 def random_case(seed: int) -> tuple[DynaTree, FakeDraft, int]:
@@ -218,11 +209,11 @@ def test_fixed_and_chain_are_algorithm_1_without_its_adaptive_parts() -> None:
         s, draft, max_depth = random_case(seed)
         static = replace(s, adapt_breadth=False, adapt_depth=False, prune=True)
         fixed = Fixed(D=s.D0, B=s.B_mid, tau=s.tau, N_max=s.N_max)
-        nodes = draft_tree(static, draft, max_depth, seen)
-        assert_same(grow(fixed.rule(), ROOT, draft, max_depth), nodes)
+        expected = draft_tree(static, draft, max_depth, seen)
+        assert_same(grow(fixed.rule(), ROOT, draft, max_depth), expected)
         single = replace(static, B_min=1, B_mid=1, prune=False, N_max=128)
-        nodes = draft_tree(single, draft, max_depth, Counter())
-        assert_same(grow(Chain(K=s.D0).rule(), ROOT, draft, max_depth), nodes)
+        expected = draft_tree(single, draft, max_depth, Counter())
+        assert_same(grow(Chain(K=s.D0).rule(), ROOT, draft, max_depth), expected)
     assert seen["cut between siblings"] >= 10, seen
 
 

@@ -16,8 +16,6 @@ from methods.dyspec import DySpec
 from methods.opttree import OptTree
 from sampling import Sampler, Sampling
 
-DEPTH = 6
-
 
 class Drawing(Sampler):
     """The i-th draw below a path is told beforehand, so that two ways of growing agree on it."""

@@ -35,21 +35,14 @@ def papers_length(n_rows: int, max_depth: int, chances: Chances) -> float:
     return max(max(t[n][n_levels]) for n in range(1, n_rows + 1))
 
 
-def length(shape: Shape, chances: Chances) -> float:
-    """The expected tokens of an iteration: each node's chance to be accepted, added up."""
-    reached = {0: 1.0}
+def measure(shape: Shape, chances: Chances) -> tuple[float, int]:
+    """The expected tokens of an iteration, every chance to be accepted added up, and the depth."""
+    reached, depths = {0: 1.0}, {0: 0}
     for node, family in enumerate(shape):
         for p, child in zip(chances, family, strict=False):
             reached[child] = reached[node] * p
-    return sum(reached.values())
-
-
-def depth_of(shape: Shape) -> int:
-    depths = {0: 0}
-    for node, family in enumerate(shape):
-        for child in family:
             depths[child] = depths[node] + 1
-    return max(depths.values())
+    return sum(reached.values()), max(depths.values())
 
 
 @pytest.mark.parametrize("chances", CHANCES)
@@ -58,8 +51,9 @@ def test_the_shape_is_the_papers_optimum(max_depth: int, chances: Chances) -> No
     for n_rows in (1, 2, 3, 4, 7, 12, 20):
         best = papers_length(n_rows, max_depth, chances)
         shape = plan(n_rows - 1, max_depth, chances)
-        assert length(shape, chances) == pytest.approx(best, abs=1e-9)
-        assert len(shape) <= n_rows and depth_of(shape) <= max_depth
+        length, depth = measure(shape, chances)
+        assert length == pytest.approx(best, abs=1e-9)
+        assert len(shape) <= n_rows and depth <= max_depth
         assert max(len(family) for family in shape) <= len(chances)
         children = [child for family in shape for child in family]
         assert children == list(range(1, len(shape))), "breadth-first, each once"
