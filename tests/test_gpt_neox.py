@@ -196,14 +196,6 @@ def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int, kind: type
     assert model.prefill(ids.tolist(), model.new_cache(12)).logits.isnan().all()
 
 
-def test_the_smallest_model_that_can_be() -> None:
-    """Its one pair of rotary dimensions is in order as it is; putting it in order failed."""
-    model = random_model(0, vocab_size=3, hidden_size=2, n_heads=1, rotary_fraction=1.0)
-    together = run(model, [1, 2, 0])
-    cache = prefilled(model, [1, 2], capacity=3)
-    assert_close(append(model, [0], cache).logits, together[2:])
-
-
 # Passes that are padded, as one row on a CPU in half precision and all of them on CUDA; replays of
 # them are held to the CPU's numbers by tests/pretend_cuda.
 
