@@ -9,15 +9,12 @@ never came up.
 import functools
 import itertools
 import random
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
-    GOLDEN,
     append,
     generate,
     pretend_capture,
@@ -25,12 +22,10 @@ from conftest import (
     random_settings,
     random_tensors,
 )
-from safetensors.torch import load_file
 from torch import Tensor
 
-from cli.compare import TIE
 from cli.metrics import token_ids
-from draft_tree import DynaTree, Settings
+from draft_tree import Settings
 from dynatree import Step
 from engine.model import FastGPTNeoX
 from engine.passes import row_count
@@ -63,12 +58,19 @@ def build(tensors: Tensors, **changes: object) -> FastGPTNeoX:
     return FastGPTNeoX.from_tensors(random_config(**changes), copies)
 
 
+def best(logits: Tensor) -> int:
+    """The likeliest id, by more than rounding moves one of these logits [V]."""
+    first, second = logits.topk(2).values.tolist()
+    assert first - second > 3e-5, "a tie, which may be decided otherwise in a tree"
+    return int(logits.argmax())
+
+
 def greedy(target: FastGPTNeoX, prompt: list[int], n: int) -> list[int]:
     """The oracle: the whole text again for every token, no cache reused, no tree."""
     ids = list(prompt)
     for _ in range(n):
         logits = target.prefill(ids, target.new_cache(len(ids))).logits[0]  # [V]
-        ids.append(int(logits.argmax()))
+        ids.append(best(logits))
     return ids[len(prompt) :]
 
 
@@ -88,7 +90,7 @@ def stream(
         if cache.length == full:
             target.forget(cache, window.sinks, slack)
         if n_read == len(text) < n_tokens:
-            text.append(int(logits.argmax()))
+            text.append(best(logits))
     return text[len(prompt) :], logits
 
 
@@ -201,24 +203,6 @@ def random_case(method: str, way: str, number: int) -> Case:
     return Case(target, draft, prompt, settings, limit, eos_ids, commit, text, more)
 
 
-def is_equal(case: Case, steps: list[Step], expected: list[int]) -> bool:
-    """Equal ids; a difference at a top-2 gap under TIE is reported and skipped, never silently."""
-    ids = token_ids(steps)
-    if ids == expected:
-        return True
-    pairs = enumerate(zip(ids, expected, strict=False))
-    differing = [at for at, (one, other) in pairs if one != other]
-    assert differing, f"{len(ids)} tokens, not {len(expected)}, and no other difference"
-    at = differing[0]
-    window = case.more.get("window", Window())
-    _, logits = stream(case.target, case.prompt + expected[:at], window, 0)
-    best = logits.topk(2).values
-    gap = float(best[0] - best[1])
-    assert gap < TIE, f"token {at} is {ids[at]}, not {expected[at]}; top-2 gap {gap:.2e}"
-    warnings.warn(f"tie at token {at}: top-2 gap {gap:.2e}", stacklevel=1)
-    return False
-
-
 def note(seen: Counter, step: Step, case: Case) -> None:
     """Count what one iteration shows; its path spells what it committed."""
     tree, path = step.tree, step.path
@@ -245,7 +229,7 @@ def run_cases(method: str, way: str) -> Counter:
     for number in range(WAYS[way]):
         case = random_case(method, way, number)
         steps = case.write()
-        seen["equal"] += is_equal(case, steps, cut(case.greedy, case.eos_ids, case.limit))
+        assert token_ids(steps) == cut(case.greedy, case.eos_ids, case.limit), number
         n_tokens = len(case.prompt) + case.limit
         seen["past positions"] += n_tokens > case.target.config.max_positions
         seen["other vocabulary"] += case.draft.config.vocab_size != VOCAB
@@ -272,7 +256,7 @@ def test_every_method_writes_ars_text(
 ) -> None:
     """Token for token, whatever the draft and the tree's shape."""
     pretend_capture(monkeypatch)
-    assert run_cases(method, way)["equal"] >= WAYS[way] - 2
+    run_cases(method, way)
 
 
 def test_the_cases_cover_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +264,7 @@ def test_the_cases_cover_what_they_should(monkeypatch: pytest.MonkeyPatch) -> No
     seen: Counter = Counter()
     for method, way in itertools.product(METHODS, WAYS):
         seen.update(run_cases(method, way))
-    assert len(seen) == 18 and min(seen.values()) > 0, seen
+    assert len(seen) == 17 and min(seen.values()) > 0, seen
 
 
 @functools.cache
@@ -325,13 +309,3 @@ def test_every_strict_method_writes_ars_bits(method: str) -> None:
             found.append((ids, torch.cat(logits)))
         (ar_ids, ar_logits), (ids, logits) = found
         assert ids == ar_ids and torch.equal(logits, ar_logits), number
-
-
-@pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
-def test_golden_greedy_ids(folder: Path) -> None:
-    """The reference implementation's own greedy text, of every kind of checkpoint."""
-    golden = load_file(folder / "golden.safetensors")
-    target = FastGPTNeoX.from_pretrained(folder)
-    expected = golden["greedy_ids"].tolist()
-    steps = generate(target, target, golden["input_ids"].tolist(), DynaTree(), len(expected))
-    assert token_ids(steps) == expected
