@@ -19,8 +19,6 @@ from draft_tree import Settings, Tree
 from dynatree import Step
 from methods import METHODS
 from methods.drafting import DRAFTING
-from methods.retrieval import Graft
-from methods.static import Fixed
 from sampling import GREEDY, Sampling
 
 N_IDS = 40
@@ -85,28 +83,3 @@ def test_guesses_of_greedy_text_are_drawn_at_it() -> None:
                 expected = torch.softmax((table(0) + 0.3 * table(1))[token] / 0.6, dim=-1)
                 torch.testing.assert_close(tree.drawn_from[slot], expected)
     assert any(len(tree) == 12 for tree in found)
-
-
-def test_which_rules_go_by_probabilities() -> None:
-    """Of settings that switch it: thresholds of 0, and what graft adds to its base."""
-    kinds = {
-        Fixed(): True,
-        Fixed(tau=0.0): False,
-        METHODS["dynatree"](adapt_breadth=False, adapt_depth=False, prune=False): False,
-        METHODS["confident"](p_min=0.0): False,
-        Graft(base="linear", checkpoints="off"): False,
-        Graft(base="linear"): True,
-        Graft(base="linear", checkpoints="off", at="tail"): True,
-        Graft(base="fixed:tau=0", checkpoints="off", N=16): False,
-        METHODS["recycle"](): False,
-    }
-    for settings, goes in kinds.items():
-        assert has_temperature(settings.rule(), draws=False) == goes, settings
-
-
-def test_no_temperature_is_too_small_to_rank_by() -> None:
-    """The best keeps all of the probability: a chain, as long as the text allows."""
-    found = trees(METHODS["dyspec"](N=8), Sampling(0.0, draft_temperature=2e-38))
-    chains = [tree for tree in found if tree.depth == 7]
-    assert len(chains) > len(found) // 2
-    assert all(tree.path_logprobs == [0.0] * 8 for tree in chains)
