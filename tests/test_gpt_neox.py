@@ -26,7 +26,6 @@ from conftest import (
     random_config,
     random_model,
     random_tensors,
-    random_tree,
     run,
     run_tree,
 )
@@ -46,7 +45,6 @@ Overflow = Callable[[FastGPTNeoX, FastCache], object]
 
 SEQUENTIAL = {"is_parallel": False}
 FULL_ROTARY = {"activation": "gelu_new", "rotary_fraction": 1.0, "rotary_base": 500.0, "n_heads": 4}
-KINDS = pytest.mark.parametrize("changes", [{}, SEQUENTIAL], ids=str)
 PREFIX = list(range(40, 50))
 # Siblings at every level, and a path, 0 2 5 6, whose rows are neither a slice nor evenly spaced.
 TREE = make_tree([7, 30, 31, 32, 33, 34, 35], [-1, 0, 0, 1, 1, 2, 5])
@@ -91,34 +89,6 @@ def test_cached_equals_whole(
     cache.rewind(0)
     for row, token in enumerate(tokens):
         assert_close(model.prefill([token], cache).logits[0], expected[row])
-
-
-@KINDS
-@pytest.mark.parametrize("seed", range(6))
-def test_tree_node_equals_its_own_path(seed: int, changes: dict[str, object]) -> None:
-    """What makes a tree lossless: no sibling shows in a node's logits."""
-    model = random_model(seed, **changes)
-    tree = random_tree(random.Random(seed), 12)
-    logits = run_tree(model, prefilled(model, PREFIX, 40), tree)
-    for row in range(12):
-        assert_close(logits[row], run(model, path_text(tree, path_to(tree, row)))[-1])
-
-
-@pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 1, 4], [0, 2, 5, 6]], ids=str)
-@KINDS
-def test_commit_equals_fresh_prefill(path: list[int], changes: dict[str, object]) -> None:
-    """The kept rows are the text's own, so an accepted path never has to be run again.
-
-    Paths of first children are in place already. On 0 2 5 6 slot 12 is source and destination, so
-    every row has to be read before any is written.
-    """
-    model = random_model(6, **changes)
-    cache = prefilled(model, PREFIX, 20)
-    run_tree(model, cache, TREE)
-    cache.commit(path)
-    fresh = prefilled(model, path_text(TREE, path), 20)
-    assert cache.length == fresh.length == 10 + len(path)
-    assert_close(cache.kv[:, :, :, : cache.length], fresh.kv[:, :, :, : cache.length])
 
 
 ROWS = torch.arange(3)  # tokens and positions alike
