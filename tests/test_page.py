@@ -78,18 +78,15 @@ def traced(capsys: Captured, tmp_path: Path) -> Callable[..., dict]:
     return trace
 
 
-def go(page: object, iteration: int, stage: int = 0) -> int:
-    """stage: 0 is the whole, then the draft's passes and the other steps. Returns where it is."""
-    return page.evaluate(
-        "([i, s]) => { dynatree.go(i, s); return dynatree.state.step; }", [iteration, stage]
-    )
-
-
-def go_to(page: object, iteration: int, kind: str) -> None:
-    """To the first stage of a kind."""
-    go(page, iteration)
-    stages = page.evaluate("dynatree.state.view.stages.map((stage) => stage.kind)")
-    go(page, iteration, stages.index(kind))
+def go(page: object, iteration: int, stage: int | str = 0) -> int:
+    """stage: 0 is the whole, then the draft's passes and the other steps; or the first of a kind.
+    Returns where it is."""
+    if isinstance(stage, str):
+        go(page, iteration)
+        kinds = page.evaluate("dynatree.state.view.stages.map((stage) => stage.kind)")
+        stage = kinds.index(stage)
+    move = "([i, s]) => { dynatree.go(i, s); return dynatree.state.step; }"
+    return page.evaluate(move, [iteration, stage])
 
 
 def widest(content: dict) -> int:
@@ -251,12 +248,12 @@ def test_the_page_says_why(opened: Callable, traced: Callable) -> None:
     caption = page.locator("#caption")
     for at, (found, following) in enumerate(itertools.pairwise(iterations[1:]), start=1):
         before, after = found["state"], following["state"]
-        go_to(page, at, "draft")
+        go(page, at, "draft")
         if found["draft_rows"]:
             breadth = found["tree"]["breadth"][0]
             bar = {1: f"≥ tau_h {before['tau_h']:g}: B_min", 2: ": B_mid", 3: "< tau_l 0.4: B_max"}
             assert f"{bar[breadth]} = {breadth} child" in caption.inner_text()
-        go_to(page, at, "adapt")
+        go(page, at, "adapt")
         for name in ("D0", "tau_h", "rho_deep"):
             moved = f"{name} {before[name]:g} → {after[name]:g}"
             assert (moved in caption.inner_text()) == (before[name] != after[name])
@@ -352,7 +349,7 @@ def test_nothing_sticks_out(size: dict, scheme: str, opened: Callable, traced: C
         assert page.evaluate(f"{root}.scrollHeight <= {root}.clientHeight")
     for at in range(1, len(content["iterations"])):
         for kind, end in (("whole", ".root"), ("accept", ".bonus-node"), ("adapt", ".root")):
-            go_to(page, at, kind)
+            go(page, at, kind)
             assert is_inside(page, f"#tree {end}", "#tree"), (at, kind)
             tops.add(page.evaluate("tree.offsetTop"))
             if size == LAPTOP:
