@@ -161,12 +161,11 @@ class Case:
     greedy: list[int]  # the target's own text, as long as the limit
     more: dict[str, object] = field(default_factory=dict)  # options of generate
 
-    def write(self, settings: Settings | None = None, **more: object) -> list[Step]:
-        """The steps of its text, or of another method's."""
-        options = {"eos_ids": self.eos_ids, "commit": self.commit, **self.more, **more}
+    def write(self) -> list[Step]:
+        """The steps of its text."""
+        options = {"eos_ids": self.eos_ids, "commit": self.commit, **self.more}
         pair = self.target, self.draft
-        settings = settings or self.settings
-        return list(generate(*pair, self.prompt, settings, self.limit, **options))
+        return list(generate(*pair, self.prompt, self.settings, self.limit, **options))
 
 
 @functools.cache
@@ -275,20 +274,6 @@ def strict_pair(number: int) -> tuple[FastGPTNeoX, FastGPTNeoX]:
     return build(halved, **changes), make_draft("noise0.02", tensors, changes, number)
 
 
-def strict_case(method: str, number: int) -> Case:
-    """Around the end of a block of attention, and far before it; in every type."""
-    rng = random.Random(f"{method} {number}")
-    target, draft = strict_pair(number)
-    prompt = [rng.randrange(VOCAB) for _ in range((3, 250)[number % 2])]
-    settings = random_settings(method, rng)
-    more: dict[str, object] = {"strict": True}
-    if number % 3 == 2:
-        size = max(rows_of(settings), 40)
-        more["window"] = Window(size, 4)
-    commit = rng.choice(["keep", "keep", "rebuild"])
-    return Case(target, draft, prompt, settings, LONGEST, [], commit, [], more)
-
-
 def rows_of(settings: Settings) -> int:
     """Of a pass of a run with these settings, where all have as many."""
     rule = settings.rule()
@@ -297,15 +282,23 @@ def rows_of(settings: Settings) -> int:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_strict_method_writes_ars_bits(method: str) -> None:
-    """All of the logits that the text was chosen from, in half precision too."""
+    """All of the logits that the text was chosen from, in half precision too; around the end of a
+    block of attention, and far before it."""
     for number in range(N_STRICT):
-        case = strict_case(method, number)
+        rng = random.Random(f"{method} {number}")
+        target, draft = strict_pair(number)
+        prompt = [rng.randrange(VOCAB) for _ in range((3, 250)[number % 2])]
+        own = random_settings(method, rng)
+        how: dict[str, object] = {"strict": True, "commit": rng.choice(["keep", "rebuild"])}
+        if number % 3 == 2:
+            how["window"] = Window(max(rows_of(own), 40), 4)
         # ar's passes have one row, unless only as many rows as the run's have the same bits
-        rows = 1 if case.target.pool.steady_rows(case.target) else rows_of(case.settings)
+        rows = 1 if target.pool.steady_rows(target) else rows_of(own)
         found = []
-        for settings in (Alone(rows=rows), case.settings):
+        for settings in (Alone(rows=rows), own):
             logits: list[Tensor] = []
-            ids = token_ids(case.write(settings, inspect=logits.append))
+            how["inspect"] = logits.append
+            ids = token_ids(generate(target, draft, prompt, settings, LONGEST, **how))
             found.append((ids, torch.cat(logits)))
         (ar_ids, ar_logits), (ids, logits) = found
         assert ids == ar_ids and torch.equal(logits, ar_logits), number
