@@ -94,22 +94,19 @@ def overflowing(tmp_path: Path) -> str:
     return str(folder)
 
 
-def options(draft: str, dtype: str) -> list[str]:
-    models = ["--target", str(TINY / "target"), "--draft", draft, "--draft-dtype", dtype]
-    return ["--prompt", PROMPT, "--max-new-tokens", "20"] + models
-
-
 def test_an_overflow_is_said_at_once(
     overflowing: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, before the text that was written without a draft, and on a line of its own."""
-    assert main(options(overflowing, "float32")) == 0
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "20", "--draft", overflowing]
+    arguments += ["--target", str(TINY / "target"), "--draft-dtype"]
+    assert main([*arguments, "float32"]) == 0
     text = capsys.readouterr().out
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
-    assert main(options(overflowing, "float16")) == 0
+    assert main([*arguments, "float16"]) == 0
     (note,) = [line for line in terminal.getvalue().splitlines() if "not finite" in line]
     before, after = terminal.getvalue().split(f"\n{note}\n")
     first = before.splitlines()[-1]  # what the first step wrote: prefill's token

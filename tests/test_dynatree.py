@@ -128,16 +128,6 @@ def test_both_caches_equal_a_fresh_prefill_after_every_commit(
     assert moved or isinstance(settings, Chain)
 
 
-@pytest.mark.parametrize("settings", [Chain(K=6), Fixed(D=6, B=2, tau=0.0, N_max=128)])
-def test_a_draft_that_is_the_target_is_always_accepted_in_full(settings: Settings) -> None:
-    """A wrong position, mask or slot in any draft level would cost acceptance here. The paper's
-    code lets siblings share one mutable cache; here a node's children depend on its path alone, so
-    a wide tree contains the chain that the draft would write by itself."""
-    target = random_model(7)
-    steps = list(generate(target, target, PROMPT, settings, 1 + 7 * 5))
-    assert [len(step.path) - 1 for step in steps[1:]] == [6] * 5
-
-
 @pytest.mark.parametrize(
     ("prompt", "settings", "limit", "commit", "message"),
     [
