@@ -27,7 +27,7 @@ from engine.memory import OutOfMemory
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from methods.dyspec import DySpec
-from methods.static import Alone, Chain, Fixed, StaticRule
+from methods.static import Alone, Chain, Fixed, SpecInfer, StaticRule
 from sampling import GREEDY, Sampler, Sampling
 from verify import NonFiniteLogits
 
@@ -229,20 +229,9 @@ def test_generations_share_nothing() -> None:
             assert step.tokens == tokens and step.tree == tree
 
 
-def test_a_rule_is_told_the_prompt_and_a_step_what_the_target_chose() -> None:
-    """The target's choice after each row, and the rows of each of the draft's passes."""
-    prompts = []
-
-    class Listening(StaticRule):
-        def start(self, prompt: list[int]) -> None:
-            prompts.append(prompt)
-
-    class Wide:
-        def rule(self) -> Listening:
-            return Listening([2, 2], n_rows=7)
-
-    first, *steps = generate(random_model(0), random_model(1), [3, 1, 4], Wide(), 20)
-    assert prompts == [[3, 1, 4]]
+def test_a_step_says_what_the_target_chose() -> None:
+    """After each row; and the rows of each of the draft's passes."""
+    first, *steps = generate(random_model(0), random_model(1), [3, 1, 4], SpecInfer("2:2"), 20)
     assert first.predictions == first.draft_rows == first.path == []
     assert steps[0].draft_rows == [4, 2]  # the prompt and the root, then two nodes
     for step in steps:
