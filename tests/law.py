@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
@@ -127,7 +128,8 @@ def difference_by_generate(
     learns from one tree to the next. For fewer ids and tokens yet."""
 
     def write(sampler: Scripted) -> Text:
-        steps = generate(target, draft, [0], settings, n_tokens, sampling=Given(sampler))
+        given = SimpleNamespace(is_greedy=False, sampler=lambda *_: sampler)
+        steps = generate(target, draft, [0], settings, n_tokens, sampling=given)
         return tuple(token for step in steps for token in step.tokens)
 
     def follows(text: list[int]) -> Tensor:
@@ -222,15 +224,6 @@ class Coin:
         self.is_known = True
         chance = min(max(0.0, float(chance)), 1.0)  # of nan 0: no coin is below it
         return self.choose([chance, 1 - chance]) == 0
-
-
-class Given:
-    """Sampling for generate, by a sampler that is there already."""
-
-    is_greedy = False
-
-    def __init__(self, sampler: Sampler):
-        self.sampler = lambda *_: sampler
 
 
 def every_outcome(

@@ -136,14 +136,6 @@ def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> Fast
     return build(tensors, **changes)
 
 
-def use_shapes(way: str, case: int, *models: FastGPTNeoX) -> None:
-    """Of fixed ones, or not; every second case pads one row to two."""
-    is_second = case % 2 == 1
-    for model in models:
-        model.pool.is_shaped = way == "fixed"
-        model.pool.min_rows = 2 if is_second else 1
-
-
 # The random cases.
 
 
@@ -198,7 +190,9 @@ def random_case(method: str, way: str, number: int) -> Case:
     text = text[:limit]
     eos_ids = [] if number % 3 else rng.sample(text, 1)
     commit = rng.choice(["keep", "keep", "rebuild"])
-    use_shapes(way, number, target, draft)
+    for model in (target, draft):
+        model.pool.is_shaped = way == "fixed"
+        model.pool.min_rows = 1 + number % 2  # one row may be padded to two
     return Case(target, draft, prompt, settings, limit, eos_ids, commit, text, more)
 
 
