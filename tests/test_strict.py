@@ -8,23 +8,18 @@ import torch
 from conftest import (
     append,
     generate,
-    noisy_pair,
     path_to,
     prefilled,
     random_model,
     random_tree,
     run_tree,
 )
-from test_exactness import rows_of
 from torch import Tensor
 
-from cli.metrics import token_ids
 from engine import fused, strict
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
-from methods import METHODS
 from methods.static import Chain
-from sampling import Sampling
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Around the first near position, the ends of blocks, and where a block is left
@@ -92,23 +87,6 @@ def test_trees_are_no_deeper_than_what_is_near() -> None:
     target = random_model(7)
     _, *steps = generate(target, target, [3, 1, 4], Chain(K=30), 60, strict=True)
     assert max(step.tree.depth for step in steps) == strict.MAX_DEPTH
-
-
-@pytest.mark.parametrize("method", ["linear", "dyspec", "recycle"])
-def test_a_sampled_texts_logits_are_ars(method: str) -> None:
-    """Another method draws other tokens; whatever it wrote, ar's logits over it are the same."""
-    target, draft = noisy_pair(7, 0.02, torch.bfloat16, max_positions=700, hidden_size=64)
-    prompt = [3, 1, 4, 1, 5]
-    settings = METHODS[method]()
-    sampling = Sampling(0.8, 0.9, seed=1)
-    logits: list[Tensor] = []
-    how = {"sampling": sampling, "strict": True, "inspect": logits.append}
-    ids = token_ids(generate(target, draft, prompt, settings, 30, **how))
-    with torch.inference_mode():
-        cache = target.new_cache(200, Use(rows_of(settings), is_strict=True))
-        expected = target.prefill(prompt, cache).logits
-        expected = torch.cat([expected, decode(target, cache, ids[:-1])])
-    assert torch.equal(torch.cat(logits), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
