@@ -255,7 +255,6 @@ def test_nothing_in_the_data_ends_the_script(capsys: Captured, tmp_path: Path) -
     ("options", "why"),
     [
         (["--page", "no/such/folder/x"], "No such file"),
-        (["--trace", "."], "not a regular file"),
         (["--trace", "/dev/full"], "not a regular file"),
         (["--page", "x", "--trace", "./x"], "--page and --trace must not be one file"),
         (["--prompt-file", "notes", "--page", "notes"], "not overwritten"),
