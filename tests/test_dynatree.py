@@ -25,7 +25,6 @@ from dynatree import Clock
 from engine import memory
 from engine.memory import OutOfMemory
 from engine.model import FastCache, FastGPTNeoX
-from engine.passes import Use
 from methods.dyspec import DySpec
 from methods.static import Alone, Chain, Fixed, SpecInfer, StaticRule
 from sampling import GREEDY, Sampler, Sampling
@@ -81,13 +80,14 @@ def test_what_an_iteration_commits(
     assert [len(step.tokens) for step in steps[1:]] == lengths
 
 
-def record_caches(monkeypatch: pytest.MonkeyPatch) -> list[FastCache]:
-    """Filled from now on with every cache that a model makes; a target's comes before a draft's."""
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[FastCache]:
+    """Every cache that a model makes from now on; a target's comes before a draft's."""
     made: list[FastCache] = []
     real = FastGPTNeoX.new_cache
 
-    def new_cache(model: FastGPTNeoX, capacity: int, use: Use | None = None) -> FastCache:
-        made.append(real(model, capacity, use))
+    def new_cache(*how: object) -> FastCache:
+        made.append(real(*how))
         return made[-1]
 
     monkeypatch.setattr(FastGPTNeoX, "new_cache", new_cache)
@@ -99,7 +99,7 @@ RULES = [Chain(K=4), Fixed(D=4, B=3, tau=0.0), DynaTree(tau=0.001), DySpec(N=12,
 
 @pytest.mark.parametrize("settings", RULES)
 def test_both_caches_equal_a_fresh_prefill_after_every_commit(
-    monkeypatch: pytest.MonkeyPatch, settings: Settings
+    settings: Settings, caches: list[FastCache]
 ) -> None:
     """Slots [0, length) hold exactly the committed tokens: all but the root in the target's cache,
     never more than that in the draft's (mask, positions, rows kept and catch-up are all in it);
@@ -107,7 +107,7 @@ def test_both_caches_equal_a_fresh_prefill_after_every_commit(
     models = noisy_pair()
     runs = []
     for commit in ("keep", "rebuild"):
-        caches = record_caches(monkeypatch)
+        caches.clear()
         ids = list(PROMPT)
         runs.append([])
         for step in generate(*models, PROMPT, settings, 30, commit=commit):

@@ -32,7 +32,6 @@ from conftest import (
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
-from draft_tree import Tree
 from engine.checkpoint import EMBED_IN
 from engine.memory import OutOfMemory
 from engine.model import FastCache, FastGPTNeoX
@@ -49,11 +48,6 @@ PREFIX = list(range(40, 50))
 # Siblings at every level, and a path, 0 2 5 6, whose rows are neither a slice nor evenly spaced.
 TREE = make_tree([7, 30, 31, 32, 33, 34, 35], [-1, 0, 0, 1, 1, 2, 5])
 LONE = make_tree([7], [-1])
-
-
-def path_text(tree: Tree, path: list[int]) -> list[int]:
-    """What a node's path spells, after the prefix."""
-    return PREFIX + [tree.tokens[row] for row in path]
 
 
 BOTH = pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fast", "plain"])
@@ -137,7 +131,8 @@ def test_non_finite_row_stays_alone(
     cache.commit(path)
     mask = torch.ones(1, 20 - cache.length, dtype=torch.bool).tril()
     after = model.forward(torch.tensor([3]), torch.tensor([cache.length]), cache, mask).logits
-    assert_close(after[0], run(model, path_text(TREE, path) + [3])[-1])
+    text = PREFIX + [TREE.tokens[row] for row in path] + [3]
+    assert_close(after[0], run(model, text)[-1])
 
 
 SETTINGS = [SEQUENTIAL, {"norm_eps": 0.5}, {"rotary_base": 100.0}, {"rotary_fraction": 0.25}]
