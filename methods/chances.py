@@ -24,6 +24,8 @@ in the 100 tokens that a text may have, those gave half of the gain.
 Shapes: n rows of a level, k candidates per row.
 """
 
+import math
+
 import numpy
 from numpy import ndarray
 
@@ -31,7 +33,7 @@ from draft_tree import Candidates, Tree
 
 SHARPER = 2.0  # the power of p among ranked candidates
 FIRST_RANKED, FIRST_DRAWN = (0.0, 0.5), (0.0, 1.0)  # a and b
-SURE = numpy.diag((1.0, 4.0))  # how much is to be seen before they give way
+SURE = (1.0, 0.0, 4.0)  # how much is to be seen before they give way
 LEAST_SLOPE = 0.05  # a likelier guess is never worth less
 FADING = 0.002  # of what was seen before an iteration
 LEAST = 1e-6  # that p, and what is not p, is taken for: their logarithms are wanted
@@ -41,9 +43,9 @@ class Counted:
     """The chances of one generation: a draft_tree.Chances."""
 
     def __init__(self) -> None:
-        self.weights: ndarray | None = None  # a and b, [2]; None: nothing has been drafted yet
-        self.first: ndarray | None = None  # what they were then
-        self.seen = SURE  # [2, 2], how much has been seen in each direction
+        self.weights: tuple[float, float] | None = None  # a and b; None: nothing was drafted yet
+        self.first: tuple[float, float] | None = None  # what they were then
+        self.seen = SURE  # how much of 1, x and x^2: the second derivative of the guesses' loss
         self.tokens: list[list[int]] = []  # of the candidates below each draft slot of a tree
         self.inputs: list[list[float]] = []  # x of each
 
@@ -55,7 +57,7 @@ class Counted:
         """Log of the chance of each candidate [n, k], given that its path is accepted."""
         is_drawn = candidates.drawn_from is not None
         if self.weights is None:
-            self.weights = self.first = numpy.array(FIRST_DRAWN if is_drawn else FIRST_RANKED)
+            self.weights = self.first = FIRST_DRAWN if is_drawn else FIRST_RANKED
         x = log_odds(numpy.exp(candidates.logprobs)) if is_drawn else sharpened(candidates.logprobs)
         self.tokens += candidates.tokens.tolist()
         self.inputs += x.tolist()
@@ -77,8 +79,8 @@ class Counted:
         """
         if self.weights is None:
             return
-        self.weights = self.weights + FADING * (self.first - self.weights)
-        self.seen = self.seen + FADING * (SURE - self.seen)
+        self.weights = faded(self.weights, self.first)
+        self.seen = faded(self.seen, SURE)
         is_decided = set()  # rows whose child is accepted, if children are drawn
         for row, parent in enumerate(tree.parents):
             slot = tree.draft_slots[parent]
@@ -93,12 +95,20 @@ class Counted:
                 is_decided.add(parent)
 
     def take(self, x: float, is_right: bool) -> None:
-        """One guess."""
-        inputs = numpy.array((1.0, x))
-        chance = 1 / (1 + numpy.exp(-(self.weights @ inputs)))
-        self.seen = self.seen + chance * (1 - chance) * numpy.outer(inputs, inputs)
-        self.weights = self.weights + numpy.linalg.solve(self.seen, inputs) * (is_right - chance)
-        self.weights[1] = max(self.weights[1], LEAST_SLOPE)
+        """One guess: a step of Newton's method, in plain numbers, as a tree has a dozen of them."""
+        a, b = self.weights
+        chance = 1 / (1 + math.exp(-(a + b * x)))
+        n_seen = chance * (1 - chance)
+        ones, xs, squares = self.seen
+        ones, xs, squares = ones + n_seen, xs + n_seen * x, squares + n_seen * x * x
+        self.seen = ones, xs, squares
+        step = (is_right - chance) / (ones * squares - xs * xs)
+        self.weights = a + step * (squares - xs * x), max(b + step * (ones * x - xs), LEAST_SLOPE)
+
+
+def faded(now: tuple[float, ...], first: tuple[float, ...]) -> tuple[float, ...]:
+    """Numbers, moved towards what they were at first."""
+    return tuple(a + FADING * (b - a) for a, b in zip(now, first, strict=True))
 
 
 def log_odds(p: ndarray) -> ndarray:
@@ -111,7 +121,7 @@ def sharpened(logprobs: ndarray) -> ndarray:
     """Log-odds [n, k] of a power of ranked p, normalised over the row. Of what is not among the k,
     each is taken to be as likely as the last of them."""
     p = numpy.exp(logprobs.astype(numpy.float64))
-    last = p.min(axis=1, keepdims=True).clip(min=LEAST)
+    power = p**SHARPER
     rest = (1 - p.sum(axis=1, keepdims=True)).clip(min=0)
-    all_of_row = (p**SHARPER).sum(axis=1, keepdims=True) + rest * last ** (SHARPER - 1)
-    return log_odds(p**SHARPER / all_of_row.clip(min=LEAST**SHARPER))
+    all_of_row = power.sum(axis=1, keepdims=True) + rest * p[:, -1:] ** (SHARPER - 1)
+    return log_odds(power / all_of_row.clip(min=LEAST**SHARPER))
