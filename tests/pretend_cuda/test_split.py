@@ -5,85 +5,32 @@ Each rank is a process with a pretended device of its own. What one rank does an
 would be a process that waits for ever; here that is an error.
 """
 
-import json
-import zlib
-from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY, generate
 from test_ranks import on_ranks
-from test_torchrun import errors, launched
+from test_tensor_parallel import compute, strict_logits, with_ranks
 from torch import Tensor
 
 from cli.metrics import token_ids
-from cli.models import load_model
-from dynatree import DynaTree
 from engine import caches
 from engine.caches import require_caches
-from engine.checkpoint import DTYPES
-from engine.cuda_graphs import KEPT, Shape, ShapedPasses
+from engine.cuda_graphs import Shape, ShapedPasses
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX
 from engine.passes import Use
-from gpt_neox import Scores
 from methods import METHODS
-from methods.static import Alone
-from parallel.led import follow
-from parallel.ranks import Ranks, RanksError
+from parallel.ranks import Ranks
 
 from .counts import Counts, count_iterations, load_pair
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
+TARGET = TINY / "target"
 SPLIT = ("ar", "linear", "dynatree")
-N_TOKENS = 16
 LONGER = 14  # so many prompts need graphs over more slots
-Watch = Callable[[Ranks, list], None]  # a change to a rank; it may keep what both must do alike
-Work = Callable[[FastGPTNeoX], object]  # what rank 0 does with the target
-
-
-def watch_nothing(ranks: Ranks, done: list) -> None:
-    pass
-
-
-def on_devices(
-    work: Work, dtype: torch.dtype = torch.float32, watch: Watch = watch_nothing
-) -> tuple[object, list]:
-    """What rank 0's work returns, and what both ranks have done alike."""
-    found = on_ranks(2, compute, work, dtype, watch)
-    for of_rank in found:
-        if isinstance(of_rank, Exception):
-            raise of_rank
-    (answer, done), (_, done_by_other) = found
-    assert done == done_by_other
-    return answer, done
-
-
-def compute(ranks: Ranks, work: Work, dtype: torch.dtype, watch: Watch) -> tuple[object, list]:
-    """One rank's part: what work returned, or what this rank raised; and of the split target the
-    slots of each cache, what watch kept, then the kernels of each graph."""
-    done = []
-    make_memory = FastGPTNeoX.make_memory
-
-    def make(model: FastGPTNeoX, n_slots: int) -> tuple[Tensor, Tensor]:
-        if model.gpt_neox.share.count > 1:
-            done.append(n_slots)
-        return make_memory(model, n_slots)
-
-    FastGPTNeoX.make_memory = make  # in a process of its own, as all that is changed here
-    watch(ranks, done)
-    answer = None
-    try:
-        with torch.inference_mode():
-            if ranks.index:
-                follow(ranks)
-            else:
-                answer = work(load_model(TINY / "target", CUDA, dtype, ranks))
-    except (OutOfMemory, RanksError) as error:
-        answer = error
-    return answer, done + [graph.nodes for graph in KEPT if graph.nodes["nccl all_gather"]]
 
 
 def write(
@@ -94,10 +41,10 @@ def write(
     graphs: bool = True,
 ) -> list[int]:
     settings = METHODS[method]()
-    return token_ids(generate(target, draft, prompt, settings, N_TOKENS, graphs=graphs))
+    return token_ids(generate(target, draft, prompt, settings, 16, graphs=graphs))
 
 
-def write_all(target: FastGPTNeoX) -> tuple[dict[str, list[int]], dict[str, Counts]]:
+def write_all(target: FastGPTNeoX, folder: Path) -> tuple[dict[str, list[int]], dict[str, Counts]]:
     """Texts with graphs, over more slots, after a request that was refused, and without graphs; and
     what an iteration asks of the device."""
     _, draft, prompt = load_pair("cuda")
@@ -113,9 +60,7 @@ def write_all(target: FastGPTNeoX) -> tuple[dict[str, list[int]], dict[str, Coun
 
 
 def test_texts_and_counts() -> None:
-    (found, counts), done = on_devices(write_all)
-    n_slots = [made for made in done if isinstance(made, int)]
-    assert len(n_slots) == 2 and min(n_slots) > 2048  # one for all texts, until it was dropped
+    found, counts = with_ranks(2, TARGET, write_all, device=CUDA)
     target, draft, prompt = load_pair("cpu")
     for name, ids in found.items():
         method, _, way = name.partition(" ")
@@ -127,50 +72,12 @@ def test_texts_and_counts() -> None:
             assert of_split.of_each(kind) == of_one.of_each(kind), (method, kind)
 
 
-def keep_hashed(to: list[int], logits: Tensor) -> None:
-    """Every row of them."""
-    to.extend(zlib.crc32(row.numpy().tobytes()) for row in logits.cpu())
+def test_strict_holds_bit_for_bit() -> None:
+    trees, ar = with_ranks(2, TARGET, strict_logits, torch.bfloat16, CUDA)
+    assert trees == ar
 
 
-def hash_passes(ranks: Ranks, done: list) -> None:
-    """Each pass's scores are done alike."""
-    forward = FastGPTNeoX.forward
-
-    def hashing(model: FastGPTNeoX, *arguments: object, **options: object) -> Scores:
-        scores = forward(model, *arguments, **options)
-        if model.gpt_neox.share.count > 1:
-            keep_hashed(done, scores.logits)
-        return scores
-
-    FastGPTNeoX.forward = hashing
-
-
-def write_in_half(target: FastGPTNeoX) -> dict[str, tuple[list[int], list[int]]]:
-    """A text, in bfloat16 also strict ones, with what its tokens were chosen from."""
-    _, draft, prompt = load_pair("cuda")
-    texts = {"plain": (DynaTree(), False)}
-    if target.dtype == torch.bfloat16:
-        texts |= {"tree": (DynaTree(), True), "alone": (Alone(rows=64), True)}
-    found = {}
-    for name, (settings, strict) in texts.items():
-        logits: list[int] = []
-        options = {"strict": strict, "inspect": partial(keep_hashed, logits)}
-        steps = generate(target, draft, prompt, settings, N_TOKENS, **options)
-        found[name] = token_ids(steps), logits
-    return found
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_precisions(dtype: torch.dtype) -> None:
-    """All ranks have the same scores, bit for bit; strict ones are ar's."""
-    found, done = on_devices(write_in_half, dtype, hash_passes)
-    assert len(done) > 5
-    assert all(len(ids) == N_TOKENS for ids, _ in found.values())
-    if dtype == torch.bfloat16:
-        assert found["tree"] == found["alone"] and len(found["alone"][1]) == N_TOKENS
-
-
-def run_out(ranks: Ranks, done: list) -> None:
+def run_out(ranks: Ranks) -> object:
     """Rank 1 has room for a short cache, and for two graphs and some of a third."""
     run_pass, n_captured = ShapedPasses.run_pass, 0
 
@@ -185,29 +92,18 @@ def run_out(ranks: Ranks, done: list) -> None:
     if ranks.index:
         caches.free_memory = lambda device: 10_000_000
         ShapedPasses.run_pass = run_some
+    return compute(ranks, TARGET, write_refused, torch.float32, CUDA)
 
 
-def write_linear(target: FastGPTNeoX) -> None:
+def write_refused(target: FastGPTNeoX, folder: Path) -> int:
+    """The slots that the target's cache has."""
     _, draft, prompt = load_pair("cuda")
-    write(target, draft, prompt, "linear")
+    said = "^rank 1: no room for the CUDA graphs of 45 tokens; --no-graphs does without"
+    with pytest.raises(OutOfMemory, match=said):
+        write(target, draft, prompt, "linear")
+    return target.pool.idle[0].kv.shape[3]
 
 
 def test_what_one_rank_lacks_memory_for() -> None:
-    """Caches are alike. Rank 0 says what another has no graphs for."""
-    found = on_ranks(2, compute, write_linear, torch.float32, run_out)
-    assert [done[0] for _, done in found] == [256, 256]
-    said = "no room for the CUDA graphs of 45 tokens; --no-graphs does without"
-    assert [str(answer) for answer, _ in found] == [f"rank 1: {said}", "None"]
-    assert len(found[0][1]) > len(found[1][1])
-
-
-def test_under_torchrun() -> None:
-    """As users start and end it: nothing is left waiting for graphs that are still there."""
-    words = ["--device", "cuda", "--dtype", "float32", "--target", str(TINY / "target"), "--json"]
-    words += ["--method", "ar", "--prompt", "The ship sailed at dawn", "--max-new-tokens", "8"]
-    with launched(2, "dynatree.py", *words) as launch:
-        status, out, lines = launch.ended()
-    report = json.loads(out)
-    assert status == 0 and not errors(lines), lines
-    assert "2 ranks on cuda:0, float32" in lines[0]
-    assert report["graphs"]["n"] > 0 and len(report["token_ids"]) == 8
+    """Rank 0's cache is no larger. It says what another has no graphs for."""
+    assert on_ranks(2, run_out) == [256, None]
