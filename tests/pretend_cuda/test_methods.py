@@ -7,10 +7,7 @@ own kernels. Half precision is left to a GPU.
 import json
 
 import pytest
-import test_exactness
-from conftest import TINY, generate, random_config
-from test_exactness import random_case
-from torch import Tensor
+from conftest import TINY, generate
 
 from cli.main import main
 from cli.metrics import token_ids
@@ -19,7 +16,6 @@ from engine.sampling import FastSampler
 from engine.streaming import Window
 from methods import METHODS
 from sampling import Sampling
-from verify import cut
 
 from .counts import TEXT, load_pair, settings_of
 
@@ -65,19 +61,3 @@ def test_the_command_line_compares(on_cpu: Pair, capsys: pytest.CaptureFixture[s
     report = json.loads(capsys.readouterr().out)
     assert report["compare"]["exact"] and report["graphs"]["n"] > 0
     assert report["token_ids"] == write(on_cpu, "ar", "greedy")
-
-
-def build_on_cuda(tensors: dict[str, Tensor], **changes: object) -> FastGPTNeoX:
-    """test_exactness.build, but on the device."""
-    moved = {name: tensor.cuda() for name, tensor in tensors.items()}
-    return FastGPTNeoX.from_tensors(random_config(**changes), moved)
-
-
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 6, 9])
-@pytest.mark.parametrize("method", METHODS)
-def test_random_pairs_and_trees(method: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of the exactness suite's cases; their text is from the CPU."""
-    expected = random_case(method, "fixed", number)
-    monkeypatch.setattr(test_exactness, "build", build_on_cuda)
-    case = random_case(method, "fixed", number)
-    assert token_ids(case.write()) == cut(expected.greedy, expected.eos_ids, expected.limit)

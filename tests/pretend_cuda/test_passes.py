@@ -11,8 +11,6 @@ import torch
 from conftest import append, assert_close, generate, random_config, random_tensors
 from torch import Tensor
 
-from benchmark.step_times import measure_step_times
-from engine.cuda_graphs import Shape, ShapedPasses
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from engine.scores import Ranking
@@ -52,7 +50,7 @@ def run_tree(model: FastGPTNeoX, cache: FastCache, n: int) -> Tensor:
     return model.forward(tokens, depths + cache.length, cache, mask).logits.cpu()
 
 
-def check_passes() -> None:
+def test_a_pass_sees_nothing_of_the_one_before_it() -> None:
     """Passes long and short, of many rows and few, each beside one on the CPU."""
     on_cuda = make_model("cuda")
     on_cpu = make_model("cpu")
@@ -62,23 +60,6 @@ def check_passes() -> None:
         captured.rewind(length)
         plain.rewind(length)
         assert_close(run_tree(on_cuda, captured, n), run_tree(on_cpu, plain, n))
-
-
-def test_a_pass_sees_nothing_of_the_one_before_it() -> None:
-    check_passes()
-
-
-def test_the_end_of_the_mask_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: what earlier passes left in the slots after those of the mask."""
-    real = ShapedPasses.upload
-
-    def upload(passes: ShapedPasses, shape: Shape, *arguments: object) -> None:
-        real(passes, shape, *arguments)
-        shape.inputs(passes.buffer, passes.kv.dtype).seen[:, -1] = 0.0
-
-    monkeypatch.setattr(ShapedPasses, "upload", upload)
-    with pytest.raises(AssertionError, match="not close"):
-        check_passes()
 
 
 def test_what_is_drawn_from_is_not_ranked() -> None:
@@ -131,31 +112,3 @@ def test_a_cache_that_is_gone_is_not_replayed() -> None:
     del cache
     with pytest.raises(RuntimeError, match="freed"):
         graph.replay()
-
-
-def test_a_pass_that_is_recorded_without_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: its kernels would be loaded in the capture."""
-    run_pass = ShapedPasses.run_pass
-
-    def run_captured(passes: ShapedPasses, shape: Shape) -> Tensor | None:
-        return run_pass(passes, shape) if torch.cuda.is_current_stream_capturing() else None
-
-    monkeypatch.setattr(ShapedPasses, "run_pass", run_captured)
-    with pytest.raises(torch.AcceleratorError, match="first run of .* at engine/"):
-        open_cache(make_model("cuda"))
-
-
-def test_every_capture_is_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which measure_step_times is not: torch up to 2.10 can capture outside of it only as long as
-    it has not captured inside (pytorch issue 166792)."""
-    modes = []
-    begin = torch.cuda.CUDAGraph.capture_begin
-
-    def note(*arguments: object, **options: object) -> None:
-        modes.append(torch.is_inference_mode_enabled())
-        begin(*arguments, **options)
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", note)
-    model = make_model("cuda")
-    measure_step_times(model, model, context=300, n_rounds=1)
-    assert modes and all(modes)
