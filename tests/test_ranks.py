@@ -1,8 +1,7 @@
-"""Several processes as one command: what they tell each other, and what is said if one goes."""
+"""Several processes as one command: what they tell each other, and who they are."""
 
 import multiprocessing
 import os
-import signal
 import socket
 from collections.abc import Callable
 
@@ -54,20 +53,6 @@ def test_what_one_tells_the_others_hear() -> None:
     values = [([0, 2], [5, 9]), "", "é" * LETTER, b"x" * (10 * LETTER), Use(n_rows=7)]
     values += [b"x" * n for n in range(LETTER - 40, LETTER)]
     assert on_ranks(3, exchange, values) == [(values, [0, 17, 34])] * 3
-
-
-@pytest.mark.parametrize(("count", "who"), [(2, "rank 1"), (3, "another rank")])
-def test_who_has_gone(count: int, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gloo tells it; torchrun's SIGTERM must not end this one before that is said."""
-    ignored = []
-    monkeypatch.setattr("signal.signal", lambda *what: ignored.append(what))
-
-    def broadcast() -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    with pytest.raises(RanksError, match=f"^{who} has gone"):
-        Ranks(0, count, 0, None).together(broadcast)
-    assert ignored == [(signal.SIGTERM, signal.SIG_IGN)]
 
 
 def test_one_process_is_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
