@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import torch
 
@@ -108,12 +107,6 @@ def device_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def get_device_properties(device: object = None) -> SimpleNamespace:
-    """multi_processor_count and the like, as a GPU of that name has them."""
-    named = {"name": NAME, "major": CAPABILITY[0], "minor": CAPABILITY[1]}
-    return SimpleNamespace(**named, total_memory=memory.capacity, multi_processor_count=132)
-
-
 def mem_get_info(device: torch.device | str = "cuda") -> tuple[int, int]:
     require_own(device)
     return memory.capacity - memory.reserved, memory.capacity
@@ -135,18 +128,15 @@ FUNCTIONS = {  # of torch.cuda
     "_lazy_init": lambda: None,
     "current_device": lambda: CURRENT["device"],
     "current_stream": lambda device=None: Stream.current,
-    "default_stream": lambda device=None: DEFAULT_STREAM,
     "device": use_device,
     "device_count": device_count,
     "empty_cache": lambda: None,
     "get_device_capability": lambda device=None: CAPABILITY,
     "get_device_name": lambda device=None: NAME,
-    "get_device_properties": get_device_properties,
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: timeline.capture is not None,
     "max_memory_allocated": lambda device=None: memory.peak,
     "mem_get_info": mem_get_info,
-    "memory_allocated": lambda device=None: memory.allocated,
     "memory_reserved": lambda device=None: memory.reserved,
     "memory_snapshot": memory_snapshot,
     "set_device": set_device,

@@ -26,7 +26,6 @@ WAYS = {
     "rebuild": {"commit": "rebuild"},
     "window": {"window": Window(64, sinks=4)},
     "sampled": {"sampling": Sampling(0.8, 0.9, seed=3)},
-    "no graphs": {"graphs": False},
     "long prompt": {},
 }
 N_TOKENS = {"window": 100, "long prompt": 20}  # where not 60

@@ -14,16 +14,13 @@ from torch import Tensor
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from engine.scores import Ranking
-from methods import METHODS
-from sampling import GREEDY, Sampling
+from methods.dyspec import DySpec
+from sampling import Sampling
 
 from .timeline import timeline
 
 pytestmark = pytest.mark.cuda
 PREFIX = [i % 90 for i in range(260)]
-SAMPLING = Sampling(temperature=0.8)
-COLD = Sampling(0.0, draft_temperature=0.6)
-DRAWN = Sampling(0.0, draft_temperature=0.6, is_drawn=True)
 
 
 def make_model(device: str) -> FastGPTNeoX:
@@ -72,27 +69,14 @@ def test_what_is_drawn_from_is_not_ranked() -> None:
     assert scores.read is None and asked["replay"] == asked["h2d"] == 1 and not asked["sync"]
 
 
-@pytest.mark.parametrize(
-    ("method", "sampling", "has_ranks", "temperature"),
-    [
-        ("linear", GREEDY, True, 1.0),
-        ("linear", SAMPLING, False, 1.0),
-        ("opttree", SAMPLING, True, 1.0),
-        ("dyspec", COLD, True, 0.6),
-        ("dyspec", DRAWN, False, 1.0),
-        ("opttree", DRAWN, True, 0.6),
-    ],
-)
-def test_which_drafts_are_ranked(
-    method: str, sampling: Sampling, has_ranks: bool, temperature: float
-) -> None:
-    """And at which temperature: a graph is of one."""
+def test_a_draft_is_ranked_at_its_temperature() -> None:
+    """A graph is of one."""
     target, draft = make_model("cuda"), make_model("cuda")
-    settings = METHODS[method]()
-    list(generate(target, draft, PREFIX[:20], settings, 10, sampling=sampling))
-    for model, expected in ((target, (True, 1.0)), (draft, (has_ranks, temperature))):
-        rankings = {shape.ranking for shape in model.pool.idle[0].passes.captured}
-        assert {(ranking.is_read, ranking.temperature) for ranking in rankings} == {expected}
+    cold = Sampling(0.0, draft_temperature=0.6)
+    list(generate(target, draft, PREFIX[:20], DySpec(), 10, sampling=cold))
+    for model, temperature in ((target, 1.0), (draft, 0.6)):
+        shapes = model.pool.idle[0].passes.captured
+        assert {shape.ranking.temperature for shape in shapes} == {temperature}
 
 
 def test_no_timed_pass_is_the_first_of_its_graph() -> None:

@@ -15,15 +15,10 @@ import pytest
 import torch
 
 from bench import main
-from benchmark.options import build_parser
 from benchmark.results import Results
 from benchmark.tables import CONTROL
-from cli.models import open_pair
 from methods import METHODS
 from tools import gpu_facts
-from tools.gpu_facts import Lab
-
-from .timeline import timeline
 
 pytestmark = pytest.mark.cuda
 ROOT = Path(__file__).parent.parent.parent
@@ -73,14 +68,6 @@ def test_gpu_check(tmp_path: Path) -> None:
     assert [record["rows"] for record in facts["passes"]] == [1, 32] * 2
 
 
-@pytest.fixture
-def lab() -> Lab:
-    """The embedded pair as it is, in half precision."""
-    args = build_parser().parse_args([*TINY, "--dtype", "float16"])
-    pair, _ = open_pair(args, is_drafting=True, say=print)
-    return Lab({"target": pair.target}, pair.target.device, rows=(1, 8), slots=(512,))
-
-
 def test_another_attention_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,12 +80,3 @@ def test_another_attention_is_found(
     assert gpu_facts.main(arguments) == 1
     assert "error: attention is not EFFICIENT_ATTENTION everywhere" in capsys.readouterr().err
     assert json.loads(file.read_text())["passes"]
-
-
-def test_times_are_of_the_pass_that_was_sent_up(lab: Lab) -> None:
-    """Each is replayed once more than it is timed, and once to send it up."""
-    before = timeline.counts.copy()
-    records = list(gpu_facts.passes(lab))
-    assert [record["rows"] for record in records] == [1, 8]
-    counts = timeline.counts - before
-    assert counts["replay"] - counts["capture"] == 2 * (1 + 1 + gpu_facts.N_REPLAYS)
