@@ -76,15 +76,27 @@ def quoted(tokenizer: Tokenizer, token: int) -> str:
 def describe(methods: dict[str, type]) -> str:
     """The methods with their settings, symbols, defaults and ranges, for --help."""
     lines = ["methods and their settings (--set NAME=VALUE):"]
+    shared: dict[str, list[str]] = {}  # what is said of a setting -> the methods that share it
     for name, settings in methods.items():
         title = (settings.__doc__ or "").splitlines()[0].removeprefix(f"{name}: ")
         lines.append(textwrap.fill(f"  {name}: {title}", 80, subsequent_indent=" " * 4))
         for f in dataclasses.fields(settings):
-            value = f"{f.name}={f.type(f.default)}"
-            line = f"    {value:<13} {f.metadata['meaning']}"
-            if f.type is str:
-                line += f" (as {', '.join(f.metadata['examples'])})"
-            elif f.type is not bool:
-                line += f" ({f.metadata['low']:g} to {f.metadata['high']:g})"
-            lines.append(textwrap.fill(line, 80, subsequent_indent=" " * 18))
+            if f.kw_only:
+                shared.setdefault(describe_setting(f), []).append(name)
+            else:
+                lines.append(describe_setting(f))
+    for names in dict.fromkeys(map(tuple, shared.values())):
+        lines.append(textwrap.fill(f"  also of {', '.join(names)}:", 80, subsequent_indent=" " * 4))
+        lines += [said for said, sharing in shared.items() if tuple(sharing) == names]
     return "\n".join(lines)
+
+
+def describe_setting(f: dataclasses.Field) -> str:
+    """Its symbol, default, meaning and range."""
+    value = f"{f.name}={f.type(f.default)}"
+    line = f"    {value:<13} {f.metadata['meaning']}"
+    if f.type is str:
+        line += f" (as {', '.join(f.metadata['examples'])})"
+    elif f.type is not bool:
+        line += f" ({f.metadata['low']:g} to {f.metadata['high']:g})"
+    return textwrap.fill(line, 80, subsequent_indent=" " * 18)
