@@ -3,7 +3,7 @@
 attention   the kernel that torch takes, which must be the one that is meant
 products    each of a layer's, by rows: its time, and whether a row's bits depend on how many rows
             there are beside it, or on its place among them
-launches    what little things take: a kernel, a replay, a read, an upload, ranking the logits
+launches    what little things take: a kernel, a replay, a read, an upload
 passes      by rows: the captured graph alone, without the host
 
     python tools/gpu_facts.py --target FOLDER --draft FOLDER --output facts.json
@@ -41,10 +41,8 @@ from engine.cuda_graphs import record, shape_of
 from engine.files import write_whole
 from engine.model import FastGPTNeoX
 from engine.passes import ROW_COUNTS, SLOT_STEP, causal_mask, open_bias, slot_count
-from engine.scores import Ranking, rank
 
 MEANT = SDPBackend.EFFICIENT_ATTENTION.name  # what engine.cuda_graphs.settle_kernels leaves
-PRODUCTS = ("into", "qkv", "inside", "dense", "out_of", "out")  # a layer's, those that it has
 N_REPLAYS = 20  # between two events
 
 Record = dict[str, str | int | float | bool]
@@ -102,30 +100,29 @@ def attention(lab: Lab) -> Iterator[Record]:
             k = torch.randn(1, model.n_heads, n_slots, head_size).to(like)  # [1, H, S, D], as v
             for n in (1, 32):
                 bias = open_bias(causal_mask(n), n_slots - n, like)  # [n, S]
-                choice = torch._fused_sdp_choice(k[:, :, :n], k, k, bias)
-                found = {"model": name, "slots": n_slots, "rows": n}
-                yield found | {"kernel": SDPBackend(choice).name}
+                kernel = SDPBackend(torch._fused_sdp_choice(k[:, :, :n], k, k, bias)).name
+                yield {"model": name, "slots": n_slots, "rows": n, "kernel": kernel}
 
 
 def products(lab: Lab) -> Iterator[Record]:
-    """All layers' in turn, as no cache of the device holds them."""
+    """Those that a layer has, and the head's."""
     for name, model in lab.models.items():
+        hidden, inside = model.config.hidden_size, model.config.intermediate_size
+        sizes = dict.fromkeys(("into", "qkv", "inside", "dense"), hidden)  # that each reads
+        sizes |= {"out_of": hidden + inside, "out": inside}
         layers = model.gpt_neox.layers
-        groups = {what: [getattr(layer, what, None) for layer in layers] for what in PRODUCTS}
+        groups = {what: [getattr(layer, what, None) for layer in layers] for what in sizes}
         groups["head"] = [model.embed_out.product]
         for what, group in groups.items():
-            for found in product_by_rows(lab, what, group, model) if group[0] else ():
-                yield {"model": name, "product": what} | found
+            if group[0]:
+                x = torch.randn(lab.rows[-1], sizes.get(what, hidden)).to(lab.device, model.dtype)
+                for found in product_by_rows(lab, group, x):
+                    yield {"model": name, "product": what} | found
 
 
-def product_by_rows(
-    lab: Lab, what: str, group: list[Callable], model: FastGPTNeoX
-) -> Iterator[Record]:
-    """Of one of a layer's products; `group` has every layer's."""
-    hidden, inside = model.config.hidden_size, model.config.intermediate_size
-    n_in = {"out_of": hidden + inside, "out": inside}.get(what, hidden)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(lab.rows[-1], n_in, generator=generator).to(lab.device, model.dtype)
+def product_by_rows(lab: Lab, group: list[Callable], x: Tensor) -> Iterator[Record]:
+    """Of x [n, in]; `group` has every layer's, taken in turn, as no cache of the device holds all
+    their matrices."""
     first_rows: dict[int, Tensor] = {}  # what the first row gives, by n
     for n in lab.rows:
         y = group[0](x[:n])
@@ -159,11 +156,6 @@ def launches(lab: Lab) -> Iterator[Record]:
     for what, run in runs.items():
         read()  # whatever was asked for is done
         yield {"us": host_ms(run, 100) * 1e3, "what": what}
-    for n in (1, 8, 32):
-        logits = torch.randn(n, lab.models["target"].config.vocab_size).to(lab.device)
-        for ranking in (Ranking(), Ranking(3, are_logprobs=True)):  # the target's, a draft's
-            us = lab.device_us([partial(rank, logits, ranking)] * 5)
-            yield {"us": us, "what": f"ranking {n} rows for {ranking.k} candidates"}
 
 
 def passes(lab: Lab) -> Iterator[Record]:
@@ -190,9 +182,7 @@ def execute(args: Namespace) -> int:
     for ask in (attention, products, launches, passes):
         kept[ask.__name__] = []
         for found in ask(lab):
-            if not kept[ask.__name__]:
-                print("\n" + line_of({name: name for name in found}))
-            print(line_of(found), flush=True)
+            print(ask.__name__, json.dumps(found), flush=True)
             kept[ask.__name__].append(found)
             write_whole(Path(args.output), json.dumps(kept, indent=1) + "\n")
     others = {found["kernel"] for found in kept["attention"]} - {MEANT}
@@ -200,15 +190,6 @@ def execute(args: Namespace) -> int:
         say(f"error: attention is not {MEANT} everywhere, but {', '.join(sorted(others))}")
         return 1
     return 0
-
-
-def line_of(record: Record) -> str:
-    """Of a table: each value in a column as wide as its name."""
-    words = []
-    for name, value in record.items():
-        word = f"{value:.4g}" if isinstance(value, float) else str(value)
-        words.append(f"{word:>{max(len(name), 8)}}")
-    return "  ".join(words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
