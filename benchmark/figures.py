@@ -13,6 +13,7 @@ import textwrap
 import warnings
 from dataclasses import asdict
 from itertools import product
+from math import nan
 
 import matplotlib
 import pandas as pd
@@ -32,19 +33,18 @@ from methods import METHODS
 
 COLOURS = json.loads(read("colours.json"))  # one for a method, or a part of the work, everywhere
 INK, GREY, PALE = "#202020", "#8A8A8A", "#D8D8D8"
-METHOD_COLOURS = dict.fromkeys(PEERS, GREY)
 MORE_COLOURS = sns.husl_palette(len(METHODS)).as_hex()  # of methods that somebody adds
-METHOD_COLOURS |= dict(zip(METHODS, COLOURS["methods"] + MORE_COLOURS, strict=False))
+METHOD_COLOURS = dict(zip(METHODS, COLOURS["methods"] + MORE_COLOURS, strict=False))
+METHOD_COLOURS |= dict.fromkeys(PEERS, GREY)
 STYLE = {"figure.dpi": 150, "figure.max_open_warning": 0, "grid.color": "#E4E4E4"}
 STYLE |= {"text.parse_math": False}  # a $ in a name begins no formula
 SPREAD = {"estimator": "median", "errorbar": ("pi", 50)}
 NOTE = {"textcoords": "offset points", "fontsize": 5.5, "rotation": 45}  # neighbours do not collide
+WIDTH = 9  # inches
 
 CROWD = 20  # names, beyond which no figure shows each of them
 FEWEST = 10  # trees, paths or guesses; a share of fewer says nothing
-WIDE = 4  # times the least size; beyond, sizes stand by their ratios
 SWEEP = 4  # rows of a method that make a sweep of its settings
-HIGHEST = 200  # inches of a figure; more pixels cannot be drawn
 
 # Columns of the table of texts, named as their axes are
 SPEED, SPEEDUP, PROGRESS = "tokens/s", "x ar on the same prompt", "tokens per target pass"
@@ -62,12 +62,12 @@ def draw(results: Results) -> dict[str, Figure]:
     sns.set_theme(style="whitegrid", font_scale=0.75, rc=STYLE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a layout that `finished` replaces
-        found = draw_grids(results)
+        grids = draw_grids(results)
     pyplot.close("all")  # as it keeps each; they can be saved still
-    grids = {ending: grid for ending, grid in found.items() if grid}
-    if not grids:
+    found = {ending: finished(grid.figure, results) for ending, grid in grids.items() if grid}
+    if not found:
         raise UsageError("no figure shows these rows: too many for one, and no sweep of settings")
-    return {ending: finished(grid.figure, results) for ending, grid in grids.items()}
+    return found
 
 
 def draw_grids(results: Results) -> dict[str, sns.FacetGrid | None]:
@@ -86,7 +86,7 @@ def finished(figure: Figure, results: Results) -> Figure:
     below = caption(results)
     if speed_of(results) == "end_to_end":
         below += " Speeds include prefill."
-    figure.supxlabel(wrapped(below, int(18 * figure.get_figwidth())), fontsize=6.5, color=INK)
+    figure.supxlabel(wrapped(below, 18 * WIDTH), fontsize=6.5, color=INK)
     for text in figure.findobj(Text):
         text.set_text(named(results, text.get_text()))
     figure.set_figheight(figure.get_figheight() + 1)  # for title and caption
@@ -104,30 +104,28 @@ def speed_of(results: Results) -> str:
 
 
 def text_table(results: Results) -> pd.DataFrame:
-    """A row for each text: its run, what was measured of it, how it compares with the baseline's;
-    nothing where a figure is lacking."""
-    names = {SPEED: speed_of(results), PROGRESS: "tokens_per_iter", ACCEPTANCE: "acceptance"}
-    names |= {PEAK: "peak_mb", FLOOR: "floor_mb"}
-    names |= {name: name for name in ("draft_nodes", "draft_passes", "iterations")}
-    runs, texts, baselines = [], [], []
+    """A row for each text: its run, and what was measured of it."""
+    found = []
     for row in results.rows():
         own = {"run": row.run.label, "method": row.run.method, "dataset": row.run.dataset}
         own |= {"name": name_of(row), "place": place_of(row), "line": "", "note": ""}
         own |= {column: getattr(row.run, size) for column, size in SIZES.items()}
         for key, record in row.records.items():
             counts = {kind: record.get(kind, {}) for kind in ("depths", "calibration")}
-            runs.append(own | counts | {"repeat": key[1]})
-            texts.append(record["metrics"])
-            baselines.append(row.baseline.get(key, {"metrics": {}})["metrics"])
-    measured = pd.DataFrame(texts).reindex(columns=list(names.values())).astype(float)
-    ar = pd.DataFrame(baselines).reindex(columns=[names[SPEED], "peak_mb"]).astype(float)
-    found = pd.DataFrame(runs)
-    for column, name in names.items():
-        found[column] = measured[name]
-    found[SPEEDUP] = found[SPEED] / ar[names[SPEED]].where(ar[names[SPEED]] > 0)
-    found[MORE] = found[PEAK] / ar.peak_mb - 1
-    found[ACCEPTANCE] = found[ACCEPTANCE].where(found.draft_nodes > 0)
-    found[PASSES] = found.draft_passes * found.iterations
+            ar = row.baseline.get(key, {"metrics": {}})["metrics"]
+            text = measured(record["metrics"], ar, speed_of(results))
+            found.append(own | counts | {"repeat": key[1]} | text)
+    return pd.DataFrame(found)
+
+
+def measured(metrics: dict[str, float], ar: dict[str, float], speed: str) -> dict[str, float]:
+    """What figures show of a text, beside the baseline's; nan where a figure is lacking."""
+    found = {SPEED: metrics.get(speed, nan), PROGRESS: metrics.get("tokens_per_iter", nan)}
+    found[SPEEDUP] = found[SPEED] / (ar.get(speed) or nan)
+    found[ACCEPTANCE] = metrics.get("acceptance", nan) if metrics.get("draft_nodes") else nan
+    found[PASSES] = metrics.get("draft_passes", nan) * metrics.get("iterations", nan)
+    found |= {PEAK: metrics.get("peak_mb", nan), FLOOR: metrics.get("floor_mb", nan)}
+    found[MORE] = found[PEAK] / (ar.get("peak_mb") or nan) - 1
     return found
 
 
@@ -142,8 +140,8 @@ def figures_by_name(texts: pd.DataFrame) -> dict[str, sns.FacetGrid | None]:
         found[ending] = size_lines(texts, size, metric)
     if not sizes:
         found[""] = bars(texts)
-    found["_depth"] = depth_lines(texts, "drafted")
-    found["_position"] = depth_lines(texts, "tried")
+    found["_depth"] = depth_lines(texts, "drafted", "trees that reach the depth")
+    found["_position"] = depth_lines(texts, "tried", "paths accepted to the depth before")
     found["_calibration"] = calibration_lines(texts)
     return found
 
@@ -156,21 +154,19 @@ def bars(texts: pd.DataFrame) -> sns.FacetGrid | None:
         return None
     long = texts.melt(["name", "method", "place"], metrics, "metric")
     height = 0.5 + 0.25 * texts.name.nunique()
-    height = min(height, HIGHEST / texts.place.nunique())
     grid = sns.catplot(
         long, kind="bar", x="value", y="name", row="place", col="metric", sharex="col",
         hue="method", palette=METHOD_COLOURS, saturation=1, legend=False, capsize=0.3,
         err_kws={"color": INK, "linewidth": 1}, height=height,
-        aspect=9 / len(metrics) / height, **SPREAD
+        aspect=WIDTH / len(metrics) / height, **SPREAD
     )  # fmt: skip
     grid.set_titles("")
-    names = texts.name.unique()
-    medians = texts.groupby(["place", "name"])[metrics].median()
+    names = [wrapped(name, 42) for name in texts.name.unique()]
+    medians = long.groupby(["place", "metric", "name"]).value.median()
     for (place, metric), panel in grid.axes_dict.items():
-        panel.set_yticks(range(len(names)), [wrapped(name, 42) for name in names])
+        panel.set_yticks(range(len(names)), names)
         panel.set(xlabel=metric, ylabel=wrapped(place, 40) if metric == metrics[0] else "")
-        for at, name in enumerate(names):
-            median = medians[metric].get((place, name), float("nan"))
+        for at, median in enumerate(medians[place, metric].reindex(texts.name.unique())):
             where = {"transform": panel.get_yaxis_transform(), "va": "center", "fontsize": 7}
             panel.text(1.01, at, BARS[metric].format(median).replace("nan", ""), **where)
         if metric == SPEEDUP:
@@ -192,49 +188,36 @@ def size_lines(texts: pd.DataFrame, size: str, metric: str) -> sns.FacetGrid | N
     grid = multiples(title, texts, size, metric)
     sizes = sorted(texts[size].unique())
     for panel in grid.axes.flat if grid else ():
-        if sizes[-1] >= WIDE * sizes[0] > 0:
-            panel.set_xscale("log")
-        panel.set_xticks(sizes, [str(value) for value in sizes])
+        scale = "log" if sizes[0] > 0 else "linear"
+        panel.set(xscale=scale, xticks=sizes, xticklabels=sizes)
         panel.minorticks_off()
     return grid
 
 
-def depth_lines(texts: pd.DataFrame, whole: str) -> sns.FacetGrid | None:
+def depth_lines(texts: pd.DataFrame, whole: str, what: str) -> sns.FacetGrid | None:
     """How many of the trees that reach a depth have their path accepted as far ("drafted"); or how
     many of the paths accepted to the depth before, and drafted on ("tried"): were their lines
     level, the chance of a guess would not depend on those accepted before it."""
     points = counted(texts, "depths", "accepted", whole)
-    points = points.rename(columns={"share": "share accepted"})
     points["depth"] = points["at"] + 1
     points["note"] = points.n.map("{:,}".format)
-    what = {"drafted": "trees that reach the depth", "tried": "paths accepted to the depth before"}
-    title = f"Accepted share of the {what[whole]}, and how many these are{together(texts)}"
+    title = f"Accepted share of the {what}, and how many these are"
     return multiples(title, points, "depth", "share accepted")
 
 
 def calibration_lines(texts: pd.DataFrame) -> sns.FacetGrid | None:
-    """Whether what the draft thinks likely is accepted: DySpec's Figure 2, DEAGLE's Eq. 15.
-
-    Of the nodes that have this probability after their parent, how many are the target's best
-    token there; on the dotted line the draft would be right as often as it believes. What is
-    sampled is accepted otherwise, and left out.
-    """
+    """Of the guesses that have this probability after their parent, how many are the target's best
+    token there (DySpec's Figure 2, DEAGLE's Eq. 15); sampled ones are accepted otherwise."""
     points = counted(texts[texts["temperature t"] == 0], "calibration", "matching", "drafted")
-    points = points.rename(columns={"share": "share right"})
+    points = points.rename(columns={"share accepted": "share right"})
     points["probability"] = (points["at"] + 0.5) / (points["at"].max() + 1)
     title = "Is a guess right as often as its draft believes? Bars: how its guesses are spread"
-    grid = multiples(title + together(texts), points, "probability", "share right")
+    grid = multiples(title, points, "probability", "share right")
     for name, panel in grid.axes_dict.items() if grid else ():
         own = points[points.name == name]
         panel.bar(own.probability, own.n / own.n.sum(), 1 / len(own), color=PALE, zorder=0)
         panel.axline((0, 0), (1, 1), color=INK, linewidth=0.8, linestyle=":")
     return grid
-
-
-def together(texts: pd.DataFrame) -> str:
-    """Which datasets and sizes a figure does not tell apart."""
-    places = texts.place.unique()
-    return f" ({', '.join(places)} together)" if len(places) > 1 else ""
 
 
 def counted(texts: pd.DataFrame, kind: str, part: str, whole: str) -> pd.DataFrame:
@@ -247,7 +230,7 @@ def counted(texts: pd.DataFrame, kind: str, part: str, whole: str) -> pd.DataFra
             found.append((name, method, at, *pair))
     points = pd.DataFrame(found, columns=["name", "method", "at", part, "n"])
     points = points.groupby(["name", "method", "at"], sort=False, as_index=False).sum()
-    points["share"] = (points[part] / points.n).where(points.n >= FEWEST)
+    points["share accepted"] = (points[part] / points.n).where(points.n >= FEWEST)
     return points.assign(line="", note="")
 
 
@@ -258,12 +241,12 @@ def multiples(title: str, points: pd.DataFrame, x: str, y: str) -> sns.FacetGrid
     if points.empty:
         return None
     names = points.name.unique()
-    n_columns = min((5, 4, 3), key=lambda n: -len(names) % n)  # the last row as full as can be
+    n_columns = min(len(names), 5)
     style = {"style": "line"} if points.line.nunique() > 1 else {}
     grid = sns.relplot(
         points, kind="line", x=x, y=y, col="name", col_wrap=n_columns, hue="method",
         palette=METHOD_COLOURS, marker=".", mew=0, legend="brief" if style else False, height=1.7,
-        aspect=9 / n_columns / 1.7, facet_kws={"legend_out": False}, **style, **SPREAD
+        aspect=WIDTH / n_columns / 1.7, facet_kws={"legend_out": False}, **style, **SPREAD
     )  # fmt: skip
     medians = points.groupby(["name", "line", x], sort=False, as_index=False)
     medians = medians.agg({y: "median", "note": "first"})
@@ -282,44 +265,37 @@ def multiples(title: str, points: pd.DataFrame, x: str, y: str) -> sns.FacetGrid
 
 
 def setting_maps(results: Results, texts: pd.DataFrame) -> sns.FacetGrid | None:
-    """Speedup and draft passes of each sweep of settings (v1, Figures 4 and 9; v2, Figures 6 and 7;
-    DEAGLE, Figure 2)."""
+    """Of each sweep: v1, Figures 4 and 9; v2, Figures 6 and 7; DEAGLE, Figure 2."""
     found = sweeps(results, texts)
     if found.empty:
         return None
     metrics = [SPEEDUP, PASSES] if found[PASSES].notna().all() else [SPEEDUP]
     long = found.melt(["title", "setting", "rest"], metrics, "metric")
     height = 0.8 + 0.25 * found.groupby("title").rest.nunique().max()
-    height = min(height, HIGHEST / found.title.nunique())
     grid = sns.FacetGrid(
         long, row="title", col="metric", sharex=False, sharey="row", height=height,
-        aspect=9 / len(metrics) / height
+        aspect=WIDTH / len(metrics) / height
     )  # fmt: skip
     grid.map_dataframe(heatmap)
-    for (title, metric), panel in grid.axes_dict.items():
-        panel.set_title(wrapped(f"{title}: {metric}", 60))
-        panel.set_xlabel(title.rpartition(" by ")[2])
+    grid.set_titles("{row_name}: {col_name}").set_axis_labels("", "")
     grid.figure.suptitle("Medians over texts, by setting; white: not measured")
     return grid
 
 
 def heatmap(data: pd.DataFrame, color: object) -> None:
-    """A sweep's cells of one metric, which seaborn's grid has chosen; nothing where nothing was
-    measured."""
+    """A sweep's cells of one metric, which seaborn's grid has chosen."""
     cells = data.pivot_table("value", "rest", "setting").reindex(data.rest.unique())
-    cells.index = [wrapped(rest, 40) for rest in cells.index]
     form = ".2f" if SPEEDUP in set(data.metric) else ".0f"
-    axis = sns.heatmap(
+    sns.heatmap(
         cells, cmap="cividis", annot=True, fmt=form, annot_kws={"size": 6.5}, cbar=False
-    )
-    axis.grid(False)
+    ).grid(False)
 
 
 def sweeps(results: Results, texts: pd.DataFrame) -> pd.DataFrame:
     """Medians of the runs of each method with SWEEP runs or more at a place; beside them the value
     of the setting with most values, and the `rest` of what is set."""
     by_label = {run.label: run for run in results.runs}
-    found = []
+    found = [pd.DataFrame()]
     texts = texts[~texts.method.isin(list(PEERS)) & texts[SPEEDUP].notna()]
     keys = ["place", "method", "run", "name"]
     medians = texts.groupby(keys, sort=False, as_index=False)[[SPEEDUP, PASSES]].median()
@@ -330,29 +306,25 @@ def sweeps(results: Results, texts: pd.DataFrame) -> pd.DataFrame:
             continue
         x = numbers.nunique().idxmax()
         words = [[w for w in name.split()[1:] if not w.startswith(f"{x}=")] for name in runs.name]
-        rest = [" ".join(own) or "defaults" for own in words]
-        title = f"{method} {place}".strip() + f" by {x}"
+        rest = [wrapped(" ".join(own) or "defaults", 40) for own in words]
+        title = " ".join([method, *place.split(), "by", x])
         found.append(runs.assign(title=title, setting=numbers[x], rest=rest))
-    return pd.concat(found) if found else pd.DataFrame()
+    return pd.concat(found)
 
 
 def staircase(results: Results) -> sns.FacetGrid:
     """Forward times by rows on double logarithmic axes, each with its bandwidth floor."""
     times = results.step_times
-    n = min(len(times.rows), len(times.target_ms), len(times.draft_ms))
-    both = {"target": times.target_ms[:n], "draft": times.draft_ms[:n]}
-    points = pd.DataFrame(both | {"rows": times.rows[:n]}).melt(
-        "rows", both, "role", "milliseconds"
-    )
+    wide = pd.DataFrame({"target": times.target_ms, "draft": times.draft_ms, "rows": times.rows})
+    points = wide.melt("rows", var_name="role", value_name="milliseconds")
     colours = {"target": COLOURS["parts"]["verify"], "draft": COLOURS["parts"]["draft"]}
     grid = sns.relplot(
         points, kind="line", x="rows", y="milliseconds", hue="role", palette=colours, marker="o",
-        height=4, aspect=9 / 4, facet_kws={"legend_out": False}
+        height=4, aspect=WIDTH / 4, facet_kws={"legend_out": False}
     )  # fmt: skip
     for role, colour in colours.items():
         grid.ax.axhline(times.floor_ms(role), linestyle="--", color=colour)
-    grid.set(xscale="log", yscale="log")
-    grid.ax.set_xticks(times.rows, [str(rows) for rows in times.rows])
+    grid.set(xscale="log", yscale="log", xticks=times.rows, xticklabels=times.rows)
     grid.ax.minorticks_off()
     grid.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     grid.ax.yaxis.set_major_formatter("{x:g}")
