@@ -29,19 +29,16 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from hashlib import sha256
+from pickle import UnpicklingError
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import Parser, UsageError, run_command_line, say, shown
-from cli.metrics import measure
+from cli.errors import Parser, UsageError, run_command_line, say
 from cli.models import choose_device, choose_dtype, has_instructions, set_threads
 from cli.tokens import encode, load_tokenizer
-from draft_tree import DynaTree
-from dynatree import generate
 from engine.checkpoint import parse_config
 from engine.files import require_writable, write_whole
 from engine.foreign import read_json, read_text
@@ -59,9 +56,6 @@ LONGEST_GRADIENT = 1.0  # by its norm; a longer one is cut to it
 SAVE_S = 120.0  # seconds between two checkpoints
 MAX_BYTES = 2**30  # of a file of text
 PIECE = 2**16  # characters; what the tokenizer makes of one takes 100 times as much
-DIGEST_BYTES = 32  # of SHA-256, behind a training's state
-HELD_OUT = 20  # one part in so many of the text, its end
-N_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 96  # of that, evenly spread; and written after each
 
 
 def read_ids(file: Path, folder: Path, config: Config) -> Tensor:
@@ -150,6 +144,7 @@ def train(draft: GPTNeoX, target: GPTNeoX, text: Tensor, file: Path, args: Names
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
         if step + 1 == args.steps or time.monotonic() - saved_at >= SAVE_S:
             save_state(file, draft, optimizer, step + 1, args)
+            bar.write(f"step {step + 1:,}: loss {loss.item():.3f}", file=sys.stderr)
             saved_at = time.monotonic()
 
 
@@ -161,19 +156,17 @@ def save_state(
     state |= {"draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
     content = io.BytesIO()
     torch.save(state, content)
-    written = content.getvalue()
-    write_whole(file, written + sha256(written).digest())
+    write_whole(file, content.getvalue())
 
 
 def load_state(
     file: Path, draft: GPTNeoX, optimizer: torch.optim.Optimizer, args: Namespace
 ) -> int:
-    """The step to go on with. Raises UsageError if the file is damaged, or of another command."""
-    written = file.read_bytes()
-    content, digest = written[:-DIGEST_BYTES], written[-DIGEST_BYTES:]
-    if sha256(content).digest() != digest:  # cut short, or edited
-        raise UsageError(f"{file} is damaged: delete it to begin anew")
-    state = torch.load(io.BytesIO(content), map_location=draft.device, weights_only=True)
+    """The step to go on with. Raises UsageError if the file is cut short, or of another command."""
+    try:
+        state = torch.load(file, map_location=draft.device, weights_only=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        raise UsageError(f"{file} is damaged: delete it to begin anew") from error
     command = state["command"]
     if command != args.command:
         raise UsageError(f"{file} is of another command, give that or delete it: {command}")
@@ -181,26 +174,6 @@ def load_state(
     optimizer.load_state_dict(state["optimizer"])
     say(f"going on from step {state['step']:,}")
     return state["step"]
-
-
-def tokens_per_iter(draft: GPTNeoX, target: GPTNeoX, held_out: Tensor) -> float:
-    """Of dynatree, on text that nothing was learned from."""
-    found = 0.0
-    last = max(len(held_out) - PROMPT_TOKENS, 0)
-    for start in torch.linspace(0, last, N_PROMPTS).int().tolist():
-        prompt = held_out[start : start + PROMPT_TOKENS].tolist()
-        metrics = measure(generate(target, draft, prompt, DynaTree(), NEW_TOKENS))
-        found += metrics.tokens_per_iter / N_PROMPTS
-    return found
-
-
-def card(args: Namespace, n_tokens: int, before: float, after: float) -> str:
-    """README.md of the draft's folder: how it was made, and what it is worth."""
-    learned = f"{args.steps:,} steps of {args.batch} x {args.context} tokens, from {n_tokens:,}"
-    lines = [f"# {Path(args.out).name}", "", "```", args.command, "```", ""]
-    lines += [f"{learned}; learning rate {args.rate:.3g}.", ""]
-    lines += [f"dynatree on held-out text: {before:.2f} tokens/iter before, {after:.2f} after."]
-    return "\n".join([shown(line) for line in lines]) + "\n"
 
 
 def execute(args: Namespace) -> int:
@@ -218,27 +191,20 @@ def execute(args: Namespace) -> int:
     if args.context > config.max_positions:
         raise UsageError(f"--context {args.context}: there are {config.max_positions} positions")
     args.rate = args.rate or RATE * (128 / config.hidden_size) ** 0.5
-    ids = torch.cat([read_ids(Path(file), folder, config) for file in args.text])
-    held_out = ids[len(ids) - len(ids) // HELD_OUT :]
-    text = ids[: len(ids) - len(held_out)]
-    if min(len(text), len(held_out)) < args.context:
-        need = f"this --context needs {args.context * HELD_OUT:,}"
-        raise UsageError(f"--text is too short: it has {len(ids):,} tokens, {need}")
+    text = torch.cat([read_ids(Path(file), folder, config) for file in args.text])
+    if len(text) < args.context:
+        raise UsageError(f"--text is too short: {len(text):,} tokens, --context {args.context}")
     file = out.with_name(f"{out.name}.training")  # the checkpoint
     file.parent.mkdir(parents=True, exist_ok=True)
     require_writable(file)  # before the work
     draft = new_draft(config, device)
     target = load_plain(folder, device, choose_dtype(None, device))
-    before = tokens_per_iter(draft, target, held_out)
     train(draft, target, text, file, args)
     tensors = {name: halved(name, w.detach()) for name, w in draft.named_parameters()}
-    draft.load_state_dict(tensors, strict=False)  # rounded, as they are saved
-    after = tokens_per_iter(draft, target, held_out)
     files = read_unchanged(folder) | {"config.json": json.dumps(raw, indent=2).encode()}
-    files["README.md"] = card(args, len(text), before, after).encode()
     write_checkpoint(out, tensors, files)
     file.unlink()
-    say(f"{out}: {before:.2f} tokens/iter before, {after:.2f} after")
+    say(f"{out}: what it is worth, --compare tells (docs/distil.md)")
     return 0
 
 
