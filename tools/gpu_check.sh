@@ -84,10 +84,12 @@ if ((${#models[@]} == 0)); then
 fi
 table pair 20 --methods "ar,ar rows=2,dynatree" \
   --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
-step facts 25 tools/gpu_facts.py --target "$target" --draft "$draft" \
-  --output "$keep/facts.json" $dry
 table strict 15 --methods "dynatree strict,recycle strict"
-[[ $has_gpu == False ]] || table eager 15 --methods ar,dynatree --no-graphs
+if [[ $has_gpu == True ]]; then
+  step facts 25 tools/gpu_facts.py --target "$target" --draft "$draft" \
+    --output "$keep/facts.json" $dry
+  table eager 15 --methods ar,dynatree --no-graphs
+fi
 table main 50
 table memory 20 --table memory --methods ar,dynatree
 

@@ -9,7 +9,7 @@ passes      by rows: the captured graph alone, without the host
     python tools/gpu_facts.py --target FOLDER --draft FOLDER --output facts.json
 
 Each record is printed and written as soon as it is measured. A device's times are those between two
-events around what runs there; elsewhere than on CUDA, for a dry run, the host's clock tells them.
+events around what runs there.
 
 Shapes: n rows, S cache slots, H heads, D head size.
 """
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from benchmark.step_times import forward_of, open_cache
-from cli.errors import Parser, run_command_line, say
+from cli.errors import Parser, UsageError, run_command_line, say
 from cli.models import open_pair
 from cli.options import add_model_options
 from engine.cuda_graphs import record, shape_of
@@ -60,8 +60,6 @@ class Lab:
     def replay_ms(self, replay: Callable[[], object]) -> float:
         """Milliseconds of one replay, of several in a row; one before pays for its upload."""
         replay()
-        if self.device.type != "cuda":
-            return host_ms(replay, N_REPLAYS)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(N_REPLAYS):
@@ -78,18 +76,8 @@ class Lab:
                 run()
 
         run_all()  # kernels are chosen and loaded, which no capture may do
-        replay = run_all
-        if self.device.type == "cuda":
-            replay = record(run_all, None, self.device).graph.replay
+        replay = record(run_all, None, self.device).graph.replay
         return self.replay_ms(replay) * 1e3 / len(runs)
-
-
-def host_ms(run: Callable[[], object], n: int) -> float:
-    """Milliseconds of one run, by the host's clock, of n in a row."""
-    start = time.perf_counter()
-    for _ in range(n):
-        run()
-    return (time.perf_counter() - start) * 1e3 / n
 
 
 def attention(lab: Lab) -> Iterator[Record]:
@@ -134,13 +122,12 @@ def product_by_rows(lab: Lab, group: list[Callable], x: Tensor) -> Iterator[Reco
 
 
 def launches(lab: Lab) -> Iterator[Record]:
-    is_cuda = lab.device.type == "cuda"
+    """The first by events, the others by the host's clock."""
     x = torch.zeros(32, 2560, dtype=torch.bfloat16, device=lab.device)
-    replay = bump = partial(x.add_, 1)
+    bump = partial(x.add_, 1)
     yield {"us": lab.device_us([bump] * 200), "what": "a small kernel after another in a graph"}
-    if is_cuda:
-        replay = record(bump, None, lab.device).graph.replay
-    staged = torch.zeros(2**14, dtype=torch.uint8, pin_memory=is_cuda)
+    replay = record(bump, None, lab.device).graph.replay
+    staged = torch.zeros(2**14, dtype=torch.uint8, pin_memory=True)
     buffer = torch.zeros_like(staged, device=lab.device)
 
     def read() -> None:
@@ -155,27 +142,29 @@ def launches(lab: Lab) -> Iterator[Record]:
     runs |= {"the same, and its result read": read, "the same, after 16 kB went up": upload}
     for what, run in runs.items():
         read()  # whatever was asked for is done
-        yield {"us": host_ms(run, 100) * 1e3, "what": what}
+        start = time.perf_counter()
+        for _ in range(100):
+            run()
+        yield {"us": (time.perf_counter() - start) * 1e4, "what": what}
 
 
 def passes(lab: Lab) -> Iterator[Record]:
-    """Of n rows over S slots; without CUDA, where none is captured, with the host."""
+    """Of n rows over S slots."""
     for name, model in lab.models.items():
         for n_slots in lab.slots:
             with open_cache(model, n_slots - SLOT_STEP) as cache:
                 for n in lab.rows:
-                    replay = forward_of(model, cache, n)
-                    if model.pool.is_shaped:
-                        replay()  # so that the graph reads this pass
-                        shape = shape_of(n, slot_count(cache.length + n), cache.use)
-                        replay = cache.passes.captured[shape].replay
-                    ms = lab.replay_ms(replay)
+                    forward_of(model, cache, n)()  # so that the graph reads this pass
+                    shape = shape_of(n, slot_count(cache.length + n), cache.use)
+                    ms = lab.replay_ms(cache.passes.captured[shape].replay)
                     yield {"model": name, "slots": n_slots, "rows": n, "device_ms": ms}
 
 
 def execute(args: Namespace) -> int:
     pair, _ = open_pair(args, is_drafting=True, say=say)
     lab = Lab({"target": pair.target, "draft": pair.draft}, pair.target.device)
+    if lab.device.type != "cuda":
+        raise UsageError("these are facts of a GPU, and torch sees none")
     if args.dry:
         lab = Lab(lab.models, lab.device, rows=(1, 32), slots=(512,))
     kept: dict[str, list[Record]] = {}
@@ -186,7 +175,7 @@ def execute(args: Namespace) -> int:
             kept[ask.__name__].append(found)
             write_whole(Path(args.output), json.dumps(kept, indent=1) + "\n")
     others = {found["kernel"] for found in kept["attention"]} - {MEANT}
-    if others and lab.device.type == "cuda":
+    if others:
         say(f"error: attention is not {MEANT} everywhere, but {', '.join(sorted(others))}")
         return 1
     return 0
