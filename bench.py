@@ -1,7 +1,8 @@
 """How fast each method writes, measured fairly beside ar: the whole measurement is in this file.
 
 A table is a list of runs: a method with its settings, on one dataset's prompts, at one length. One
-process writes all their texts, and keeps of each its ids and times. What makes it fair:
+process writes all their texts, and keeps of each its times, of a greedy one its ids, too. What
+makes it fair:
 
 turns     all runs on a prompt before the next prompt, each time another one first: what a machine
           does at one time and not at another, as when it gets warm, is nobody's in particular
@@ -138,26 +139,32 @@ class Bench:
         return (self.options.seed or 0) + text.repeat * n_prompts + text.prompt
 
     def measure(self, text: Text) -> Record:
-        """Write one text: its ids and figures."""
+        """Write one text: its figures, and where its ids stand."""
         if self.results.is_memory:  # and no speed: from a process that does nothing else
             how = text.run, self.prompt_ids(text), self.seed(text)
-            return text.key() | measure_apart(self.options, self.pair.target.device, *how)
+            found = measure_apart(self.options, self.pair.target.device, *how)
+            return self.record(text, found["metrics"], found["token_ids"])
         steps = self.write(text)
         # Its tok/s is `throughput`: (tokens - 1) / seconds of all steps but the first, the prompt's
-        metrics = asdict(measure(steps))
-        record = text.key() | {"metrics": metrics, "token_ids": token_ids(steps)}
+        record = self.record(text, asdict(measure(steps)), token_ids(steps))
         return counted(record, steps, text.run, self.pair, self.results.step_times)
+
+    def record(self, text: Text, metrics: dict[str, float], ids: list[int]) -> Record:
+        """What is kept of a text; of a sampled one no ids, as they are held against no others."""
+        kept = [] if text.run.temperature else ids
+        return text.key() | {"metrics": metrics, "ids_at": self.results.place_of(kept)}
 
     def hold_against_ar(self) -> None:
         """Find where greedy texts leave ar's, and by how little the target decided there: in
         float32, by a model that no timed text is to have beside it."""
+        ids = self.results.token_ids
         for row in self.results.rows():
             for record, ar in row.compared():  # on the same prompt, in the same round
-                at = first_difference(record["token_ids"], ar["token_ids"])
+                at = first_difference(ids[record["ids_at"]], ids[ar["ids_at"]])
                 if at is None or "difference" in record:
                     continue
                 prompt = self.prompt_ids(Text(row.run, record["prompt"], record["repeat"]))
-                text = prompt + ar["token_ids"][:at]
+                text = prompt + ids[ar["ids_at"]][:at]
                 window = WHOLE_TEXT if row.run.is_peer else row.run.way.window
                 gap = top2_gap(self.pair, text, window)
                 record["difference"] = {"at": at, "gap": gap, "is_tie": is_tie(gap)}

@@ -31,7 +31,11 @@ def counted(
     if run.is_peer:
         return record
     metrics = record["metrics"] | measure_acceptance(steps, run.way.settings)
-    counts = {"depths": count_depths(steps), "calibration": count_calibration(steps)}
+    counts = {}
+    if run.temperature or not record["repeat"]:  # figures have a greedy text's first round alone
+        counts["depths"] = count_depths(steps)
+    if not (run.temperature or record["repeat"]):  # what is sampled says nothing of calibration
+        counts["calibration"] = count_calibration(steps)
     if times and not run.way.strict and run.way.window == WHOLE_TEXT:  # as the times are
         counts["predicted_ms"] = predict_text_ms(times, run, pair, steps)
     return record | {"metrics": metrics} | counts

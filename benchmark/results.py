@@ -25,8 +25,8 @@ from engine.files import write_whole
 from engine.foreign import ForeignFile, read_json
 from engine.way import Way, read_way
 
-FORMAT = 3  # of the file; another number is refused
-LIMIT = 2**28  # bytes of a file, some ten million tokens
+FORMAT = 4  # of the file; another number is refused
+LIMIT = 2**28  # bytes of a file, some 400,000 texts
 LARGE = 10**12  # past any figure; what is divided and drawn stays far from where floats end
 NEEDED = {  # what is shown of every table
     "machine": "target draft dtype processor torch python commit threads",
@@ -122,7 +122,7 @@ class Record(TypedDict):
     prompt: Count  # index among its dataset's
     repeat: Count  # the round
     metrics: dict[str, Figure]  # of cli/metrics.py, or of the memory table
-    token_ids: list[Count]
+    ids_at: Count  # where its ids stand in the file's `token_ids`
     depths: NotRequired[dict[str, list[Count]]]  # as counts.count_depths
     calibration: NotRequired[dict[str, list[Count]]]  # as counts.count_calibration
     predicted_ms: NotRequired[Figure]  # what its forwards alone would take
@@ -158,6 +158,7 @@ class Results:
     title: str = ""  # of a paper's table: which it is, and what is different here
     load_before: Figure | None = None  # as one_minute_load has it
     n_texts: Count = 0  # that it has when it is done
+    token_ids: list[list[Count]] = field(default_factory=list)  # every greedy text, equal ones once
     records: list[Record] = field(default_factory=list)
 
     @classmethod
@@ -191,13 +192,26 @@ class Results:
             raise UsageError(f"{where} speaks of {min(named - labels)!r}, which is no run of it")
         if len(labels) < len(self.runs):
             raise UsageError(f"{where} has two runs of one label")
+        n_different = len({tuple(ids) for ids in self.token_ids})
+        last = max((record["ids_at"] for record in self.records), default=-1)
+        if n_different < len(self.token_ids) or last >= n_different:
+            raise UsageError(f"{where}: a text stands twice in token_ids, or is not there")
+
+    def place_of(self, ids: list[int]) -> int:
+        """Where a text's ids stand among `token_ids`, which has them from then on."""
+        if ids not in self.token_ids:
+            self.token_ids.append(ids)
+        return self.token_ids.index(ids)
 
     def save(self, file: Path) -> None:
-        """Write all at once or not at all, a record a line. Raises UsageError."""
-        head = msgspec.json.format(msgspec.json.encode(replace(self, records=[])), indent=1)
-        before, _, after = head.partition(b'"records": []')
-        records = b",\n".join(msgspec.json.encode(record) for record in self.records)
-        write(file, before + b'"records": [\n' + records + b"\n]" + after + b"\n")
+        """Write all at once or not at all, a record a line, a text's ids too. Raises UsageError."""
+        content = msgspec.json.encode(replace(self, token_ids=[], records=[]))
+        content = msgspec.json.format(content, indent=1)
+        for name in ("token_ids", "records"):
+            lines = b",\n".join(msgspec.json.encode(one) for one in getattr(self, name))
+            before, key, after = content.partition(f'"{name}": ['.encode())
+            content = before + key + b"\n" + lines + b"\n" + after
+        write(file, content + b"\n")
 
     @property
     def is_begun(self) -> bool:
@@ -308,4 +322,4 @@ class Row:
 
     def differing(self) -> list[tuple[Record, Record]]:
         """Of the compared ones, those whose ids are not the reference's."""
-        return [pair for pair in self.compared() if pair[0]["token_ids"] != pair[1]["token_ids"]]
+        return [pair for pair in self.compared() if pair[0]["ids_at"] != pair[1]["ids_at"]]

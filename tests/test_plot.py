@@ -54,7 +54,7 @@ def results_of(names: Sequence[str] = NAMES, places: Sequence[str] = ("",)) -> R
             depths = {"drafted": [40, 30, 2], "tried": [40, 20, 5], "accepted": [30, 10, 2]}
             record["depths"] = depths
             record["calibration"] = {"drafted": [90, 8, 2], "matching": [45, 8, 2]}
-        results.records.append(record | {"token_ids": []})
+        results.records.append(record | {"ids_at": 0})
     return results
 
 
