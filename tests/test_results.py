@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.report import (
+    PRINTED,
     machine_text,
     markdown_report,
     markdown_table,
@@ -114,6 +115,13 @@ def test_speedups_are_over_the_baseline_that_is_asked_for(results: Results) -> N
     slower, difference = notes(results)
     assert slower == "Slower than fixed on the median prompt: hf-assisted (0.50x)."
     assert difference.startswith("fixed differs from ar on 1 of 3 texts")
+
+
+def test_what_a_paper_prints_stands_beside_what_is_measured(results: Results) -> None:
+    results.runs[1] = replace(results.runs[1], published={"speedup": "1.47x"})
+    header, body = run_cells(results, ["throughput", "speedup"])
+    assert header == ["method", "tok/s", "x ar", "paper x"] and notes(results)[0] == PRINTED
+    assert body[:2] == [["ar", "80.0", "", ""], ["fixed", "80.0", "1.00x", "1.47x"]]
 
 
 def test_a_run_cut_short_shows_what_there_is(results: Results) -> None:
