@@ -12,7 +12,7 @@ from benchmark.opening import PAIRS, check_options, choose_table, describe_prese
 from benchmark.peers import PEERS
 from benchmark.results import Options, Results, Run
 from benchmark.rows import choose_runs
-from benchmark.tables import PRESETS, TABLES, Table, choose_parts
+from benchmark.tables import CONTROL, PRESETS, TABLES, Table, choose_parts
 from cli.errors import UsageError
 from cli.models import PYTHIA
 
@@ -36,7 +36,7 @@ def test_every_table_is_valid(name: str) -> None:
     labels = [run.label for run in runs]
     assert len(set(labels)) == len(labels) and (len(labels) > 1 or name == "steps")
     assert len({part.dataset for part in table.parts}) == len(table.parts)
-    assert set(table.columns) <= set(COLUMNS)
+    assert set(table.columns) <= set(COLUMNS) and CONTROL not in labels
     for run in runs:
         run.way.rule()
         assert run.baseline in labels and run.reference in labels
