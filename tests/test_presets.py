@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import Captured
 from pytest import MonkeyPatch
 
 from bench import main
@@ -15,8 +16,6 @@ from benchmark.rows import choose_runs
 from benchmark.tables import CONTROL, PRESETS, TABLES, Table, choose_parts
 from cli.errors import UsageError
 from cli.models import PYTHIA
-
-Captured = pytest.CaptureFixture[str]
 
 
 def chosen(name: str, **others: object) -> tuple[Table, list[Run]]:
