@@ -173,9 +173,10 @@ def results_file(table: str) -> dict:
     content["columns"] += ["predicted", "setup", "speedup_mean", "end_to_end_speedup"]
     content["records"] = [record for record in content["records"] if not record["prompt"]]
     for record in content["records"]:
-        record |= {"token_ids": record["token_ids"][:3], "predicted_ms": 10.0}
+        record |= {"ids_at": int(record is content["records"][4]), "predicted_ms": 10.0}
     difference = {"at": 1, "gap": None, "is_tie": False}
-    content["records"][4] |= {"token_ids": [1], "difference": difference}
+    content["records"][4]["difference"] = difference
+    content["token_ids"] = [[1, 2, 3], [1]]
     return content
 
 
@@ -209,11 +210,14 @@ def test_a_mutated_results_file_is_shown_or_refused(
 
 
 def test_what_is_no_results_file(capsys: Captured, tmp_path: Path) -> None:
-    other = json.dumps(results_file("main")).replace('"row": "linear"', '"row": "other"')
+    valid = json.dumps(results_file("main"))
+    other = valid.replace('"row": "linear"', '"row": "other"')
     for content, said in (
         ("", "truncated"),
-        ('{"format": 1}', "not a results file of format 3: "),
+        ('{"format": 1}', "not a results file of format 4: "),
         (other, "unknown method 'other'"),
+        (valid.replace("[[1, 2, 3], [1]]", "[[1]]"), "is not there"),
+        (valid.replace("[1, 2, 3], ", "[1], "), "stands twice"),
     ):
         line = shown(content.encode(), "text", tmp_path / "r.json", capsys)
         assert "r.json" in line and said in line
