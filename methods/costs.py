@@ -22,6 +22,7 @@ LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
 PROBE_SHARE = 0.01  # of the time, that probes may lose
 
 
+UNSURE = (0.5, 0.3, 0.1, 0.2, 0.3)
 SOME_COSTS = ("0.3:0.04:0.2:0.4", "0.1:0.01:0.05:0.05")  # as a user may give them
 
 
@@ -46,7 +47,7 @@ class Costs:
     def __init__(self, first_guess: tuple[float, ...]):
         """first_guess: each but the first, in steps of ar."""
         self.weights = numpy.array((1.0, *first_guess))  # [5]
-        self.spread = numpy.diag((self.weights * 0.5) ** 2)  # [5, 5], how unsure they are
+        self.spread = numpy.diag(numpy.array(UNSURE) ** 2)  # [5, 5], how unsure they are
         self.n_seen = 0
 
     def predict(self, work: list[float] | ndarray) -> float:
@@ -71,7 +72,9 @@ class Costs:
         error = min(max(ms - expected, -limit), limit)  # a hiccup is no cost
         gain = self.spread @ x
         gain /= x @ gain + (0.2 * expected) ** 2
-        self.weights = (self.weights + gain * error).clip(min=1e-9)
+        found = self.weights + gain * error
+        self.weights = found.clip(min=1e-9)
+        self.weights[TREE] = max(found[TREE], -self.weights[ROW])
         self.spread -= numpy.outer(gain, x @ self.spread)
 
 
