@@ -3,7 +3,8 @@
 Beside the rule's own gates,
 
 - a row is verified if its chance of acceptance is worth a row's time. That of a drawn row is taken
-  before the draw: its value, times the share of such chances that draws have kept so far
+  before the draw: its value, times the share of the values of such rows, first, second or later
+  among their siblings, that draws have left so far
 - a level is drafted if what it may bring is worth a pass of the draft: its parents' chances, times
   what levels have brought for each of theirs. Of drawn trees that is settled before the tree, by
   earlier ones: which level is the last must not depend on what was drawn, where the best rows of
@@ -18,21 +19,22 @@ import math
 from typing import NamedTuple
 
 import numpy
+from numpy import ndarray
 
 from draft_tree import Gates, Level, Rule, Tree, all_open
 from methods.costs import LEVEL, LEVEL_YIELD, ROW, Account
 
 MEMORY = 0.1  # what one more tree counts in a mean
 INVITED = 10  # trees for which the first guess of drafting counts
-FIRST_SHARE = 0.7  # of its chance to be tried, that a drawn row is accepted
+FIRST_SHARE = 0.7  # of its value, that a drawn row is worth: the first; of that each next one
 MOST_YIELD = 0.98  # below 1: else no depth would be too much
 
 
 class Seen(NamedTuple):
     """What one level of a tree was worth, by its chances."""
 
-    tried: float  # the values of the rows it added
-    brought: float  # their chances to be accepted; of drawn ones, with what was drawn
+    tried: ndarray  # the values of the rows it added, by place among their siblings: [k]
+    brought: ndarray  # their chances to be accepted; of drawn ones, with what was drawn
     n_added: int
     below: float  # the chances of those that the rule lets grow
 
@@ -44,7 +46,8 @@ class Stop:
         """rule: whose hooks it stands before. costs: None for those that are learned."""
         self.account = Account(costs, n_invited=INVITED)
         self.level_yield = LEVEL_YIELD  # what levels have gained of their parents' chances
-        self.share = FIRST_SHARE  # of drawn rows' values, what their draws have left of them
+        # Of drawn rows' values, by place in draw order, what their draws have left of them: [k]
+        self.shares = FIRST_SHARE ** numpy.arange(1, rule.n_drawn + 1)
         self.rule = rule
         self.own_levels, self.own_expand, self.own_adapt = rule.levels, rule.expand, rule.adapt
         rule.levels, rule.expand, rule.adapt = self.levels, self.expand, self.adapt
@@ -73,13 +76,13 @@ class Stop:
         to_add, to_grow = self.own_expand(level)
         likely = level.values
         if level.is_drawn:
-            likely = likely + math.log(self.share)
+            likely = likely + numpy.log(self.shares[: level.values.shape[1]])
         is_paying = likely >= self.least
         is_added = all_open(self.rule, to_add, level) & is_paying
         is_growing = all_open(self.rule, to_grow, level) & is_added
         found = numpy.exp(level.values + level.logprobs if level.is_drawn else level.values)
-        tried = numpy.exp(level.values[is_added]).sum()
-        brought = found[is_added].sum()
+        tried = numpy.where(is_added, numpy.exp(level.values), 0).sum(axis=0)
+        brought = numpy.where(is_added, found, 0).sum(axis=0)
         self.seen.append(Seen(tried, brought, int(is_added.sum()), found[is_growing].sum()))
         if level.is_drawn:
             goes_on = level.depth + 1 < self.last_drawn
@@ -93,10 +96,11 @@ class Stop:
         above = 1.0
         for seen in self.seen:
             if above > 0:
-                gained = max(seen.brought - self.price * seen.n_added, 0.0)
+                gained = max(seen.brought.sum() - self.price * seen.n_added, 0.0)
                 self.level_yield += MEMORY * (min(gained / above, MOST_YIELD) - self.level_yield)
-            if tree.drawn_from and seen.tried > 0:
-                self.share += MEMORY * (seen.brought / seen.tried - self.share)
+            for place in seen.tried.nonzero()[0] if tree.drawn_from else ():
+                left = seen.brought[place] / seen.tried[place]
+                self.shares[place] += MEMORY * (left - self.shares[place])
             above = seen.below
         self.own_adapt(tree, path, ms)
 
