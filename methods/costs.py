@@ -16,13 +16,15 @@ from numpy import ndarray
 
 # What an iteration's time is made of, in this order wherever costs are listed
 STEP, TREE, ROW, DRAFTING, LEVEL = range(5)
-FIRST_COSTS = (0.3, 0.04, 0.2, 0.4)  # of all but the first, in steps of ar
+# Of all but the first, in steps of ar, as that is one: between those of a small CPU and of a GPU.
+# Rather too dear than too cheap: a tree too large, once, takes as long as five steps
+FIRST_COSTS = (0.1, 0.1, 0.1, 0.3)
+UNSURE = (0.2, 0.3, 0.1, 0.2, 0.3)  # how far each, the first included, may be off
 
 LEVEL_YIELD = 0.7  # of its parents' chance, what a level may be hoped to add
 PROBE_SHARE = 0.01  # of the time, that probes may lose
 
 
-UNSURE = (0.5, 0.3, 0.1, 0.2, 0.3)
 SOME_COSTS = ("0.3:0.04:0.2:0.4", "0.1:0.01:0.05:0.05")  # as a user may give them
 
 

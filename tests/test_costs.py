@@ -7,12 +7,15 @@ import pytest
 from methods.costs import ROW, Account, Costs, Worth, work_of
 
 
-def test_costs_are_found_from_the_times_of_iterations() -> None:
-    """In another unit than guessed, each cost twice or half the guess, a hiccup now and then."""
+@pytest.mark.parametrize(("tree", "row"), [(2.0, 0.1), (-1.0, 1.0)])
+def test_costs_are_found_from_the_times_of_iterations(tree: float, row: float) -> None:
+    """In another unit than guessed, a hiccup now and then; also where a second row takes no longer
+    than one, and each further one a fifth of a step."""
 
     def true_ms(n_rows: int, n_levels: int) -> float:
-        """A step 5, a tree 2, each row below the root 0.1, a drafting 2, each level 1."""
-        return 5 + 2 * (n_rows > 1) + 0.1 * (n_rows - 1) + 2 * (n_levels > 0) + n_levels
+        """A step 5, a tree, each row below the root, a drafting 2, each level 1."""
+        verified = 5 + tree * (n_rows > 1) + row * (n_rows - 1)
+        return verified + 2 * (n_levels > 0) + n_levels
 
     costs = Costs((0.2, 0.04, 0.2, 0.4))
     assert costs.predict(work_of(11, 0)) == pytest.approx(1.6)
@@ -23,7 +26,7 @@ def test_costs_are_found_from_the_times_of_iterations() -> None:
         if i % 50 == 49:
             ms *= 20
         costs.fit(work_of(n_rows, n_levels), ms)
-    for n_rows, n_levels in ((1, 0), (9, 0), (21, 0), (9, 3)):
+    for n_rows, n_levels in ((1, 0), (2, 0), (9, 0), (21, 0), (9, 3)):
         predicted = costs.predict(work_of(n_rows, n_levels))
         assert predicted == pytest.approx(true_ms(n_rows, n_levels), rel=0.15)
 
