@@ -31,7 +31,6 @@ from numpy import ndarray
 
 from draft_tree import Candidates, Tree
 
-SHARPER = 2.0  # the power of p among ranked candidates
 FIRST_RANKED, FIRST_DRAWN = (0.0, 0.5), (0.0, 1.0)  # a and b
 SURE = (1.0, 0.0, 4.0)  # how much is to be seen before they give way
 LEAST_SLOPE = 0.05  # a likelier guess is never worth less
@@ -113,15 +112,15 @@ def faded(now: tuple[float, ...], first: tuple[float, ...]) -> tuple[float, ...]
 
 def log_odds(p: ndarray) -> ndarray:
     """log(p / (1 - p)), finite."""
-    p = p.astype(numpy.float64).clip(LEAST, 1 - LEAST)
-    return numpy.log(p) - numpy.log1p(-p)
+    p = numpy.minimum(numpy.maximum(p.astype(numpy.float64), LEAST), 1 - LEAST)
+    return numpy.log(p / (1 - p))
 
 
 def sharpened(logprobs: ndarray) -> ndarray:
-    """Log-odds [n, k] of a power of ranked p, normalised over the row. Of what is not among the k,
-    each is taken to be as likely as the last of them."""
+    """Log-odds [n, k] of the square of ranked p, normalised over the row. Of what is not among the
+    k, each is taken to be as likely as the last of them."""
     p = numpy.exp(logprobs.astype(numpy.float64))
-    power = p**SHARPER
-    rest = (1 - p.sum(axis=1, keepdims=True)).clip(min=0)
-    all_of_row = power.sum(axis=1, keepdims=True) + rest * p[:, -1:] ** (SHARPER - 1)
-    return log_odds(power / all_of_row.clip(min=LEAST**SHARPER))
+    squares = p * p
+    rest = numpy.maximum(1 - p.sum(axis=1, keepdims=True), 0)
+    all_of_row = squares.sum(axis=1, keepdims=True) + rest * p[:, -1:]
+    return log_odds(squares / numpy.maximum(all_of_row, LEAST**2))
