@@ -49,6 +49,7 @@ class Candidate:
     slot: int  # the draft's, of the row above
     token: int
     p: float  # of its path
+    believed: float  # the draft's own of it alone, where `p` is counted
     dropped: str | None  # the gate that kept it out of the tree, if one of the rule's did
     stopped: str | None  # the one that lets nothing grow below it
 
@@ -135,6 +136,7 @@ class Trace:
             "tokens": tokens,
             "parents": tree.parents,
             "p": [short(math.exp(logprob)) for logprob in tree.path_logprobs],
+            "believed": self.believed(tree, of_row),
             "slots": slots,
             "retrieved": retrieved,
             "target": predictions,
@@ -143,6 +145,17 @@ class Trace:
             "stopped": stopped,
             **self.dropped(proposed.values(), slots),
         }
+
+    def believed(self, tree: Tree, of_row: dict[int, Candidate | None]) -> list | None:
+        """By row what the draft's own probabilities make of its path, where p is counted; None
+        where it proposed no such row."""
+        if all(seen.level.chances is None for seen in self.levels):
+            return None
+        found: list[float | None] = [1.0]
+        for row, candidate in of_row.items():
+            above = found[tree.parents[row]]
+            found.append(above * candidate.believed if candidate and above is not None else None)
+        return [None if p is None else short(p) for p in found]
 
     def dropped(self, candidates: Iterable[Candidate], slots: list[int]) -> dict:
         """Those not in the tree [parent's row, token, p, gate], the likeliest first; and how many
@@ -165,13 +178,14 @@ class Trace:
             shape = seen.level.tokens.shape
             ids = seen.level.tokens.tolist()
             p = numpy.exp(seen.level.path_logprobs).tolist()
+            believed = numpy.exp(seen.level.believed).tolist()
             dropped = first_closed(seen.to_add, shape)
             stopped = first_closed(seen.to_grow, shape)
             for row in range(shape[0]):
                 for rank, token in enumerate(ids[row]):
                     gate = stopped[row][rank] or self.no_more(seen)
-                    candidate = Candidate(slot, token, p[row][rank], dropped[row][rank], gate)
-                    found[slot, token] = candidate
+                    both = p[row][rank], believed[row][rank]
+                    found[slot, token] = Candidate(slot, token, *both, dropped[row][rank], gate)
                 slot += 1
         return found
 

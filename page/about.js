@@ -89,7 +89,7 @@ function described(value) {
 const WORDS = [
   ["root", "the pending token: the target’s own last prediction, right by construction"],
   ["n", "tokens in the target’s cache before this iteration; the root stands at position n"],
-  ["p(u)", "the draft’s probability of the path from the root to u; of the root 1"],
+  ["p(u)", "the draft’s probability of the path from the root to u, or its chance as it is counted; of the root 1"],
   ["c(u)", "the draft’s probability of its own best guess after u"],
   ["B(u)", "how many children the rule wants below u"],
   ["bonus", "the target’s own token after the accepted path; the next root"],

@@ -186,13 +186,15 @@ function gateSentence(view, name, verb) {
 }
 
 function nodeDetails(view, stage, row) {
-  const { p, slots, confidence, breadth, target, stopped } = view.tree;
+  const { p, believed, slots, confidence, breadth, target, stopped } = view.tree;
   const depth = view.depths[row];
   const wasRun = isRun(view, stage, row);
-  const isEstimated = row > 0 && (view.isRetrieved.has(row) || settings.method === "auto");
+  const isEstimated = row > 0 && (view.isRetrieved.has(row) || settings.method === "auto" || believed);
+  const ofDraft = believed?.[row] ?? null;
+  const kind = ofDraft === null ? ", estimated" : `, counted; the draft says ${probability(ofDraft)}`;
   const parts = [
     list([
-      ["p(u)", probability(p[row]) + (isEstimated ? ", estimated" : "")],
+      ["p(u)", probability(p[row]) + (isEstimated ? kind : "")],
       ["c(u)", wasRun ? probability(confidence[row]) : "– not run"],
       ["B(u)", wasRun ? plain(breadth[row] ?? "–") : "–"],
       ["row, depth", `${row}, ${depth}`],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, Captured, error_line, generate, make_tree, random_model, random_settings
+from test_draft_tree import paths
 from tokenizers import Tokenizer
 
 from cli.main import main
@@ -80,6 +81,22 @@ def iterations(settings: Settings, seed: int, **how: object) -> list[dict]:
     trace = Trace(TOKENIZER, settings)
     write(settings, seed, watcher=trace, **how)
     return trace.iterations[1:]
+
+
+def test_beside_what_is_counted_stands_what_the_draft_says() -> None:
+    """By rows that the first tree has either way: the same draft, and another chance."""
+    kind = METHODS["dynatree"]
+    believed = iterations(kind(), 3)[0]
+    counted = iterations(kind(chances="counted"), 3)[0]
+    assert believed["tree"]["believed"] is None
+    expected = dict(zip(paths(tree_of(believed)), believed["tree"]["p"], strict=True))
+    found = dict(zip(paths(tree_of(counted)), counted["tree"]["believed"], strict=True))
+    shared = expected.keys() & found.keys()
+    assert len(shared) > 3
+    assert {path: found[path] for path in shared} == pytest.approx(
+        {path: expected[path] for path in shared}, rel=2e-3
+    )
+    assert counted["tree"]["p"] != counted["tree"]["believed"]
 
 
 def test_dynatrees_gates_have_their_reasons() -> None:
