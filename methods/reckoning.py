@@ -22,7 +22,12 @@ from methods.stop import Stop
 
 def parse_stop(word: str) -> tuple[float, ...] | None:
     """The costs that a stop is given; None: there is none, or it learns them."""
-    return None if word in ("own", "cost") else parse_costs(word)
+    if word in ("own", "cost"):
+        return None
+    try:
+        return parse_costs(word)
+    except ValueError as error:
+        raise ValueError(f"there are own, cost, and costs; {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
