@@ -109,7 +109,7 @@ def count_calibration(steps: Sequence[Step]) -> dict[str, list[int]]:
     """Drafted nodes, and those of them that are the target's best token after their path, by N_BINS
     bins of the probability that their rule gave them after their parent.
 
-    That is the draft's own, warped if they were drawn from it; auto's is its counted chance.
+    That is the draft's own, warped if they were drawn from it, or a counted chance.
     """
     drafted = [0] * N_BINS
     matching = [0] * N_BINS

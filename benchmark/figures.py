@@ -42,7 +42,7 @@ SPREAD = {"estimator": "median", "errorbar": ("pi", 50)}
 NOTE = {"textcoords": "offset points", "fontsize": 5.5, "rotation": 45}  # neighbours do not collide
 WIDTH = 9  # inches
 
-CROWD = 20  # names, beyond which no figure shows each of them
+CROWD = 24  # names, beyond which no figure shows each of them
 FEWEST = 10  # trees, paths or guesses; a share of fewer says nothing
 SWEEP = 4  # rows of a method that make a sweep of its settings
 
