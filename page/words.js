@@ -191,7 +191,7 @@ function nodeDetails(view, stage, row) {
   const wasRun = isRun(view, stage, row);
   const isEstimated = row > 0 && (view.isRetrieved.has(row) || settings.method === "auto" || believed);
   const ofDraft = believed?.[row] ?? null;
-  const kind = ofDraft === null ? ", estimated" : `, counted; the draft says ${probability(ofDraft)}`;
+  const kind = ofDraft === null ? ", estimated" : `, counted; draft ${probability(ofDraft)}`;
   const parts = [
     list([
       ["p(u)", probability(p[row]) + (isEstimated ? kind : "")],
