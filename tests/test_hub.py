@@ -12,7 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from urllib.parse import quote
 
-import huggingface_hub
+import huggingface_hub.hf_api  # before any test, as its logger keeps the stderr that there is then
 import pytest
 import torch
 from conftest import Captured, error_line
