@@ -9,6 +9,7 @@ the client's snapshot_download finish first.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +101,6 @@ def hub_client(what: str) -> Iterator[None]:
         raise
     # A variable that it reads, a kind of proxy, an answer of no hub, of whatever type
     except (*unreachable, HTTPError, InvalidURL, OSError, ValueError, *NO_ANSWER) as error:
-        said = " ".join(str(error).split())
+        said = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))  # no proxy's password
         kind = HubUnreachable if isinstance(error, unreachable) else CheckpointError
         raise kind(f"{what} cannot be fetched: {said or type(error).__name__}") from error

@@ -173,15 +173,18 @@ def test_a_repository_is_refused_before_its_weights(
 def test_without_a_network_the_cache_serves_and_a_part_does_not(
     hub: Hub, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
+    """Of the hub's address the line shows no password."""
     hub.add("org/name", golden(SHARDED), "step1")
     folders = {name: find_checkpoint(name) for name in ("org/name", "org/name@step1")}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    secret = hub.endpoint.replace("//", "//user:password@")
+    monkeypatch.setattr(constants, "ENDPOINT", secret)
     for name, folder in folders.items():
         assert find_checkpoint(name, pytest.fail) == folder
     (folder / SHARDS[4]).unlink()
     for name in ("org/name", "org/new"):
         line = error_line(capsys, main, ["--prompt", "a", "--method", "ar", "--target", name])
-        assert f"{name}' is not a folder, and cannot be fetched" in line
+        assert f"{name}' is not a folder, and cannot be fetched" in line and "password" not in line
         assert "without a network: python dynatree.py --target models/tiny/target" in line
 
 
