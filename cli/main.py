@@ -32,6 +32,7 @@ from cli.terminal import LEGEND, describe, draw_tree, harmless, has_color
 from cli.tokens import encode
 from cli.trace import Trace, describe_base, meanings
 from dynatree import Step
+from engine.model import FastGPTNeoX
 from engine.streaming import WHOLE_TEXT
 from methods import METHODS
 from methods.acceptances import default_of
@@ -197,9 +198,11 @@ def stream(request: Request, args: argparse.Namespace, written: Written) -> None
 
 @contextmanager
 def reading(request: Request) -> Iterator[None]:
-    """On a terminal, show how far a long prompt has been read, until it is."""
+    """On a terminal, show how far a long prompt has been read, until it is; but by a plain model,
+    or several ranks, who do not tell."""
     n_tokens, target = len(request.prompt), request.pair.target
-    if n_tokens < LONG_PROMPT or not sys.stderr.isatty():
+    is_shown = n_tokens >= LONG_PROMPT and isinstance(target, FastGPTNeoX)
+    if not is_shown or not sys.stderr.isatty():
         yield
         return
 

@@ -397,12 +397,16 @@ def test_what_python_asks_for_is_checked() -> None:
 def test_a_long_prompt_shows_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    """On a terminal, until it has been read; a short one does not."""
+    """On a terminal, until it has been read; a short one does not, nor one that a plain model
+    reads, which does not tell."""
     told = []
     monkeypatch.setattr(tqdm, "update", lambda bar, n: told.append((bar.total, n)))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr("cli.main.LONG_PROMPT", 700)
-    for words in ("a b c", "ship sail " * 400):
+    long = "ship sail " * 400
+    assert main(["--prompt", long, "--max-new-tokens", "2", "--plain"]) == 0
+    assert "prompt:" not in capsys.readouterr().err
+    for words in ("a b c", long):
         assert main(["--prompt", words, "--max-new-tokens", "2"]) == 0
     n_tokens = told[0][0]
     assert n_tokens > 700 and len(told) > 1
