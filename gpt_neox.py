@@ -134,9 +134,9 @@ class KVCache:
         """There is nothing to give back."""
 
     def require(self, need: int) -> None:
-        """Raise MemoryError if `need` slots would not fit."""
+        """Raise ValueError if `need` slots would not fit."""
         if need > self.capacity:
-            raise MemoryError(f"the cache holds {self.capacity} tokens, {need} are needed")
+            raise ValueError(f"the KV cache has {self.capacity} slots, {need} are needed")
 
     def advance(self, n: int) -> None:
         """Keep the next n scratch rows where they are: a causal block that was run in place."""

@@ -18,7 +18,7 @@ from engine.caches import Storage
 from engine.checkpoint import CheckpointError, first_line, load_tensors, read_config
 from engine.fused import fill, require_divisible
 from engine.hub import find_checkpoint
-from engine.memory import OutOfMemory, memory_for, require_memory
+from engine.memory import memory_for, require_memory
 from engine.passes import Use, causal_bias, open_bias
 from engine.scores import ReadScores, scores_of
 from engine.shares import WHOLE, Share, split_axis
@@ -48,10 +48,6 @@ class FastCache(KVCache):
     def most(self) -> int:
         """Tokens that a step may commit: none commits across a drop, nor beyond strict sight."""
         return min(self.until_drop, MAX_DEPTH + 1) if self.use.is_strict else self.until_drop
-
-    def require(self, need: int) -> None:
-        if need > self.capacity:
-            raise OutOfMemory(f"the cache holds {self.capacity} tokens, {need} are needed")
 
     def advance(self, n: int) -> None:
         super().advance(n)

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from cli.errors import say
 from cli.main import main
 from cli.models import encode, load_tokenizer
+from draft_tree import Rule
 
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
@@ -120,6 +121,24 @@ def test_what_ends_a_run_is_one_line(
     assert main(["--prompt", "a", "--debug"]) == status
     said = capsys.readouterr().err
     assert said.startswith("Traceback") and said.endswith(f"\n{line}\n")
+
+
+def test_a_full_cache_is_no_lack_of_memory(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule that grows larger trees than it said got the advice of a 16-bit dtype."""
+
+    def grow_more(rule: Rule, prompt: list[int]) -> None:
+        rule.max_drafted = rule.max_kept = rule.max_rows = 64
+
+    monkeypatch.setattr("methods.static.StaticRule.start", grow_more)
+    sets = [word for value in ("N_max=4", "tau=0") for word in ("--set", value)]
+    for more in ([], ["--plain"]):
+        arguments = ["--prompt", "a", "--method", "fixed", "--max-new-tokens", "8", *sets, *more]
+        assert main(arguments) == 70
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert re.match(r"error: ValueError: the KV cache has \d+ slots, \d+ are needed; ", line)
+        assert "dtype" not in line
 
 
 def test_what_a_gpu_has_not(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
