@@ -1,7 +1,7 @@
 """The model of gpt_neox.py made fast: fused layers, padded passes or CUDA graphs, lent caches.
 
-Both are a gpt_neox.Model, with the same text to the last token. What a generation asks of its
-passes beyond that is a Use: engine/decoding.py makes one for each model.
+Both are a gpt_neox.Model, with the same greedy text. What a generation asks of its passes beyond
+that is a Use: engine/decoding.py makes one for each model.
 
     model = FastGPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
     cache = model.new_cache(256, Use(n_rows=64))
