@@ -30,6 +30,7 @@ Paper: DynaTree v2, section 3.3 and Algorithm 1; its symbols name the settings.
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
@@ -40,6 +41,7 @@ from numpy import ndarray
 from torch import Tensor
 
 MAX_ROWS = 128  # the widest verify pass any setting may ask for
+MAX_ROUNDING = 0.01  # a log-probability above 0 by no more is taken for 0; bfloat16 gives 0.0078
 
 
 @dataclass(slots=True)
@@ -123,11 +125,12 @@ def grow(
     draft: Draft | None,
     max_depth: int,
     watcher: "Watcher | None" = None,
+    n_ids: int = sys.maxsize,
 ) -> Tree:
     """Grow one tree, one draft call per level, and let the rule extend it.
 
     root: the pending token. draft: None for a rule of depth 0, which never asks it. max_depth: the
-    caller's own limit, beside the rule's.
+    caller's own limit, beside the rule's. n_ids: size of the target's vocabulary.
 
     Three limits: of levels, `rule.levels` and max_depth, whichever is less; of rows drafted,
     `rule.max_drafted`; of rows kept, `rule.max_kept`. In the example max_drafted 5 would end the
@@ -150,7 +153,7 @@ def grow(
         if not running or len(tree) >= most:
             break
         candidates = draft([tree.tokens[row] for row in running], parents)
-        require_answer(candidates, len(running), bool(tree.drawn_from) if depth else None)
+        require_answer(candidates, len(running), bool(tree.drawn_from) if depth else None, n_ids)
         for row in running:
             tree.draft_slots[row] = n_slots
             n_slots += 1
@@ -184,15 +187,36 @@ def grow(
     return tree
 
 
-def require_answer(candidates: Candidates, n: int, were_drawn: bool | None) -> None:
-    """Raise ValueError unless there are candidates for n rows, drawn if earlier ones were; None:
-    there are no earlier ones."""
+def require_answer(candidates: Candidates, n: int, were_drawn: bool | None, n_ids: int) -> None:
+    """Raise ValueError unless these are candidates for n rows, drawn if earlier ones were.
+
+    were_drawn: None if there are no earlier ones. n_ids: size of the target's vocabulary.
+    """
+    if not isinstance(candidates, Candidates):
+        raise ValueError(f"a draft gave {type(candidates).__name__}, it must give Candidates")
     tokens, logprobs, drawn_from = candidates
-    if tokens.shape != logprobs.shape or len(tokens) != n:
+    for name, array, kinds, kind in (
+        ("tokens", tokens, "iu", "integers"),
+        ("logprobs", logprobs, "f", "floats"),
+    ):
+        if not isinstance(array, ndarray) or array.dtype.kind not in kinds:
+            found = f"{type(array).__name__} {getattr(array, 'dtype', '')}".strip()
+            raise ValueError(f"a draft gave {name} as {found}, they must be an ndarray of {kind}")
+    if tokens.shape != logprobs.shape or tokens.ndim != 2 or len(tokens) != n or not tokens.size:
         found = f"tokens {list(tokens.shape)} and logprobs {list(logprobs.shape)}"
-        raise ValueError(f"a draft asked about {n} rows gave {found}")
+        raise ValueError(f"a draft asked about {n} rows gave {found}, both must be [{n}, k]")
+    is_tensor = isinstance(drawn_from, Tensor) and drawn_from.ndim == 2 and len(drawn_from) == n
+    if drawn_from is not None and not is_tensor:
+        raise ValueError(f"a draft gave a drawn_from that is no tensor [{n}, V]")
     if were_drawn not in (None, drawn_from is not None):
         raise ValueError("a draft gave drawn candidates in one level of a tree, ranked in another")
+    if (logprobs > MAX_ROUNDING).any():
+        found = numpy.nanmax(logprobs)
+        raise ValueError(f"a draft gave the log-probability {found}, it must be at most 0")
+    is_unknown = ((tokens < 0) | (tokens >= n_ids)) & (logprobs > -math.inf)
+    if is_unknown.any():
+        found = tokens[is_unknown][0]
+        raise ValueError(f"a draft gave id {found}, but the target knows 0 to {n_ids - 1}")
 
 
 def look(depth: int, candidates: Candidates, rule: "Rule", above: list[list[float]]) -> "Level":
@@ -200,8 +224,7 @@ def look(depth: int, candidates: Candidates, rule: "Rule", above: list[list[floa
     and value of the rows."""
     tokens, believed, drawn_from = candidates
     k = rule.max_branches
-    if tokens.shape[1] > k:
-        tokens, believed = tokens[:, :k], believed[:, :k]
+    tokens, believed = tokens[:, :k], numpy.minimum(believed[:, :k], 0)
     logprobs = believed
     if rule.chances:
         logprobs = rule.chances.look(Candidates(tokens, believed, drawn_from))

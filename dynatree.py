@@ -267,7 +267,7 @@ def generate(
             # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
             max_depth = min(left, cache.most) - 1
             drafter.pass_rows = []
-            tree = grow(rule, root, draft_level, max_depth, watcher)
+            tree = grow(rule, root, draft_level, max_depth, watcher, target.config.vocab_size)
             # 2 mask and positions: a node sees what is above it and stands at its depth
             ids, positions, mask = tree_pass(tree, cache.length)
             # 3 verify: one target pass over the whole tree

@@ -10,7 +10,7 @@ added and never counted. The draft of both is one function of a node's path.
 import math
 import random
 from collections import Counter, deque
-from dataclasses import replace
+from dataclasses import fields, replace
 from zlib import crc32
 
 import numpy
@@ -421,13 +421,58 @@ def test_what_a_draft_or_a_rule_gives_beside_the_question_is_refused() -> None:
         return fake(tokens[:1], parents and parents[:1])
 
     def drawn_below(tokens: list[int], parents: list[int] | None) -> Candidates:
-        return fake(tokens, parents)._replace(drawn_from=torch.ones(9, 9) if parents else None)
+        drawn_from = torch.ones(len(tokens), 9) if parents else None
+        return fake(tokens, parents)._replace(drawn_from=drawn_from)
 
     rule = Fixed(tau=0.0).rule()
     with pytest.raises(ValueError, match="a draft asked about 2 rows gave tokens "):
         grow(rule, 0, short, 9)
     with pytest.raises(ValueError, match="drawn candidates in one level"):
         grow(rule, 0, drawn_below, 9)
+    with pytest.raises(ValueError, match="id 3, but the target knows 0 to 2"):
+        grow(rule, 0, lambda *_: ANSWER, 9, n_ids=3)
     rule.max_rows = 3
     with pytest.raises(ValueError, match="StaticRule: a tree of 63 rows, and its max_rows is 3"):
         grow(rule, 0, fake, 9)
+
+
+ANSWER = Candidates(
+    numpy.array([[1, 3, 0]]), numpy.log(numpy.array([[0.6, 0.3, 0.1]], numpy.float32))
+)
+NO_ANSWERS = [  # what a draft gives for one row, and what the message says of it
+    (None, "gave NoneType, it must give Candidates"),
+    (tuple(ANSWER), "gave tuple, it must give Candidates"),
+    (Candidates(*(array.tolist() for array in ANSWER[:2])), "gave tokens as list"),
+    (Candidates(*(torch.from_numpy(array) for array in ANSWER[:2])), "as Tensor torch.int64"),
+    (ANSWER._replace(tokens=ANSWER.tokens.astype(float)), "gave tokens as ndarray float64"),
+    (ANSWER._replace(logprobs=ANSWER.tokens), "gave logprobs as ndarray int64"),
+    (Candidates(*(array[0] for array in ANSWER[:2])), r"gave tokens \[3\] and logprobs \[3\]"),
+    (Candidates(*(array[:, :0] for array in ANSWER[:2])), r"gave tokens \[1, 0\]"),
+    (ANSWER._replace(drawn_from=numpy.ones((1, 9))), "drawn_from that is no tensor"),
+    (ANSWER._replace(drawn_from=torch.ones(1)), "drawn_from that is no tensor"),
+    (ANSWER._replace(drawn_from=torch.ones(2, 9)), "drawn_from that is no tensor"),
+    (ANSWER._replace(tokens=ANSWER.tokens - 1), "gave id -1, but the target knows 0 to 8"),
+    (ANSWER._replace(tokens=ANSWER.tokens + 6), "gave id 9, but the target knows 0 to 8"),
+    (ANSWER._replace(logprobs=ANSWER.logprobs + 1), "the log-probability 0.48.*must be at most 0"),
+]
+
+
+@pytest.mark.parametrize(("answer", "message"), NO_ANSWERS)
+def test_what_is_no_answer_of_a_draft_is_refused(answer: object, message: str) -> None:
+    """Not later, by whatever line stumbles over it."""
+    with pytest.raises(ValueError, match=message):
+        grow(Fixed(tau=0.0).rule(), 0, lambda *_: answer, 9, n_ids=9)
+
+
+@pytest.mark.parametrize("method", DRAFTING)
+def test_a_log_probability_above_0_by_rounding_is_0(method: str) -> None:
+    """A node above its parent's value was kept without it. A float32 softmax gives such; what
+    stands behind with -inf may have any id."""
+    above = numpy.array([[1.0000001, 0.0]], numpy.float32)
+    with numpy.errstate(divide="ignore"):
+        answer = Candidates(numpy.array([[1, 99]]), numpy.log(above))
+    kind = METHODS[method]
+    small = {f.name: 3 for f in fields(kind) if f.name in ("N", "N_max", "K")}
+    tree = grow(kind(**small).rule(), 0, lambda *_: answer, 9, n_ids=9)
+    assert tree.parents == list(range(-1, len(tree) - 1)) and len(tree) > 1
+    assert set(tree.path_logprobs) == {0.0}
