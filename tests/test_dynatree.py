@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from conftest import (
@@ -20,8 +21,8 @@ from torch import Tensor
 
 import gpt_neox
 from cli.metrics import token_ids
-from draft_tree import DynaTree, Settings, Tree
-from dynatree import Clock
+from draft_tree import Candidates, DynaTree, Settings, Tree
+from dynatree import Clock, Drafter
 from engine import memory
 from engine.memory import OutOfMemory
 from engine.model import FastCache, FastGPTNeoX
@@ -144,6 +145,19 @@ def test_bad_calls(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         next(generate(random_model(0), None, prompt, settings, limit, commit=commit))
+
+
+def test_an_id_that_the_target_does_not_know_is_refused() -> None:
+    """It was an IndexError of the target's embedding."""
+
+    class Unknown(Drafter):
+        def draft(self, tokens: list[int], parents: list[int] | None) -> Candidates:
+            ids = numpy.full((len(tokens), 1), 96)
+            return Candidates(ids, numpy.zeros((len(tokens), 1), numpy.float32))
+
+    steps = generate(random_model(0), Unknown(), PROMPT, Chain(K=2), 5)
+    with pytest.raises(ValueError, match="a draft gave id 96, but the target knows 0 to 95"):
+        list(steps)
 
 
 def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
