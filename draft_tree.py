@@ -287,13 +287,15 @@ class Level(NamedTuple):
         return self.drawn_from is not None
 
     def confidence(self) -> ndarray:
-        """c(u) [n, 1]: the probability of the likeliest token after each row, drawn or not."""
+        """c(u) [n, 1]: the probability of the likeliest token after each row, drawn or not; 0 where
+        the draft overflowed."""
         if self.drawn_from is None:
-            return numpy.exp(self.logprobs[:, :1])
-        likeliest = self.drawn_from.amax(dim=1, keepdim=True).cpu().numpy()
-        if self.chances is None:
-            return likeliest
-        return numpy.exp(self.chances.of_draws(numpy.log(likeliest)))
+            found = numpy.exp(self.logprobs[:, :1])
+        else:
+            found = self.drawn_from.amax(dim=1, keepdim=True).cpu().numpy()
+            if self.chances is not None:
+                found = numpy.exp(self.chances.of_draws(numpy.log(found)))
+        return numpy.fmax(found, 0)  # of nan and 0: 0
 
 
 class Chances(Protocol):

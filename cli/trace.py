@@ -204,8 +204,9 @@ class Trace:
         for seen in self.levels:
             level = seen.level
             gates = [seen.to_add[name] for name in RANK_GATES if name in seen.to_add]
-            best = level.confidence()[:, 0].tolist()  # nan: the draft overflowed
-            confidence += map(short, best)
+            has_overflowed = ~level.is_possible.any(axis=1)
+            best = numpy.where(has_overflowed, math.nan, level.confidence()[:, 0])
+            confidence += map(short, best.tolist())
             breadth += gates[0].sum(axis=1).tolist() if gates else [None] * len(level.tokens)
         by_row = [None if slot < 0 else confidence[slot] for slot in slots]
         return by_row, [None if slot < 0 else breadth[slot] for slot in slots]

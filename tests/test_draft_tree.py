@@ -30,11 +30,13 @@ from draft_tree import (
     Tree,
     grow,
     lone,
+    look,
 )
 from methods import METHODS
+from methods.chances import Counted
 from methods.drafting import DRAFTING
 from methods.static import Chain, ConfidentChain, Fixed
-from sampling import Sampler
+from sampling import Sampler, Sampling
 
 VOCAB = 32
 ROOT = 7
@@ -306,6 +308,23 @@ def test_broken_logits_end_only_their_own_branch(
     assert paths(tree) == rest
     assert_well_formed(tree)
     assert tree.has_overflowed == (row == 0)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["ranked", "drawn"])
+@pytest.mark.parametrize("chances", [None, Counted()], ids=["believed", "counted"])
+def test_confidence_is_a_probability_where_the_draft_overflowed(
+    chances: Counted | None, is_drawn: bool
+) -> None:
+    """It was nan there, of which no rule could take a ceiling."""
+    broken = FakeDraft(1).logits((ROOT,)).fill_(math.nan)
+    sampler = Sampling(1.0).sampler(torch.device("cpu")) if is_drawn else None
+    rule = Fixed().rule()
+    rule.chances = chances
+    found = []
+    for draft in (FakeDraft(1, sampler=sampler), FakeDraft(1, {(ROOT,): broken}, sampler)):
+        level = look(0, draft([ROOT], None), rule, [[0.0, 0.0]])
+        found.append(level.confidence().item())
+    assert 0 < found[0] <= 1 and found[1] == 0
 
 
 def moved(rule: DynaTreeRule) -> dict[str, float]:

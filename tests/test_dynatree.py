@@ -1,5 +1,6 @@
 """The loop: commit lengths, both caches, EOS and limit, non-finite logits, and what a Step says."""
 
+import random
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from conftest import (
     prefilled,
     random_config,
     random_model,
+    random_settings,
     random_tensors,
 )
 from torch import Tensor
@@ -26,6 +28,7 @@ from dynatree import Clock, Drafter
 from engine import memory
 from engine.memory import OutOfMemory
 from engine.model import FastCache, FastGPTNeoX
+from methods import METHODS
 from methods.dyspec import DySpec
 from methods.static import Alone, Chain, Fixed, SpecInfer, StaticRule
 from sampling import GREEDY, Sampler, Sampling
@@ -221,11 +224,18 @@ def test_an_overflow_in_the_prompt_is_an_error_too(
         next(generate(broken_at(9), None, prompt, Alone(), 5))
 
 
-def test_a_non_finite_draft_costs_acceptance_not_the_text() -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_non_finite_draft_costs_acceptance_not_the_text(method: str) -> None:
+    """Whether it overflows in the middle of the text or in all of it; sampled text goes on too."""
     target, text = text_of_seven()
-    for settings in (Chain(K=3), Fixed(tau=0.0), DynaTree()):
-        steps = list(generate(target, broken_at(text[4]), PROMPT, settings, 20))
-        assert token_ids(steps) == text
+    rng = random.Random(method)
+    for token in (text[4], PROMPT[0]):
+        for settings in (METHODS[method](), *(random_settings(method, rng) for _ in range(3))):
+            steps = generate(target, broken_at(token), PROMPT, settings, 20)
+            assert token_ids(steps) == text
+            sampled = {"sampling": Sampling(1.0, 0.9)}
+            steps = generate(target, broken_at(token), PROMPT, settings, 20, **sampled)
+            assert len(token_ids(steps)) == 20
 
 
 # What a rule is told, and a Step says.

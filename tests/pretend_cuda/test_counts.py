@@ -70,8 +70,9 @@ def test_an_iteration_asks_for_little(
     assert round(n_events) == staged, "one for what is staged, none to time"
 
 
-def test_the_table_has_every_method() -> None:
-    assert set(METHODS) <= set(TABLE)
+def test_the_table_has_only_methods() -> None:
+    """But not all of them: a method that somebody adds has no limit until it is given a row."""
+    assert {name.removesuffix(" sampled") for name in TABLE} <= set(METHODS)
 
 
 def test_passes_of_the_default_pair_have_few_kernels() -> None:
