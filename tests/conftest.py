@@ -37,6 +37,13 @@ GOLDEN = sorted(file.parent for file in (ROOT / "tests" / "golden").glob("*/conf
 Captured = pytest.CaptureFixture[str]
 
 
+def source_files() -> list[Path]:
+    """The project's Python files but for its tests: those at the top and in its rooms, not those of
+    a virtual environment that may lie beside them."""
+    rooms = [file.parent for file in ROOT.glob("*/__init__.py")]
+    return [file for folder in (ROOT, *sorted(rooms)) for file in sorted(folder.glob("*.py"))]
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Products this small only wait for a second thread, for 30 ms each on a busy machine."""

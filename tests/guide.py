@@ -43,7 +43,7 @@ def patched(source: str, diff: str) -> str:
 
 def make_copy(folder: Path) -> None:
     """The project with what the page adds, in a folder that is not there yet."""
-    left_out = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", ".venv")
+    left_out = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", ".venv", "venv", "env")
     shutil.copytree(ROOT, folder, ignore=left_out)
     (folder / REGISTRY).write_text(registry(), encoding="utf-8")
     for name, source in files().items():

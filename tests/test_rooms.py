@@ -6,7 +6,9 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import pytest
+from conftest import ROOT, source_files
+
 CORE = [{"gpt_neox", "draft_tree"}, {"sampling"}, {"verify"}, {"dynatree"}]  # whole by themselves
 ROOMS = [{"methods"}, {"engine"}, {"parallel"}, {"cli"}, {"benchmark"}, {"bench"}, {"tools"}]
 RANKS = CORE + ROOMS
@@ -16,7 +18,7 @@ RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 def modules() -> dict[str, Path]:
     """The project's files by the names that imports give them."""
     found = {}
-    for file in ROOT.rglob("*.py"):
+    for file in source_files():
         parts = file.relative_to(ROOT).with_suffix("").parts
         if parts[0] in RANK:
             found[".".join(parts).removesuffix(".__init__")] = file
@@ -58,3 +60,15 @@ def test_each_room_says_what_is_in_it() -> None:
         said = set(re.findall(r"^(\w+)  +\S", doc, re.MULTILINE))
         files = {file.stem for file in room.glob("*.py")} - {"__init__"}
         assert said == files or (said < files and room.name == "methods"), room.name
+
+
+def test_a_virtual_environment_in_the_clone_is_not_the_projects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its programs were taken for the project's own."""
+    package = ".venv/lib/python3.11/site-packages/other"
+    for name in ("bench.py", "cli/__init__.py", "venv/x.py", f"{package}/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr("conftest.ROOT", tmp_path)
+    assert source_files() == [tmp_path / "bench.py", tmp_path / "cli" / "__init__.py"]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, source_files
 
 from cli.main import main
 from cli.models import Request
@@ -68,7 +68,7 @@ def test_a_character_that_the_output_has_not(monkeypatch: pytest.MonkeyPatch) ->
     assert out.buffer.getvalue() == b"na?ve\n"
 
 
-PROGRAMS = [file for file in ROOT.rglob("*.py") if "\n    sys.exit(main())" in file.read_text()]
+PROGRAMS = [file for file in source_files() if "\n    sys.exit(main())" in file.read_text()]
 
 
 @pytest.mark.parametrize("program", [str(file.relative_to(ROOT)) for file in PROGRAMS])
