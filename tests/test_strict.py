@@ -108,9 +108,13 @@ def test_strict_attention_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
         assert (ours - expected).abs().mean() <= 1.1 * (plain - expected).abs().mean()
 
 
-def test_a_strict_pass_of_too_many_rows_is_refused() -> None:
-    """Cropped to the run's rows it once gave two logits for five rows."""
+@pytest.mark.parametrize("steady", [1, 5, None])
+def test_a_strict_pass_of_too_many_rows_is_refused(steady: int | None) -> None:
+    """Cropped to the run's rows it once gave two logits for five rows. From how many rows on all
+    bits are the same is the processor's: 5 where it has AMX."""
     model = random_model(7)
-    cache = model.new_cache(100, Use(2, is_strict=True))
-    with pytest.raises(ValueError, match="5 rows in a strict pass: the rule's max_rows is 2"):
-        model.forward(torch.arange(5), torch.arange(5), cache)
+    model.pool.steady["rows"] = steady
+    cache = model.new_cache(300, Use(2, is_strict=True))
+    n = max(2, cache.use.min_rows) + 1
+    with pytest.raises(ValueError, match=f"{n} rows in a strict pass: the rule's max_rows is 2"):
+        model.forward(torch.arange(n), torch.arange(n), cache)
