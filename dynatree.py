@@ -5,9 +5,12 @@ whole tree in one pass, and keeps the path on which the target agrees, plus the 
 token. The text is exactly what the target alone would write, or if it is sampled as likely. Paper:
 DynaTree v2, Algorithm 1.
 
+    from dynatree import DynaTree, generate
+    from gpt_neox import GPTNeoX
+
     target = GPTNeoX.from_pretrained("models/tiny/target")
     draft = GPTNeoX.from_pretrained("models/tiny/draft")
-    for step in generate(target, draft, [510, 4453], DynaTree(), max_new_tokens=64):
+    for step in generate(target, draft, [509, 2509], DynaTree(), max_new_tokens=64):  # "The ship"
         print(step.tokens)
 
 gpt_neox.py, draft_tree.py, sampling.py, verify.py and this file are whole by themselves, from ids

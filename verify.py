@@ -5,7 +5,8 @@ sampling.py. In the example of draft_tree.py the target says: after "the" comes 
 cat" comes "ran", after "the cat ran" comes "away":
 
     best[row] = cat  ran  ...  ...  away  ...
-    accept_greedy(tree, best) -> rows [0, 1, 4], tokens [cat, ran, away]; "away" is the bonus
+
+    accept_greedy(tree, best)  # rows [0, 1, 4], tokens [cat, ran, away]; "away" is the bonus
 
 Shapes: N tree rows, S cache slots, V vocabulary. Paper: DynaTree v2, sections 3.4 and 3.5.
 """

@@ -1,9 +1,9 @@
 """What is counted from a generation's steps: passes and their rows, depths, matches by confidence;
 and the time that its passes alone would take.
 
-record = counted(record, steps, run, pair, step_times)
-drafts, verifies = count_passes(steps, commit="keep")
-depths = count_depths(steps)
+    record = counted(record, steps, run, pair, step_times)
+    drafts, verifies = count_passes(steps, commit="keep")
+    depths = count_depths(steps)
 """
 
 import math

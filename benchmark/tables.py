@@ -1,6 +1,6 @@
 """Tables: on which datasets, of which sizes, which rows and columns. They are in tables.toml.
 
-    table = TABLES["main"]  # or, of a paper, PRESETS["v2-1"]
+    table = PRESETS["v2-1"]  # of a paper; TABLES["main"] is one of our own
     table.parts[0].printed["linear K=8", 800, 1500, 0.0]  # what it prints there, by column
 
 What a paper's table needs that this project has not is in NOT_HERE.

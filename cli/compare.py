@@ -1,6 +1,6 @@
 """--compare: a method's run beside ar's on the same prompt, and what explains a difference.
 
-comparison = compare(request, tally(steps))
+comparison = compare(request, tally(steps), digests=None)
 print(comparison.line())
 """
 

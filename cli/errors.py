@@ -1,6 +1,6 @@
 """How a command line ends: one line for every mistake, and the exit status.
 
-sys.exit(run_command_line(execute, parser, arguments))
+status = run_command_line(execute, parser, arguments)
 """
 
 import argparse

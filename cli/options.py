@@ -2,7 +2,7 @@
 
 Every mistake raises a UsageError whose message is one line that says what is wrong and what to do.
 
-    way = choose_way(parser.parse_args(["--method", "lookup", "--strict"]))
+    way = choose_way(parser.parse_args(["--prompt", "a", "--method", "lookup", "--strict"]))
 """
 
 import argparse

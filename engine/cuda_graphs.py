@@ -10,10 +10,10 @@ so that the few numbers that the host wants of them come down by one read. The l
 this. Without a capture the same code runs eagerly, which is also how it is tested where there is no
 GPU.
 
-    passes = ShapedPasses(run, kv, turns, vocab_size=50304)
+    passes = ShapedPasses(run, kv, turns, config.vocab_size)
     use = Use(n_rows=64, ranking=Ranking(3))
     passes.capture(range(200, 901), scratch=200, use=use)
-    scores = passes.forward(tokens, positions, mask, start, 1, use)
+    scores = passes.forward(tokens, positions, mask, length, start, 1, use)
 
 Shapes: n rows of a pass, S slots it may see, V vocabulary.
 """

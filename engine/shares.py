@@ -7,7 +7,7 @@ MLP are added to x together, that is one sum per layer where most other models n
 
     share = Share(1, 2, reduce, collect, gather_objects)
     start, end = share.bounds(50304)  # this rank's rows of the embedding
-    x.add_(share.sum(layer.out_of(x)))
+    x.add_(share.sum(layer.out_of(both)))
 
 WHOLE is the share of a process that has all of it: nothing is split, and nobody is asked.
 

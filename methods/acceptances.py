@@ -14,7 +14,7 @@ the draft 2/3 and 1/3, the chain A, B is drafted with chance 2/9 and written wit
 and over all chains 11/9 drafted tokens are kept for 10/9.
 
 Why the law holds: to the three lines of sampling.py add that a row has a weight w, its chance to be
-kept, which no coin has settled yet (by token it is 1 or 0 before a child is tried). Then
+kept, which no coin has settled yet (by token it is 1 or 0 before a child is tried). Then:
 
 1  a child x, drawn from d, has the weight min(w R(x) / d(x), 1): kept, it accounts for min(w R, d)
 2  the rest, max(w R - d, 0), of mass S, is left to the S + 1 - w cases in which it is not kept

@@ -5,8 +5,7 @@ greedy the target says its best token, however likely, and a drawn child is acce
 min(1, q / p), which has little to do with p. What the two have in common is their order. So the
 chance is a rising function of p, and which one is learned from the guesses that were tried:
 
-    chance = 1 / (1 + exp(-(a + b x)))
-
+    chance   1 / (1 + exp(-(a + b x)))
     ranked   x is the log-odds of p^2, normalised over the row: a likely token beside another one is
              worth less than beside none. At first a = 0, b = 1/2: p, or more if no other is
              likely

@@ -17,8 +17,8 @@ The paper's other forms are settings of graft. Pruning alone is `graft=off`, gra
 `checkpoints=off`. Its Graft(ROOT) and Graft(TAIL) of section 2.2, static trees of which a part goes
 to what is retrieved, hung below the root or below the ends of the branches:
 
-    checkpoints=off base=fixed:N_max=24 N=32 at=root
-    checkpoints=off base=fixed:N_max=24 N=32 at=tail
+    python bench.py --methods "graft checkpoints=off base=fixed:N_max=24 N=32 at=root"
+    python bench.py --methods "graft checkpoints=off base=fixed:N_max=24 N=32 at=tail"
 """
 
 import math

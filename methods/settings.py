@@ -2,9 +2,9 @@
 
 @dataclass(frozen=True)
 class Sequoia(Settings):  # draft_tree.Settings checks what is made
-    p: str = text("0.8,0.1", parse_chances, "chance of acceptance by rank")
+    p: str = text("0.8:0.1", parse_chances, "chance of acceptance by rank")
 
-    Sequoia(**read_values(Sequoia, ["p=0.7,0.2"]))
+settings = Sequoia(**read_values(Sequoia, ["p=0.7:0.2"]))
 """
 
 from collections.abc import Callable, Sequence

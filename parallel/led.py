@@ -4,8 +4,11 @@ Rank 0 alone runs the program, and nothing in it knows of other ranks but this t
 tells them each call before it makes it. They do nothing else: they hear a call, make it with their
 share of the model (engine/shares.py), and hear the next (`follow`).
 
-    target = Led.load(ranks, "models/tiny/target", torch.device("cpu"), torch.float32)  # on rank 0
-    follow(ranks)  # on the others
+    with joined() as ranks:  # under torchrun
+        if ranks.index:
+            follow(ranks)
+        else:
+            target = Led.load(ranks, "models/tiny/target", torch.device("cpu"), torch.float32)
 
 Two calls an iteration, a pass and its commit, are two broadcasts.
 

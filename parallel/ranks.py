@@ -5,7 +5,7 @@ it does: a rank that has gone closes its connections.
 
     torchrun --nproc-per-node 2 dynatree.py --prompt "The ship sailed at dawn"
 
-    with joined() as ranks:  # None without torchrun
+    with joined() as ranks:  # under torchrun; else None
         share = ranks.share(torch.device("cpu"))
         target = FastGPTNeoX.from_pretrained("models/tiny/target", share=share)
 """

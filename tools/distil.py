@@ -1,7 +1,7 @@
 """A draft for your target: a small GPT-NeoX that learns to guess what the target would write.
 
-    python tools/distil.py --target FOLDER --text *.txt --layers 2 --hidden 128 --out my-draft
-    python dynatree.py --target FOLDER --draft my-draft --prompt "The ship sailed at dawn"
+    python tools/distil.py --target my-target --text *.txt --layers 2 --hidden 128 --out my-draft
+    python dynatree.py --target my-target --draft my-draft --prompt "The ship sailed at dawn"
 
 A draft is accepted for saying what the target says. So it does not learn from the token that comes
 next in the text, but from all that the target thinks of it: the loss is the Kullback-Leibler

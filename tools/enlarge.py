@@ -7,8 +7,8 @@ added that write nothing, and ids are added that no text comes to. Up to roundin
 small model's. The folder is a new one, and it is there once all of it is.
 
     # to the shapes of Pythia-2.8B and Pythia-70M
-    python tools/enlarge.py models/tiny/target FOLDER --hidden 2560 --layers 32 --vocab 50304
-    python tools/enlarge.py models/tiny/draft FOLDER --hidden 512 --layers 6 --vocab 50304
+    python tools/enlarge.py models/tiny/target large --hidden 2560 --layers 32 --vocab 50304
+    python tools/enlarge.py models/tiny/draft large-draft --hidden 512 --layers 6 --vocab 50304
 """
 
 import sys

@@ -6,7 +6,7 @@ products    each of a layer's, by rows: its time, and whether a row's bits depen
 launches    what little things take: a kernel, a replay, a read, an upload
 passes      by rows: the captured graph alone, without the host
 
-    python tools/gpu_facts.py --target FOLDER --draft FOLDER --output facts.json
+    python tools/gpu_facts.py --target my-target --draft my-target --output facts.json
 
 Each record is printed and written as soon as it is measured. A device's times are those between two
 events around what runs there.

@@ -1,0 +1,336 @@
+"""Claim: every example in a module's docstring runs as it stands.
+
+An example is a paragraph that is indented by four spaces. ruff takes the indent away where nothing
+else follows the first paragraph. So one that does not end as prose does, in . or : or a comma, is
+an example too, unless it is a list. If two spaces stand between words in it, it is a table or a
+drawing. Lines of python or torchrun are command lines, made short by more options. Anything else is
+Python: it has the names of its module, and what examples take for given (`common` and `OWN`).
+
+    python -m pytest tests/test_examples.py
+"""
+
+import ast
+import importlib
+import re
+import shlex
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TINY, make_tree, pretend_capture, ranked, source_files
+from safetensors.torch import load_file
+from test_hub import SINGLE, Hub, golden, hub  # noqa: F401
+from test_prompts import bucket  # noqa: F401
+from test_torchrun import launched
+
+from benchmark import prompts
+from benchmark.opening import open_table
+from benchmark.results import Options, Results, Run
+from benchmark.tables import TABLES
+from cli.errors import Parser
+from cli.main import build_parser
+from cli.models import Request, load_pair
+from cli.trace import Trace
+from draft_tree import Candidates, DynaTree, Settings
+from dynatree import generate
+from engine.checkpoint import read_config
+from engine.model import FastGPTNeoX, published_shapes
+from engine.passes import Use
+from engine.way import Way
+from gpt_neox import GPTNeoX
+from methods.sequoia import parse_chances
+from methods.static import Fixed
+from verify import tree_pass
+
+Names = dict[str, object]
+
+
+def paragraphs(file: Path) -> list[str]:
+    """Those of a module's docstring after the first."""
+    doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False) or ""
+    return [paragraph.strip("\n") for paragraph in doc.split("\n\n")[1:]]
+
+
+def is_example(paragraph: str) -> bool:
+    if re.search(r"\S  +[^ #]", paragraph) or paragraph.startswith("- "):
+        return False
+    return paragraph.startswith("    ") or paragraph[-1] not in ".:,"
+
+
+def examples(file: Path) -> list[str]:
+    return [dedent(paragraph) for paragraph in filter(is_example, paragraphs(file))]
+
+
+def name_of(file: str) -> str:
+    """A module's name."""
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+ON_CUDA = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+FILES = [str(file.relative_to(ROOT)) for file in source_files() if examples(file)]
+FILES = [pytest.param(f, marks=ON_CUDA if f == "tools/gpu_facts.py" else ()) for f in FILES]
+
+
+def test_no_example_is_passed_over() -> None:
+    """Prose is no Python; and where there are two spaces in a row, it is none either."""
+    n_others = 0
+    for file in source_files():
+        for paragraph in paragraphs(file):
+            if not is_example(paragraph):
+                n_others += 1
+                with pytest.raises(SyntaxError):
+                    ast.parse(dedent(paragraph))
+    assert n_others > 100 and len(FILES) > 60
+
+
+@pytest.fixture(scope="module")
+def common() -> Names:
+    """What examples take for given: the embedded pair, and a text of it with all of its parts."""
+    pair = load_pair(TINY / "target", TINY / "draft", device="cpu")
+    ids = pair.tokenizer.encode("The ship sailed at dawn").ids
+    request = Request(pair, ids, Way(DynaTree()), 20)
+    trace = Trace(pair.tokenizer, DynaTree())
+    steps = []
+    for step in request.decode(watcher=trace):
+        trace.add(step)
+        steps.append(step)
+    step = steps[1]
+    tree = step.tree
+    tokens, positions, mask = tree_pass(tree, len(ids))
+    kv, turns = pair.target.make_memory(1280)
+    names = locals()
+    of_target = {name: getattr(pair.target, name) for name in ("config", "device")}
+    heads = {name: torch.randn(4, n, 16) for name, n in (("q", len(tree)), ("k", 256), ("v", 256))}
+    return (
+        names
+        | of_target
+        | heads
+        | {
+            "target": pair.target,
+            "draft": pair.draft,
+            "model": pair.target,
+            "tokenizer": pair.tokenizer,
+            "vocab_size": pair.target.config.vocab_size,
+            "cache": pair.target.new_cache(200),
+            "logits": torch.randn(len(tree), pair.target.config.vocab_size),
+            "run": pair.target.pool.run,
+            "make": pair.target.make_memory,
+            "prompt": ids,
+            "prompt_ids": ids,
+            "path": step.path,
+            "length": len(ids),
+            "start": len(ids),
+            "n_slots": 256,
+            "rule": Fixed().rule(),
+            "source": TINY / "draft",
+            "tensors": load_file(TINY / "draft" / "model.safetensors"),
+        }
+    )
+
+
+RUN = Run("dynatree", "dynatree", 7, 20, 0.0, "ar")
+
+
+def draft_at_random(tokens: list[int], parents: list[int] | None) -> Candidates:
+    return ranked(torch.randn(len(tokens), 9))
+
+
+def plain_pair() -> Names:
+    models = {role: GPTNeoX.from_pretrained(TINY / role) for role in ("target", "draft")}
+    return models | {"generate": generate, "settings": DynaTree()}
+
+
+def unfilled() -> Names:
+    with torch.device("meta"):
+        return {"model": FastGPTNeoX(read_config(TINY / "draft"))}
+
+
+def layer_of_a_rank() -> Names:
+    """A layer and rows for it, and another rank that has the same."""
+    model = FastGPTNeoX.from_pretrained(TINY / "target")
+    layer, hidden = model.gpt_neox.layers[0], model.config.hidden_size
+    told = {"reduce": lambda x: x.mul_(2), "collect": None, "gather_objects": None}
+    both = torch.randn(3, layer.n_attended + layer.n_inside)
+    return told | {"layer": layer, "x": torch.randn(3, hidden), "both": both}
+
+
+# What the example of one module takes for given beside that, by file
+OWN: dict[str, Callable[[], Names]] = {
+    "draft_tree.py": lambda: {"root": 7, "draft": draft_at_random},
+    "verify.py": lambda: {  # README's tree
+        "tree": make_tree([0, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 1, 2]),
+        "best": [1, 4, 9, 9, 8, 9],
+    },
+    "benchmark/columns.py": lambda: {"row": Results.load("results/main_cpu.json").rows()[0]},
+    "benchmark/counts.py": lambda: {
+        "run": RUN,
+        "record": {"metrics": {}, "repeat": 0},
+        "step_times": None,
+    },
+    "benchmark/machine.py": lambda: {"models": {"target": "a", "draft": "b"}},
+    "benchmark/memory.py": lambda: {"run": RUN, "options": Options(threads=1)},
+    "benchmark/options.py": lambda: {"open_table": open_table},
+    "benchmark/rows.py": lambda: {"TABLES": TABLES, "Options": Options},
+    "cli/errors.py": lambda: {
+        "execute": lambda args: 0,
+        "parser": Parser(prog="x"),
+        "arguments": [],
+    },
+    "cli/options.py": lambda: {"parser": build_parser()},
+    "cli/page.py": lambda: {"about": {"settings": {"method": "dynatree"}}},
+    "cli/trace.py": plain_pair,
+    "engine/checkpoint.py": lambda: {"shapes": published_shapes(read_config(TINY / "target"))},
+    "engine/decoding.py": lambda: {"DynaTree": DynaTree},
+    "engine/fused.py": unfilled,
+    "engine/memory.py": lambda: {"n_bytes": 1000},
+    "engine/passes.py": lambda: {"use": Use(min_rows=4)},
+    "engine/products.py": lambda: {
+        "weight": torch.randn(5, 8),
+        "bias": torch.zeros(5),
+        "x": torch.randn(3, 8),
+    },
+    "engine/shares.py": layer_of_a_rank,
+    "engine/way.py": lambda: {"DynaTree": DynaTree},
+    "methods/settings.py": lambda: {
+        "dataclass": dataclass,
+        "Settings": Settings,
+        "parse_chances": parse_chances,
+    },
+}
+NETWORK = {"engine/hub.py": "hub", "benchmark/prompts.py": "hub", "benchmark/pg19.py": "bucket"}
+NEEDS = {"benchmark/figures.py": "seaborn", "benchmark/plot.py": "seaborn"}
+SHORT = {  # options of command lines, which come last and so count
+    "dynatree.py": "--max-new-tokens 8 --threads 1",
+    "bench.py": "--n-prompts 1 --prompt-tokens 12 --new-tokens 6 --repeats 1 --columns exact",
+    "tools/distil.py": "--steps 2 --batch 2 --context 16 --device cpu",
+    "tools/enlarge.py": "--hidden 640 --layers 6 --vocab 4200",
+    "tools/gpu_facts.py": "--dry --device cuda --dtype float32",
+}
+
+
+def publish(at: Hub, folder: Path) -> None:
+    """What examples fetch."""
+    at.add("EleutherAI/pythia-70m", golden(SINGLE), "step3000")
+    file = folder / prompts.WIKITEXT_ZIP
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in (prompts.WIKITEXT_FILE, prompts.SCRIPT_FILE):
+            archive.writestr(name, prompts.BUILTIN[0])
+    files = {prompts.WIKITEXT_ZIP: file.read_bytes()}
+    at.add(prompts.WIKITEXT_REPOSITORY, files, kind="datasets")
+
+
+class Transformed:
+    """A model of transformers that says one token."""
+
+    def to(self, device: torch.device) -> "Transformed":
+        return self
+
+    def eval(self) -> "Transformed":
+        return self
+
+    def generate(self, ids: torch.Tensor, streamer: object, **options: object) -> None:
+        streamer.put(ids[0])
+        streamer.put(ids[0, :1])
+
+
+def nothing(*arguments: object, **options: object) -> Transformed:
+    return Transformed()
+
+
+TRANSFORMERS = SimpleNamespace(
+    AutoModelForCausalLM=SimpleNamespace(from_pretrained=nothing),
+    GenerationConfig=nothing,
+    logging=SimpleNamespace(set_verbosity_error=nothing, disable_progress_bar=nothing),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the files that examples name, as if it were the project's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("benchmark.options.ROOT", tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny").symlink_to(TINY)
+    (tmp_path / "results").mkdir()
+    shutil.copy(ROOT / "results" / "main_cpu.json", "results")
+    shutil.copytree(TINY / "draft", "my-target")
+    Path("corpus.txt").write_text("\n\n".join(prompts.BUILTIN * 2))
+    Path("model.safetensors.index.json").write_text('{"weight_map": {}}')
+    return tmp_path
+
+
+def run_command(line: str) -> None:
+    """Run a command line, of python in this process."""
+    command, program, *words = shlex.split(line, comments=True)
+    if command == "torchrun":
+        assert program == "--nproc-per-node"
+        count, program, *words = words
+        run_on_ranks(int(count), program, *words, *SHORT.get(program, "").split())
+        return
+    if program == "-m":
+        program, *words = words
+    words = [word for pattern in words for word in glob(pattern) or [pattern]]  # as a shell does
+    module = "cli.main" if program == "dynatree.py" else name_of(program)
+    arguments = [*words, *SHORT.get(program, "").split()]
+    assert importlib.import_module(module).main(arguments) == 0
+
+
+def run_on_ranks(count: int, *words: str) -> None:
+    """Run a program of the project under torchrun."""
+    with launched(count, *words) as launch:
+        status, _, lines = launch.ended()
+    assert status == 0, lines
+
+
+def is_command(example: str) -> bool:
+    return bool(re.match("(#.*\n)?(python|torchrun) ", example))
+
+
+def run_python(file: str, given: Names) -> None:
+    """Run a module's examples that are Python."""
+    names = given | vars(importlib.import_module(name_of(file))) | {"__name__": file}
+    for example in examples(ROOT / file):
+        if not is_command(example):
+            exec(compile(example, file, "exec"), names)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_examples_run(
+    file: str,
+    common: Names,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if file in NEEDS:
+        pytest.importorskip(NEEDS[file])
+    if file in NETWORK:
+        served = request.getfixturevalue(NETWORK[file])
+        if isinstance(served, Hub):
+            publish(served, folder)
+    monkeypatch.setitem(sys.modules, "transformers", TRANSFORMERS)
+    pretend_capture(monkeypatch)
+    if file.startswith("parallel/"):
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        run_on_ranks(2, "tests/test_examples.py", file)
+    else:
+        run_python(file, common | OWN.get(file, dict)())
+    for example in filter(is_command, examples(ROOT / file)):
+        for line in example.splitlines():
+            if not line.startswith("#"):
+                run_command(line)
+
+
+if __name__ == "__main__":  # on a rank
+    run_python(sys.argv[1], {"FastGPTNeoX": FastGPTNeoX})
