@@ -287,15 +287,15 @@ class Level(NamedTuple):
         return self.drawn_from is not None
 
     def confidence(self) -> ndarray:
-        """c(u) [n, 1]: the probability of the likeliest token after each row, drawn or not; 0 where
-        the draft overflowed."""
+        """Return c(u) [n, 1], the probability of the likeliest token after each row, drawn or not.
+        It is 0 where the draft overflowed."""
         if self.drawn_from is None:
             found = numpy.exp(self.logprobs[:, :1])
         else:
             found = self.drawn_from.amax(dim=1, keepdim=True).cpu().numpy()
             if self.chances is not None:
                 found = numpy.exp(self.chances.of_draws(numpy.log(found)))
-        return numpy.fmax(found, 0)  # of nan and 0: 0
+        return numpy.fmax(found, 0)  # which ignores nan
 
 
 class Chances(Protocol):

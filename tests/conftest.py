@@ -38,8 +38,8 @@ Captured = pytest.CaptureFixture[str]
 
 
 def source_files() -> list[Path]:
-    """The project's Python files but for its tests: those at the top and in its rooms, not those of
-    a virtual environment that may lie beside them."""
+    """Return the project's Python files without its tests: those at the top and in its rooms. Those
+    of a virtual environment beside them are left out."""
     rooms = [file.parent for file in ROOT.glob("*/__init__.py")]
     return [file for folder in (ROOT, *sorted(rooms)) for file in sorted(folder.glob("*.py"))]
 

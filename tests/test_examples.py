@@ -54,7 +54,7 @@ Names = dict[str, object]
 
 
 def paragraphs(file: Path) -> list[str]:
-    """Those of a module's docstring after the first."""
+    """Return the paragraphs of a module's docstring after the first."""
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False) or ""
     return [paragraph.strip("\n") for paragraph in doc.split("\n\n")[1:]]
 
@@ -70,7 +70,7 @@ def examples(file: Path) -> list[str]:
 
 
 def name_of(file: str) -> str:
-    """A module's name."""
+    """Return the name by which a file is imported."""
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -96,7 +96,7 @@ def test_no_example_is_passed_over() -> None:
 
 @pytest.fixture(scope="module")
 def common() -> Names:
-    """What examples take for given: the embedded pair, and a text of it with all of its parts."""
+    """Return what examples take for given: the embedded pair, and a text with all of its parts."""
     pair = load_pair(TINY / "target", TINY / "draft", device="cpu")
     ids = pair.tokenizer.encode("The ship sailed at dawn").ids
     request = Request(pair, ids, Way(DynaTree()), 20)
@@ -157,7 +157,7 @@ def unfilled() -> Names:
 
 
 def layer_of_a_rank() -> Names:
-    """A layer and rows for it, and another rank that has the same."""
+    """Return a layer, rows for it, and another rank that has the same values."""
     model = FastGPTNeoX.from_pretrained(TINY / "target")
     layer, hidden = model.gpt_neox.layers[0], model.config.hidden_size
     told = {"reduce": lambda x: x.mul_(2), "collect": None, "gather_objects": None}
@@ -165,7 +165,7 @@ def layer_of_a_rank() -> Names:
     return told | {"layer": layer, "x": torch.randn(3, hidden), "both": both}
 
 
-# What the example of one module takes for given beside that, by file
+# By file, what only this module's examples take for given
 OWN: dict[str, Callable[[], Names]] = {
     "draft_tree.py": lambda: {"root": 7, "draft": draft_at_random},
     "verify.py": lambda: {  # README's tree
@@ -220,7 +220,7 @@ SHORT = {  # options of command lines, which come last and so count
 
 
 def publish(at: Hub, folder: Path) -> None:
-    """What examples fetch."""
+    """Serve the files that examples fetch."""
     at.add("EleutherAI/pythia-70m", golden(SINGLE), "step3000")
     file = folder / prompts.WIKITEXT_ZIP
     with zipfile.ZipFile(file, "w") as archive:
@@ -257,7 +257,7 @@ TRANSFORMERS = SimpleNamespace(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with the files that examples name, as if it were the project's."""
+    """Make a working folder with the files that examples name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmark.options.ROOT", tmp_path)
     (tmp_path / "models").mkdir()
