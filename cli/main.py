@@ -123,7 +123,7 @@ def rest_of(request: Request) -> dict:
     return {
         "max_new_tokens": request.max_new_tokens,
         "eos_ids": request.eos_ids,
-        "stop": request.stop,
+        "stop_texts": request.stop,  # "stop" is a setting of methods
         "strict": way.strict,
         "prompt_tokens": len(request.prompt),
         "sampling": None if way.sampling == GREEDY else asdict(way.sampling),

@@ -7,6 +7,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy
@@ -77,6 +78,15 @@ def test_what_is_asked_for_reaches_the_method(capsys: Captured) -> None:
     off = run_json(capsys, AR[:2] + ["--set", "history=off", "--set", "tau = 0.2"])
     assert off["settings"]["history"] is False and off["settings"]["tau"] == 0.2
     assert chain["token_ids"] == off["token_ids"] == expected
+
+
+def test_no_setting_of_a_method_is_reported_as_another(capsys: Captured) -> None:
+    """The stop texts once stood in the place of the setting `stop`."""
+    found = run_json(capsys, ["--max-new-tokens", "2", "--set", "stop=cost", "--stop", "x"])
+    assert found["settings"]["stop"] == "cost" and found["settings"]["stop_texts"] == ["x"]
+    names = found["settings"].keys() - asdict(METHODS["dynatree"]()).keys()
+    for method in METHODS.values():
+        assert not names & asdict(method()).keys()
 
 
 NOTES = {  # options -> what is said of them before the text, if anything
@@ -152,7 +162,7 @@ def test_a_text_ends_before_a_stop_text(capsys: Captured) -> None:
     options = ["--max-new-tokens", "40", "--stop", later, "--stop", first]
     stopped = run_json(capsys, options + ["--stop", text[8:20] + "x", "--compare"])
     n = len(stopped["token_ids"])
-    assert stopped["text"] == text[:9] and stopped["settings"]["stop"][0] == later
+    assert stopped["text"] == text[:9] and stopped["settings"]["stop_texts"][0] == later
     assert n < 40 and stopped["token_ids"] == whole["token_ids"][:n] and stopped["compare"]["exact"]
     unseen = run_json(capsys, ["--max-new-tokens", "40", "--stop", text[-3:] + "x"])
     assert unseen["text"] == text
