@@ -243,7 +243,7 @@ def generate(
     None: the rule's own, or by token. watcher: told of each tree. Raises, once the first step is
     asked for, ValueError for such arguments and MemoryError, and at any step NonFiniteLogits.
     """
-    prompt = whole_numbers(prompt)
+    prompt, eos_ids = whole_numbers(prompt), tuple(eos_ids)
     require_arguments(target, prompt, settings, max_new_tokens, sampling, acceptance)
     rule = settings.rule()  # fresh: no generation learns from another
     drafter = choose_drafter(target, draft, rule)

@@ -87,6 +87,7 @@ class Written:
     text: io.StringIO = field(default_factory=io.StringIO)
     trace: Trace | None = None
     digests: Digests | None = None  # of its logits, if they are to be compared
+    finish_reason: str | None = None  # "eos", "stop" or "length", once it has ended
 
 
 def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dict]:
@@ -183,9 +184,12 @@ def stream(request: Request, args: argparse.Namespace, written: Written) -> None
             colors = has_color(sys.stderr)
             tell(draw_tree(step.tree, step.path, step.bonus, request.pair.tokenizer, colors))
 
+    def pieces() -> Iterator[str]:
+        written.finish_reason = yield from request.text(told, written.digests, written.trace)
+
     try:
         with reading(request):
-            for piece in request.text(told, written.digests, written.trace):
+            for piece in pieces():
                 written.text.write(piece)
                 if is_streaming:
                     put(piece)
@@ -261,6 +265,7 @@ def report(request: Request, written: Written, comparison: Comparison | None) ->
     found = {
         "token_ids": written.tally.ids.tolist(),
         "text": written.text.getvalue(),
+        "finish_reason": written.finish_reason,
         "metrics": asdict(written.tally.metrics()),
         "versions": versions(),
         "graphs": {"n": n_graphs, "capture_s": capture_s},

@@ -10,7 +10,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from cli.errors import UsageError, say
-from cli.tokens import StopTexts, TextStream, encode, load_tokenizer, require_same_tokenizer
+from cli.tokens import (
+    StopTexts,
+    TextStream,
+    encode,
+    load_tokenizer,
+    read_stops,
+    require_same_tokenizer,
+    special_stops,
+)
 from draft_tree import Watcher
 from dynatree import Step
 from engine.checkpoint import DTYPES, CheckpointError
@@ -158,6 +166,11 @@ class Request:
     eos_ids: Sequence[int] = ()
     stop: Sequence[str] = ()  # texts, before each of which it ends
 
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids of stop texts that are special tokens. Raises UsageError."""
+        return special_stops(self.stop, self.pair.tokenizer)
+
     def decode(
         self,
         inspect: Callable[[Tensor], None] | None = None,
@@ -170,7 +183,7 @@ class Request:
             self.prompt,
             self.way,
             self.max_new_tokens,
-            eos_ids=self.eos_ids,
+            eos_ids=(*self.eos_ids, *self.stop_ids),
             inspect=inspect,
             watcher=watcher,
         )
@@ -180,18 +193,25 @@ class Request:
         told: Callable[[Step], None] = lambda step: None,
         inspect: Callable[[Tensor], None] | None = None,
         watcher: Watcher | None = None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, str]:
         """Its text in pieces, each as soon as it is final; before each, `told` has its step, of a
-        last one with what came after a stop text. What ends the text is no part of it."""
+        last one with what came after a stop text. What ends the text is no part of it.
+
+        Returns the finish reason: "eos", "stop" or "length".
+        """
         stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
         for step in self.decode(inspect, watcher):
             told(step)
             new = stream.push([i for i in step.tokens if i not in self.eos_ids])
             yield stops.push(new)
             if stops.has_ended:
-                return
+                return "stop"
         yield stops.push(stream.finish())
         yield stops.held
+        if step.tokens[-1] in self.eos_ids:
+            return "eos"
+        has_stopped = stops.has_ended or step.tokens[-1] in self.stop_ids
+        return "stop" if has_stopped else "length"
 
 
 def stream_text(
@@ -199,17 +219,18 @@ def stream_text(
     prompt: str,
     way: Way | str = "dynatree",
     max_new_tokens: int = 128,
-    eos_ids: Sequence[int] | None = None,
-    stop: str | Sequence[str] = (),
+    eos_ids: Iterable[int] | None = None,
+    stop: str | Iterable[str] = (),
     **sampling: float,
-) -> Iterator[str]:
+) -> Generator[str, None, str]:
     """The text that continues a prompt, in pieces of whole characters, each as soon as it is final.
 
     way: or its words, as "dynatree tau=0.02 strict" (engine/way.py). eos_ids: None: the target's.
     stop: the text ends before it, or before the first of several. sampling: temperature, top_p,
     seed and the others of sampling.Sampling, instead of the way's.
-    Raises UsageError for a prompt that the model cannot read, ValueError for a way that there is
-    not, and as engine.decoding.generate.
+    The generator's value, as `yield from` gives it, is why the text ended: "eos", "stop" or
+    "length". Raises UsageError for a prompt that the model cannot read, ValueError for a way that
+    there is not or stop texts that are none, and as engine.decoding.generate.
     """
     target = pair.target.config
     ids = encode(prompt, pair.tokenizer, target.vocab_size)
@@ -217,9 +238,8 @@ def stream_text(
         way = read_way(*way.split())
     if sampling:
         way = replace(way, sampling=Sampling(**sampling))
-    eos_ids = target.eos_ids if eos_ids is None else eos_ids
-    stop = (stop,) if isinstance(stop, str) else stop
-    return Request(pair, ids, way, max_new_tokens, eos_ids, stop).text()
+    eos_ids = target.eos_ids if eos_ids is None else tuple(eos_ids)
+    return Request(pair, ids, way, max_new_tokens, eos_ids, read_stops(stop)).text()
 
 
 def warn_of_length(pair: Pair, n_tokens: int) -> None:

@@ -6,7 +6,7 @@ print(TextStream(tokenizer).push(ids))
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -125,14 +125,39 @@ class TextStream:
         return rest
 
 
+def read_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """Return one stop text or several as a tuple. Raises ValueError unless each is a string of one
+    character or more."""
+    is_one = isinstance(stop, str | bytes) or not isinstance(stop, Iterable)
+    stops = (stop,) if is_one else tuple(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"a stop text is {text!r}, it must be a string that is not empty")
+    return stops
+
+
+def special_stops(stops: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids of stop texts that are special tokens, because decoded text leaves them out.
+
+    Raises UsageError for a stop text of a special token and more, which no text could match.
+    """
+    if not stops:
+        return ()
+    added = tokenizer.get_added_tokens_decoder()
+    ids = {token.content: i for i, token in added.items() if token.special}
+    for stop in stops:
+        for content in ids:
+            if content in stop and stop not in ids:
+                line = f"stop text {stop!r}: the special token in it is not part of the text"
+                raise UsageError(f"{line}; use {content!r} alone")
+    return tuple(ids[stop] for stop in stops if stop in ids)
+
+
 class StopTexts:
     """A text that comes in pieces, as far as the stop text that is complete first."""
 
     def __init__(self, stops: Sequence[str] = ()):
-        """Raises ValueError for an empty one."""
-        if not all(stops):
-            raise ValueError("a stop text is empty")
-        self.stops = stops
+        self.stops = read_stops(stops)
         self.held = ""  # what may be the beginning of one
         self.has_ended = False
 

@@ -85,6 +85,7 @@ def generate(
     """
     if not isinstance(way, Way):
         raise ValueError(f"{way!r} is no Way; read_way of engine/way.py makes one of words")
+    eos_ids = tuple(eos_ids)
     rule = way.rule()
     n_tokens = len(prompt) + max_new_tokens
     views = []

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from conftest import ROOT, TINY, Captured
+from conftest import ROOT, TINY, Captured, error_line
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -169,6 +169,50 @@ def test_a_text_ends_before_a_stop_text(capsys: Captured) -> None:
     assert "".join(stream_text(load_pair(TARGET, DRAFT), PROMPT, stop=first)) == text[:9]
 
 
+def test_a_text_ends_at_a_stop_text_that_is_a_special_token(
+    capsys: Captured, tmp_path: Path
+) -> None:
+    """As "### End" of Dolly, which the decoded text leaves out; ar ends there as well."""
+    free = run_json(capsys, ["--max-new-tokens", "20"])["token_ids"]
+    for folder in (TARGET, DRAFT):
+        shutil.copytree(folder, tmp_path / Path(folder).name)
+    for folder in tmp_path.iterdir():
+        tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+        special = tokenizer.id_to_token(free[6])
+        tokenizer.add_special_tokens([special])
+        tokenizer.save(f"{folder}/tokenizer.json")
+    pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+    options = [*pair, "--max-new-tokens", "20", "--stop"]
+    found = run_json(capsys, [*options, special, "--compare"])
+    assert found["token_ids"] == free[: free.index(free[6]) + 1] and found["compare"]["exact"]
+    assert found["text"] == tokenizer.decode(found["token_ids"][:-1])
+    assert found["finish_reason"] == "stop" and special not in found["text"]
+    line = error_line(capsys, main, ["--prompt", PROMPT, *options, f"\n{special}"])
+    assert line.endswith(f"use {special!r} alone")
+
+
+def test_a_text_says_why_it_ended(capsys: Captured) -> None:
+    """To Python as the value of its generator."""
+    pair = load_pair(TARGET, DRAFT)
+    found = []
+
+    def write(**how: object) -> Iterator[str]:
+        found.append((yield from stream_text(pair, PROMPT, max_new_tokens=20, **how)))
+
+    text = "".join(write())
+    ids = pair.tokenizer.encode(text).ids
+    assert "".join(write(eos_ids=(i for i in ids[4:5]))) == pair.tokenizer.decode(ids[:4])
+    assert "".join(write(stop=(stop for stop in [text[9:15]]))) == text[:9]
+    assert found == ["length", "eos", "stop"]
+    assert run_json(capsys, ["--max-new-tokens", "20"])["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stop", [None, 3, b"", b"ab", "", ["a", ""], ["a", 3], [None]])
+def test_a_stop_text_is_a_text(stop: object) -> None:
+    with pytest.raises(ValueError, match="a stop text is .*, it must be a string"):
+        stream_text(load_pair(DRAFT, None), PROMPT, "ar", stop=stop)
+
+
 STOPS = ["ab", "bcd", "a", "cab", "ccc"]
 
 
@@ -222,6 +266,7 @@ def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) 
     ended = run_json(capsys, pair)
     at = free["token_ids"].index(eos)
     assert ended["token_ids"] == free["token_ids"][: at + 1]
+    assert ended["finish_reason"] == "eos" and ended["settings"]["eos_ids"] == [eos, 4095]
     tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
     assert ended["text"] == tokenizer.decode(free["token_ids"][:at])
     assert run_json(capsys, pair + ["--ignore-eos"])["token_ids"] == free["token_ids"]
@@ -397,6 +442,10 @@ def test_what_python_asks_for_is_checked() -> None:
     for prompt in (ids, numpy.array(ids), torch.tensor(ids)):
         texts.append(token_ids(generate(pair.target, pair.draft, prompt, read_way("lookup"), 9)))
     assert texts[0] == texts[1] == texts[2]
+    models, way = (pair.target, pair.draft), read_way("lookup")
+    for decode, how in ((generate, way), (dynatree.generate, way.settings)):
+        steps = decode(*models, ids, how, 9, eos_ids=(i for i in [-1, texts[0][3]]))
+        assert token_ids(steps) == texts[0][: texts[0].index(texts[0][3]) + 1]
     for prompt, way, told in (("text", read_way("ar"), "token ids"), (ids, "ar", "read_way")):
         with pytest.raises(ValueError, match=told):
             next(generate(pair.target, pair.draft, prompt, way, 9))

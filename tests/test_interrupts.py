@@ -80,6 +80,7 @@ def test_json_and_page_are_kept(number: signal.Signals, tmp_path: Path) -> None:
         wait_for(process.stderr, "iteration 5:")
         out, err = ended(process, number)
     report = json.loads(out)
+    assert report["finish_reason"] is None
     assert report["interrupted"] and 5 < len(report["token_ids"]) < 1900
     assert " tokens/s, " in err.splitlines()[-2]
     content = data_of(page.read_text())
