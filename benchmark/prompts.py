@@ -15,7 +15,6 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 from tokenizers import Tokenizer
@@ -45,17 +44,24 @@ SHORTEST = 200  # characters of a paragraph; shorter ones say too little to go o
 
 
 class Line(msgspec.Struct):
-    """A line of a .jsonl file; what else it says is left out."""
+    """A line of a .jsonl file; other keys are left out."""
 
-    prompt: Annotated[str, msgspec.Meta(min_length=1)]
+    prompt: str = ""
+    turns: list[str] = []  # of MT-bench and Spec-Bench; the first is the prompt
+
+    def __post_init__(self) -> None:
+        self.prompt = self.prompt or "".join(self.turns[:1])
+        if not self.prompt:
+            raise ValueError("it has no `prompt` and no `turns`, or they are empty")
 
 
 def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]:
     """The texts of a dataset, or of a file if one is given.
 
-    A .jsonl file has one {"prompt": ...} a line; any other file is plain text, of which paragraphs
-    of at least 200 characters count. Lines end at a line feed and nowhere else. n_books: how many
-    of PG-19's are fetched, evenly spread over the hundred, each a request. Raises UsageError.
+    A .jsonl file has one {"prompt": ...} or {"turns": [...]} a line; any other file is plain text,
+    of which paragraphs of at least 200 characters count. Lines end at a line feed and nowhere else.
+    n_books: how many of PG-19's are fetched, evenly spread over the hundred, each a request. Raises
+    UsageError.
     """
     if file is not None:
         return read_prompts(Path(file))
@@ -74,6 +80,8 @@ def read_prompts(file: Path) -> list[str]:
     """A file's prompts. Raises UsageError."""
     try:
         text = read_text(file, MAX_BYTES)
+        if file.suffix.lower() == ".json":
+            raise UsageError(f"{file} is JSON; use .jsonl, an object a line, or plain text")
         if file.suffix.lower() == ".jsonl":
             what = "line"
             lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]

@@ -28,6 +28,9 @@ def test_files(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\n\n")
     assert load_prompts("builtin", str(file)) == texts
+    turns = {"question_id": 81, "turns": ["First.", ""], "reference": []}
+    file.write_text(json.dumps(turns) + "\n" + json.dumps(turns | {"prompt": "Ours."}))
+    assert load_prompts("builtin", str(file)) == ["First.", "Ours."]
     text = tmp_path / "book.txt"
     text.write_text(f"Short.\n\n{LONG}\n\n{LONG}end\n")
     assert load_prompts("builtin", str(text)) == [LONG.strip(), f"{LONG}end"]
@@ -49,7 +52,10 @@ def test_paragraphs_are_joined_up_to_a_blank_line_or_a_heading() -> None:
         ("latin.txt", b"\xe9" * 300, "not UTF-8"),
         ("large.txt", b"x" * (2**24 + 1), "larger than 16.8 MB"),
         ("a.jsonl", b'{"prompt": "x"}\nnot json\n', "a.jsonl, line 2"),
-        ("b.jsonl", b'{"text": "x"}\n', "b.jsonl, line 1: .* field `prompt`"),
+        ("b.jsonl", b'{"text": "x"}\n', "b.jsonl, line 1: .* `prompt` and no `turns`"),
+        ("b.jsonl", b'{"turns": []}\n', "b.jsonl, line 1: .* or they are empty"),
+        ("b.jsonl", b'{"turns": "x"}\n', "b.jsonl, line 1: .* `array`"),
+        ("d.json", b'["x"]', "d.json is JSON; use .jsonl"),
         ("c.JSONL", b'{"prompt": ""}\n', "line 1: "),
     ],
 )
