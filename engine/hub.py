@@ -96,6 +96,8 @@ def hub_client(what: str) -> Iterator[None]:
         raise CheckpointError(line) from error
     unreachable = (LocalEntryNotFoundError, RevisionResolutionError)
     try:
+        import huggingface_hub.hf_api  # noqa: F401  # by its full name: else a failure is printed
+
         yield
     except CheckpointError:
         raise

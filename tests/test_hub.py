@@ -188,6 +188,15 @@ def test_without_a_network_the_cache_serves_and_a_part_does_not(
         assert "without a network: python dynatree.py --target models/tiny/target" in line
 
 
+def test_an_endpoint_that_is_no_address_is_one_line(monkeypatch: MonkeyPatch) -> None:
+    """And nothing on stdout, where the client prints what it cannot import."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://[::1")
+    with started("dynatree.py", "--prompt", "a", "--method", "ar", "--target", "org/name") as run:
+        out, err = run.communicate()
+    assert run.returncode == 2 and out == ""
+    assert "cannot be fetched: Invalid IPv6 URL" in err.splitlines()[-1]
+
+
 def test_a_damaged_file_in_the_cache_says_what_to_delete(hub: Hub) -> None:
     """The cache's folder holds links: without the file behind it, it is fetched again."""
     hub.add("org/name", golden(SINGLE))
