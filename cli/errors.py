@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn, TextIO
 
 import torch
@@ -23,6 +24,7 @@ from parallel.ranks import RanksError
 from verify import NonFiniteLogits
 
 VERSION = f"%(prog)s 0.1, torch {torch.__version__}, Python {platform.python_version()}"
+HANG_UP = getattr(signal, "SIGHUP", signal.SIGTERM)  # which Windows has not
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
 
 
@@ -94,7 +96,7 @@ def run_command_line(
     """Parse and execute; returns the exit status.
 
     Here, and nowhere else, every exception becomes one line on stderr: status 2 for a mistake, 70
-    for what nobody foresaw. Ctrl-C and SIGTERM are 130. --debug shows the traceback as well.
+    for what nobody foresaw. Ctrl-C, SIGTERM and SIGHUP are 130. --debug also shows the traceback.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what its encoding has not
@@ -124,17 +126,27 @@ def run_command_line(
 
 @contextmanager
 def heeding_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt; what is ignored, as Ctrl-C is under nohup or
-    behind a script's &, stays so. Before and after, they end the process without a traceback."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt; what is ignored, as SIGHUP is under nohup
+    and Ctrl-C behind a script's &, stays so. Before and after, they end the process without a
+    traceback."""
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, HANG_UP)
+    }
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise KeyboardInterrupt. Later hang-ups are ignored: one terminal may send several."""
+    if number == HANG_UP:
+        signal.signal(HANG_UP, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def drop_unwritten() -> None:

@@ -46,8 +46,8 @@ ENDINGS = """exit status:
   0    or 1: --compare found a text that is not ar's, or the reader has gone
   2    a mistake, in one line
   70   an error that nobody foresaw, in one line; --debug shows where
-  130  Ctrl-C or SIGTERM: text, summary, --json object and page are kept as far
-       as they came; another one ends at once"""
+  130  Ctrl-C, SIGTERM or SIGHUP: text, summary, --json object and page are kept
+       as far as they came; another Ctrl-C or SIGTERM ends at once"""
 
 
 def build_parser() -> Parser:

@@ -70,14 +70,17 @@ def test_while_loading() -> None:
         assert ended(process) == ("", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_json_and_page_are_kept(number: signal.Signals, tmp_path: Path) -> None:
-    """A kill is the same, also where Ctrl-C is ignored."""
+    """A kill is the same, also where Ctrl-C is ignored; and a terminal that is closed, of which
+    the kernel and the shell each send a hang-up."""
     page = tmp_path / "page.html"
     options = ["--json", "--show-tree", "--page", str(page)]
     at_ctrl_c = signal.SIG_IGN if number == signal.SIGTERM else signal.SIG_DFL
     with started("dynatree.py", *TEXT, *options, at_ctrl_c=at_ctrl_c) as process:
         wait_for(process.stderr, "iteration 5:")
+        if number == signal.SIGHUP:
+            os.killpg(process.pid, number)
         out, err = ended(process, number)
     report = json.loads(out)
     assert report["finish_reason"] is None
