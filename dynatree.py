@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from numbers import Integral
 from operator import index
 
 import numpy
@@ -319,8 +320,8 @@ def require_arguments(
             raise ValueError(f"the prompt has id {token}, but the target knows 0 to {n_ids - 1}")
     if not hasattr(settings, "rule"):
         raise ValueError(f"{settings!r} is no method's settings, as DynaTree() is")
-    if max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens} new tokens: 1 or more")
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, it must be a whole number from 1")
     if acceptance and sampling.is_greedy:
         raise ValueError("an acceptance is of sampled text, and this is greedy")
 

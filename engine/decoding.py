@@ -85,7 +85,8 @@ def generate(
     """
     if not isinstance(way, Way):
         raise ValueError(f"{way!r} is no Way; read_way of engine/way.py makes one of words")
-    eos_ids = tuple(eos_ids)
+    prompt, eos_ids, accepts = dynatree.whole_numbers(prompt), tuple(eos_ids), way.accepts()
+    dynatree.require_arguments(target, prompt, way.settings, max_new_tokens, way.sampling, accepts)
     rule = way.rule()
     n_tokens = len(prompt) + max_new_tokens
     views = []
@@ -112,7 +113,7 @@ def generate(
         max_new_tokens,
         eos_ids=eos_ids,
         sampling=FastSampling.of(way.sampling),
-        acceptance=way.accepts(),
+        acceptance=accepts,
         watcher=watcher,
     )
     # Together, before the first is made: memory is taken lazily

@@ -21,6 +21,7 @@ from conftest import (
 )
 from torch import Tensor
 
+import dynatree
 import gpt_neox
 from cli.metrics import token_ids
 from draft_tree import Candidates, DynaTree, Settings, Tree
@@ -136,7 +137,11 @@ def test_both_caches_equal_a_fresh_prefill_after_every_commit(
     ("prompt", "settings", "limit", "commit", "message"),
     [
         ([], Alone(), 5, "keep", "the prompt is empty"),
-        ([1], Alone(), 0, "keep", "0 new tokens: 1 or more"),
+        ([1], Alone(), 0, "keep", "max_new_tokens is 0, it must be"),
+        ([1], Alone(), 1.5, "keep", "max_new_tokens is 1.5, it must be"),
+        ([1], Alone(), float("nan"), "keep", "max_new_tokens is nan, it must be"),
+        ([1], Alone(), "5", "keep", "max_new_tokens is '5', it must be"),
+        ([1], Alone(), None, "keep", "max_new_tokens is None, it must be"),
         ([1], Alone(), 5, "never", "commit never: there are keep, rebuild"),
         ([1], Chain(K=2), 5, "keep", "there is no draft"),
         ([0, 95, -1], Alone(), 5, "keep", "id -1, but the target knows 0 to 95"),
@@ -146,8 +151,13 @@ def test_both_caches_equal_a_fresh_prefill_after_every_commit(
 def test_bad_calls(
     prompt: list[int], settings: Settings, limit: int, commit: str, message: str
 ) -> None:
+    """By the engine, and where the core has such arguments by the core."""
+    target = random_model(0)
     with pytest.raises(ValueError, match=message):
-        next(generate(random_model(0), None, prompt, settings, limit, commit=commit))
+        next(generate(target, None, prompt, settings, limit, commit=commit))
+    if commit == "keep":
+        with pytest.raises(ValueError, match=message):
+            next(dynatree.generate(target, None, prompt, settings, limit))
 
 
 def test_an_id_that_the_target_does_not_know_is_refused() -> None:
