@@ -5,8 +5,10 @@ if __name__ == "__main__":
 """
 
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 from types import TracebackType
 
 # Torch reads it when it is imported, and then asks Linux for huge pages, from which one row's
@@ -22,8 +24,10 @@ for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
 
 
 def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """One line and status 2 where a package lacks."""
-    if not issubclass(kind, ModuleNotFoundError):
+    """Print one line and exit with status 2 if a package of requirements.txt is not installed."""
+    needed = Path(__file__).parents[1].joinpath("requirements.txt").read_text(encoding="utf-8")
+    packages = re.findall(r"^[\w-]+", needed.replace("-", "_"), re.MULTILINE)
+    if not (isinstance(error, ModuleNotFoundError) and error.name in packages):
         sys.__excepthook__(kind, error, trace)
         return
     print(f"error: {error}; pip install -r requirements.txt brings all", file=sys.stderr)

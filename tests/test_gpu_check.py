@@ -75,7 +75,8 @@ def test_refused_in_one_line(words: str, message: str) -> None:
 def test_what_is_not_installed_is_named(
     lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / f"{lacking}.py").write_text(f'raise ModuleNotFoundError("no {lacking}")')
+    error = f'raise ModuleNotFoundError("no {lacking}", name="{lacking}")'
+    (tmp_path / f"{lacking}.py").write_text(error)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process = start(ROOT, "--dry")
     _, line = process.communicate()
