@@ -26,7 +26,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer.json. Raises CheckpointError."""
     file = folder / "tokenizer.json"
     said = read_json(file, dict)  # its errors are the clearer ones
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if growth(said.get(part)) > LONGEST_GROWTH:  # it would take all memory, deaf to Ctrl-C
             much = f"may make a text {LONGEST_GROWTH:,} times as long or more"
             raise CheckpointError(f"{file}: its {part} {much}, as no tokenizer's does")
@@ -46,6 +46,10 @@ def growth(part: object) -> float:
         if isinstance(step, list):
             left += step
         elif isinstance(step, dict):
+            template = step.get("single")  # a post_processor's, which may repeat the text
+            if isinstance(template, list):
+                found *= max(len(template), 1)
+                continue
             left += [value for value in step.values() if isinstance(value, list)]
             found *= growth_of_step(step)
     return found
@@ -62,8 +66,13 @@ def growth_of_step(step: dict) -> float:
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise CheckpointError unless both split text into the same ids."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
+    """Raise CheckpointError unless both split text into the same ids.
+
+    The draft may lack tokens that were added to the target after the draft's last id.
+    """
+    theirs, added = draft.get_vocab(), target.get_added_tokens_decoder()
+    last = max(theirs.values(), default=-1)
+    ours = {token: i for token, i in target.get_vocab().items() if i <= last or i not in added}
     differing = ["vocabulary"] if ours != theirs else []
     if not differing:
         ours, theirs = json.loads(target.to_str()), json.loads(draft.to_str())

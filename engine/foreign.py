@@ -75,9 +75,12 @@ def read_bytes(file: Path, limit: int = LIMIT) -> bytes:
 
 
 def require_file(file: Path) -> int:
-    """The bytes of a regular file or of what a link leads to. Raises ForeignFile if it is none."""
+    """The bytes of a regular file or of what a link leads to. Raises ForeignFile if it is none, or
+    cannot be opened."""
     try:
         found = os.stat(file)
+        if stat.S_ISREG(found.st_mode):
+            open(file, "rb").close()  # because safetensors calls a file without permission absent
     except (OSError, ValueError) as error:
         raise unreadable(file, error) from error
     if not stat.S_ISREG(found.st_mode):

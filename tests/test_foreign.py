@@ -4,17 +4,21 @@ A run may end in two ways: status 0, and then nothing of the file was taken for 
 status 2 and one line.
 """
 
+import errno
 import json
+import os
 import random
 import resource
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import IO
 
 import pytest
 from conftest import (
     ROOT,
     Captured,
+    error_line,
     published_json,
     random_config,
     random_tensors,
@@ -254,6 +258,16 @@ def test_a_text_that_grows_with_every_step() -> None:
         assert (growth({"normalizers": [step] * 20}) > LONGEST_GROWTH) == grows
 
 
+def test_a_template_that_repeats_the_text() -> None:
+    """What real ones have is let through: a text once, special tokens around it."""
+    text, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "[CLS]"}}
+    for single, grows in (([special, text, special], False), ([text] * 400_000, True)):
+        step = {"type": "TemplateProcessing", "single": single, "pair": [text] * 9}
+        parts = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, step]}
+        for part in (step, parts):
+            assert (growth(part) > LONGEST_GROWTH) == grows
+
+
 NO_FILES: dict[str, Callable[[Path], object]] = {  # what is said -> of what
     "is a folder": Path.mkdir,
     "is a link to nothing": lambda file: file.symlink_to("nothing"),
@@ -270,3 +284,23 @@ def test_what_is_no_text_file_is_named(said: str, tmp_path: Path) -> None:
     with pytest.raises(ForeignFile, match=said) as caught:
         read_text(file, limit=1000)
     assert str(caught.value).startswith(str(file))
+
+
+def test_a_file_without_permission_is_not_called_absent(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are opened by a library that says "No such file"; root may read everything."""
+    write(tmp_path)
+    (tmp_path / SINGLE).chmod(0)
+
+    def refuse(file: Path, mode: str) -> IO[bytes]:
+        if file.stat().st_mode & 0o400:
+            return open(file, mode)
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+
+    if os.geteuid() == 0:
+        monkeypatch.setattr("engine.foreign.open", refuse, raising=False)
+    line = error_line(
+        capsys, main, ["--prompt", "the", "--method", "ar", "--target", str(tmp_path)]
+    )
+    assert line.endswith(f"{SINGLE} cannot be read: Permission denied")

@@ -6,13 +6,17 @@ Also the checkpoints that are unusual but right, which must pass.
 import json
 import os
 import re
+import runpy
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
+    ROOT,
     TINY,
     Captured,
     error_line,
@@ -141,6 +145,26 @@ def test_a_full_cache_is_no_lack_of_memory(
         assert "dtype" not in line
 
 
+@pytest.mark.parametrize("name", ["numpy", "huggingface_hub", "engine.typo", "torch.typo", "typo"])
+def test_only_what_is_required_is_said_to_be_missing(
+    name: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A typo in a fork's own file is an exception, with its traceback."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    start = runpy.run_path(str(ROOT / "cli" / "start.py"))
+    error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+    if "typo" in name:
+        start["explain"](type(error), error, None)
+        assert capsys.readouterr().err == f"ModuleNotFoundError: {error}\n"
+        return
+    with pytest.raises(SystemExit) as ended:
+        start["explain"](type(error), error, None)
+    assert ended.value.code == 2
+    line = "pip install -r requirements.txt brings all"
+    assert capsys.readouterr().err == f"error: {error}; {line}\n"
+
+
 def test_what_a_gpu_has_not(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_one_gpu(monkeypatch, capability=(7, 5))
     for option, value, told in (
@@ -164,11 +188,19 @@ def double(file: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": steps}))
 
 
+def repeat(file: Path) -> None:
+    """The prompt 400,000 times, which ended in SIGABRT where memory is limited."""
+    single = [{"Sequence": {"id": "A", "type_id": 0}}] * 400_000
+    template = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": template}))
+
+
 DAMAGE = [  # how which file is damaged, and what the line names; more in test_checkpoint.py
     (plant_nan, "model.safetensors", "embed_out.weight"),
     (lambda file: file.write_text('{"model_type": "llama"}'), "config.json", "llama"),
     (Path.unlink, "tokenizer.json", "tokenizer.json"),
     (double, "tokenizer.json", "its normalizer may make a text 4,096"),
+    (repeat, "tokenizer.json", "its post_processor may make a text 4,096"),
 ]
 
 
@@ -208,6 +240,27 @@ def test_tokenizers_that_differ_are_refused(capsys: Captured, tmp_path: Path) ->
         file.write_text(json.dumps(content | changes))
         line = error_line(capsys, main, arguments)
         assert line.endswith(f"tokenizers differ: {part}")
+
+
+def test_a_draft_may_lack_what_was_added_to_the_target(capsys: Captured, tmp_path: Path) -> None:
+    """As Pythia's the tokens that Dolly added; the text is the target's own."""
+    pair = [str(tmp_path / "target"), str(tmp_path / "draft")]
+    for folder, source in zip(pair, (TARGET, DRAFT), strict=True):
+        shutil.copytree(source, folder)
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "9", "--target", pair[0], "--draft"]
+    assert main([*arguments, pair[1]]) == 0
+    expected = capsys.readouterr().out
+    file = Path(pair[0], "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["### End"])
+    tokenizer.add_tokens(["zzzz"])
+    tokenizer.save(str(file))
+    assert main([*arguments, pair[1]]) == 0
+    assert capsys.readouterr().out == expected
+    other = Tokenizer.from_file(f"{DRAFT}/tokenizer.json")
+    other.add_special_tokens(["### Other"])  # of the draft, with an id of the target's own token
+    other.save(f"{pair[1]}/tokenizer.json")
+    assert error_line(capsys, main, [*arguments, pair[1]]).endswith("tokenizers differ: vocabulary")
 
 
 def test_non_finite_target_names_the_way_out(capsys: Captured, tmp_path: Path) -> None:
