@@ -58,10 +58,9 @@ class Line(msgspec.Struct):
 def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]:
     """The texts of a dataset, or of a file if one is given.
 
-    A .jsonl file has one {"prompt": ...} or {"turns": [...]} a line; any other file is plain text,
-    of which paragraphs of at least 200 characters count. Lines end at a line feed and nowhere else.
-    n_books: how many of PG-19's are fetched, evenly spread over the hundred, each a request. Raises
-    UsageError.
+    A .jsonl file has one {"prompt": ...} or {"turns": [...]} a line; any other is plain text, whose
+    paragraphs of at least 200 characters count. Lines end at a line feed alone. n_books: how many
+    of PG-19's are fetched, evenly spread over the hundred, each a request. Raises UsageError.
     """
     if file is not None:
         return read_prompts(Path(file))

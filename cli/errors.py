@@ -126,12 +126,9 @@ def run_command_line(
 
 @contextmanager
 def heeding_signals() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt; what is ignored, as SIGHUP is under nohup
-    and Ctrl-C behind a script's &, stays so. Before and after, they end the process without a
-    traceback."""
-    before = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, HANG_UP)
-    }
+    """Raise KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP; what is ignored, as under nohup or
+    behind a script's &, stays so. Before and after, they end the process without a traceback."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, HANG_UP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)

@@ -195,10 +195,8 @@ class Request:
         watcher: Watcher | None = None,
     ) -> Generator[str, None, str]:
         """Its text in pieces, each as soon as it is final; before each, `told` has its step, of a
-        last one with what came after a stop text. What ends the text is no part of it.
-
-        Returns the finish reason: "eos", "stop" or "length".
-        """
+        last one with what came after a stop text. What ends the text is no part of it. Returns the
+        finish reason: "eos", "stop" or "length"."""
         stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
         for step in self.decode(inspect, watcher):
             told(step)

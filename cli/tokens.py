@@ -66,10 +66,8 @@ def growth_of_step(step: dict) -> float:
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise CheckpointError unless both split text into the same ids.
-
-    The draft may lack tokens that were added to the target after the draft's last id.
-    """
+    """Raise CheckpointError unless both split text into the same ids. The draft may lack tokens
+    that were added to the target after its own last id."""
     theirs, added = draft.get_vocab(), target.get_added_tokens_decoder()
     last = max(theirs.values(), default=-1)
     ours = {token: i for token, i in target.get_vocab().items() if i <= last or i not in added}
@@ -135,8 +133,7 @@ class TextStream:
 
 
 def read_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one stop text or several as a tuple. Raises ValueError unless each is a string of one
-    character or more."""
+    """Return one stop text or several. Raises ValueError unless each is a string, not empty."""
     is_one = isinstance(stop, str | bytes) or not isinstance(stop, Iterable)
     stops = (stop,) if is_one else tuple(stop)
     for text in stops:
@@ -147,18 +144,13 @@ def read_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
 
 def special_stops(stops: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids of stop texts that are special tokens, because decoded text leaves them out.
-
-    Raises UsageError for a stop text of a special token and more, which no text could match.
-    """
-    if not stops:
-        return ()
-    added = tokenizer.get_added_tokens_decoder()
+    Raises UsageError for a stop text of a special token and more, which no text could match."""
+    added = tokenizer.get_added_tokens_decoder() if stops else {}
     ids = {token.content: i for i, token in added.items() if token.special}
     for stop in stops:
-        for content in ids:
-            if content in stop and stop not in ids:
-                line = f"stop text {stop!r}: the special token in it is not part of the text"
-                raise UsageError(f"{line}; use {content!r} alone")
+        held = next((content for content in ids if content in stop), None)
+        if held and stop not in ids:
+            raise UsageError(f"stop text {stop!r} holds a special token; use {held!r} alone")
     return tuple(ids[stop] for stop in stops if stop in ids)
 
 

@@ -75,8 +75,7 @@ def read_bytes(file: Path, limit: int = LIMIT) -> bytes:
 
 
 def require_file(file: Path) -> int:
-    """The bytes of a regular file or of what a link leads to. Raises ForeignFile if it is none, or
-    cannot be opened."""
+    """Size in bytes of a regular file that can be opened, or of a link's. Raises ForeignFile."""
     try:
         found = os.stat(file)
         if stat.S_ISREG(found.st_mode):

@@ -48,13 +48,12 @@ function verdict({ exact, logits_difference: differs, first_difference: first })
 
 function sections() {
   const { meanings, versions, graphs, metrics, compare, base, format } = data;
-  const reason = data.finish_reason;
   const rows = Object.entries(settings).map(([key, value]) => [key, value, meanings[key]]);
   const ofBase = Object.entries(base?.settings ?? {}).map((row) => [...row, base.meanings[row[0]]]);
   const tables = [
     [`Settings of ${settings.method}`, rows.filter(([key]) => key in meanings)],
     [`Settings of its base, ${settings.base}`, ofBase],
-    ["Run", [...rows.filter(([key]) => !(key in meanings)), ["finish_reason", reason]]],
+    ["Run", [...rows.filter(([key]) => !(key in meanings)), ["finish_reason", data.finish_reason]]],
     ["Measured", Object.entries(metrics)],
     ["Compared with ar", Object.entries(compare ?? {})],
     ["Machine", [...Object.entries(versions), ["graphs", graphs]]],
