@@ -53,11 +53,7 @@ def build_parser() -> Parser:
     add("--peers", action="store_true", help=f"also {', '.join(PEERS)}, which need transformers")
     add("--baseline", metavar="M", help="the row of --methods that speed-ups are over (ar)")
     add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (the table's, most often builtin)")
-    add(
-        "--prompts",
-        metavar="FILE",
-        help='.jsonl with "prompt" or "turns" fields, or text in paragraphs',
-    )
+    add("--prompts", metavar="FILE", help='.jsonl with "prompt" or "turns", or text in paragraphs')
     add("--n-prompts", type=int, metavar="N", help="prompts, evenly spread over the dataset")
     add("--prompt-tokens", type=several(int), metavar="N,...", help="lengths to cut the prompts to")
     add("--new-tokens", type=several(int), metavar="N,...", help="tokens to generate")
