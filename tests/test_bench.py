@@ -276,7 +276,7 @@ def test_a_text_that_is_not_its_references(
         (["--methods", "fixed,fixed"], "names a row twice"),
         (["--methods", "fixed X=1"], "has no 'X'"),
         (["--methods", "hf-ar D=1"], "hf-ar takes no settings"),
-        (["--methods", "linear window=5"], "linear window=5: window=5: 6 to 1635"),
+        (["--methods", "linear window=5"], "linear window=5: window=5: 6 to 816"),
         (["--methods", "linear block"], "linear block: greedy text has one acceptance"),
         (["--baseline", " "], "unknown method ''"),
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),

@@ -94,7 +94,7 @@ NOTES = {  # options -> what is said of them before the text, if anything
     "float32": (["--dtype", "float32"], ""),
     "no draft": (["--method", "ar", "--draft", "./none"], "note: --method ar needs no draft"),
     "window": (["--window", "64"], "not the text of full attention"),
-    "too long": (["--max-new-tokens", "2045"], "and the target was trained for 2048"),
+    "too long": (["--max-new-tokens", "1021"], "and the target was trained for 1024"),
 }
 
 

@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_no_use_stays(text: str, tmp_path: Path, capsys: Ca
         (["--hidden", "100"], "25 rotary dims of 100 cannot be rotated in pairs"),
         (["--hidden", "10000000"], "would take"),
         (["--layers", "0"], "--layers"),
-        (["--context", "4000"], "there are 2048 positions"),
+        (["--context", "4000"], "there are 1024 positions"),
         (["--rate", "nan"], "--rate nan"),
     ],
 )

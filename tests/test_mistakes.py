@@ -77,7 +77,7 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --draft-temperature 1 --top-p .9", "--top-p needs a --temperature"),
     (A + " --accept token", "--accept token needs a --temperature above 0"),
     ("--prompt a --method ar --temperature 1 --accept token", "token has no effect: "),
-    (A + " --window 1636", "window=1636: 64 to 1635"),
+    (A + " --window 817", "window=817: 64 to 816"),
     (A + " --sinks 4", "sinks=4 needs a window"),
     (A + " --threads 0", "--threads 0"),
     (A + " --fast", "--fast"),
