@@ -175,7 +175,7 @@ class Scores:
 
     def best(self, k: int) -> ndarray:
         """The k likeliest ids after each row, best first: [n, k] int64."""
-        return self.logits.topk(k).indices.cpu().numpy()
+        return self.logits.topk(min(k, self.logits.shape[1])).indices.cpu().numpy()
 
     def finite(self) -> ndarray:
         """[n] bool: whether all of a row's logits are numbers."""
