@@ -10,6 +10,7 @@ This model is for reading, and is what every faster one is held against. engine/
 that is two to three times as fast: both are a `Model`, and the loop cannot tell them apart.
 
 Architecture: Black et al. 2022 (GPT-NeoX-20B); Biderman et al. 2023 (Pythia).
+A checkpoint's folder is untrusted: whatever is wrong with one is a CheckpointError of one line.
 Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims, V vocabulary;
 * is nothing, or where a draft is trained (tools/distil.py) a batch of texts, without a cache.
 
@@ -19,20 +20,37 @@ Shapes: n new rows, S cache slots, L layers, H heads, D head size, R rotary dims
 """
 
 import json
+import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path, PurePath
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from numpy import ndarray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 PREFILL_CHUNK = 512  # rows; bounds the [n, S] mask and the activations of a long prompt
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu's approximate=
+EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
+LM_HEAD = "lm_head.weight"  # EMBED_OUT's name in transformers since 5.14
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_JSON = 2**22  # bytes that are read; the largest index has some hundred thousand
+FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
+LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
+OTHER_WEIGHTS = {  # by pattern of a file's name
+    r"\.gguf$": "is GGUF, for llama.cpp: use the model's safetensors",
+    r"-of-\d+\.safetensors$": "is one of several: the index is needed too",
+    r"(gptq|awq|\dbit).*\.safetensors$": "is quantised: use the float weights",
+    r"\.safetensors$": "is named otherwise: rename it if it holds all weights",
+    r"\.(bin|pt|pth)$": "has to be converted to safetensors",
+}
 PUBLISHED = {  # config.json's names of what Config calls otherwise
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -46,20 +64,41 @@ PUBLISHED = {  # config.json's names of what Config calls otherwise
     "has_attention_bias": "attention_bias",
     "eos_ids": "eos_token_id",
 }
+MAX_LAYERS = 1000
+LIMITS = {  # by type of a value: lowest, highest, and how to say it
+    bool: (False, True, "true or false"),
+    int: (1, 2**29, "an integer from 1 to 2^29"),  # then no weight has 2^63 bytes
+    float: (1e-37, 1e18, "a number from 1e-37 to 1e18"),
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be found, read or used; the message is one line for the user."""
+
+    def __init__(self, line: str):
+        super().__init__(shown(line))
+
+
+def shown(text: str) -> str:
+    """Return text of unknown origin on one line, with nothing in it that a terminal obeys."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
 class Config:
-    """What config.json says of a model. Raises ValueError for what no model can be."""
+    """Sizes and settings of a model, by default those of transformers' GPTNeoXConfig.
 
-    vocab_size: int  # V, rows of the embedding; may be padded beyond the tokenizer
-    hidden_size: int
-    n_layers: int  # L
-    n_heads: int  # H
-    intermediate_size: int  # of the MLP's inside
-    max_positions: int  # trained; longer works, worse
-    rotary_fraction: float  # of each head that is rotated
-    rotary_base: float
+    Raises CheckpointError for a value that no model can have.
+    """
+
+    vocab_size: int = 50432  # V, rows of the embedding; may be padded beyond the tokenizer
+    hidden_size: int = 6144
+    n_layers: int = 44  # L
+    n_heads: int = 64  # H
+    intermediate_size: int = 24576  # of the MLP's inside
+    max_positions: int = 2048  # trained; longer works, worse
+    rotary_fraction: float = 0.25  # of each head that is rotated
+    rotary_base: float = 10000.0
     activation: str = "gelu"
     norm_eps: float = 1e-5
     is_parallel: bool = True  # x + attention(x) + mlp(x), else one after the other
@@ -68,17 +107,24 @@ class Config:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type in LIMITS:
+                key = PUBLISHED.get(field.name, field.name)
+                require_number(key, getattr(self, field.name), field.type)
+        if self.n_layers > MAX_LAYERS:
+            raise CheckpointError(f"num_hidden_layers is {self.n_layers}, it must be at most 1000")
         if self.hidden_size % self.n_heads:
-            raise ValueError(
+            raise CheckpointError(
                 f"hidden_size {self.hidden_size} is not a multiple of {self.n_heads} heads"
             )
-        if not 0 < self.rotary_fraction <= 1:
-            raise ValueError(f"rotary fraction {self.rotary_fraction} is outside (0, 1]")
+        if self.rotary_fraction > 1:
+            raise CheckpointError(f"rotary_pct is {self.rotary_fraction}, it must be at most 1")
         if self.rotary_dims < 2 or self.rotary_dims % 2 or self.head_size % 2:
             dims = f"{self.rotary_dims} rotary dims of {self.head_size}"
-            raise ValueError(f"{dims} cannot be rotated in pairs")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"hidden_act {self.activation!r}: there are {', '.join(ACTIVATIONS)}")
+            raise CheckpointError(f"{dims} cannot be rotated in pairs")
+        if self.activation not in tuple(ACTIVATIONS):
+            names = ", ".join(ACTIVATIONS)
+            raise CheckpointError(f"hidden_act is {self.activation!r:.100}, it must be in {names}")
 
     @property
     def head_size(self) -> int:  # D
@@ -90,25 +136,49 @@ class Config:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, object]) -> "Config":
-        """Of a parsed config.json, as published or as newer saves have it. Raises ValueError."""
+        """Return the Config that a parsed config.json describes, as published or as newer saves
+        have it. Raises CheckpointError."""
         if raw.get("model_type") != "gpt_neox":
-            raise ValueError(f"it has model_type {raw.get('model_type')!r:.100}, not 'gpt_neox'")
-        said = dict(raw)
-        rope = said.get("rope_parameters")
-        if rope:  # newer saves
-            said["rotary_pct"] = rope.get("partial_rotary_factor")
-            said["rotary_emb_base"] = rope.get("rope_theta")
-        if isinstance(said.get("eos_token_id"), int):
-            said["eos_token_id"] = [said["eos_token_id"]]
+            kind = f"{raw.get('model_type')!r:.100}"
+            raise CheckpointError(f"config.json has model_type {kind}, it must be 'gpt_neox'")
+        if raw.get("quantization_config"):
+            raise CheckpointError("the weights are quantised; use the checkpoint in float weights")
+        said = dict(raw) | parse_rotary(raw) | {"eos_token_id": parse_eos_ids(raw)}
         values = {}
-        for f in fields(cls):
-            key = PUBLISHED.get(f.name, f.name)
+        for field in fields(cls):
+            key = PUBLISHED.get(field.name, field.name)
             if said.get(key) is not None:
-                values[f.name] = said[key]
-            elif f.default is MISSING:
-                raise ValueError(f"it lacks {key}")
-        values["eos_ids"] = tuple(values.get("eos_ids", ()))
+                values[field.name] = said[key]
         return cls(**values)
+
+
+def require_number(key: str, value: object, kind: type) -> None:
+    """Raise CheckpointError unless a value of config.json is of this type and within its limits."""
+    low, high, allowed = LIMITS[kind]
+    kinds = (int, float) if kind is float else (kind,)
+    if type(value) not in kinds or not low <= value <= high:
+        raise CheckpointError(f"{key} is {value!r:.100}, it must be {allowed}")
+
+
+def parse_rotary(raw: Mapping[str, object]) -> dict[str, object]:
+    """Return what newer saves say of the rotary embedding. Raises CheckpointError if scaled."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"rope_parameters is {rope!r:.100}, it must be an object")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise CheckpointError(f"rope_type is {kind!r:.100}, it must be 'default' (not scaled)")
+    names = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+    return {key: rope[name] for key, name in names.items() if name in rope}
+
+
+def parse_eos_ids(raw: Mapping[str, object]) -> tuple[int, ...]:
+    """Return the EOS ids of config.json or generation_config.json. Raises CheckpointError."""
+    ids = raw.get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(type(i) is int for i in ids):
+        raise CheckpointError(f"eos_token_id is {ids!r:.100}, it must be an integer or several")
+    return tuple(ids)
 
 
 class KVCache:
@@ -350,33 +420,55 @@ class GPTNeoX(nn.Module):
         """Load a folder of config.json and safetensors, one file or several.
 
         To read by and to test with: engine/model.py has the one that is fast and finds models on
-        the hub. Raises OSError, ValueError for what is missing or misshapen, and SafetensorError.
+        the hub. Raises CheckpointError naming what is missing, invalid or damaged.
         """
         folder = Path(folder)
-        config = Config.from_json(json.loads((folder / "config.json").read_text()))
+        config = read_config(folder)
         tensors = {}
-        for name in weight_files(folder):
-            with safe_open(folder / name, "pt", str(device)) as file:
-                tensors |= {name: file.get_tensor(name).to(dtype) for name in file.keys()}
+        for name, (file, stored_name) in locate_tensors(folder, config).items():
+            with open_shard(file, str(device)) as shard:
+                tensors[name] = shard.get_tensor(stored_name).to(dtype=dtype)
         return cls.from_tensors(config, tensors)
 
     @classmethod
     def from_tensors(cls, config: Config, tensors: Mapping[str, Tensor]) -> "GPTNeoX":
         """A model of these weights, by their published names; what it has no place for, as the
-        buffers of old files, is left. Raises ValueError naming what is missing or misshapen."""
+        buffers of old files, is left. Raises CheckpointError for what is missing or misshapen."""
         tensors = dict(tensors)
+        config = cls.keep_stored_head(config, tensors)
         with torch.device("meta"):  # no memory: the weights have theirs
             model = cls(config)
         for name, weight in model.named_parameters():
             if name not in tensors:
-                raise ValueError(f"the checkpoint lacks the tensor {name}")
+                raise CheckpointError(f"the checkpoint lacks the tensor {name}")
             found, asked = tuple(tensors[name].shape), tuple(weight.shape)
             if found != asked:
-                raise ValueError(f"{name} is {found}, config.json asks for {asked}")
+                raise CheckpointError(f"{name} is {found}, config.json asks for {asked}")
         model.load_state_dict(tensors, strict=False, assign=True)
         if config.is_tied:
             model.embed_out.weight = model.gpt_neox.embed_in.weight
         return model.requires_grad_(False)
+
+    @staticmethod
+    def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every weight that a checkpoint must hold, by its published name."""
+        with torch.device("meta"):
+            model = GPTNeoX(config)
+        return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+    @staticmethod
+    def keep_stored_head(config: Config, tensors: Mapping[str, Tensor]) -> Config:
+        """Return the config, untied and with a warning if the tensors hold another output matrix.
+
+        Transformers keeps such a matrix too.
+        """
+        if not config.is_tied or EMBED_OUT not in tensors:
+            return config
+        if torch.equal(tensors[EMBED_OUT], tensors[EMBED_IN]):
+            return config
+        why = "is stored and differs from the embedding, so it is kept"
+        warnings.warn(f"tie_word_embeddings is true, but {EMBED_OUT} {why}", stacklevel=3)
+        return replace(config, is_tied=False)
 
     @property
     def device(self) -> torch.device:
@@ -456,10 +548,120 @@ class GPTNeoX(nn.Module):
         return self.score(x[-1:].masked_fill(~is_finite, torch.nan))
 
 
-def weight_files(folder: Path) -> list[str]:
-    """model.safetensors, or the shards that its index lists. Raises FileNotFoundError."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").exists() or not index.exists():
-        return ["model.safetensors"]
-    index = json.loads(index.read_text())
-    return sorted(set(index["weight_map"].values()))
+def read_config(folder: Path) -> Config:
+    """Return a folder's Config, with generation_config.json's EOS ids. Raises CheckpointError."""
+    raw, generation = read_json(folder / "config.json"), folder / "generation_config.json"
+    more = read_json(generation) if os.path.lexists(generation) else {}
+    try:
+        config = Config.from_json(raw)
+        ids = dict.fromkeys(config.eos_ids + parse_eos_ids(more))  # each once
+    except (CheckpointError, RecursionError) as error:  # the latter: a value nested too deeply
+        raise CheckpointError(f"{folder}: {error}") from error
+    return replace(config, eos_ids=tuple(ids))
+
+
+def read_json(file: Path) -> dict[str, object]:
+    """Return the object that a JSON file holds. Raises CheckpointError."""
+    require_file(file)
+    try:
+        with file.open("rb") as opened:
+            content = json.loads(opened.read(MAX_JSON))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} does not hold a JSON object")
+    return content
+
+
+def require_file(file: Path) -> None:
+    """Raise CheckpointError unless this is a regular file, or a link to one, that may be read."""
+    if not os.path.isfile(file):  # a pipe or a device would never end
+        raise CheckpointError(f"{file} is not there, or not a file")
+    if not os.access(file, os.R_OK):
+        raise CheckpointError(f"{file} cannot be read: permission denied")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return model.safetensors, or the shards that its index lists. Raises CheckpointError."""
+    if os.path.lexists(folder / SINGLE):
+        return [folder / SINGLE]
+    if os.path.lexists(folder / INDEX):
+        return [folder / name for name in shard_names(folder / INDEX)]
+    found = describe_weights(os.listdir(folder))
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}")
+
+
+def describe_weights(names: Sequence[str]) -> str:
+    """Return what one of these files is and what to do with it; empty if none holds weights."""
+    for pattern, what in OTHER_WEIGHTS.items():
+        for name in sorted(names):
+            if re.search(pattern, name, re.IGNORECASE):
+                return f"; {name} {what}"
+    return ""
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the files that an index lists, all in its folder. Raises CheckpointError."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} has no weight_map")
+    names = set()
+    for name in weight_map.values():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{index}: weight_map must name a file for each tensor")
+        if PurePath(name).name != name or not name.endswith(".safetensors"):
+            what = f"{name[:100]!r}, which is no safetensors file in its folder"
+            raise CheckpointError(f"{index} lists {what}")
+        names.add(name)
+    return sorted(names)
+
+
+def locate_tensors(folder: Path, config: Config) -> dict[str, tuple[Path, str]]:
+    """Return the file of each weight and its name there, by published name.
+
+    Raises CheckpointError naming a tensor that is missing, extra or misshapen.
+    """
+    asked = GPTNeoX.published_shapes(config)
+    shapes = {EMBED_OUT: asked[EMBED_IN]} | asked  # a tied model may store both
+    found = {}
+    for file in weight_files(folder):
+        with open_shard(file) as shard:
+            for stored_name in shard.keys():
+                name = EMBED_OUT if stored_name == LM_HEAD else stored_name
+                if LEGACY_BUFFERS.search(name):
+                    continue
+                if name in found:
+                    raise CheckpointError(f"{file} has the tensor {name} a second time")
+                require_tensor(shard, stored_name, shapes.get(name), file)
+                found[name] = file, stored_name
+    for name in asked:
+        if name not in found:
+            raise CheckpointError(f"{folder} lacks the tensor {name}")
+    return found
+
+
+@contextmanager
+def open_shard(file: Path, device: str = "cpu") -> Iterator[safe_open]:
+    """Open a safetensors file. Raises CheckpointError for a damaged one."""
+    require_file(file)
+    try:
+        with safe_open(file, "pt", device) as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        line = f"{file} cannot be read: {error}; delete {file.resolve()} and fetch it again"
+        raise CheckpointError(line) from error
+
+
+def require_tensor(shard: safe_open, name: str, shape: tuple[int, ...] | None, file: Path) -> None:
+    """Raise CheckpointError unless a stored tensor has this shape and a floating type.
+
+    shape: None if GPT-NeoX has no such tensor.
+    """
+    if shape is None:
+        raise CheckpointError(f"{file} has a tensor that GPT-NeoX does not: {name}")
+    stored = shard.get_slice(name)
+    if stored.get_dtype() not in FLOATS:
+        raise CheckpointError(f"{file}: {name} is {stored.get_dtype()}; only floating types load")
+    found = tuple(stored.get_shape())
+    if found != shape:
+        raise CheckpointError(f"{file}: {name} is {found}, config.json asks for {shape}")

@@ -10,6 +10,7 @@ import platform
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -20,6 +21,7 @@ import torch
 from engine.checkpoint import CheckpointError, first_line
 from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory, is_refusal
+from gpt_neox import shown
 from parallel.ranks import RanksError
 from verify import NonFiniteLogits
 
@@ -62,20 +64,6 @@ def not_empty(word: str) -> str:
     return word
 
 
-def shown(text: str) -> str:
-    """Foreign text on one line, for a terminal to show and never to obey.
-
-    What is not printable is written as Python writes it: controls and escapes, the ends of lines,
-    characters that turn the direction of writing, lone surrogates.
-    """
-    parts = []
-    for character in text:
-        if not character.isprintable():
-            character = ascii(character)[1:-1]
-        parts.append(character)
-    return "".join(parts)
-
-
 def say(line: str) -> None:
     """One line on stderr, whatever the names in it."""
     tell(shown(line))
@@ -103,7 +91,8 @@ def run_command_line(
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--version", action="version", version=VERSION)
     is_debugging = False
-    with heeding_signals():
+    with heeding_signals(), warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: say(f"note: {message}")
         try:
             try:
                 args = parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 model         GPTNeoX with caches that are kept, and passes that are padded or captured
 way           how a text is written: method, settings, sampling, window, strict
 decoding      the loop with what stands between its steps: memory, windows, strict texts, graphs
-checkpoint    config.json and safetensors: checked, loaded
+checkpoint    a checkpoint's tensors, each read when it is used
 hub           finding a checkpoint: a folder, or fetched from the hub
 fused         the layers of a loaded model, replaced by fast ones
 products      products with matrices, packed for passes of a few rows

@@ -19,12 +19,14 @@ from typing import TypeVar
 
 import msgspec
 
+from gpt_neox import CheckpointError
+
 T = TypeVar("T")
 LIMIT = 2**26  # bytes of a file
 LONGEST = 300  # characters of what msgspec says, which may quote the file
 
 
-class ForeignFile(Exception):
+class ForeignFile(CheckpointError):
     """A file that cannot be read, or says what it may not; the message is one line for the user."""
 
 

@@ -11,10 +11,11 @@ the client's snapshot_download finish first.
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.checkpoint import INDEX, NO_WEIGHTS, SINGLE, CheckpointError, read_config, shard_names
+from engine.checkpoint import CheckpointError
+from gpt_neox import INDEX, SINGLE, describe_weights, read_config, shard_names, weight_files
 
 NO_ANSWER = (TypeError, LookupError, AttributeError, ImportError)
 
@@ -33,7 +34,10 @@ def find_checkpoint(
     """
     text = str(name_or_path)
     if text and os.path.isdir(text):
+        require_weights(Path(text))
         return Path(text)
+    if os.path.isfile(text):
+        raise CheckpointError(f"{text!r} is a file, not a folder{describe_weights([text])}")
     name, _, revision = text.partition("@")
     is_path = not name or name.startswith((".", "/", "~")) or os.path.lexists(text)
     if is_path:
@@ -42,14 +46,25 @@ def find_checkpoint(
         return fetch(name, revision or None, announce)
 
 
+def require_weights(folder: Path) -> None:
+    """Raise CheckpointError for a folder that holds no safetensors, naming what it is."""
+    if (folder / "snapshots").is_dir():  # models--ORG--NAME
+        name = folder.resolve().name.removeprefix("models--").replace("--", "/")
+        raise CheckpointError(f"{folder} is where the hub's client keeps {name}; name {name}")
+    weight_files(folder)
+
+
 def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> Path:
     """The cache's folder of a repository at a revision, once all that a run reads is in it."""
     from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     commit = HfApi().resolve_revision(name, revision=revision)
     folder = Path(hf_hub_download(name, "config.json", revision=commit)).parent
     read_config(folder)  # refuses a foreign model before its weights are fetched
     hf_hub_download(name, "tokenizer.json", revision=commit)
+    with suppress(EntryNotFoundError):  # most repositories have none
+        hf_hub_download(name, "generation_config.json", revision=commit)
     weights = []
     for file in weight_names(name, commit, folder):
         weights.append(hf_hub_download(name, file, revision=commit, dry_run=True))
@@ -78,8 +93,8 @@ def weight_names(name: str, commit: str, folder: Path) -> list[str]:
         try:
             hf_hub_download(name, INDEX, revision=commit)
         except RemoteEntryNotFoundError as error:
-            raise CheckpointError(f"{name} holds {NO_WEIGHTS}") from error
-    return shard_names(folder)
+            raise CheckpointError(f"{name} holds neither {SINGLE} nor {INDEX}") from error
+    return shard_names(folder / INDEX)
 
 
 @contextmanager

@@ -10,12 +10,13 @@ that is a Use: engine/decoding.py makes one for each model.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from engine.caches import Storage
-from engine.checkpoint import CheckpointError, first_line, load_tensors, read_config
+from engine.checkpoint import DTYPES, load_tensors
 from engine.fused import fill, require_divisible
 from engine.hub import find_checkpoint
 from engine.memory import memory_for, require_memory
@@ -23,7 +24,7 @@ from engine.passes import Use, causal_bias, open_bias
 from engine.scores import ReadScores, scores_of
 from engine.shares import WHOLE, Share, split_axis
 from engine.strict import MAX_DEPTH
-from gpt_neox import PREFILL_CHUNK, Config, GPTNeoX, KVCache, Scores, rotary_table
+from gpt_neox import PREFILL_CHUNK, Config, GPTNeoX, KVCache, Scores, read_config, rotary_table
 
 
 class FastCache(KVCache):
@@ -79,7 +80,7 @@ class FastGPTNeoX(GPTNeoX):
         cls,
         name_or_path: str | Path,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         share: Share = WHOLE,
     ) -> "FastGPTNeoX":
         """Load a folder, or a hub repository `NAME` or `NAME@REVISION`; of a share, no more.
@@ -95,10 +96,15 @@ class FastGPTNeoX(GPTNeoX):
         cls, config: Config, tensors: Mapping[str, Tensor], share: Share = WHOLE
     ) -> "FastGPTNeoX":
         """A model of these weights, by their published names. Raises CheckpointError."""
+        config = cls.keep_stored_head(config, tensors)
         with torch.device("meta"):  # no memory: the weights have theirs
             model = cls(config)
         fill(model, tensors, share)
         return model
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        """Raise TypeError, because packed matrices can be neither copied nor pickled."""
+        raise TypeError("a fast model cannot be copied or pickled; load it again, or a GPTNeoX")
 
     def new_cache(self, capacity: int, use: Use | None = None) -> FastCache:
         """An empty cache for `capacity` tokens. Raises OutOfMemory if it would not fit."""
@@ -217,7 +223,7 @@ def is_fast(model: object) -> bool:
 def load_plain(
     name_or_path: str | Path,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
 ) -> GPTNeoX:
     """The plain model, its checkpoint found and checked as the fast one's; raises as that."""
     with memory_for(f"the weights of {name_or_path}"):
@@ -225,35 +231,29 @@ def load_plain(
 
 
 def open_checkpoint(
-    name_or_path: str | Path, device: str | torch.device, dtype: torch.dtype, share: Share = WHOLE
+    name_or_path: str | Path,
+    device: str | torch.device,
+    dtype: torch.dtype | str,
+    share: Share = WHOLE,
 ) -> tuple[Config, Mapping[str, Tensor]]:
     """A checkpoint's config, and its tensors, each read when it is looked at. Raises
-    CheckpointError, and OutOfMemory if they would not fit."""
+    CheckpointError, OutOfMemory if they would not fit, and ValueError for a dtype."""
+    dtype = DTYPES.get(dtype, dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}, it must be a torch.dtype or {', '.join(DTYPES)}")
     folder, device = find_checkpoint(name_or_path), torch.device(device)
     config = read_config(folder)
     require_divisible(config, share)
+    tensors = load_tensors(folder, config, device, dtype, share)  # no memory yet
     n_bytes = weight_bytes(config, dtype, share)
     require_memory(n_bytes, device, f"the weights of {name_or_path}")
-    return config, load_tensors(folder, published_shapes(config), device, dtype, share)
-
-
-def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Of every tensor that a checkpoint must hold, by its published name.
-
-    Raises CheckpointError for sizes that no tensor can have.
-    """
-    try:
-        with torch.device("meta"):
-            model = GPTNeoX(config)
-    except RuntimeError as error:
-        raise CheckpointError(f"no tensor has such sizes: {first_line(error)}") from error
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    return config, tensors
 
 
 def weight_bytes(config: Config, dtype: torch.dtype, share: Share = WHOLE) -> int:
-    """What all weights take in a dtype, or a share of them. Raises CheckpointError."""
+    """What all weights take in a dtype, or a share of them."""
     n = 0
-    for name, shape in published_shapes(config).items():
+    for name, shape in GPTNeoX.published_shapes(config).items():
         axis = split_axis(name)
         n_split = 1 if axis is None else shape[axis]
         n_here = 1 if axis is None else share.size(n_split)

@@ -16,11 +16,19 @@ from torch import Tensor
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree, lone
 from dynatree import Step
 from engine import cuda_graphs, decoding
-from engine.checkpoint import INDEX, SINGLE
-from engine.model import FastCache, FastGPTNeoX, published_shapes
+from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from engine.way import Way
-from gpt_neox import PUBLISHED, Config, GPTNeoX, KVCache, Scores, rotate
+from gpt_neox import (
+    INDEX,
+    PUBLISHED,
+    SINGLE,
+    Config,
+    GPTNeoX,
+    KVCache,
+    Scores,
+    rotate,
+)
 from methods import METHODS
 from verify import tree_pass
 
@@ -165,7 +173,7 @@ def random_tensors(config: Config, seed: int) -> dict[str, Tensor]:
     """Weights large enough for attention to matter and for greedy text to vary."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in published_shapes(config).items():
+    for name, shape in GPTNeoX.published_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             tensors[name] = 1 + 0.1 * noise

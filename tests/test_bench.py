@@ -24,11 +24,11 @@ from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair
 from dynatree import Step
-from engine.checkpoint import read_config
 from engine.files import locked
 from engine.memory import OutOfMemory
 from engine.streaming import Window
 from engine.way import Way
+from gpt_neox import read_config
 from methods.static import Chain
 from sampling import Sampling
 

@@ -266,7 +266,8 @@ def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) 
     ended = run_json(capsys, pair)
     at = free["token_ids"].index(eos)
     assert ended["token_ids"] == free["token_ids"][: at + 1]
-    assert ended["finish_reason"] == "eos" and ended["settings"]["eos_ids"] == [eos, 4095]
+    assert ended["finish_reason"] == "eos"
+    assert ended["settings"]["eos_ids"] == [eos, 4095, 0]  # 0: of generation_config.json
     tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
     assert ended["text"] == tokenizer.decode(free["token_ids"][:at])
     assert run_json(capsys, pair + ["--ignore-eos"])["token_ids"] == free["token_ids"]

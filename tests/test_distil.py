@@ -14,9 +14,8 @@ from tokenizers import Tokenizer
 
 from benchmark.prompts import BUILTIN
 from cli.main import main as dynatree
-from engine.checkpoint import read_config
 from engine.model import FastGPTNeoX
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, read_config
 from tools import distil
 
 TARGET = TINY / "draft"  # the smaller one

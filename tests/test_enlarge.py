@@ -56,7 +56,7 @@ def test_logits_stay(role: str, hidden: int, layers: int, tmp_path: Path) -> Non
         ("deep/new", ["--layers", "1"], "no less than 2 layers"),
         ("deep/new", ["--vocab", "9"], "4096 ids"),
         ("deep/new", ["--hidden", "128000000"], "GB are free"),
-        ("deep/new", ["--hidden", "12800000000"], "no tensor has such sizes"),
+        ("deep/new", ["--hidden", "12800000000"], "hidden_size is 12800000000, it must be"),
         ("small", [], "exists already"),
         ("link", [], "exists already"),
         ("killed", [], "another run's"),

@@ -31,9 +31,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import bench
 from cli.main import main
 from cli.tokens import LONGEST_GROWTH, growth
-from engine.checkpoint import INDEX, SINGLE, read_config
 from engine.foreign import ForeignFile, read_text
-from gpt_neox import Config
+from gpt_neox import INDEX, SINGLE, Config, read_config
 
 # A mark's text takes its place in the JSON, as no value of Python's can
 MARKS = {"@inf": "1e999", "@nan": "NaN", "@long": "9" * 5000, "@deep": "[" * 10**5}
@@ -117,10 +116,10 @@ def run(folder: Path, capsys: Captured) -> list[int] | None:
 
 def require_meant(raw: dict, config: Config) -> None:
     """Assert that config.json says what was taken from it, by rules of this test's own."""
-    rope = raw.pop("rope_parameters", None)
-    if rope is not None:
-        raw["rotary_pct"] = rope["partial_rotary_factor"]
-        raw["rotary_emb_base"] = rope["rope_theta"]
+    rope = raw.pop("rope_parameters", None) or {}
+    for key, name in (("rotary_pct", "partial_rotary_factor"), ("rotary_emb_base", "rope_theta")):
+        if name in rope:
+            raw[key] = rope[name]
     for key, value in published_json(config).items():
         said = raw.get(key)
         if key == "eos_token_id" and isinstance(said, int):

@@ -30,13 +30,13 @@ from conftest import (
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from engine.checkpoint import CheckpointError, load_tensors, read_config
+from engine.checkpoint import CheckpointError, load_tensors
 from engine.fused import Affine, fold
-from engine.model import FastGPTNeoX, published_shapes
+from engine.model import FastGPTNeoX
 from engine.passes import Use
 from engine.products import HalfProduct, PackedProduct, PlainProduct, Product, open_product
 from engine.strict import steady_rows
-from gpt_neox import Config, GPTNeoX
+from gpt_neox import Config, GPTNeoX, read_config
 
 Weights = tuple[Config, dict[str, Tensor]]
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ on_x86_linux = pytest.mark.skipif(
 def published(folder: Path) -> Weights:
     """Every number exact in float16."""
     config = read_config(folder)
-    return config, dict(load_tensors(folder, published_shapes(config), CPU, torch.float32))
+    return config, dict(load_tensors(folder, config, CPU, torch.float32))
 
 
 def inexact(folder: Path) -> Weights:

@@ -32,11 +32,10 @@ from conftest import (
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
-from engine.checkpoint import EMBED_IN
 from engine.model import FastGPTNeoX
 from engine.passes import Use
 from engine.scores import FEW, Ranking, rank, read_ranked, scores_of
-from gpt_neox import GPTNeoX, KVCache, Scores
+from gpt_neox import EMBED_IN, GPTNeoX, KVCache, Scores
 from methods.static import Alone
 
 Overflow = Callable[[GPTNeoX, KVCache], object]

@@ -27,6 +27,7 @@ from cli.models import load_pair
 from engine.checkpoint import CheckpointError
 from engine.hub import find_checkpoint
 from engine.model import FastGPTNeoX
+from gpt_neox import read_config
 
 GOLDEN = Path(__file__).parent / "golden"
 SINGLE, SHARDED = "pythia", "gelu_fast_20b"
@@ -136,6 +137,14 @@ def test_a_repository_is_announced_and_fetched_once(hub: Hub, layout: str) -> No
     assert find_checkpoint("org/name", pytest.fail) == folder and hub.fetched() == []
 
 
+def test_the_eos_ids_of_a_fine_tune_come_with_it(hub: Hub) -> None:
+    """Dolly has them in generation_config.json alone, which most repositories lack."""
+    hub.add("org/name", golden(SINGLE) | {"generation_config.json": b'{"eos_token_id": 50277}'})
+    found = FastGPTNeoX.from_pretrained("org/name").config.eos_ids
+    assert found == (*read_config(GOLDEN / SINGLE).eos_ids, 50277)
+    assert hub.fetched().count("generation_config.json") == 1
+
+
 def test_revisions(hub: Hub) -> None:
     """A branch, a tag with a slash, a commit: each its own files, main where none is named."""
     step_commit = hub.add("org/name", golden("sequential_residual"), "step1", "tags/v1")
@@ -152,7 +161,7 @@ LLAMA = {"config.json": b'{"model_type": "llama"}', WEIGHTS: b"weights"}
 PICKLED = golden(SINGLE)
 del PICKLED[WEIGHTS]
 REFUSED = [  # a repository's files, what the hub answers -> the reason
-    (PICKLED, 200, "holds no safetensors; .bin"),
+    (PICKLED, 200, "holds neither model.safetensors nor"),
     (LLAMA, 200, "llama"),
     (golden(SINGLE), 403, "403"),
     (golden(SINGLE), 500, "500"),
@@ -204,7 +213,7 @@ def test_a_damaged_file_in_the_cache_says_what_to_delete(hub: Hub) -> None:
     os.truncate(folder / WEIGHTS, 300)
     with pytest.raises(CheckpointError, match=WEIGHTS) as caught:
         FastGPTNeoX.from_pretrained("org/name")
-    to_delete = str(caught.value).partition("; delete ")[2].partition(" and the next run")[0]
+    to_delete = str(caught.value).partition("; delete ")[2].partition(" and fetch")[0]
     Path(to_delete).unlink()
     FastGPTNeoX.from_pretrained("org/name")
 

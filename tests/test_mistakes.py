@@ -83,7 +83,7 @@ MISTAKES = [  # arguments, as a shell splits them -> a word of the line
     (A + " --fast", "--fast"),
     (A + " --target ./none --draft ./gone", "'./none' is not a folder, and no hub name; './gone"),
     (A + " --target a/b/c --method ar", "a/b/c"),
-    (A + " --target x --method ar", "'x' is not a folder, and no hub name"),
+    (A + " --target x --method ar", "'x' is a file, not a folder"),
     (A + f" --target {TARGET}", "--target also needs --draft: the method drafts; --method lookup"),
     (A + " --target . --method ar", "json"),
 ]
@@ -214,6 +214,31 @@ def test_a_damaged_file_is_one_line(
     for target, draft in ((str(tmp_path), DRAFT), (TARGET, str(tmp_path))):
         arguments = ["--prompt", "a", "--target", target, "--draft", draft]
         assert hint in error_line(capsys, main, arguments)
+
+
+def test_a_folder_of_other_weights_is_named(capsys: Captured, tmp_path: Path) -> None:
+    """Before a tokenizer.json is asked for, which it has not either."""
+    (tmp_path / "pythia.Q4_K_M.gguf").write_bytes(b"GGUF")
+    for target in (tmp_path, tmp_path / "pythia.Q4_K_M.gguf"):
+        line = error_line(
+            capsys, main, ["--prompt", "a", "--method", "ar", "--target", str(target)]
+        )
+        assert "pythia.Q4_K_M.gguf is GGUF, for llama.cpp" in line
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_head_that_is_kept_is_told_in_one_note(capsys: Captured, tmp_path: Path) -> None:
+    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    texts = []
+    for target in (DRAFT, str(tmp_path)):
+        assert main(["--prompt", PROMPT, "--method", "ar", "--target", target]) == 0
+        captured = capsys.readouterr()
+        texts.append(captured.out)
+    assert texts[0] == texts[1]
+    notes = [line for line in captured.err.splitlines() if "embed_out.weight" in line]
+    assert len(notes) == 1 and notes[0].startswith("note: tie_word_embeddings is true, but")
 
 
 def test_tokenizers_that_differ_are_refused(capsys: Captured, tmp_path: Path) -> None:

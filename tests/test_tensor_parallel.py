@@ -26,14 +26,14 @@ from cli.models import load_model
 from draft_tree import Settings
 from dynatree import DynaTree
 from engine import caches
-from engine.checkpoint import CheckpointError, load_tensors, read_config
+from engine.checkpoint import CheckpointError, load_tensors
 from engine.memory import OutOfMemory
-from engine.model import FastGPTNeoX, published_shapes, weight_bytes
+from engine.model import FastGPTNeoX, weight_bytes
 from engine.passes import Use
 from engine.scores import Ranking
 from engine.shares import Share
 from engine.streaming import Window
-from gpt_neox import PREFILL_CHUNK
+from gpt_neox import PREFILL_CHUNK, read_config
 from methods import METHODS
 from methods.static import Alone, Chain
 from parallel.led import follow
@@ -123,8 +123,7 @@ def test_each_has_its_share_alone(count: int, tmp_path: Path) -> None:
     whole = weight_bytes(config, torch.float32)
     for index in range(count):
         share = Share(index, count)
-        shapes = published_shapes(config)
-        part = dict(load_tensors(tmp_path, shapes, CPU, torch.float32, share))
+        part = dict(load_tensors(tmp_path, config, CPU, torch.float32, share))
         n_bytes = sum(tensor.nbytes for tensor in part.values())
         assert n_bytes == weight_bytes(config, torch.float32, share) < 1.1 * whole / count
         model = FastGPTNeoX.from_pretrained(tmp_path, share=share)

@@ -39,7 +39,6 @@ from tqdm import tqdm
 from cli.errors import Parser, UsageError, run_command_line, say
 from cli.models import choose_device, choose_dtype, has_instructions, set_threads
 from cli.tokens import encode, load_tokenizer
-from engine.checkpoint import parse_config
 from engine.files import require_writable, write_whole
 from engine.foreign import read_json, read_text
 from engine.hub import find_checkpoint
@@ -187,7 +186,7 @@ def execute(args: Namespace) -> int:
     out = new_folder(args.out)
     folder = find_checkpoint(args.target, say)
     raw = draft_json(read_json(folder / "config.json", dict), args)
-    config = parse_config(raw)
+    config = Config.from_json(raw)
     if args.context > config.max_positions:
         raise UsageError(f"--context {args.context}: there are {config.max_positions} positions")
     args.rate = args.rate or RATE * (128 / config.hidden_size) ** 0.5

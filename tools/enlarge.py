@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from cli.errors import Parser, UsageError, run_command_line
-from engine.checkpoint import EMBED_IN, EMBED_OUT, load_tensors, parse_config, read_config
+from engine.checkpoint import load_tensors
 from engine.foreign import read_json
 from engine.memory import require_memory
-from engine.model import published_shapes, weight_bytes
-from gpt_neox import Config
+from engine.model import weight_bytes
+from gpt_neox import EMBED_IN, EMBED_OUT, Config, GPTNeoX, read_config
 from tools.folders import halved, new_folder, read_unchanged, write_checkpoint
 
 NEVER = -60.0  # the logit of an added id
@@ -47,7 +47,7 @@ def enlarge_tensors(tensors: dict[str, Tensor], small: Config, large: Config) ->
     enlarged = {EMBED_IN: halved(EMBED_IN, add_rows(ids, n_ids, ids[0]).repeat(1, r))}
     for name, tensor in enlarge_end(tensors, r, n_ids).items():
         enlarged[name] = halved(name, tensor)
-    for name in published_shapes(large):
+    for name in GPTNeoX.published_shapes(large):
         if name not in enlarged:
             enlarged[name] = halved(name, enlarge_layers(tensors, name, r, small.n_layers))
     return enlarged
@@ -108,13 +108,13 @@ def execute(args: Namespace) -> int:
     source, folder = Path(args.source), new_folder(args.folder)
     small = read_config(source)
     raw = enlarged_json(read_json(source / "config.json", dict), small, args)
-    large = parse_config(raw)  # as it will be read
+    large = Config.from_json(raw)  # as it will be read
     need = weight_bytes(large, torch.float16) + weight_bytes(small, torch.float32)
-    largest = max(math.prod(shape) for shape in published_shapes(large).values())
+    largest = max(math.prod(shape) for shape in GPTNeoX.published_shapes(large).values())
     need += 2 * 4 * largest  # twice in float32, then gone
     require_memory(need, torch.device("cpu"), "making a checkpoint of these sizes")
     files = read_unchanged(source) | {"config.json": json.dumps(raw, indent=2).encode() + b"\n"}
-    tensors = load_tensors(source, published_shapes(small), torch.device("cpu"), torch.float32)
+    tensors = load_tensors(source, small, torch.device("cpu"), torch.float32)
     write_checkpoint(folder, enlarge_tensors(tensors, small, large), files)
     return 0
 
