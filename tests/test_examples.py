@@ -41,11 +41,10 @@ from cli.models import Request, load_pair
 from cli.trace import Trace
 from draft_tree import Candidates, DynaTree, Settings
 from dynatree import generate
-from engine.checkpoint import read_config
-from engine.model import FastGPTNeoX, published_shapes
+from engine.model import FastGPTNeoX
 from engine.passes import Use
 from engine.way import Way
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, read_config
 from methods.sequoia import parse_chances
 from methods.static import Fixed
 from verify import tree_pass
@@ -190,7 +189,7 @@ OWN: dict[str, Callable[[], Names]] = {
     "cli/options.py": lambda: {"parser": build_parser()},
     "cli/page.py": lambda: {"about": {"settings": {"method": "dynatree"}}},
     "cli/trace.py": plain_pair,
-    "engine/checkpoint.py": lambda: {"shapes": published_shapes(read_config(TINY / "target"))},
+    "engine/checkpoint.py": lambda: {"read_config": read_config},
     "engine/decoding.py": lambda: {"DynaTree": DynaTree},
     "engine/fused.py": unfilled,
     "engine/memory.py": lambda: {"n_bytes": 1000},
