@@ -137,7 +137,8 @@ def grow(
     tree with the first "ran": of a level that does not fit, the first in breadth-first order stay.
     With max_kept 3 all six are drafted, and the three of the highest values stay: the, cat, and
     dog, of two equals the earlier. Raises ValueError for a draft that answers something else than
-    was asked, and for a rule whose tree has more than its own max_rows.
+    was asked, for a rule whose tree has more than its own max_rows, and for one that cuts a drawn
+    candidate and not the later ones of its row.
     """
     tree = lone(root)
     values = [0.0]  # of each row, by which the best are kept
@@ -163,6 +164,8 @@ def grow(
         level = look(depth, candidates, rule, known)
         to_add, to_grow = rule.expand(level)
         is_added, may_grow = all_open(rule, to_add, level), all_open(rule, to_grow, level)
+        if level.is_drawn:
+            require_suffix(rule, level, is_added)
         above, running, parents = running, [], []
         level_rows, ranks = is_added.nonzero()  # breadth-first
         for i, rank in zip(level_rows.tolist(), ranks.tolist(), strict=True):
@@ -253,6 +256,19 @@ def all_open(rule: "Rule", gates: Gates, level: "Level") -> ndarray:
     return are_open
 
 
+def require_suffix(rule: "Rule", level: "Level", is_added: ndarray) -> None:
+    """Raise ValueError if a possible drawn candidate [n, k] is cut and a later sibling added.
+
+    The later one was drawn from what the earlier one left, so its acceptance would be biased.
+    """
+    is_cut = level.is_possible & ~is_added
+    if (is_cut[:, :-1] & is_added[:, 1:]).any():
+        raise ValueError(
+            f"{type(rule).__name__} cuts a drawn candidate and adds a later one of the same row; "
+            "drawn candidates may be cut only as a suffix in draw order"
+        )
+
+
 def best_rows(values: list[float], n: int) -> list[int]:
     """The n rows of the highest values, of equals the earlier, as they stand in the tree.
 
@@ -314,9 +330,9 @@ class Rule:
     Candidates are the k likeliest tokens, best first. A rule that draws gets drawn ones instead
     when the text is sampled, or where that is asked for. Then, for the law of the text:
 
-    - Which drawn candidates are added may depend on what is known before the draw alone: their
-      `values` (DySpec, Eq. 11), their place in draw order, `confidence()`. A gate `level.logprobs
-      >= log_threshold(0.1)` breaks this: it tries a likely token where it was drawn, and spares an
+    - Drawn candidates may be cut only as a suffix in draw order, and by what is known before the
+      draw alone: their `values` (DySpec, Eq. 11), `confidence()`. A gate `level.logprobs >=
+      log_threshold(0.1)` breaks this: it tries a likely token where it was drawn, and spares an
       unlikely one its rejection.
     - Which are expanded may depend on anything if all that is drafted is kept. If the best by value
       are, only what could not have been among them may be left unexpanded.

@@ -93,10 +93,15 @@ class Counted:
                 is_decided.add(parent)
 
     def take(self, x: float, is_right: bool) -> None:
-        """One guess: a step of Newton's method, in plain numbers, as a tree has a dozen of them."""
+        """Take in one guess by an online Newton step (Hazan et al. 2007), in plain numbers, because
+        a tree has a dozen of them.
+
+        A surprise counts as much evidence as its squared error. So a single one moves the log-odds
+        by no more than 1 / error, also after guesses that were all but sure.
+        """
         a, b = self.weights
         chance = 1 / (1 + math.exp(-(a + b * x)))
-        n_seen = chance * (1 - chance)
+        n_seen = max(chance * (1 - chance), (is_right - chance) ** 2)
         ones, xs, squares = self.seen
         ones, xs, squares = ones + n_seen, xs + n_seen * x, squares + n_seen * x * x
         self.seen = ones, xs, squares

@@ -60,15 +60,24 @@ class DySpecRule(Rule):
 
     def expand(self, level: Level) -> tuple[Gates, Gates]:
         if self.settings.exact:
-            name, least = "N", self.rank(level)
-        else:
-            name, least = "t", log_threshold(self.settings.t)
+            return self.keep_best(level)
         # What may follow a node is worth no more than its path
-        return {name: level.values >= least}, {name: level.path_logprobs >= least}
+        least = log_threshold(self.settings.t)
+        return {"t": level.values >= least}, {"t": level.path_logprobs >= least}
 
-    def rank(self, level: Level) -> float:
-        """The value that is needed to be among the best N - 1 so far."""
+    def keep_best(self, level: Level) -> tuple[Gates, Gates]:
+        """Add candidates that are among the N - 1 best so far, of equal values the earlier ones.
+
+        Values often tie where chances are counted. If all of equal value were added, they could use
+        up the row budget, and what was drawn would decide which later rows are drafted.
+        """
         n_best = self.settings.N - 1
-        values = numpy.append(self.best, level.values[level.is_possible])
-        self.best = numpy.sort(values)[-n_best:]
-        return self.best[0] if len(self.best) == n_best else -math.inf
+        values = numpy.where(level.is_possible, level.values, -math.inf)
+        values = numpy.append(self.best, values)
+        best = (-values).argsort(kind="stable")[:n_best]
+        is_best = numpy.zeros(len(values), dtype=bool)
+        is_best[best] = True
+        is_added = is_best[len(self.best) :].reshape(level.values.shape)
+        self.best = values[best]
+        least = self.best[-1] if len(best) == n_best else -math.inf
+        return {"N": is_added}, {"N": level.path_logprobs >= least}

@@ -49,9 +49,13 @@ class Reckoned(Settings):
         tree."""
         if self.chances == "counted":
             count(rule)
-        if self.stop != "own":
-            Stop(rule, parse_stop(self.stop))
-        return rule
+        return rule if self.stop == "own" else stopped(rule, self.stop)
+
+
+def stopped(rule: Rule, stop: str) -> Rule:
+    """Return the rule with the gates of cost that a setting names."""
+    Stop(rule, parse_stop(stop))
+    return rule
 
 
 def count(rule: Rule) -> None:

@@ -23,9 +23,10 @@ to what is retrieved, hung below the root or below the ends of the branches:
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
+import numpy
 from numpy import ndarray
 
 from draft_tree import (
@@ -40,6 +41,7 @@ from draft_tree import (
     setting,
 )
 from methods.drafting import DRAFTING
+from methods.reckoning import Reckoned, stopped
 from methods.sequoia import Chances, parse_chances
 from methods.settings import choice, read_values, text
 from methods.static import Alone
@@ -136,8 +138,11 @@ class Graft(Settings):
         n_levels = self.D_max if self.graft else 0
         thresholds = parse_checkpoints(self.checkpoints)
         chances = parse_successors(self.p)
-        base = parse_base(self.base).rule()
-        return GraftRule(base, self.N, n_levels, thresholds, chances, self.at == "tail")
+        base, stop = parse_base(self.base), "own"
+        if isinstance(base, Reckoned):  # a stop learns from the time of all rows, grafted ones too
+            base, stop = replace(base, stop="own"), base.stop
+        rule = GraftRule(base.rule(), self.N, n_levels, thresholds, chances, self.at == "tail")
+        return rule if stop == "own" else stopped(rule, stop)
 
 
 class GraftRule(Rule):
@@ -194,7 +199,8 @@ class GraftRule(Rule):
         to_add, to_grow = self.base.expand(level)
         threshold = self.checkpoints.get(level.depth + 1)
         if threshold:
-            added = level.path_logprobs[all_open(self.base, to_add, level)]
+            known = numpy.minimum(level.path_logprobs, level.values)
+            added = known[all_open(self.base, to_add, level)]
             is_likely = added.max(initial=-math.inf) >= log_threshold(threshold)
             to_grow = {**to_grow, "checkpoints": is_likely}
         return to_add, to_grow

@@ -77,6 +77,8 @@ class Stop:
         likely = level.values
         if level.is_drawn:
             likely = likely + numpy.log(self.shares[: level.values.shape[1]])
+            # No sibling without the earlier ones: it was drawn from what they left
+            likely = numpy.minimum.accumulate(likely, axis=1)
         is_paying = likely >= self.least
         is_added = all_open(self.rule, to_add, level) & is_paying
         is_growing = all_open(self.rule, to_grow, level) & is_added

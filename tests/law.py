@@ -14,16 +14,24 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from random import Random
 from types import SimpleNamespace
 from typing import TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
-from draft_tree import Candidates, Settings, Tree, grow
+from draft_tree import Candidates, DynaTreeRule, Rule, Settings, Tree, grow
 from dynatree import generate
 from gpt_neox import Model, Scores
+from methods.auto import AutoRule
+from methods.chances import FIRST_DRAWN, LEAST_SLOPE
+from methods.costs import Account
+from methods.retrieval import GraftRule
+from methods.stop import Stop
 from sampling import Acceptance, Sampler, Sampling, accept_by_token
 
 CPU = torch.device("cpu")
@@ -46,7 +54,8 @@ def law(
 
     It is written as dynatree.generate does: a tree below the last token, no deeper than what is
     left to write, the accepted path and its bonus, the next tree, ... but each with a fresh rule,
-    so what a rule learns from one tree to the next has no part in it.
+    so what a rule learns from one tree to the next has no part in it. `Learned` settings start
+    every tree from a state that earlier trees might have left.
 
     Tables: logits [V, V] by the token before; in float64 the law is right to 1e-8 or so. The draft
     may have fewer ids, or more. acceptance: None for the rule's own, else by token, as in the loop.
@@ -67,6 +76,56 @@ def law(
         return found
 
     return dict(after(0, n_tokens))
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Settings of which every rule starts from one random state, as if it had learned it."""
+
+    settings: Settings
+    seed: int
+
+    def rule(self) -> Rule:
+        rule = self.settings.rule()
+        teach(rule, Random(self.seed))
+        return rule
+
+
+def teach(rule: Rule, rng: Random) -> None:
+    """Give a rule random shares, weights, costs and thresholds.
+
+    Chances are often above one half, because only then can a node be worth more than its sibling.
+    """
+    stop = stop_of(rule)
+    if isinstance(rule, GraftRule):
+        rule = rule.base
+    if rule.chances:
+        rule.chances.weights = rng.uniform(-1, 3), rng.uniform(LEAST_SLOPE, 2)
+        rule.chances.first = FIRST_DRAWN
+    if isinstance(rule, DynaTreeRule):
+        for _ in range(rng.randrange(4)):
+            rule.move(*rng.choice([(1, -0.05, -0.05), (-1, 0.05, 0.05)]))
+    if isinstance(rule, AutoRule):
+        rule.counts.chances = [rng.random() for _ in rule.counts.chances]
+        teach_costs(rule.account, rng)
+    if stop:
+        stop.shares = numpy.array([rng.uniform(0.02, 1) for _ in stop.shares])
+        stop.level_yield = rng.uniform(0.1, 0.98)
+        teach_costs(stop.account, rng)
+
+
+def stop_of(rule: Rule) -> Stop | None:
+    """The stop by cost that stands before a rule's hooks."""
+    found = getattr(rule.levels, "__self__", None)
+    return found if isinstance(found, Stop) else None
+
+
+def teach_costs(account: Account, rng: Random) -> None:
+    """Random prices, at which the draft is worth a try."""
+    if account.is_learning:
+        account.costs.weights[1:] = [10 ** rng.uniform(-3, -0.5) for _ in range(4)]
+    account.overall.tokens = rng.uniform(1, 3)
+    account.drafting.tokens = 99.0
 
 
 @torch.inference_mode()

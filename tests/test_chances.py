@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable
 
 import numpy
 import pytest
@@ -54,6 +55,21 @@ def teach(counted: Counted, candidates: Candidates, is_right: list[bool], n: int
         counted.begin()
         counted.look(candidates)
         counted.learn(tree, path)
+
+
+@pytest.mark.parametrize("candidates", [ranked, drawn], ids=["ranked", "drawn"])
+@pytest.mark.parametrize("p", [0.9995, 0.9])
+def test_one_surprise_does_not_undo_what_was_seen(
+    p: float, candidates: Callable[..., Candidates]
+) -> None:
+    """After 30 right guesses at .9995, a single wrong one left .55 of it and the least slope."""
+    counted, asked = Counted(), candidates(p, (1 - p) / 2)
+    teach(counted, asked, [True, False], n=30)
+    before = chances_of(counted, asked)[0]
+    teach(counted, asked, [False, False])
+    after = chances_of(counted, asked)[0]
+    assert math.log(after / (1 - after)) > math.log(before / (1 - before)) - 1.5
+    assert counted.weights[1] > 0.3
 
 
 def test_at_first_the_draft_is_believed() -> None:

@@ -6,13 +6,14 @@ import random
 from collections import Counter
 from zlib import crc32
 
+import numpy
 import pytest
 import torch
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, paths
 from torch import Tensor
 
-from draft_tree import grow
-from methods.dyspec import DySpec
+from draft_tree import Candidates, Gates, Level, all_open, grow
+from methods.dyspec import DySpec, DySpecRule
 from methods.opttree import OptTree
 from sampling import Sampler, Sampling
 
@@ -147,3 +148,25 @@ def test_broken_logits_end_only_their_own_branch(settings: DySpec | OptTree, row
     rest = [path for path in whole if path == above or path[: len(above)] != above]
     rest.sort(key=whole.get, reverse=True)
     assert sorted(paths(tree)) == sorted(rest[:12])
+
+
+def test_equal_values_do_not_use_up_the_row_budget() -> None:
+    """Of counted chances many values are equal. Were all of them added, the budget would cut off
+    rows by what was drawn."""
+    rule = DySpec(N=5, D_max=5, chances="counted").rule()
+    rule.chances.weights = rule.chances.first = (4.07, 2.35)
+    n_added = []
+
+    def draft(tokens: list[int], parents: list[int] | None) -> Candidates:
+        probs = torch.tensor([[0.59, 0.41, 0, 0] if token == 0 else [0.25] * 4 for token in tokens])
+        ids = numpy.arange(4)[None].repeat(len(tokens), axis=0)
+        return Candidates(ids, probs.log().numpy(), probs)
+
+    def expand(level: Level) -> tuple[Gates, Gates]:
+        gates = DySpecRule.expand(rule, level)
+        n_added.append(all_open(rule, gates[0], level).sum())
+        return gates
+
+    rule.expand = expand
+    assert len(grow(rule, 0, draft, 5)) == 5
+    assert len(n_added) > 2 and max(n_added) <= 4

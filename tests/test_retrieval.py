@@ -11,12 +11,14 @@ import torch
 from conftest import (
     Remembering,
     generate,
+    make_tree,
     path_to,
     pretend_capture,
     random_model,
     random_settings,
     ranked,
 )
+from law import stop_of
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
 from draft_tree import Candidates, Gates, Level, Tree, grow
@@ -273,3 +275,15 @@ def test_chances_by_rank_say_how_many_successors_there_are() -> None:
         rule.table = {token: best[: rule.n_read] for token, best in table.items()}
         tree = grow(rule, ROOT, None, 127)
         assert tree.parents.count(0) == n_below_root and len(tree) == 4
+
+
+def test_a_stop_over_graft_learns_from_all_rows() -> None:
+    """The time of an iteration is that of drafted and grafted rows together."""
+    rule = Graft(base="dynatree:stop=cost").rule()
+    told = []
+    stop_of(rule).account.take = lambda tokens, n_rows, n_levels, ms: told.append(n_rows)
+    rule.levels(0)
+    tree = make_tree([0, 1, 2, 3], [-1, 0, 0, 1])
+    tree.are_retrieved[2:] = [True, True]
+    rule.adapt(tree, [0, 1], 5.0)
+    assert told == [4]
