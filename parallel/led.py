@@ -27,7 +27,7 @@ from engine.checkpoint import first_line
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from gpt_neox import Scores
-from parallel.ranks import ALONE, Ranks, RanksError, is_placed, joined
+from parallel.ranks import ALONE, Ranks, RanksError, is_first, is_placed, joined
 
 Mask = tuple[int, int, bytes]  # n, s and their n * s bits
 
@@ -39,27 +39,37 @@ class LedCache:
         self.led, self.cache, self.number = led, cache, number
 
     def __getattr__(self, name: str) -> object:
+        if name == "cache":  # of a copy that has nothing yet
+            raise AttributeError(name)
         return getattr(self.cache, name)  # what is only looked at
 
     def __enter__(self) -> "LedCache":
         return self
 
     def __exit__(self, kind: type | None = None, *error: object) -> None:
-        if kind is None or kind is GeneratorExit:  # else the others may be in the midst of a pass
-            self.led.calls("close", self.number)
-        self.cache.__exit__()
+        try:
+            with self.led.ranks.turn():
+                self.led.calls("close", self.number)
+        except RanksError:
+            if kind is None:  # else an earlier error is on its way
+                raise
+        finally:
+            self.cache.__exit__()
 
     def advance(self, n: int) -> None:
-        self.led.calls("advance", self.number, n)
-        self.cache.advance(n)
+        with self.led.ranks.turn():
+            self.led.calls("advance", self.number, n)
+            self.cache.advance(n)
 
     def rewind(self, length: int) -> None:
-        self.led.calls("rewind", self.number, length)
-        self.cache.rewind(length)
+        with self.led.ranks.turn():
+            self.led.calls("rewind", self.number, length)
+            self.cache.rewind(length)
 
     def commit(self, rows: Sequence[int]) -> None:
-        self.led.calls("commit", self.number, list(rows))
-        self.cache.commit(rows)
+        with self.led.ranks.turn():
+            self.led.calls("commit", self.number, list(rows))
+            self.cache.commit(rows)
 
 
 class Led:
@@ -68,18 +78,20 @@ class Led:
     def __init__(self, model: FastGPTNeoX, ranks: Ranks, number: int):
         """number: of the model, among those that the ranks have loaded."""
         self.model, self.ranks, self.number = model, ranks, number
-        self.n_caches = 0
 
     @classmethod
     def load(
         cls, ranks: Ranks, name_or_path: str, device: torch.device, dtype: torch.dtype
     ) -> "Led":
         """Every rank loads its share. Raises as FastGPTNeoX.from_pretrained does, of any rank."""
-        ranks.tell(("load", name_or_path, device, dtype))
-        ranks.n_models += 1
-        return cls(load_share(ranks, name_or_path, device, dtype), ranks, ranks.n_models - 1)
+        with ranks.turn():
+            ranks.tell(("load", name_or_path, device, dtype))
+            ranks.n_models += 1
+            return cls(load_share(ranks, name_or_path, device, dtype), ranks, ranks.n_models - 1)
 
     def __getattr__(self, name: str) -> object:
+        if name == "model":  # of a copy that has nothing yet
+            raise AttributeError(name)
         return getattr(self.model, name)
 
     def calls(self, name: str, *arguments: object) -> None:
@@ -87,14 +99,15 @@ class Led:
         self.ranks.tell((name, self.number, *arguments))
 
     def new_cache(self, capacity: int, use: Use | None = None) -> LedCache:
-        number = self.n_caches
-        self.n_caches += 1
-        # Rank 0 alone looks for room, and drops what is kept where there is too little
-        is_kept = self.model.pool.find_idle(capacity) is not None
-        self.calls("new_cache", number, capacity, use, is_kept)
-        with self.ranks.agreeing():
-            cache = self.model.new_cache(capacity, use)
-        return LedCache(self, cache, number)
+        with self.ranks.turn():
+            number = self.ranks.n_caches
+            self.ranks.n_caches += 1
+            # Rank 0 alone looks for room, and drops what is kept where there is too little
+            is_kept = self.model.pool.find_idle(capacity) is not None
+            self.calls("new_cache", number, capacity, use, is_kept)
+            with self.ranks.agreeing():
+                cache = self.model.new_cache(capacity, use)
+            return LedCache(self, cache, number)
 
     def prefill(
         self,
@@ -102,8 +115,9 @@ class Led:
         cache: LedCache,
         read: Callable[[list[int], Scores], None] | None = None,
     ) -> Scores:
-        self.calls("prefill", cache.number, tokens, read is not None)
-        return self.model.prefill(tokens, cache.cache, read)
+        with self.ranks.turn():
+            self.calls("prefill", cache.number, tokens, read is not None)
+            return self.model.prefill(tokens, cache.cache, read)
 
     def forward(
         self,
@@ -115,14 +129,16 @@ class Led:
         n_last: int | None = None,
     ) -> Scores:
         rows = tokens.tolist(), positions.tolist()
-        self.calls("forward", cache.number, *rows, packed(mask), start, n_last)
-        return self.model.forward(tokens, positions, cache.cache, mask, start, n_last)
+        with self.ranks.turn():
+            self.calls("forward", cache.number, *rows, packed(mask), start, n_last)
+            return self.model.forward(tokens, positions, cache.cache, mask, start, n_last)
 
     def capture(self, cache: LedCache, shortest: int) -> None:
         if self.model.pool.is_shaped:
-            self.calls("capture", cache.number, shortest)
-            with self.ranks.agreeing():
-                self.model.capture(cache.cache, shortest)
+            with self.ranks.turn():
+                self.calls("capture", cache.number, shortest)
+                with self.ranks.agreeing():
+                    self.model.capture(cache.cache, shortest)
 
 
 class Follower:
@@ -189,10 +205,12 @@ def on_ranks(program: Callable[[Ranks | None], int]) -> int:
             follow(ranks)
             return 0
     except RanksError as error:  # they have not found each other
-        if os.environ["RANK"] == "0" or not is_placed():
+        if is_first() or not is_placed():
             print(f"error: {error}", file=sys.stderr)
         return 2
-    except Exception as error:  # of a rank that follows: a program ends its own
+    except Exception as error:  # of a rank that follows
+        if is_first():
+            raise
         line = f"error: rank {os.environ['RANK']}: {type(error).__name__}: {first_line(error)}"
         print(line, file=sys.stderr)
         return 70
@@ -203,10 +221,13 @@ def follow(ranks: Ranks) -> None:
     """Make rank 0's calls until it has gone."""
     follower = Follower(ranks)
     for name, *arguments in heard(ranks):
+        ranks.are_in_step = False
         try:
             getattr(follower, name)(*arguments)
-        except ALONE:  # rank 0 has it, too, and says it
-            continue
+        except ALONE:
+            if not ranks.are_in_step:
+                raise  # rank 0 waits for this one, until it has gone
+            # else they have agreed on it, and rank 0 says it
 
 
 def heard(ranks: Ranks) -> Iterator[tuple]:

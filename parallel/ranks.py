@@ -13,9 +13,10 @@ it does: a rank that has gone closes its connections.
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -45,6 +46,11 @@ def is_launched() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def is_first() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def is_placed() -> bool:
     """Whether all is there that torchrun gives, and the numbers can be."""
     rank, count, *where = [os.environ.get(name, "") for name in VARIABLES]
@@ -61,6 +67,9 @@ class Ranks:
     local_index: int  # among those on this machine
     group: Group  # of gloo, whatever the device
     n_models: int = 0  # that all have loaded a share of
+    n_caches: int = 0  # of these models, that all have made
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held for one call at a time
+    are_in_step: bool = True  # False: within a call, or after one that did not end on all ranks
 
     def together(self, collective: Callable, *arguments: object, **options: object) -> None:
         """A collective of torch.distributed. Raises RanksError if another rank has gone; torchrun
@@ -87,6 +96,19 @@ class Ranks:
             heard += rest.numpy().tobytes()
         return pickle.loads(heard[8:]) if self.index else value
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A call on all ranks, which the block tells and makes; threads take turns.
+
+        Raises RanksError if an earlier call did not end here as on the others, who wait in it.
+        """
+        with self.lock:
+            if not self.are_in_step:
+                raise RanksError("the ranks are out of step: an earlier call on rank 0 has failed")
+            self.are_in_step = False
+            yield
+            self.are_in_step = True
+
     def gather_objects(self, value: object) -> list:
         """What every rank gives here, by rank, on every rank."""
         import torch.distributed as dist
@@ -105,6 +127,7 @@ class Ranks:
         except ALONE as error:
             own = error
         errors = self.gather_objects(own)
+        self.are_in_step = True
         if own:
             raise own
         for index, error in enumerate(errors):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.passes import Use
+from parallel.led import on_ranks as run_on_ranks
 from parallel.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, joined
 
 
@@ -60,6 +61,18 @@ def test_one_process_is_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     with joined() as ranks:
         assert ranks is None and not is_launched()
+
+
+def test_a_program_alone_raises_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not KeyError for a variable that torchrun sets."""
+
+    def fail(ranks: Ranks | None) -> int:
+        raise ZeroDivisionError
+
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ZeroDivisionError):
+        run_on_ranks(fail)
 
 
 @pytest.mark.parametrize("numbers", [("0", "two"), ("2", "2"), ("", "2"), ("-1", "2")])

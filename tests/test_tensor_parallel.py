@@ -1,7 +1,10 @@
 """A target that several processes compute: the same numbers and texts, and what each reads."""
 
+import copy
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +36,7 @@ from engine.passes import Use
 from engine.scores import Ranking
 from engine.shares import Share
 from engine.streaming import Window
-from gpt_neox import PREFILL_CHUNK, read_config
+from gpt_neox import PREFILL_CHUNK, Scores, read_config
 from methods import METHODS
 from methods.static import Alone, Chain
 from parallel.led import follow
@@ -64,7 +67,8 @@ def compute(
 ) -> object:
     """What rank 0 returns; the others make the target's calls."""
     if ranks.index:
-        follow(ranks)
+        with suppress(RanksError):  # of a rank 0 that ends in the midst of a pass
+            follow(ranks)
         return None
     with torch.inference_mode():
         return work(load_model(folder, device, dtype, ranks), folder)
@@ -79,6 +83,47 @@ def with_ranks(
 ) -> object:
     """What work returns, of a target that so many ranks compute."""
     return on_ranks(count, compute, folder, work, dtype, device)[0]
+
+
+def fail_within(target: FastGPTNeoX, folder: Path) -> list[str]:
+    """What the next calls say after one that failed here and not on the other rank."""
+
+    def fail(tokens: list[int], scores: Scores) -> None:
+        raise KeyboardInterrupt
+
+    said = []
+    cache = target.new_cache(64)
+    with suppress(KeyboardInterrupt), cache:
+        target.prefill(PROMPT, cache, fail)
+    for call in (lambda: append(target, [9], cache), lambda: target.new_cache(64)):
+        with pytest.raises(RanksError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_out_of_step_say_so(tmp_path: Path) -> None:
+    """They would wait for each other for ever."""
+    line = "the ranks are out of step: an earlier call on rank 0 has failed"
+    assert with_ranks(2, small(tmp_path), fail_within) == [line] * 2
+
+
+def write_at_once(target: FastGPTNeoX, folder: Path) -> list[list[int]]:
+    """Four texts by one and by four threads; a copy of the target makes the same calls."""
+    draft = FastGPTNeoX.from_pretrained(folder)
+
+    def text(settings: Settings) -> list[int]:
+        with torch.inference_mode():
+            return write(copy.copy(target), draft, settings)
+
+    ways = [DynaTree(), Chain(K=3), Alone(), DynaTree(B_max=2)]
+    with ThreadPoolExecutor(4) as threads:
+        return [[text(way) for way in ways], list(threads.map(text, ways))]
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    one, four = with_ranks(2, small(tmp_path), write_at_once)
+    assert one == four
 
 
 def write(
