@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -27,9 +27,8 @@ from benchmark.prompts import DATASETS
 from benchmark.report import markdown_report, text_report
 from benchmark.results import Options, Results
 from benchmark.tables import NOT_HERE, PRESETS, TABLES
-from cli.errors import Parser, UsageError, say
+from cli.errors import Parser, UsageError, reserved, say
 from cli.options import add_graphs_option, add_model_options
-from engine.files import locked
 from engine.foreign import ForeignFile, convert
 from engine.way import WORDS
 from parallel.ranks import Ranks
@@ -142,13 +141,13 @@ def open_file(args: argparse.Namespace) -> Iterator[tuple[Path, Options, Results
     if args.resume is None:
         options = read_options(args)
         file = choose_file(args)
-        with kept(file):
+        with reserved(file):
             yield file, options, None
         return
     require_alone(args, "--resume", "format")
     file = Path(args.resume)
     Results.load(file)  # before anything is made beside it
-    with kept(file):
+    with reserved(file):
         previous = Results.load(file)  # as the run left it that may have kept it before
         threads = previous.options.threads or previous.machine["threads"]
         yield file, replace(previous.options, threads=threads), previous
@@ -172,20 +171,6 @@ def choose_file(args: argparse.Namespace) -> Path:
     if os.path.lexists(file):
         raise UsageError(f"{file} exists already; name another, or go on with it (--resume)")
     return file
-
-
-@contextmanager
-def kept(file: Path) -> Iterator[None]:
-    """Keep a results file from every other run. Raises UsageError, before anything is measured."""
-    with ExitStack() as held:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(file))
-        except BlockingIOError as error:
-            raise UsageError(f"{file} is being written by another run: let it end first") from error
-        except OSError as error:
-            raise UsageError(f"{file} cannot be written: {error.strerror}") from error
-        yield
 
 
 def progress(texts: Sequence) -> tqdm:

@@ -12,13 +12,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
 import torch
 
 from engine.checkpoint import CheckpointError, first_line
+from engine.files import locked
 from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory, is_refusal
 from gpt_neox import shown
@@ -91,7 +93,7 @@ def run_command_line(
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--version", action="version", version=VERSION)
     is_debugging = False
-    with heeding_signals(), warnings.catch_warnings():
+    with heeding_signals() as heard, warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: say(f"note: {message}")
         try:
             try:
@@ -109,30 +111,48 @@ def run_command_line(
             if is_debugging:
                 traceback.print_exception(error)
             line, status = explain(error, parser)
+            if status == 70 and heard:  # Python modules that are being imported may change Ctrl-C
+                return 130
             say(f"error: {line}")
             return status
 
 
 @contextmanager
-def heeding_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP; what is ignored, as under nohup or
-    behind a script's &, stays so. Before and after, they end the process without a traceback."""
+def heeding_signals() -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP, and list them; what is ignored, as
+    under nohup or behind a script's &, stays so. Before and after, they end the process without a
+    traceback."""
+    heard = []
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        heard.append(number)
+        if number == HANG_UP:  # one terminal may send several
+            signal.signal(HANG_UP, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, HANG_UP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise KeyboardInterrupt. Later hang-ups are ignored: one terminal may send several."""
-    if number == HANG_UP:
-        signal.signal(HANG_UP, signal.SIG_IGN)
-    raise KeyboardInterrupt
+@contextmanager
+def reserved(file: Path) -> Iterator[None]:
+    """Keep a file from every other run, and make its folder. Raises UsageError at once."""
+    with ExitStack() as stack:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(file))
+        except BlockingIOError as error:
+            raise UsageError(f"{file} is being written by another run: let it end first") from error
+        except OSError as error:
+            raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+        yield
 
 
 def drop_unwritten() -> None:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from benchmark.prompts import BUILTIN
 from cli.main import main as dynatree
+from engine.files import locked
 from engine.model import FastGPTNeoX
 from gpt_neox import GPTNeoX, read_config
 from tools import distil
@@ -111,16 +112,24 @@ def test_an_interrupted_run_goes_on_exactly(text: str, tmp_path: Path, capsys: C
 
 
 def test_a_checkpoint_that_is_no_use_stays(text: str, tmp_path: Path, capsys: Captured) -> None:
-    """Another command's, or one that is cut short."""
+    """Another command's, or one that is cut short or edited."""
     options = arguments(text, tmp_path / "draft") + SHAPE
     end_after(1, options)
     file = tmp_path / "draft.training"
     whole = file.read_bytes()
     assert "of another command" in error_line(capsys, distil.main, [*options, "--steps", "9"])
-    for content in (b"", b"PK", whole[:100], whole[:-1]):
+    edited = bytearray(whole)
+    edited[len(whole) // 2] ^= 1
+    for content in (b"", b"PK", whole[:100], whole[:-1], bytes(edited)):
         file.write_bytes(content)
         assert "is damaged: delete it" in error_line(capsys, distil.main, options)
         assert file.read_bytes() == content
+
+
+def test_a_second_run_ends_before_it_learns(text: str, tmp_path: Path, capsys: Captured) -> None:
+    with locked(tmp_path / "draft.training"):
+        line = error_line(capsys, distil.main, arguments(text, tmp_path / "draft") + SHAPE)
+    assert "is being written by another run" in line
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,8 @@ from typing import IO
 import pytest
 from conftest import ROOT
 from test_trace import data_of
+
+from cli.errors import Parser, run_command_line
 
 TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "1900", "--threads", "1"]
 
@@ -88,6 +91,19 @@ def test_json_and_page_are_kept(number: signal.Signals, tmp_path: Path) -> None:
     assert " tokens/s, " in err.splitlines()[-2]
     content = data_of(page.read_text())
     assert content["interrupted"] and content["token_ids"] == report["token_ids"]
+
+
+def test_while_a_module_changes_it_into_another_error() -> None:
+    """As torch's compiler may while it is imported: that is no error that nobody foresaw."""
+
+    def execute(args: Namespace) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except KeyboardInterrupt as error:
+            raise RuntimeError from error
+
+    assert run_command_line(execute, Parser(prog="x"), []) == 130
 
 
 def test_one_that_is_ignored_stays_so() -> None:

@@ -7,6 +7,7 @@ import pytest
 from conftest import random_config, random_model, random_tensors
 
 from benchmark.counts import predict_text_ms
+from benchmark.report import step_notes
 from benchmark.rows import parse_run
 from benchmark.step_times import StepTimes, step_bytes
 from cli.models import Pair, Request
@@ -18,6 +19,14 @@ def test_predicted_time_is_the_forwards_alone() -> None:
     times = StepTimes(200, [1, 2, 4], [10.0, 20.0, 30.0], [1.0, 2.0, 3.0], 0, 0, 1.0)
     assert times.predict_ms({1: 3, 2: 1}, {3: 2}) == 3 * 1.0 + 2.0 + 2 * 25.0
     assert times.predict_ms({}, {8: 1}) == 50.0
+
+
+def test_a_step_out_of_the_cache_does_not_contradict_its_floor() -> None:
+    """Weights that fit the processor's cache are read faster than the memory is."""
+    times = StepTimes(200, [1, 2], [2.0, 2.0], [0.5, 0.5], 1_000_000, 1_000_000, 1.0)
+    slow, fast = step_notes(times)
+    assert "reads 1.0 MB, 1.00 ms at the 1.0 GB/s of a large copy; it takes 2.00 ms, 50% of" in slow
+    assert fast.endswith("it takes 0.50 ms, faster, as the processor's cache holds the weights.")
 
 
 def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:

@@ -29,14 +29,14 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from pickle import UnpicklingError
+from hashlib import sha256
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import Parser, UsageError, run_command_line, say
+from cli.errors import Parser, UsageError, reserved, run_command_line, say
 from cli.models import choose_device, choose_dtype, has_instructions, set_threads
 from cli.tokens import encode, load_tokenizer
 from engine.files import require_writable, write_whole
@@ -150,22 +150,26 @@ def train(draft: GPTNeoX, target: GPTNeoX, text: Tensor, file: Path, args: Names
 def save_state(
     file: Path, draft: GPTNeoX, optimizer: torch.optim.Optimizer, step: int, args: Namespace
 ) -> None:
-    """All that the coming steps need; whole, or what was there stays. Raises OSError."""
+    """Write all that the coming steps need, behind its digest; whole, or what was there stays.
+    Raises OSError."""
     state = {"command": args.command, "step": step}
     state |= {"draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
-    content = io.BytesIO()
-    torch.save(state, content)
-    write_whole(file, content.getvalue())
+    written = io.BytesIO()
+    torch.save(state, written)
+    content = written.getvalue()
+    write_whole(file, sha256(content).digest() + content)
 
 
 def load_state(
     file: Path, draft: GPTNeoX, optimizer: torch.optim.Optimizer, args: Namespace
 ) -> int:
-    """The step to go on with. Raises UsageError if the file is cut short, or of another command."""
-    try:
-        state = torch.load(file, map_location=draft.device, weights_only=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
-        raise UsageError(f"{file} is damaged: delete it to begin anew") from error
+    """Return the step to go on with. Raises UsageError if the file was cut or edited, or is of
+    another command."""
+    with file.open("rb") as opened:
+        digest, content = opened.read(sha256().digest_size), opened.read()
+    if sha256(content).digest() != digest:
+        raise UsageError(f"{file} is damaged: delete it to begin anew")
+    state = torch.load(io.BytesIO(content), map_location=draft.device, weights_only=True)
     command = state["command"]
     if command != args.command:
         raise UsageError(f"{file} is of another command, give that or delete it: {command}")
@@ -194,15 +198,15 @@ def execute(args: Namespace) -> int:
     if len(text) < args.context:
         raise UsageError(f"--text is too short: {len(text):,} tokens, --context {args.context}")
     file = out.with_name(f"{out.name}.training")  # the checkpoint
-    file.parent.mkdir(parents=True, exist_ok=True)
-    require_writable(file)  # before the work
-    draft = new_draft(config, device)
-    target = load_plain(folder, device, choose_dtype(None, device))
-    train(draft, target, text, file, args)
-    tensors = {name: halved(name, w.detach()) for name, w in draft.named_parameters()}
-    files = read_unchanged(folder) | {"config.json": json.dumps(raw, indent=2).encode()}
-    write_checkpoint(out, tensors, files)
-    file.unlink()
+    with reserved(file):
+        require_writable(file)  # before the work
+        draft = new_draft(config, device)
+        target = load_plain(folder, device, choose_dtype(None, device))
+        train(draft, target, text, file, args)
+        tensors = {name: halved(name, w.detach()) for name, w in draft.named_parameters()}
+        files = read_unchanged(folder) | {"config.json": json.dumps(raw, indent=2).encode()}
+        write_checkpoint(out, tensors, files)
+        file.unlink()
     say(f"{out}: what it is worth, --compare tells (docs/distil.md)")
     return 0
 
