@@ -33,6 +33,7 @@ from draft_tree import Candidates, Tree
 FIRST_RANKED, FIRST_DRAWN = (0.0, 0.5), (0.0, 1.0)  # a and b
 SURE = (1.0, 0.0, 4.0)  # how much is to be seen before they give way
 LEAST_SLOPE = 0.05  # a likelier guess is never worth less
+LONGEST = 2.0  # step of Newton's method, in log-odds
 FADING = 0.002  # of what was seen before an iteration
 LEAST = 1e-6  # that p, and what is not p, is taken for: their logarithms are wanted
 
@@ -93,20 +94,19 @@ class Counted:
                 is_decided.add(parent)
 
     def take(self, x: float, is_right: bool) -> None:
-        """Take in one guess by an online Newton step (Hazan et al. 2007), in plain numbers, because
-        a tree has a dozen of them.
-
-        A surprise counts as much evidence as its squared error. So a single one moves the log-odds
-        by no more than 1 / error, also after guesses that were all but sure.
+        """Take in one guess by a damped step of Newton's method, in plain numbers, because a tree
+        has a dozen of them. However sure the model was, its log-odds at x move by at most LONGEST.
         """
         a, b = self.weights
         chance = 1 / (1 + math.exp(-(a + b * x)))
-        n_seen = max(chance * (1 - chance), (is_right - chance) ** 2)
+        n_seen = chance * (1 - chance)
         ones, xs, squares = self.seen
         ones, xs, squares = ones + n_seen, xs + n_seen * x, squares + n_seen * x * x
         self.seen = ones, xs, squares
         step = (is_right - chance) / (ones * squares - xs * xs)
-        self.weights = a + step * (squares - xs * x), max(b + step * (ones * x - xs), LEAST_SLOPE)
+        step_a, step_b = step * (squares - xs * x), step * (ones * x - xs)
+        length = max(abs(step_a + step_b * x) / LONGEST, 1.0)
+        self.weights = a + step_a / length, max(b + step_b / length, LEAST_SLOPE)
 
 
 def faded(now: tuple[float, ...], first: tuple[float, ...]) -> tuple[float, ...]:

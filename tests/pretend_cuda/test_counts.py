@@ -39,7 +39,7 @@ sequoia sampled    247.4     14.5      6.8
 dynatree sampled   103.9      8.3      3.1
 dyspec sampled     144.3      7.7      2.9
 graft sampled       79.7      7.1      2.2
-auto sampled        42.2      3.9      1.4
+auto sampled        47.7      4.4      1.6
 """
 PYTHIA = {"target, 32 rows": 402, "draft level": 97, "iteration": 996, "ar": 466}
 
