@@ -48,7 +48,8 @@ from cli.errors import run_command_line, say
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, token_ids
 from cli.models import Pair, Request
-from dynatree import Step
+from dynatree import Drafter
+from engine.decoding import Step
 from engine.streaming import WHOLE_TEXT
 from parallel.led import on_ranks
 from parallel.ranks import Ranks
@@ -96,7 +97,8 @@ class Bench:
         lacking = [text for text in order if key_of(text.key()) not in done]
         if lacking and not self.results.is_memory:
             self.warm_up()
-        if self.results.lacks_step_times:  # of single forwards, for the column "predicted"
+        # Of single forwards, for the column "predicted"; a Drafter has none
+        if self.results.lacks_step_times and not isinstance(self.pair.draft, Drafter):
             self.results.step_times = time_forwards(self.results, self.pair, self.prompts)
         with progress(lacking) as texts:
             for text in texts:

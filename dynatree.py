@@ -1,351 +1,322 @@
-"""DynaTree decoding: the loop, and the draft model's side of it.
+"""DynaTree: tree speculative decoding. The loop, the draft model's side of it, a command line.
 
-Each iteration drafts a tree of guesses below the last committed token, lets the target read the
-whole tree in one pass, and keeps the path on which the target agrees, plus the target's own next
-token. The text is exactly what the target alone would write, or if it is sampled as likely. Paper:
-DynaTree v2, Algorithm 1.
-
-    from dynatree import DynaTree, generate
-    from gpt_neox import GPTNeoX
+Each iteration drafts a tree of candidates below the last token of the text, runs the target once
+over the whole tree, and keeps the path that the target accepts, plus one token of the target's own.
+The text is exact: greedy text is the target's own, and sampled text has the target's distribution.
+Paper: DynaTree v2, Algorithm 1.
 
     target = GPTNeoX.from_pretrained("models/tiny/target")
-    draft = GPTNeoX.from_pretrained("models/tiny/draft")
-    for step in generate(target, draft, [509, 2509], DynaTree(), max_new_tokens=64):  # "The ship"
+    drafter = ModelDrafter(GPTNeoX.from_pretrained("models/tiny/draft"))
+    rule = DynaTree().make_rule()
+    for step in generate(target, drafter, [510, 1453], rule, max_new_tokens=64):
         print(step.tokens)
-
-gpt_neox.py, draft_tree.py, sampling.py, verify.py and this file are whole by themselves, from ids
-to ids. The loop knows nothing of what makes it fast: engine/decoding.py hands it other models, and
-stands between its steps. The command line, which reads and writes text, is cli/main.py's:
 
     python dynatree.py --prompt "The ship sailed at dawn" --max-new-tokens 64
 
-Shapes: N tree rows, n rows of one level, S cache slots, V vocabulary.
+The five files gpt_neox.py, draft_tree.py, verify.py, sampling.py and dynatree.py are the whole
+algorithm. A fork can replace four parts of it, which are arguments of `generate`: the target
+(gpt_neox.Model), the drafter (Drafter), the rule (draft_tree.Rule), and the acceptance
+(verify.Acceptance).
+
+Shapes: n rows of one level, k candidates of each row, V vocabulary.
 """
 
-if __name__ == "__main__":
-    import cli.start  # noqa: F401
-
 import sys
+from pathlib import Path
+
+# In a clone, the command line of cli/, with all methods and options, takes over from the small one
+# below. It must run before torch is imported: it sets up how torch takes memory, and Ctrl-C
+if __name__ == "__main__" and (Path(__file__).parent / "cli" / "main.py").exists():
+    import cli.start  # isort: skip
+    import cli.main
+
+    sys.exit(cli.main.main())
+
+import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from numbers import Integral
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from operator import index
 
 import numpy
 import torch
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from torch import Tensor
 
-from draft_tree import (
-    MAX_ROWS,
-    Candidates,
-    Draft,
-    DynaTree,
-    Rule,
-    Settings,
-    Tree,
-    Watcher,
-    grow,
-    lone,
-)
-from gpt_neox import KVCache, Model, Scores
-from sampling import GREEDY, Acceptance, Sampler, Sampling, accept_by_token
-from verify import NonFiniteLogits, accept, cut, tree_pass
+from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, Tree, grow
+from gpt_neox import GPTNeoX, Model
+from sampling import Sampler
+from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
 
-__all__ = ["DynaTree", "NonFiniteLogits", "Step", "generate"]
+METHODS = {"ar": Autoregressive, "dynatree": DynaTree}  # of the command line below
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one commit adds to the text; the first step is prefill's token and has no tree."""
+    """What one iteration adds to the text. The first step is the prompt's; its tree is only a root,
+    the prompt's last token."""
 
-    tokens: list[int]  # new ids, after the EOS and limit cut
-    tree: Tree | None = None
-    path: list[int] = field(default_factory=list)  # accepted rows of the tree, root first
-    bonus: int = -1  # the target's token after the path, even if the cut removed it
-    predictions: list[int] = field(default_factory=list)  # [N], the target's best id after each row
-    draft_rows: list[int] = field(default_factory=list)  # of the draft's passes, catch-up first
-    cached: tuple[int, int] = (0, 0)  # tokens that the target's cache, and the draft's, now hold
-    draft_ms: float = 0.0  # the draft's passes
-    verify_ms: float = 0.0  # the target's: prefill, verification, its cache's commit
-    other_ms: float = 0.0  # everything else
-
-    @property
-    def n_drafted(self) -> int:
-        """Nodes of the tree, the root not counted."""
-        return len(self.tree) - 1 if self.tree else 0
-
-
-class Stopwatch:
-    """Milliseconds `with` it."""
-
-    ms = 0.0
-
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.ms += (time.perf_counter() - self.began) * 1e3
-
-    def around(self, draft: Draft) -> Draft:
-        """The same, but that each call is timed."""
-
-        def timed(tokens: list[int], parents: list[int] | None) -> Candidates:
-            with self:
-                return draft(tokens, parents)
-
-        return timed
-
-
-class Clock:
-    """Milliseconds of one step by part, all of it the host's: what a pass says is read with it, so
-    a device has come to its end. What passes between two steps is in none."""
-
-    def __init__(self) -> None:
-        self.drafting, self.verifying = Stopwatch(), Stopwatch()
-        self.restart()
-
-    def restart(self) -> None:
-        """A step begins."""
-        self.began = time.perf_counter()
-        self.drafting.ms = self.verifying.ms = 0.0
-
-    def ms(self) -> float:
-        """All that has passed since the step began."""
-        return (time.perf_counter() - self.began) * 1e3
-
-    def times(self) -> dict[str, float]:
-        """The same by part, as a Step has them."""
-        parts = {"draft_ms": self.drafting.ms, "verify_ms": self.verifying.ms}
-        return parts | {"other_ms": self.ms() - sum(parts.values())}
+    tokens: list[int]  # one for each row of the path, fewer where EOS or the limit ends the text
+    tree: Tree
+    path: list[int]  # the accepted rows of the tree, the root first
 
 
 class Drafter:
-    """What guesses, in one generation at a time: a model (ModelDrafter), or whatever a subclass
-    does instead, as trained heads or some of the target's own layers."""
+    """Proposes candidates for trees. ModelDrafter does so by a draft model."""
 
-    length = 0  # tokens of the text in a cache of its own
-    pass_rows: list[int]  # how many each of its passes had; the loop begins a list for each tree
+    def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
+        """Begin a text. capacity: cache slots that are needed, for the whole text and a tree.
+        vocab_size: of the target; no candidate may be outside it."""
 
-    def start(
-        self, prompt: list[int], n_new: int, rule: Rule, sampler: Sampler, cache: KVCache
-    ) -> None:
-        """A text begins, which gets n_new tokens at most. cache: the target's, not read yet."""
+    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+        """Run n nodes of a tree and return k candidates below each, as draft_tree.Draft says."""
+        raise NotImplementedError(f"{type(self).__name__} has no draft")
 
-    def draft(self, tokens: list[int], parents: list[int] | None) -> Candidates:
-        """Candidates below each of n nodes, as draft_tree.Draft has it."""
-        raise NotImplementedError(f"{type(self).__name__} has no `draft`")
-
-    def commit(self, tree: Tree, path: list[int], tokens: list[int], scores: Scores) -> None:
-        """These rows of the tree were accepted, the root first; tokens: what follows each of them,
-        the bonus last, though a limit or EOS may cut the text before; scores: of all its rows. The
-        first call is of the prompt: its last token, a tree alone, and what follows."""
-
-    def end(self) -> None:
-        """The text has ended, or its reader has gone."""
+    def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
+        """Take in a verified tree, or the prompt's. tokens: the target's token after each row of
+        the path; the last one is the next root."""
 
 
 class ModelDrafter(Drafter):
-    """A draft model over its own cache: slots [0, length) committed, then root, then nodes.
+    """A draft model and its KV cache, which also holds the tree while it grows.
 
-    The root stands at slot `length`, above it every node in the order it was run. Committed
-    tokens the draft has not run yet are caught up in place, in one causal block with the root.
+    In the cache stand the text, the root, and the rows below it in the order in which they are run.
+    Tree.draft_slots counts from the root's slot. `uncached` has the tokens of the text that the
+    draft has not run yet, the next root last: the next tree begins by running them.
     """
 
-    def __init__(self, model: Model, n_ids: int):
-        """n_ids: of the target's vocabulary, to which guesses are limited."""
-        self.model, self.n_ids = model, n_ids
+    def __init__(self, model: Model):
+        self.model = model
 
-    def start(
-        self, prompt: list[int], n_new: int, rule: Rule, sampler: Sampler, cache: KVCache
-    ) -> None:
-        self.cache = self.model.new_cache(len(prompt) + n_new + rule.max_drafted)
-        self.rule, self.sampler = rule, sampler
-        self.is_drawing = rule.is_drawing and sampler.settings.draws
-        self.lacking = list(prompt)  # committed tokens that it has not run, the root last
-        self.depth = 0  # of the level that ran last
-        self.sees = numpy.ones((1, 1), dtype=bool)  # which slots from the root's its rows attend
+    def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
+        self.cache = self.model.new_cache(capacity)
+        self.vocab_size = vocab_size
+        self.uncached = list(prompt)
+        self.reset_tree()
 
-    @property
-    def length(self) -> int:
-        return self.cache.length
+    def reset_tree(self) -> None:
+        """Begin a tree: the last level is the root, and no row below it has been run."""
+        self.n_run = 0  # rows below the root that have been run; they are the newest of the cache
+        self.depth = 0  # of the last level
+        # [rows of the last level, n_run]: which of the rows that were run each of them attends to
+        self.mask = numpy.zeros((1, 0), dtype=bool)
 
-    def draft(self, tokens: list[int], parents: list[int] | None) -> Candidates:
-        scores = self.catch_up() if parents is None else self.run_level(tokens, parents)
-        if self.is_drawing:
-            logits = scores.logits[:, : self.n_ids]
-            return Candidates(*self.sampler.propose(logits, self.rule.n_drawn))
-        temperature = self.sampler.settings.ranked_at
-        return Candidates(*scores.top(self.rule.max_branches, temperature, self.n_ids))
+    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+        logits = self.run_root() if parents is None else self.run_level(tokens, parents)
+        return self.choose(logits[:, : self.vocab_size], k)
 
-    def catch_up(self) -> Scores:
-        """Run the committed tokens that are lacking, and the root: its scores."""
-        n_ids, cache = self.model.config.vocab_size, self.cache
-        # An id that the draft cannot embed is read as 0: a worse guess, never a wrong text.
-        ids = [i if i < n_ids else 0 for i in self.lacking]
-        self.lacking = []
-        self.pass_rows.append(len(ids))
-        if len(ids) <= min(MAX_ROWS, cache.most):  # a pass that an engine may have captured
-            positions = torch.arange(cache.length, cache.length + len(ids))
-            scores = self.model.forward(torch.tensor(ids), positions, cache, n_last=1)
-            cache.advance(len(ids))
-        else:
-            scores = self.model.prefill(ids, cache)
-        cache.rewind(cache.length - 1)  # the root stays scratch until it is verified
-        self.depth = 0
-        self.sees = numpy.ones((1, 1), dtype=bool)
-        return scores
+    def run_root(self) -> Tensor:
+        """Run all uncached tokens and return the logits [1, V] after the last one, the root."""
+        # The draft runs token 0 for one that its vocabulary lacks. That makes worse candidates, and
+        # the target still decides
+        ids = [token if token < self.model.config.vocab_size else 0 for token in self.uncached]
+        self.uncached = []
+        return self.model.prefill(ids, self.cache)
 
-    def run_level(self, tokens: list[int], parents: list[int]) -> Scores:
-        """Run nodes whose parents are rows of the level before: each sees what its parent saw, and
-        itself."""
-        n, end = len(tokens), self.sees.shape[1]  # so many slots above the root's begins the level
-        self.pass_rows.append(n)
-        sees = numpy.zeros((n, end + n), dtype=bool)
-        for i, parent in enumerate(parents):
-            sees[i, :end] = self.sees[parent]
-            sees[i, end + i] = True
-        self.sees = sees
+    def run_level(self, tokens: list[int], parents: list[int]) -> Tensor:
+        """Run n nodes and return the logits [n, V] after them. Each attends to all that the node
+        above it attends to, and to itself."""
+        n = len(tokens)
+        first = self.cache.length - self.n_run  # the position after the root's
+        position = first + self.depth
+        self.mask = numpy.concatenate([self.mask[parents], numpy.eye(n, dtype=bool)], axis=1)
+        mask, positions = torch.from_numpy(self.mask), torch.full((n,), position)
+        logits = self.model.forward(torch.tensor(tokens), positions, self.cache, mask)
+        self.cache.commit(range(n))  # until the tree is verified
+        self.n_run += n
         self.depth += 1
-        root = self.cache.length
-        positions = torch.full((n,), root + self.depth)
-        ids = torch.from_numpy(numpy.array(tokens))
-        return self.model.forward(ids, positions, self.cache, torch.from_numpy(sees), root + end)
+        return logits
 
-    def commit(self, tree: Tree, path: list[int], tokens: list[int], scores: Scores) -> None:
-        """Keep the accepted nodes that were run; the rest of the path is caught up later."""
-        slots = [slot for row in path if (slot := tree.draft_slots[row]) >= 0]
-        self.cache.commit(slots)
-        if not slots:  # the root was not run, so it is lacking already
-            slots = [0]
-        self.lacking += tokens[len(slots) - 1 :]
+    def choose(self, logits: Tensor, k: int) -> Candidates:
+        """Return the k likeliest tokens of each row of logits [n, V]."""
+        found = torch.log_softmax(logits, dim=-1).topk(min(k, logits.shape[1]))
+        return Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy())
 
-    def end(self) -> None:
-        self.cache.__exit__()
+    def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
+        self.cache.rewind(self.cache.length - self.n_run)
+        self.reset_tree()
+        slots = [tree.draft_slots[row] for row in path[1:]]
+        rows = [slot - 1 for slot in slots if slot > 0]  # counted from the slot after the root's
+        self.cache.commit(rows)
+        self.uncached += tokens[len(rows) :]  # tokens[i] is that of path[i + 1]
 
 
 @torch.inference_mode()
 def generate(
     target: Model,
-    draft: Model | Drafter | None,
-    prompt: list[int],
-    settings: Settings,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    rule: Rule,
     max_new_tokens: int,
     *,
     eos_ids: Sequence[int] = (),
-    sampling: Sampling = GREEDY,
-    acceptance: Acceptance | None = None,
-    watcher: Watcher | None = None,
+    accept: Acceptance = accept_greedy,
 ) -> Iterator[Step]:
-    """Decode, one Step per commit: the target's own greedy ids, or samples of its distribution.
+    """Decode a text and yield one Step per iteration.
 
-    draft: None for a rule that drafts no level, which does not ask it either. eos_ids end the text
-    where they appear; those of a checkpoint are in config.eos_ids. acceptance: of sampled text;
-    None: the rule's own, or by token. watcher: told of each tree. Raises, once the first step is
-    asked for, ValueError for such arguments and MemoryError, and at any step NonFiniteLogits.
+    Args:
+        drafter: None for a rule that never drafts.
+        rule: a new one for each text.
+        eos_ids: end the text; those of a checkpoint are target.config.eos_ids.
+        accept: accept_greedy, or a new Sampler for sampled text.
+
+    When the first step is asked for, raises ValueError if an argument is invalid. Raises
+    NonFiniteLogits if the target overflows.
     """
-    prompt, eos_ids = whole_numbers(prompt), tuple(eos_ids)
-    require_arguments(target, prompt, settings, max_new_tokens, sampling, acceptance)
-    rule = settings.rule()  # fresh: no generation learns from another
-    drafter = choose_drafter(target, draft, rule)
-    sampler = sampling.sampler(target.device, watcher and watcher.tried)
-    acceptance = acceptance or rule.acceptance or accept_by_token
-    left = max_new_tokens
-    clock = Clock()
-    draft_level = clock.drafting.around(drafter.draft)
-    with ExitStack() as at_end:
-        cache = at_end.enter_context(target.new_cache(len(prompt) + left + rule.max_rows))
-        drafter.start(prompt, left, rule, sampler, cache)
-        at_end.callback(drafter.end)
-        rule.start(list(prompt))
-        with clock.verifying:
-            scores = target.prefill(prompt, cache, reader(rule))
-        tree = lone(prompt[-1])
-        path, tokens = accept(tree, scores, sampler, acceptance)
-        drafter.commit(tree, path, tokens, scores)
-        new = cut(tokens, eos_ids, left)
-        root, left = new[-1], left - len(new)
-        yield Step(new, cached=(cache.length, drafter.length), **clock.times())
-        while left and root not in eos_ids:
-            clock.restart()
-            # 1 draft: a tree below the pending root, no deeper than the tokens still allowed
-            max_depth = min(left, cache.most) - 1
-            drafter.pass_rows = []
-            tree = grow(rule, root, draft_level, max_depth, watcher, target.config.vocab_size)
-            # 2 mask and positions: a node sees what is above it and stands at its depth
-            ids, positions, mask = tree_pass(tree, cache.length)
-            # 3 verify: one target pass over the whole tree
-            with clock.verifying:
-                scores = target.forward(ids, positions, cache, mask)  # of N rows
-            # 4 accept: the path on which the target agrees, then the bonus token
-            path, tokens = accept(tree, scores, sampler, acceptance)
-            new = cut(tokens, eos_ids, left)
-            best = scores.argmax()
-            if rule.n_read:
-                rule.read(tree.tokens, scores.best(rule.n_read))
-            # 5 commit: the accepted rows stay in both caches, the rest is forgotten
-            drafter.commit(tree, path, tokens, scores)
-            with clock.verifying:
-                cache.commit(path)
-            # 6 adapt
-            rule.adapt(tree, path, clock.ms())
-            root, left = new[-1], left - len(new)
-            cached, rows = (cache.length, drafter.length), drafter.pass_rows
-            yield Step(new, tree, path, tokens[-1], best, rows, cached, **clock.times())
+    vocab_size, n_left = target.config.vocab_size, max_new_tokens
+    prompt, eos_ids = require_text(vocab_size, prompt, max_new_tokens), tuple(eos_ids)
+    require_parts(drafter, rule)
+    rule.is_used = True
+    drafter = drafter or Drafter()  # which is never asked to draft
+    capacity = len(prompt) + max_new_tokens + rule.max_rows
+    cache = target.new_cache(capacity)
+    drafter.start(prompt, capacity, vocab_size)
+    # prefill commits the prompt. Its last token is then taken for a tree, so that `accept` chooses
+    # the first token of the text as it chooses all others
+    tree = Tree.from_root(prompt[-1])
+    path, tokens = accept(tree, target.prefill(prompt, cache))
+    drafter.commit(tree, path, tokens)
+    new = cut(tokens, eos_ids, n_left)
+    n_left -= len(new)
+    yield Step(new, tree, path)
+    while n_left and new[-1] not in eos_ids:
+        # 1 draft: a tree below the last token, one level less than tokens left: one is the bonus
+        tree = grow(rule, new[-1], drafter.draft, n_left - 1, vocab_size)
+        # 2 mask and positions: a row attends to the rows above it; its depth gives its position
+        tree_tokens, positions, mask = tree_inputs(tree, cache.length)
+        # 3 verify: one pass of the target over the whole tree
+        logits = target.forward(tree_tokens, positions, cache, mask)
+        # 4 accept: a path of the tree, then one token of the target's own, the bonus token
+        path, tokens = accept(tree, logits)
+        new = cut(tokens, eos_ids, n_left)
+        n_left -= len(new)
+        # 5 commit: both caches keep the accepted rows and forget the others
+        cache.commit(path)
+        drafter.commit(tree, path, tokens)
+        # 6 adapt: the rule learns from what was accepted
+        rule.adapt(tree, path)
+        yield Step(new, tree, path)
 
 
-def whole_numbers(prompt: Sequence[int]) -> list[int]:
-    """A prompt's ids, also those of numpy and torch. Raises ValueError for anything else."""
+def require_text(vocab_size: int, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """Return the prompt as a list. Raises ValueError for it or for max_new_tokens."""
     try:
-        return [index(token) for token in prompt]
+        ids = [index(token) for token in prompt]
     except TypeError as error:
-        raise ValueError("a prompt is a list of token ids, as a tokenizer makes") from error
+        raise ValueError("prompt must be a sequence of token ids") from error
+    if not ids or not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"prompt must have at least one id, and all from 0 to {vocab_size - 1}")
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, it must be an int from 1")
+    return ids
 
 
-def require_arguments(
-    target: Model,
-    prompt: Sequence[int],
-    settings: Settings,
-    max_new_tokens: int,
-    sampling: Sampling,
-    acceptance: Acceptance | None,
-) -> None:
-    """Raise ValueError for an empty prompt, an id in it that the target does not know, settings of
-    no method, a text of no tokens, or an acceptance of greedy text."""
-    if not prompt:
-        raise ValueError("the prompt is empty")
-    n_ids = target.config.vocab_size
-    for token in prompt:
-        if not 0 <= token < n_ids:
-            raise ValueError(f"the prompt has id {token}, but the target knows 0 to {n_ids - 1}")
-    if not hasattr(settings, "rule"):
-        raise ValueError(f"{settings!r} is no method's settings, as DynaTree() is")
-    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, it must be a whole number from 1")
-    if acceptance and sampling.is_greedy:
-        raise ValueError("an acceptance is of sampled text, and this is greedy")
+def require_parts(drafter: Drafter | None, rule: Rule) -> None:
+    """Raise ValueError for what `generate` cannot use as a drafter or a rule."""
+    if not isinstance(rule, Rule) or rule.is_used:
+        raise ValueError(f"rule is {rule!r:.80}, it must be a Rule that served no other text")
+    is_needed = drafter is not None or rule.max_depth > 0
+    if is_needed and not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter is {drafter!r:.80}, this rule needs a Drafter")
 
 
-def choose_drafter(target: Model, draft: Model | Drafter | None, rule: Rule) -> Drafter:
-    """What drafts for this rule; one that is never asked for a rule without a level. Raises
-    ValueError if it has levels and there is no draft."""
-    if not rule.max_depth:
-        return Drafter()
-    if draft is None:
-        raise ValueError("the method drafts, and there is no draft")
-    if isinstance(draft, Drafter):
-        return draft
-    return ModelDrafter(draft, target.config.vocab_size)
+def read_settings(kind: type[Settings], assignments: Sequence[str]) -> Settings:
+    """Return a method's default settings, changed by NAME=VALUE assignments. Raises ValueError."""
+    types = {f.name: f.type for f in fields(kind)}
+    values = {}
+    for assignment in assignments:
+        name, _, word = assignment.partition("=")
+        if name not in types:
+            raise ValueError(f"--set {assignment}: the settings are {', '.join(types) or 'none'}")
+        try:
+            is_bool = types[name] is bool
+            values[name] = {"on": True, "off": False}[word] if is_bool else types[name](word)
+        except (KeyError, ValueError) as error:
+            expected = "on or off" if types[name] is bool else types[name].__name__
+            raise ValueError(f"--set {assignment}: {name} must be {expected}") from error
+    return kind(**values)
 
 
-def reader(rule: Rule) -> Callable[[list[int], Scores], None] | None:
-    """What shows a rule that asks for it what the target likes after each token of the prompt."""
-    if not rule.n_read:
-        return None
-    return lambda tokens, scores: rule.read(tokens, scores.best(rule.n_read))
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Tree speculative decoding of GPT-NeoX models")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    parser.add_argument("--method", choices=METHODS, default="dynatree", help="(default dynatree)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampled text (default 0)")
+    parser.add_argument("--target", default="models/tiny/target", help="folder of a checkpoint")
+    parser.add_argument("--draft", default="models/tiny/draft", help="folder of a checkpoint")
+    parser.add_argument("--device", default="cpu", help="(default cpu)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--compare", action="store_true", help="also run ar on the same prompt")
+    return parser.parse_args()
+
+
+def write(steps: Iterator[Step], tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """Print a text as it is committed, and return its ids and the number of steps."""
+    ids, n_steps, n_shown = [], 0, 0
+    for step in steps:
+        ids += step.tokens
+        n_steps += 1
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # else more bytes of the last character are to come
+            print(text[n_shown:], end="", flush=True)
+            n_shown = len(text)
+    print(text[n_shown:])
+    return ids, n_steps
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write a text by a method, and if asked for, compare it with ar's."""
+    settings = read_settings(METHODS[args.method], args.set)
+    dtype = getattr(torch, args.dtype)
+    target = GPTNeoX.from_pretrained(args.target, args.device, dtype)
+    drafter = ModelDrafter(GPTNeoX.from_pretrained(args.draft, args.device, dtype))
+    tokenizer = Tokenizer.from_str((Path(args.target) / "tokenizer.json").read_text("utf-8"))
+    prompt = tokenizer.encode(args.prompt).ids
+
+    def decode(rule: Rule) -> Iterator[Step]:
+        is_sampled = args.temperature != 0
+        accept = Sampler(args.temperature, args.top_p, args.seed) if is_sampled else accept_greedy
+        options = {"eos_ids": target.config.eos_ids, "accept": accept}
+        return generate(target, drafter, prompt, rule, args.max_new_tokens, **options)
+
+    def timed(settings: Settings) -> tuple[list[int], float]:
+        began = time.perf_counter()
+        ids = [token for step in decode(settings.make_rule()) for token in step.tokens]
+        return ids, len(ids) / (time.perf_counter() - began)
+
+    began = time.perf_counter()
+    ids, n_steps = write(decode(settings.make_rule()), tokenizer)
+    rate = len(ids) / (time.perf_counter() - began)
+    summary = f"{len(ids)} tokens, {rate:.1f} tokens/s, {len(ids) / n_steps:.2f} tokens/iter"
+    print(summary, file=sys.stderr)
+    if args.compare:  # both without printing
+        ids, rate = timed(settings)
+        ar_ids, ar_rate = timed(Autoregressive())
+        verdict = "equal" if ids == ar_ids else "different"
+        if args.temperature:  # two samples of one distribution
+            verdict = "sampled, not compared"
+        compared = f"ar: {ar_rate:.1f} tokens/s, so {rate / ar_rate:.2f}x; the ids are {verdict}"
+        print(compared, file=sys.stderr)
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        run(args)
+    except (OSError, ValueError, NonFiniteLogits, SafetensorError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    from cli.main import main
-
     sys.exit(main())

@@ -15,10 +15,11 @@ from benchmark.step_times import StepTimes, measure_step_times
 from cli.errors import say
 from cli.metrics import matches, measure_acceptance
 from cli.models import Pair, overflow_note
-from dynatree import Step
 from engine.caches import CachePool
+from engine.decoding import Step
 from engine.streaming import WHOLE_TEXT
 from gpt_neox import Model
+from methods.rules import are_retrieved
 
 N_BINS = 20  # of a probability
 
@@ -43,7 +44,7 @@ def counted(
 
 def warn_of_overflow(steps: Sequence[Step], draft: Model | None) -> None:
     """Say so if in one of these steps no candidate of the draft was finite."""
-    if any(step.tree and step.tree.has_overflowed for step in steps):
+    if any(step.draft_overflowed for step in steps):
         say(overflow_note(draft))
 
 
@@ -89,13 +90,13 @@ def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
     """For depth 1, 2, ...: how many trees reached it (drafted), how many accepted paths came to a
     node with a child at it (tried), and how many went on to it (accepted)."""
     trees = [step for step in steps if step.tree]
-    deepest = max((step.tree.depth for step in trees), default=0)
+    deepest = max((max(step.tree.depths) for step in trees), default=0)
     drafted = [0] * deepest
     tried = [0] * deepest
     accepted = [0] * deepest
     for step in trees:
         n_accepted = len(step.path) - 1
-        for i in range(step.tree.depth):
+        for i in range(max(step.tree.depths)):
             drafted[i] += 1
         for i in range(n_accepted):
             tried[i] += 1
@@ -117,7 +118,7 @@ def count_calibration(steps: Sequence[Step]) -> dict[str, list[int]]:
         tree = step.tree
         are_matching = [False, *matches(step)]
         for row in range(1, len(tree)):
-            if not tree.are_retrieved[row]:
+            if not are_retrieved(tree)[row]:
                 above = tree.path_logprobs[tree.parents[row]]
                 chance = math.exp(tree.path_logprobs[row] - above)
                 bin = min(int(chance * N_BINS), N_BINS - 1)

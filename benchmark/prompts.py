@@ -27,8 +27,8 @@ from engine.checkpoint import CheckpointError
 from engine.foreign import ForeignFile, parse_json, read_text
 from engine.hub import hub_client
 from engine.way import Way
+from methods.sampler import Sampling
 from methods.static import Alone
-from sampling import Sampling
 
 SCRIPT = "wikitext2-script"
 DATASETS = ("builtin", "wikitext2", SCRIPT, "pg19")

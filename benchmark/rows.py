@@ -15,7 +15,7 @@ from cli.models import Pair
 from cli.options import has_temperature
 from engine.way import SIZED_WORDS, Way
 from methods import METHODS
-from sampling import GREEDY, Sampling
+from methods.sampler import GREEDY, Sampling
 
 
 def split_list(text: str, option: str) -> list[str]:
@@ -132,7 +132,7 @@ def at_size(row: Run, part: Part, size: tuple[float, ...], suffix: str) -> Run:
 def with_acceptance(run: Run, part: Part) -> Run:
     """A sampled run, accepted as its part has it unless it says how; its label stays, as a paper's
     figures go by it."""
-    is_open = run.temperature and run.way.rule().max_rows > 1 and not run.way.acceptance
+    is_open = run.temperature and run.way.rule().max_verified > 1 and not run.way.acceptance
     if not (part.acceptance and is_open):
         return run
     return replace(run, row=f"{run.row} {part.acceptance}")
@@ -145,7 +145,7 @@ def with_draft(run: Run, part: Part) -> Run:
         return run
     rule = run.way.rule()
     is_sampled = bool(run.temperature)
-    is_drawn = rule.is_drawing and run.method in part.drawn and not is_sampled
+    is_drawn = rule.draws_candidates and run.method in part.drawn and not is_sampled
     if has_temperature(rule, is_drawn or is_sampled):
         run = replace(run, draft_temperature=part.draft_temperature, is_drawn=is_drawn)
     return run

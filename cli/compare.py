@@ -6,6 +6,7 @@ print(comparison.line())
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -90,8 +91,8 @@ def reference_of(request: Request) -> Request:
 
 def strict_reference(settings: Settings) -> Alone:
     """The ar that a strict run is held against: with as many rows a pass, where that matters."""
-    rule = settings.rule()
-    return Alone(rows=row_count(max(rule.max_rows, rule.min_rows)))
+    rule = settings.make_rule()
+    return Alone(rows=row_count(max(rule.max_verified, rule.min_rows)))
 
 
 def compare(request: Request, written: Tally, digests: Digests | None) -> Comparison:
@@ -140,7 +141,7 @@ def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float |
     """
     try:
         target = pair.float32_target
-        with target.new_cache(min(len(ids), window.full), Use(window=window)) as cache:
+        with closing(target.new_cache(min(len(ids), window.full), Use(window=window))) as cache:
             best, second = target.prefill(ids, cache).logits[0].topk(2).values.tolist()
     except OutOfMemory:
         return None

@@ -21,9 +21,9 @@ import torch
 
 from engine.checkpoint import CheckpointError, first_line
 from engine.files import locked
+from engine.foreign import shown
 from engine.hub import HubUnreachable
 from engine.memory import OutOfMemory, is_refusal
-from gpt_neox import shown
 from parallel.ranks import RanksError
 from verify import NonFiniteLogits
 

@@ -31,14 +31,15 @@ from cli.page import require_places, save_trace
 from cli.terminal import LEGEND, describe, draw_tree, harmless, has_color
 from cli.tokens import encode
 from cli.trace import Trace, describe_base, meanings
-from dynatree import Step
+from engine.decoding import Step
 from engine.model import FastGPTNeoX
 from engine.streaming import WHOLE_TEXT
 from methods import METHODS
 from methods.acceptances import default_of
+from methods.rules import are_retrieved
+from methods.sampler import GREEDY
 from parallel.led import on_ranks
 from parallel.ranks import Ranks
-from sampling import GREEDY
 
 WARM_UP_STEPS = 8
 LONG_PROMPT = 2000  # tokens
@@ -120,7 +121,7 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
 def rest_of(request: Request) -> dict:
     """What is reported of a request beside its method and models."""
     way, rule = request.way, request.way.rule()
-    accepts = way.acceptance or ("the method's" if rule.acceptance else default_of(rule))
+    accepts = way.acceptance or default_of(rule)
     return {
         "max_new_tokens": request.max_new_tokens,
         "eos_ids": request.eos_ids,
@@ -174,7 +175,7 @@ def stream(request: Request, args: argparse.Namespace, written: Written) -> None
         say(LEGEND)
 
     def told(step: Step) -> None:
-        if step.tree and step.tree.has_overflowed and not written.tally.has_overflowed:
+        if step.draft_overflowed and not written.tally.has_overflowed:
             tell(f"\n{overflow_note(request.pair.draft)}")  # text may stand on the line
         if written.trace:
             written.trace.add(step)
@@ -235,10 +236,10 @@ def summarise_step(step: Step) -> str:
     n_accepted = len(step.path) - 1
     ms = step.draft_ms + step.verify_ms + step.other_ms
     accepted = f"{n_accepted} of {step.n_drafted} accepted"
-    n_retrieved = sum(step.tree.are_retrieved)
+    n_retrieved = sum(are_retrieved(step.tree))
     if n_retrieved:
         accepted += f" ({step.n_drafted - n_retrieved} drafted, {n_retrieved} retrieved)"
-    return f"{accepted}, depth {step.tree.depth}, {ms:.1f} ms"
+    return f"{accepted}, depth {max(step.tree.depths)}, {ms:.1f} ms"
 
 
 def summarise(metrics: Metrics) -> str:

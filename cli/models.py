@@ -29,18 +29,17 @@ from cli.tokens import (
     require_same_tokenizer,
     special_stops,
 )
-from draft_tree import Watcher
-from dynatree import Step
+from dynatree import Drafter
 from engine.checkpoint import DTYPES, CheckpointError
-from engine.decoding import generate
+from engine.decoding import Step, generate
 from engine.hub import find_checkpoint
 from engine.memory import memory_for, read_system_file
 from engine.model import FastGPTNeoX, is_fast, load_plain
 from engine.way import Way, read_way
 from gpt_neox import GPTNeoX
+from methods.sampler import Sampling
 from parallel.led import Led
 from parallel.ranks import Ranks
-from sampling import Sampling
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -128,7 +127,7 @@ class Pair:
     """A target, the tokenizer, and a draft unless the method needs none."""
 
     target: GPTNeoX  # a fast one unless --plain; of several ranks a Led
-    draft: GPTNeoX | None
+    draft: GPTNeoX | Drafter | None
     tokenizer: Tokenizer
     target_folder: Path
     draft_folder: Path | None
@@ -137,7 +136,7 @@ class Pair:
 
     @property
     def models(self) -> list[GPTNeoX]:
-        return [model for model in (self.target, self.draft) if model]
+        return [model for model in (self.target, self.draft) if isinstance(model, GPTNeoX | Led)]
 
     @cached_property
     def float32_target(self) -> FastGPTNeoX:
@@ -174,7 +173,7 @@ class Request:
     def decode(
         self,
         inspect: Callable[[Tensor], None] | None = None,
-        watcher: Watcher | None = None,
+        watcher: object | None = None,
     ) -> Iterator[Step]:
         """Its steps. inspect, watcher: as engine.decoding.generate has them."""
         return generate(
@@ -192,7 +191,7 @@ class Request:
         self,
         told: Callable[[Step], None] = lambda step: None,
         inspect: Callable[[Tensor], None] | None = None,
-        watcher: Watcher | None = None,
+        watcher: object | None = None,
     ) -> Generator[str, None, str]:
         """Its text in pieces, each as soon as it is final; before each, `told` has its step, of a
         last one with what came after a stop text. What ends the text is no part of it. Returns the
@@ -242,7 +241,7 @@ def stream_text(
 
 def warn_of_length(pair: Pair, n_tokens: int) -> None:
     """Say so if a text is longer, its prompt included, than what the target was trained for."""
-    trained = pair.target.config.max_positions
+    trained = pair.target.config.max_position_embeddings
     if n_tokens > trained:
         say(f"warning: {n_tokens} tokens with the prompt, and the target was trained for {trained}")
 

@@ -17,7 +17,7 @@ from engine.checkpoint import DTYPES
 from engine.way import Way, read_way
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES, DEFAULTS
-from sampling import GREEDY, Sampling
+from methods.sampler import GREEDY, Sampling
 
 MAX_PROMPT_BYTES = 4_000_000  # of a file: a long novel, some 500 times Pythia's positions
 
@@ -75,7 +75,7 @@ def choose_way(args: argparse.Namespace) -> Way:
         raise UsageError(f"--method {args.method}: {error}") from error
     sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
     if args.draft_temperature is not None:
-        require_temperature(args.method, way.rule(), sampling.draws)
+        require_temperature(args.method, way.rule(), sampling.draws_candidates)
     if way.acceptance and sampling.is_greedy:
         raise UsageError(f"--accept {way.acceptance} needs a --temperature above 0")
     return replace(way, sampling=sampling, graphs=not args.no_graphs)
@@ -100,7 +100,7 @@ def choose_sampling(
 
 def has_temperature(rule: Rule, draws: bool) -> bool:
     """Whether a draft's temperature changes its trees. draws: where the rule can."""
-    return (draws and rule.is_drawing) or (rule.max_depth > 0 and rule.goes_by_probs)
+    return (draws and rule.draws_candidates) or (rule.max_depth > 0 and rule.depends_on_probs)
 
 
 def require_temperature(row: str, rule: Rule, draws: bool) -> None:

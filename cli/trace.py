@@ -1,7 +1,7 @@
 """What decided every tree and what became of it, as data: --trace, and --page shows it.
 
     trace = Trace(tokenizer, settings)
-    for step in generate(target, draft, prompt, settings, 64, watcher=trace):
+    for step in generate(target, draft, prompt, Way(settings), 64, watcher=trace):
         trace.add(step)
     trace.iterations  # the schema is in docs/page.md
 
@@ -13,15 +13,17 @@ Shapes: n rows of one level, k candidates per row.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import numpy
 from tokenizers import Tokenizer
 
 from cli.tokens import TextStream, decode
-from draft_tree import Gates, Level, Settings, Tree
-from dynatree import Step
+from draft_tree import Gates, Level, Rule, Settings, Tree
+from engine.decoding import Step
+from methods.calibration import CalibratedDrafter
 from methods.retrieval import Graft, parse_base
+from methods.rules import RuleWrapper, are_retrieved
 
 FORMAT = {"name": "dynatree-trace", "version": 2}
 MOST_DROPPED = 48  # candidates that are listed per tree, the likeliest; the rest is counted
@@ -40,6 +42,7 @@ class Seen:
     to_add: Gates
     to_grow: Gates
     is_full: bool
+    draft_logprobs: numpy.ndarray | None  # [n, k], where they are calibrated
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,37 @@ class Candidate:
     stopped: str | None  # the one that lets nothing grow below it
 
 
+class TracedRule(RuleWrapper):
+    """A rule of which a trace keeps each level with the gates that decided it."""
+
+    def __init__(self, rule: Rule, trace: "Trace", calibrated: CalibratedDrafter | None):
+        super().__init__(rule)
+        self.trace, self.calibrated = trace, calibrated
+
+    def begin_tree(self, root: int, max_depth: int) -> int:
+        n_levels = super().begin_tree(root, max_depth)
+        self.trace.begin(self.state(), n_levels, max_depth)
+        return n_levels
+
+    def add_gates(self, level: Level) -> Gates:
+        self.gates = super().add_gates(level)
+        return self.gates
+
+    def expand_gates(self, level: Level) -> Gates:
+        gates = super().expand_gates(level)
+        logprobs = self.calibrated.draft_logprobs[-1] if self.calibrated else None
+        level.confidence  # noqa: B018  # found and kept now, before the calibration learns
+        self.trace.levels.append(Seen(level, self.gates, gates, False, logprobs))
+        return gates
+
+    def finish_tree(self, tree: Tree) -> Tree:
+        if self.trace.levels and len(tree) >= self.rule.max_rows:
+            self.trace.levels[-1] = replace(self.trace.levels[-1], is_full=True)
+        return super().finish_tree(tree)
+
+
 class Trace:
-    """The Watcher that keeps everything; its JSON is small, as numbers are short."""
+    """Keeps everything by wrappers of a run's parts; its JSON is small, as numbers are short."""
 
     def __init__(self, tokenizer: Tokenizer, settings: Settings, hidden_ids: Iterable[int] = ()):
         """hidden_ids: of no text, as EOS."""
@@ -79,11 +111,13 @@ class Trace:
         self.levels = []
         self.trials = []
 
-    def level(self, level: Level, to_add: Gates, to_grow: Gates, is_full: bool) -> None:
-        self.levels.append(Seen(level, to_add, to_grow, is_full))
+    def wrap(self, rule: Rule, calibrated: CalibratedDrafter | None) -> TracedRule:
+        """Return the rule, traced (the `trace` of methods.compose)."""
+        return TracedRule(rule, self, calibrated)
 
-    def tried(self, row: int, chance: float, coin: float, left: float) -> None:
-        self.trials.append([row, *map(short, (chance, coin, left))])
+    def add_trial(self, row: int, probability: float, number: float, remaining_mass: float) -> None:
+        """Record one trial of a row (methods.sampler.OnTrial)."""
+        self.trials.append([row, *map(short, (probability, number, remaining_mass))])
 
     def add(self, step: Step) -> None:
         """What the step that the last tree led to has added to the text."""
@@ -123,7 +157,7 @@ class Trace:
             of_row[row] = proposed.pop((slots[tree.parents[row]], tokens[row]), None)
         self.used_ids.update(tokens + predictions)
         confidence, breadth = self.look_at_rows(slots)
-        retrieved = [row for row in range(len(tree)) if tree.are_retrieved[row]]
+        retrieved = [row for row, is_it in enumerate(are_retrieved(tree)) if is_it]
         stopped = [None] * len(tokens)
         if self.max_depth < 1:
             stopped[0] = NO_LEVEL_LEFT
@@ -149,7 +183,7 @@ class Trace:
     def believed(self, tree: Tree, of_row: dict[int, Candidate | None]) -> list | None:
         """By row what the draft's own probabilities make of its path, where p is counted; None
         where it proposed no such row."""
-        if all(seen.level.chances is None for seen in self.levels):
+        if all(seen.draft_logprobs is None for seen in self.levels):
             return None
         found: list[float | None] = [1.0]
         for row, candidate in of_row.items():
@@ -178,7 +212,8 @@ class Trace:
             shape = seen.level.tokens.shape
             ids = seen.level.tokens.tolist()
             p = numpy.exp(seen.level.path_logprobs).tolist()
-            believed = numpy.exp(seen.level.believed).tolist()
+            logprobs = seen.level.logprobs if seen.draft_logprobs is None else seen.draft_logprobs
+            believed = numpy.exp(logprobs[:, : shape[1]]).tolist()
             dropped = first_closed(seen.to_add, shape)
             stopped = first_closed(seen.to_grow, shape)
             for row in range(shape[0]):
@@ -204,8 +239,8 @@ class Trace:
         for seen in self.levels:
             level = seen.level
             gates = [seen.to_add[name] for name in RANK_GATES if name in seen.to_add]
-            has_overflowed = ~level.is_possible.any(axis=1)
-            best = numpy.where(has_overflowed, math.nan, level.confidence()[:, 0])
+            has_overflowed = ~(level.path_logprobs > -math.inf).any(axis=1)
+            best = numpy.where(has_overflowed, math.nan, level.confidence)
             confidence += map(short, best.tolist())
             breadth += gates[0].sum(axis=1).tolist() if gates else [None] * len(level.tokens)
         by_row = [None if slot < 0 else confidence[slot] for slot in slots]
@@ -239,7 +274,7 @@ def rows_setting(settings: Settings) -> str:
         of_base = rows_setting(base)
         if of_base == "N":  # two settings of this name, and the smaller counts
             return "rows"
-        return "N" if settings.N < base.rule().max_rows else of_base
+        return "N" if settings.N < base.make_rule().max_verified else of_base
     return next((name for name in ROWS if hasattr(settings, name)), "rows")
 
 

@@ -129,7 +129,7 @@ class CachePool:
         Else each longer request would need a new one, and graphs over the old one are never freed.
         If that is half of what is free or more, the draft's cache may need the room.
         """
-        most = max(capacity, self.config.max_positions)
+        most = max(capacity, self.config.max_position_embeddings)
         if not self.is_shaped:
             return capacity
         free = min(self.share.every(free_memory(self.device)))

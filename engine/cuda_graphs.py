@@ -150,11 +150,12 @@ class ShapedPasses:
             mask = causal_mask(n)
         shape = shape_of(row_count(max(n, use.min_rows)), n_slots, use)
         self.upload(shape, tokens, positions, mask, length, start)
-        ranked = self.captured[shape].replay() if self.is_replaying else self.run_pass(shape)
-        logits = self.logits[n - n_last : n, : use.n_ids]
+        x, ranked = self.captured[shape].replay() if self.is_replaying else self.run_pass(shape)
+        rows = slice(n - n_last, n)
+        logits = self.logits[rows, : use.n_ids]
         if ranked is None:
-            return ReadScores(logits, use.ranking, None)
-        return read_ranked(logits, self.read(ranked[n - n_last : n]), use.ranking)
+            return ReadScores(x[rows], logits, use.ranking, None)
+        return read_ranked(x[rows], logits, self.read(ranked[rows]), use.ranking)
 
     def upload(
         self,
@@ -190,9 +191,10 @@ class ShapedPasses:
         if self.is_up:
             self.is_up.record()
 
-    def run_pass(self, shape: Shape) -> Tensor | None:
-        """The pass that was uploaded for this shape, and what the host wants of it, as
-        engine.scores.rank has it; no shape in it depends on a value, and nothing is read back."""
+    def run_pass(self, shape: Shape) -> tuple[Tensor, Tensor | None]:
+        """The pass that was uploaded for this shape: its last hidden states, and what the host
+        wants of its logits, as engine.scores.rank has it. No shape in it depends on a value, and
+        nothing is read back."""
         inputs = shape.inputs(self.buffer, self.kv.dtype)
         if shape.is_strict:
             bias = open_sight(inputs.positions, inputs.seen, shape.n_slots)
@@ -201,12 +203,12 @@ class ShapedPasses:
             bias = inputs.seen.index_select(1, above)
         slots = inputs.start + self.slots[: shape.n_rows]
         run = self.run()
-        logits = run(inputs.tokens, inputs.positions, self.kv, self.turns, slots, bias)
+        x, logits = run(inputs.tokens, inputs.positions, self.kv, self.turns, slots, bias)
         self.logits[: shape.n_rows].copy_(logits)
         if not shape.ranking.is_read:
-            return None
+            return x, None
         logits = self.logits[: shape.n_rows, : shape.n_ids]
-        return rank(logits, shape.ranking)
+        return x, rank(logits, shape.ranking)
 
     def read(self, ranked: Tensor) -> Tensor:
         """The same on the host, by one copy."""
@@ -273,12 +275,12 @@ def shape_of(n_rows: int, n_slots: int, use: Use) -> Shape:
 
 
 class Captured(NamedTuple):
-    """A function as a graph, and the tensor that every replay writes anew."""
+    """A function as a graph, and the tensors that every replay writes anew."""
 
     graph: torch.cuda.CUDAGraph
-    result: Tensor | None
+    result: tuple[Tensor, Tensor | None]
 
-    def replay(self) -> Tensor | None:
+    def replay(self) -> tuple[Tensor, Tensor | None]:
         self.graph.replay()
         return self.result
 
@@ -303,7 +305,9 @@ def destroy_graphs() -> None:
 
 
 def record(
-    run: Callable[[], Tensor | None], pool: tuple[int, int] | None, device: torch.device
+    run: Callable[[], tuple[Tensor, Tensor | None]],
+    pool: tuple[int, int] | None,
+    device: torch.device,
 ) -> Captured:
     """Capture a function that has run before, over a memory pool to share.
 

@@ -19,15 +19,21 @@ from typing import TypeVar
 
 import msgspec
 
-from gpt_neox import CheckpointError
-
 T = TypeVar("T")
 LIMIT = 2**26  # bytes of a file
 LONGEST = 300  # characters of what msgspec says, which may quote the file
 
 
-class ForeignFile(CheckpointError):
+class ForeignFile(ValueError):
     """A file that cannot be read, or says what it may not; the message is one line for the user."""
+
+    def __init__(self, line: str):
+        super().__init__(shown(line))
+
+
+def shown(text: str) -> str:
+    """Return text of unknown origin on one line, with nothing in it that a terminal obeys."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def read_json(file: Path, kind: type[T] = object, limit: int = LIMIT) -> T:

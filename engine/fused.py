@@ -51,20 +51,21 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], share: Share = WHOLE) 
     config, layers = model.config, model.gpt_neox.layers
     model.gpt_neox.layers = nn.ModuleList()  # theirs are taken one by one
     take(model, "", tensors, share)
-    if config.is_tied:
+    if config.tie_word_embeddings:
         model.embed_out.weight = model.gpt_neox.embed_in.weight
     settle_kernels(model.device, model.dtype)  # before norms are folded by a product
-    for i in range(config.n_layers):
+    for i in range(config.num_hidden_layers):
         take(layers[i], f"gpt_neox.layers.{i}.", tensors, share)
         layers[i] = FusedLayer(layers[i], config, share)
     model.gpt_neox.layers = layers
     model.gpt_neox = FusedTransformer(model.gpt_neox, share)
     model.embed_out = Head(model.embed_out.weight, config.vocab_size, share)
     model.share = share
-    model.n_heads = config.n_heads // share.count
-    token_bytes = 2 * config.n_layers * model.n_heads * config.head_size * model.dtype.itemsize
+    model.n_heads = config.num_attention_heads // share.count
+    n_values = 2 * config.num_hidden_layers * model.n_heads * config.head_size  # of one token
+    token_bytes = n_values * model.dtype.itemsize
     # The pool is the model's: what kept the model in turn would keep its weights as well
-    run = weakref.WeakMethod(model.logits)
+    run = weakref.WeakMethod(model.run_pass)
     min_rows = fastest_rows(model.device, model.dtype)
     model.pool = CachePool(run, token_bytes, model.device, config, min_rows, share)
 
@@ -91,7 +92,8 @@ def take(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor], share: S
 
 def require_divisible(config: Config, share: Share) -> None:
     """Raise CheckpointError unless heads and the MLP's inside can be split evenly."""
-    sizes = {"heads": config.n_heads, "columns of the MLP's inside": config.intermediate_size}
+    heads = config.num_attention_heads
+    sizes = {"heads": heads, "columns of the MLP's inside": config.intermediate_size}
     for what, n in sizes.items():
         if n % share.count:
             raise CheckpointError(f"{n} {what} cannot be split evenly over {share.count} ranks")
@@ -166,7 +168,7 @@ class Affine(NamedTuple):
 
 def is_joined(config: Config, device: torch.device) -> bool:
     """Whether the way into attention and MLP is one product: where launches cost."""
-    return config.is_parallel and device.type == "cuda"
+    return config.use_parallel_residual and device.type == "cuda"
 
 
 class FusedLayer(nn.Module):
@@ -177,7 +179,7 @@ class FusedLayer(nn.Module):
         times the norm before it overflows."""
         super().__init__()
         self.config, self.share = config, share
-        self.approximate = ACTIVATIONS[config.activation]
+        self.approximate = ACTIVATIONS[config.hidden_act]
         self.mark = overflow_mark(layer.mlp.dense_4h_to_h.weight.dtype)
         self.n_attended = len(layer.attention.query_key_value.weight) // 3
         self.n_inside = len(layer.mlp.dense_h_to_4h.weight)
@@ -198,7 +200,7 @@ class FusedLayer(nn.Module):
         else:
             self.qkv = open_product(*qkv)
             self.inside = open_product(*inside)
-        if config.is_parallel:
+        if config.use_parallel_residual:
             weight = torch.cat([dense.weight, out.weight], dim=1)
             self.out_of = open_product(weight, dense.bias + out.bias)
         else:
@@ -211,7 +213,7 @@ class FusedLayer(nn.Module):
         self, x: Tensor, turns: Tensor, past: Tensor, start: int | Tensor, bias: Tensor | Sight
     ) -> Tensor:
         in_order = isinstance(bias, Sight)  # strict: no sum may depend on a row's place
-        if not self.config.is_parallel:
+        if not self.config.use_parallel_residual:
             attended = self.attend(self.qkv(self.norm(x, 0)), turns, past, start, bias)
             x.add_(self.share.sum(self.dense(attended.transpose(0, 1).flatten(1)), in_order))
             inside = self.inside(self.norm(x, 1))
@@ -219,7 +221,7 @@ class FusedLayer(nn.Module):
             gelu(inside, self.approximate, active)
             return x.add_(self.share.sum(self.out(active), in_order))
         if self.into:
-            normed = torch.layer_norm(x, x.shape[-1:], None, None, self.config.norm_eps)
+            normed = torch.layer_norm(x, x.shape[-1:], None, None, self.config.layer_norm_eps)
             both = self.into(normed)
             qkv = both[:, : 3 * self.n_attended]
             inside = both[:, 3 * self.n_attended :][:, : self.n_inside]
@@ -234,7 +236,7 @@ class FusedLayer(nn.Module):
 
     def norm(self, x: Tensor, which: int) -> Tensor:
         """LN1 or LN2."""
-        return torch.layer_norm(x, x.shape[-1:], *self.norms[which], self.config.norm_eps)
+        return torch.layer_norm(x, x.shape[-1:], *self.norms[which], self.config.layer_norm_eps)
 
     def attend(
         self, qkv: Tensor, turns: Tensor, past: Tensor, start: int | Tensor, bias: Tensor | Sight
@@ -258,7 +260,7 @@ class FusedLayer(nn.Module):
         """Of its matrices."""
         if self.into:
             return [self.into, self.out_of]
-        out_of = [self.out_of] if self.config.is_parallel else [self.dense, self.out]
+        out_of = [self.out_of] if self.config.use_parallel_residual else [self.dense, self.out]
         return [self.qkv, self.inside, *out_of]
 
     @property

@@ -14,8 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.checkpoint import CheckpointError
-from gpt_neox import INDEX, SINGLE, describe_weights, read_config, shard_names, weight_files
+from engine.checkpoint import (
+    GENERATION,
+    INDEX,
+    SINGLE,
+    CheckpointError,
+    describe_weights,
+    read_config,
+    shard_names,
+    weight_files,
+)
 
 NO_ANSWER = (TypeError, LookupError, AttributeError, ImportError)
 
@@ -61,10 +69,10 @@ def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> P
 
     commit = HfApi().resolve_revision(name, revision=revision)
     folder = Path(hf_hub_download(name, "config.json", revision=commit)).parent
+    with suppress(EntryNotFoundError):  # most repositories have none
+        hf_hub_download(name, GENERATION, revision=commit)
     read_config(folder)  # refuses a foreign model before its weights are fetched
     hf_hub_download(name, "tokenizer.json", revision=commit)
-    with suppress(EntryNotFoundError):  # most repositories have none
-        hf_hub_download(name, "generation_config.json", revision=commit)
     weights = []
     for file in weight_names(name, commit, folder):
         weights.append(hf_hub_download(name, file, revision=commit, dry_run=True))

@@ -1,7 +1,7 @@
 """The model of gpt_neox.py made fast: fused layers, padded passes or CUDA graphs, lent caches.
 
-Both are a gpt_neox.Model, with the same greedy text. What a generation asks of its passes beyond
-that is a Use: engine/decoding.py makes one for each model.
+Both write the same greedy text. What a generation asks of its passes is a Use: engine/decoding.py
+makes one for each model, and gives the loop a view of it, which is a gpt_neox.Model.
 
     model = FastGPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
     cache = model.new_cache(256, Use(n_rows=64))
@@ -9,6 +9,7 @@ that is a Use: engine/decoding.py makes one for each model.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.caches import Storage
-from engine.checkpoint import DTYPES, load_tensors
+from engine.checkpoint import DTYPES, load_tensors, published_shapes, read_config
 from engine.fused import fill, require_divisible
 from engine.hub import find_checkpoint
 from engine.memory import memory_for, require_memory
@@ -24,7 +25,7 @@ from engine.passes import Use, causal_bias, open_bias
 from engine.scores import ReadScores, scores_of
 from engine.shares import WHOLE, Share, split_axis
 from engine.strict import MAX_DEPTH
-from gpt_neox import PREFILL_CHUNK, Config, GPTNeoX, KVCache, Scores, read_config, rotary_table
+from gpt_neox import PREFILL_CHUNK, Config, GPTNeoX, KVCache, rotary_table, with_own_head
 
 
 class FastCache(KVCache):
@@ -33,11 +34,13 @@ class FastCache(KVCache):
     def __init__(self, model: "FastGPTNeoX", storage: Storage, capacity: int, use: Use):
         super().__init__(storage.kv, storage.turns, capacity)
         self.model, self.storage, self.use = model, storage, use
+        self.turns = storage.turns
         self.full = use.window.full  # tokens at which the window drops some
         self.passes = storage.passes  # that are padded or have fixed shapes; None: as they come
         self.scratch = torch.empty(0, dtype=torch.int64)  # tokens of the rows that ran last
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, is_failed: bool = False) -> None:
+        """Give the memory back."""
         self.model.pool.take_back(self.storage)
 
     @property
@@ -50,15 +53,20 @@ class FastCache(KVCache):
         """Tokens that a step may commit: none commits across a drop, nor beyond strict sight."""
         return min(self.until_drop, MAX_DEPTH + 1) if self.use.is_strict else self.until_drop
 
+    def require(self, need: int) -> None:
+        if need > self.capacity:
+            raise IndexError(f"the cache has {self.capacity} slots, {need} are needed")
+
     def advance(self, n: int) -> None:
-        super().advance(n)
+        self.require(self.length + n)
+        self.length += n
         self.drop()
 
     def commit(self, rows: Sequence[int]) -> None:
         if self.use.is_rebuilt:
             positions = torch.arange(self.length, self.length + len(rows))
             self.model.forward(self.scratch[list(rows)], positions, self, n_last=1)
-            super().advance(len(rows))
+            self.length += len(rows)
         else:
             super().commit(rows)
         self.drop()
@@ -96,7 +104,8 @@ class FastGPTNeoX(GPTNeoX):
         cls, config: Config, tensors: Mapping[str, Tensor], share: Share = WHOLE
     ) -> "FastGPTNeoX":
         """A model of these weights, by their published names. Raises CheckpointError."""
-        config = cls.keep_stored_head(config, tensors)
+        if share is WHOLE:
+            config = with_own_head(config, tensors)
         with torch.device("meta"):  # no memory: the weights have theirs
             model = cls(config)
         fill(model, tensors, share)
@@ -115,11 +124,11 @@ class FastGPTNeoX(GPTNeoX):
     def make_memory(self, n_slots: int) -> tuple[Tensor, Tensor]:
         """Keys and values, and the turns of as many positions."""
         config = self.config
-        shape = (2, config.n_layers, self.n_heads, n_slots, config.head_size)
+        shape = (2, config.num_hidden_layers, self.n_heads, n_slots, config.head_size)
         kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
         return kv, rotary_table(config, n_slots, self.device)
 
-    def logits(
+    def run_pass(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -128,13 +137,14 @@ class FastGPTNeoX(GPTNeoX):
         start: int,
         bias: Tensor,
         first: int = 0,
-    ) -> Tensor:
-        """A whole pass on the model's device: [n - first, V], of the rows from `first` on.
+    ) -> tuple[Tensor, Tensor]:
+        """A whole pass on the model's device: last hidden states [n - first, hidden] and logits
+        [n - first, V], of the rows from `first` on.
 
         tokens, positions: [n] int64; the others as FusedTransformer.forward has them.
         """
-        x = self.gpt_neox(tokens, turns.index_select(0, positions), kv, start, bias)
-        return self.embed_out(x[first:])
+        x = self.gpt_neox(tokens, turns.index_select(0, positions), kv, start, bias)[first:]
+        return x, self.embed_out(x)
 
     def forward(
         self,
@@ -174,13 +184,14 @@ class FastGPTNeoX(GPTNeoX):
 
     def score(self, x: Tensor, cache: FastCache) -> ReadScores:
         """What follows each of the rows x [n, hidden]."""
-        return scores_of(self.embed_out(x).float()[:, : cache.use.n_ids], cache.use.ranking)
+        logits = self.embed_out(x).float()[:, : cache.use.n_ids]
+        return scores_of(x, logits, cache.use.ranking)
 
     def prefill(
         self,
         tokens: list[int],
         cache: FastCache,
-        read: Callable[[list[int], Scores], None] | None = None,
+        read: Callable[[list[int], ReadScores], None] | None = None,
     ) -> ReadScores:
         """GPTNeoX.prefill, in chunks that also end where a drop is due."""
         ids = torch.tensor(tokens)
@@ -206,7 +217,7 @@ class FastGPTNeoX(GPTNeoX):
         """
         kept = cache.kv[:, :, :, start + n : cache.length].clone()  # read, then write: they overlap
         kept[0] = self.gpt_neox.rotate(kept[0], cache.turns[n : n + 1].conj())
-        cache.rewind(cache.length - n)
+        cache.length -= n
         cache.kv[:, :, :, start : cache.length] = kept
 
     def capture(self, cache: FastCache, shortest: int) -> None:
@@ -223,7 +234,7 @@ def is_fast(model: object) -> bool:
 def load_plain(
     name_or_path: str | Path,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype | str = torch.float32,
+    dtype: torch.dtype = torch.float32,
 ) -> GPTNeoX:
     """The plain model, its checkpoint found and checked as the fast one's; raises as that."""
     with memory_for(f"the weights of {name_or_path}"):
@@ -237,23 +248,29 @@ def open_checkpoint(
     share: Share = WHOLE,
 ) -> tuple[Config, Mapping[str, Tensor]]:
     """A checkpoint's config, and its tensors, each read when it is looked at. Raises
-    CheckpointError, OutOfMemory if they would not fit, and ValueError for a dtype."""
-    dtype = DTYPES.get(dtype, dtype)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}, it must be a torch.dtype or {', '.join(DTYPES)}")
+    CheckpointError, and OutOfMemory if they would not fit."""
     folder, device = find_checkpoint(name_or_path), torch.device(device)
     config = read_config(folder)
     require_divisible(config, share)
-    tensors = load_tensors(folder, config, device, dtype, share)  # no memory yet
-    n_bytes = weight_bytes(config, dtype, share)
+    tensors = load_tensors(folder, config, device, named_dtype(dtype))
+    config = with_own_head(config, tensors)
+    n_bytes = weight_bytes(config, tensors.dtype, share)
     require_memory(n_bytes, device, f"the weights of {name_or_path}")
-    return config, tensors
+    return config, replace(tensors, share=share)
+
+
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return a dtype that may be given by its name. Raises ValueError for another name."""
+    dtype = DTYPES.get(dtype, dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}, it must be a torch.dtype or {', '.join(DTYPES)}")
+    return dtype
 
 
 def weight_bytes(config: Config, dtype: torch.dtype, share: Share = WHOLE) -> int:
-    """What all weights take in a dtype, or a share of them."""
+    """What all weights take in a dtype, or a share of them. Raises CheckpointError."""
     n = 0
-    for name, shape in GPTNeoX.published_shapes(config).items():
+    for name, shape in published_shapes(config).items():
         axis = split_axis(name)
         n_split = 1 if axis is None else shape[axis]
         n_here = 1 if axis is None else share.size(n_split)

@@ -28,7 +28,7 @@ SLOT_STEP = 256
 
 # run(tokens, positions, kv, turns, start, bias, first) -> logits of the rows from `first` on; that
 # function is asked for before each pass, as whoever keeps it must not keep its model
-Run = Callable[[], Callable[..., Tensor]]
+Run = Callable[[], Callable[..., tuple[Tensor, Tensor]]]
 
 
 def row_count(n: int) -> int:
@@ -119,8 +119,9 @@ class PaddedPasses:
         tokens = F.pad(tokens, (0, m - n)).to(self.kv.device)
         positions = F.pad(positions, (0, m - n)).to(self.kv.device)
         first = max(min(n - n_last, m - use.min_rows), 0)  # the head's product is one of rows, too
-        logits = self.run()(tokens, positions, self.kv, self.turns, start, bias, first)
-        return scores_of(logits[n - n_last - first : n - first, : use.n_ids].float(), use.ranking)
+        x, logits = self.run()(tokens, positions, self.kv, self.turns, start, bias, first)
+        rows = slice(n - n_last - first, n - first)
+        return scores_of(x[rows], logits[rows, : use.n_ids].float(), use.ranking)
 
 
 def strict_sight(

@@ -1,11 +1,10 @@
-"""Drawing in less time: the same laws as sampling.py's, by means that suit the device.
+"""Drawing in less time: the same laws as methods/sampler.py's, by means that suit the device.
 
 sampler = FastSampling(temperature=0.8, top_p=0.95, seed=0).sampler(device)
 """
 
 import math
 from dataclasses import dataclass, fields
-from random import Random
 
 import numpy
 import torch
@@ -13,7 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from engine.scores import FEW, few_best, tempered
-from sampling import LAST_SEED, Sampler, Sampling, Tried
+from methods.sampler import DrawingSampler, Sampling
 
 ONE = 2**40  # the probability 1 in whole numbers
 MANY = 256  # ids among which a top-p set is looked for first
@@ -28,16 +27,14 @@ class FastSampling(Sampling):
         """The same settings."""
         return cls(**{f.name: getattr(plain, f.name) for f in fields(Sampling)})
 
-    def sampler(self, device: torch.device, tried: Tried | None = None) -> "FastSampler":
-        generator = torch.Generator(device).manual_seed(self.seed)
-        return FastSampler(self, generator, Random(LAST_SEED - self.seed), tried)
+    def sampler(self, device: torch.device) -> "FastSampler":
+        return FastSampler(self, device)
 
 
-@dataclass(frozen=True)
-class FastSampler(Sampler):
-    """What sampling.Sampler does, in less time."""
+class FastSampler(DrawingSampler):
+    """What methods.sampler.DrawingSampler does, in less time."""
 
-    def warp_at(self, temperature: float, logits: Tensor) -> Tensor:
+    def distribution(self, logits: Tensor, temperature: float) -> Tensor:
         probs = torch.softmax(tempered(logits, temperature), dim=-1)
         if self.settings.top_p == 1:
             return probs
@@ -62,7 +59,7 @@ class FastSampler(Sampler):
                 kept[~is_sure] = self.cut(probs[~is_sure], probs.shape[1])
         return kept
 
-    def draw(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def draw_several(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return self.race(probs, k) if probs.is_cuda else self.pick(probs, k)
 
     def race(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -86,7 +83,7 @@ class FastSampler(Sampler):
             drawn: dict[int, tuple[float, float]] = {}  # where its part begins, how long it is
             left = line.item(-1)
             while len(drawn) < k:
-                point = self.coins.random() * left
+                point = self.random.random() * left
                 for begin, length in sorted(drawn.values()):
                     if point >= begin:  # what has been drawn is skipped
                         point += length
@@ -101,18 +98,16 @@ class FastSampler(Sampler):
             chances.append([*map(row_probs.item, drawn), *none])
         return torch.tensor(ids), torch.tensor(chances, dtype=torch.float32)
 
-    def propose(self, logits: Tensor, k: int) -> tuple[ndarray, ndarray, Tensor]:
-        """k tokens drawn from each row of the draft's logits [n, V]: ids [n, k] int64 in draw order
-        and log-probabilities [n, k] float32, on the host by one read; and what they were drawn
-        from, [n, V]."""
-        probs = self.warp_draft(logits)
-        drawn, chances = self.draw(probs, min(k, probs.shape[1]))
+    def propose(self, probs: Tensor, k: int) -> tuple[ndarray, ndarray]:
+        """Draw k tokens of each row of probs [n, V]: ids [n, k] int64 in draw order and their
+        log-probabilities [n, k] float32, on the host by one read."""
+        drawn, chances = self.draw_several(probs, min(k, probs.shape[1]))
         if probs.device.type == "cpu":
             ids, chances = drawn.numpy(), chances.numpy()
         else:  # an id below 2^24 is exact in float32
             ids, chances = torch.stack((drawn.float(), chances)).cpu().numpy()
         with numpy.errstate(divide="ignore"):
-            return ids.astype(numpy.int64, copy=False), numpy.log(chances), probs
+            return ids.astype(numpy.int64, copy=False), numpy.log(chances)
 
 
 def likeliest(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:

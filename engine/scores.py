@@ -4,7 +4,7 @@ The logits stay where the model is. What the host needs of them is little: the b
 whether the row is finite at all, and a few candidates. It comes with the pass, by one read; on CUDA
 what ranks the logits is a graph, too (engine/cuda_graphs.py).
 
-    scores = scores_of(logits, Ranking(3, are_logprobs=True))
+    scores = scores_of(x, logits, Ranking(3, are_logprobs=True))
     scores.argmax()  # n ids
     ids, logprobs = scores.top(3)  # [n, 3] each
 
@@ -17,8 +17,6 @@ import numpy
 import torch
 from numpy import ndarray
 from torch import Tensor
-
-from gpt_neox import Scores
 
 FEW = 8  # candidates up to which so many maxima are found sooner than by topk (CPU: measured)
 
@@ -41,25 +39,31 @@ class Read(NamedTuple):
     candidates: ndarray  # [n, k] int64, their ids
 
 
-class ReadScores(Scores):
-    """gpt_neox.Scores of which the host was told some with the pass, if it is that which is asked
+class ReadScores:
+    """Logits of which the host was told some with the pass, if it is that which is asked
     for; all else is computed when it is asked for, and read then."""
 
-    def __init__(self, logits: Tensor, ranking: Ranking, read: Read | None):
-        """logits: on CUDA the next pass over the same cache may overwrite them. read: None if the
-        ranking wants nothing."""
-        super().__init__(logits)
-        self.ranking, self.read = ranking, read
+    def __init__(self, hidden: Tensor, logits: Tensor, ranking: Ranking, read: Read | None):
+        """
+        Args:
+            hidden: last hidden states [n, hidden]. On CUDA the next pass over the same cache may
+                overwrite these and the logits.
+            logits: [n, V].
+            read: None if the ranking wants nothing.
+        """
+        self.hidden, self.logits, self.ranking, self.read = hidden, logits, ranking, read
 
     def argmax(self) -> list[int]:
-        return self.read.best.tolist() if self.read else super().argmax()
+        return self.read.best.tolist() if self.read else self.logits.argmax(dim=-1).tolist()
 
     def best(self, k: int) -> ndarray:
-        return self.read.candidates if self.read and self.ranking.k == k else super().best(k)
+        if self.read and self.ranking.k == k:
+            return self.read.candidates
+        return self.logits.topk(k).indices.cpu().numpy()
 
     def finite(self) -> ndarray:
         if not self.read:
-            return super().finite()
+            return self.logits.isfinite().all(dim=-1).cpu().numpy()
         return numpy.isfinite(self.read.highest)  # a row that holds inf or nan has it there
 
     def top(
@@ -68,15 +72,17 @@ class ReadScores(Scores):
         is_told = self.ranking == Ranking(k, are_logprobs=True, temperature=temperature)
         if is_told and (n_ids is None or self.logits.shape[1] <= n_ids):
             return self.read.candidates, self.read.values
-        return super().top(k, temperature, n_ids)
+        logprobs = torch.log_softmax(tempered(self.logits[:, :n_ids], temperature), dim=-1)
+        found = logprobs.topk(min(k, logprobs.shape[1]))
+        return found.indices.cpu().numpy(), found.values.cpu().numpy()
 
 
-def scores_of(logits: Tensor, ranking: Ranking) -> ReadScores:
+def scores_of(hidden: Tensor, logits: Tensor, ranking: Ranking) -> ReadScores:
     """What these logits [n, V] say; no more candidates than there are ids."""
     if not ranking.is_read:
-        return ReadScores(logits, ranking, None)
+        return ReadScores(hidden, logits, ranking, None)
     if logits.device.type != "cpu":
-        return read_ranked(logits, rank(logits, ranking).cpu(), ranking)
+        return read_ranked(hidden, logits, rank(logits, ranking).cpu(), ranking)
     k = min(ranking.k, logits.shape[1])
     values = values_of(logits, ranking)
     numbers = values.detach().numpy()
@@ -87,7 +93,7 @@ def scores_of(logits: Tensor, ranking: Ranking) -> ReadScores:
     highest, best = found[:, 0], ids[:, 0]
     if k > FEW:
         found, ids = (tensor.numpy() for tensor in values.topk(k))
-    return ReadScores(logits, ranking, Read(highest, best, found[:, :k], ids[:, :k]))
+    return ReadScores(hidden, logits, ranking, Read(highest, best, found[:, :k], ids[:, :k]))
 
 
 def values_of(logits: Tensor, ranking: Ranking) -> Tensor:
@@ -152,10 +158,10 @@ def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def read_ranked(logits: Tensor, ranked: Tensor, ranking: Ranking) -> ReadScores:
+def read_ranked(hidden: Tensor, logits: Tensor, ranked: Tensor, ranking: Ranking) -> ReadScores:
     """The same, of what `rank` gave for these logits, on the host; the first k candidates."""
     found, k = ranked.numpy(), ranking.k
     middle = found.shape[1] // 2 + 1
     values, ids = found[:, 2:middle], found[:, middle:]  # there may be more than k, or fewer
     best, ids = (part.astype(numpy.int64) for part in (found[:, 1], ids[:, :k]))
-    return ReadScores(logits, ranking, Read(found[:, 0], best, values[:, :k], ids))
+    return ReadScores(hidden, logits, ranking, Read(found[:, 0], best, values[:, :k], ids))

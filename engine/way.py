@@ -9,13 +9,14 @@ A row of bench.py says it in words, and so do the options of the command line:
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from draft_tree import Rule, Settings
+from draft_tree import Settings
 from engine.streaming import DEFAULT_SINKS, WHOLE_TEXT, Window
 from gpt_neox import Config
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES, choose_acceptance
+from methods.rules import MethodRule, make_rule
+from methods.sampler import GREEDY, Sampling
 from methods.settings import read_values
-from sampling import GREEDY, Acceptance, Sampling
 
 COMMITS = ("keep", "rebuild")
 # What a way may be told beside its method's settings, as fields of Way
@@ -42,21 +43,13 @@ class Way:
             raise ValueError(f"commit {self.commit}: there are {', '.join(COMMITS)}")
         if self.acceptance:
             rule = self.rule()
-            if rule.max_rows == 1:
+            if rule.max_verified == 1:
                 raise ValueError(f"{self.acceptance} has no effect: the method proposes no token")
             choose_acceptance(rule, self.acceptance)
 
-    def rule(self) -> Rule:
-        """A fresh one."""
-        return self.settings.rule()
-
-    def accepts(self) -> Acceptance | None:
-        """What accepts sampled text. Raises ValueError for a chosen acceptance of greedy text."""
-        if self.sampling.is_greedy:
-            if self.acceptance:
-                raise ValueError(f"{self.acceptance} is of sampled text, and this is greedy")
-            return None
-        return choose_acceptance(self.rule(), self.acceptance)
+    def rule(self) -> MethodRule:
+        """Return a new rule of the method."""
+        return make_rule(self.settings)
 
     @property
     def is_plain(self) -> bool:
@@ -69,8 +62,8 @@ class Way:
         models were trained for."""
         if self.window == WHOLE_TEXT:
             return
-        n_rows = self.rule().max_rows
-        longest = min(config.max_positions for config in models)
+        n_rows = self.rule().max_verified
+        longest = min(config.max_position_embeddings for config in models)
         size, sinks = self.window.size, self.window.sinks
         most = (longest - sinks) * 4 // 5  # size + size // 4 tokens beside the sinks
         why = f"the method's tree has {n_rows} rows, the models {longest} positions"

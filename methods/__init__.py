@@ -1,6 +1,6 @@
 """The one registry of methods: the command lines, the benchmark, tests and tools read it.
 
-A method is a frozen dataclass of settings whose `rule()` returns a fresh Rule (draft_tree.py). To
+A method is a frozen dataclass of settings whose `make_rule()` returns a Rule (draft_tree.py). To
 add one: a file here, and a line in drafting.py, or below if it needs more than a draft model;
 --help, graft's bases, the benchmark, the exactness suite and the GPU's check follow from it.
 
@@ -14,8 +14,12 @@ ngrams      what came after a few tokens the last time, for lookup and auto
 retrieval   recycle and graft: candidates from a table of successors
 lookup      what followed the text's own end the last time
 auto        both sources, each level and node only while it pays
-acceptances  block and traversal: sampled text whose trees are accepted from their leaves
-chances     what a guess has been worth in this text, counted instead of believed
+drawn       candidates drawn from the draft's distribution, and the check of what is cut
+acceptances  by token, by block and by traversal: what is kept of drawn candidates
+calibration  acceptance probabilities, learned online: a wrapper of the drafter
+observing   targets that show what they compute: to a rule, or to a drafter
+compose     all parts of a method around the core's loop
+rules       what rules share: attributes, the wrapper, trees with retrieved rows, the cut
 costs       what an iteration takes, fitted as times come in, and what is worth its time
 stop        what a rule allows is drafted and verified only while it pays
 reckoning   the settings by which a rule goes by counted chances, and stops by cost

@@ -19,17 +19,18 @@ Shapes: N tree rows, n rows of one level, k candidates per row.
 """
 
 import math
+import time
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, lone, setting
-from methods.chances import Counted
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Tree, setting
 from methods.costs import LEVEL, LEVEL_YIELD, ROW, SOME_COSTS, TREE, Account, parse_costs
 from methods.ngrams import Context, NGrams
-from methods.settings import text
+from methods.rules import DrawnLevel, MethodRule, MixedTree, are_retrieved, select, values_of
+from methods.settings import MethodSettings, text
 
 # The n-grams' candidates are counted by the tokens of context known and the rank of the candidate
 # there, each with a first guess
@@ -74,7 +75,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Auto(Settings):
+class Auto(MethodSettings):
     """auto: both sources, each level and node only while it pays (this project's own)."""
 
     N: int = setting(48, 1, MAX_ROWS, "most rows per tree, root included")
@@ -86,28 +87,28 @@ class Auto(Settings):
         SOME_COSTS,
     )
 
-    def rule(self) -> Rule:
+    def make_rule(self) -> Rule:
         return AutoRule(self)
 
 
 MAX_DEPTH = 16  # of what the n-grams propose
 
 
-class AutoRule(Rule):
+class AutoRule(MethodRule):
     """One generation of auto: all that it remembers, has counted and timed so far."""
 
-    is_drawing = True
-    n_read = N_RANKS
+    draws_candidates = True
+    is_calibrated = True
+    target_top_k = N_RANKS
 
     def __init__(self, settings: Auto):
         s = settings
-        super().__init__(N_RANKS, s.D_max, max_rows=s.N, max_drafted=s.N)
+        super().__init__(N_RANKS, s.D_max, s.N)
         self.n_drawn = 1
         self.settings = settings
         # What the target liked best after one to three tokens, the last time it stood there
         self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT)
         self.counts = Counts(first_guess())
-        self.chances = Counted()
         self.account = Account(parse_costs(s.costs))
         self.recent: Context = ()  # of the last token before the root
         # All else is of the tree that is being made or verified
@@ -119,20 +120,22 @@ class AutoRule(Rule):
         self.worth_of_memory = 0.0
         self.n_levels = 0  # drafted
 
-    def levels(self, root: int) -> int:
+    def begin_tree(self, root: int, max_depth: int) -> int:
         """Make the n-grams' tree, and see whether the draft promises a better one."""
+        self.began = time.perf_counter()
+        self.limit = max_depth
         self.n_levels = 0
-        self.chances.begin()
         self.account.open()
         prices = self.account.prices
-        self.begin(lone(root))
+        self.begin(MixedTree.of(Tree.from_root(root)))
         self.add_remembered(MAX_DEPTH)
         promise = sum(map(math.exp, self.tree.path_logprobs))  # the root's: the bonus
         if promise - 1 <= prices[TREE] + prices[ROW] * (len(self.tree) - 1):
-            self.begin(lone(root))
+            self.begin(MixedTree.of(Tree.from_root(root)))
             promise = 1.0
         self.worth_of_memory = self.account.worth(promise, len(self.tree))
-        return self.max_depth if self.account.may_draft(self.worth_of_memory) else 0
+        may_draft = self.account.may_draft(self.worth_of_memory)
+        return super().begin_tree(root, max_depth) if may_draft else 0
 
     def state(self) -> dict[str, float | str]:
         """What both sources are worth, and what makes this tree."""
@@ -168,7 +171,7 @@ class AutoRule(Rule):
                 self.offer(heap, row, present)
         while heap and len(tree) < self.max_rows:
             negative, parent, token, bin = heappop(heap)
-            row = tree.add(token, parent, math.log(-negative), is_retrieved=True)
+            row = tree.add_retrieved(token, parent, math.log(-negative))
             self.note(row, bin)
             if tree.depths[row] < max_depth:
                 self.offer(heap, row, present)
@@ -186,33 +189,39 @@ class AutoRule(Rule):
             if chance >= price and (parent, token) not in present:
                 heappush(heap, (-chance, parent, token, bin))
 
-    def expand(self, level: Level) -> tuple[Gates, Gates]:
-        """Candidates that pay for their rows; another level, if together they pay for that."""
+    def add_gates(self, level: Level) -> Gates:
+        """Candidates that pay for their rows."""
         prices = self.account.prices
         is_paying = level.path_logprobs >= math.log(prices[ROW])
-        if level.is_drawn:  # what is added must not depend on what was drawn: always the one
+        if isinstance(level, DrawnLevel):  # drawn: the one candidate is added, whatever it is
             is_paying = numpy.ones_like(is_paying)
         self.n_levels += 1
-        added = level.path_logprobs[is_paying & level.is_possible]  # all of them run, or none does
-        hoped = LEVEL_YIELD * numpy.exp(added).sum()
-        return {"c_row": is_paying}, {"c_level": hoped >= prices[LEVEL]}
+        # All of these run, or none does
+        added = level.path_logprobs[is_paying & (values_of(level) > -math.inf)]
+        self.goes_on = bool(LEVEL_YIELD * numpy.exp(added).sum() >= prices[LEVEL])
+        return {"c_row": is_paying}
 
-    def extend(self, tree: Tree, max_depth: int) -> Tree:
+    def expand_gates(self, level: Level) -> Gates:
+        """Another level, if together they pay for that."""
+        return {"c_level": self.goes_on}
+
+    def finish_tree(self, tree: Tree) -> Tree:
         """The drafted tree with the n-grams' candidates, or these alone."""
         if len(tree) > 1:
+            tree = MixedTree.of(tree)
             self.begin(tree)
             for row in range(1, len(tree)):
                 self.note(row, -1)
-            self.add_remembered(min(max_depth, MAX_DEPTH))
+            self.add_remembered(min(self.limit, MAX_DEPTH))
         self.tree.draft_slots[0] = tree.draft_slots[0]  # the draft may have run the root
-        rows = [row for row in range(len(self.tree)) if self.tree.depths[row] <= max_depth]
+        rows = [row for row in range(len(self.tree)) if self.tree.depths[row] <= self.limit]
         rows.sort(key=self.tree.depths.__getitem__)  # of equals, the drafted ones stay first
-        self.tree = self.tree.take(rows)
+        self.tree = select(self.tree, rows)
         self.bins = [self.bins[row] for row in rows]
         self.contexts = [self.contexts[row] for row in rows]
         return self.tree
 
-    def read(self, tokens: list[int], candidates: ndarray) -> None:
+    def observe_target(self, tokens: list[int], candidates: ndarray) -> None:
         """Remember the prompt at once; of a tree it must first be known what was accepted."""
         self.best = candidates.tolist()
         if self.tree is None:
@@ -220,7 +229,7 @@ class AutoRule(Rule):
                 self.recent = self.ngrams.continued(self.recent, token)
                 self.ngrams.write(self.recent, best)
 
-    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
+    def adapt(self, tree: Tree, path: list[int]) -> None:
         """Remember what the target likes, count what was right, and learn what it cost."""
         # Every row, for what is wrong here may be right elsewhere; what is true comes last
         others = [row for row in range(len(tree)) if row not in path]
@@ -228,7 +237,8 @@ class AutoRule(Rule):
             self.ngrams.write(self.contexts[row], self.best[row])
         self.recent = self.contexts[path[-1]]
         tried = [row for row in range(1, len(tree)) if tree.parents[row] in path]
-        retrieved = [row for row in tried if tree.are_retrieved[row]]
+        not_drafted = are_retrieved(tree)
+        retrieved = [row for row in tried if not_drafted[row]]
         self.counts.add([(self.bins[row], row in path) for row in retrieved])
-        self.chances.learn(tree, path)
+        ms = (time.perf_counter() - self.began) * 1e3
         self.account.take(len(path), len(tree), self.n_levels, ms)

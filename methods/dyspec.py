@@ -3,7 +3,7 @@
 A node's value estimates the chance that its guess is reached and accepted. Ranked children
 (greedy): p(u), the draft's probability of the path. Drawn children (sampled text, and greedy text
 in the paper's tables): the chance that the path is accepted and every elder sibling is not, known
-before the child itself is drawn (Eq. 11; `value_draws` in draft_tree.py).
+before the child itself is drawn (Eq. 11; `value_draws` in drawn.py).
 
 Two forms. Exact: the N highest values; drawn that is Algorithm 1, ranked the greedy choice of its
 appendix D.1, which Algorithm 1 with the likeliest token for the draw is not: its keys are values
@@ -22,9 +22,11 @@ import math
 from dataclasses import dataclass
 
 import numpy
+from numpy import ndarray
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, log_threshold, setting
 from methods.reckoning import Reckoned
+from methods.rules import MethodRule, values_of
 
 
 @dataclass(frozen=True)
@@ -36,48 +38,52 @@ class DySpec(Reckoned):
     D_max: int = setting(16, 1, MAX_ROWS - 1, "hard limit of depth")
     exact: bool = setting(True, False, True, "the N best; off: all of value t or more, up to N")
 
-    def rule(self) -> Rule:
+    def make_rule(self) -> Rule:
         return self.reckoned(DySpecRule(self))
 
 
-class DySpecRule(Rule):
+class DySpecRule(MethodRule):
     """One generation of DySpec."""
 
-    is_drawing = True
+    draws_candidates = True
 
     def __init__(self, settings: DySpec):
         s = settings
         n_others = s.N - 1  # than the root: all of them may be its children
         # Every level may add so many, of which later ones may prove better
         n_drafted = 1 + n_others * s.D_max if s.exact else s.N
-        super().__init__(max(n_others, 1), s.D_max, max_rows=s.N, max_drafted=n_drafted)
+        super().__init__(max(n_others, 1), s.D_max, n_drafted if s.N > 1 else 1, max_verified=s.N)
         self.settings = settings
         self.best = numpy.zeros(0, numpy.float32)  # log values of this tree's N - 1 best so far
 
-    def levels(self, root: int) -> int:
+    def begin_tree(self, root: int, max_depth: int) -> int:
         self.best = self.best[:0]  # none of this tree's
-        return self.max_depth
+        return super().begin_tree(root, max_depth)
 
-    def expand(self, level: Level) -> tuple[Gates, Gates]:
+    def add_gates(self, level: Level) -> Gates:
         if self.settings.exact:
-            return self.keep_best(level)
-        # What may follow a node is worth no more than its path
-        least = log_threshold(self.settings.t)
-        return {"t": level.values >= least}, {"t": level.path_logprobs >= least}
+            return {"N": self.are_best(level)}
+        self.gate = "t", log_threshold(self.settings.t)
+        return {"t": values_of(level) >= self.gate[1]}
 
-    def keep_best(self, level: Level) -> tuple[Gates, Gates]:
-        """Add candidates that are among the N - 1 best so far, of equal values the earlier ones.
+    def expand_gates(self, level: Level) -> Gates:
+        """What may follow a node is worth no more than its path."""
+        name, least = self.gate
+        return {name: level.path_logprobs >= least}
 
-        Values often tie where chances are counted. If all of equal value were added, they could use
-        up the row budget, and what was drawn would decide which later rows are drafted.
+    def are_best(self, level: Level) -> ndarray:
+        """Return which candidates [n, k] are among the N - 1 best so far, of equal values the
+        earlier ones.
+
+        Calibrated values are often equal. If all of equal value were added, they could use up the
+        row budget, and what was drawn would decide which later rows are drafted.
         """
         n_best = self.settings.N - 1
-        values = numpy.where(level.is_possible, level.values, -math.inf)
-        values = numpy.append(self.best, values)
+        values = numpy.append(self.best, values_of(level))
         best = (-values).argsort(kind="stable")[:n_best]
         is_best = numpy.zeros(len(values), dtype=bool)
         is_best[best] = True
-        is_added = is_best[len(self.best) :].reshape(level.values.shape)
+        is_added = is_best[len(self.best) :].reshape(level.tokens.shape)
         self.best = values[best]
-        least = self.best[-1] if len(best) == n_best else -math.inf
-        return {"N": is_added}, {"N": level.path_logprobs >= least}
+        self.gate = "N", self.best[-1] if len(best) == n_best else -math.inf
+        return is_added

@@ -16,8 +16,10 @@ however long the text.
 import math
 from dataclasses import dataclass
 
-from draft_tree import MAX_ROWS, Rule, Settings, Tree, setting
+from draft_tree import MAX_ROWS, Rule, Tree, setting
 from methods.ngrams import NGrams
+from methods.rules import MethodRule, MixedTree
+from methods.settings import MethodSettings
 
 # How often a copied token is right after one, two, or three and more tokens that agree with what is
 # before it there, those copied before it among them: measured as retrieval.P_TINY was. It is what
@@ -26,24 +28,25 @@ COPY_PROBS = (0.33, 0.56, 0.91)
 
 
 @dataclass(frozen=True)
-class Lookup(Settings):
+class Lookup(MethodSettings):
     """lookup: what followed the text's own end the last time, no draft model (prompt lookup)."""
 
     n: int = setting(3, 1, 16, "longest n-gram looked up; then n - 1, ..., 1")
     K: int = setting(10, 1, MAX_ROWS - 1, "tokens copied per iteration")
     trust: int = setting(0, 0, 16, "tokens copied per token that agrees, K at most; 0: always K")
 
-    def rule(self) -> Rule:
+    def make_rule(self) -> Rule:
         return LookupRule(self)
 
 
-class LookupRule(Rule):
+class LookupRule(MethodRule):
     """One generation of lookup: its text so far, and where in it each n-gram was last."""
 
     is_chain = True
+    reads_prompt = True
 
     def __init__(self, settings: Lookup):
-        super().__init__(max_branches=1, max_depth=0, max_rows=1 + settings.K, max_drafted=1)
+        super().__init__(max_branches=1, max_depth=0, max_rows=1 + settings.K)
         self.settings = settings
         self.text: list[int] = []  # up to the pending root, which is not part of it
         self.places: NGrams[int] = NGrams(settings.n)  # where in it the next token stands
@@ -57,13 +60,18 @@ class LookupRule(Rule):
         self.text.append(token)
         self.places.write(tuple(self.text[-self.settings.n :]), len(self.text))
 
-    def extend(self, tree: Tree, max_depth: int) -> Tree:
+    def begin_tree(self, root: int, max_depth: int) -> int:
+        self.limit = max_depth
+        return 0
+
+    def finish_tree(self, tree: Tree) -> Tree:
         """The root with the chain that is copied below it."""
+        tree = MixedTree.of(tree)
         root = tree.tokens[0]
         n_known, place = self.places.recall((*self.text[-self.settings.n :], root))
         if not n_known:
             return tree
-        n_copied = min(self.settings.K, max_depth)
+        n_copied = min(self.settings.K, self.limit)
         if self.settings.trust:
             n_copied = min(n_copied, self.settings.trust * self.agreeing(place, root))
         source = self.text[place : place + n_copied] + [root]  # the root only if it comes so far
@@ -71,7 +79,7 @@ class LookupRule(Rule):
         for i in range(n_copied):
             n_agreeing = min(n_known + i, len(COPY_PROBS))
             path_logprob += math.log(COPY_PROBS[n_agreeing - 1])
-            tree.add(source[i % len(source)], i, path_logprob, is_retrieved=True)
+            tree.add_retrieved(source[i % len(source)], i, path_logprob)
         return tree
 
     def agreeing(self, place: int, root: int) -> int:
@@ -82,6 +90,6 @@ class LookupRule(Rule):
             n += 1
         return n
 
-    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
+    def adapt(self, tree: Tree, path: list[int]) -> None:
         for row in path:
             self.append(tree.tokens[row])

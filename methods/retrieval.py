@@ -23,28 +23,29 @@ to what is retrieved, hung below the root or below the ends of the branches:
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy
 from numpy import ndarray
 
-from draft_tree import (
-    MAX_ROWS,
-    Gates,
-    Level,
-    Rule,
-    Settings,
-    Tree,
-    all_open,
-    log_threshold,
-    setting,
-)
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, log_threshold, setting
 from methods.drafting import DRAFTING
-from methods.reckoning import Reckoned, stopped
+from methods.rules import (
+    MixedTree,
+    RuleWrapper,
+    added,
+    are_retrieved,
+    best_rows,
+    breadth_first,
+    make_rule,
+    select,
+    values_of,
+)
 from methods.sequoia import Chances, parse_chances
-from methods.settings import choice, read_values, text
+from methods.settings import MethodSettings, choice, read_values, text
 from methods.static import Alone
+from methods.stop import StopRule
 
 # How often the target's next token is the successor of this rank: measured on 24 texts of the
 # embedded pair's training corpus, 150 greedy tokens after 150 of the text
@@ -71,16 +72,16 @@ def successors() -> str:
 
 
 @dataclass(frozen=True)
-class Recycle(Settings):
+class Recycle(MethodSettings):
     """recycle: a tree from the successor table alone, no draft model (Token Recycling)."""
 
     N: int = setting(16, 1, MAX_ROWS, "rows per tree, root included")
     D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth")
     p: str = successors()
 
-    def rule(self) -> Rule:
+    def make_rule(self) -> Rule:
         chances = parse_successors(self.p)
-        return GraftRule(Alone().rule(), self.N, self.D_max, checkpoints={}, chances=chances)
+        return GraftRule(Alone().make_rule(), self.N, self.D_max, checkpoints={}, chances=chances)
 
 
 def parse_base(word: str) -> Settings:
@@ -111,7 +112,7 @@ def parse_checkpoints(word: str) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class Graft(Settings):
+class Graft(MethodSettings):
     """graft: a drafting rule, stopped early where unlikely, then the successor table (Graft, 3)."""
 
     base: str = text(
@@ -134,18 +135,20 @@ class Graft(Settings):
     graft: bool = setting(True, False, True, "fill up from the table; off: pruning alone")
     p: str = successors()
 
-    def rule(self) -> Rule:
+    def make_rule(self) -> Rule:
         n_levels = self.D_max if self.graft else 0
         thresholds = parse_checkpoints(self.checkpoints)
         chances = parse_successors(self.p)
-        base, stop = parse_base(self.base), "own"
-        if isinstance(base, Reckoned):  # a stop learns from the time of all rows, grafted ones too
-            base, stop = replace(base, stop="own"), base.stop
-        rule = GraftRule(base.rule(), self.N, n_levels, thresholds, chances, self.at == "tail")
-        return rule if stop == "own" else stopped(rule, stop)
+        base = make_rule(parse_base(self.base))
+        gates = base if isinstance(base, StopRule) else None
+        if gates:
+            base = gates.rule
+        rule = GraftRule(base, self.N, n_levels, thresholds, chances, self.at == "tail")
+        # Gates of cost go around the graft: an iteration's time is that of all its rows
+        return StopRule(rule, gates.given_costs) if gates else rule
 
 
-class GraftRule(Rule):
+class GraftRule(RuleWrapper):
     """One generation of recycle or graft: a drafting rule, and the table as it has grown."""
 
     def __init__(
@@ -160,56 +163,52 @@ class GraftRule(Rule):
         """graft_depth: levels grafted at most, 0 for none. checkpoints: depth -> probability of the
         best path below which drafting stops there. chances: of successors, by rank. is_at_tail:
         graft below the ends of the branches, not the root."""
-        n_drafted = base.max_drafted
-        if base.is_drawing and n_drafted <= base.max_kept:
+        super().__init__(base)
+        n_drafted = base.max_rows
+        if base.draws_candidates and n_drafted <= base.max_verified:
             # All that it draws is kept, so here, too: which rows a budget cuts off depends on what
             # was drawn, and they must not decide which drawn nodes are worth keeping
             n_drafted = min(n_drafted, n_rows)
-        super().__init__(
-            base.max_branches,
-            base.max_depth,
-            max_rows=n_rows,
-            max_drafted=n_drafted,
-            max_kept=min(base.max_kept, n_rows),
-        )
-        self.base = base
+        self.max_rows = n_drafted if n_rows > 1 else 1
+        self.max_kept = min(base.max_verified, n_rows)
+        self.max_verified = n_rows
         self.graft_depth, self.is_at_tail = graft_depth, is_at_tail
         self.checkpoints = checkpoints
         self.table: SuccessorTable = {}
         self.logprobs = [math.log(p) for p in chances]
-        self.n_read = len(chances) if graft_depth else 0
-        self.chances = base.chances
-        self.is_drawing = base.is_drawing
-        self.n_drawn = base.n_drawn
+        self.target_top_k = len(chances) if graft_depth else 0
         self.is_chain = base.is_chain and not graft_depth
         # A base's nodes are cut by value if they are too many, and those at the tail compared
         is_cut = n_drafted > self.max_kept
-        self.goes_by_probs = base.goes_by_probs or bool(checkpoints) or is_at_tail or is_cut
+        self.depends_on_probs = base.depends_on_probs or bool(checkpoints) or is_at_tail or is_cut
 
-    def start(self, prompt: list[int]) -> None:
-        self.base.start(prompt)
+    def begin_tree(self, root: int, max_depth: int) -> int:
+        self.limit = max_depth
+        return super().begin_tree(root, max_depth)
 
-    def levels(self, root: int) -> int:
-        return self.base.levels(root)
+    def add_gates(self, level: Level) -> Gates:
+        gates = super().add_gates(level)
+        self.is_added = added(level, gates)
+        return gates
 
-    def state(self) -> dict[str, float | str]:
-        return self.base.state()
-
-    def expand(self, level: Level) -> tuple[Gates, Gates]:
-        to_add, to_grow = self.base.expand(level)
+    def expand_gates(self, level: Level) -> Gates:
+        gates = super().expand_gates(level)
         threshold = self.checkpoints.get(level.depth + 1)
         if threshold:
-            known = numpy.minimum(level.path_logprobs, level.values)
-            added = known[all_open(self.base, to_add, level)]
-            is_likely = added.max(initial=-math.inf) >= log_threshold(threshold)
-            to_grow = {**to_grow, "checkpoints": is_likely}
-        return to_add, to_grow
+            # Of a drawn candidate no more may count than what was known before the draw, because
+            # rows below may take its place in the tree
+            known = numpy.minimum(level.path_logprobs, values_of(level))
+            likely = known[self.is_added]
+            is_likely = likely.max(initial=-math.inf) >= log_threshold(threshold)
+            gates = {**gates, "checkpoints": bool(is_likely)}
+        return gates
 
-    def extend(self, tree: Tree, max_depth: int) -> Tree:
+    def finish_tree(self, tree: Tree) -> Tree:
         """Fill the rows that drafting left with what the table knows, the likeliest first.
 
         A node that the tree has already merges with it, and the next one takes its place.
         """
+        tree = MixedTree.of(best_rows(tree, self.max_kept))
         tops = [0]
         if self.is_at_tail:
             tops = sorted(set(range(len(tree))) - set(tree.parents))
@@ -224,23 +223,24 @@ class GraftRule(Rule):
                 heappush(heap, (negative - self.logprobs[rank], row, rank, negative, deepest))
 
         for top in tops:
-            deepest = min(tree.depths[top] + self.graft_depth, max_depth)
+            deepest = min(tree.depths[top] + self.graft_depth, self.limit)
             propose(top, 0, -tree.path_logprobs[top], deepest)
-        while heap and len(tree) < self.max_rows:
+        while heap and len(tree) < self.max_verified:
             negative, parent, rank, above, deepest = heappop(heap)
             token = self.table[tree.tokens[parent]][rank]
             row = present.get((parent, token))
             if row is None:
-                row = tree.add(token, parent, -negative, is_retrieved=True)
+                row = tree.add_retrieved(token, parent, -negative)
             propose(parent, rank + 1, above, deepest)  # a younger sibling, which is no likelier
             propose(row, 0, negative, deepest)
-        return tree
+        return breadth_first(tree)
 
-    def read(self, tokens: list[int], candidates: ndarray) -> None:
+    def observe_target(self, tokens: list[int], candidates: ndarray) -> None:
         self.table.update(zip(tokens, candidates.tolist(), strict=True))  # the last reading stays
 
-    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
+    def adapt(self, tree: Tree, path: list[int]) -> None:
         """Tell the base of its own nodes: how far the retrieved ones reach says nothing of it."""
-        drafted = [row for row in range(len(tree)) if not tree.are_retrieved[row]]
+        retrieved = are_retrieved(tree)
+        drafted = [row for row in range(len(tree)) if not retrieved[row]]
         places = {row: place for place, row in enumerate(drafted)}
-        self.base.adapt(tree.take(drafted), [places[row] for row in path if row in places], ms)
+        super().adapt(select(tree, drafted), [places[row] for row in path if row in places])

@@ -21,8 +21,9 @@ from functools import cache
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, setting
-from methods.settings import text
+from draft_tree import MAX_ROWS, Gates, Level, Rule, setting
+from methods.rules import MethodRule, added
+from methods.settings import MethodSettings, text
 
 # Of the embedded pair, greedily, counted on 24 texts of its training corpus
 P_TINY = "0.815:0.115:0.026:0.01"
@@ -43,7 +44,7 @@ def parse_chances(word: str) -> Chances:
 
 
 @dataclass(frozen=True)
-class Sequoia(Settings):
+class Sequoia(MethodSettings):
     """sequoia: the static tree of the highest expected length, by rank (Chen et al. 2024)."""
 
     N: int = setting(16, 1, MAX_ROWS, "rows per tree, root included")
@@ -55,7 +56,7 @@ class Sequoia(Settings):
         ("0.6:0.15:0.05", "0.2:0.5:0.0:0.3", "0.0"),
     )
 
-    def rule(self) -> Rule:
+    def make_rule(self) -> Rule:
         shape = plan(self.N - 1, self.D_max, parse_chances(self.p))
         return SequoiaRule(shape, self.D_max)
 
@@ -100,32 +101,37 @@ def shape_of(shares: ndarray, n_nodes: int, max_depth: int) -> Shape:
     return shape
 
 
-class SequoiaRule(Rule):
+class SequoiaRule(MethodRule):
     """One generation of Sequoia; between the levels of a tree it knows which nodes have run."""
 
-    is_drawing = True
-    goes_by_probs = False
+    draws_candidates = True
+    depends_on_probs = False
 
     def __init__(self, shape: Shape, max_depth: int):
         widest = max(len(family) for family in shape)
         n_rows = len(shape)
-        super().__init__(max(widest, 1), max_depth, max_rows=n_rows, max_drafted=n_rows)
+        super().__init__(max(widest, 1), max_depth, n_rows)
         self.shape = shape
         self.nodes: list[int] = []  # of the shape, one for each row that the draft runs next
 
-    def levels(self, root: int) -> int:
+    def begin_tree(self, root: int, max_depth: int) -> int:
         self.nodes = [0]
-        return self.max_depth
+        return super().begin_tree(root, max_depth)
 
-    def expand(self, level: Level) -> tuple[Gates, Gates]:
+    def add_gates(self, level: Level) -> Gates:
         is_child = numpy.zeros(level.tokens.shape, dtype=bool)
         has_children = is_child.copy()
+        is_possible = added(level, {})
         growing = []
         for row, node in enumerate(self.nodes):
             for rank, child in enumerate(self.shape[node][: level.tokens.shape[1]]):
                 is_child[row, rank] = True
                 has_children[row, rank] = bool(self.shape[child])
-                if self.shape[child] and level.is_possible.item(row, rank):
+                if self.shape[child] and is_possible.item(row, rank):
                     growing.append(child)  # what is impossible has no row to run
         self.nodes = growing
-        return {"shape": is_child}, {"shape": has_children}
+        self.has_children = has_children
+        return {"shape": is_child}
+
+    def expand_gates(self, level: Level) -> Gates:
+        return {"shape": self.has_children}

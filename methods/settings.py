@@ -1,16 +1,35 @@
 """Settings that are words, and settings read from words; numbers are in draft_tree.py.
 
 @dataclass(frozen=True)
-class Sequoia(Settings):  # draft_tree.Settings checks what is made
+class Sequoia(MethodSettings):  # which checks what is made
     p: str = text("0.8:0.1", parse_chances, "chance of acceptance by rank")
 
 settings = Sequoia(**read_values(Sequoia, ["p=0.7:0.2"]))
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 
+from draft_tree import Settings
+
 SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+
+class MethodSettings(Settings):
+    """Settings of which some are words, each with its parser."""
+
+    def check(self, name: str, value: object, kind: type, metadata: Mapping) -> None:
+        if "parse" not in metadata:
+            super().check(name, value, kind, metadata)
+            if kind is float:
+                object.__setattr__(self, name, float(value))
+            return
+        if type(value) is not kind:
+            raise ValueError(f"{name} is {value!r}, it must be of type {kind.__name__}")
+        try:
+            metadata["parse"](value)
+        except ValueError as error:
+            raise ValueError(f"{name}={value}: {error}") from error
 
 
 def choice(default: str, options: Sequence[str], meaning: str) -> str:

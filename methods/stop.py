@@ -12,17 +12,19 @@ Beside the rule's own gates,
 - nothing is drafted if trees have promised less than their time is worth; then it is ar, but for a
   tree now and then
 
-    Stop(rule, costs=None)  # stands before the rule's hooks; costs are learned as it runs
+    StopRule(rule, costs=None)  # costs are learned as it runs
 """
 
 import math
+import time
 from typing import NamedTuple
 
 import numpy
 from numpy import ndarray
 
-from draft_tree import Gates, Level, Rule, Tree, all_open
+from draft_tree import Gates, Level, Rule, Tree, passing
 from methods.costs import LEVEL, LEVEL_YIELD, ROW, Account
+from methods.rules import DrawnLevel, RuleWrapper, added, are_retrieved, values_of
 
 MEMORY = 0.1  # what one more tree counts in a mean
 INVITED = 10  # trees for which the first guess of drafting counts
@@ -39,28 +41,29 @@ class Seen(NamedTuple):
     below: float  # the chances of those that the rule lets grow
 
 
-class Stop:
+class StopRule(RuleWrapper):
     """What a generation's trees have cost and promised, and the gates that follow from it."""
 
     def __init__(self, rule: Rule, costs: tuple[float, ...] | None):
-        """rule: whose hooks it stands before. costs: None for those that are learned."""
+        """rule: gets the gates. costs: None to learn them."""
+        super().__init__(rule)
+        self.depends_on_probs = True
+        self.given_costs = costs
         self.account = Account(costs, n_invited=INVITED)
         self.level_yield = LEVEL_YIELD  # what levels have gained of their parents' chances
         # Of drawn rows' values, by place in draw order, what their draws have left of them: [k]
         self.shares = FIRST_SHARE ** numpy.arange(1, rule.n_drawn + 1)
-        self.rule = rule
-        self.own_levels, self.own_expand, self.own_adapt = rule.levels, rule.expand, rule.adapt
-        rule.levels, rule.expand, rule.adapt = self.levels, self.expand, self.adapt
-        rule.goes_by_probs = True
+        self.is_drawn = False
 
-    def levels(self, root: int) -> int:
+    def begin_tree(self, root: int, max_depth: int) -> int:
         """No level if the draft is not worth it; else as many as the rule has."""
+        self.began = time.perf_counter()
         self.account.open()
         self.price = self.account.prices[ROW]
         self.least = math.log(self.price)
         self.last_drawn = self.deepest_worth()
         self.seen: list[Seen] = []
-        n_levels = self.own_levels(root)
+        n_levels = super().begin_tree(root, max_depth)
         return n_levels if self.account.may_draft(self.account.worth(1.0, n_rows=1)) else 0
 
     def deepest_worth(self) -> int:
@@ -71,52 +74,64 @@ class Stop:
             hoped *= self.level_yield
         return n_levels
 
-    def expand(self, level: Level) -> tuple[Gates, Gates]:
-        """The rule's gates, and those of cost."""
-        to_add, to_grow = self.own_expand(level)
-        likely = level.values
-        if level.is_drawn:
-            likely = likely + numpy.log(self.shares[: level.values.shape[1]])
-            # No sibling without the earlier ones: it was drawn from what they left
+    def add_gates(self, level: Level) -> Gates:
+        """The rule's gates, and that of a row's cost."""
+        gates = super().add_gates(level)
+        likely = values_of(level)
+        self.is_drawn = isinstance(level, DrawnLevel)
+        if self.is_drawn:
+            likely = likely + numpy.log(self.shares[: likely.shape[1]])
+            # Shares are learned apart for each place, and so may rise. A candidate is worth no more
+            # than an earlier one of its row, because it was drawn from what that one left
             likely = numpy.minimum.accumulate(likely, axis=1)
-        is_paying = likely >= self.least
-        is_added = all_open(self.rule, to_add, level) & is_paying
-        is_growing = all_open(self.rule, to_grow, level) & is_added
-        found = numpy.exp(level.values + level.logprobs if level.is_drawn else level.values)
-        tried = numpy.where(is_added, numpy.exp(level.values), 0).sum(axis=0)
+        self.is_paying = likely >= self.least
+        gates = {**gates, "c_row": self.is_paying}
+        self.is_added = added(level, gates)
+        return gates
+
+    def expand_gates(self, level: Level) -> Gates:
+        """The rule's gates, and that of a level's cost."""
+        gates = super().expand_gates(level)
+        is_added, values = self.is_added, values_of(level)
+        is_growing = passing(level, gates) & is_added
+        found = numpy.exp(values + level.logprobs if self.is_drawn else values)
+        tried = numpy.where(is_added, numpy.exp(values), 0).sum(axis=0)
         brought = numpy.where(is_added, found, 0).sum(axis=0)
         self.seen.append(Seen(tried, brought, int(is_added.sum()), found[is_growing].sum()))
-        if level.is_drawn:
+        if self.is_drawn:
             goes_on = level.depth + 1 < self.last_drawn
         else:
             goes_on = self.level_yield * self.seen[-1].below >= self.account.prices[LEVEL]
-        return {**to_add, "c_row": is_paying}, {**to_grow, "c_level": bool(goes_on)}
+        return {**gates, "c_level": bool(goes_on)}
 
-    def adapt(self, tree: Tree, path: list[int], ms: float) -> None:
+    def adapt(self, tree: Tree, path: list[int]) -> None:
         """Learn what the tree cost, promised and kept of draws: not before they are all decided."""
-        self.account.take(promised(tree), len(tree), len(self.seen), ms)
+        ms = (time.perf_counter() - self.began) * 1e3
+        is_drawn = self.is_drawn and tree.draft_slots[0] >= 0
+        self.account.take(promised(tree, is_drawn), len(tree), len(self.seen), ms)
         above = 1.0
         for seen in self.seen:
             if above > 0:
                 gained = max(seen.brought.sum() - self.price * seen.n_added, 0.0)
                 self.level_yield += MEMORY * (min(gained / above, MOST_YIELD) - self.level_yield)
-            for place in seen.tried.nonzero()[0] if tree.drawn_from else ():
+            for place in seen.tried.nonzero()[0] if is_drawn else ():
                 left = seen.brought[place] / seen.tried[place]
                 self.shares[place] += MEMORY * (left - self.shares[place])
             above = seen.below
-        self.own_adapt(tree, path, ms)
+        super().adapt(tree, path)
 
 
-def promised(tree: Tree) -> float:
+def promised(tree: Tree, is_drawn: bool) -> float:
     """The tokens that a tree gives by its chances, the bonus among them."""
     left = [1.0] * len(tree)  # chance that none of its drawn children so far is accepted
     total = 1.0
+    retrieved = are_retrieved(tree)
     for row in range(1, len(tree)):
         parent = tree.parents[row]
-        if tree.are_retrieved[row]:
+        if retrieved[row]:
             continue
         found = math.exp(tree.path_logprobs[row])
         total += left[parent] * found
-        if tree.drawn_from:
+        if is_drawn:
             left[parent] *= 1 - math.exp(tree.path_logprobs[row] - tree.path_logprobs[parent])
     return total

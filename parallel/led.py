@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.checkpoint import first_line
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
-from gpt_neox import Scores
+from engine.scores import ReadScores as Scores
 from parallel.ranks import ALONE, Ranks, RanksError, is_first, is_placed, joined
 
 Mask = tuple[int, int, bytes]  # n, s and their n * s bits
@@ -43,18 +43,15 @@ class LedCache:
             raise AttributeError(name)
         return getattr(self.cache, name)  # what is only looked at
 
-    def __enter__(self) -> "LedCache":
-        return self
-
-    def __exit__(self, kind: type | None = None, *error: object) -> None:
+    def close(self, is_failed: bool = False) -> None:
         try:
             with self.led.ranks.turn():
                 self.led.calls("close", self.number)
         except RanksError:
-            if kind is None:  # else an earlier error is on its way
+            if not is_failed:  # else an earlier error is on its way
                 raise
         finally:
-            self.cache.__exit__()
+            self.cache.close()
 
     def advance(self, n: int) -> None:
         with self.led.ranks.turn():
@@ -192,7 +189,7 @@ class Follower:
         self.caches[model, number].commit(rows)
 
     def close(self, model: int, number: int) -> None:
-        self.caches.pop((model, number)).__exit__()
+        self.caches.pop((model, number)).close()
 
 
 def on_ranks(program: Callable[[Ranks | None], int]) -> int:

@@ -13,24 +13,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree, lone
-from dynatree import Step
+import draft_tree
+from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree
 from engine import cuda_graphs, decoding
+from engine.checkpoint import INDEX, SINGLE, published_shapes
+from engine.decoding import Step
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
+from engine.scores import ReadScores
 from engine.way import Way
-from gpt_neox import (
-    INDEX,
-    PUBLISHED,
-    SINGLE,
-    Config,
-    GPTNeoX,
-    KVCache,
-    Scores,
-    rotate,
-)
+from gpt_neox import Config, GPTNeoX, KVCache, rotate
 from methods import METHODS
-from verify import tree_pass
+from methods.drawn import DrawnRule
+from methods.rules import breadth_first
+from verify import tree_inputs
 
 if "pretend_cuda" not in sys.modules:
     collect_ignore = ["pretend_cuda"]  # tests on a pretended device: python tests/pretend_cuda
@@ -78,10 +74,13 @@ def pretend_one_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended GPU")
 
 
+Results = tuple[Tensor, Tensor | None]
+
+
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a replay run the pass anew: everything about a graph but CUDA itself."""
 
-    def record(run: Callable[[], Tensor | None], *_: object) -> cuda_graphs.Captured:
+    def record(run: Callable[[], Results], *_: object) -> cuda_graphs.Captured:
         result = run()
         return cuda_graphs.Captured(PretendedGraph(run, result), result)
 
@@ -90,15 +89,15 @@ def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class PretendedGraph:
-    """What has been captured, and the tensor that it writes to."""
+    """What has been captured, and the tensors that it writes to."""
 
-    run: Callable[[], Tensor | None]
-    result: Tensor | None
+    run: Callable[[], Results]
+    results: Results
 
     def replay(self) -> None:
-        result = self.run()
-        if result is not None:
-            self.result.copy_(result)
+        for result, new in zip(self.results, self.run(), strict=True):
+            if new is not None:
+                result.copy_(new)
 
     def pool(self) -> None:
         """There is none."""
@@ -111,8 +110,8 @@ class Remembering:
         self.settings = settings
         self.rules: list[Rule] = []
 
-    def rule(self) -> Rule:
-        rule = self.settings.rule()
+    def make_rule(self) -> Rule:
+        rule = self.settings.make_rule()
         self.rules.append(rule)
         return rule
 
@@ -148,10 +147,19 @@ def random_value(field: Field, rng: random.Random) -> object:
     return rng.randint(low, min(low + 5, high))
 
 
-def ranked(logits: Tensor) -> Candidates:
-    """All ids below rows of logits [n, V], the likeliest first."""
+def top_k(logits: Tensor, k: int) -> Candidates:
+    """Return the k likeliest ids below rows of logits [n, V]."""
     logprobs, ids = torch.log_softmax(logits, dim=-1).sort(descending=True, stable=True)
-    return Candidates(ids.numpy(), logprobs.numpy())
+    return Candidates(ids.numpy()[:, :k], logprobs.numpy()[:, :k])
+
+
+def grow(
+    rule: Rule, root: int, draft: Callable[..., Candidates], max_depth: int, vocab_size: int = 1000
+) -> Tree:
+    """draft_tree.grow. A draft that has a sampler draws, so its rule is shown drawn levels."""
+    if getattr(draft, "sampler", None):
+        rule = DrawnRule(rule, draft, None)
+    return draft_tree.grow(rule, root, draft, max_depth, vocab_size)
 
 
 def random_config(**changes: object) -> Config:
@@ -159,12 +167,13 @@ def random_config(**changes: object) -> Config:
     config = Config(
         vocab_size=96,
         hidden_size=32,
-        n_layers=2,
-        n_heads=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
         intermediate_size=64,
-        max_positions=128,
-        rotary_fraction=0.5,
-        rotary_base=10000.0,
+        max_position_embeddings=128,
+        rotary_pct=0.5,
+        rotary_emb_base=10000.0,
+        eos_ids=(),
     )
     return replace(config, **changes)
 
@@ -173,7 +182,7 @@ def random_tensors(config: Config, seed: int) -> dict[str, Tensor]:
     """Weights large enough for attention to matter and for greedy text to vary."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in GPTNeoX.published_shapes(config).items():
+    for name, shape in published_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             tensors[name] = 1 + 0.1 * noise
@@ -215,16 +224,16 @@ class Stub(GPTNeoX):
 
     def __init__(self, logits: Callable[[Tensor, Tensor], Tensor], vocab_size: int):
         """logits: of tokens [n] and positions [n], [n, V]."""
-        super().__init__(random_config(vocab_size=vocab_size, n_layers=1))
+        super().__init__(random_config(vocab_size=vocab_size, num_hidden_layers=1))
         self.logits_of = logits
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, start: int
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
     ) -> Tensor:
         return self.logits_of(tokens, positions)
 
-    def score(self, x: Tensor) -> Scores:
-        return Scores(x)
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 WHERE = ("eos_ids", "inspect", "watcher")
@@ -252,8 +261,8 @@ def fix_shapes(*models: FastGPTNeoX) -> None:
 
 def published_json(config: Config) -> dict[str, object]:
     """What config.json says of such a model."""
-    raw = {PUBLISHED.get(name, name): value for name, value in asdict(config).items()}
-    return {"model_type": "gpt_neox"} | raw
+    raw = asdict(config)
+    return {"model_type": "gpt_neox", "eos_token_id": list(raw.pop("eos_ids"))} | raw
 
 
 def write_checkpoint(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Path:
@@ -295,7 +304,12 @@ def run(model: FastGPTNeoX, tokens: list[int]) -> Tensor:
     """The oracle: the whole text in one causal pass over a fresh cache, logits [n, V]."""
     positions = torch.arange(len(tokens))
     cache = model.new_cache(len(tokens))
-    return model.forward(torch.tensor(tokens), positions, cache).logits
+    return logits_of(model.forward(torch.tensor(tokens), positions, cache))
+
+
+def logits_of(found: Tensor | ReadScores) -> Tensor:
+    """The logits of a pass, by a plain model or a fast one."""
+    return found.logits if isinstance(found, ReadScores) else found
 
 
 def prefilled(model: GPTNeoX, tokens: list[int], capacity: int, *use: Use) -> KVCache:
@@ -304,12 +318,12 @@ def prefilled(model: GPTNeoX, tokens: list[int], capacity: int, *use: Use) -> KV
     return cache
 
 
-def append(model: GPTNeoX, tokens: list[int], cache: KVCache) -> Scores:
-    """Append a few tokens to the cache, as the loop does, in one pass: what follows the last."""
+def append(model: GPTNeoX, tokens: list[int], cache: KVCache) -> Tensor:
+    """Append a few tokens to the cache in one pass; returns the logits [1, V] after the last."""
     positions = torch.arange(cache.length, cache.length + len(tokens))
-    scores = model.forward(torch.tensor(tokens), positions, cache, n_last=1)
-    cache.advance(len(tokens))
-    return scores
+    logits = logits_of(model.forward(torch.tensor(tokens), positions, cache))
+    cache.commit(range(len(tokens)))
+    return logits[-1:]
 
 
 def forget(model: GPTNeoX, cache: KVCache, start: int, n: int) -> None:
@@ -318,14 +332,14 @@ def forget(model: GPTNeoX, cache: KVCache, start: int, n: int) -> None:
         model.forget(cache, start, n)
         return
     kept = cache.kv[:, :, :, start + n : cache.length].clone()
-    kept[0] = rotate(kept[0], cache.turns[n : n + 1].conj())
+    kept[0] = rotate(kept[0], cache.rotary[n : n + 1].conj())
     cache.rewind(cache.length - n)
     cache.kv[:, :, :, start : cache.length] = kept
 
 
 def make_tree(tokens: list[int], parents: list[int]) -> Tree:
     """A tree by its two defining columns; what verifies one reads no other but the depths."""
-    tree = lone(tokens[0])
+    tree = Tree.from_root(tokens[0])
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         tree.add(token, parent, 0.0)
     return tree
@@ -333,7 +347,7 @@ def make_tree(tokens: list[int], parents: list[int]) -> Tree:
 
 def random_tree(rng: random.Random, n_rows: int, n_ids: int = 90, deepest: int = 15) -> Tree:
     """In breadth-first order; some have long chains, some large families."""
-    tree = lone(rng.randrange(n_ids))
+    tree = Tree.from_root(rng.randrange(n_ids))
     is_bushy = rng.random() < 0.5
     while len(tree) < n_rows:
         row = rng.randrange(len(tree)) if is_bushy or rng.random() < 0.3 else len(tree) - 1
@@ -341,7 +355,7 @@ def random_tree(rng: random.Random, n_rows: int, n_ids: int = 90, deepest: int =
         token = rng.randrange(n_ids)
         if tree.depths[row] < deepest and token not in siblings:
             tree.add(token, row, 0.0)
-    return tree.by_depth()
+    return breadth_first(tree)
 
 
 def path_to(tree: Tree, row: int) -> list[int]:
@@ -354,5 +368,5 @@ def path_to(tree: Tree, row: int) -> list[int]:
 
 def run_tree(model: FastGPTNeoX, cache: FastCache, tree: Tree) -> Tensor:
     """The logits [N, V] of a tree's rows, as the loop asks for them."""
-    tokens, positions, mask = tree_pass(tree, cache.length)
-    return model.forward(tokens, positions, cache, mask).logits.clone()
+    tokens, positions, mask = tree_inputs(tree, cache.length)
+    return logits_of(model.forward(tokens, positions, cache, mask)).clone()

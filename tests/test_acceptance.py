@@ -10,19 +10,26 @@ import math
 import pytest
 import torch
 from conftest import generate, make_tree, random_model
-from law import CPU, PLAIN, draft, mean_length
+from law import CPU, PLAIN, Pair, draft, mean_length
 from test_dynatree import PROMPT
 from test_sampling import N_IDS, OTHER, TARGET
 
-from draft_tree import DynaTree, Settings
-from engine.scores import Ranking, scores_of
+from draft_tree import Settings, Tree
 from methods import METHODS
-from methods.acceptances import ACCEPTANCES, accept_by_block, accept_by_traversal, choose_acceptance
+from methods.acceptances import (
+    ACCEPTANCES,
+    Accept,
+    accept_by_block,
+    accept_by_token,
+    accept_by_traversal,
+    choose_acceptance,
+)
+from methods.compose import Parts
 from methods.lookup import Lookup
 from methods.retrieval import Graft
+from methods.rules import make_rule
+from methods.sampler import Sampling
 from methods.static import Chain, ConfidentChain, SpecInfer
-from sampling import Sampling, accept_by_token
-from verify import accept
 
 
 def test_a_block_is_worth_more_than_its_tokens() -> None:
@@ -47,21 +54,28 @@ def test_a_chain_is_accepted_alike_by_block_and_by_traversal() -> None:
     assert n_accepted > 25
 
 
+def drafted(settings: Settings, seed: int) -> tuple[Parts, Tree]:
+    """Return a method's parts over the two tables, and a tree that it has drafted below token 0."""
+    sampler = Sampling(1.0, seed=seed).sampler(CPU)
+    parts = Pair(TARGET.float(), OTHER.float()).compose(settings, PLAIN, sampler, None, None)
+    return parts, draft(parts, 0, 3, N_IDS)
+
+
 @pytest.mark.parametrize("acceptance", ACCEPTANCES)
-def test_who_watches_is_told_every_coin(acceptance: str) -> None:
-    """The rows tried, in order: only the last accepted row's coin, and by token those above it,
-    were below the chance."""
+def test_every_trial_is_reported(acceptance: str) -> None:
+    """The rows tried, in order: only the last accepted row's number, and by token those above it,
+    were below the probability."""
     told: list[tuple[int, float, float, float]] = []
-    target_probs = TARGET.float()
     settings = Chain(K=3) if acceptance == "block" else SpecInfer("2:2")
     n_kept = n_rejected = 0
     for seed in range(30):
-        sampler = PLAIN.sampler(CPU, lambda *trial: told.append(trial))
-        tree = draft(settings, 0, OTHER.float(), N_IDS, 3, Sampling(1.0, seed=seed).sampler(CPU))
-        path, _ = ACCEPTANCES[acceptance](tree, target_probs[tree.tokens], sampler)
-        kept = [row for row, chance, coin, _ in told if coin < chance]
+        parts, tree = drafted(settings, seed)
+        parts.accept.accept = ACCEPTANCES[acceptance]
+        parts.accept.sampler.on_trial = lambda *trial: told.append(trial)
+        path, _ = parts.accept(tree, TARGET.float()[tree.tokens])
+        kept = [row for row, probability, number, _ in told if number < probability]
         assert kept == (path[1:] if acceptance == "token" else path[1:][-1:])
-        assert all(0 <= coin < 1 and 0 <= left <= 1 + 1e-6 for _, _, coin, left in told)
+        assert all(0 <= number < 1 and 0 <= left <= 1 + 1e-6 for _, _, number, left in told)
         tried = [row for row, *_ in told]
         assert len(set(tried)) == len(tried)
         n_kept += len(kept)
@@ -77,12 +91,11 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
     tree = make_tree([0, 1, 2], [-1, 0, 1])
     logits = TARGET[:3].float()
     logits[1, 3] = value
-    scores = scores_of(logits, Ranking(1))
-    p = float(PLAIN.sampler(CPU).warp(logits[:1])[0, 1])
+    p = float(PLAIN.sampler(CPU).target_distribution(logits[:1])[0, 1])
     n_reached = 0
     for seed in range(500):
         sampler = Sampling(1.0, seed=seed).sampler(CPU)
-        path, tokens = accept(tree, scores, sampler, ACCEPTANCES[acceptance])
+        path, tokens = Accept(ACCEPTANCES[acceptance], sampler, None)(tree, logits)
         assert path == [0] and len(tokens) == 1
         n_reached += tokens == [1]
     assert abs(n_reached - 500 * p) < 5 * math.sqrt(500 * p * (1 - p))
@@ -92,7 +105,7 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
 
 
 def test_by_default_it_is_by_the_kind_of_tree() -> None:
-    rules = {name: kind().rule() for name, kind in METHODS.items()}
+    rules = {name: make_rule(kind()) for name, kind in METHODS.items()}
     chosen = {n: choose_acceptance(rule, None) for n, rule in rules.items() if not rule.acceptance}
     chains, static = {"linear", "confident"}, {"specinfer", "sequoia"}
     assert {name for name, by in chosen.items() if by is accept_by_block} == chains
@@ -102,24 +115,29 @@ def test_by_default_it_is_by_the_kind_of_tree() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [DynaTree(B_min=1, B_mid=1, B_max=1), Graft("linear", graft=False, checkpoints="off")],
+    [
+        METHODS["dynatree"](B_min=1, B_mid=1, B_max=1),
+        Graft("linear", graft=False, checkpoints="off"),
+    ],
     ids=str,
 )
 def test_a_method_that_its_settings_make_a_chain_is_accepted_as_one(settings: Settings) -> None:
-    assert choose_acceptance(settings.rule(), None) is accept_by_block
-    tree = draft(settings, 0, OTHER.float(), N_IDS, 3, Sampling(1.0).sampler(CPU))
+    assert choose_acceptance(settings.make_rule(), None) is accept_by_block
+    _, tree = drafted(settings, 0)
     assert len(tree) > 2 and tree.parents == list(range(-1, len(tree) - 1))
 
 
 def test_what_cannot_be_chosen_is_said() -> None:
     with pytest.raises(ValueError, match="no acceptance is called 'blocks'; there are"):
-        choose_acceptance(Chain().rule(), "blocks")
+        choose_acceptance(Chain().make_rule(), "blocks")
     with pytest.raises(ValueError, match="block is for chains"):
-        choose_acceptance(DynaTree().rule(), "block")
-    own = Chain().rule()
+        choose_acceptance(METHODS["dynatree"]().make_rule(), "block")
+    own = Chain().make_rule()
     own.acceptance = accept_by_token
     assert choose_acceptance(own, None) is accept_by_token
-    with pytest.raises(ValueError, match="the method brings an acceptance of its own"):
+    with pytest.raises(
+        ValueError, match="token has no effect: the method has an acceptance of its own"
+    ):
         choose_acceptance(own, "token")
-    with pytest.raises(ValueError, match="block is of sampled text"):
+    with pytest.raises(ValueError, match="block is for sampled text"):
         next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance="block"))

@@ -5,14 +5,15 @@ import math
 import numpy
 import pytest
 import torch
-from conftest import generate, noisy_pair, path_to, random_config, random_tensors, ranked
+from conftest import generate, grow, noisy_pair, path_to, random_config, random_tensors, top_k
 from test_draft_tree import FakeDraft, paths
 from test_exactness import make_draft
 from test_retrieval import assert_in_order
 
-from draft_tree import Candidates, grow
-from dynatree import Step
+from draft_tree import Candidates
+from engine.decoding import Step
 from methods.auto import GUESS_WEIGHT, NGRAM_GUESS, Auto, AutoRule, Counts
+from methods.rules import are_retrieved
 
 N_IDS = 32
 FREE = "1e-9:1e-4:1e-9:1e-9"
@@ -32,10 +33,10 @@ def test_counts_move_from_the_guess_to_what_happens_and_back() -> None:
 
 def taught(settings: Auto, best: dict[int, list[int]]) -> AutoRule:
     """A rule that has read each token with these best successors."""
-    rule = settings.rule()
+    rule = settings.make_rule()
     for token, successors in best.items():
         rule.recent = ()  # each on its own: a context of one token
-        rule.read([token], numpy.array([successors]))
+        rule.observe_target([token], numpy.array([successors]))
     rule.recent = ()
     return rule
 
@@ -65,8 +66,9 @@ def test_the_ngrams_are_unrolled_best_first_and_each_node_pays() -> None:
     chances = [math.exp(logprob) for logprob in tree.path_logprobs]
     assert dict(zip(paths(tree), chances, strict=True)) == pytest.approx(expected)
     assert len(expected) > 6
-    assert tree.are_retrieved == [False] + [True] * (len(tree) - 1)
-    assert tree.depth > 1 == grow(taught(settings, BEST), 1, None, 1).depth
+    assert are_retrieved(tree) == [False] + [True] * (len(tree) - 1)
+    assert max(tree.depths) > 1
+    assert max(grow(taught(settings, BEST), 1, None, 1).depths) == 1
     assert len(grow(taught(settings, BEST), 20, None, 99)) == 1, "of what it never read"
     small = grow(taught(Auto(D_max=0, N=4, costs=FREE), BEST), 1, None, 99)
     chances = [math.exp(logprob) for logprob in small.path_logprobs]
@@ -83,18 +85,18 @@ def test_each_row_is_remembered_and_counted_as_what_it_is() -> None:
         tree = grow(rule, 7, FakeDraft(seed), 99)
         assert_in_order(tree)
         assert len(set(paths(tree))) == 30 and any(slot > 0 for slot in tree.draft_slots)
-        slots = zip(tree.draft_slots, tree.are_retrieved, strict=True)
+        slots = zip(tree.draft_slots, are_retrieved(tree), strict=True)
         assert {slot for slot, is_retrieved in slots if is_retrieved} == {-1}
         path = path_to(tree, len(tree) - 1)
-        rule.read(tree.tokens, numpy.array([[row] * 4 for row in range(len(tree))]))
-        rule.adapt(tree, path, 1.0)
+        rule.observe_target(tree.tokens, numpy.array([[row] * 4 for row in range(len(tree))]))
+        rule.adapt(tree, path)
         contexts = [found[-3:] for found in paths(tree)]
         for row, context in enumerate(contexts):
             if len(context) == 3 and contexts.count(context) == 1:
                 assert rule.ngrams.recall(context) == (3, [row] * 4)
         assert rule.recent == contexts[path[-1]]
         tried = [row for row in range(1, len(tree)) if tree.parents[row] in path]
-        rows = [row for row in tried if tree.are_retrieved[row]]
+        rows = [row for row in tried if are_retrieved(tree)[row]]
         hits = rule.counts.hits - GUESS_WEIGHT * rule.counts.guess
         assert (rule.counts.tries - GUESS_WEIGHT).sum() == pytest.approx(len(rows))
         assert hits.sum() == pytest.approx(len(set(rows) & set(path)))
@@ -123,9 +125,9 @@ def test_a_perfect_cheap_draft_is_used_and_a_useless_one_is_dropped() -> None:
     assert 0 < n_drafting(steps) < len(steps) / 8
 
 
-def overflowing(tokens: list[int], parents: list[int] | None) -> Candidates:
+def overflowing(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
     """A draft of whose logits none is finite."""
-    return ranked(torch.full((len(tokens), N_IDS), math.nan))
+    return top_k(torch.full((len(tokens), N_IDS), math.nan), k)
 
 
 def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, Captured, error_line, random_model
+from test_observing import Watching
 
 import bench
 from bench import Bench, Text, main
@@ -23,14 +24,14 @@ from benchmark.tables import TABLES, Part, Table, with_controls
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair
-from dynatree import Step
+from engine.checkpoint import read_config
+from engine.decoding import Step
 from engine.files import locked
 from engine.memory import OutOfMemory
 from engine.streaming import Window
 from engine.way import Way
-from gpt_neox import read_config
+from methods.sampler import Sampling
 from methods.static import Chain
-from sampling import Sampling
 
 DRAFT = str(TINY / "draft")
 QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
@@ -346,6 +347,17 @@ def test_set_up_is_told_apart_by_what_a_method_needs(monkeypatch: pytest.MonkeyP
     assert 20 <= peer < 50 <= ar < 100 <= linear
     record = table.measure(Text(runs[2], 0, 0))
     assert results.token_ids == [[3] * 4] and record["metrics"]["throughput"] == 1000
+
+
+def test_a_table_over_a_drafter_that_is_no_model(tmp_path: Path) -> None:
+    """Its draft has no forwards that could be timed alone, so nothing is predicted."""
+    pair = Pair(random_model(0), Watching(), None, Path(), None, {"target": 1.0, "draft": 0.0})
+    part = Part(("ar", "linear", "dynatree"), "own", prompt_tokens=(2,), new_tokens=(9,))
+    runs = choose_runs(Table("", (), (part,)), Options())
+    results = Results(FORMAT, "", ["predicted", "exact"], Options(), {}, {}, {}, runs)
+    Bench(results, pair, {"own": [[3, 1]]}, tmp_path / "results.json").measure_all()
+    assert [record["ids_at"] for record in results.records] == [0, 0, 0]
+    assert not any("predicted_ms" in record for record in results.records)
 
 
 def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:

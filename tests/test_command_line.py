@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 import cli.compare
 import cli.main
-import dynatree
 from cli import models
 from cli.compare import Comparison, Digests
 from cli.errors import UsageError
@@ -27,13 +26,12 @@ from cli.main import main
 from cli.metrics import Metrics, Tally, token_ids
 from cli.models import Pair, Request, load_pair, stream_text
 from cli.tokens import StopTexts
-from dynatree import Step
-from engine.decoding import generate
+from engine.decoding import Step, generate
 from engine.memory import OutOfMemory
 from engine.way import Way, read_way
 from methods import METHODS
 from methods.acceptances import DEFAULTS
-from sampling import Sampling
+from methods.sampler import Sampling
 from verify import NonFiniteLogits
 
 PROMPT = "The ship sailed at dawn"
@@ -118,7 +116,7 @@ def test_sampled_text(capsys: Captured) -> None:
     other = run_json(capsys, hot + TWINS + ["--compare"])
     assert first["token_ids"] == again["token_ids"] != other["token_ids"]
     sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "draft_temperature": None}
-    assert first["settings"]["sampling"] == sampling | {"is_drawn": False}
+    assert first["settings"]["sampling"] == sampling | {"draws_greedy": False}
     assert other["compare"]["exact"] is None and other["compare"]["speedup"] > 0
 
 
@@ -444,14 +442,11 @@ def test_what_python_asks_for_is_checked() -> None:
         texts.append(token_ids(generate(pair.target, pair.draft, prompt, read_way("lookup"), 9)))
     assert texts[0] == texts[1] == texts[2]
     models, way = (pair.target, pair.draft), read_way("lookup")
-    for decode, how in ((generate, way), (dynatree.generate, way.settings)):
-        steps = decode(*models, ids, how, 9, eos_ids=(i for i in [-1, texts[0][3]]))
-        assert token_ids(steps) == texts[0][: texts[0].index(texts[0][3]) + 1]
+    steps = generate(*models, ids, way, 9, eos_ids=(i for i in [-1, texts[0][3]]))
+    assert token_ids(steps) == texts[0][: texts[0].index(texts[0][3]) + 1]
     for prompt, way, told in (("text", read_way("ar"), "token ids"), (ids, "ar", "read_way")):
         with pytest.raises(ValueError, match=told):
             next(generate(pair.target, pair.draft, prompt, way, 9))
-    with pytest.raises(ValueError, match="'dynatree' is no method's settings"):
-        next(dynatree.generate(pair.target, pair.draft, ids, "dynatree", 9))
 
 
 def test_a_long_prompt_shows_how_far_it_is(

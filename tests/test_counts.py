@@ -11,10 +11,11 @@ from torch import Tensor
 from benchmark.counts import count_calibration, count_depths, count_passes, padded
 from cli.metrics import code_acceptance, matching, measure, measure_acceptance, repetition
 from draft_tree import DynaTree, Settings
-from dynatree import Step
+from engine.decoding import Step
 from engine.model import FastGPTNeoX
 from methods.deagle import Deagle
 from methods.dyspec import DySpec
+from methods.rules import MixedTree
 from methods.static import Alone, Chain, Fixed
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -120,7 +121,8 @@ def step_of(path: list[int], predictions: list[int], **changes: object) -> Step:
 FIRST = Step([0])  # prefill's, without a tree
 CAT_RAN = step_of([0, 1, 4], [1, 4, 4, 9, 9, 9])  # and after dog it would be ran, too
 COW = step_of([0], [7, 9, 4, 9, 9, 9])
-ALL = (True,) * 6
+ALL = [True] * 6
+MIXED = MixedTree.of(COW.tree)
 
 
 def test_matching_counts_what_is_off_the_path() -> None:
@@ -168,7 +170,7 @@ def test_depths_reached_tried_and_accepted() -> None:
         ([CAT_RAN], {6: 2, 10: 1, 12: 1, 16: 1}, {6: 1, 12: 1, 16: 1}),
         ([CAT_RAN, COW], {6: 4, 10: 2, 12: 2, 16: 2}, {6: 1, 12: 1, 16: 2}),
         # What was retrieved is not the draft's guess; a certain node is in the last bin
-        ([replace(COW, tree=replace(COW.tree, are_retrieved=ALL))], {}, {}),
+        ([replace(COW, tree=replace(MIXED, are_retrieved=ALL))], {}, {}),
         ([replace(CAT_RAN, tree=replace(CAT_RAN.tree, path_logprobs=[0.0] * 6))], {19: 5}, {19: 3}),
     ],
 )

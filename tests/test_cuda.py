@@ -83,7 +83,7 @@ def test_two_generations_at_once(pair: Pair) -> None:
 
 @pytest.mark.parametrize("n", [1, 8, 60, 128])
 def test_a_replay_gives_the_eager_logits(n: int) -> None:
-    config = random_config(max_positions=600)
+    config = random_config(max_position_embeddings=600)
     model = FastGPTNeoX.from_tensors(
         config, {name: t.cuda() for name, t in random_tensors(config, 3).items()}
     )
@@ -93,7 +93,7 @@ def test_a_replay_gives_the_eager_logits(n: int) -> None:
         cache = prefilled(model, prefix, 400)
         if has_graphs:
             model.capture(cache, 240)
-        logits = append(model, prefix[:n], cache).logits.clone()
+        logits = append(model, prefix[:n], cache).clone()
         found.append((logits, cache.kv[:, :, :, : cache.length].clone()))
     for eager, replayed in zip(*found, strict=True):
         assert_close(replayed, eager)

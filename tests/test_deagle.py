@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import grow
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
-from draft_tree import grow
 from methods.deagle import Beam, Deagle, votes
 
 SETTINGS = Deagle()
@@ -96,7 +96,7 @@ def test_a_level_expands_the_k_likeliest_until_votes_stop_it(name: str) -> None:
     n_levels: Counter[int] = Counter()
     for seed in range(30):
         draft = FakeDraft(seed)
-        tree = grow(settings.rule(), ROOT, draft, 127)
+        tree = grow(settings.make_rule(), ROOT, draft, 127)
         expected, depth = beam_tree(draft, settings)
         assert sorted(paths(tree)) == sorted(expected)
         assert draft.n_calls == depth

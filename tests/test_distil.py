@@ -139,7 +139,7 @@ def test_a_second_run_ends_before_it_learns(text: str, tmp_path: Path, capsys: C
         (["--text", "LATIN"], "is not UTF-8"),
         (["--out", "FULL"], "exists already"),
         (["--out", "SHORT/draft"], "SHORT"),
-        (["--hidden", "100"], "25 rotary dims of 100 cannot be rotated in pairs"),
+        (["--hidden", "100"], "rotates 25 dimensions of a head, which are not pairs"),
         (["--hidden", "10000000"], "would take"),
         (["--layers", "0"], "--layers"),
         (["--context", "4000"], "there are 1024 positions"),

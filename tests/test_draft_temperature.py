@@ -16,10 +16,12 @@ from torch import Tensor
 
 from cli.options import has_temperature
 from draft_tree import Settings, Tree
-from dynatree import Step
+from engine.decoding import Step
 from methods import METHODS
 from methods.drafting import DRAFTING
-from sampling import GREEDY, Sampling
+from methods.drawn import DrawnDrafter
+from methods.rules import make_rule
+from methods.sampler import GREEDY, Sampling
 
 N_IDS = 40
 HEATS = (0.3, 0.6, 2.5)
@@ -63,7 +65,7 @@ def test_a_ranked_tree_is_that_of_the_divided_logits(method: str) -> None:
         assert_same(ours, trees(settings, GREEDY, divisor=heat))
         is_other = [t.tokens for t in ours] != [t.tokens for t in trees(settings, GREEDY)]
         seen["another shape"] += is_other
-        assert has_temperature(settings.rule(), draws=False) or not is_other, settings
+        assert has_temperature(make_rule(settings), draws=False) or not is_other, settings
     is_fixed = method in ("linear", "specinfer", "sequoia")
     assert (seen["another shape"] == 0) == is_fixed
 
@@ -74,12 +76,21 @@ def test_sampled_text_by_a_ranking_method_has_one_too() -> None:
     assert_same(trees(METHODS["opttree"](), cold), trees(METHODS["opttree"](), plain, divisor=0.4))
 
 
-def test_guesses_of_greedy_text_are_drawn_at_it() -> None:
-    """From what stands at each row's slot (DySpec, 5.1)."""
-    found = trees(METHODS["dyspec"](N=12), Sampling(0.0, draft_temperature=0.6, is_drawn=True))
-    for tree in found:
+def test_candidates_of_greedy_text_are_drawn_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From what the drafter keeps for each row's slot (DySpec, 5.1)."""
+    kept: list[list[Tensor]] = []
+    commit = DrawnDrafter.commit
+
+    def keep(self: DrawnDrafter, *verified: object) -> None:
+        kept.append(self.probs)
+        commit(self, *verified)
+
+    monkeypatch.setattr(DrawnDrafter, "commit", keep)
+    sampling = Sampling(0.0, draft_temperature=0.6, draws_greedy=True)
+    found = trees(METHODS["dyspec"](N=12), sampling)
+    for tree, probs in zip(found, kept[1:], strict=True):
         for token, slot in zip(tree.tokens, tree.draft_slots, strict=True):
             if slot >= 0:
                 expected = torch.softmax((table(0) + 0.3 * table(1))[token] / 0.6, dim=-1)
-                torch.testing.assert_close(tree.drawn_from[slot], expected)
+                torch.testing.assert_close(probs[slot], expected)
     assert any(len(tree) == 12 for tree in found)

@@ -10,13 +10,13 @@ added and never counted. The draft of both is one function of a node's path.
 import math
 import random
 from collections import Counter, deque
-from dataclasses import fields, replace
+from dataclasses import replace
 from zlib import crc32
 
 import numpy
 import pytest
 import torch
-from conftest import random_settings, ranked
+from conftest import grow, random_settings, top_k
 from torch import Tensor
 
 from draft_tree import (
@@ -25,18 +25,14 @@ from draft_tree import (
     DynaTreeRule,
     Gates,
     Level,
-    Rule,
     Settings,
     Tree,
-    grow,
-    lone,
-    look,
 )
 from methods import METHODS
-from methods.chances import Counted
 from methods.drafting import DRAFTING
+from methods.rules import MethodRule, select
+from methods.sampler import DrawingSampler, Sampling
 from methods.static import Chain, ConfidentChain, Fixed
-from sampling import Sampler, Sampling
 
 VOCAB = 32
 ROOT = 7
@@ -54,16 +50,17 @@ class FakeDraft:
         self,
         seed: int,
         changed: dict[Path, Tensor] | None = None,
-        sampler: Sampler | None = None,
+        sampler: DrawingSampler | None = None,
     ):
         """changed: logits to give for some paths instead. sampler: draws all candidates; without
-        one they are ranked."""
+        one they are the top k."""
         self.seed = seed
         self.changed = changed or {}
         self.sampler = sampler
         self.level: list[Path] = []  # the rows of the last call
         self.ran: list[Path] = []  # of all calls
         self.n_calls = 0
+        self.probs: list[Tensor] = []  # as methods.drawn.DrawnDrafter keeps them
 
     def logits(self, path: Path) -> Tensor:
         generator = torch.Generator().manual_seed(crc32(repr((self.seed, path)).encode()))
@@ -71,7 +68,7 @@ class FakeDraft:
         logits = heat * torch.randn(VOCAB, generator=generator)
         return self.changed.get(path, logits)
 
-    def __call__(self, tokens: list[int], parents: list[int] | None) -> Candidates:
+    def __call__(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
         above = [()]
         if parents is not None:
             above = [self.level[parent] for parent in parents]
@@ -82,8 +79,10 @@ class FakeDraft:
         self.n_calls += 1
         logits = torch.stack([self.logits(path) for path in self.level])  # [n, V]
         if self.sampler:
-            return Candidates(*self.sampler.propose(logits, logits.shape[1]))
-        return ranked(logits)
+            probs = self.level_probs = self.sampler.draft_distribution(logits)
+            self.probs.extend(probs)
+            return Candidates(*self.sampler.propose(probs, logits.shape[1]))
+        return top_k(logits, k)
 
 
 def is_expandable(s: DynaTree, depth: int, p: float) -> bool:
@@ -108,7 +107,7 @@ def branches(s: DynaTree, confidence: float) -> str:
 
 def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]) -> Tree:
     """Lines 11 to 30; `seen` counts what makes a case worth comparing."""
-    tree = lone(ROOT)
+    tree = Tree.from_root(ROOT)
     frontier = deque([0])
     while frontier and len(tree) < s.N_max:
         row = frontier.popleft()
@@ -175,10 +174,10 @@ def assert_well_formed(tree: Tree) -> None:
     assert tree.path_logprobs[0] == 0.0
     assert all(math.isfinite(logprob) for logprob in tree.path_logprobs)
     columns = [tree.tokens, tree.parents, tree.depths, tree.draft_slots]
-    columns += [tree.path_logprobs, tree.are_retrieved]
+    columns += [tree.path_logprobs]
     assert {len(column) for column in columns} == {len(tree)}
     kinds = [{type(entry) for entry in column} for column in columns]
-    assert kinds == [{int}] * 4 + [{float}, {bool}]  # plain ones, none of NumPy's
+    assert kinds == [{int}] * 4 + [{float}]  # plain ones, none of NumPy's
 
 
 def assert_slots_follow_the_runs(tree: Tree, ran: list[Path]) -> None:
@@ -195,7 +194,7 @@ def test_grow_draws_the_tree_of_algorithm_1() -> None:
     seen: Counter[str] = Counter()
     for seed in range(600):
         settings, draft, max_depth = random_case(seed)
-        tree = grow(settings.rule(), ROOT, draft, max_depth)
+        tree = grow(settings.make_rule(), ROOT, draft, max_depth)
         assert_same(tree, draft_tree(settings, draft, max_depth, seen))
         assert_well_formed(tree)
         assert_slots_follow_the_runs(tree, draft.ran)
@@ -212,10 +211,10 @@ def test_fixed_and_chain_are_algorithm_1_without_its_adaptive_parts() -> None:
         static = replace(s, adapt_breadth=False, adapt_depth=False, prune=True)
         fixed = Fixed(D=s.D0, B=s.B_mid, tau=s.tau, N_max=s.N_max)
         expected = draft_tree(static, draft, max_depth, seen)
-        assert_same(grow(fixed.rule(), ROOT, draft, max_depth), expected)
+        assert_same(grow(fixed.make_rule(), ROOT, draft, max_depth), expected)
         single = replace(static, B_min=1, B_mid=1, prune=False, N_max=128)
         expected = draft_tree(single, draft, max_depth, Counter())
-        assert_same(grow(Chain(K=s.D0).rule(), ROOT, draft, max_depth), expected)
+        assert_same(grow(Chain(K=s.D0).make_rule(), ROOT, draft, max_depth), expected)
     assert seen["cut between siblings"] >= 10, seen
 
 
@@ -247,21 +246,18 @@ def test_at_its_threshold_a_candidate_passes_but_never_at_0(
     settings: Settings, n_rows: int
 ) -> None:
     """The paper's bounds are p >= tau, rho_stop, rho_deep; c >= tau_h, and c >= tau_l is B_mid."""
-    assert len(grow(settings.rule(), ROOT, Even(0), 127)) == n_rows
+    assert len(grow(settings.make_rule(), ROOT, Even(0), 127)) == n_rows
 
 
-class Wide(Rule):
+class Wide(MethodRule):
     """A fork's rule: all three candidates of every row."""
-
-    def expand(self, level: Level) -> tuple[Gates, Gates]:
-        return {}, {}
 
 
 def test_of_what_is_drafted_the_best_or_the_first_are_kept() -> None:
     """No test of exactness can see which: the text is right with any tree."""
-    cut = grow(Wide(3, 3, max_rows=8, max_drafted=8), ROOT, FakeDraft(2), 9)
-    best = grow(Wide(3, 3, max_rows=8, max_drafted=40), ROOT, FakeDraft(2), 9)
-    every = grow(Wide(3, 3, max_rows=40, max_drafted=40), ROOT, FakeDraft(2), 9)
+    cut = grow(Wide(3, 3, max_rows=8), ROOT, FakeDraft(2), 9)
+    best = grow(Wide(3, 3, max_rows=40, max_verified=8), ROOT, FakeDraft(2), 9)
+    every = grow(Wide(3, 3, max_rows=40), ROOT, FakeDraft(2), 9)
     likeliest = torch.tensor(every.path_logprobs).topk(8).indices.tolist()
     assert paths(cut) == paths(every)[:8]
     assert paths(best) == [paths(every)[row] for row in sorted(likeliest)] != paths(cut)
@@ -279,12 +275,17 @@ def test_what_is_no_gate_is_an_error(gate: object, is_first: bool) -> None:
     """A shape that can be stretched to that of the candidates would let some pass unasked."""
 
     class Gated(Wide):
-        def expand(self, level: Level) -> tuple[Gates, Gates]:
-            gates = {"fine": True, "mine": gate if level.depth == 1 else True}
-            return (gates, {}) if is_first else ({}, gates)
+        def gates(self, level: Level, is_mine: bool) -> Gates:
+            return {"fine": True, "mine": gate if is_mine and level.depth == 1 else True}
 
-    with pytest.raises(TypeError, match="gate 'mine'"):
-        grow(Gated(3, 3, max_rows=40, max_drafted=40), ROOT, FakeDraft(2), 127)
+        def add_gates(self, level: Level) -> Gates:
+            return self.gates(level, is_first)
+
+        def expand_gates(self, level: Level) -> Gates:
+            return self.gates(level, not is_first)
+
+    with pytest.raises(ValueError, match="gate 'mine'"):
+        grow(Gated(3, 3, max_rows=40), ROOT, FakeDraft(2), 127)
 
 
 WIDE = DynaTree(N_max=128, tau=0.0, rho_stop=0.0, rho_deep=0.01, D0=3, D_max=5)
@@ -298,44 +299,52 @@ def test_broken_logits_end_only_their_own_branch(
     settings: Settings, ids: int | slice, value: float, row: int
 ) -> None:
     """topk ranks NaN above every number, so a broken row looks like a very confident one."""
-    whole = paths(grow(settings.rule(), ROOT, FakeDraft(1), 127))
+    whole = paths(grow(settings.make_rule(), ROOT, FakeDraft(1), 127))
     above = whole[row]  # the path whose logits break
     broken = FakeDraft(1).logits(above)
     broken[ids] = value
-    tree = grow(settings.rule(), ROOT, FakeDraft(1, {above: broken}), 127)
+    tree = grow(settings.make_rule(), ROOT, FakeDraft(1, {above: broken}), 127)
     rest = [path for path in whole if path == above or path[: len(above)] != above]
     assert len(rest) < len(whole)  # else nothing would have broken
     assert paths(tree) == rest
     assert_well_formed(tree)
-    assert tree.has_overflowed == (row == 0)
 
 
-@pytest.mark.parametrize("is_drawn", [False, True], ids=["ranked", "drawn"])
-@pytest.mark.parametrize("chances", [None, Counted()], ids=["believed", "counted"])
-def test_confidence_is_a_probability_where_the_draft_overflowed(
-    chances: Counted | None, is_drawn: bool
-) -> None:
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["top k", "drawn"])
+def test_confidence_is_0_where_the_draft_overflowed(is_drawn: bool) -> None:
     """It was nan there, of which no rule could take a ceiling."""
-    broken = FakeDraft(1).logits((ROOT,)).fill_(math.nan)
-    sampler = Sampling(1.0).sampler(torch.device("cpu")) if is_drawn else None
-    rule = Fixed().rule()
-    rule.chances = chances
     found = []
-    for draft in (FakeDraft(1, sampler=sampler), FakeDraft(1, {(ROOT,): broken}, sampler)):
-        level = look(0, draft([ROOT], None), rule, [[0.0, 0.0]])
-        found.append(level.confidence().item())
+
+    class Looking(MethodRule):
+        def add_gates(self, level: Level) -> Gates:
+            found.append(level.confidence)
+            return {}
+
+    sampler = Sampling(1.0).sampler(torch.device("cpu")) if is_drawn else None
+    broken = FakeDraft(1).logits((ROOT,)).fill_(math.nan)
+    for changed in ({}, {(ROOT,): broken}):
+        grow(Looking(2, 1, 3), ROOT, FakeDraft(1, changed, sampler), 1)
     assert 0 < found[0] <= 1 and found[1] == 0
 
 
 def moved(rule: DynaTreeRule) -> dict[str, float]:
     """The thresholds that history moves, as they stand."""
-    now = rule.now
+    now = rule.current
     return {"D0": now.D0, "tau_h": now.tau_h, "rho_deep": now.rho_deep}
 
 
 # Accepted / depth of one tree, and so the mean if W is 1
 HIGH = 1.0  # above 0.8
 LOW = 0.0  # below 0.6
+
+
+def record(rule: DynaTreeRule, ratio: float) -> None:
+    """Let the rule adapt to a chain of ten nodes, of which this share was accepted."""
+    tree = Tree.from_root(ROOT)
+    for row in range(10):
+        tree.add(ROOT, row, 0.0)
+    rule.adapt(tree, list(range(1 + round(10 * ratio))))
+
 
 # The setting, its start, then after a high mean, after a low one. The last two of each start beyond
 # a bound, where they stay, or move only the way that was asked for.
@@ -363,8 +372,8 @@ def test_history_moves_within_its_bounds(
     name: str, start: float, after_high: float, after_low: float
 ) -> None:
     for step, expected in ((HIGH, after_high), (LOW, after_low)):
-        rule = DynaTree(**{name: start}, W=1).rule()
-        rule.observe(step)
+        rule = DynaTree(**{name: start}, W=1).make_rule()
+        record(rule, step)
         assert moved(rule)[name] == pytest.approx(expected)
 
 
@@ -374,13 +383,13 @@ def test_history_looks_at_exactly_the_last_w_iterations(W: int) -> None:
     and so read as below 0.6."""
     rng = random.Random(W)
     D0 = 60  # far from its bounds
-    rule = DynaTree(D0=D0, D_max=127, W=W).rule()
+    rule = DynaTree(D0=D0, D_max=127, W=W).make_rule()
     history = []
     for i in range(200):
         # Long stretches of a kind, or the mean would hardly leave the middle
         accepted = rng.choice([[0, 1, 6], [6, 7, 8], [9, 10], [8], [6]][i // 20 % 5])  # of 10
         history.append(accepted)
-        rule.observe(accepted / 10)
+        record(rule, accepted / 10)
         if len(history) >= W:
             total = sum(history[-W:])
             D0 += (total > 8 * W) - (total < 6 * W)
@@ -390,27 +399,27 @@ def test_history_looks_at_exactly_the_last_w_iterations(W: int) -> None:
 @pytest.mark.parametrize(("tau_l", "rho_stop"), [(0.62, 0.41), (0.5, 0.3)])
 def test_history_keeps_the_thresholds_in_order(tau_l: float, rho_stop: float) -> None:
     """Also where the bounds of tau_h and rho_deep, 0.5 and 0.3, would make two of them equal."""
-    rule = DynaTree(tau_l=tau_l, tau_h=0.7, rho_stop=rho_stop, rho_deep=0.5, W=1).rule()
+    rule = DynaTree(tau_l=tau_l, tau_h=0.7, rho_stop=rho_stop, rho_deep=0.5, W=1).make_rule()
     for _ in range(10):
-        rule.observe(HIGH)
-        assert tau_l < rule.now.tau_h <= 0.7
-        assert rho_stop < rule.now.rho_deep <= 0.5
+        record(rule, HIGH)
+        assert tau_l < rule.current.tau_h <= 0.7
+        assert rho_stop < rule.current.rho_deep <= 0.5
 
 
 def test_history_that_is_off_never_moves() -> None:
-    rule = DynaTree(W=1, history=False).rule()
-    rule.observe(HIGH)
-    assert rule.now == DynaTree(W=1, history=False)
+    rule = DynaTree(W=1, history=False).make_rule()
+    record(rule, HIGH)
+    assert rule.current == DynaTree(W=1, history=False)
 
 
 def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
     n_changed = [0, 0]
     for seed in range(60):
         settings, draft, _ = random_case(seed)
-        rule = replace(settings, W=1).rule()
+        rule = replace(settings, W=1).make_rule()
         before = grow(rule, ROOT, draft, 127)
         for _ in range(4):
-            rule.observe(HIGH if seed % 2 else LOW)
+            record(rule, HIGH if seed % 2 else LOW)
         after = grow(rule, ROOT, draft, 127)
         as_moved = replace(settings, **moved(rule))
         assert_same(after, draft_tree(as_moved, draft, 127, Counter()))
@@ -421,77 +430,19 @@ def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
 @pytest.mark.parametrize("base", [*DRAFTING, "graft"])
 def test_a_tree_remembers_nothing_of_the_one_before(base: str) -> None:
     """The same draft gives the same tree, whatever tree the rule has drawn in between."""
-    rule = METHODS[base]().rule()
+    rule = METHODS[base]().make_rule()
     first, other, again = (paths(grow(rule, ROOT, FakeDraft(seed), 127)) for seed in (1, 2, 1))
     assert other != first == again
 
 
 def test_a_rule_of_more_rows_than_the_widest_pass_is_refused() -> None:
     """On a CPU it would have run; on CUDA it failed in the middle of a text."""
-    with pytest.raises(ValueError, match="200 rows, 128 is the most"):
-        Rule(max_branches=2, max_depth=7, max_rows=200, max_drafted=200)
+    with pytest.raises(ValueError, match="max_verified is 200, it must be at most 128"):
+        MethodRule(max_branches=2, max_depth=7, max_rows=200)
 
 
-def test_what_a_draft_or_a_rule_gives_beside_the_question_is_refused() -> None:
-    """Each message names who made the mistake."""
-    fake = FakeDraft(0)
-
-    def short(tokens: list[int], parents: list[int] | None) -> Candidates:
-        return fake(tokens[:1], parents and parents[:1])
-
-    def drawn_below(tokens: list[int], parents: list[int] | None) -> Candidates:
-        drawn_from = torch.ones(len(tokens), 9) if parents else None
-        return fake(tokens, parents)._replace(drawn_from=drawn_from)
-
-    rule = Fixed(tau=0.0).rule()
-    with pytest.raises(ValueError, match="a draft asked about 2 rows gave tokens "):
-        grow(rule, 0, short, 9)
-    with pytest.raises(ValueError, match="drawn candidates in one level"):
-        grow(rule, 0, drawn_below, 9)
-    with pytest.raises(ValueError, match="id 3, but the target knows 0 to 2"):
-        grow(rule, 0, lambda *_: ANSWER, 9, n_ids=3)
-    rule.max_rows = 3
-    with pytest.raises(ValueError, match="StaticRule: a tree of 63 rows, and its max_rows is 3"):
-        grow(rule, 0, fake, 9)
-
-
-ANSWER = Candidates(
-    numpy.array([[1, 3, 0]]), numpy.log(numpy.array([[0.6, 0.3, 0.1]], numpy.float32))
-)
-NO_ANSWERS = [  # what a draft gives for one row, and what the message says of it
-    (None, "gave NoneType, it must give Candidates"),
-    (tuple(ANSWER), "gave tuple, it must give Candidates"),
-    (Candidates(*(array.tolist() for array in ANSWER[:2])), "gave tokens as list"),
-    (Candidates(*(torch.from_numpy(array) for array in ANSWER[:2])), "as Tensor torch.int64"),
-    (ANSWER._replace(tokens=ANSWER.tokens.astype(float)), "gave tokens as ndarray float64"),
-    (ANSWER._replace(logprobs=ANSWER.tokens), "gave logprobs as ndarray int64"),
-    (Candidates(*(array[0] for array in ANSWER[:2])), r"gave tokens \[3\] and logprobs \[3\]"),
-    (Candidates(*(array[:, :0] for array in ANSWER[:2])), r"gave tokens \[1, 0\]"),
-    (ANSWER._replace(drawn_from=numpy.ones((1, 9))), "drawn_from that is no tensor"),
-    (ANSWER._replace(drawn_from=torch.ones(1)), "drawn_from that is no tensor"),
-    (ANSWER._replace(drawn_from=torch.ones(2, 9)), "drawn_from that is no tensor"),
-    (ANSWER._replace(tokens=ANSWER.tokens - 1), "gave id -1, but the target knows 0 to 8"),
-    (ANSWER._replace(tokens=ANSWER.tokens + 6), "gave id 9, but the target knows 0 to 8"),
-    (ANSWER._replace(logprobs=ANSWER.logprobs + 1), "the log-probability 0.48.*must be at most 0"),
-]
-
-
-@pytest.mark.parametrize(("answer", "message"), NO_ANSWERS)
-def test_what_is_no_answer_of_a_draft_is_refused(answer: object, message: str) -> None:
-    """Not later, by whatever line stumbles over it."""
-    with pytest.raises(ValueError, match=message):
-        grow(Fixed(tau=0.0).rule(), 0, lambda *_: answer, 9, n_ids=9)
-
-
-@pytest.mark.parametrize("method", DRAFTING)
-def test_a_log_probability_above_0_by_rounding_is_0(method: str) -> None:
-    """A node above its parent's value was kept without it. A float32 softmax gives such; what
-    stands behind with -inf may have any id."""
-    above = numpy.array([[1.0000001, 0.0]], numpy.float32)
-    with numpy.errstate(divide="ignore"):
-        answer = Candidates(numpy.array([[1, 99]]), numpy.log(above))
-    kind = METHODS[method]
-    small = {f.name: 3 for f in fields(kind) if f.name in ("N", "N_max", "K")}
-    tree = grow(kind(**small).rule(), 0, lambda *_: answer, 9, n_ids=9)
-    assert tree.parents == list(range(-1, len(tree) - 1)) and len(tree) > 1
-    assert set(tree.path_logprobs) == {0.0}
+def test_select_keeps_each_row_below_its_parent() -> None:
+    tree = grow(Fixed(D=2, B=2, tau=0.0).make_rule(), ROOT, FakeDraft(0), 127)
+    rows = [0, 2, 5, 6]
+    kept = select(tree, rows)
+    assert paths(kept) == [paths(tree)[row] for row in rows]

@@ -9,20 +9,21 @@ from zlib import crc32
 import numpy
 import pytest
 import torch
+from conftest import grow
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, paths
 from torch import Tensor
 
-from draft_tree import Candidates, Gates, Level, all_open, grow
 from methods.dyspec import DySpec, DySpecRule
 from methods.opttree import OptTree
-from sampling import Sampler, Sampling
+from methods.rules import DrawnLevel, added
+from methods.sampler import DrawingSampler, Sampling
 
 
-class Drawing(Sampler):
+class Drawing(DrawingSampler):
     """The i-th draw below a path is told beforehand, so that two ways of growing agree on it."""
 
     def __init__(self, settings: Sampling, draft: FakeDraft, seed: int):
-        super().__init__(settings, torch.Generator(), random.Random())
+        super().__init__(settings, torch.device("cpu"))
         self.draft = draft
         self.seed = seed
 
@@ -34,7 +35,7 @@ class Drawing(Sampler):
         rounded = (probs * 2**16).round().clamp(min=1) * (probs > 0)
         return torch.multinomial(rounded, n, generator=generator).tolist()
 
-    def draw(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def draw_several(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """For the level that the draft has just run."""
         rows = []
         for path, row in zip(self.draft.level, probs, strict=True):
@@ -61,7 +62,7 @@ class FewIds(FakeDraft):
         if not self.sampler:
             probs, tokens = torch.softmax(logits, -1)[0].sort(descending=True)
             return tokens.tolist(), probs.tolist()
-        probs = self.sampler.warp_draft(logits)[0]
+        probs = self.sampler.draft_distribution(logits)[0]
         tokens = self.sampler.draws(path, probs)
         return tokens, probs[tokens].tolist()
 
@@ -117,7 +118,7 @@ def test_the_tree_is_the_heaps_set(is_drawn: bool) -> None:
         top_p, temperature = rng.choice([1.0, 0.8]), rng.choice([None, 0.1, 0.6, 2.0])
         sampler = Drawing(Sampling(1.0, top_p, draft_temperature=temperature), draft, seed)
         draft.sampler = sampler if is_drawn else None
-        tree = grow(DySpec(N=n_rows, D_max=depth).rule(), ROOT, draft, 127)
+        tree = grow(DySpec(N=n_rows, D_max=depth).make_rule(), ROOT, draft, 127)
         heap = heap_tree(draft, n_rows, depth)
         sure = {path for path, value in heap.items() if value > 1e-6}  # whatever float32 rounds
         assert sure <= set(paths(tree)) <= set(heap), f"case {seed}"
@@ -125,7 +126,7 @@ def test_the_tree_is_the_heaps_set(is_drawn: bool) -> None:
         assert_well_formed(tree)
         if not is_drawn:
             least = min(heap.values()) * (1 - 1e-5)
-            above = DySpec(N=64, t=least, D_max=depth, exact=False).rule()
+            above = DySpec(N=64, t=least, D_max=depth, exact=False).make_rule()
             assert sorted(paths(grow(above, ROOT, draft, 127))) == sorted(heap)
         n_deep = sum(len(path) > 2 for path in heap)
         is_scarce, is_full = n_ids < n_rows - 1, len(heap) == n_rows
@@ -140,10 +141,10 @@ def test_the_tree_is_the_heaps_set(is_drawn: bool) -> None:
 @pytest.mark.parametrize("row", [1, 2])
 def test_broken_logits_end_only_their_own_branch(settings: DySpec | OptTree, row: int) -> None:
     """NaN sorts above every number; it is not among the best values."""
-    above = paths(grow(settings.rule(), ROOT, FakeDraft(1), 127))[row]
+    above = paths(grow(settings.make_rule(), ROOT, FakeDraft(1), 127))[row]
     broken = FakeDraft(1).logits(above)
     broken[3] = math.nan
-    tree = grow(settings.rule(), ROOT, FakeDraft(1, {above: broken}), 127)
+    tree = grow(settings.make_rule(), ROOT, FakeDraft(1, {above: broken}), 127)
     whole = heap_tree(FewIds(1, heat=1.0), 1 + 32 + 32**2, 2)
     rest = [path for path in whole if path == above or path[: len(above)] != above]
     rest.sort(key=whole.get, reverse=True)
@@ -151,22 +152,13 @@ def test_broken_logits_end_only_their_own_branch(settings: DySpec | OptTree, row
 
 
 def test_equal_values_do_not_use_up_the_row_budget() -> None:
-    """Of counted chances many values are equal. Were all of them added, the budget would cut off
-    rows by what was drawn."""
-    rule = DySpec(N=5, D_max=5, chances="counted").rule()
-    rule.chances.weights = rule.chances.first = (4.07, 2.35)
+    """Calibrated values are often equal. Were all of them added, the budget would cut off rows by
+    what was drawn."""
+    rule = DySpecRule(DySpec(N=5, D_max=5))
     n_added = []
-
-    def draft(tokens: list[int], parents: list[int] | None) -> Candidates:
-        probs = torch.tensor([[0.59, 0.41, 0, 0] if token == 0 else [0.25] * 4 for token in tokens])
-        ids = numpy.arange(4)[None].repeat(len(tokens), axis=0)
-        return Candidates(ids, probs.log().numpy(), probs)
-
-    def expand(level: Level) -> tuple[Gates, Gates]:
-        gates = DySpecRule.expand(rule, level)
-        n_added.append(all_open(rule, gates[0], level).sum())
-        return gates
-
-    rule.expand = expand
-    assert len(grow(rule, 0, draft, 5)) == 5
-    assert len(n_added) > 2 and max(n_added) <= 4
+    for depth, n in enumerate((1, 4, 4)):
+        equal = numpy.full((n, 4), -1.0, numpy.float32)
+        tokens = numpy.arange(4)[None].repeat(n, axis=0)
+        level = DrawnLevel(depth, tokens, equal, equal, equal, lambda: numpy.ones(1))
+        n_added.append(int(added(level, rule.add_gates(level)).sum()))
+    assert n_added == [4, 0, 0]

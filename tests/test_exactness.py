@@ -26,13 +26,14 @@ from torch import Tensor
 
 from cli.metrics import token_ids
 from draft_tree import Settings
-from dynatree import Step
+from engine.decoding import Step
 from engine.model import FastGPTNeoX
 from engine.passes import row_count
 from engine.streaming import Window
 from methods import METHODS
+from methods.rules import are_retrieved, make_rule
+from methods.sampler import Sampling
 from methods.static import Alone, Fixed
-from sampling import Sampling
 from verify import cut
 
 # How many cases a method has in each way: passes of exactly the rows and slots they need, or padded
@@ -86,7 +87,7 @@ def stream(
     cache = target.new_cache(min(full, n_tokens))
     text = list(prompt)
     for n_read, token in enumerate(text, 1):  # which grows meanwhile
-        logits = append(target, [token], cache).logits[0].clone()
+        logits = append(target, [token], cache)[0].clone()
         if cache.length == full:
             target.forget(cache, window.sinks, slack)
         if n_read == len(text) < n_tokens:
@@ -99,9 +100,9 @@ def varied_targets() -> list[tuple[Tensors, Changes]]:
     """Random targets whose greedy text has at least 10 distinct ids in 48."""
     found = []
     for seed in range(100):
-        changes: Changes = {"is_parallel": seed % 3 > 0, "max_positions": 128}
+        changes: Changes = {"use_parallel_residual": seed % 3 > 0, "max_position_embeddings": 128}
         if seed % 2:
-            changes["max_positions"] = 24  # most texts run past the trained range
+            changes["max_position_embeddings"] = 24  # most texts run past the trained range
         tensors = random_tensors(random_config(**changes), seed)
         text = greedy(build(tensors, **changes), [seed % VOCAB], 48)
         if len(set(text)) >= 10:
@@ -116,7 +117,7 @@ def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> Fast
     padded vocabulary, or another model of another size."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "small":
-        changes = changes | {"hidden_size": 16, "n_layers": 1, "n_heads": 1}
+        changes = changes | {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
         tensors = random_tensors(random_config(**changes), seed)
     elif kind == "adversary":  # its best candidates are the target's worst
         tensors = tensors | {"embed_out.weight": -tensors["embed_out.weight"]}
@@ -179,13 +180,13 @@ def random_case(method: str, way: str, number: int) -> Case:
     prompt, text = greedy_text(number)
     more: dict[str, object] = {"graphs": number % 2 == 1}
     if way == "window":
-        size = max(settings.rule().max_rows, rng.choice([1, 5, 16, 24]))
+        size = max(make_rule(settings).max_verified, rng.choice([1, 5, 16, 24]))
         more["window"] = Window(size, rng.choice([0, 1, 4]))
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 40, 90]))]
         text, _ = stream(target, prompt, more["window"], LONGEST)
     elif way in ("ranked", "drawn"):
         heat = (0.3, 0.6, 2.5)[number % 3]
-        more["sampling"] = Sampling(0.0, 1.0, number, heat, is_drawn=way == "drawn")
+        more["sampling"] = Sampling(0.0, 1.0, number, heat, draws_greedy=way == "drawn")
     limit = rng.choice([LONGEST, LONGEST] + list(range(1, 21)))
     text = text[:limit]
     eos_ids = [] if number % 3 else rng.sample(text, 1)
@@ -203,16 +204,18 @@ def note(seen: Counter, step: Step, case: Case) -> None:
     assert path[0] == 0 and step.tokens == (accepted + [step.bonus])[: len(step.tokens)]
     is_eos = step.tokens[-1] in case.eos_ids
     seen[f"accepted {min(len(accepted), 3)}"] += 1
-    seen["tree of depth 1"] += tree.depth == 1
+    seen["tree of depth 1"] += max(tree.depths) == 1
     seen["second sibling"] += any(tree.parents[row] in tree.parents[1:row] for row in path[1:])
-    seen["accepted grafted"] += any(tree.are_retrieved[row] for row in path)
+    seen["accepted grafted"] += any(are_retrieved(tree)[row] for row in path)
     seen["moved row"] += path != list(range(len(path)))
     seen["eos in path"] += is_eos and len(step.tokens) < len(path)
     seen["eos as bonus"] += is_eos and len(step.tokens) == len(path)
     settings = case.settings
-    if isinstance(settings, Fixed) and tree.depth and settings.tau == 0:  # between two children
+    if (
+        isinstance(settings, Fixed) and max(tree.depths) and settings.tau == 0
+    ):  # between two children
         is_full = len(tree) == settings.N_max
-        seen["N_max cut"] += is_full and tree.depths.count(tree.depth) % settings.B > 0
+        seen["N_max cut"] += is_full and tree.depths.count(max(tree.depths)) % settings.B > 0
 
 
 @functools.cache
@@ -224,19 +227,19 @@ def run_cases(method: str, way: str) -> Counter:
         steps = case.write()
         assert token_ids(steps) == cut(case.greedy, case.eos_ids, case.limit), number
         n_tokens = len(case.prompt) + case.limit
-        seen["past positions"] += n_tokens > case.target.config.max_positions
+        seen["past positions"] += n_tokens > case.target.config.max_position_embeddings
         seen["other vocabulary"] += case.draft.config.vocab_size != VOCAB
         seen["prompt of one"] += len(case.prompt) == 1
-        seen["budget of one row"] += case.settings.rule().max_rows == 1 and method != "ar"
-        n_drawn = sum(bool(step.tree.drawn_from) for step in steps[1:])
-        assert way == "drawn" or not n_drawn
-        seen["drawn guesses"] += n_drawn
+        seen["budget of one row"] += make_rule(case.settings).max_verified == 1 and method != "ar"
+        rule = make_rule(case.settings)
+        if way == "drawn" and rule.draws_candidates:
+            seen["drawn trees"] += sum(len(step.tree) > 1 for step in steps[1:])
         if window := case.more.get("window"):
             assert max(max(step.cached) for step in steps) <= window.full
             seen["dropped"] += n_tokens > 2 * window.full
         left = case.limit - 1
         for step in steps[1:]:
-            assert step.tree.depth < left or left == 1 and not step.tree.depth
+            assert max(step.tree.depths) < left or left == 1 and not max(step.tree.depths)
             left -= len(step.tokens)
             note(seen, step, case)
     return seen
@@ -270,8 +273,8 @@ def strict_pair(number: int) -> tuple[FastGPTNeoX, FastGPTNeoX]:
 
 def rows_of(settings: Settings) -> int:
     """Of a pass of a run with these settings, where all have as many."""
-    rule = settings.rule()
-    return row_count(max(rule.max_rows, rule.min_rows))
+    rule = make_rule(settings)
+    return row_count(max(rule.max_verified, rule.min_rows))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, make_tree, pretend_capture, ranked, source_files
+from conftest import ROOT, TINY, pretend_capture, source_files, top_k
 from safetensors.torch import load_file
 from test_hub import SINGLE, Hub, golden, hub  # noqa: F401
 from test_prompts import bucket  # noqa: F401
@@ -39,15 +39,18 @@ from cli.errors import Parser
 from cli.main import build_parser
 from cli.models import Request, load_pair
 from cli.trace import Trace
-from draft_tree import Candidates, DynaTree, Settings
-from dynatree import generate
+from draft_tree import Candidates, DynaTree
+from dynatree import ModelDrafter
+from engine.checkpoint import read_config
+from engine.decoding import generate
 from engine.model import FastGPTNeoX
 from engine.passes import Use
 from engine.way import Way
-from gpt_neox import GPTNeoX, read_config
+from gpt_neox import GPTNeoX
+from methods.dyspec import DySpec
 from methods.sequoia import parse_chances
 from methods.static import Fixed
-from verify import tree_pass
+from verify import tree_inputs
 
 Names = dict[str, object]
 
@@ -106,7 +109,7 @@ def common() -> Names:
         steps.append(step)
     step = steps[1]
     tree = step.tree
-    tokens, positions, mask = tree_pass(tree, len(ids))
+    tokens, positions, mask = tree_inputs(tree, len(ids))
     kv, turns = pair.target.make_memory(1280)
     names = locals()
     of_target = {name: getattr(pair.target, name) for name in ("config", "device")}
@@ -122,6 +125,7 @@ def common() -> Names:
             "tokenizer": pair.tokenizer,
             "vocab_size": pair.target.config.vocab_size,
             "cache": pair.target.new_cache(200),
+            "x": torch.randn(len(tree), pair.target.config.hidden_size),
             "logits": torch.randn(len(tree), pair.target.config.vocab_size),
             "run": pair.target.pool.run,
             "make": pair.target.make_memory,
@@ -131,7 +135,7 @@ def common() -> Names:
             "length": len(ids),
             "start": len(ids),
             "n_slots": 256,
-            "rule": Fixed().rule(),
+            "rule": Fixed().make_rule(),
             "source": TINY / "draft",
             "tensors": load_file(TINY / "draft" / "model.safetensors"),
         }
@@ -141,13 +145,13 @@ def common() -> Names:
 RUN = Run("dynatree", "dynatree", 7, 20, 0.0, "ar")
 
 
-def draft_at_random(tokens: list[int], parents: list[int] | None) -> Candidates:
-    return ranked(torch.randn(len(tokens), 9))
+def draft_at_random(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+    return top_k(torch.randn(len(tokens), 9), k)
 
 
 def plain_pair() -> Names:
     models = {role: GPTNeoX.from_pretrained(TINY / role) for role in ("target", "draft")}
-    return models | {"generate": generate, "settings": DynaTree()}
+    return models | {"DySpec": DySpec}
 
 
 def unfilled() -> Names:
@@ -166,11 +170,7 @@ def layer_of_a_rank() -> Names:
 
 # By file, what only this module's examples take for given
 OWN: dict[str, Callable[[], Names]] = {
-    "draft_tree.py": lambda: {"root": 7, "draft": draft_at_random},
-    "verify.py": lambda: {  # README's tree
-        "tree": make_tree([0, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 1, 2]),
-        "best": [1, 4, 9, 9, 8, 9],
-    },
+    "draft_tree.py": lambda: {"root": 7, "drafter": SimpleNamespace(draft=draft_at_random)},
     "benchmark/columns.py": lambda: {"row": Results.load("results/main_cpu.json").rows()[0]},
     "benchmark/counts.py": lambda: {
         "run": RUN,
@@ -188,7 +188,7 @@ OWN: dict[str, Callable[[], Names]] = {
     },
     "cli/options.py": lambda: {"parser": build_parser()},
     "cli/page.py": lambda: {"about": {"settings": {"method": "dynatree"}}},
-    "cli/trace.py": plain_pair,
+    "cli/trace.py": lambda: {"generate": generate, "settings": DynaTree(), "Way": Way},
     "engine/checkpoint.py": lambda: {"read_config": read_config},
     "engine/decoding.py": lambda: {"DynaTree": DynaTree},
     "engine/fused.py": unfilled,
@@ -201,9 +201,10 @@ OWN: dict[str, Callable[[], Names]] = {
     },
     "engine/shares.py": layer_of_a_rank,
     "engine/way.py": lambda: {"DynaTree": DynaTree},
+    "methods/calibration.py": lambda: {"drafter": ModelDrafter(plain_pair()["draft"])},
+    "methods/compose.py": plain_pair,
     "methods/settings.py": lambda: {
         "dataclass": dataclass,
-        "Settings": Settings,
         "parse_chances": parse_chances,
     },
 }

@@ -20,6 +20,7 @@ from conftest import (
     TINY,
     assert_close,
     forget,
+    logits_of,
     make_tree,
     prefilled,
     random_config,
@@ -76,8 +77,8 @@ SOURCES: dict[str, Callable[[], Weights]] = {
 }
 SOURCES |= {
     "inexact target": partial(inexact, TINY / "target"),
-    "odd and without bias": partial(drawn, intermediate_size=63, has_attention_bias=False),
-    "sequential and tied": partial(drawn, is_parallel=False, is_tied=True),
+    "odd and without bias": partial(drawn, intermediate_size=63, attention_bias=False),
+    "sequential and tied": partial(drawn, use_parallel_residual=False, tie_word_embeddings=True),
 }
 
 
@@ -98,12 +99,12 @@ def all_logits(model: GPTNeoX) -> Tensor:
     n_ids = model.config.vocab_size
     prompt = [rng.randrange(n_ids) for _ in range(40)]
     cache = model.new_cache(len(prompt) + ROW_COUNTS[-1])
-    found = [model.prefill(prompt, cache).logits]
+    found = [logits_of(model.prefill(prompt, cache))]
     for n in ROW_COUNTS:
         found.append(run_tree(model, cache, random_tree(rng, n, n_ids)))
     forget(model, cache, 3, 5)
     following = torch.arange(60)
-    found.append(model.forward(following, cache.length + following, cache).logits)
+    found.append(logits_of(model.forward(following, cache.length + following, cache)))
     return torch.cat(found)
 
 

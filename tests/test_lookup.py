@@ -5,11 +5,12 @@ import random
 from collections import Counter
 
 import pytest
-from conftest import Remembering, generate, random_model
+from conftest import Remembering, generate, grow, random_model
 
-from draft_tree import Tree, grow
+from draft_tree import Tree
 from engine.streaming import WHOLE_TEXT, Window
 from methods.lookup import COPY_PROBS, Lookup
+from methods.rules import are_retrieved
 
 
 def literal_copy(text: list[int], n: int, n_tokens: int) -> tuple[list[int], int, int]:
@@ -34,9 +35,8 @@ def assert_chain(tree: Tree, root: int, copied: list[int]) -> None:
     assert tree.tokens == [root] + copied
     assert tree.parents == list(range(-1, n_rows - 1))
     assert tree.depths == list(range(n_rows))
-    assert tree.depth == n_rows - 1
     assert tree.draft_slots == [-1] * n_rows
-    assert tree.are_retrieved == [False] + [True] * len(copied)
+    assert are_retrieved(tree) == [False] + [True] * len(copied)
 
 
 def test_a_copy_is_what_a_plain_search_finds() -> None:
@@ -49,7 +49,7 @@ def test_a_copy_is_what_a_plain_search_finds() -> None:
         max_depth = rng.randint(0, 14)
         n_tokens = min(settings.K, max_depth)
         copied, length, place = literal_copy(text, settings.n, n_tokens)
-        rule = settings.rule()
+        rule = settings.make_rule()
         rule.start(text[:-1])
         tree = grow(rule, text[-1], None, max_depth)
         assert_chain(tree, text[-1], copied)
@@ -74,7 +74,7 @@ def test_a_copy_is_no_longer_than_what_agrees_before_it_deserves() -> None:
     for n_agreeing in (1, 2, 5, 6):
         for trust in (0, 1, 2):
             end = text[6 - n_agreeing : 6]
-            rule = Lookup(n=3, K=6, trust=trust).rule()
+            rule = Lookup(n=3, K=6, trust=trust).make_rule()
             rule.start([*text, 99, *end[:-1]])
             tree = grow(rule, end[-1], None, 99)
             n_copied = min(6, trust * n_agreeing or 6)
@@ -96,6 +96,6 @@ def test_the_text_is_followed_as_it_is_committed(window: Window, commit: str) ->
         text += step.tokens
         if step.tree and len(text) < len(PROMPT) + 90:  # else it may have been cut
             assert settings.rules[-1].text == text[:-1]
-            n_full += step.tree.depth == 6
-            n_partly += 0 < len(step.path) - 1 < step.tree.depth
+            n_full += max(step.tree.depths) == 6
+            n_partly += 0 < len(step.path) - 1 < max(step.tree.depths)
     assert n_full > 2 and n_partly > 0

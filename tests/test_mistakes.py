@@ -31,7 +31,8 @@ from tokenizers import Tokenizer
 from cli.errors import say
 from cli.main import main
 from cli.models import encode, load_tokenizer
-from draft_tree import Rule
+from draft_tree import Tree
+from methods.static import StaticRule
 
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
@@ -132,16 +133,18 @@ def test_a_full_cache_is_no_lack_of_memory(
 ) -> None:
     """A rule that grows larger trees than it said got the advice of a 16-bit dtype."""
 
-    def grow_more(rule: Rule, prompt: list[int]) -> None:
-        rule.max_drafted = rule.max_kept = rule.max_rows = 64
+    def add_more(rule: StaticRule, tree: Tree) -> Tree:
+        for token in range(300):
+            tree.add(token, 0, -9.0)
+        return tree
 
-    monkeypatch.setattr("methods.static.StaticRule.start", grow_more)
+    monkeypatch.setattr(StaticRule, "finish_tree", add_more)
     sets = [word for value in ("N_max=4", "tau=0") for word in ("--set", value)]
     for more in ([], ["--plain"]):
         arguments = ["--prompt", "a", "--method", "fixed", "--max-new-tokens", "8", *sets, *more]
         assert main(arguments) == 70
         line = capsys.readouterr().err.splitlines()[-1]
-        assert re.match(r"error: ValueError: the KV cache has \d+ slots, \d+ are needed; ", line)
+        assert re.match(r"error: IndexError: the cache has \d+ slots, \d+ are needed; ", line)
         assert "dtype" not in line
 
 
@@ -297,7 +300,7 @@ def test_non_finite_target_names_the_way_out(capsys: Captured, tmp_path: Path) -
     save_file(tensors, file)
     arguments = ["--prompt", "a", "--max-new-tokens", "3", "--target", str(tmp_path)]
     arguments += ["--draft", DRAFT]
-    assert "--dtype bfloat16" in error_line(capsys, main, arguments + ["--dtype", "float16"])
+    assert "use bfloat16 or float32" in error_line(capsys, main, arguments + ["--dtype", "float16"])
     assert main(arguments) == 0
 
 

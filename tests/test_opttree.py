@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
+from conftest import grow
 from test_draft_tree import ROOT, Even, FakeDraft, Path, assert_well_formed, paths
 
-from draft_tree import grow
 from methods.opttree import OptTree
 
 DEPTH = 6
@@ -48,7 +48,7 @@ def test_the_tree_is_the_papers(n_rows: int, delta: float) -> None:
     for seed in range(12):
         draft = FakeDraft(seed)
         settings = OptTree(N=n_rows, D_max=DEPTH, delta=delta)
-        tree = grow(settings.rule(), ROOT, draft, 127)
+        tree = grow(settings.make_rule(), ROOT, draft, 127)
         expected, n = literal_tree(draft, settings)
         assert sorted(paths(tree)) == sorted(expected)
         assert draft.n_calls == n
@@ -62,6 +62,6 @@ def test_it_stops_by_what_the_last_level_added() -> None:
     n_drafted = []
     for delta in (0.0, 0.2, 0.25, 0.99, 1.0):
         draft = Even(0)
-        grow(OptTree(N=9, delta=delta).rule(), ROOT, draft, 127)
+        grow(OptTree(N=9, delta=delta).make_rule(), ROOT, draft, 127)
         n_drafted.append(draft.n_calls)
     assert n_drafted == [4, 4, 3, 3, 1]

@@ -11,17 +11,17 @@ import torch
 from conftest import (
     Remembering,
     generate,
+    grow,
     make_tree,
     path_to,
     pretend_capture,
     random_model,
     random_settings,
-    ranked,
+    top_k,
 )
-from law import stop_of
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
-from draft_tree import Candidates, Gates, Level, Tree, grow
+from draft_tree import Candidates, Gates, Level, Tree
 from methods.deagle import Deagle
 from methods.drafting import DRAFTING
 from methods.retrieval import (
@@ -34,8 +34,10 @@ from methods.retrieval import (
     parse_checkpoints,
     parse_successors,
 )
+from methods.rules import MixedTree, are_retrieved, make_rule
 from methods.sequoia import Sequoia
 from methods.static import Chain, StaticRule
+from methods.stop import StopRule
 
 RANK_PROBS = parse_successors(P_TINY)
 
@@ -48,11 +50,11 @@ def full_table(n_ids: int = 32, seed: int = 0, k: int = len(RANK_PROBS)) -> Succ
 
 
 def test_the_table_holds_the_last_reading_of_each_token() -> None:
-    rule = Recycle().rule()
+    rule = Recycle().make_rule()
     best = numpy.array([[5, 6], [6, 7], [7, 8], [8, 9]])
-    rule.read([3, 1, 3, 2], best)
+    rule.observe_target([3, 1, 3, 2], best)
     assert rule.table == {1: [6, 7], 2: [8, 9], 3: [7, 8]}
-    rule.read([1], best[:1])
+    rule.observe_target([1], best[:1])
     assert rule.table == {1: [5, 6], 2: [8, 9], 3: [7, 8]}
 
 
@@ -65,7 +67,7 @@ def agree_at_the_root(table: SuccessorTable, token: int) -> None:
 def assert_holds(merged: Tree, drafted: Tree) -> None:
     """What was drafted is there, in its old order and with its old slots; the rest is retrieved."""
     found = paths(merged)
-    kept = [path for path, is_new in zip(found, merged.are_retrieved, strict=True) if not is_new]
+    kept = [path for path, is_new in zip(found, are_retrieved(merged), strict=True) if not is_new]
     assert kept == paths(drafted)
     slots = dict(zip(paths(drafted), drafted.draft_slots, strict=True))
     assert merged.draft_slots == [slots.get(path, -1) for path in found]
@@ -76,9 +78,9 @@ def assert_in_order(merged: Tree) -> None:
     depths = [len(path) - 1 for path in paths(merged)]
     assert merged.depths == depths == sorted(depths)
     for row, parent in enumerate(merged.parents):
-        if not merged.are_retrieved[row]:
+        if not are_retrieved(merged)[row]:
             earlier_siblings = [i for i in range(row) if merged.parents[i] == parent]
-            assert not any(merged.are_retrieved[i] for i in earlier_siblings)
+            assert not any(are_retrieved(merged)[i] for i in earlier_siblings)
 
 
 @pytest.mark.parametrize("at", ["root", "tail"])
@@ -89,32 +91,33 @@ def test_the_base_keeps_to_its_own_settings(name: str, at: str) -> None:
     rng = random.Random(name)
     for _ in range(10):
         own = random_settings(name, rng)
-        drafted = grow(own.rule(), ROOT, FakeDraft(5), 127)
+        drafted = grow(own.make_rule(), ROOT, FakeDraft(5), 127)
         base = ":".join([name, *(f"{f.name}={getattr(own, f.name)}" for f in fields(own))])
-        rule = Graft(base=base, checkpoints="off", N=96, at=at).rule()
-        rule.table = full_table()
+        rule = Graft(base=base, checkpoints="off", N=96, at=at).make_rule()
+        graft = rule.rule if isinstance(rule, StopRule) else rule
+        graft.table = full_table()
         tree = grow(rule, ROOT, FakeDraft(5), 127)
         assert len(tree) == 96
-        if own.rule().max_rows > 1:  # of which the draft alone would not run the root
+        if make_rule(own).max_verified > 1:  # of which the draft alone would not run the root
             assert_holds(tree, drafted)
 
 
 def test_without_grafting_the_target_is_not_asked() -> None:
-    rule = Graft(base="linear", graft=False).rule()
-    assert rule.n_read == 0
-    assert not any(grow(rule, ROOT, FakeDraft(5), 127).are_retrieved)
+    rule = Graft(base="linear", graft=False).make_rule()
+    assert rule.target_top_k == 0
+    assert not any(are_retrieved(grow(rule, ROOT, FakeDraft(5), 127)))
 
 
 def test_checkpoints_stop_the_drafting() -> None:
     """At their depths, and nowhere else, if the best path is below the threshold there."""
     stopped_at = Counter()
     for seed in range(60):
-        chain = grow(Chain(K=6).rule(), ROOT, FakeDraft(seed), 127)
+        chain = grow(Chain(K=6).make_rule(), ROOT, FakeDraft(seed), 127)
         expected = 6
         for depth, threshold in ((4, 0.3), (2, 0.4)):
             if math.exp(chain.path_logprobs[depth]) < threshold:
                 expected = depth
-        rule = Graft(base="linear:K=6", checkpoints="2@0.4:4@0.3", N=7).rule()
+        rule = Graft(base="linear:K=6", checkpoints="2@0.4:4@0.3", N=7).make_rule()
         rule.table = full_table()
         draft = FakeDraft(seed)
         tree = grow(rule, ROOT, draft, 127)
@@ -191,8 +194,8 @@ def test_what_is_grafted_is_the_likeliest_that_the_table_knows(at: str) -> None:
         base = f"fixed:D={rng.randint(1, 4)}:B={rng.randint(1, 3)}:tau=0.03:N_max={n_drafted}"
         settings = Graft(base=base, checkpoints="off", N=n_rows, D_max=levels, at=at)
         pruned = replace(settings, graft=False)
-        drafted = grow(pruned.rule(), ROOT, FakeDraft(seed), max_depth)
-        rule = settings.rule()
+        drafted = grow(pruned.make_rule(), ROOT, FakeDraft(seed), max_depth)
+        rule = settings.make_rule()
         rule.table = full_table(seed=seed, k=3)
         for token in rng.sample(range(32), rng.choice([0, 10, 31])):
             del rule.table[token]  # as if it had never been read
@@ -219,17 +222,17 @@ def test_what_is_grafted_is_the_likeliest_that_the_table_knows(at: str) -> None:
 
 def test_the_base_learns_from_its_own_nodes() -> None:
     """History once took a grafted level for a drafted one, and a draft that was right for wrong."""
-    rule = Graft(base="dynatree:D_max=2:D0=1", checkpoints="off", at="tail").rule()
+    rule = Graft(base="dynatree:D_max=2:D0=1", checkpoints="off", at="tail").make_rule()
     rule.table = full_table()
     tree = grow(rule, ROOT, FakeDraft(5), 127)
-    drafted = [row for row in range(len(tree)) if not tree.are_retrieved[row]]
-    assert tree.depth > 2 == max(tree.depths[row] for row in drafted)
+    drafted = [row for row in range(len(tree)) if not are_retrieved(tree)[row]]
+    assert max(tree.depths) > 2 == max(tree.depths[row] for row in drafted)
     path = path_to(tree, drafted[-1])
     below = [row for row in range(len(tree)) if tree.parents[row] == path[-1]]
-    assert tree.are_retrieved[below[0]]
+    assert are_retrieved(tree)[below[0]]
     for committed, reach in ((path + below[:1], 1.0), (path[:2], 0.5), (path[:1], 0.0)):
-        rule.adapt(tree, committed, 1.0)
-        assert rule.base.reaches[-1] == reach
+        rule.adapt(tree, committed)
+        assert rule.rule.depth_ratios[-1] == reach
 
 
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
@@ -253,37 +256,41 @@ def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
     """The draft's only node at depth 1 is unlikely; a candidate that was not added is no reason."""
     logits = torch.tensor([[-9.0, 1.0, 0.9, 0.8]])
 
-    def draft(tokens: list[int], parents: list[int] | None) -> Candidates:
-        return ranked(logits.expand(len(tokens), -1))
+    def draft(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+        return top_k(logits.expand(len(tokens), -1), k)
 
     class Second(StaticRule):
-        def expand(self, level: Level) -> tuple[Gates, Gates]:
-            return {"second": level.tokens == 2}, {}
+        def add_gates(self, level: Level) -> Gates:
+            return {"second": level.tokens == 2}
+
+        def expand_gates(self, level: Level) -> Gates:
+            return {}
 
     base = Second(widths=[2, 2, 2], n_rows=8)
     best = float(torch.log_softmax(logits, -1).max().exp())
     rule = GraftRule(base, 8, 0, {1: best - 1e-3}, RANK_PROBS)
-    assert grow(rule, ROOT, draft, 3).depth == 1
+    assert max(grow(rule, ROOT, draft, 3).depths) == 1
 
 
 def test_chances_by_rank_say_how_many_successors_there_are() -> None:
     """Of two each token keeps two, and a flat second rank makes a bushier tree."""
     table = full_table(k=8)
     for p, n_below_root in (("0.5:0.4", 2), ("0.9:0.01", 1)):
-        rule = Recycle(N=4, p=p).rule()
-        assert rule.n_read == 2
-        rule.table = {token: best[: rule.n_read] for token, best in table.items()}
+        rule = Recycle(N=4, p=p).make_rule()
+        assert rule.target_top_k == 2
+        rule.table = {token: best[: rule.target_top_k] for token, best in table.items()}
         tree = grow(rule, ROOT, None, 127)
         assert tree.parents.count(0) == n_below_root and len(tree) == 4
 
 
 def test_a_stop_over_graft_learns_from_all_rows() -> None:
     """The time of an iteration is that of drafted and grafted rows together."""
-    rule = Graft(base="dynatree:stop=cost").rule()
+    rule = Graft(base="dynatree:stop=cost").make_rule()
     told = []
-    stop_of(rule).account.take = lambda tokens, n_rows, n_levels, ms: told.append(n_rows)
-    rule.levels(0)
-    tree = make_tree([0, 1, 2, 3], [-1, 0, 0, 1])
-    tree.are_retrieved[2:] = [True, True]
-    rule.adapt(tree, [0, 1], 5.0)
+    rule.account.take = lambda tokens, n_rows, n_levels, ms: told.append(n_rows)
+    rule.begin_tree(0, 9)
+    tree = MixedTree.of(make_tree([0, 1], [-1, 0]))
+    for token in (2, 3):
+        tree.add_retrieved(token, 0, -1.0)
+    rule.adapt(tree, [0, 1])
     assert told == [4]

@@ -5,32 +5,40 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from conftest import Stub, generate, make_tree, random_model, random_settings, ranked
-from law import CPU, PLAIN, Learned, difference, law, mean_length, stop_of, target_law
+from conftest import Stub, generate, make_tree, random_model, random_settings, top_k
+from law import CPU, PLAIN, Learn, difference, law, mean_length, target_law
 from torch import Tensor
 
 import engine.sampling
 from cli.metrics import token_ids
-from draft_tree import DynaTree, Rule, Settings
+from draft_tree import Gates, Level, Rule, Settings, setting
 from engine.sampling import FastSampling
 from methods import METHODS
-from methods.acceptances import ACCEPTANCES, accept_by_traversal, choose_acceptance
+from methods.acceptances import (
+    ACCEPTANCES,
+    DrawnAcceptance,
+    accept_by_token,
+    accept_by_traversal,
+)
 from methods.auto import Auto
-from methods.drafting import DRAFTING
+from methods.calibration import CalibratedDrafter
+from methods.compose import Parts
+from methods.costs import Account
 from methods.dyspec import DySpec
 from methods.lookup import Lookup
 from methods.opttree import OptTree
 from methods.retrieval import Graft
+from methods.rules import MethodRule, RuleWrapper, make_rule
+from methods.sampler import Sampling
 from methods.sequoia import Sequoia
 from methods.static import Alone, Chain, ConfidentChain, Fixed, SpecInfer
-from sampling import Acceptance, Sampling, accept_by_token
+from methods.stop import StopRule
 
 Draw = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 N_IDS = 5
@@ -65,13 +73,16 @@ HEATS = [Sampling(0.6), Sampling(1.0, 0.5), Sampling(1.0, draft_temperature=0.4)
 
 def test_warping_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.3, 0.1], [0.7, 0.1, 0.1, 0.1]]).log()
-    kept = Sampling(1.0, top_p=0.75).sampler(CPU).warp(logits)
+    kept = Sampling(1.0, top_p=0.75).sampler(CPU).target_distribution(logits)
     expected = torch.tensor([[0, 0.625, 0.375, 0], [0.875, 0.125, 0, 0]])
     torch.testing.assert_close(kept, expected)
-    sharper = Sampling(0.5).sampler(CPU).warp(logits)
+    sharper = Sampling(0.5).sampler(CPU).target_distribution(logits)
     torch.testing.assert_close(sharper[0, 1], torch.tensor(25 / 36))
     for coldest in (Sampling(1.0, 1e-9), Sampling(1.0, 1e-30), Sampling(1e-30), Sampling(2e-38)):
-        assert coldest.sampler(CPU).warp(logits + 9).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+        assert coldest.sampler(CPU).target_distribution(logits + 9).tolist() == [
+            [0, 1, 0, 0],
+            [1, 0, 0, 0],
+        ]
 
 
 def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +118,10 @@ def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
 PLAIN_SAMPLER, FAST_SAMPLER = PLAIN.sampler(CPU), FastSampling.of(PLAIN).sampler(CPU)
 
 
-@pytest.mark.parametrize("draw", [PLAIN_SAMPLER.draw, FAST_SAMPLER.pick, FAST_SAMPLER.race])
+DRAWS = [PLAIN_SAMPLER.draw_several, FAST_SAMPLER.pick, FAST_SAMPLER.race]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
 def test_draws_are_without_replacement_and_what_is_no_draw_has_no_chance(draw: Draw) -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2]).expand(N_DRAWS, N_IDS)
     ids, chances = draw(probs, 4)
@@ -127,32 +141,36 @@ def test_what_is_proposed_is_what_draw_draws(k: int, kind: type[Sampling]) -> No
     """With its log-probabilities, and the draft's distribution: warped by its own temperature."""
     sampling = kind(1.0, top_p=0.9, seed=3, draft_temperature=0.5)
     logits = logits_table(4).float()
-    ids, logprobs, drawn_from = sampling.sampler(CPU).propose(logits, k)
-    torch.testing.assert_close(drawn_from, Sampling(0.5, top_p=0.9).sampler(CPU).warp(logits))
-    drawn, chances = sampling.sampler(CPU).draw(drawn_from, min(k, N_IDS))
+    sampler = sampling.sampler(CPU)
+    probs = sampler.draft_distribution(logits)
+    ids, logprobs = sampler.propose(probs, k)
+    expected = Sampling(0.5, top_p=0.9).sampler(CPU).target_distribution(logits)
+    torch.testing.assert_close(probs, expected)
+    drawn, chances = sampling.sampler(CPU).draw_several(probs, min(k, N_IDS))
     assert ids.tolist() == drawn.tolist()
     numpy.testing.assert_allclose(numpy.exp(logprobs), chances, rtol=1e-6)
 
 
-def test_a_rejection_that_rounding_alone_allows_is_none() -> None:
+def test_a_rejection_that_rounding_alone_allows_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of the residual: the child is the only token the target can write."""
     tree = make_tree([0, 1], [-1, 0])
-    tree.draft_slots, tree.drawn_from = [0, -1], [torch.tensor([0.0, 1.0 + 1e-7])]
-    highest = SimpleNamespace(random=lambda: 1 - 2**-53)
-    sampler = replace(PLAIN.sampler(CPU), coins=highest)
-    path, _ = accept_by_token(tree, torch.tensor([[-90.0, 90.0]] * 2), sampler)
-    assert path == [0, 1], "its chance is above every coin"
+    tree.draft_slots = [0, -1]
+    sampler = PLAIN.sampler(CPU)
+    monkeypatch.setattr(sampler, "uniform", lambda: 1 - 2**-53)
+    target_probs = torch.tensor([[0.0, 1.0]] * 2)
+    path, _ = accept_by_token(tree, target_probs, sampler, [torch.tensor([0.0, 1.0 + 1e-7])])
+    assert path == [0, 1], "its probability is above every random number"
 
 
 # Every text is as likely as from the target alone: by enumeration (law.py).
 
 
 class Ranked(Fixed):
-    """fixed that ranks also where the text is sampled, as beam does."""
+    """fixed that gets the top k also where the text is sampled, as beam does."""
 
-    def rule(self) -> Rule:
-        rule = super().rule()
-        rule.is_drawing = False
+    def make_rule(self) -> Rule:
+        rule = super().make_rule()
+        rule.draws_candidates = False
         return rule
 
 
@@ -163,10 +181,10 @@ class Known:
     settings: Graft | Auto
     n_ids: int = N_IDS
 
-    def rule(self) -> Rule:
-        rule = self.settings.rule()
+    def make_rule(self) -> Rule:
+        rule = self.settings.make_rule()
         best = OTHER[: self.n_ids, : self.n_ids].flip(1)
-        rule.read(list(range(self.n_ids)), ranked(best).tokens[:, : rule.n_read])
+        rule.observe_target(list(range(self.n_ids)), top_k(best, self.n_ids).tokens)
         return rule
 
 
@@ -174,8 +192,8 @@ class Known:
 class Copied:
     """The two tokens that followed 0 before; no draft has a say."""
 
-    def rule(self) -> Rule:
-        rule = Lookup(K=2).rule()
+    def make_rule(self) -> Rule:
+        rule = Lookup(K=2).make_rule()
         rule.start([0, 2, 1, 3])
         return rule
 
@@ -196,7 +214,7 @@ RULES = CHAINS | {
 FEW_RULES = {
     "best of all drawn": DySpec(N=3, D_max=2),  # more is drawn than verified
     "pairs of pairs": SpecInfer("2:2"),
-    "by confidence": DynaTree(B_mid=1, B_max=2, tau_l=0.6, D0=1, D_max=2, rho_stop=0.2),
+    "by confidence": METHODS["dynatree"](B_mid=1, B_max=2, tau_l=0.6, D0=1, D_max=2, rho_stop=0.2),
     "above tau": Fixed(D=2, B=2, tau=0.2),
     "three below one": SpecInfer("1:3"),
     "settled shape": Sequoia(N=6, D_max=2, p="0.6:0.3:0.1"),
@@ -218,12 +236,13 @@ def error_of(
     settings: Settings,
     draft: Tensor,
     n_tokens: int = 3,
-    acceptance: Acceptance | None = None,
+    acceptance: DrawnAcceptance | None = None,
     sampling: Sampling = PLAIN,
     target: Tensor = FEW_TARGET,
+    learn: Learn | None = None,
 ) -> float:
-    """How far texts of n_tokens are from the target's law."""
-    found = law(settings, target, draft, n_tokens, acceptance, sampling)
+    """Return how far texts of n_tokens are from the target's distribution."""
+    found = law(settings, target, draft, n_tokens, acceptance, sampling, learn)
     return difference(found, target_law(target, n_tokens, sampling))
 
 
@@ -243,7 +262,7 @@ def test_the_law_is_the_targets_and_no_less_is_kept_than_by_token(by: str, rule:
             length = partial(mean_length, settings, target, draft, 3)
             gains.append(length(ACCEPTANCES[by]) - length(accept_by_token))
     assert min(gains, default=0.0) > -1e-9
-    if not settings.rule().is_drawing:
+    if not settings.make_rule().draws_candidates:
         assert max(gains, default=0.0) < 1e-9
     elif by != "token" and rule in ("drawn chain", "pairs of pairs"):
         assert max(gains) > 0.005
@@ -257,103 +276,12 @@ def test_every_method_leaves_the_targets_law(method: str) -> None:
     n_done = 0
     for _ in range(1000):
         settings = random_settings(method, rng)
-        rule = settings.rule()
-        if n_done < 4 and (not rule.is_drawing or rule.max_drafted <= 5):
-            draft, acceptance = rng.choice(list(FEW_DRAFTS.values())), choose_acceptance(rule, None)
-            assert error_of(settings, draft, 3, acceptance, rng.choice(HEATS)) < 2e-8
+        rule = make_rule(settings)
+        if n_done < 4 and (not rule.draws_candidates or rule.max_rows <= 5):
+            draft = rng.choice(list(FEW_DRAFTS.values()))
+            assert error_of(settings, draft, 3, None, rng.choice(HEATS)) < 2e-8
             n_done += 1
     assert n_done == 4
-
-
-DRAWING = [name for name, kind in METHODS.items() if kind().rule().is_drawing]
-
-
-def as_base(settings: Settings) -> str:
-    """What graft calls a drafting method with these settings."""
-    name = next(name for name, kind in METHODS.items() if kind is type(settings))
-    values = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings)]
-    return ":".join([name, *values])
-
-
-def small_settings(method: str, rng: random.Random) -> Settings:
-    """Random settings of a small drawn tree, with calibration and a stop where it has them."""
-    drawn = [random_settings(method, rng) for _ in range(20)]
-    settings = min(drawn, key=lambda settings: abs(settings.rule().max_drafted - 5))
-    if hasattr(settings, "stop"):
-        stop = rng.choice(["own", "cost", "0.01:0.1:0.01:0.1"])
-        settings = replace(settings, chances=rng.choice(["believed", "counted"]), stop=stop)
-    return settings
-
-
-@pytest.mark.parametrize("is_grafted", [False, True], ids=["alone", "graft"])
-@pytest.mark.parametrize("method", DRAWING)
-def test_learned_states_leave_the_targets_law(method: str, is_grafted: bool) -> None:
-    """Whatever earlier trees have taught a rule, its next tree leaves the law alone."""
-    if is_grafted and method not in DRAFTING:
-        return
-    for seed in range(20):
-        rng = random.Random(f"{method} {seed}")
-        settings = small_settings(method, rng)
-        if is_grafted:
-            base, checkpoints = as_base(settings), f"1@{rng.uniform(0.3, 0.9):.2f}"
-            settings = Graft(base, N=rng.randint(3, 5), D_max=1, checkpoints=checkpoints)
-        settings = Known(settings, 3) if settings.rule().n_read else settings
-        draft = logits_table(seed)[:3, :3]
-        draft[[1, 2], [rng.randrange(3), rng.randrange(3)]] = -torch.inf
-        target = logits_table(100 + seed)[:3, :3]
-        error = error_of(Learned(settings, seed), draft, 3, target=target)
-        assert error < 2e-8, (seed, settings)
-
-
-@dataclass(frozen=True)
-class Taught:
-    """Settings whose every rule has learned these weights, or these shares of draws by place."""
-
-    settings: Settings
-    weights: tuple[float, float] | None = None
-    shares: tuple[float, ...] | None = None
-
-    def rule(self) -> Rule:
-        rule = self.settings.rule()
-        if self.weights:
-            rule.chances.weights = rule.chances.first = self.weights
-        if self.shares:
-            stop_of(rule).shares = numpy.array(self.shares)
-        return rule
-
-
-@pytest.mark.parametrize("shares", [(0.09, 0.6), (0.7, 0.49)], ids=["rising", "falling"])
-def test_a_stop_cuts_drawn_candidates_from_the_end(shares: tuple[float, ...]) -> None:
-    """Cut each by itself where shares rise with the place, the second child would be tried without
-    the first one, and the law be 9.8 % off."""
-    settings = DySpec(N=3, D_max=1, stop="0.01:0.1:0.01:0.1")
-    draft, target = torch.tensor([0.6, 0.25, 0.15]), torch.tensor([0.2, 0.5, 0.3])
-    tables = [probs.repeat(3, 1).log() for probs in (draft, target)]
-    assert error_of(Taught(settings, shares=shares), tables[0], 2, target=tables[1]) < 1e-7
-
-
-def test_a_checkpoint_does_not_look_at_a_draw_that_may_be_displaced() -> None:
-    """graft over dyspec with counted chances: the law was 1.9 % off."""
-    base = "dyspec:N=3:D_max=3:chances=counted"
-    settings = Taught(Graft(base, checkpoints="1@0.7", graft=False), weights=(1.386, 0.856))
-    draft, target = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.01, 0.55, 0.44])
-    tables = [probs.repeat(3, 1).log() for probs in (draft, target)]
-    assert error_of(settings, tables[0], 4, target=tables[1]) < 1e-7
-
-
-class SecondChild(Fixed):
-    """Adds the second drawn candidate of each row, and not the first."""
-
-    def rule(self) -> Rule:
-        rule = super().rule()
-        rule.expand = lambda level: ({"place": numpy.arange(2) == 1 + 0 * level.tokens}, {})
-        return rule
-
-
-def test_a_rule_may_cut_drawn_candidates_from_the_end_alone() -> None:
-    """What SecondChild writes would be 53 % off the law."""
-    with pytest.raises(ValueError, match="only as a suffix in draw order"):
-        error_of(SecondChild(D=1, B=2, tau=0.0), torch.zeros(3, 3), 2, target=torch.zeros(3, 3))
 
 
 def test_what_a_budget_cuts_off_does_not_choose_among_drawn_nodes() -> None:
@@ -393,6 +321,128 @@ def test_a_stops_last_level_is_settled_before_the_tree() -> None:
     assert error_of(settings, torch.tensor(draft).log(), 4, target=target) < 1e-7
 
 
+# Nor does what a method has learned.
+
+
+def learned(seed: int) -> Learn:
+    """Return what gives the parts of a method a random state: calibration, shares, costs."""
+    rng = random.Random(seed)
+    weights = rng.uniform(-2, 2), rng.uniform(0.1, 3)
+    shares = [rng.uniform(0.05, 1) for _ in range(64)]
+    level_yield, costs = rng.uniform(0.1, 0.98), [10 ** rng.uniform(-3, -0.3) for _ in range(4)]
+
+    def learn(parts: Parts) -> None:
+        if isinstance(parts.drafter, CalibratedDrafter):
+            parts.drafter.weights = parts.drafter.first = weights
+        rule = parts.rule
+        while isinstance(rule, RuleWrapper):
+            if isinstance(rule, StopRule):
+                rule.shares = numpy.array(shares[: len(rule.shares)])
+                rule.level_yield = level_yield
+            rule = rule.rule
+        for account in accounts_of(parts.rule):
+            account.costs.weights = numpy.array([1.0, *costs])
+            account.drafting.tokens = 9.0  # so that it drafts
+
+    return learn
+
+
+def accounts_of(rule: Rule) -> list[Account]:
+    """Return the accounts of cost of a rule and of what it wraps."""
+    own = [rule.account] if hasattr(rule, "account") else []
+    return own + (accounts_of(rule.rule) if isinstance(rule, RuleWrapper) else [])
+
+
+SMALL = {
+    "confident": {"K": 2, "p_min": 0.3},
+    "fixed": {"D": 2, "B": 2, "tau": 0.2},
+    "dynatree": {"B_mid": 1, "B_max": 2, "tau_l": 0.6, "D0": 1, "D_max": 2, "rho_stop": 0.2},
+    "dyspec": {"N": 3, "D_max": 2},
+    "wide dyspec": {"N": 4, "D_max": 1},
+}
+GIVEN = "0.01:0.1:0.01:0.1"
+
+
+@pytest.mark.parametrize("is_base", [False, True], ids=["alone", "grafted"])
+@pytest.mark.parametrize("stop", ["own", "cost", GIVEN], ids=["own", "cost", "given"])
+@pytest.mark.parametrize("chances", ["believed", "counted"])
+@pytest.mark.parametrize("method", SMALL)
+def test_what_was_learned_does_not_bias_the_text(
+    method: str, chances: str, stop: str, is_base: bool
+) -> None:
+    """From random states, by every rule that draws and learns, and by graft over it."""
+    values = SMALL[method] | {"chances": chances, "stop": stop}
+    name = method.split()[-1]
+    settings: Settings | Known = METHODS[name](**values)
+    if is_base:
+        base = ":".join([name, *(f"{key}={value}" for key, value in values.items())])
+        settings = Known(Graft(base=base, checkpoints="1@0.6", N=5), 3)
+    for seed in range(2):
+        rng = random.Random(f"{method} {chances} {stop} {is_base} {seed}")
+        draft = rng.choice(list(FEW_DRAFTS.values()))
+        error = error_of(settings, draft, 3, learn=learned(rng.randrange(10**6)))
+        assert error < 2e-7, seed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_auto_has_learned_does_not_bias_the_text(seed: int) -> None:
+    settings = Known(Auto(N=5, D_max=2, costs=GIVEN), 3)
+    draft = list(FEW_DRAFTS.values())[seed % len(FEW_DRAFTS)]
+    assert error_of(settings, draft, 3, learn=learned(seed)) < 2e-7
+
+
+def test_a_later_sibling_is_not_added_without_its_earlier_one() -> None:
+    """Shares by place may rise. Then cost cut the first drawn candidate and not the second one,
+    which was accepted as if it had been drawn from all the draft says: total variation 0.098."""
+    draft = torch.tensor([[0.6, 0.25, 0.15]] * 3).double().log()
+    target = torch.tensor([[0.2, 0.5, 0.3]] * 3).double().log()
+
+    def learn(parts: Parts) -> None:
+        parts.rule.rule.shares[:2] = 0.09, 0.6
+
+    settings = DySpec(N=3, D_max=1, stop=GIVEN)
+    assert error_of(settings, draft, 3, target=target, learn=learn) < 1e-7
+
+
+def test_a_checkpoint_does_not_look_at_a_drawn_row_that_may_be_displaced() -> None:
+    """A calibrated probability above what was known before the draw: total variation 0.019."""
+    draft = torch.tensor([[0.2, 0.5, 0.3]] * 3).double().log()
+    target = torch.tensor([[0.01, 0.55, 0.44]] * 3).double().log()
+    base = "dyspec:N=3:D_max=3:chances=counted"
+    settings = Graft(base=base, checkpoints="1@0.7", graft=False)
+
+    def learn(parts: Parts) -> None:
+        parts.drafter.weights = parts.drafter.first = (1.386, 0.856)
+
+    assert error_of(settings, draft, 3, target=target, learn=learn) < 1e-7
+
+
+class Second(MethodRule):
+    """A fork's mistake: of two drawn candidates, the second alone."""
+
+    draws_candidates = True
+
+    def add_gates(self, level: Level) -> Gates:
+        return {"second": numpy.arange(level.tokens.shape[1]) == numpy.ones((len(level.tokens), 1))}
+
+
+def test_a_rule_may_cut_drawn_candidates_only_as_a_suffix() -> None:
+    """Its total variation would be 0.53. Of the top k any may be cut."""
+
+    @dataclass(frozen=True)
+    class Seconds(Settings):
+        draws: bool = setting(True, False, True, "whether its candidates are drawn")
+
+        def make_rule(self) -> Rule:
+            rule = Second(max_branches=2, max_depth=1, max_rows=3)
+            rule.draws_candidates = self.draws
+            return rule
+
+    with pytest.raises(ValueError, match="Second cuts a drawn candidate and adds a later one"):
+        error_of(Seconds(), FEW_DRAFTS["few other"])
+    assert error_of(Seconds(draws=False), FEW_DRAFTS["few other"]) < 2e-8
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_that_compete_for_a_budget_leave_the_law_alone(seed: int, is_exact: bool) -> None:
@@ -415,7 +465,7 @@ def test_a_long_text_follows_the_targets_law() -> None:
     )
     ids = token_ids(generate(target, draft, [0], DySpec(N=4, D_max=2), 2000, sampling=sampling))
     pairs = Counter(itertools.pairwise([0, *ids]))
-    for token, after in enumerate(sampling.sampler(CPU).warp(TARGET).tolist()):
+    for token, after in enumerate(sampling.sampler(CPU).target_distribution(TARGET).tolist()):
         counts = Counter({(i,): pairs[token, i] for i in range(N_IDS) if pairs[token, i]})
         assert_distributed(counts, {(i,): p * counts.total() for i, p in enumerate(after)})
 
@@ -443,7 +493,7 @@ def test_the_same_seed_gives_the_same_text(method: str) -> None:
         ({"temperature": math.nan}, "temperature nan is not"),
         ({"temperature": 1e-46}, "temperature 1e-46 is not a positive number of float32"),
         ({"temperature": 1e39}, r"temperature 1e\+39 is not a positive number of float32"),
-        ({"temperature": 0.0, "is_drawn": True}, "greedy text need a draft-temperature"),
+        ({"temperature": 0.0, "draws_greedy": True}, "greedy text need a draft-temperature"),
         ({"temperature": 1.0, "top_p": 1.5}, r"top-p 1.5 is outside \(0, 1\]"),
         ({"temperature": 1.0, "seed": -1}, "seed -1 is not a whole number"),
         ({"temperature": 1.0, "seed": 1.0}, "seed 1.0 is not a whole number"),

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from conftest import grow
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, paths
 from torch import Tensor
 
-from draft_tree import grow
 from methods.sequoia import Chances, Sequoia, SequoiaRule, Shape, plan
 
 FALLING = (0.7, 0.12, 0.04, 0.02)
@@ -101,6 +101,13 @@ def test_the_tree_has_that_shape(kind: type[FakeDraft], chances: Chances) -> Non
 
 def test_settings_make_the_rule() -> None:
     """Of p .6, .3 at depth 2: the nodes are worth .6, .36, .3, and .18 twice."""
-    assert Sequoia(N=6, D_max=2, p="0.6:3e-1").rule().shape == [[1, 2], [3, 4], [5], [], [], []]
-    assert len(grow(Sequoia(N=1).rule(), ROOT, FakeDraft(0), 127)) == 1
-    assert len(grow(Sequoia(p="0.0").rule(), ROOT, FakeDraft(0), 127)) == 1
+    assert Sequoia(N=6, D_max=2, p="0.6:3e-1").make_rule().shape == [
+        [1, 2],
+        [3, 4],
+        [5],
+        [],
+        [],
+        [],
+    ]
+    assert len(grow(Sequoia(N=1).make_rule(), ROOT, FakeDraft(0), 127)) == 1
+    assert len(grow(Sequoia(p="0.0").make_rule(), ROOT, FakeDraft(0), 127)) == 1

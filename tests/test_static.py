@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
+from conftest import grow
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, paths
 
-from draft_tree import grow
+from methods.sampler import Sampling
 from methods.static import ConfidentChain, SpecInfer
-from sampling import Sampling
 
 CPU = torch.device("cpu")
 
@@ -31,10 +31,10 @@ def test_a_confident_chain_ends_with_its_first_unsure_token() -> None:
     for seed in range(60):
         draft = FakeDraft(seed)
         settings = ConfidentChain(K=4, p_min=(0.3, 0.6, 0.9)[seed % 3])
-        tree = grow(settings.rule(), ROOT, draft, 127)
+        tree = grow(settings.make_rule(), ROOT, draft, 127)
         assert paths(tree) == confident_chain(draft, settings)
-        assert draft.n_calls == tree.depth, "a pass whose token nobody asked for"
-        lengths[tree.depth] += 1
+        assert draft.n_calls == max(tree.depths), "a pass whose token nobody asked for"
+        lengths[max(tree.depths)] += 1
     assert set(lengths) == {1, 2, 3, 4}, lengths
 
 
@@ -44,15 +44,15 @@ def test_a_drawn_chain_goes_by_what_was_drawn() -> None:
     for seed in range(40):
         sampler = Sampling(0.5, seed=seed).sampler(CPU)
         draft = FakeDraft(seed, sampler=sampler)
-        tree = grow(ConfidentChain(K=4, p_min=0.4).rule(), ROOT, draft, 127)
+        tree = grow(ConfidentChain(K=4, p_min=0.4).make_rule(), ROOT, draft, 127)
         rows = paths(tree)
         confidences = []
         for path in rows[1:]:
-            probs = sampler.warp_draft(draft.logits(path[:-1])[None])[0]
+            probs = sampler.draft_distribution(draft.logits(path[:-1])[None])[0]
             confidences.append(float(probs[path[-1]]))
         assert all(p >= 0.4 for p in confidences[:-1])
-        assert tree.depth == 4 or confidences[-1] < 0.4
-        n_ended += tree.depth < 4
+        assert max(tree.depths) == 4 or confidences[-1] < 0.4
+        n_ended += max(tree.depths) < 4
     assert 5 < n_ended < 35
 
 
@@ -76,7 +76,7 @@ def test_specinfer_is_as_wide_as_it_is_told(widths: list[int]) -> None:
     word = ":".join([str(width) for width in widths])
     for seed in range(5):
         draft = FakeDraft(seed)
-        rule = SpecInfer(word).rule()
+        rule = SpecInfer(word).make_rule()
         tree = grow(rule, ROOT, draft, 127)
         assert paths(tree) == widest_tree(draft, widths)
         assert len(tree) == rule.max_rows or max(widths) > VOCAB

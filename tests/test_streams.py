@@ -15,7 +15,7 @@ from conftest import ROOT, TINY, source_files
 from cli.main import main
 from cli.models import Request
 from cli.tokens import load_tokenizer
-from dynatree import Step
+from engine.decoding import Step
 
 TEXT = (
     "--prompt 'The ship sailed at dawn' --max-new-tokens 100 --ignore-eos --threads 1 --method ar"

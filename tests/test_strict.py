@@ -26,17 +26,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [1, 14, 15, 16, 17, 31, 33, 48, 254, 256, 257, 270, 271, 272, 512, 527]
 SHAPES = [  # sizes of heads: 16, 32, 64, 80, 256
     {"hidden_size": 32},
-    {"hidden_size": 64, "is_parallel": False},
-    {"hidden_size": 128, "rotary_fraction": 0.25},
-    {"hidden_size": 160, "rotary_fraction": 0.25},
-    {"hidden_size": 256, "n_heads": 1, "is_parallel": False},
+    {"hidden_size": 64, "use_parallel_residual": False},
+    {"hidden_size": 128, "rotary_pct": 0.25},
+    {"hidden_size": 160, "rotary_pct": 0.25},
+    {"hidden_size": 256, "num_attention_heads": 1, "use_parallel_residual": False},
 ]
-WIDE = {"hidden_size": 320, "intermediate_size": 1280, "n_heads": 4, "vocab_size": 4096}
+WIDE = {"hidden_size": 320, "intermediate_size": 1280, "num_attention_heads": 4, "vocab_size": 4096}
 
 
 def decode(model: FastGPTNeoX, cache: FastCache, tokens: list[int]) -> Tensor:
     """The logits [n, V] after each of these tokens, one after the other, as ar has them."""
-    return torch.cat([append(model, [token], cache).logits.clone() for token in tokens])
+    return torch.cat([append(model, [token], cache).clone() for token in tokens])
 
 
 @torch.inference_mode()
@@ -66,7 +66,7 @@ def assert_rows_are_their_paths(
 def test_a_row_is_its_path_bit_for_bit(
     changes: dict[str, object], dtype: torch.dtype, is_shaped: bool
 ) -> None:
-    model = random_model(7, dtype, max_positions=700, **changes)
+    model = random_model(7, dtype, max_position_embeddings=700, **changes)
     model.pool.is_shaped = is_shaped
     rng = random.Random(f"{changes} {dtype}")
     for length in rng.sample(LENGTHS, 3):
@@ -78,7 +78,7 @@ def test_on_two_threads(dtype: torch.dtype) -> None:
     """In products of the embedded target's sizes, and few of them: each is a wait, if another
     process is at work. Without the trial of how many rows are steady, which is hundreds."""
     torch.set_num_threads(2)
-    model = random_model(7, dtype, max_positions=700, **WIDE)
+    model = random_model(7, dtype, max_position_embeddings=700, **WIDE)
     model.pool.steady["rows"] = None
     assert_rows_are_their_paths(model, 30, 4, random.Random(2))
 
@@ -86,7 +86,7 @@ def test_on_two_threads(dtype: torch.dtype) -> None:
 def test_trees_are_no_deeper_than_what_is_near() -> None:
     target = random_model(7)
     _, *steps = generate(target, target, [3, 1, 4], Chain(K=30), 60, strict=True)
-    assert max(step.tree.depth for step in steps) == strict.MAX_DEPTH
+    assert max(max(step.tree.depths) for step in steps) == strict.MAX_DEPTH
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

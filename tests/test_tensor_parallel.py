@@ -29,27 +29,27 @@ from cli.models import load_model
 from draft_tree import Settings
 from dynatree import DynaTree
 from engine import caches
-from engine.checkpoint import CheckpointError, load_tensors
+from engine.checkpoint import CheckpointError, load_tensors, read_config
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX, weight_bytes
 from engine.passes import Use
-from engine.scores import Ranking
+from engine.scores import Ranking, ReadScores
 from engine.shares import Share
 from engine.streaming import Window
-from gpt_neox import PREFILL_CHUNK, Scores, read_config
+from gpt_neox import PREFILL_CHUNK
 from methods import METHODS
+from methods.sampler import Sampling
 from methods.static import Alone, Chain
 from parallel.led import follow
 from parallel.ranks import LETTER, Ranks, RanksError
-from sampling import Sampling
 
 CPU = torch.device("cpu")
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
 SHAPES = [
     (2, {}),
-    (4, {"is_tied": True, "vocab_size": 98, "intermediate_size": 72}),
-    (2, {"is_parallel": False, "vocab_size": 97}),
-    (4, {"has_attention_bias": False, "activation": "gelu_new"}),
+    (4, {"tie_word_embeddings": True, "vocab_size": 98, "intermediate_size": 72}),
+    (2, {"use_parallel_residual": False, "vocab_size": 97}),
+    (4, {"attention_bias": False, "hidden_act": "gelu_new"}),
 ]
 WAYS = [{}, {"commit": "rebuild"}, {"window": Window(16, 2)}, {"strict": True}]
 Work = Callable[[FastGPTNeoX, Path], object]  # what rank 0 does with the target, and its folder
@@ -57,7 +57,7 @@ Work = Callable[[FastGPTNeoX, Path], object]  # what rank 0 does with the target
 
 def small(folder: Path, **changes: object) -> Path:
     """A random model of four heads."""
-    config = random_config(n_heads=4, hidden_size=64, intermediate_size=128)
+    config = random_config(num_attention_heads=4, hidden_size=64, intermediate_size=128)
     config = replace(config, **changes)
     return write_checkpoint(folder, config, random_tensors(config, 0))
 
@@ -88,13 +88,14 @@ def with_ranks(
 def fail_within(target: FastGPTNeoX, folder: Path) -> list[str]:
     """What the next calls say after one that failed here and not on the other rank."""
 
-    def fail(tokens: list[int], scores: Scores) -> None:
+    def fail(tokens: list[int], scores: ReadScores) -> None:
         raise KeyboardInterrupt
 
     said = []
     cache = target.new_cache(64)
-    with suppress(KeyboardInterrupt), cache:
+    with suppress(KeyboardInterrupt):
         target.prefill(PROMPT, cache, fail)
+    cache.close(is_failed=True)
     for call in (lambda: append(target, [9], cache), lambda: target.new_cache(64)):
         with pytest.raises(RanksError) as caught:
             call()
@@ -143,9 +144,9 @@ def logits_of(target: FastGPTNeoX, folder: Path) -> list[ndarray]:
     tree = (torch.tensor([5, 6, 7, 8]), torch.tensor([11, 12, 12, 13]))
     found.append(target.forward(*tree, cache, mask).logits.numpy())
     cache.commit([0, 2, 3])
-    found.append(append(target, [9, 10], cache).logits.numpy())
+    found.append(append(target, [9, 10], cache).numpy())
     cache.rewind(15)
-    found.append(append(target, [11, 12], cache).logits.numpy())
+    found.append(append(target, [11, 12], cache).numpy())
     return found
 
 

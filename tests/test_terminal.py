@@ -13,6 +13,7 @@ from cli.main import main
 from cli.terminal import draw_tree, has_color
 from cli.tokens import INCOMPLETE, TextStream
 from draft_tree import Tree
+from methods.rules import MixedTree
 
 TEXT = "naïve café — “quoted” 日本語 🚢🌊 ok"
 
@@ -63,9 +64,9 @@ def test_any_ids_add_up(tokenizer: Tokenizer, seed: int) -> None:
 
 
 @pytest.fixture
-def example(tokenizer: Tokenizer) -> Tree:
+def example(tokenizer: Tokenizer) -> MixedTree:
     words = [" the", " cat", " dog", " sat", " ran", " ran"]
-    return Tree(
+    return MixedTree(
         tokens=[tokenizer.encode(word).ids[0] for word in words],
         parents=[-1, 0, 0, 1, 1, 2],
         depths=[0, 1, 1, 2, 2, 2],

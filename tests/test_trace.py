@@ -19,10 +19,11 @@ from cli.main import main
 from cli.metrics import token_ids
 from cli.trace import MOST_DROPPED, NO_LEVEL_LEFT, Trace, describe_base, meanings
 from draft_tree import DynaTree, Settings, Tree
-from dynatree import Step
+from engine.decoding import Step
 from gpt_neox import GPTNeoX
 from methods import METHODS
-from sampling import GREEDY, Sampling
+from methods.rules import are_retrieved
+from methods.sampler import GREEDY, Sampling
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]
@@ -69,7 +70,7 @@ def test_the_trace_is_the_run(method: str) -> None:
         assert (tree["tokens"], tree["parents"]) == (step.tree.tokens, step.tree.parents)
         probs = [math.exp(logprob) for logprob in step.tree.path_logprobs]
         assert tree["p"] == pytest.approx(probs, rel=1e-3)
-        assert tree["retrieved"] == [row for row, it in enumerate(step.tree.are_retrieved) if it]
+        assert tree["retrieved"] == [row for row, it in enumerate(are_retrieved(step.tree)) if it]
         are_run = [slot >= 0 for slot in step.tree.draft_slots]
         assert are_run == [c is not None for c in tree["confidence"]]
         named = found["tokens"] + tree["tokens"] + tree["target"]
@@ -141,7 +142,7 @@ def tree_of(found: dict) -> Tree:
 def test_all_that_is_dropped_is_counted() -> None:
     """The likeliest are listed; below every row that was run stand as many candidates as k."""
     settings = METHODS["dyspec"](N=24, D_max=3)
-    k = settings.rule().max_branches
+    k = settings.make_rule().max_branches
     for found in iterations(settings, 3):
         tree = found["tree"]
         n_run = sum(slot >= 0 for slot in tree["slots"])
@@ -151,7 +152,7 @@ def test_all_that_is_dropped_is_counted() -> None:
 
 def test_history_is_told_as_it_moves() -> None:
     """Before each tree: what adapt made of the trees before it."""
-    settings = DynaTree(W=3)
+    settings = METHODS["dynatree"](W=3)
     seen = [found["state"] for found in iterations(settings, 1, n=60)]
     assert seen[0] == {"D0": 5, "tau_h": 0.9, "rho_deep": 0.5}
     assert {state["D0"] for state in seen} > {5}

@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import path_to, random_tree
+from conftest import make_tree, path_to, random_tree
 
 from draft_tree import Tree
-from verify import accept_greedy, cut, tree_pass
+from verify import NonFiniteLogits, accept_greedy, cut, tree_inputs
 
 
 def children_of(tree: Tree, row: int) -> list[int]:
@@ -39,8 +39,8 @@ def test_accept_greedy_is_the_walk_from_the_root() -> None:
         best = []  # mostly a child's token, or no path would be long
         for row in range(len(tree)):
             tokens = [tree.tokens[child] for child in children_of(tree, row)]
-            best.append(rng.choice(tokens or [0]) if rng.random() < 0.6 else rng.randint(-1, 8))
-        path, tokens = accept_greedy(tree, best)
+            best.append(rng.choice(tokens or [0]) if rng.random() < 0.6 else rng.randint(0, 8))
+        path, tokens = accept_greedy(tree, torch.eye(9)[best])
         assert path == walk(tree, best) == sorted(set(path))  # the cache moves rows in order
         assert tokens == [best[row] for row in path]
         seen[f"{min(len(path) - 1, 3)} accepted"] += 1
@@ -71,13 +71,22 @@ def test_a_node_sees_its_own_path(length: int) -> None:
     rng = random.Random(length)
     for _ in range(50):
         tree = random_tree(rng, rng.randint(1, 24))
-        tokens, positions, mask = tree_pass(tree, length)
+        tokens, positions, mask = tree_inputs(tree, length)
         assert tokens.tolist() == tree.tokens
-        if mask is None:
-            assert len(tree) == 1, "a root alone needs none"
-            mask = torch.ones(1, 1, dtype=torch.bool)
         assert mask.shape == (len(tree), len(tree))
         for row in range(len(tree)):
             seen = path_to(tree, row)
             assert mask[row].nonzero().flatten().tolist() == seen
             assert positions[row] == length + len(seen) - 1
+
+
+def test_a_path_ends_before_a_row_that_is_not_finite() -> None:
+    """Its token may be the bonus token; a root that is not finite has no next token."""
+    tree = make_tree([1, 2, 3], [-1, 0, 1])
+    logits = torch.eye(5)[[2, 3, 4]]
+    assert accept_greedy(tree, logits) == ([0, 1, 2], [2, 3, 4])
+    logits[2, 0] = torch.nan
+    assert accept_greedy(tree, logits) == ([0, 1], [2, 3])
+    logits[0, 0] = torch.inf
+    with pytest.raises(NonFiniteLogits, match="use bfloat16 or float32"):
+        accept_greedy(tree, logits)

@@ -39,12 +39,13 @@ from tqdm import tqdm
 from cli.errors import Parser, UsageError, reserved, run_command_line, say
 from cli.models import choose_device, choose_dtype, has_instructions, set_threads
 from cli.tokens import encode, load_tokenizer
+from engine.checkpoint import parse_config
 from engine.files import require_writable, write_whole
 from engine.foreign import read_json, read_text
 from engine.hub import find_checkpoint
 from engine.memory import require_memory
 from engine.model import load_plain, weight_bytes
-from gpt_neox import Config, GPTNeoX, rotary_table
+from gpt_neox import Config, GPTNeoX, Transformer, rotary_table, rotate
 from tools.folders import halved, new_folder, read_unchanged, write_checkpoint
 
 HEAD_SIZE = 64  # about
@@ -66,6 +67,26 @@ def read_ids(file: Path, folder: Path, config: Config) -> Tensor:
         ids = encode(text[start : start + PIECE], tokenizer, config.vocab_size)
         parts.append(torch.tensor(ids))
     return torch.cat(parts)
+
+
+def run_batch(transformer: Transformer, rows: Tensor, rotary: Tensor) -> Tensor:
+    """Run a batch of texts [B, T] without a cache and return the last hidden states [B, T, hidden];
+    gpt_neox.Transformer.forward runs one text over a cache."""
+    x = transformer.embed_in(rows)
+    for layer in transformer.layers:
+        attention = layer.attention
+        qkv = attention.query_key_value(layer.input_layernorm(x))
+        qkv = qkv.unflatten(-1, (attention.n_heads, 3, -1)).transpose(1, 2)  # [B, H, T, 3, D]
+        q, k, v = qkv.unbind(3)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = attention.dense(attended.transpose(1, 2).flatten(2))
+        if layer.use_parallel_residual:
+            x = x + attended + layer.mlp(layer.post_attention_layernorm(x))
+        else:
+            x = x + attended
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return transformer.final_layer_norm(x)
 
 
 def draft_json(target: dict, args: Namespace) -> dict:
@@ -100,7 +121,7 @@ def logprobs(model: GPTNeoX, rows: Tensor) -> Tensor:
     turns = rotary_table(model.config, rows.shape[1], model.device)
     is_fast = bool(has_instructions(torch.bfloat16, model.device))
     with torch.autocast(model.device.type, torch.bfloat16, enabled=is_fast):
-        logits = model.embed_out(model.gpt_neox(rows, turns))
+        logits = model.embed_out(run_batch(model.gpt_neox, rows, turns))
     return logits.float().log_softmax(-1).flatten(0, 1)
 
 
@@ -190,9 +211,11 @@ def execute(args: Namespace) -> int:
     out = new_folder(args.out)
     folder = find_checkpoint(args.target, say)
     raw = draft_json(read_json(folder / "config.json", dict), args)
-    config = Config.from_json(raw)
-    if args.context > config.max_positions:
-        raise UsageError(f"--context {args.context}: there are {config.max_positions} positions")
+    config = parse_config(raw)
+    if args.context > config.max_position_embeddings:
+        raise UsageError(
+            f"--context {args.context}: there are {config.max_position_embeddings} positions"
+        )
     args.rate = args.rate or RATE * (128 / config.hidden_size) ** 0.5
     text = torch.cat([read_ids(Path(file), folder, config) for file in args.text])
     if len(text) < args.context:

@@ -28,11 +28,18 @@ import torch
 from torch import Tensor
 
 from cli.errors import Parser, UsageError, run_command_line
-from engine.checkpoint import load_tensors
+from engine.checkpoint import (
+    EMBED_IN,
+    EMBED_OUT,
+    load_tensors,
+    parse_config,
+    published_shapes,
+    read_config,
+)
 from engine.foreign import read_json
 from engine.memory import require_memory
 from engine.model import weight_bytes
-from gpt_neox import EMBED_IN, EMBED_OUT, Config, GPTNeoX, read_config
+from gpt_neox import Config
 from tools.folders import halved, new_folder, read_unchanged, write_checkpoint
 
 NEVER = -60.0  # the logit of an added id
@@ -47,9 +54,9 @@ def enlarge_tensors(tensors: dict[str, Tensor], small: Config, large: Config) ->
     enlarged = {EMBED_IN: halved(EMBED_IN, add_rows(ids, n_ids, ids[0]).repeat(1, r))}
     for name, tensor in enlarge_end(tensors, r, n_ids).items():
         enlarged[name] = halved(name, tensor)
-    for name in GPTNeoX.published_shapes(large):
+    for name in published_shapes(large):
         if name not in enlarged:
-            enlarged[name] = halved(name, enlarge_layers(tensors, name, r, small.n_layers))
+            enlarged[name] = halved(name, enlarge_layers(tensors, name, r, small.num_hidden_layers))
     return enlarged
 
 
@@ -93,13 +100,13 @@ def enlarged_json(raw: dict, config: Config, args: Namespace) -> dict:
     """The large model's config.json, of the small one's as it stands and as it was read. Raises
     UsageError for sizes that it cannot grow to."""
     r, rest = divmod(args.hidden, config.hidden_size)
-    if rest or r < 2 or args.layers < config.n_layers or args.vocab < config.vocab_size:
+    if rest or r < 2 or args.layers < config.num_hidden_layers or args.vocab < config.vocab_size:
         raise UsageError(
             f"{args.source} can be enlarged to two or more times hidden size {config.hidden_size}, "
-            f"and to no less than {config.n_layers} layers and {config.vocab_size} ids"
+            f"and to no less than {config.num_hidden_layers} layers and {config.vocab_size} ids"
         )
     large = {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "vocab_size": args.vocab}
-    large |= {"num_attention_heads": config.n_heads * r, "tie_word_embeddings": False}
+    large |= {"num_attention_heads": config.num_attention_heads * r, "tie_word_embeddings": False}
     large |= {"intermediate_size": config.intermediate_size * r}
     return raw | large
 
@@ -108,9 +115,9 @@ def execute(args: Namespace) -> int:
     source, folder = Path(args.source), new_folder(args.folder)
     small = read_config(source)
     raw = enlarged_json(read_json(source / "config.json", dict), small, args)
-    large = Config.from_json(raw)  # as it will be read
+    large = parse_config(raw)  # as it will be read
     need = weight_bytes(large, torch.float16) + weight_bytes(small, torch.float32)
-    largest = max(math.prod(shape) for shape in GPTNeoX.published_shapes(large).values())
+    largest = max(math.prod(shape) for shape in published_shapes(large).values())
     need += 2 * 4 * largest  # twice in float32, then gone
     require_memory(need, torch.device("cpu"), "making a checkpoint of these sizes")
     files = read_unchanged(source) | {"config.json": json.dumps(raw, indent=2).encode() + b"\n"}

@@ -26,6 +26,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -152,7 +153,7 @@ def passes(lab: Lab) -> Iterator[Record]:
     """Of n rows over S slots."""
     for name, model in lab.models.items():
         for n_slots in lab.slots:
-            with open_cache(model, n_slots - SLOT_STEP) as cache:
+            with closing(open_cache(model, n_slots - SLOT_STEP)) as cache:
                 for n in lab.rows:
                     forward_of(model, cache, n)()  # so that the graph reads this pass
                     shape = shape_of(n, slot_count(cache.length + n), cache.use)

@@ -20,7 +20,7 @@ from engine.model import FastGPTNeoX
 from engine.passes import SLOT_STEP, Use
 from engine.scores import Ranking
 from methods import METHODS
-from sampling import GREEDY, Sampling
+from methods.sampler import GREEDY, Sampling
 
 from .timeline import timeline
 
@@ -76,7 +76,7 @@ def nodes_of_pass(n_layers: int, n_rows: int, ranking: Ranking) -> int:
     """Kernels of a pass in float16, as a graph, with what ranks its logits."""
     found = []
     for n in (2, 3):  # each layer more adds as many
-        config = random_config(n_layers=n)
+        config = random_config(num_hidden_layers=n)
         tensors = {name: t.cuda().half() for name, t in random_tensors(config, 0).items()}
         model = FastGPTNeoX.from_tensors(config, tensors)
         cache = model.new_cache(100, Use(ranking=ranking))

@@ -8,7 +8,7 @@ import pytest
 
 from engine.model import FastGPTNeoX
 from methods import METHODS
-from sampling import GREEDY, Sampling
+from methods.sampler import GREEDY, Sampling
 
 from .counts import count_iterations, load_pair, pythia
 

@@ -15,7 +15,7 @@ from engine.model import FastGPTNeoX
 from engine.sampling import FastSampler
 from engine.streaming import Window
 from methods import METHODS
-from sampling import Sampling
+from methods.sampler import Sampling
 
 from .counts import TEXT, load_pair, settings_of
 

@@ -8,14 +8,14 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import append, assert_close, generate, random_config, random_tensors
+from conftest import assert_close, generate, random_config, random_tensors
 from torch import Tensor
 
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import Use
 from engine.scores import Ranking
 from methods.dyspec import DySpec
-from sampling import Sampling
+from methods.sampler import Sampling
 
 from .timeline import timeline
 
@@ -24,7 +24,7 @@ PREFIX = [i % 90 for i in range(260)]
 
 
 def make_model(device: str) -> FastGPTNeoX:
-    config = random_config(max_positions=600)
+    config = random_config(max_position_embeddings=600)
     tensors = {name: tensor.to(device) for name, tensor in random_tensors(config, 3).items()}
     return FastGPTNeoX.from_tensors(config, tensors)
 
@@ -64,7 +64,7 @@ def test_what_is_drawn_from_is_not_ranked() -> None:
     model = make_model("cuda")
     cache = open_cache(model, Use(ranking=Ranking(is_read=False)))
     with timeline.traced() as sites:
-        scores = append(model, [5], cache)
+        scores = model.forward(torch.tensor([5]), torch.tensor([cache.length]), cache)
     asked = Counter(kind for kind, *_ in sites.elements())
     assert scores.read is None and asked["replay"] == asked["h2d"] == 1 and not asked["sync"]
 

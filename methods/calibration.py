@@ -16,9 +16,7 @@ outlives a generation. No step is made between a draw and what it decides: a tre
 earlier trees have taught. Two numbers are learned sooner than a count for each range of p and rank:
 in the 100 tokens that a text may have, those gave half of the gain.
 
-    rule.chances = Counted()  # grow asks it for each level
-    rule.chances.begin()  # a tree begins
-    rule.chances.learn(tree, path)  # an iteration has been committed
+    drafter = CalibratedDrafter(drafter, is_drawn=False)  # wraps any drafter
 
 Shapes: n rows of a level, k candidates per row.
 """
@@ -29,6 +27,8 @@ import numpy
 from numpy import ndarray
 
 from draft_tree import Candidates, Tree
+from dynatree import Drafter
+from methods.rules import are_retrieved
 
 FIRST_RANKED, FIRST_DRAWN = (0.0, 0.5), (0.0, 1.0)  # a and b
 SURE = (1.0, 0.0, 4.0)  # how much is to be seen before they give way
@@ -38,23 +38,35 @@ FADING = 0.002  # of what was seen before an iteration
 LEAST = 1e-6  # that p, and what is not p, is taken for: their logarithms are wanted
 
 
-class Counted:
-    """The chances of one generation: a draft_tree.Chances."""
+class CalibratedDrafter(Drafter):
+    """A drafter whose candidates get their acceptance probability for the draft's probability."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: Drafter, is_drawn: bool) -> None:
+        self.drafter, self.is_drawn = drafter, is_drawn
+        self.draft_logprobs: list[ndarray] = []  # of each level of a tree, as the draft has them
         self.weights: tuple[float, float] | None = None  # a and b; None: nothing was drafted yet
         self.first: tuple[float, float] | None = None  # what they were then
         self.seen = SURE  # how much of 1, x and x^2: the second derivative of the guesses' loss
         self.tokens: list[list[int]] = []  # of the candidates below each draft slot of a tree
         self.inputs: list[list[float]] = []  # x of each
 
-    def begin(self) -> None:
-        """A new tree begins."""
-        self.tokens, self.inputs = [], []
+    def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
+        self.drafter.start(prompt, capacity, vocab_size)
+
+    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+        if parents is None:
+            self.tokens, self.inputs, self.draft_logprobs = [], [], []
+        candidates = self.drafter.draft(tokens, parents, k)
+        self.draft_logprobs.append(candidates.logprobs)
+        return Candidates(candidates.tokens, self.look(candidates))
+
+    def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
+        self.drafter.commit(tree, path, tokens)
+        self.learn(tree, path)
 
     def look(self, candidates: Candidates) -> ndarray:
         """Log of the chance of each candidate [n, k], given that its path is accepted."""
-        is_drawn = candidates.drawn_from is not None
+        is_drawn = self.is_drawn
         if self.weights is None:
             self.weights = self.first = FIRST_DRAWN if is_drawn else FIRST_RANKED
         x = log_odds(numpy.exp(candidates.logprobs)) if is_drawn else sharpened(candidates.logprobs)
@@ -62,7 +74,7 @@ class Counted:
         self.inputs += x.tolist()
         return self.log_chances(x, candidates.logprobs)
 
-    def of_draws(self, logprobs: ndarray) -> ndarray:
+    def calibrate_drawn(self, logprobs: ndarray) -> ndarray:
         """The same of tokens that could be drawn."""
         return self.log_chances(log_odds(numpy.exp(logprobs)), logprobs)
 
@@ -80,23 +92,24 @@ class Counted:
             return
         self.weights = faded(self.weights, self.first)
         self.seen = faded(self.seen, SURE)
+        retrieved = are_retrieved(tree)
         is_decided = set()  # rows whose child is accepted, if children are drawn
         for row, parent in enumerate(tree.parents):
             slot = tree.draft_slots[parent]
             if row == 0 or parent not in path or slot < 0 or parent in is_decided:
                 continue
-            if tree.are_retrieved[row]:
+            if retrieved[row]:
                 continue
             is_right = row in path
             place = self.tokens[slot].index(tree.tokens[row])
             self.take(self.inputs[slot][place], is_right)
-            if is_right and tree.drawn_from:
+            if is_right and self.is_drawn:
                 is_decided.add(parent)
 
     def take(self, x: float, is_right: bool) -> None:
-        """Take in one guess by a damped step of Newton's method, in plain numbers, because a tree
-        has a dozen of them. However sure the model was, its log-odds at x move by at most LONGEST.
-        """
+        """Take in one candidate by a damped step of Newton's method, in plain numbers, because a
+        tree has a dozen of them. However sure the model was, its log-odds at x move by at most
+        LONGEST."""
         a, b = self.weights
         chance = 1 / (1 + math.exp(-(a + b * x)))
         n_seen = chance * (1 - chance)

@@ -1,0 +1,83 @@
+"""Targets that show what they compute: their best tokens to a rule, hidden states to a drafter.
+
+compose.py puts an ObservedModel around the target of a rule with `start` or `target_top_k`
+(methods/rules.py), and a HiddenModel around that of a HiddenDrafter.
+"""
+
+import torch
+from torch import Tensor
+
+from dynatree import Drafter
+from gpt_neox import PREFILL_CHUNK, GPTNeoX, KVCache, Model
+from methods.rules import MethodRule
+
+
+class ObservedModel:
+    """A gpt_neox.Model around another one."""
+
+    def __init__(self, model: Model, rule: MethodRule):
+        self.model, self.rule, self.config = model, rule, model.config
+
+    def new_cache(self, capacity: int) -> KVCache:
+        # The loop asks for the rows that a tree may grow to; retrieved ones come on top
+        return self.model.new_cache(capacity + self.rule.max_verified)
+
+    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
+        """Run the prompt as the model does, but with the logits of all tokens if they are wanted.
+
+        Then the logits after the last token are nan if any token's overflow.
+        """
+        self.rule.start(tokens)
+        if not self.rule.target_top_k:
+            return self.model.prefill(tokens, cache)
+        is_finite = True
+        for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
+            positions = torch.arange(cache.length, cache.length + len(ids))
+            logits = self.forward(ids, positions, cache)
+            is_finite &= bool(logits.isfinite().all())
+            cache.commit(range(len(ids)))
+        return logits[-1:] if is_finite else torch.full_like(logits[-1:], torch.nan)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
+    ) -> Tensor:
+        logits = self.model.forward(tokens, positions, cache, mask)
+        if k := self.rule.target_top_k:
+            top = logits.topk(min(k, logits.shape[1])).indices
+            self.rule.observe_target(tokens.tolist(), top.cpu().numpy())
+        return logits
+
+
+class HiddenDrafter(Drafter):
+    """A drafter that reads the target's last hidden states, as EAGLE's head does."""
+
+    def observe_hidden(self, hidden: Tensor) -> None:
+        """See the states [n, hidden] of a pass of the target, on the target's device: of the next n
+        tokens of the prompt, or of the rows of a tree. A later pass may overwrite the tensor."""
+        raise NotImplementedError
+
+
+class HiddenModel:
+    """A plain gpt_neox.Model that shows a drafter its last hidden states."""
+
+    def __init__(self, model: GPTNeoX, drafter: HiddenDrafter):
+        self.model, self.drafter = model, drafter
+        self.config, self.device, self.new_cache = model.config, model.device, model.new_cache
+
+    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
+        """Run the prompt as GPTNeoX.prefill does."""
+        is_finite = torch.tensor(True, device=self.device)
+        for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
+            positions = torch.arange(cache.length, cache.length + len(ids))
+            x = self.model.hidden(ids, positions, cache)
+            is_finite &= x.isfinite().all()
+            self.drafter.observe_hidden(x)
+            cache.commit(range(len(ids)))
+        return self.model.logits(x[-1:].masked_fill(~is_finite, torch.nan))
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
+    ) -> Tensor:
+        x = self.model.hidden(tokens, positions, cache, mask)
+        self.drafter.observe_hidden(x)
+        return self.model.logits(x)

@@ -1,0 +1,180 @@
+"""What the rules of this folder share: attributes, drawn levels, mixed trees, and the wrapper.
+
+Shapes: N tree rows, n rows of a level, k candidates per row.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+from numpy import ndarray
+
+from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, passing
+
+
+class MethodRule(Rule):
+    """A rule, and what the engine and the acceptances must know of it."""
+
+    draws_candidates = False  # its candidates may be drawn (drawn.py)
+    depends_on_probs = True  # False: it adds the same nodes whatever the log-probabilities are
+    is_chain = False  # no row of its trees has two children
+    is_calibrated = False  # it is given acceptance probabilities (calibration.py)
+    min_rows = 1  # to which the engine pads a pass
+    reads_prompt = False  # `start` is to be called
+    target_top_k = 0  # how many of the target's best tokens observe_target is given per row
+    acceptance: Callable | None = None  # of sampled text (acceptances.DrawnAcceptance), if its own
+
+    def __init__(
+        self, max_branches: int, max_depth: int, max_rows: int, max_verified: int | None = None
+    ):
+        """
+        Args:
+            max_rows: rows at which a tree stops growing.
+            max_verified: rows of the tree that finish_tree returns; None: max_rows.
+        """
+        super().__init__(max_branches, max_depth, max_rows)
+        self.max_verified = max_rows if max_verified is None else max_verified
+        if self.max_verified > MAX_ROWS:
+            raise ValueError(f"max_verified is {self.max_verified}, it must be at most {MAX_ROWS}")
+        self.n_drawn = max_branches  # candidates per row where they are drawn
+
+    def start(self, prompt: list[int]) -> None:
+        """Begin a text with this prompt, if reads_prompt."""
+
+    def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
+        """See the target's best ids [n, target_top_k] after n tokens of the prompt or of a tree."""
+
+    def finish_tree(self, tree: Tree) -> Tree:
+        return best_rows(tree, self.max_verified)
+
+    def state(self) -> dict[str, float | str]:
+        """Return what the rule goes by in this tree, if that changes from tree to tree."""
+        return {}
+
+
+class RuleWrapper(MethodRule):
+    """A rule that passes every hook on to another one; subclasses change some of them."""
+
+    def __init__(self, rule: Rule):
+        self.rule = rule
+        self.max_branches, self.max_depth = rule.max_branches, rule.max_depth
+        self.max_rows = rule.max_rows
+        self.max_verified = getattr(rule, "max_verified", rule.max_rows)
+        self.n_drawn = getattr(rule, "n_drawn", rule.max_branches)
+        if isinstance(rule, MethodRule):
+            self.draws_candidates, self.is_calibrated = rule.draws_candidates, rule.is_calibrated
+            self.depends_on_probs, self.is_chain = rule.depends_on_probs, rule.is_chain
+            self.min_rows, self.acceptance = rule.min_rows, rule.acceptance
+            self.reads_prompt, self.target_top_k = rule.reads_prompt, rule.target_top_k
+
+    def start(self, prompt: list[int]) -> None:
+        if isinstance(self.rule, MethodRule):
+            self.rule.start(prompt)
+
+    def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
+        self.rule.observe_target(tokens, top_ids)
+
+    def begin_tree(self, root: int, max_depth: int) -> int:
+        return self.rule.begin_tree(root, max_depth)
+
+    def add_gates(self, level: Level) -> Gates:
+        return self.rule.add_gates(level)
+
+    def expand_gates(self, level: Level) -> Gates:
+        return self.rule.expand_gates(level)
+
+    def finish_tree(self, tree: Tree) -> Tree:
+        return self.rule.finish_tree(tree)
+
+    def adapt(self, tree: Tree, path: list[int]) -> None:
+        self.rule.adapt(tree, path)
+
+    def state(self) -> dict[str, float | str]:
+        return self.rule.state() if isinstance(self.rule, MethodRule) else {}
+
+
+def make_rule(settings: Settings) -> MethodRule:
+    """Return a new rule of a method, wrapped if it is one of the core's kind."""
+    rule = settings.make_rule()
+    return rule if isinstance(rule, MethodRule) else RuleWrapper(rule)
+
+
+@dataclass(frozen=True)
+class DrawnLevel(Level):
+    """A level whose candidates are in draw order (drawn.py)."""
+
+    values: ndarray  # [n, k] float32, log values, which are known before the draw (Eq. 11)
+    find_confidence: Callable[[], ndarray]  # waits for the device, so few rules should ask for it
+
+    @cached_property
+    def confidence(self) -> ndarray:
+        """c(u) [n]: the probability of the likeliest token after each row, drawn or not."""
+        return self.find_confidence()
+
+
+def values_of(level: Level) -> ndarray:
+    """Return the log values [n, k] by which candidates may be added: those of drawn ones, which are
+    known before the draw, or log p(u) of the top k."""
+    return level.values if isinstance(level, DrawnLevel) else level.path_logprobs
+
+
+def added(level: Level, gates: Gates) -> ndarray:
+    """Return which candidates [n, k] become rows by these gates, the budget of rows aside."""
+    return passing(level, gates) & (values_of(level) > -math.inf)
+
+
+@dataclass(slots=True)
+class MixedTree(Tree):
+    """A tree that knows the value of each row, and which rows are not from the draft."""
+
+    values: list[float] = field(default_factory=list)  # log values, as values_of has them
+    are_retrieved: list[bool] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, tree: Tree, values: list[float] | None = None) -> "MixedTree":
+        """Return a drafted tree as a mixed one. values: None for log p(u)."""
+        if isinstance(tree, MixedTree):
+            return tree
+        columns = [getattr(tree, f.name) for f in fields(Tree)]
+        return cls(*columns, values or list(tree.path_logprobs), [False] * len(tree))
+
+    def add_retrieved(self, token: int, parent: int, path_logprob: float) -> int:
+        """Add a row that is not from the draft and return its number."""
+        row = Tree.add(self, token, parent, path_logprob)
+        self.values.append(path_logprob)
+        self.are_retrieved.append(True)
+        return row
+
+
+def are_retrieved(tree: Tree) -> list[bool]:
+    """Return which rows of a tree are not from the draft."""
+    return tree.are_retrieved if isinstance(tree, MixedTree) else [False] * len(tree)
+
+
+def select(tree: Tree, rows: list[int]) -> Tree:
+    """Return the tree of these rows in this order: the root first, each other after its parent."""
+    places = {row: place for place, row in enumerate(rows)}
+    columns = {f.name: [getattr(tree, f.name)[row] for row in rows] for f in fields(tree)}
+    columns["parents"] = [places.get(parent, -1) for parent in columns["parents"]]
+    return type(tree)(**columns)
+
+
+def breadth_first(tree: Tree) -> Tree:
+    """Return the tree in breadth-first order; rows of one depth keep their order."""
+    if tree.depths == sorted(tree.depths):
+        return tree
+    return select(tree, sorted(range(len(tree)), key=tree.depths.__getitem__))
+
+
+def best_rows(tree: Tree, n: int) -> Tree:
+    """Return the tree of the n rows of the highest values; of equals the earlier ones stay.
+
+    The result is a tree, because no row's value exceeds its parent's. Of siblings the earlier ones
+    stay, because no value exceeds an earlier sibling's.
+    """
+    if len(tree) <= n:
+        return tree
+    values = tree.values if isinstance(tree, MixedTree) else tree.path_logprobs
+    best = sorted(range(len(tree)), key=values.__getitem__, reverse=True)
+    return select(tree, sorted(best[:n]))
