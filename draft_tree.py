@@ -123,7 +123,8 @@ def grow(rule: "Rule", root: int, draft: Draft, max_depth: int, vocab_size: int)
         is_expanded = passing(level, rule.expand_gates(level))
         level_rows = frontier
         frontier, parents = [], []
-        for i, rank in numpy.argwhere(is_added).tolist():
+        added_rows, added_ranks = is_added.nonzero()  # in breadth-first order
+        for i, rank in zip(added_rows.tolist(), added_ranks.tolist(), strict=True):
             if len(tree) >= rule.max_rows:
                 break
             logprob = level.path_logprobs.item(i, rank)
@@ -145,16 +146,17 @@ def checked(found: Candidates, n: int, vocab_size: int) -> Candidates:
     if not is_pair or not all(isinstance(part, ndarray) for part in found):
         raise ValueError(f"a drafter gave {found!r:.200}, it must give Candidates of two arrays")
     tokens, logprobs = found
-    given = f"{tokens.dtype} {list(tokens.shape)} and {logprobs.dtype} {list(logprobs.shape)}"
     are_numbers = tokens.dtype.kind == "i" and logprobs.dtype.kind == "f"
     have_shape = tokens.shape == logprobs.shape and tokens.shape[:-1] == (n,)
     if not (are_numbers and have_shape and tokens.size > 0):
+        given = f"{tokens.dtype} {list(tokens.shape)} and {logprobs.dtype} {list(logprobs.shape)}"
         raise ValueError(f"a drafter gave {given}, it must give int64 and float32 [{n}, k]")
     if not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise ValueError(f"a drafter gave a token outside the target's ids, 0 to {vocab_size - 1}")
-    logprobs = numpy.minimum(logprobs, 0).astype(numpy.float32)
-    logprobs[numpy.isnan(logprobs)] = -math.inf
-    return Candidates(tokens.astype(numpy.int64, copy=False), logprobs)
+    logprobs = numpy.fmax(numpy.minimum(logprobs, 0), -math.inf)  # fmax prefers a number to nan
+    return Candidates(
+        tokens.astype(numpy.int64, copy=False), logprobs.astype(numpy.float32, copy=False)
+    )
 
 
 def passing(level: Level, gates: Gates) -> ndarray:

@@ -123,7 +123,7 @@ class ModelDrafter(Drafter):
         self.mask = numpy.concatenate([self.mask[parents], numpy.eye(n, dtype=bool)], axis=1)
         mask, positions = torch.from_numpy(self.mask), torch.full((n,), position)
         logits = self.model.forward(torch.tensor(tokens), positions, self.cache, mask)
-        self.cache.commit(range(n))  # until the tree is verified
+        self.cache.length += n  # until the tree is verified
         self.n_run += n
         self.depth += 1
         return logits

@@ -37,8 +37,9 @@ class Sampler:
 
         Raises ValueError for a number out of range.
         """
-        if not 1e-30 < temperature < float("inf"):  # a lower one may be 0 in float32
-            raise ValueError(f"temperature is {temperature}, it must be above 1e-30 and finite")
+        float32 = torch.finfo(torch.float32)
+        if not float32.tiny <= temperature <= float32.max:
+            raise ValueError(f"temperature is {temperature}, it must be a positive float32")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p is {top_p}, it must be above 0 and at most 1")
         self.temperature = temperature

@@ -12,7 +12,7 @@ or a strict pass does.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy
 import torch
@@ -88,6 +88,8 @@ class View:
             self.cache.close(is_failed)
 
     def timed(self, run: Callable, *args: object) -> object:
+        if self.is_draft:  # whose levels are timed as a whole
+            return run(*args)
         began = time.perf_counter()
         try:
             return run(*args)
@@ -347,16 +349,15 @@ def timed_step(
     ms: float,
 ) -> Step:
     """A step with what the wrappers of its parts have seen."""
-    lengths = [view.cache.length for view in views] + [0]
+    cached = views[0].cache.length, views[1].cache.length if len(views) > 1 else 0
     verify_ms, draft_ms = views[0].ms, drafter.ms if drafter else 0.0
-    found = Step(step.tokens, cached=(lengths[0], lengths[1]), verify_ms=verify_ms)
-    found = replace(found, draft_ms=draft_ms, other_ms=ms - draft_ms - verify_ms)
+    times = draft_ms, verify_ms, ms - draft_ms - verify_ms
     if is_first:
-        return found
+        return Step(step.tokens, None, [], -1, [], [], cached, False, *times)
     rows = views[1].rows if len(views) > 1 else []
     overflowed = bool(drafter and rows and drafter.overflowed)
-    found = replace(found, tree=step.tree, path=step.path, bonus=accept.bonus, draft_rows=rows)
-    return replace(found, predictions=accept.predictions, draft_overflowed=overflowed)
+    seen = accept.bonus, accept.predictions, rows, cached, overflowed
+    return Step(step.tokens, step.tree, step.path, *seen, *times)
 
 
 def proposed(rule: Rule, sampling: Sampling) -> Ranking:
