@@ -155,7 +155,10 @@ def are_retrieved(tree: Tree) -> list[bool]:
 def select(tree: Tree, rows: list[int]) -> Tree:
     """Return the tree of these rows in this order: the root first, each other after its parent."""
     places = {row: place for place, row in enumerate(rows)}
-    columns = {f.name: [getattr(tree, f.name)[row] for row in rows] for f in fields(tree)}
+    columns = {}
+    for f in fields(tree):
+        column = getattr(tree, f.name)
+        columns[f.name] = [column[row] for row in rows]
     columns["parents"] = [places.get(parent, -1) for parent in columns["parents"]]
     return type(tree)(**columns)
 
