@@ -274,10 +274,16 @@ def write(steps: Iterator[Step], tokenizer: Tokenizer) -> tuple[list[int], int]:
 def run(args: argparse.Namespace) -> None:
     """Write a text by a method, and if asked for, compare it with ar's."""
     settings = read_settings(METHODS[args.method], args.set)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: torch finds no CUDA device")
     dtype = getattr(torch, args.dtype)
     target = GPTNeoX.from_pretrained(args.target, args.device, dtype)
     drafter = ModelDrafter(GPTNeoX.from_pretrained(args.draft, args.device, dtype))
-    tokenizer = Tokenizer.from_str((Path(args.target) / "tokenizer.json").read_text("utf-8"))
+    file = Path(args.target) / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
+    except Exception as error:  # the library's errors have no type of their own
+        raise ValueError(f"{file}: {error}") from error
     prompt = tokenizer.encode(args.prompt).ids
 
     def decode(rule: Rule) -> Iterator[Step]:

@@ -95,14 +95,19 @@ MISTAKES = [
     (["--set", "tau=2"], "tau is 2.0, it must be from 0.0 to 1.0"),
     (["--max-new-tokens", "0"], "max_new_tokens is 0, it must be an int from 1"),
     (["--target", "nowhere"], "nowhere"),
+    (["--target", "no-tokenizer"], "no-tokenizer/tokenizer.json: "),
     (["--temperature", "-1"], "temperature is -1.0, it must be a positive float32"),
     (["--top-p", "0", "--temperature", "1"], "top_p is 0.0, it must be above 0"),
 ]
+if not torch.cuda.is_available():
+    MISTAKES.append((["--device", "cuda:0"], "--device cuda:0: torch finds no CUDA device"))
 
 
 def test_the_cores_command_line_reports_mistakes_in_one_line(tmp_path: Path) -> None:
-    """In one process, as eight would take as long as all other tests of the core."""
+    """In one process, as ten would take as long as all other tests of the core."""
     copy_core(tmp_path)
+    shutil.copytree(TINY / "target", tmp_path / "no-tokenizer")
+    (tmp_path / "no-tokenizer" / "tokenizer.json").write_text("{")
     program = "import dynatree, json, sys\n"
     program += "for words in json.loads(sys.argv[1]):\n"
     program += "    sys.argv[1:] = ['--prompt', 'a', *words]\n"
