@@ -1,4 +1,4 @@
-"""What a pass is given beside its tokens: the mask as numbers to add; and padded passes.
+"""The mask of a pass as numbers that are added to its scores, and passes padded to more rows.
 
 A pass over a plain cache has the rows that it was asked for. One that must have some number of them
 at least, because one row costs more than two, because ar is to be rounded as a tree is, or because

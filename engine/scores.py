@@ -1,4 +1,4 @@
-"""What a pass says of the token after each of its rows: logits there, the best of them here.
+"""Scores: the logits of a pass on the device, and the best of them read to the host with the pass.
 
 The logits stay where the model is. What the host needs of them is little: the best id of each row,
 whether the row is finite at all, and a few candidates. It comes with the pass, by one read; on CUDA
@@ -22,7 +22,7 @@ FEW = 8  # candidates up to which so many maxima are found sooner than by topk (
 
 
 class Ranking(NamedTuple):
-    """What the host is to be told of each row."""
+    """What is read to the host of each row."""
 
     k: int = 0  # candidates
     are_logprobs: bool = False  # their values; else they are logits
@@ -31,7 +31,7 @@ class Ranking(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What the host was told of n rows, on the host."""
+    """What was read of n rows, on the host."""
 
     highest: ndarray  # [n] float32, each row's best value; inf or nan if it holds any
     best: ndarray  # [n] int64, its id, of equals the first

@@ -1,20 +1,21 @@
-"""What a guess of the draft has been worth so far in this very text, counted instead of believed.
+"""Calibration: the probability that a candidate is accepted, learned online from this text.
 
-Rules take the draft's probability for the chance that a guess is accepted. It is not: where text is
-greedy the target says its best token, however likely, and a drawn child is accepted with
-min(1, q / p), which has little to do with p. What the two have in common is their order. So the
-chance is a rising function of p, and which one is learned from the guesses that were tried:
+Rules use the draft's probability p as the probability that a candidate is accepted. It is not.
+Greedy text takes the target's best token, however likely it is; a drawn child is accepted with
+probability min(1, q / p), which has little to do with p. But the order of the two is the same. So
+the acceptance probability is a rising function of p, and its two parameters are learned from the
+candidates that were tried:
 
     chance   1 / (1 + exp(-(a + b x)))
-    ranked   x is the log-odds of p^2, normalised over the row: a likely token beside another one is
-             worth less than beside none. At first a = 0, b = 1/2: p, or more if no other is
-             likely
-    drawn    x is the log-odds of p alone, as what else was drawn must not decide; a = 0, b = 1: p
+    top k    x is the log-odds of p^2, normalised over the row: a likely token beside another one is
+             accepted less often than beside none. At first a = 0, b = 1/2, which is p or more
+    drawn    x is the log-odds of p alone, because other draws must not decide. At first a = 0,
+             b = 1, which is p
 
-a and b move by a step of Newton's method for each guess tried, those of long ago fade, and nothing
-outlives a generation. No step is made between a draw and what it decides: a tree goes by what
-earlier trees have taught. Two numbers are learned sooner than a count for each range of p and rank:
-in the 100 tokens that a text may have, those gave half of the gain.
+Each tried candidate moves a and b by a step of Newton's method, the influence of old ones fades,
+and every text starts anew. There is no step between a draw and what it decides: a tree uses what
+earlier trees have taught. Two parameters are learned faster than a count for each range of p and
+rank: over the 100 tokens of a text such counts gave half of the gain.
 
     drafter = CalibratedDrafter(drafter, is_drawn=False)  # wraps any drafter
 
@@ -31,8 +32,8 @@ from dynatree import Drafter
 from methods.rules import are_retrieved
 
 FIRST_RANKED, FIRST_DRAWN = (0.0, 0.5), (0.0, 1.0)  # a and b
-SURE = (1.0, 0.0, 4.0)  # how much is to be seen before they give way
-LEAST_SLOPE = 0.05  # a likelier guess is never worth less
+SURE = (1.0, 0.0, 4.0)  # weight of the first values: the higher, the slower they change
+LEAST_SLOPE = 0.05  # of b: a likelier candidate never has a lower probability of acceptance
 LONGEST = 2.0  # step of Newton's method, in log-odds
 FADING = 0.002  # of what was seen before an iteration
 LEAST = 1e-6  # that p, and what is not p, is taken for: their logarithms are wanted
@@ -65,7 +66,7 @@ class CalibratedDrafter(Drafter):
         self.learn(tree, path)
 
     def look(self, candidates: Candidates) -> ndarray:
-        """Log of the chance of each candidate [n, k], given that its path is accepted."""
+        """Return log-probabilities [n, k] that the candidates are accepted, given their paths."""
         is_drawn = self.is_drawn
         if self.weights is None:
             self.weights = self.first = FIRST_DRAWN if is_drawn else FIRST_RANKED
@@ -75,19 +76,19 @@ class CalibratedDrafter(Drafter):
         return self.log_chances(x, candidates.logprobs)
 
     def calibrate_drawn(self, logprobs: ndarray) -> ndarray:
-        """The same of tokens that could be drawn."""
+        """Return the same for tokens that could be drawn, by the draft's log-probabilities."""
         return self.log_chances(log_odds(numpy.exp(logprobs)), logprobs)
 
     def log_chances(self, x: ndarray, logprobs: ndarray) -> ndarray:
-        """Of inputs x; -inf where a token is impossible, nan where the draft overflowed."""
+        """Return log-probabilities of acceptance for inputs x; logprobs where these are not finite,
+        which says that a token is impossible or that the draft overflowed."""
         a, b = self.weights
         found = -numpy.log1p(numpy.exp(-(a + b * x)))
         return numpy.where(logprobs > -numpy.inf, found, logprobs).astype(numpy.float32)
 
     def learn(self, tree: Tree, path: list[int]) -> None:
-        """Take in which guesses of a tree were right: all that stood where the text came by; of
-        drawn ones those that were tried, which are the elder siblings of an accepted one, and it.
-        """
+        """Learn from a verified tree: from the children of its path. Of drawn children only those
+        count that were tried, which are the accepted one and its earlier siblings."""
         if self.weights is None:
             return
         self.weights = faded(self.weights, self.first)
@@ -123,7 +124,7 @@ class CalibratedDrafter(Drafter):
 
 
 def faded(now: tuple[float, ...], first: tuple[float, ...]) -> tuple[float, ...]:
-    """Numbers, moved towards what they were at first."""
+    """Return the numbers, each moved a little towards its first value."""
     return tuple(a + FADING * (b - a) for a, b in zip(now, first, strict=True))
 
 

@@ -3,7 +3,7 @@
 A node's value estimates the chance that its guess is reached and accepted. Ranked children
 (greedy): p(u), the draft's probability of the path. Drawn children (sampled text, and greedy text
 in the paper's tables): the chance that the path is accepted and every elder sibling is not, known
-before the child itself is drawn (Eq. 11; `value_draws` in drawn.py).
+before the child itself is drawn (Eq. 11; `drawn_values` in drawn.py).
 
 Two forms. Exact: the N highest values; drawn that is Algorithm 1, ranked the greedy choice of its
 appendix D.1, which Algorithm 1 with the likeliest token for the draw is not: its keys are values
@@ -67,7 +67,7 @@ class DySpecRule(MethodRule):
         return {"t": values_of(level) >= self.gate[1]}
 
     def expand_gates(self, level: Level) -> Gates:
-        """What may follow a node is worth no more than its path."""
+        """No value below a node is higher than the probability of its path."""
         name, least = self.gate
         return {name: level.path_logprobs >= least}
 

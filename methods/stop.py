@@ -33,7 +33,7 @@ MOST_YIELD = 0.98  # below 1: else no depth would be too much
 
 
 class Seen(NamedTuple):
-    """What one level of a tree was worth, by its chances."""
+    """The expected gain of one level of a tree."""
 
     tried: ndarray  # the values of the rows it added, by place among their siblings: [k]
     brought: ndarray  # their chances to be accepted; of drawn ones, with what was drawn
