@@ -51,7 +51,7 @@ from cli.models import Pair, Request
 from dynatree import Drafter
 from engine.decoding import Step
 from engine.streaming import WHOLE_TEXT
-from parallel.led import on_ranks
+from parallel.driver import on_ranks
 from parallel.ranks import Ranks
 
 

@@ -38,7 +38,7 @@ from methods import METHODS
 from methods.acceptances import default_of
 from methods.rules import are_retrieved
 from methods.sampler import GREEDY
-from parallel.led import on_ranks
+from parallel.driver import on_ranks
 from parallel.ranks import Ranks
 
 WARM_UP_STEPS = 8

@@ -38,7 +38,7 @@ from engine.model import FastGPTNeoX, is_fast, load_plain
 from engine.way import Way, read_way
 from gpt_neox import GPTNeoX
 from methods.sampler import Sampling
-from parallel.led import Led
+from parallel.driver import Driver
 from parallel.ranks import Ranks
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
@@ -126,7 +126,7 @@ def set_threads(n: int | None, device: torch.device) -> None:
 class Pair:
     """A target, the tokenizer, and a draft unless the method needs none."""
 
-    target: GPTNeoX  # a fast one unless --plain; of several ranks a Led
+    target: GPTNeoX  # a fast one unless --plain; of several ranks a Driver
     draft: GPTNeoX | Drafter | None
     tokenizer: Tokenizer
     target_folder: Path
@@ -136,7 +136,7 @@ class Pair:
 
     @property
     def models(self) -> list[GPTNeoX]:
-        return [model for model in (self.target, self.draft) if isinstance(model, GPTNeoX | Led)]
+        return [model for model in (self.target, self.draft) if isinstance(model, GPTNeoX | Driver)]
 
     @cached_property
     def float32_target(self) -> FastGPTNeoX:
@@ -388,9 +388,9 @@ def load_model(
     dtype: torch.dtype,
     ranks: Ranks | None = None,
     is_plain: bool = False,
-) -> GPTNeoX | Led:
+) -> GPTNeoX | Driver:
     """One of the pair; with other ranks a share of it. Raises as FastGPTNeoX.from_pretrained."""
     if ranks:
-        return Led.load(ranks, str(name_or_path), device, dtype)
+        return Driver.load(ranks, str(name_or_path), device, dtype)
     load = load_plain if is_plain else FastGPTNeoX.from_pretrained
     return load(name_or_path, device, dtype)

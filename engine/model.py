@@ -209,6 +209,10 @@ class FastGPTNeoX(GPTNeoX):
                 self.told(len(chunk))
         return self.score(x[-1:].masked_fill(~is_finite, torch.nan), cache)
 
+    def drop_idle(self) -> None:
+        """Give back the memory of caches that wait to be lent again."""
+        self.pool.idle.clear()
+
     def forget(self, cache: FastCache, start: int, n: int) -> None:
         """Drop slots [start, start + n); what follows moves down to them, n positions back.
 
@@ -227,7 +231,7 @@ class FastGPTNeoX(GPTNeoX):
 
 
 def is_fast(model: object) -> bool:
-    """Whether it is a FastGPTNeoX, or rank 0's of one (parallel/led.py)."""
+    """Whether it is a FastGPTNeoX, or rank 0's of one (parallel/driver.py)."""
     return hasattr(model, "pool")
 
 

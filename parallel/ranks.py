@@ -66,8 +66,7 @@ class Ranks:
     count: int
     local_index: int  # among those on this machine
     group: Group  # of gloo, whatever the device
-    n_models: int = 0  # that all have loaded a share of
-    n_caches: int = 0  # of these models, that all have made
+    n_objects: int = 0  # models and caches that all have made
     lock: threading.Lock = field(default_factory=threading.Lock)  # held for one call at a time
     are_in_step: bool = True  # False: within a call, or after one that did not end on all ranks
 
@@ -108,6 +107,11 @@ class Ranks:
             self.are_in_step = False
             yield
             self.are_in_step = True
+
+    def new_number(self) -> int:
+        """Return rank 0's number for a new object."""
+        self.n_objects += 1
+        return self.n_objects
 
     def gather_objects(self, value: object) -> list:
         """What every rank gives here, by rank, on every rank."""

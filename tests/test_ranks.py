@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.passes import Use
-from parallel.led import on_ranks as run_on_ranks
+from parallel.driver import on_ranks as run_on_ranks
 from parallel.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, joined
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from inspect import isroutine
 from pathlib import Path
 
 import numpy
@@ -31,16 +32,16 @@ from dynatree import DynaTree
 from engine import caches
 from engine.checkpoint import CheckpointError, load_tensors, read_config
 from engine.memory import OutOfMemory
-from engine.model import FastGPTNeoX, weight_bytes
+from engine.model import FastCache, FastGPTNeoX, weight_bytes
 from engine.passes import Use
 from engine.scores import Ranking, ReadScores
 from engine.shares import Share
 from engine.streaming import Window
-from gpt_neox import PREFILL_CHUNK
+from gpt_neox import PREFILL_CHUNK, GPTNeoX, KVCache
 from methods import METHODS
 from methods.sampler import Sampling
 from methods.static import Alone, Chain
-from parallel.led import follow
+from parallel.driver import OF_CACHE, OF_MODEL, run_worker
 from parallel.ranks import LETTER, Ranks, RanksError
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def compute(
     """What rank 0 returns; the others make the target's calls."""
     if ranks.index:
         with suppress(RanksError):  # of a rank 0 that ends in the midst of a pass
-            follow(ranks)
+            run_worker(ranks)
         return None
     with torch.inference_mode():
         return work(load_model(folder, device, dtype, ranks), folder)
@@ -308,3 +309,29 @@ def test_fewer_devices_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.own_device(torch.device("cuda")) == torch.device("cuda", 0)
     with pytest.raises(RanksError, match="there are 1 CUDA devices, and each rank needs one"):
         second.own_device(torch.device("cuda"))
+
+
+# Public methods that no rank but the calling one needs: they make no pass and move no length, or
+# only others in the list call them
+UNREPEATED = {
+    "from_pretrained",
+    "from_tensors",
+    "make_memory",
+    "run_pass",
+    "hidden",
+    "logits",
+    "score",
+    "forget",
+    "require",
+    "drop",
+}
+
+
+def test_every_method_that_makes_a_pass_or_moves_a_length_is_repeated() -> None:
+    """A new method must be named in one of the two lists."""
+    found = set()
+    for kind in (FastGPTNeoX, GPTNeoX, FastCache, KVCache):
+        found |= {name for name, value in vars(kind).items() if isroutine(value)}
+    public = {name for name in found if not name.startswith("_")}
+    assert public == OF_MODEL | OF_CACHE | UNREPEATED
+    assert not UNREPEATED & (OF_MODEL | OF_CACHE)
