@@ -57,9 +57,10 @@ class ReadScores:
         return self.read.best.tolist() if self.read else self.logits.argmax(dim=-1).tolist()
 
     def best(self, k: int) -> ndarray:
+        """Return the k likeliest ids of each row, best first: [n, k], or all V if k is more."""
         if self.read and self.ranking.k == k:
             return self.read.candidates
-        return self.logits.topk(k).indices.cpu().numpy()
+        return self.logits.topk(min(k, self.logits.shape[1])).indices.cpu().numpy()
 
     def finite(self) -> ndarray:
         if not self.read:

@@ -186,6 +186,14 @@ def test_the_head_may_have_its_newer_name(kind: type[GPTNeoX], tmp_path: Path) -
 
 
 @EACH_LOADER
+def test_a_head_of_both_names_is_refused(load: Load, tmp_path: Path) -> None:
+    tensors = random_tensors(random_config(), 12)
+    write_single(tmp_path, tensors | {"lm_head.weight": tensors[EMBED_OUT] + 1})
+    with pytest.raises(CheckpointError, match=f"{EMBED_OUT} a second time"):
+        load(tmp_path)
+
+
+@EACH_LOADER
 def test_a_name_in_an_error_is_one_line(load: Load, tmp_path: Path) -> None:
     """A tensor's name with an escape and a newline reached a caller's terminal as it was."""
     write_single(tmp_path, random_tensors(random_config(), 14) | {"a\x1b[31m\nb": torch.zeros(1)})

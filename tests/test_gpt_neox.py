@@ -280,6 +280,13 @@ def test_what_the_host_is_told_of_each_row(
         assert k > FEW or candidates == ranked[:k]
 
 
+def test_no_more_ids_than_there_are() -> None:
+    """Of a vocabulary of 96: a k above it raised an error of torch's."""
+    model = random_model(6)
+    scores = model.forward(torch.tensor([7]), torch.tensor([0]), model.new_cache(1))
+    assert sorted(scores.best(100)[0]) == list(range(96)) and len(scores.best(3)[0]) == 3
+
+
 @pytest.mark.parametrize("is_shaped", [False, True], ids=["tight", "fixed"])
 def test_a_prompt_is_read_with_what_follows_each_token(
     is_shaped: bool, monkeypatch: MonkeyPatch
