@@ -21,8 +21,8 @@ observing   targets that show what they compute: to a rule, or to a drafter
 compose     all parts of a method around the core's loop
 rules       what rules share: attributes, the wrapper, trees with retrieved rows, the cut
 costs       what an iteration takes, fitted as times come in, and what is worth its time
-stop        what a rule allows is drafted and verified only while it pays
-reckoning   the settings by which a rule goes by counted chances, and stops by cost
+cost_gates  gates around a rule: rows and levels that are worth their time
+shared_settings  calibration and cost gates, as settings of many rules
 settings    settings that are words, and settings read from words
 """
 

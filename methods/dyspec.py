@@ -25,12 +25,12 @@ import numpy
 from numpy import ndarray
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, log_threshold, setting
-from methods.reckoning import Reckoned
 from methods.rules import MethodRule, values_of
+from methods.shared_settings import SharedSettings
 
 
 @dataclass(frozen=True)
-class DySpec(Reckoned):
+class DySpec(SharedSettings):
     """dyspec: the N likeliest nodes, or all above a threshold (DySpec, Algorithms 1 and 2)."""
 
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
@@ -39,7 +39,7 @@ class DySpec(Reckoned):
     exact: bool = setting(True, False, True, "the N best; off: all of value t or more, up to N")
 
     def make_rule(self) -> Rule:
-        return self.reckoned(DySpecRule(self))
+        return self.configure(DySpecRule(self))
 
 
 class DySpecRule(MethodRule):

@@ -30,6 +30,7 @@ import numpy
 from numpy import ndarray
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, log_threshold, setting
+from methods.cost_gates import CostGates
 from methods.drafting import DRAFTING
 from methods.rules import (
     MixedTree,
@@ -45,7 +46,6 @@ from methods.rules import (
 from methods.sequoia import Chances, parse_chances
 from methods.settings import MethodSettings, choice, read_values, text
 from methods.static import Alone
-from methods.stop import StopRule
 
 # How often the target's next token is the successor of this rank: measured on 24 texts of the
 # embedded pair's training corpus, 150 greedy tokens after 150 of the text
@@ -140,12 +140,12 @@ class Graft(MethodSettings):
         thresholds = parse_checkpoints(self.checkpoints)
         chances = parse_successors(self.p)
         base = make_rule(parse_base(self.base))
-        gates = base if isinstance(base, StopRule) else None
+        gates = base if isinstance(base, CostGates) else None
         if gates:
             base = gates.rule
         rule = GraftRule(base, self.N, n_levels, thresholds, chances, self.at == "tail")
         # Gates of cost go around the graft: an iteration's time is that of all its rows
-        return StopRule(rule, gates.given_costs) if gates else rule
+        return CostGates(rule, gates.given_costs) if gates else rule
 
 
 class GraftRule(RuleWrapper):

@@ -12,6 +12,10 @@ from dataclasses import field, fields
 
 from draft_tree import Settings
 
+RENAMED = {  # a setting's old name: what replaces it
+    "chances": "calibrate=on or off",
+    "stop": "costs=off, learned, or tree:row:drafting:level",
+}
 SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
@@ -61,6 +65,8 @@ def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
     for assignment in assignments:
         name, _, word = assignment.partition("=")
         name = name.strip()
+        if name not in types and name in RENAMED:
+            raise ValueError(f"{assignment}: {name} is now {RENAMED[name]}")
         if name not in types:
             known = ", ".join(types)
             raise ValueError(f"{assignment}: this method has no {name!r}; it has {known}")

@@ -127,18 +127,18 @@ def test_a_drawn_child_that_was_not_tried_tells_nothing(is_drawn: bool, n_told: 
 
 
 # The first tree may be three levels deep; of three ids more may be drawn than one and what is left
-WAYS = [("counted", 2, 5), ("counted", 3, 3), ("believed", 3, 3)]
+CASES = [(True, 2, 5), (True, 3, 3), (False, 3, 3)]
 
 
-@pytest.mark.parametrize("stop", ["own", COSTS], ids=["own", "cost"])
-@pytest.mark.parametrize(("chances", "n_ids", "n_tokens"), WAYS)
+@pytest.mark.parametrize("costs", ["off", COSTS], ids=["off", "given"])
+@pytest.mark.parametrize(("calibrate", "n_ids", "n_tokens"), CASES)
 @pytest.mark.parametrize("method", SMALL)
 def test_the_law_is_the_targets(
-    method: str, chances: str, n_ids: int, n_tokens: int, stop: str
+    method: str, calibrate: bool, n_ids: int, n_tokens: int, costs: str
 ) -> None:
     """Through generate, over trees of models and what earlier ones have taught. Costs at which some
     rows and levels pay, and others do not."""
-    settings = METHODS[method](chances=chances, stop=stop, **SMALL[method])
+    settings = METHODS[method](calibrate=calibrate, costs=costs, **SMALL[method])
     pair = tiny_model(3, n_ids), tiny_model(4, n_ids)
     assert difference_by_generate(*pair, settings, n_tokens, Sampling(0.8)) < 1e-6
 
@@ -155,11 +155,11 @@ def test_with_stop_by_cost_what_is_dear_is_left_out(method: str) -> None:
         return [sum(len(step.tree) - 1 for step in steps), n_run]
 
     own = rows()
-    free = rows(stop="1e-9:1e-9:1e-9:1e-9")
-    few_rows = rows(stop="1e-9:0.3:1e-9:1e-9")
-    few_levels = rows(stop="1e-9:1e-9:1e-9:0.9")
+    free = rows(costs="1e-9:1e-9:1e-9:1e-9")
+    few_rows = rows(costs="1e-9:0.3:1e-9:1e-9")
+    few_levels = rows(costs="1e-9:1e-9:1e-9:0.9")
     assert free == own
     assert few_rows[0] < own[0] or method == "confident"
     assert few_levels[1] < own[1]
-    drafting = rows(stop="90:1e-9:90:1e-9")
+    drafting = rows(costs="90:1e-9:90:1e-9")
     assert drafting == [0, 0]

@@ -80,8 +80,8 @@ def test_what_is_asked_for_reaches_the_method(capsys: Captured) -> None:
 
 def test_no_setting_of_a_method_is_reported_as_another(capsys: Captured) -> None:
     """The stop texts once stood in the place of the setting `stop`."""
-    found = run_json(capsys, ["--max-new-tokens", "2", "--set", "stop=cost", "--stop", "x"])
-    assert found["settings"]["stop"] == "cost" and found["settings"]["stop_texts"] == ["x"]
+    found = run_json(capsys, ["--max-new-tokens", "2", "--set", "costs=learned", "--stop", "x"])
+    assert found["settings"]["costs"] == "learned" and found["settings"]["stop_texts"] == ["x"]
     names = found["settings"].keys() - asdict(METHODS["dynatree"]()).keys()
     for method in METHODS.values():
         assert not names & asdict(method()).keys()

@@ -156,9 +156,7 @@ def assert_same(tree: Tree, expected: Tree) -> None:
 def random_case(seed: int) -> tuple[DynaTree, FakeDraft, int]:
     """Settings, a draft, and the caller's depth limit."""
     rng = random.Random(seed)
-    settings = replace(
-        random_settings("dynatree", rng), chances="believed", stop="own", history=True
-    )
+    settings = replace(random_settings("dynatree", rng), calibrate=False, costs="off", history=True)
     max_depth = rng.choice([0, 1, 2, 3, 4, 127, 127, 127])
     return settings, FakeDraft(seed), max_depth
 

@@ -17,13 +17,13 @@ from gpt_neox import GPTNeoX
 from methods.auto import Auto
 from methods.calibration import CalibratedDrafter
 from methods.compose import compose
+from methods.cost_gates import CostGates
 from methods.drawn import DrawnDrafter, DrawnRule
 from methods.dyspec import DySpec
 from methods.observing import HiddenDrafter, ObservedModel
 from methods.retrieval import Graft, GraftRule
 from methods.sampler import Sampling
 from methods.static import Chain, Fixed
-from methods.stop import StopRule
 
 PROMPT = [3, 14, 15, 92, 65]
 
@@ -101,7 +101,7 @@ def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
     """Gates of cost see drawn values and calibrated probabilities, and the acceptance reads what
     the drafter below the calibration drew from."""
     target, draft = noisy_pair(3, kind=GPTNeoX)
-    base = "dyspec:N=6:chances=counted:stop=cost"
+    base = "dyspec:N=6:calibrate=on:costs=learned"
     parts = compose(target, draft, Graft(base=base), Sampling(1.0))
     assert isinstance(parts.target, ObservedModel)
     calibrated, rule = parts.drafter, parts.rule
@@ -109,9 +109,9 @@ def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
     assert isinstance(calibrated.drafter, DrawnDrafter)
     assert parts.accept.drafter is calibrated.drafter is rule.drafter
     assert isinstance(rule, DrawnRule) and rule.calibrated is calibrated
-    assert isinstance(rule.rule, StopRule) and isinstance(rule.rule.rule, GraftRule)
+    assert isinstance(rule.rule, CostGates) and isinstance(rule.rule.rule, GraftRule)
     head = Watching()
-    for settings in (DySpec(N=4, chances="counted"), Auto()):
+    for settings in (DySpec(N=4, calibrate=True), Auto()):
         parts = compose(target, head, settings, Sampling(1.0))
         found = parts.drafter
         assert (found.drafter if isinstance(found, CalibratedDrafter) else found) is head

@@ -22,6 +22,7 @@ from conftest import (
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
 from draft_tree import Candidates, Gates, Level, Tree
+from methods.cost_gates import CostGates
 from methods.deagle import Deagle
 from methods.drafting import DRAFTING
 from methods.retrieval import (
@@ -37,7 +38,6 @@ from methods.retrieval import (
 from methods.rules import MixedTree, are_retrieved, make_rule
 from methods.sequoia import Sequoia
 from methods.static import Chain, StaticRule
-from methods.stop import StopRule
 
 RANK_PROBS = parse_successors(P_TINY)
 
@@ -94,7 +94,7 @@ def test_the_base_keeps_to_its_own_settings(name: str, at: str) -> None:
         drafted = grow(own.make_rule(), ROOT, FakeDraft(5), 127)
         base = ":".join([name, *(f"{f.name}={getattr(own, f.name)}" for f in fields(own))])
         rule = Graft(base=base, checkpoints="off", N=96, at=at).make_rule()
-        graft = rule.rule if isinstance(rule, StopRule) else rule
+        graft = rule.rule if isinstance(rule, CostGates) else rule
         graft.table = full_table()
         tree = grow(rule, ROOT, FakeDraft(5), 127)
         assert len(tree) == 96
@@ -285,7 +285,7 @@ def test_chances_by_rank_say_how_many_successors_there_are() -> None:
 
 def test_a_stop_over_graft_learns_from_all_rows() -> None:
     """The time of an iteration is that of drafted and grafted rows together."""
-    rule = Graft(base="dynatree:stop=cost").make_rule()
+    rule = Graft(base="dynatree:costs=learned").make_rule()
     told = []
     rule.account.take = lambda tokens, n_rows, n_levels, ms: told.append(n_rows)
     rule.begin_tree(0, 9)

@@ -29,6 +29,7 @@ from methods.acceptances import (
 from methods.auto import Auto
 from methods.calibration import CalibratedDrafter
 from methods.compose import Parts
+from methods.cost_gates import CostGates
 from methods.costs import Account
 from methods.dyspec import DySpec
 from methods.lookup import Lookup
@@ -38,7 +39,6 @@ from methods.rules import MethodRule, RuleWrapper, make_rule
 from methods.sampler import Sampling
 from methods.sequoia import Sequoia
 from methods.static import Alone, Chain, ConfidentChain, Fixed, SpecInfer
-from methods.stop import StopRule
 
 Draw = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 N_IDS = 5
@@ -308,7 +308,7 @@ def test_a_stop_by_cost_does_not_choose_among_drawn_nodes() -> None:
     is b, and not where it is c."""
     draft = torch.tensor([[0.0, 0.6, 0.3, 0.1]] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
     target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
-    settings = DySpec(N=3, D_max=3, stop="1e-9:0.277:1e-9:1e-9")
+    settings = DySpec(N=3, D_max=3, costs="1e-9:0.277:1e-9:1e-9")
     assert error_of(settings, draft, 4, target=target) < 2e-8
 
 
@@ -317,7 +317,7 @@ def test_a_stops_last_level_is_settled_before_the_tree() -> None:
     Were that drafted for what this tree's own draws promise, the law would be 0.8 % off."""
     draft = [[0.4, 0, 0.6, 0], [0.1, 0.9, 0, 0], [0.3, 0.7, 0, 0], [0.15, 0, 0.2, 0.65]]
     target = torch.tensor([[0.29, 0.22, 0.2, 0.29]] * 4).log()
-    settings = DySpec(N=4, D_max=2, stop="1e-9:1e-9:1e-9:0.5")
+    settings = DySpec(N=4, D_max=2, costs="1e-9:1e-9:1e-9:0.5")
     assert error_of(settings, torch.tensor(draft).log(), 4, target=target) < 1e-7
 
 
@@ -336,7 +336,7 @@ def learned(seed: int) -> Learn:
             parts.drafter.weights = parts.drafter.first = weights
         rule = parts.rule
         while isinstance(rule, RuleWrapper):
-            if isinstance(rule, StopRule):
+            if isinstance(rule, CostGates):
                 rule.shares = numpy.array(shares[: len(rule.shares)])
                 rule.level_yield = level_yield
             rule = rule.rule
@@ -364,21 +364,21 @@ GIVEN = "0.01:0.1:0.01:0.1"
 
 
 @pytest.mark.parametrize("is_base", [False, True], ids=["alone", "grafted"])
-@pytest.mark.parametrize("stop", ["own", "cost", GIVEN], ids=["own", "cost", "given"])
-@pytest.mark.parametrize("chances", ["believed", "counted"])
+@pytest.mark.parametrize("costs", ["off", "learned", GIVEN], ids=["off", "learned", "given"])
+@pytest.mark.parametrize("calibrate", ["off", "on"])
 @pytest.mark.parametrize("method", SMALL)
 def test_what_was_learned_does_not_bias_the_text(
-    method: str, chances: str, stop: str, is_base: bool
+    method: str, calibrate: str, costs: str, is_base: bool
 ) -> None:
     """From random states, by every rule that draws and learns, and by graft over it."""
-    values = SMALL[method] | {"chances": chances, "stop": stop}
+    values = SMALL[method] | {"calibrate": calibrate == "on", "costs": costs}
     name = method.split()[-1]
     settings: Settings | Known = METHODS[name](**values)
     if is_base:
         base = ":".join([name, *(f"{key}={value}" for key, value in values.items())])
         settings = Known(Graft(base=base, checkpoints="1@0.6", N=5), 3)
     for seed in range(2):
-        rng = random.Random(f"{method} {chances} {stop} {is_base} {seed}")
+        rng = random.Random(f"{method} {calibrate} {costs} {is_base} {seed}")
         draft = rng.choice(list(FEW_DRAFTS.values()))
         error = error_of(settings, draft, 3, learn=learned(rng.randrange(10**6)))
         assert error < 2e-7, seed
@@ -400,7 +400,7 @@ def test_a_later_sibling_is_not_added_without_its_earlier_one() -> None:
     def learn(parts: Parts) -> None:
         parts.rule.rule.shares[:2] = 0.09, 0.6
 
-    settings = DySpec(N=3, D_max=1, stop=GIVEN)
+    settings = DySpec(N=3, D_max=1, costs=GIVEN)
     assert error_of(settings, draft, 3, target=target, learn=learn) < 1e-7
 
 
@@ -408,7 +408,7 @@ def test_a_checkpoint_does_not_look_at_a_drawn_row_that_may_be_displaced() -> No
     """A calibrated probability above what was known before the draw: total variation 0.019."""
     draft = torch.tensor([[0.2, 0.5, 0.3]] * 3).double().log()
     target = torch.tensor([[0.01, 0.55, 0.44]] * 3).double().log()
-    base = "dyspec:N=3:D_max=3:chances=counted"
+    base = "dyspec:N=3:D_max=3:calibrate=on"
     settings = Graft(base=base, checkpoints="1@0.7", graft=False)
 
     def learn(parts: Parts) -> None:

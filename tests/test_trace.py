@@ -88,7 +88,7 @@ def test_beside_what_is_counted_stands_what_the_draft_says() -> None:
     """By rows that the first tree has either way: the same draft, and another chance."""
     kind = METHODS["dynatree"]
     believed = iterations(kind(), 3)[0]
-    counted = iterations(kind(chances="counted"), 3)[0]
+    counted = iterations(kind(calibrate=True), 3)[0]
     assert believed["tree"]["believed"] is None
     expected = dict(zip(paths(tree_of(believed)), believed["tree"]["p"], strict=True))
     found = dict(zip(paths(tree_of(counted)), counted["tree"]["believed"], strict=True))

@@ -12,7 +12,7 @@ Beside the rule's own gates,
 - nothing is drafted if trees have promised less than their time is worth; then it is ar, but for a
   tree now and then
 
-    StopRule(rule, costs=None)  # costs are learned as it runs
+    CostGates(rule, costs=None)  # costs are learned as it runs
 """
 
 import math
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     below: float  # the chances of those that the rule lets grow
 
 
-class StopRule(RuleWrapper):
+class CostGates(RuleWrapper):
     """What a generation's trees have cost and promised, and the gates that follow from it."""
 
     def __init__(self, rule: Rule, costs: tuple[float, ...] | None):
