@@ -24,10 +24,11 @@ benchmark/ has the rest: tables, options, results files, reports, and what other
 """
 
 if __name__ == "__main__":
-    import cli.start  # noqa: F401
+    from cli.start import run_program
+
+    run_program("bench")
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -200,7 +201,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return on_ranks(
         lambda ranks: run_command_line(partial(execute, ranks=ranks), parser, arguments)
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,12 +25,11 @@ import sys
 from pathlib import Path
 
 # In a clone, the command line of cli/, with all methods and options, takes over from the small one
-# below. It must run before torch is imported: it sets up how torch takes memory, and Ctrl-C
+# below: before torch is imported, because it sets up how torch takes memory
 if __name__ == "__main__" and (Path(__file__).parent / "cli" / "main.py").exists():
-    import cli.start  # isort: skip
-    import cli.main
+    from cli.start import run_program
 
-    sys.exit(cli.main.main())
+    run_program("cli.main")
 
 import argparse
 import time

@@ -6,13 +6,14 @@ Which figures there are follows from what a file varies: benchmark/figures.py.
 """
 
 if __name__ == "__main__":
-    import cli.start  # noqa: F401
+    from cli.start import run_program
+
+    run_program("benchmark.plot")
 
 import argparse
 import importlib
 import io
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +62,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="results of bench.py")
     parser.add_argument("--output", metavar="FOLDER", help="instead of beside the file")
     return run_command_line(execute, parser, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

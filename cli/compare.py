@@ -1,13 +1,23 @@
 """--compare: a method's run beside ar's on the same prompt, and what explains a difference.
 
-comparison = compare(request, tally(steps), digests=None)
-print(comparison.line())
+    comparison = compare(request, tally(steps), digests=None)
+    print(describe_comparison(comparison))
+
+A comparison is a dict, which --json prints:
+
+ar_throughput       of ar, tokens per second
+speedup             the method's throughput over ar's
+exact               whether the ids are ar's; None if sampled, because then no two texts need agree
+first_difference    index into token_ids; None if they are equal
+top2_gap            the target's top-2 logit gap there, in float32; None if it was not computed
+is_strict           then there is no gap, and ar's passes have as many rows
+logits_difference   if strict, index of the first token whose logits differ in a bit; else None
 """
 
 import hashlib
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -19,60 +29,13 @@ from engine.passes import Use, row_count
 from engine.streaming import WHOLE_TEXT, Window
 from methods.static import Alone
 
-TIE = 1e-4  # a top-2 gap below it, in float32, is decided by rounding
+TIE = 1e-4  # rounding decides where the top-2 gap in float32 is smaller
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """A method's run against ar's on the same prompt."""
-
-    ar_throughput: float
-    speedup: float
-    exact: bool | None  # None if sampled: then no two texts need agree
-    first_difference: int | None = None  # index into token_ids
-    top2_gap: float | None = None  # the target's there, in float32; None if it does not fit
-    is_strict: bool = False  # then no gap, and ar's passes have as many rows
-    logits_difference: int | None = None  # if strict, the first token whose logits differ in a bit
-
-    @property
-    def is_tie(self) -> bool:
-        return is_tie(self.top2_gap)
-
-    @property
-    def is_wrong(self) -> bool:
-        """They differ, and rounding does not explain it: under strict it explains nothing."""
-        return self.logits_difference is not None or (self.exact is False and not self.is_tie)
-
-    def line(self) -> str:
-        ar = "strict ar" if self.is_strict else "ar"
-        speed = f"{self.ar_throughput:.1f} tokens/s, so {self.speedup:.2f}x"
-        return f"{ar}: {speed}; the ids {self.verdict()}"
-
-    def verdict(self) -> str:
-        """What is to be said of the ids."""
-        ids = equal_or_not(self.first_difference)
-        if self.exact is None:
-            return "are sampled, not compared"
-        if self.is_strict and self.is_wrong:
-            return f"{ids}, the logits {equal_or_not(self.logits_difference)}"
-        if self.is_strict:
-            return "and logits are equal, bit for bit"
-        if self.exact:
-            return ids
-        if self.top2_gap is None:
-            return f"{ids} (no room for the float32 model that would tell the top-2 gap)"
-        kind = "a tie" if self.is_tie else "not a tie"
-        return f"{ids} (top-2 gap {self.top2_gap:.1e} in float32: {kind})"
-
-
-def equal_or_not(first_difference: int | None) -> str:
-    if first_difference is None:
-        return "are equal"
-    return f"differ from token {first_difference} on"
+Comparison = dict[str, float | bool | int | None]
 
 
 class Digests:
-    """Of the logits that each token of a text was chosen from: one such object is `inspect`."""
+    """Digests of the logits that each token of a text was chosen from (`inspect` of a request)."""
 
     def __init__(self) -> None:
         self.found: list[bytes] = []
@@ -82,50 +45,94 @@ class Digests:
             self.found.append(hashlib.blake2b(row.tobytes()).digest())
 
 
+def compare(request: Request, written: Tally, digests: Digests | None) -> Comparison:
+    """Run ar, and compare what was written with it (metrics `speedup` and `exact`).
+
+    digests: of a strict run, of which not only the ids are compared.
+    """
+    way = request.way
+    of_ar = Digests() if way.strict else None
+    reference = tally(reference_of(request).decode(of_ar))
+    ar = reference.metrics().throughput
+    found: Comparison = {
+        "ar_throughput": ar,
+        "speedup": written.metrics().throughput / ar if ar else 1.0,
+        "exact": None,
+        "first_difference": None,
+        "top2_gap": None,
+        "is_strict": way.strict,
+        "logits_difference": None,
+    }
+    if not way.sampling.is_greedy:
+        return found
+    theirs = reference.ids.tolist()
+    at = first_difference(written.ids.tolist(), theirs)
+    found |= {"exact": at is None, "first_difference": at}
+    if way.strict:
+        found["logits_difference"] = first_difference(digests.found, of_ar.found)
+    elif at is not None:
+        found["top2_gap"] = top2_gap(request.pair, request.prompt + theirs[:at], way.window)
+    return found
+
+
+def is_wrong(found: Comparison) -> bool:
+    """Whether text or logits differ and rounding does not explain it. It explains nothing where
+    both are strict."""
+    has_other_ids = found["exact"] is False and not is_tie(found["top2_gap"])
+    return has_other_ids or found["logits_difference"] is not None
+
+
+def describe_comparison(found: Comparison) -> str:
+    """Return the line that --compare prints."""
+    ar = "strict ar" if found["is_strict"] else "ar"
+    speed = f"{found['ar_throughput']:.1f} tokens/s, so {found['speedup']:.2f}x"
+    return f"{ar}: {speed}; the ids {describe_ids(found)}"
+
+
+def describe_ids(found: Comparison) -> str:
+    """Return what is said of the ids, and if strict of the logits."""
+    gap, ids = found["top2_gap"], equal_or_not(found["first_difference"])
+    if found["exact"] is None:
+        return "are sampled, not compared"
+    if found["is_strict"] and is_wrong(found):
+        return f"{ids}, the logits {equal_or_not(found['logits_difference'])}"
+    if found["is_strict"]:
+        return "and logits are equal, bit for bit"
+    if found["exact"]:
+        return ids
+    if gap is None:
+        return f"{ids} (no room for the float32 model that would tell the top-2 gap)"
+    kind = "a tie" if is_tie(gap) else "not a tie"
+    return f"{ids} (top-2 gap {gap:.1e} in float32: {kind})"
+
+
+def equal_or_not(first_difference: int | None) -> str:
+    if first_difference is None:
+        return "are equal"
+    return f"differ from token {first_difference} on"
+
+
 def reference_of(request: Request) -> Request:
-    """The same text by the ar that it is held against."""
+    """Return the request for the text by ar that a text is compared with."""
     way = request.way
     ar = strict_reference(way.settings) if way.strict else Alone()
     return replace(request, way=replace(way, settings=ar, acceptance=None))
 
 
 def strict_reference(settings: Settings) -> Alone:
-    """The ar that a strict run is held against: with as many rows a pass, where that matters."""
+    """Return the ar that a strict run is compared with, whose passes have as many rows."""
     rule = settings.make_rule()
     return Alone(rows=row_count(max(rule.max_verified, rule.min_rows)))
 
 
-def compare(request: Request, written: Tally, digests: Digests | None) -> Comparison:
-    """Run ar and hold what was written against it (metrics `speedup` and `exact`).
-
-    digests: of a strict run's logits, to be compared bit for bit.
-    """
-    way = request.way
-    of_ar = Digests()
-    reference = tally(reference_of(request).decode(of_ar if way.strict else None))
-    ar = reference.metrics().throughput
-    speedup = written.metrics().throughput / ar if ar else 1.0
-    found = Comparison(ar, speedup, exact=None, is_strict=way.strict)
-    if not way.sampling.is_greedy:
-        return found
-    theirs = reference.ids.tolist()
-    at = first_difference(written.ids.tolist(), theirs)
-    found = replace(found, exact=at is None, first_difference=at)
-    if way.strict:
-        return replace(found, logits_difference=first_difference(digests.found, of_ar.found))
-    if at is None:
-        return found
-    gap = top2_gap(request.pair, request.prompt + theirs[:at], way.window)
-    return replace(found, top2_gap=gap)
-
-
 def is_tie(gap: float | None) -> bool:
-    """Whether rounding decides at a top-2 gap; None is not known."""
+    """Whether rounding decides at a top-2 gap; None is an unknown gap."""
     return gap is not None and gap < TIE
 
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
-    """The first index at which two lists part, the shorter one's end included; None if equal."""
+    """Return the first index at which two lists differ, the end of the shorter one included; None
+    if they are equal."""
     if ours == theirs:
         return None
     for i, (one, other) in enumerate(zip(ours, theirs, strict=False)):
@@ -135,10 +142,8 @@ def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | 
 
 
 def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float | None:
-    """How far the target's best next token leads the second, in float32 whatever its dtype.
-
-    None if there is no room for the float32 model.
-    """
+    """Return how far the target's best next token leads the second, in float32 whatever its dtype;
+    None if there is no room for the float32 model."""
     try:
         target = pair.float32_target
         with closing(target.new_cache(min(len(ids), window.full), Use(window=window))) as cache:

@@ -1,15 +1,16 @@
-"""How a command line ends: one line for every mistake, and the exit status.
+"""How a command line ends: one line for every mistake of the user's, the exit status, Ctrl-C.
 
 status = run_command_line(execute, parser, arguments)
 """
 
 import argparse
+import errno
 import io
 import os
 import platform
+import re
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ from verify import NonFiniteLogits
 
 VERSION = f"%(prog)s 0.1, torch {torch.__version__}, Python {platform.python_version()}"
 HANG_UP = getattr(signal, "SIGHUP", signal.SIGTERM)  # which Windows has not
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
 
 
@@ -37,7 +39,7 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line and an exception, not a usage text and an exit."""
+    """An argparse parser that raises UsageError, where argparse prints its usage and exits."""
 
     less_memory = ""  # what lowers the memory that is needed
 
@@ -50,7 +52,7 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         words = sys.argv[1:] if args is None else args
         for word in words:
-            if word.startswith("--") and word.endswith("=--") and word.count("=") == 1:
+            if re.fullmatch("--[^=]+=--", word):
                 self.error(f"{word}: -- is no value")  # Python 3.11 makes it an empty list
         return super().parse_args(words, namespace)
 
@@ -59,21 +61,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def not_empty(word: str) -> str:
-    """An option's value as it is given. Raises argparse.ArgumentTypeError if it is empty, which a
-    variable that is not set makes it: that is not the same as no option."""
+    """Return an option's value as it is given. Raises argparse.ArgumentTypeError if it is empty, as
+    a shell variable that is not set makes it."""
     if not word:
         raise argparse.ArgumentTypeError("is empty")
     return word
 
 
 def say(line: str) -> None:
-    """One line on stderr, whatever the names in it."""
-    tell(shown(line))
+    """Print one line on stderr, with nothing in it that a terminal obeys."""
+    write_stderr(shown(line))
 
 
-def tell(text: str) -> None:
-    """Text of our own making on stderr, as it is: a drawing, with its colours. If stderr takes no
-    more, as on a full disk or when its reader has gone, the work goes on without it."""
+def write_stderr(text: str) -> None:
+    """Print text on stderr as it is, such as a drawing with its colours. If stderr takes no more,
+    as on a full disk or when its reader has gone, the work goes on without it."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -83,49 +85,63 @@ def tell(text: str) -> None:
 def run_command_line(
     execute: Callable[[argparse.Namespace], int], parser: Parser, arguments: Sequence[str] | None
 ) -> int:
-    """Parse and execute; returns the exit status.
+    """Parse and execute a command line, and return its exit status.
 
-    Here, and nowhere else, every exception becomes one line on stderr: status 2 for a mistake, 70
-    for what nobody foresaw. Ctrl-C, SIGTERM and SIGHUP are 130. --debug also shows the traceback.
+    A mistake of the user's is one line on stderr and status 2. Ctrl-C, SIGTERM and SIGHUP are 130,
+    and 1 means that the reader of stdout has gone. Any other exception is a mistake in code, which
+    is raised.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what its encoding has not
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--version", action="version", version=VERSION)
-    is_debugging = False
-    with heeding_signals() as heard, warnings.catch_warnings():
+    with interruptible() as signals, warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: say(f"note: {message}")
         try:
             try:
-                args = parser.parse_args(arguments)
-                is_debugging = vars(args).pop("debug")
-                return execute(args)
+                return execute(parser.parse_args(arguments))
             finally:
-                sys.stdout.flush()  # now, and not at the very end, where nothing can be said
+                sys.stdout.flush()  # here, because at the very end an error would have no handler
         except KeyboardInterrupt:
             return 130  # a shell's for SIGINT: 128 and its number
         except Exception as error:
             drop_unwritten()
             if isinstance(error, BrokenPipeError):  # the reader has gone, as `| head` does
                 return 1
-            if is_debugging:
-                traceback.print_exception(error)
-            line, status = explain(error, parser)
-            if status == 70 and heard:  # Python modules that are being imported may change Ctrl-C
+            line = describe_mistake(error, parser)
+            if line is not None:
+                say(f"error: {line}")
+                return 2
+            if signals:  # a module that was being imported may have changed KeyboardInterrupt
                 return 130
-            say(f"error: {line}")
-            return status
+            raise
+
+
+def describe_mistake(error: Exception, parser: Parser) -> str | None:
+    """Return one line on a mistake of the user's or a lack of memory or disk; None for any other
+    exception."""
+    match error:
+        case HubUnreachable():
+            return f"{error}; without a network: python {parser.prog} {WITHOUT_NETWORK}"
+        case UsageError() | CheckpointError() | NonFiniteLogits() | RanksError():
+            return str(error)
+        case OSError() if error.errno in DISK_IS_FULL:
+            return str(error)
+    if not is_refusal(error):
+        return None
+    line = f"there is no memory left: {first_line(error)}"
+    if isinstance(error, OutOfMemory):  # it says what the memory was for
+        line = str(error)
+    return f"{line}; these lower it: {parser.less_memory}" if parser.less_memory else line
 
 
 @contextmanager
-def heeding_signals() -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP, and list them; what is ignored, as
-    under nohup or behind a script's &, stays so. Before and after, they end the process without a
-    traceback."""
-    heard = []
+def interruptible() -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt in the block at Ctrl-C, SIGTERM and SIGHUP, and list these signals.
+    A signal that is ignored, as under nohup or behind a script's &, stays so."""
+    signals = []
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        heard.append(number)
+        signals.append(number)
         if number == HANG_UP:  # one terminal may send several
             signal.signal(HANG_UP, signal.SIG_IGN)
         raise KeyboardInterrupt
@@ -135,28 +151,36 @@ def heeding_signals() -> Iterator[list[int]]:
         if handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
-        yield heard
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
+def writing(file: Path | str) -> Iterator[None]:
+    """Raise UsageError if the system does not let the block write a file."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise UsageError(f"{file} is being written by another run: let it end first") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
 def reserved(file: Path) -> Iterator[None]:
-    """Keep a file from every other run, and make its folder. Raises UsageError at once."""
+    """Make a file's folder, and keep every other run from the file during the block. Raises
+    UsageError."""
     with ExitStack() as stack:
-        try:
+        with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(file))
-        except BlockingIOError as error:
-            raise UsageError(f"{file} is being written by another run: let it end first") from error
-        except OSError as error:
-            raise UsageError(f"{file} cannot be written: {error.strerror}") from error
         yield
 
 
 def drop_unwritten() -> None:
-    """Drop what a stream that has failed still holds: Python would write it at the very end, and
+    """Drop what a stream that has failed still holds. Python would write it at the very end, and
     complain."""
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -166,26 +190,5 @@ def drop_unwritten() -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Drop what a stream holds and gets."""
+    """Send what a stream holds and gets to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def explain(error: Exception, parser: Parser) -> tuple[str, int]:
-    """What went wrong, in one line; and the exit status."""
-    match error:
-        case HubUnreachable():
-            line = f"{error}; without a network: python {parser.prog} {WITHOUT_NETWORK}"
-        case UsageError() | CheckpointError() | NonFiniteLogits() | RanksError():
-            line = str(error)
-        case _ if is_refusal(error):
-            line = f"there is no memory left: {first_line(error)}"
-            if isinstance(error, OutOfMemory):  # which says what it was for
-                line = str(error)
-            if parser.less_memory:
-                line += f"; these lower it: {parser.less_memory}"
-        case OSError():  # a full disk, too many open files
-            line = str(error)
-        case _:
-            line = f"{type(error).__name__}: {error}; nobody foresaw this, --debug shows where"
-            return line, 70  # EX_SOFTWARE of sysexits.h
-    return line, 2

@@ -1,23 +1,30 @@
-"""python dynatree.py: the options, one generation, and what is said of it.
+"""python dynatree.py: its options, one generation, and what is printed of it.
 
 main(["--prompt", "The ship sailed at dawn", "--method", "auto"])
 """
 
 import argparse
-import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 
 import torch
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from cli.compare import Comparison, Digests, compare, reference_of
-from cli.errors import Parser, UsageError, run_command_line, say, tell
+from cli.compare import (
+    Comparison,
+    Digests,
+    compare,
+    describe_comparison,
+    is_wrong,
+    reference_of,
+)
+from cli.errors import Parser, UsageError, run_command_line, say, write_stderr
 from cli.metrics import Metrics, Tally, versions
 from cli.models import Request, open_pair, overflow_note, require_graphs, warn_of_length
 from cli.options import (
@@ -46,7 +53,6 @@ LONG_PROMPT = 2000  # tokens
 ENDINGS = """exit status:
   0    or 1: --compare found a text that is not ar's, or the reader has gone
   2    a mistake, in one line
-  70   an error that nobody foresaw, in one line; --debug shows where
   130  Ctrl-C, SIGTERM or SIGHUP: text, summary, --json object and page are kept
        as far as they came; another Ctrl-C or SIGTERM ends at once"""
 
@@ -80,19 +86,9 @@ def build_parser() -> Parser:
     return parser
 
 
-@dataclass
-class Written:
-    """What there is of a text, whatever ends it."""
-
-    tally: Tally = field(default_factory=Tally)
-    text: io.StringIO = field(default_factory=io.StringIO)
-    trace: Trace | None = None
-    digests: Digests | None = None  # of its logits, if they are to be compared
-    finish_reason: str | None = None  # "eos", "stop" or "length", once it has ended
-
-
 def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dict]:
-    """Check everything that was asked for and load the models; also the settings to report."""
+    """Check everything that was asked for, and load the models. Return the request, and the
+    settings to report."""
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
     way = choose_way(args)
@@ -119,7 +115,7 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
 
 
 def rest_of(request: Request) -> dict:
-    """What is reported of a request beside its method and models."""
+    """Return what is reported of a request beside its method and models."""
     way, rule = request.way, request.way.rule()
     accepts = way.acceptance or default_of(rule)
     return {
@@ -135,32 +131,30 @@ def rest_of(request: Request) -> dict:
 
 
 def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
-    """The command line, once parsed; ranks: with whom the target is computed. Returns the exit
-    status."""
+    """Carry out the parsed command line, and return the exit status.
+
+    ranks: the processes that compute the target, if there are several.
+    """
     request, reported = prepare(args, ranks)
-    written = Written()
+    tally, trace, comparison = Tally(), None, None
+    digests = Digests() if args.compare and request.way.strict else None
     if args.page or args.trace:
-        written.trace = Trace(request.pair.tokenizer, request.way.settings, request.eos_ids)
+        trace = Trace(request.pair.tokenizer, request.way.settings, request.eos_ids)
     if args.compare:
-        written.digests = Digests() if request.way.strict else None
         for warm_up in (request, reference_of(request)):  # whichever is first does not pay
             list(islice(warm_up.decode(), WARM_UP_STEPS))
-    comparison = None
     is_interrupted = True  # or failed, until all is done
     try:
-        stream(request, args, written)
+        stream(request, args, tally, trace, digests)
         if args.compare:
-            if request.stop:  # which ar ends before as well, but perhaps some tokens sooner
-                request = replace(request, max_new_tokens=len(written.tally.ids))
-            comparison = compare(request, written.tally, written.digests)
-            say(comparison.line())
+            comparison = compare_shown(request, tally, digests)
         is_interrupted = False
     finally:
-        if written.tally.ids:
-            found = report(request, written, comparison)
+        if tally.ids:
+            found = report(request, tally, comparison)
             found |= {"settings": reported, "interrupted": is_interrupted}
-            hand_over(found, request, args, written.trace)
-    if comparison is None or not comparison.is_wrong:
+            hand_over(found, request, args, trace)
+    if comparison is None or not is_wrong(comparison):
         return 0
     if request.way.strict or request.pair.target.dtype == torch.float32:
         return 1
@@ -168,56 +162,70 @@ def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
     return 0
 
 
-def stream(request: Request, args: argparse.Namespace, written: Written) -> None:
-    """Write one text, printing as it goes; what ends it early leaves what there is."""
-    is_streaming = not args.json and not args.show_tree  # trees and text would interleave
-    if args.show_tree:
-        say(LEGEND)
+def compare_shown(request: Request, tally: Tally, digests: Digests | None) -> Comparison:
+    """Compare what was written with ar's text, and say what was found."""
+    if request.stop:  # ar ends before it as well, but perhaps some tokens sooner
+        request = replace(request, max_new_tokens=len(tally.ids))
+    comparison = compare(request, tally, digests)
+    say(describe_comparison(comparison))
+    return comparison
 
-    def told(step: Step) -> None:
-        if step.draft_overflowed and not written.tally.has_overflowed:
-            tell(f"\n{overflow_note(request.pair.draft)}")  # text may stand on the line
-        if written.trace:
-            written.trace.add(step)
-        written.tally.add(step)
+
+def stream(
+    request: Request,
+    args: argparse.Namespace,
+    tally: Tally,
+    trace: Trace | None,
+    digests: Digests | None,
+) -> None:
+    """Write one text, and print it as it comes. If something ends it early, the tally has what
+    there is, which is summed up."""
+    is_streaming = not args.json and not args.show_tree  # trees and text would interleave
+
+    def on_step(step: Step) -> None:
+        if step.draft_overflowed and not tally.has_overflowed:
+            write_stderr(f"\n{overflow_note(request.pair.draft)}")  # text may stand on the line
+        if trace:
+            trace.add(step)
+        tally.add(step)
         if args.show_tree and step.tree:
-            say(f"iteration {written.tally.n_steps - 1}: {summarise_step(step)}")
-            colors = has_color(sys.stderr)
-            tell(draw_tree(step.tree, step.path, step.bonus, request.pair.tokenizer, colors))
+            show_tree(step, tally.n_steps - 1, request.pair.tokenizer)
 
     def pieces() -> Iterator[str]:
-        written.finish_reason = yield from request.text(told, written.digests, written.trace)
+        tally.finish_reason = yield from request.text(on_step, digests, trace)
 
+    if args.show_tree:
+        say(LEGEND)
     try:
-        with reading(request):
+        with prompt_bar(request):
             for piece in pieces():
-                written.text.write(piece)
+                tally.pieces.append(piece)
                 if is_streaming:
                     put(piece)
     finally:
-        if written.tally.ids:
+        if tally.ids:
             if not args.json:
-                put("\n" if is_streaming else written.text.getvalue() + "\n")
-            say_summary(request, written.tally)
+                put("\n" if is_streaming else "".join(tally.pieces) + "\n")
+            say_summary(request, tally)
 
 
 @contextmanager
-def reading(request: Request) -> Iterator[None]:
-    """On a terminal, show how far a long prompt has been read, until it is; but by a plain model,
-    or several ranks, who do not tell."""
+def prompt_bar(request: Request) -> Iterator[None]:
+    """Show on a terminal how much of a long prompt has been read. A plain model and several ranks
+    do not report it."""
     n_tokens, target = len(request.prompt), request.pair.target
     is_shown = n_tokens >= LONG_PROMPT and isinstance(target, FastGPTNeoX)
     if not is_shown or not sys.stderr.isatty():
         yield
         return
 
-    def told(n: int) -> None:
+    def advance(n: int) -> None:
         bar.update(n)
         if bar.n >= n_tokens:
             bar.close()
 
     with tqdm(total=n_tokens, unit="token", desc="prompt", leave=False) as bar:
-        target.told = told
+        target.told = advance
         try:
             yield
         finally:
@@ -225,14 +233,21 @@ def reading(request: Request) -> Iterator[None]:
 
 
 def put(text: str) -> None:
-    """Text of the model's on stdout."""
+    """Print text of the model's on stdout."""
     if sys.stdout.isatty():
         text = harmless(text)
     print(text, end="", flush=True)
 
 
+def show_tree(step: Step, number: int, tokenizer: Tokenizer) -> None:
+    """Draw the tree of an iteration on stderr, below a line about it."""
+    say(f"iteration {number}: {summarise_step(step)}")
+    is_colored = has_color(sys.stderr)
+    write_stderr(draw_tree(step.tree, step.path, step.bonus, tokenizer, is_colored))
+
+
 def summarise_step(step: Step) -> str:
-    """The line above a drawn tree."""
+    """Return the line above a drawn tree."""
     n_accepted = len(step.path) - 1
     ms = step.draft_ms + step.verify_ms + step.other_ms
     accepted = f"{n_accepted} of {step.n_drafted} accepted"
@@ -243,7 +258,7 @@ def summarise_step(step: Step) -> str:
 
 
 def summarise(metrics: Metrics) -> str:
-    """The line that ends every text."""
+    """Return the line that ends every text."""
     first = f"first token after {metrics.ttft_ms:.0f} ms"
     if not metrics.iterations:
         return f"1 token, {first}"
@@ -252,7 +267,7 @@ def summarise(metrics: Metrics) -> str:
 
 
 def say_summary(request: Request, tally: Tally) -> None:
-    """What ends every text, and what is in no figure of it."""
+    """Say what ends every text, and what is in no figure of it."""
     say(summarise(tally.metrics()))
     n_graphs, capture_s = request.pair.captured()
     if n_graphs:
@@ -260,14 +275,14 @@ def say_summary(request: Request, tally: Tally) -> None:
         say(f"captured {n_graphs} {graphs} in {capture_s:.1f} s, which no figure counts")
 
 
-def report(request: Request, written: Written, comparison: Comparison | None) -> dict:
-    """The object of --json, but for what was asked."""
+def report(request: Request, tally: Tally, comparison: Comparison | None) -> dict:
+    """Return the object of --json, but for what was asked."""
     n_graphs, capture_s = request.pair.captured()
     found = {
-        "token_ids": written.tally.ids.tolist(),
-        "text": written.text.getvalue(),
-        "finish_reason": written.finish_reason,
-        "metrics": asdict(written.tally.metrics()),
+        "token_ids": tally.ids.tolist(),
+        "text": "".join(tally.pieces),
+        "finish_reason": tally.finish_reason,
+        "metrics": asdict(tally.metrics()),
         "versions": versions(),
         "graphs": {"n": n_graphs, "capture_s": capture_s},
     }
@@ -275,16 +290,16 @@ def report(request: Request, written: Written, comparison: Comparison | None) ->
         target = request.pair.target
         found["steady_rows"] = target.pool.steady_rows(target)
     if comparison:
-        found["compare"] = asdict(comparison)
+        found["compare"] = comparison
     return found
 
 
 def hand_over(found: dict, request: Request, args: argparse.Namespace, trace: Trace | None) -> None:
-    """Print what --json is to say, and write the page and the trace."""
+    """Print the object if --json asks for it, and write the page and the trace."""
     try:
         if args.json:
             print(json.dumps(found), flush=True)
-    finally:  # if nobody reads it any more, too
+    finally:  # the page is written even if the reader of the object has gone
         if trace:
             found |= {"command": args.command, "meanings": meanings(request.way.settings)}
             found["base"] = describe_base(request.way.settings)

@@ -9,11 +9,10 @@ as text.
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from cli.errors import UsageError, say
+from cli.errors import UsageError, say, writing
 from engine.files import require_writable, write_whole
 from methods import METHODS
 
@@ -42,15 +41,6 @@ def require_places(page: str | None, trace: str | None) -> None:
                 raise UsageError(f"{name} is no page or trace of a run; it is not overwritten")
     if len(set(map(os.path.realpath, names))) < len(names):
         raise UsageError("--page and --trace must not be one file")
-
-
-@contextmanager
-def writing(name: str) -> Iterator[None]:
-    """Raises UsageError for what the system says of a file."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{name} cannot be written: {error.strerror}") from error
 
 
 def is_foreign(name: str) -> bool:

@@ -94,7 +94,7 @@ def test_json_and_page_are_kept(number: signal.Signals, tmp_path: Path) -> None:
 
 
 def test_while_a_module_changes_it_into_another_error() -> None:
-    """As torch's compiler may while it is imported: that is no error that nobody foresaw."""
+    """As torch's compiler may while it is imported: that is no mistake in code."""
 
     def execute(args: Namespace) -> int:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Captured, error_line, generate, make_tree, random_model, random_settings
+from conftest import TINY, Captured, generate, make_tree, random_model, random_settings
 from test_draft_tree import paths
 from tokenizers import Tokenizer
 
@@ -267,38 +267,6 @@ def test_nothing_in_the_data_ends_the_script(capsys: Captured, tmp_path: Path) -
     text = page.read_text()
     assert "<img" not in text and "<!--<script>" not in text
     assert "".join(data_of(text)["prompt"]["text"]) == hostile
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["--page", "no/such/folder/x"], "No such file"),
-        (["--trace", "/dev/full"], "not a regular file"),
-        (["--page", "x", "--trace", "./x"], "--page and --trace must not be one file"),
-        (["--prompt-file", "notes", "--page", "notes"], "not overwritten"),
-        (["--trace", "weights"], "not overwritten"),
-        (["--trace", "other.json"], "not overwritten"),
-    ],
-)
-def test_a_place_is_refused_before_anything_is_loaded(
-    options: list[str],
-    why: str,
-    capsys: Captured,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One that cannot be written, or that holds what nobody wants to lose: it was overwritten."""
-    files = {
-        "weights": b"\x93" * 99,
-        "other.json": b'{"format":{"name":"x"}}',
-        "notes": b"a prompt",
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    monkeypatch.chdir(tmp_path)
-    prompt = [] if "--prompt-file" in options else ["--prompt", "a"]
-    assert why in error_line(capsys, main, [*prompt, *options, "--target", "no-such-folder"])
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
 def test_the_text_is_not_lost_under_a_page(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
 if __name__ == "__main__":
-    import cli.start  # noqa: F401
+    from cli.start import run_program
+
+    run_program("tools.distil")
 
 import io
 import json
@@ -36,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import Parser, UsageError, reserved, run_command_line, say
+from cli.errors import Parser, UsageError, reserved, run_command_line, say, writing
 from cli.models import choose_device, choose_dtype, has_instructions, set_threads
 from cli.tokens import encode, load_tokenizer
 from engine.checkpoint import parse_config
@@ -222,7 +224,8 @@ def execute(args: Namespace) -> int:
         raise UsageError(f"--text is too short: {len(text):,} tokens, --context {args.context}")
     file = out.with_name(f"{out.name}.training")  # the checkpoint
     with reserved(file):
-        require_writable(file)  # before the work
+        with writing(file):
+            require_writable(file)  # before the work
         draft = new_draft(config, device)
         target = load_plain(folder, device, choose_dtype(None, device))
         train(draft, target, text, file, args)
@@ -250,10 +253,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
     words = sys.argv[1:] if arguments is None else arguments
-    same = [word for word in words if word != "--debug"]
-    parser.set_defaults(command=shlex.join(["python", parser.prog, *same]))
+    parser.set_defaults(command=shlex.join(["python", parser.prog, *words]))
     return run_command_line(execute, parser, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
 if __name__ == "__main__":
-    import cli.start  # noqa: F401
+    from cli.start import run_program
+
+    run_program("tools.enlarge")
 
 import json
 import math
@@ -133,7 +135,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, what in (("hidden", "hidden size"), ("layers", "layers"), ("vocab", "ids")):
         parser.add_argument(f"--{name}", type=int, required=True, metavar="N", help=what)
     return run_command_line(execute, parser, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

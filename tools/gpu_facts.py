@@ -20,7 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
 
 if __name__ == "__main__":
-    import cli.start  # noqa: F401
+    from cli.start import run_program
+
+    run_program("tools.gpu_facts")
 
 import json
 import time
@@ -35,7 +37,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from benchmark.step_times import forward_of, open_cache
-from cli.errors import Parser, UsageError, run_command_line, say
+from cli.errors import Parser, UsageError, run_command_line, say, writing
 from cli.models import open_pair
 from cli.options import add_model_options
 from engine.cuda_graphs import record, shape_of
@@ -174,7 +176,8 @@ def execute(args: Namespace) -> int:
         for found in ask(lab):
             print(ask.__name__, json.dumps(found), flush=True)
             kept[ask.__name__].append(found)
-            write_whole(Path(args.output), json.dumps(kept, indent=1) + "\n")
+            with writing(args.output):
+                write_whole(Path(args.output), json.dumps(kept, indent=1) + "\n")
     others = {found["kernel"] for found in kept["attention"]} - {MEANT}
     if others:
         say(f"error: attention is not {MEANT} everywhere, but {', '.join(sorted(others))}")
@@ -188,7 +191,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, metavar="FILE", help="the records, as JSON")
     parser.add_argument("--dry", action="store_true", help="few sizes: does it run?")
     return run_command_line(execute, parser, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
