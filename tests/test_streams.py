@@ -1,19 +1,21 @@
-"""A program as a shell starts it: what it imports first, and what becomes of its output.
+"""A program as a shell starts it: how it begins, and what becomes of its output.
 
 What can still be written is; what cannot is one line and a status, never Python's own complaint.
 """
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, source_files
+from conftest import ROOT, TINY, Captured, source_files
 
 from cli.main import main
 from cli.models import Request
+from cli.start import run_program
 from cli.tokens import load_tokenizer
 from engine.decoding import Step
 
@@ -30,32 +32,41 @@ def run(command: str, **variables: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("command", "status", "n_lines", "told"),
+    ("command", "status", "n_lines", "words"),
     [
         (f"python dynatree.py {TEXT} | head -c 20", 1, 1, "target models"),
-        (f"python dynatree.py {TEXT} --json | true", 1, 2, " tokens/s, "),
         (f"python dynatree.py {TEXT} --show-tree 2>&1 >/dev/null | head -2 >&2", 0, 2, "iteration"),
-        (f"python dynatree.py {TEXT} 2>/dev/full", 0, 0, ""),
-        (f"python dynatree.py {TEXT} >&-", 0, 2, " tokens/s, "),
+        (f"python dynatree.py {TEXT} <&- >&-", 0, 2, " tokens/s, "),
         (f"python dynatree.py {TEXT} --json 2>&- | python -m json.tool", 0, 0, ""),
-        ("python dynatree.py --prompt-file - <&-", 2, 2, "error: the prompt is empty"),
-        ("python dynatree.py --method x 2>&-", 2, 0, ""),
-        ("python dynatree.py --help | head -2", 0, 0, ""),
         (f"python dynatree.py {TEXT} >/dev/full", 2, 2, "error: [Errno 28] No space left"),
     ],
 )
-def test_output_that_ends_early(command: str, status: int, n_lines: int, told: str) -> None:
+def test_output_that_ends_early(command: str, status: int, n_lines: int, words: str) -> None:
     if "/dev/full" in command and not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full")
     done = run(command)
-    assert done.returncode == status and told in done.stderr
+    assert done.returncode == status and words in done.stderr
     assert len(done.stderr.splitlines()) == n_lines, done.stderr
 
 
 def test_a_page_outlives_the_reader_of_the_object(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    assert run(f"python dynatree.py {TEXT} --json --page {file} | true").returncode == 1
+    done = run(f"python dynatree.py {TEXT} --json --page {file} | true")
+    assert done.returncode == 1 and " tokens/s, " in done.stderr
+    assert len(done.stderr.splitlines()) == 3  # the last says where the page is
     assert file.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(("option", "status"), [("--method=x", 2), ("--method=ar", 0)])
+def test_a_full_stderr_ends_no_run(
+    option: str, status: int, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert main(["--prompt", "a", "--max-new-tokens", "8", option]) == status
+    assert bool(capsys.readouterr().out) == (status == 0)
 
 
 def test_a_character_that_the_output_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +79,8 @@ def test_a_character_that_the_output_has_not(monkeypatch: pytest.MonkeyPatch) ->
     assert out.buffer.getvalue() == b"na?ve\n"
 
 
-PROGRAMS = [file for file in source_files() if "\n    sys.exit(main())" in file.read_text()]
+HEAD = "    from cli.start import run_program\n"
+PROGRAMS = [file for file in source_files() if HEAD in file.read_text()]
 
 
 @pytest.mark.parametrize("program", [str(file.relative_to(ROOT)) for file in PROGRAMS])
@@ -81,7 +93,38 @@ def test_packages_that_are_not_installed(program: str) -> None:
     assert "pip install -r requirements.txt" in line
 
 
-def test_huge_pages_are_asked_for_unless_the_user_has_chosen() -> None:
-    program = "import os, cli.start; print(os.environ['THP_MEM_ALLOC_ENABLE'])"
-    assert run(f'python -c "{program}"').stdout == "1\n"
-    assert run(f'python -c "{program}"', THP_MEM_ALLOC_ENABLE="0").stdout == "0\n"
+@pytest.mark.parametrize("name", ["numpy", "huggingface_hub", "engine.typo", "torch.typo", "typo"])
+def test_only_what_is_required_is_said_to_be_missing(
+    name: str, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A typo in a fork's own file is an exception, with its traceback."""
+    line = f"raise ModuleNotFoundError({name!r}, name={name!r})\n"
+    (tmp_path / "some_program.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    with pytest.raises(ModuleNotFoundError if "typo" in name else SystemExit) as ended:
+        run_program("some_program")
+    if "typo" not in name:
+        assert ended.value.code == 2
+        line = f"error: {name}; pip install -r requirements.txt brings all\n"
+        assert capsys.readouterr().err == line
+
+
+def test_huge_pages_are_asked_for_unless_the_user_has_chosen(tmp_path: Path) -> None:
+    show = "import os\nmain = lambda: print(os.environ['THP_MEM_ALLOC_ENABLE'])\n"
+    (tmp_path / "some_program.py").write_text(show)
+    command = "python -c 'from cli.start import run_program; run_program(\"some_program\")'"
+    path = {"PYTHONPATH": str(tmp_path)}
+    assert run(command, **path).stdout == "1\n"
+    assert run(command, THP_MEM_ALLOC_ENABLE="0", **path).stdout == "0\n"
+
+
+def test_an_import_changes_nothing_of_the_process() -> None:
+    """A fork that takes a function of this project keeps its own signals, hooks and memory."""
+    look = "def look():\n  return sys.excepthook, signal.getsignal(2), dict(os.environ), "
+    look += "gc.get_freeze_count(), gc.get_threshold()\n"
+    program = f"import gc, os, signal, sys, torch\n{look}before = look()\n"
+    program += "import cli.start, cli.main, bench\nassert look() == before\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

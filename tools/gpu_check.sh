@@ -35,7 +35,8 @@ done
 [[ -f tools/gpu_check.sh ]] || fail "this runs in the project's folder: bash tools/gpu_check.sh"
 [[ $seconds =~ ^[1-9][0-9]{0,5}$ ]] || fail "--seconds '$seconds' is no number from 1 on"
 [[ ${#models[@]} == [02] ]] || fail "there are two folders, TARGET and DRAFT, or none"
-has_gpu=$("$python" -c "import cli.start, bench, torch; print(torch.cuda.is_available())") || exit 2
+"$python" bench.py --version >/dev/null || exit 2  # says what is not installed
+has_gpu=$("$python" -c "import torch; print(torch.cuda.is_available())") || exit 2
 "$python" -c "import pytest" 2>/dev/null || fail "no pytest: pip install -r requirements-dev.txt"
 [[ $has_gpu == True || $dry ]] || fail "torch sees no GPU: docs/gpu.md, Installing"
 
