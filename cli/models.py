@@ -6,7 +6,6 @@ for piece in stream_text(pair, "The ship sailed at dawn", max_new_tokens=64):
 """
 
 import argparse
-import gc
 import os
 import re
 import time
@@ -304,7 +303,6 @@ def open_pair(
         if has_instructions(each, device) is False:
             say(f"note: this processor has no {dtype_name(each)} instructions: it will be slow")
     pair = load_pair(target, draft, device, dtype, draft_dtype, say, ranks, is_plain)
-    gc.freeze()  # what is there by now stays: no collection looks through it again
     return pair, found | {"threads": torch.get_num_threads()}
 
 
