@@ -1,4 +1,4 @@
-"""Opening a pair: device, dtype, checkpoints; a request to continue a prompt with it.
+"""Target and draft: their device, dtype and checkpoints; a request to continue a prompt.
 
 pair = load_pair("models/tiny/target", "models/tiny/draft")
 for piece in stream_text(pair, "The ship sailed at dawn", max_new_tokens=64):
@@ -47,7 +47,8 @@ PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' targ
 
 
 def choose_device(name: str | None) -> torch.device:
-    """cpu or cuda, the latter where it exists if none is asked for. Raises UsageError."""
+    """Return the named device; if none is named, cuda where there is one, else cpu. Raises
+    UsageError."""
     n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = name or ("cuda" if n_cuda else "cpu")
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
@@ -55,7 +56,7 @@ def choose_device(name: str | None) -> torch.device:
     if name == "cpu":
         return torch.device(name)
     index = name.removeprefix("cuda").removeprefix(":") or "0"
-    if len(index) > 3 or int(index) >= n_cuda:  # of which torch would keep the last eight bits
+    if len(index) > 3 or int(index) >= n_cuda:  # of a long index torch keeps the last eight bits
         has = f"torch sees {n_cuda} CUDA devices" + ", cuda:0 the first" * bool(n_cuda)
         raise UsageError(f"--device {name}: {has}; use --device cpu")
     return torch.device("cuda", int(index))
@@ -64,7 +65,8 @@ def choose_device(name: str | None) -> torch.device:
 def choose_dtype(
     name: str | torch.dtype | None, device: torch.device, option: str = "--dtype"
 ) -> torch.dtype:
-    """Pythia's published float16 on CUDA, float32 on CPU, unless named. Raises UsageError."""
+    """Return the named dtype; if none is named, Pythia's published float16 on CUDA, float32 on CPU.
+    Raises UsageError."""
     if isinstance(name, torch.dtype):
         name = dtype_name(name)
     name = name or ("float16" if device.type == "cuda" else "float32")
@@ -79,11 +81,8 @@ def choose_dtype(
 def choose_draft_dtype(
     name: str | None, target_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The target's, but on a GPU bfloat16 for float16 if it has it, unless named.
-
-    A draft's precision can cost acceptance and never correctness, while a product that overflows
-    costs every guess, as small Pythia models do in float16. Raises UsageError.
-    """
+    """Return the named dtype; if none is named, the target's, but bfloat16 for float16 on a GPU
+    that has it, because small Pythia models overflow in float16. Raises UsageError."""
     if name:
         return choose_dtype(name, device, "--draft-dtype")
     if target_dtype == torch.float16 and device.type == "cuda":
@@ -96,8 +95,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def has_instructions(dtype: torch.dtype, device: torch.device) -> bool | None:
-    """Whether a device computes in this dtype, or at best emulates it; None of processors that
-    Linux does not list the features of."""
+    """Whether a device computes in this dtype without emulating it; None for a processor whose
+    features Linux does not list."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return dtype != torch.bfloat16 or capability >= BFLOAT16_CAPABILITY
@@ -109,29 +108,29 @@ def has_instructions(dtype: torch.dtype, device: torch.device) -> bool | None:
 
 
 def set_threads(n: int | None, device: torch.device) -> None:
-    """Use n CPU threads. If None one on CUDA, as what the host computes there is small and waking a
-    second takes longer; else torch's own choice, one per core. Raises UsageError."""
+    """Use n CPU threads. None is one thread on CUDA, because the host's work is small there and
+    waking a second thread takes longer; on CPU it is torch's choice. Raises UsageError."""
     if n is None:
         if device.type == "cuda":
             torch.set_num_threads(1)
         return
-    most = os.cpu_count() or 1
-    if not 1 <= n <= most:
-        raise UsageError(f"--threads {n}: 1 to {most} on this machine")
+    n_cores = os.cpu_count() or 1
+    if not 1 <= n <= n_cores:
+        raise UsageError(f"--threads {n}: 1 to {n_cores} on this machine")
     torch.set_num_threads(n)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, the tokenizer, and a draft unless the method needs none."""
+    """A target, its tokenizer, and a draft unless the method needs none."""
 
-    target: GPTNeoX  # a fast one unless --plain; of several ranks a Driver
+    target: GPTNeoX  # fast unless --plain; a Driver if several ranks compute it
     draft: GPTNeoX | Drafter | None
     tokenizer: Tokenizer
     target_folder: Path
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
-    ranks: Ranks | None = None  # with whom the target is computed
+    ranks: Ranks | None = None  # the processes that compute the target, if there are several
 
     @property
     def models(self) -> list[GPTNeoX]:
@@ -139,30 +138,27 @@ class Pair:
 
     @cached_property
     def float32_target(self) -> FastGPTNeoX:
-        """The target in float32, fast, loaded again if it is not. Raises OutOfMemory."""
+        """The fast target in float32, loaded for this if need be. Raises OutOfMemory."""
         if self.target.dtype == torch.float32 and is_fast(self.target):
             return self.target
         return load_model(self.target_folder, self.target.device, torch.float32, self.ranks)
 
     def captured(self) -> tuple[int, float]:
-        """CUDA graphs so far, and the seconds they took."""
+        """Return the number of CUDA graphs so far, and the seconds that capturing them took."""
         pools = [model.pool for model in self.models if is_fast(model)]
         return sum(pool.n_graphs for pool in pools), sum(pool.capture_s for pool in pools)
 
 
-Opened = tuple[Pair, dict[str, str | int | None]]  # and what to report of it
-
-
 @dataclass(frozen=True)
 class Request:
-    """One text to write: what it continues, how, and where it ends."""
+    """One text to write: its prompt, the way it is written, and where it ends."""
 
     pair: Pair
     prompt: list[int]  # ids
     way: Way
     max_new_tokens: int
     eos_ids: Sequence[int] = ()
-    stop: Sequence[str] = ()  # texts, before each of which it ends
+    stop: Sequence[str] = ()  # it ends before any of these texts
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -174,7 +170,7 @@ class Request:
         inspect: Callable[[Tensor], None] | None = None,
         watcher: object | None = None,
     ) -> Iterator[Step]:
-        """Its steps. inspect, watcher: as engine.decoding.generate has them."""
+        """Return its steps. inspect, watcher: as in engine.decoding.generate."""
         return generate(
             self.pair.target,
             self.pair.draft,
@@ -188,16 +184,18 @@ class Request:
 
     def text(
         self,
-        told: Callable[[Step], None] = lambda step: None,
+        on_step: Callable[[Step], None] = lambda step: None,
         inspect: Callable[[Tensor], None] | None = None,
         watcher: object | None = None,
     ) -> Generator[str, None, str]:
-        """Its text in pieces, each as soon as it is final; before each, `told` has its step, of a
-        last one with what came after a stop text. What ends the text is no part of it. Returns the
-        finish reason: "eos", "stop" or "length"."""
+        """Yield its text in pieces, each as soon as it is final, without what ends the text. Return
+        the finish reason: "eos", "stop" or "length".
+
+        on_step: called with each step, before its piece.
+        """
         stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
         for step in self.decode(inspect, watcher):
-            told(step)
+            on_step(step)
             new = stream.push([i for i in step.tokens if i not in self.eos_ids])
             yield stops.push(new)
             if stops.has_ended:
@@ -219,14 +217,18 @@ def stream_text(
     stop: str | Iterable[str] = (),
     **sampling: float,
 ) -> Generator[str, None, str]:
-    """The text that continues a prompt, in pieces of whole characters, each as soon as it is final.
+    """Yield the text that continues a prompt, in pieces of whole characters, each as soon as it is
+    final. Return, as the value of `yield from`, why it ended: "eos", "stop" or "length".
 
-    way: or its words, as "dynatree tau=0.02 strict" (engine/way.py). eos_ids: None: the target's.
-    stop: the text ends before it, or before the first of several. sampling: temperature, top_p,
-    seed and the others of sampling.Sampling, instead of the way's.
-    The generator's value, as `yield from` gives it, is why the text ended: "eos", "stop" or
-    "length". Raises UsageError for a prompt that the model cannot read, ValueError for a way that
-    there is not or stop texts that are none, and as engine.decoding.generate.
+    Args:
+        way: how it is written; a string is read as words, such as "dynatree tau=0.02 strict".
+        eos_ids: None for the target's.
+        stop: the text ends before this text, or before any of several.
+        sampling: temperature, top_p, seed and the others of methods.sampler.Sampling, in place of
+            the way's.
+
+    Raises UsageError for a prompt that the model cannot read, ValueError for an invalid way or stop
+    text, and what engine.decoding.generate raises.
     """
     target = pair.target.config
     ids = encode(prompt, pair.tokenizer, target.vocab_size)
@@ -239,33 +241,33 @@ def stream_text(
 
 
 def warn_of_length(pair: Pair, n_tokens: int) -> None:
-    """Say so if a text is longer, its prompt included, than what the target was trained for."""
+    """Warn if prompt and text are longer than what the target was trained for."""
     trained = pair.target.config.max_position_embeddings
     if n_tokens > trained:
         say(f"warning: {n_tokens} tokens with the prompt, and the target was trained for {trained}")
 
 
 def overflow_note(draft: GPTNeoX) -> str:
-    """What to say when no candidate of this draft is finite."""
+    """Return what to say when no candidate of this draft is finite."""
     way_out = "another --draft" if draft.dtype == torch.float32 else "--draft-dtype float32"
     what = f"the draft's logits are not finite in {dtype_name(draft.dtype)}"
     return f"note: {what}; until they are, it drafts nothing; try {way_out}"
 
 
 def embedded_pair() -> tuple[str, str]:
-    """The folders of target and draft, as one would name them."""
+    """Return the folders of target and draft, relative to the working folder."""
     return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
 
 
 def require_graphs(args: argparse.Namespace) -> None:
-    """Raise UsageError if graphs are refused where there are none. args: --no-graphs, --device."""
+    """Raise UsageError if --no-graphs has no effect on --device."""
     device = choose_device(args.device)
     if args.no_graphs and device.type != "cuda":
         raise UsageError(f"--no-graphs has no effect on {device}: only cuda has graphs")
 
 
 def default_models(device: torch.device) -> tuple[str, str]:
-    """Target and draft: Pythia on CUDA, the embedded pair elsewhere."""
+    """Return names of target and draft: Pythia on CUDA, the embedded pair elsewhere."""
     return PYTHIA if device.type == "cuda" else embedded_pair()
 
 
@@ -275,11 +277,12 @@ def open_pair(
     say: Callable[[str], None],
     ranks: Ranks | None = None,
     is_plain: bool = False,
-) -> Opened:
-    """The models that the options name, announced and loaded; and what to report of them.
+) -> tuple[Pair, dict[str, str | int | None]]:
+    """Announce and load the models that the options name. Return them, and what to report of them.
 
-    ranks: with whom the target is computed, if there are several. is_plain: as gpt_neox.py has
-    them.
+    Args:
+        ranks: the processes that compute the target, if there are several.
+        is_plain: load the models of gpt_neox.py in place of fast ones.
     """
     device = choose_device(args.device)
     set_threads(args.threads, device)
@@ -307,7 +310,7 @@ def open_pair(
 
 
 def announcement(found: dict[str, str | int | None]) -> str:
-    """What is about to run; found: as open_pair reports it."""
+    """Return the line on what is about to run. found: what open_pair reports."""
     models = f"target {found['target']}"
     precision = found["dtype"]
     if found["draft"]:
@@ -330,12 +333,17 @@ def load_pair(
     ranks: Ranks | None = None,
     is_plain: bool = False,
 ) -> Pair:
-    """Find, check and load the models; `announce` is told before a download.
+    """Find, check and load the models.
 
-    device, dtype: as choose_device and choose_dtype have them if None. draft_dtype: the target's if
-    None. ranks: each loads a share of the target, this one alone the draft. is_plain: as
-    gpt_neox.py has them, to read by. Raises UsageError for a device or dtype that there is not,
-    CheckpointError (the two tokenizers must be the same) and OutOfMemory.
+    Args:
+        device, dtype: None for the defaults of choose_device and choose_dtype.
+        draft_dtype: None for the target's.
+        announce: called with a line before a download.
+        ranks: each loads a share of the target; this one alone loads the draft.
+        is_plain: load the models of gpt_neox.py in place of fast ones.
+
+    Raises UsageError for an unknown device or dtype, CheckpointError also for two tokenizers that
+    differ, and OutOfMemory.
     """
     device = choose_device(str(device) if device else None)
     dtype = choose_dtype(dtype, device, "dtype")
@@ -359,7 +367,7 @@ def load_pair(
 def find_both(
     target: str, draft: str | None, announce: Callable[[str], None]
 ) -> tuple[Path, Path | None]:
-    """The folders of both. Raises CheckpointError, which names both if neither is there."""
+    """Return the folders of both. Raises CheckpointError, which names both if neither is there."""
     if draft is None:
         return find_checkpoint(target, announce), None
     try:
@@ -387,7 +395,8 @@ def load_model(
     ranks: Ranks | None = None,
     is_plain: bool = False,
 ) -> GPTNeoX | Driver:
-    """One of the pair; with other ranks a share of it. Raises as FastGPTNeoX.from_pretrained."""
+    """Load one of the pair; with other ranks a share of it. Raises what FastGPTNeoX.from_pretrained
+    raises."""
     if ranks:
         return Driver.load(ranks, str(name_or_path), device, dtype)
     load = load_plain if is_plain else FastGPTNeoX.from_pretrained

@@ -1,6 +1,6 @@
 """What the user asked for, checked: how the text is written, and the prompt.
 
-Every mistake raises a UsageError whose message is one line that says what is wrong and what to do.
+Every mistake raises a UsageError, whose message is one line on what is wrong and what to do.
 
     way = choose_way(parser.parse_args(["--prompt", "a", "--method", "lookup", "--strict"]))
 """
@@ -23,7 +23,7 @@ MAX_PROMPT_BYTES = 4_000_000  # of a file: a long novel, some 500 times Pythia's
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `open_pair` reads."""
+    """Add the options that `open_pair` reads."""
     add = parser.add_argument
     add("--target", metavar="MODEL", help="folder, or hub NAME or NAME@REVISION")
     add("--draft", metavar="MODEL", help="the same, of a smaller model with this tokenizer")
@@ -40,7 +40,7 @@ def add_graphs_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_way_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `choose_way` reads; some are words of engine.way.read_way."""
+    """Add the options that `choose_way` reads; some are words of engine.way.read_way."""
     add = parser.add_argument
     methods = f"{', '.join(METHODS)} (dynatree)"
     add("--method", choices=METHODS, default="dynatree", metavar="M", help=methods)
@@ -68,7 +68,7 @@ def add_way_options(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_way(args: argparse.Namespace) -> Way:
-    """How the text is written. Raises UsageError, also for options that would have no effect."""
+    """Return how the text is written. Raises UsageError, also for options without effect."""
     try:
         way = read_way(args.method, *args.words)
     except ValueError as error:
@@ -84,7 +84,7 @@ def choose_way(args: argparse.Namespace) -> Way:
 def choose_sampling(
     temperature: float, top_p: float | None, seed: int | None, draft_temperature: float | None
 ) -> Sampling:
-    """How text is chosen. Raises UsageError, also for options that would have no effect."""
+    """Return how tokens are chosen. Raises UsageError, also for options without effect."""
     if temperature == 0:
         for name, value in {"--top-p": top_p, "--seed": seed}.items():
             if value is not None:
@@ -99,19 +99,20 @@ def choose_sampling(
 
 
 def has_temperature(rule: Rule, draws: bool) -> bool:
-    """Whether a draft's temperature changes its trees. draws: where the rule can."""
+    """Whether a draft's temperature changes its trees. draws: whether candidates are drawn, by a
+    rule that can."""
     return (draws and rule.draws_candidates) or (rule.max_depth > 0 and rule.depends_on_probs)
 
 
-def require_temperature(row: str, rule: Rule, draws: bool) -> None:
-    """Raise UsageError, naming the row, if its trees are the same at any draft temperature."""
+def require_temperature(method: str, rule: Rule, draws: bool) -> None:
+    """Raise UsageError if the method's trees are the same at any draft temperature."""
     if not has_temperature(rule, draws):
-        why = f"no probability that a draft gives shapes the trees of {row}"
+        why = f"no probability that a draft gives shapes the trees of {method}"
         raise UsageError(f"--draft-temperature has no effect: {why}")
 
 
 def require_fit(way: Way, pair: Pair, whose: str = "") -> None:
-    """Raise UsageError for a window that these models cannot have. whose: what begins its line."""
+    """Raise UsageError for a window that these models cannot have. whose: the start of its line."""
     try:
         way.require_fit([model.config for model in pair.models])
     except ValueError as error:
@@ -119,11 +120,8 @@ def require_fit(way: Way, pair: Pair, whose: str = "") -> None:
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
-    """The prompt as it is given, or what is in its file (- is standard input) without the last
-    line's end, which editors and echo add.
-
-    Raises UsageError: unreadable, too long, not UTF-8.
-    """
+    """Return the prompt, or what is in its file (- is standard input) without the last line end,
+    which editors and echo add. Raises UsageError if it is unreadable, too long or not UTF-8."""
     raw = read_file(file) if text is None else text.encode("utf-8", "surrogateescape")
     try:
         prompt = raw.decode("utf-8")
@@ -133,13 +131,13 @@ def read_prompt(text: str | None, file: str | None) -> str:
 
 
 def read_file(name: str) -> bytes:
-    """A prompt's file, which may be a pipe. Raises UsageError."""
+    """Return what is in a prompt's file, which may be a pipe. Raises UsageError."""
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
             raw = file.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror}") from error
     if len(raw) > MAX_PROMPT_BYTES:  # a device never ends
-        most = f"{MAX_PROMPT_BYTES // 1_000_000} MB"
-        raise UsageError(f"{name} is longer than a prompt may be, {most}; give a part of it")
+        limit = f"{MAX_PROMPT_BYTES // 1_000_000} MB"
+        raise UsageError(f"{name} is longer than a prompt may be, {limit}; give a part of it")
     return raw

@@ -1,10 +1,9 @@
-"""--page and --trace: what was collected of a run, as one file that needs nothing else.
+"""--page and --trace: what was recorded of a run, as one file that needs nothing else.
 
     save_trace(trace.as_json(prompt, about), page="run.html", trace=None)
 
-The page is page/template.html with colours, style, scripts and the data put in. Whatever a user or
-a model wrote is data: it stands in a JSON string, in which no `<` is left, and the script shows it
-as text.
+The page is page/template.html with colours, style, scripts and the data put in. Text of a user or a
+model is data: it stands in a JSON string without any `<`, and the script shows it as text.
 """
 
 import json
@@ -27,12 +26,12 @@ SCRIPTS = (  # in their order: the first make elements and read the data, the la
     "about.js",
     "main.js",
 )
-OWN = (b'{"format":{"name":"dynatree-trace"', b"<title>DynaTree: a run</title>")  # how ours begin
+MARKS = (b'{"format":{"name":"dynatree-trace"', b"<title>DynaTree: a run</title>")  # of our files
 
 
 def require_places(page: str | None, trace: str | None) -> None:
-    """Raise UsageError where page or trace could not be written, where they are one file, or where
-    either would be over what is neither: weights, the prompt, the text that is printed."""
+    """Raise UsageError if page or trace cannot be written, if they are one file, or if either would
+    replace another kind of file: weights, the prompt, the text that is printed."""
     names = [name for name in (page, trace) if name is not None]
     for name in names:
         with writing(name):
@@ -44,7 +43,7 @@ def require_places(page: str | None, trace: str | None) -> None:
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a file is something else than a page, a trace, or nothing yet."""
+    """Whether a file is neither empty nor a page or a trace, or is where we print."""
     with open(name, "rb") as file:
         start = file.read(2000)
         status = os.fstat(file.fileno())
@@ -52,17 +51,16 @@ def is_foreign(name: str) -> bool:
         with suppress(OSError):  # which may be closed
             if os.path.samestat(status, os.fstat(descriptor)):
                 return True
-    return bool(start) and not any(mark in start for mark in OWN)
+    return bool(start) and not any(mark in start for mark in MARKS)
 
 
 def save_trace(content: dict, page: str | None, trace: str | None) -> None:
-    """Write the page, the trace, or both, whole or not at all, and say where. Raises UsageError."""
-    for name, form in ((trace, as_data), (page, as_page)):
+    """Write the page, the trace, or both, whole or not at all, and say where they are. Raises
+    UsageError."""
+    for kind, name, form in (("trace", trace, as_data), ("page", page, as_page)):
         if name:
             with writing(name):
                 write_whole(Path(name), form(content))
-    for kind, name in (("trace", trace), ("page", page)):  # once both are safe from a reader gone
-        if name:
             say(f"{kind} written to {name}")
 
 
@@ -71,7 +69,7 @@ def as_data(content: dict) -> str:
 
 
 def as_page(content: dict) -> str:
-    """The page with this trace in it."""
+    """Return the page with this trace in it."""
     parts = {
         "/* style */": colours(content["settings"]["method"]) + read("style.css"),
         "/* script */": "\n".join(map(read, SCRIPTS)),
@@ -84,7 +82,7 @@ def as_page(content: dict) -> str:
 
 
 def colours(method: str) -> str:
-    """As the figures have them: of each part of the work, and of the method, by its place."""
+    """Return the figures' colours as CSS: of each part of the work, and of the method."""
     found = json.loads(read("colours.json"))
     methods = found["methods"]
     parts = found["parts"] | {"method": methods[list(METHODS).index(method) % len(methods)]}

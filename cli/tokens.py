@@ -1,4 +1,4 @@
-"""Text to ids and back: a folder's tokenizer, prompts, and text out of ids that come bit by bit.
+"""Text to ids and back: a folder's tokenizer, prompts, and text from ids that come step by step.
 
 tokenizer = load_tokenizer(Path("models/tiny/target"))
 ids = encode("The ship sailed at dawn", tokenizer, vocab_size=4096)
@@ -17,17 +17,17 @@ from engine.checkpoint import CheckpointError, first_line
 from engine.foreign import read_json
 
 INCOMPLETE = "\ufffd"  # what a tokenizer prints for bytes that are not a whole character (yet)
-CONTEXT = 4  # ids that the text of the next ones may depend on: a character has up to four bytes
+CONTEXT = 4  # ids that the text of the next id may depend on: a character has up to four bytes
 LONGEST_GROWTH = 4096  # of a text, in any part of a tokenizer: real ones have a few short steps
-LONG = 32  # ids to decode with each that comes
+LONG = 32  # ids that are decoded again with each new one, at most
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The folder's tokenizer.json. Raises CheckpointError."""
+    """Return the tokenizer of a folder's tokenizer.json. Raises CheckpointError."""
     file = folder / "tokenizer.json"
-    said = read_json(file, dict)  # its errors are the clearer ones
+    content = read_json(file, dict)  # its errors are clearer than the library's
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if growth(said.get(part)) > LONGEST_GROWTH:  # it would take all memory, deaf to Ctrl-C
+        if growth(content.get(part)) > LONGEST_GROWTH:  # it would take all memory, deaf to Ctrl-C
             much = f"may make a text {LONGEST_GROWTH:,} times as long or more"
             raise CheckpointError(f"{file}: its {part} {much}, as no tokenizer's does")
     with refusing(f"{file} is not a tokenizer"):
@@ -38,15 +38,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def growth(part: object) -> float:
-    """How many times as long a part of a tokenizer.json may make its text: a bound, by its steps,
-    each of which replaces a pattern, or may write a byte as two."""
+    """Return a bound of how many times as long a part of a tokenizer.json makes a text. Each step
+    of the part replaces a pattern, or may write a byte as two."""
     found, left = 1.0, [part]
     while left:  # no recursion: a file may nest deeper than Python
         step = left.pop()
         if isinstance(step, list):
             left += step
         elif isinstance(step, dict):
-            template = step.get("single")  # a post_processor's, which may repeat the text
+            template = step.get("single")  # of a post_processor, which may repeat the text
             if isinstance(template, list):
                 found *= max(len(template), 1)
                 continue
@@ -84,8 +84,8 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """The prompt's ids, no special token added. Raises CheckpointError, and UsageError if the model
-    cannot read them."""
+    """Return the prompt's ids, without special tokens. Raises CheckpointError, and UsageError if
+    the model cannot read them."""
     with refusing("the tokenizer cannot encode the prompt"):
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
@@ -96,21 +96,22 @@ def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 
 
 def decode(ids: Sequence[int], tokenizer: Tokenizer, has_special: bool = False) -> str:
-    """The text of these ids, special ones left out unless has_special. Raises CheckpointError."""
+    """Return the text of ids, without special ones unless has_special. Raises CheckpointError."""
     with refusing("the tokenizer cannot decode ids"):
         return tokenizer.decode(ids, skip_special_tokens=not has_special)
 
 
 class TextStream:
-    """Ids in, text out as soon as it is final: half a character is held back, not shown as junk."""
+    """The text of ids that come step by step. Half a character is held back until it is whole."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.recent: list[int] = []  # enough past ids to decode the next ones in context
-        self.n_shown = 0  # characters of their text already out
+        self.n_shown = 0  # characters of their text that were returned
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete; all pushes and `finish` add up to decode(all ids)."""
+        """Return the text that these ids complete. All of it, with that of `finish`, is the text of
+        all ids."""
         self.recent += ids
         final = self.final()
         new = final[self.n_shown :]
@@ -121,11 +122,11 @@ class TextStream:
         return new
 
     def final(self) -> str:
-        """What no later id changes: only what comes last may be half a character."""
+        """Return the recent text that no later id changes: all but half a character at the end."""
         return decode(self.recent, self.tokenizer).removesuffix(INCOMPLETE)
 
     def finish(self) -> str:
-        """What was held back and never completed."""
+        """Return what was held back and never completed."""
         rest = decode(self.recent, self.tokenizer)[self.n_shown :]
         self.recent = []
         self.n_shown = 0
@@ -155,15 +156,15 @@ def special_stops(stops: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]
 
 
 class StopTexts:
-    """A text that comes in pieces, as far as the stop text that is complete first."""
+    """A text that comes in pieces, up to the stop text that is complete first."""
 
     def __init__(self, stops: Sequence[str] = ()):
         self.stops = read_stops(stops)
-        self.held = ""  # what may be the beginning of one
+        self.held = ""  # may be the beginning of a stop text
         self.has_ended = False
 
     def push(self, text: str) -> str:
-        """What of this, and of what was held back, is no part of a stop text."""
+        """Return what is no part of a stop text, of the text held back and this one."""
         text = self.held + text
         found = []
         for stop in self.stops:
@@ -176,7 +177,7 @@ class StopTexts:
         return text[:end]
 
     def n_open(self, text: str) -> int:
-        """How many characters at the end may be the beginning of a stop text."""
+        """Return how many characters at the end may be the beginning of a stop text."""
         longest = max(map(len, self.stops), default=0)
         for n in range(min(longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self.stops):
@@ -186,11 +187,8 @@ class StopTexts:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Raise CheckpointError, saying what cannot be done, for all that tokenizers raises: nothing
-    narrower than an Exception, and where it panics, as libraries written in Rust do, not even one.
-
-    A panic has its own lines on stderr before: nothing narrower than the descriptor of the whole
-    process, threads included, would keep them back.
+    """Raise CheckpointError, which says what cannot be done, for what tokenizers raises: a plain
+    Exception, or where its Rust code panics a BaseException. A panic also prints lines of its own.
     """
     try:
         yield

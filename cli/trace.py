@@ -1,12 +1,12 @@
-"""What decided every tree and what became of it, as data: --trace, and --page shows it.
+"""The gates that decided each tree and what was accepted of it, as data for --trace and --page.
 
     trace = Trace(tokenizer, settings)
     for step in generate(target, draft, prompt, Way(settings), 64, watcher=trace):
         trace.add(step)
     trace.iterations  # the schema is in docs/page.md
 
-The gates are those that the tree was grown by; only by elimination is it found here that the budget
-of rows was used up, or that no level was left.
+The gates are those that the tree was grown by. If none of them stopped a tree, the budget of rows
+was used up, or no level was left.
 
 Shapes: n rows of one level, k candidates per row.
 """
@@ -26,39 +26,41 @@ from methods.retrieval import Graft, parse_base
 from methods.rules import RuleWrapper, are_retrieved
 
 FORMAT = {"name": "dynatree-trace", "version": 2}
-MOST_DROPPED = 48  # candidates that are listed per tree, the likeliest; the rest is counted
-NO_LEVEL_LEFT = "limit"  # the end of the text, a window about to drop, or what is strict
-# Of a method's settings the one that limits a tree's rows, and the one that limits its levels
+MAX_DROPPED = 48  # candidates that are listed per tree, the likeliest; the rest is counted
+NO_LEVEL_LEFT = "limit"  # the end of the text, a window about to drop tokens, or a strict pass
+# Settings of methods that limit a tree's rows, and those that limit its levels
 ROWS = ("N_max", "N")
 LEVELS = ("D_max", "D", "K", "widths")
-RANK_GATES = ("confidence", "width")  # that let so many candidates pass as a node may have children
+RANK_GATES = ("confidence", "width")  # gates by which a node may have only so many children
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A level as it was added: its gates by name, True where a candidate passed."""
+    """A level with its gates by name, True where a candidate passed."""
 
     level: Level
     to_add: Gates
     to_grow: Gates
     is_full: bool
-    draft_logprobs: numpy.ndarray | None  # [n, k], where they are calibrated
+    draft_logprobs: (
+        numpy.ndarray | None
+    )  # [n, k], the draft's own, where the level's are calibrated
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the draft proposed below a row, and what the rule made of it."""
+    """A candidate of the draft below a row, and what the rule made of it."""
 
     slot: int  # the draft's, of the row above
     token: int
     p: float  # of its path
-    believed: float  # the draft's own of it alone, where `p` is counted
-    dropped: str | None  # the gate that kept it out of the tree, if one of the rule's did
-    stopped: str | None  # the one that lets nothing grow below it
+    believed: float  # the draft's own probability of the token alone, where `p` is calibrated
+    dropped: str | None  # the gate that kept it out of the tree, if one did
+    stopped: str | None  # the gate that lets nothing grow below it, if one does
 
 
 class TracedRule(RuleWrapper):
-    """A rule of which a trace keeps each level with the gates that decided it."""
+    """A rule that records each level in a trace, with the gates that decided it."""
 
     def __init__(self, rule: Rule, trace: "Trace", calibrated: CalibratedDrafter | None):
         super().__init__(rule)
@@ -76,7 +78,7 @@ class TracedRule(RuleWrapper):
     def expand_gates(self, level: Level) -> Gates:
         gates = super().expand_gates(level)
         logprobs = self.calibrated.draft_logprobs[-1] if self.calibrated else None
-        level.confidence  # noqa: B018  # found and kept now, before the calibration learns
+        level.confidence  # noqa: B018  # computed and kept now, before the calibration learns
         self.trace.levels.append(Seen(level, self.gates, gates, False, logprobs))
         return gates
 
@@ -87,17 +89,17 @@ class TracedRule(RuleWrapper):
 
 
 class Trace:
-    """Keeps everything by wrappers of a run's parts; its JSON is small, as numbers are short."""
+    """A record of a run, made by wrappers of its parts."""
 
     def __init__(self, tokenizer: Tokenizer, settings: Settings, hidden_ids: Iterable[int] = ()):
-        """hidden_ids: of no text, as EOS."""
+        """hidden_ids: ids without text, such as EOS."""
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer)
         self.hidden_ids = tuple(hidden_ids)
         self.rows, self.deepest = rows_setting(settings), deepest_setting(settings)
         self.iterations: list[dict] = []
         self.used_ids: set[int] = set()
-        # All else is of the tree that grows
+        # All else is about the tree that is growing
         self.state: Mapping[str, float | str] = {}
         self.n_levels = 0
         self.max_depth = 0
@@ -120,7 +122,7 @@ class Trace:
         self.trials.append([row, *map(short, (probability, number, remaining_mass))])
 
     def add(self, step: Step) -> None:
-        """What the step that the last tree led to has added to the text."""
+        """Record what the last tree's step has added to the text."""
         found = {
             "tokens": step.tokens,
             "text": self.pieces(step.tokens),
@@ -141,7 +143,7 @@ class Trace:
         self.iterations.append(found)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The text that each id completes; together they are the text."""
+        """Return the text that each id completes; together they are the text."""
         found = []
         for i in ids:
             shown = [] if i in self.hidden_ids else [i]
@@ -149,7 +151,7 @@ class Trace:
         return found
 
     def tree(self, tree: Tree, predictions: list[int]) -> dict:
-        """A tree row by row, and the candidates that are not in it."""
+        """Return a tree row by row, and the candidates that are not in it."""
         tokens, slots = tree.tokens, tree.draft_slots
         proposed = self.candidates()
         of_row = {}
@@ -181,8 +183,8 @@ class Trace:
         }
 
     def believed(self, tree: Tree, of_row: dict[int, Candidate | None]) -> list | None:
-        """By row what the draft's own probabilities make of its path, where p is counted; None
-        where it proposed no such row."""
+        """Return by row the path's probability by the draft's own numbers, where p is calibrated;
+        None for a row that the draft did not propose."""
         if all(seen.draft_logprobs is None for seen in self.levels):
             return None
         found: list[float | None] = [1.0]
@@ -192,20 +194,20 @@ class Trace:
         return [None if p is None else short(p) for p in found]
 
     def dropped(self, candidates: Iterable[Candidate], slots: list[int]) -> dict:
-        """Those not in the tree [parent's row, token, p, gate], the likeliest first; and how many
-        there are."""
+        """Return the candidates that are not in the tree as [parent's row, token, p, gate], the
+        likeliest first; and how many there are."""
         found = []
         for c in candidates:
             if c.p > 0 and c.slot in slots:
                 gate = c.dropped or self.rows
                 found.append([slots.index(c.slot), c.token, short(c.p), gate])
         found.sort(key=lambda entry: -entry[2])
-        listed = found[:MOST_DROPPED]
+        listed = found[:MAX_DROPPED]
         self.used_ids.update(token for _, token, _, _ in listed)
         return {"dropped": listed, "n_dropped": len(found)}
 
     def candidates(self) -> dict[tuple[int, int], Candidate]:
-        """All that the draft proposed, by the parent's slot and the token."""
+        """Return all candidates of the draft, by the parent's slot and the token."""
         found = {}
         slot = 0
         for seen in self.levels:
@@ -225,15 +227,15 @@ class Trace:
         return found
 
     def no_more(self, seen: Seen) -> str | None:
-        """What stops a whole level, whatever its candidates are."""
+        """Return what stops a whole level, whatever its candidates are."""
         if seen.level.depth + 1 < self.n_levels:
             return self.rows if seen.is_full else None
         return NO_LEVEL_LEFT if self.n_levels == self.max_depth else self.deepest
 
     def look_at_rows(self, slots: list[int]) -> tuple[list, list]:
-        """By row c(u), the draft's probability of its best guess, and B(u), the candidates its rank
-        gate let pass; None where the draft has not run, it is not known or there is no such gate.
-        """
+        """Return by row c(u), the probability of the draft's best candidate, and B(u), the number
+        of candidates that the rank gate let pass. None stands where the draft has not run, where
+        c(u) is not finite, and where there is no such gate."""
         confidence = []
         breadth = []
         for seen in self.levels:
@@ -247,12 +249,11 @@ class Trace:
         return by_row, [None if slot < 0 else breadth[slot] for slot in slots]
 
     def vocabulary(self) -> dict[str, str]:
-        """The text of every id that is named."""
+        """Return the text of every id that is named."""
         return {str(i): decode([i], self.tokenizer, True) for i in sorted(self.used_ids)}
 
     def as_json(self, prompt: list[int], about: dict) -> dict:
-        """The whole object, once the text has ended. about: of the run, everything else there is to
-        say."""
+        """Return the whole object, once the text has ended. about: everything else on the run."""
         self.used_ids.update(prompt)
         self.iterations[-1]["text"][-1] += self.stream.finish()
         stream = TextStream(self.tokenizer)
@@ -268,25 +269,25 @@ class Trace:
 
 
 def rows_setting(settings: Settings) -> str:
-    """The setting that limits the rows of a tree; "rows" if no one setting does."""
+    """Return the setting that limits the rows of a tree; "rows" if no single one does."""
     if isinstance(settings, Graft):
         base = parse_base(settings.base)
         of_base = rows_setting(base)
-        if of_base == "N":  # two settings of this name, and the smaller counts
+        if of_base == "N":  # two settings have this name, and the smaller one counts
             return "rows"
         return "N" if settings.N < base.make_rule().max_verified else of_base
     return next((name for name in ROWS if hasattr(settings, name)), "rows")
 
 
 def deepest_setting(settings: Settings) -> str:
-    """The setting that limits the levels of a tree, of graft its base's."""
+    """Return the setting that limits the levels of a tree; for graft that of its base."""
     if isinstance(settings, Graft):
         settings = parse_base(settings.base)
     return next((name for name in LEVELS if hasattr(settings, name)), NO_LEVEL_LEFT)
 
 
 def first_closed(gates: Gates, shape: tuple[int, ...]) -> list[list[str | None]]:
-    """The first gate [n, k] that did not let a candidate pass."""
+    """Return by row and rank [n, k] the first gate that did not let the candidate pass."""
     found: list[list[str | None]] = [[None] * shape[1] for _ in range(shape[0])]
     for name, is_open in gates.items():
         is_closed = ~numpy.broadcast_to(is_open, shape)
@@ -296,14 +297,14 @@ def first_closed(gates: Gates, shape: tuple[int, ...]) -> list[list[str | None]]
 
 
 def short(value: float | str) -> float | str | None:
-    """A number as short as it is of use; None for one that JSON has not."""
+    """Return a number with four digits, because a trace has many; None if it is not finite."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def describe_base(settings: Settings) -> dict | None:
-    """The settings of the rule that graft goes over, and what they say; None for all else."""
+    """Return the settings of graft's base rule, and their meanings; None for other methods."""
     if not isinstance(settings, Graft):
         return None
     base = parse_base(settings.base)
@@ -311,5 +312,5 @@ def describe_base(settings: Settings) -> dict | None:
 
 
 def meanings(settings: Settings) -> dict[str, str]:
-    """What each setting says, by its symbol."""
+    """Return each setting's meaning, by its symbol."""
     return {f.name: f.metadata["meaning"] for f in fields(settings)}

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from cli.main import main
 from cli.metrics import token_ids
-from cli.trace import MOST_DROPPED, NO_LEVEL_LEFT, Trace, describe_base, meanings
+from cli.trace import MAX_DROPPED, NO_LEVEL_LEFT, Trace, describe_base, meanings
 from draft_tree import DynaTree, Settings, Tree
 from engine.decoding import Step
 from gpt_neox import GPTNeoX
@@ -147,7 +147,7 @@ def test_all_that_is_dropped_is_counted() -> None:
         tree = found["tree"]
         n_run = sum(slot >= 0 for slot in tree["slots"])
         assert tree["n_dropped"] == n_run * k - (len(tree["tokens"]) - 1)
-        assert len(tree["dropped"]) == min(tree["n_dropped"], MOST_DROPPED)
+        assert len(tree["dropped"]) == min(tree["n_dropped"], MAX_DROPPED)
 
 
 def test_history_is_told_as_it_moves() -> None:
