@@ -51,6 +51,8 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
     digests: of a strict run, of which not only the ids are compared.
     """
     way = request.way
+    if request.stop:  # ar ends before it as well, but perhaps some tokens sooner
+        request = replace(request, max_new_tokens=len(written.ids))
     of_ar = Digests() if way.strict else None
     reference = tally(reference_of(request).decode(of_ar))
     ar = reference.metrics().throughput

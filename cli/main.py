@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 
@@ -147,7 +147,8 @@ def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
     try:
         stream(request, args, tally, trace, digests)
         if args.compare:
-            comparison = compare_shown(request, tally, digests)
+            comparison = compare(request, tally, digests)
+            say(describe_comparison(comparison))
         is_interrupted = False
     finally:
         if tally.ids:
@@ -160,15 +161,6 @@ def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
         return 1
     say("note: in half precision rounding decides near-ties; with --strict the ids are ar's")
     return 0
-
-
-def compare_shown(request: Request, tally: Tally, digests: Digests | None) -> Comparison:
-    """Compare what was written with ar's text, and say what was found."""
-    if request.stop:  # ar ends before it as well, but perhaps some tokens sooner
-        request = replace(request, max_new_tokens=len(tally.ids))
-    comparison = compare(request, tally, digests)
-    say(describe_comparison(comparison))
-    return comparison
 
 
 def stream(

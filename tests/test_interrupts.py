@@ -58,8 +58,9 @@ def ended(process: subprocess.Popen, number: int = signal.SIGINT) -> tuple[str, 
     return out, err
 
 
-@pytest.mark.parametrize("script", ["dynatree.py", "bench.py"])
-@pytest.mark.parametrize("at", [" torch._utils", " cli.errors"])
+@pytest.mark.parametrize(
+    ("script", "at"), [("dynatree.py", " torch._utils"), ("bench.py", " cli.errors")]
+)
 def test_while_importing(script: str, at: str) -> None:
     """A second's work, of which each line could end in a traceback."""
     with started("-X", "importtime", script) as process:
