@@ -4,7 +4,9 @@ All is computed from one table with a row for each text. A bar or point is a med
 whiskers and bands reach from the first quartile to the third: that a machine stalls now and then
 moves neither.
 
-    for ending, figure in draw(Results.load("results/main_cpu.json")).items():
+    from benchmark.results import load
+
+    for ending, figure in draw(load("results/main_cpu.jsonl")).items():
         figure.savefig(f"main_cpu{ending}.png")
 """
 
@@ -13,7 +15,6 @@ import textwrap
 import warnings
 from dataclasses import asdict
 from itertools import product
-from math import nan
 
 import matplotlib
 import pandas as pd
@@ -23,10 +24,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import LogLocator
 
-from benchmark.peers import PEERS
-from benchmark.report import caption, name_of, named, place_of
+from benchmark.cases import SYMBOLS, labels
+from benchmark.hf import HF_METHODS
+from benchmark.report import caption, named, text_frame
 from benchmark.results import Results
-from benchmark.tables import SYMBOLS
 from cli.errors import UsageError
 from cli.page import read
 from methods import METHODS
@@ -35,7 +36,7 @@ COLOURS = json.loads(read("colours.json"))  # one for a method, or a part of the
 INK, GREY, PALE = "#202020", "#8A8A8A", "#D8D8D8"
 MORE_COLOURS = sns.husl_palette(len(METHODS)).as_hex()  # of methods that somebody adds
 METHOD_COLOURS = dict(zip(METHODS, COLOURS["methods"] + MORE_COLOURS, strict=False))
-METHOD_COLOURS |= dict.fromkeys(PEERS, GREY)
+METHOD_COLOURS |= dict.fromkeys(HF_METHODS, GREY)
 STYLE = {"figure.dpi": 150, "figure.max_open_warning": 0, "grid.color": "#E4E4E4"}
 STYLE |= {"text.parse_math": False}  # a $ in a name begins no formula
 SPREAD = {"estimator": "median", "errorbar": ("pi", 50)}
@@ -49,11 +50,15 @@ SWEEP = 4  # rows of a method that make a sweep of its settings
 # Columns of the table of texts, named as their axes are
 SPEED, SPEEDUP, PROGRESS = "tokens/s", "x ar on the same prompt", "tokens per target pass"
 ACCEPTANCE, PASSES = "accepted / drafted", "draft passes for a text"
-PEAK, FLOOR, MORE = "peak MB", "weights + caches MB", "peak over ar's"
+PEAK, NEEDED, MORE = "peak MB", "weights + caches MB", "peak over ar's"
 BARS = {SPEED: "{:,.1f}", SPEEDUP: "{:.2f}x", PROGRESS: "{:.2f}"}  # and how their medians are shown
-BARS |= {PEAK: "{:,.0f}", FLOOR: "{:,.0f}", MORE: "{:+.1%}"}
+BARS |= {PEAK: "{:,.0f}", NEEDED: "{:,.0f}", MORE: "{:+.1%}"}
 BY_SIZE = {"": SPEED, "_speedup": SPEEDUP, "_progress": PROGRESS, "_acceptance": ACCEPTANCE}
 SIZES = {f"{size.replace('_', ' ')} {symbol}": size for size, symbol in SYMBOLS.items()}
+# Columns that a file may lack
+METRICS = ("end_to_end", "tokens_per_iter", "acceptance_rate", "drafted_per_iter", "draft_passes")
+METRICS += ("iterations", "peak_mb", "weights_and_caches_mb")
+COUNTS = ("depths", "calibration")
 
 
 def draw(results: Results) -> dict[str, Figure]:
@@ -72,11 +77,11 @@ def draw(results: Results) -> dict[str, Figure]:
 
 def draw_grids(results: Results) -> dict[str, sns.FacetGrid | None]:
     """The same as seaborn's grids, None where there is nothing to show. Raises UsageError."""
-    if results.table == "steps" and results.step_times:
+    if results.head.table == "steps" and results.step_times:
         return {"": staircase(results)}
-    if not results.records:
-        raise UsageError("the results file has no records yet")
-    texts = text_table(results)
+    if not results.texts:
+        raise UsageError("the results file has no texts yet")
+    texts = named_texts(results)
     found = figures_by_name(texts) if texts.name.nunique() <= CROWD else {}
     return found | {"_settings": setting_maps(results, texts)}
 
@@ -88,7 +93,7 @@ def finished(figure: Figure, results: Results) -> Figure:
         below += " Speeds include prefill."
     figure.supxlabel(wrapped(below, 18 * WIDTH), fontsize=6.5, color=INK)
     for text in figure.findobj(Text):
-        text.set_text(named(results, text.get_text()))
+        text.set_text(named(results.head, text.get_text()))
     figure.set_figheight(figure.get_figheight() + 1)  # for title and caption
     figure.set_layout_engine("constrained")
     return figure
@@ -100,33 +105,41 @@ def wrapped(text: str, width: int) -> str:
 
 def speed_of(results: Results) -> str:
     """The metric that is its speed: with prefill, if the table has the papers' reading."""
-    return "end_to_end" if "end_to_end_mean" in results.columns else "throughput"
+    return "end_to_end" if "end_to_end_mean" in results.head.columns else "throughput"
 
 
-def text_table(results: Results) -> pd.DataFrame:
-    """A row for each text: its run, and what was measured of it."""
-    found = []
-    for row in results.rows():
-        own = {"run": row.run.label, "method": row.run.method, "dataset": row.run.dataset}
-        own |= {"name": name_of(row), "place": place_of(row), "line": "", "note": ""}
-        own |= {column: getattr(row.run, size) for column, size in SIZES.items()}
-        for key, record in row.records.items():
-            counts = {kind: record.get(kind, {}) for kind in ("depths", "calibration")}
-            ar = row.baseline.get(key, {"metrics": {}})["metrics"]
-            text = measured(record["metrics"], ar, speed_of(results))
-            found.append(own | counts | {"repeat": key[1]} | text)
-    return pd.DataFrame(found)
+def named_texts(results: Results) -> pd.DataFrame:
+    """Return the frame of texts, in the order of the table's cases, with columns that are named as
+    the figures' axes are."""
+    texts = text_frame(results)
+    order = {label: i for i, label in enumerate(labels(results.head.cases))}
+    texts = texts.sort_values("label", key=lambda label: label.map(order), kind="stable")
+    texts = texts.reset_index(drop=True)
+    texts = texts.reindex(columns=list(dict.fromkeys([*texts.columns, *METRICS, *COUNTS])))
+    for kind in COUNTS:
+        texts[kind] = [found if isinstance(found, dict) else {} for found in texts[kind]]
+    speed = texts[speed_of(results)]
+    figures = {
+        SPEED: speed,
+        PROGRESS: texts.tokens_per_iter,
+        SPEEDUP: speed / of_baseline(results, texts, speed.name),
+        ACCEPTANCE: texts.acceptance_rate.where(texts.drafted_per_iter > 0),
+        PASSES: texts.draft_passes * texts.iterations,
+        PEAK: texts.peak_mb,
+        NEEDED: texts.weights_and_caches_mb,
+        MORE: texts.peak_mb / of_baseline(results, texts, "peak_mb") - 1,
+    }
+    sizes = {column: texts[name] for column, name in SIZES.items()}
+    methods = texts.row.str.partition(" ")[0]
+    return texts.assign(name=texts.row, method=methods, line="", note="", **sizes, **figures)
 
 
-def measured(metrics: dict[str, float], ar: dict[str, float], speed: str) -> dict[str, float]:
-    """What figures show of a text, beside the baseline's; nan where a figure is lacking."""
-    found = {SPEED: metrics.get(speed, nan), PROGRESS: metrics.get("tokens_per_iter", nan)}
-    found[SPEEDUP] = found[SPEED] / (ar.get(speed) or nan)
-    found[ACCEPTANCE] = metrics.get("acceptance", nan) if metrics.get("draft_nodes") else nan
-    found[PASSES] = metrics.get("draft_passes", nan) * metrics.get("iterations", nan)
-    found |= {PEAK: metrics.get("peak_mb", nan), FLOOR: metrics.get("floor_mb", nan)}
-    found[MORE] = found[PEAK] / (ar.get("peak_mb") or nan) - 1
-    return found
+def of_baseline(results: Results, texts: pd.DataFrame, metric: str) -> pd.Series:
+    """Return the baseline's metric on the same prompt, its own for the baseline itself; without
+    zeros."""
+    found = texts[f"baseline_{metric}"]
+    found = found.mask(texts.row == results.head.baseline, texts[metric])
+    return found.where(found > 0)
 
 
 def figures_by_name(texts: pd.DataFrame) -> dict[str, sns.FacetGrid | None]:
@@ -182,7 +195,7 @@ def size_lines(texts: pd.DataFrame, size: str, metric: str) -> sns.FacetGrid | N
     texts = texts.assign(line=lines)
     title = f"{metric}, by {size}: median and quartiles over texts"
     if metric == SPEED:
-        speedups = texts.groupby("run")[SPEEDUP].transform("median")
+        speedups = texts.groupby("label")[SPEEDUP].transform("median")
         texts["note"] = speedups.map("{:.2f}x".format).replace("nanx", "")
         title += "; figures: median x ar"
     grid = multiples(title, texts, size, metric)
@@ -208,7 +221,7 @@ def depth_lines(texts: pd.DataFrame, whole: str, what: str) -> sns.FacetGrid | N
 def calibration_lines(texts: pd.DataFrame) -> sns.FacetGrid | None:
     """Of the guesses that have this probability after their parent, how many are the target's best
     token there (DySpec's Figure 2, DEAGLE's Eq. 15); sampled ones are accepted otherwise."""
-    points = counted(texts[texts["temperature t"] == 0], "calibration", "matching", "drafted")
+    points = counted(texts[texts["temperature t"] == 0], "calibration", "top1_match", "drafted")
     points = points.rename(columns={"share accepted": "share right"})
     points["probability"] = (points["at"] + 0.5) / (points["at"].max() + 1)
     title = "Is a guess right as often as its draft believes? Bars: how its guesses are spread"
@@ -224,7 +237,7 @@ def counted(texts: pd.DataFrame, kind: str, part: str, whole: str) -> pd.DataFra
     """By name and index in these lists of counts: n, the sum of the wholes over all texts, and the
     share that the parts have of it, if it is FEWEST or more."""
     found = []
-    texts = texts[(texts["repeat"] == 0) | (texts["temperature t"] > 0)]  # a greedy round is as any
+    texts = texts[(texts["round"] == 0) | (texts["temperature t"] > 0)]  # a greedy round is as any
     for name, method, counts in zip(texts.name, texts.method, texts[kind], strict=True):
         for at, pair in enumerate(zip(counts.get(part, []), counts.get(whole, []), strict=False)):
             found.append((name, method, at, *pair))
@@ -294,13 +307,13 @@ def heatmap(data: pd.DataFrame, color: object) -> None:
 def sweeps(results: Results, texts: pd.DataFrame) -> pd.DataFrame:
     """Medians of the runs of each method with SWEEP runs or more at a place; beside them the value
     of the setting with most values, and the `rest` of what is set."""
-    by_label = {run.label: run for run in results.runs}
+    cases = dict(zip(labels(results.head.cases), results.head.cases, strict=True))
     found = [pd.DataFrame()]
-    texts = texts[~texts.method.isin(list(PEERS)) & texts[SPEEDUP].notna()]
-    keys = ["place", "method", "run", "name"]
+    texts = texts[~texts.method.isin(list(HF_METHODS)) & texts[SPEEDUP].notna()]
+    keys = ["place", "method", "label", "name"]
     medians = texts.groupby(keys, sort=False, as_index=False)[[SPEEDUP, PASSES]].median()
     for (place, method), runs in medians.groupby(["place", "method"], sort=False):
-        settings = [asdict(by_label[label].way.settings) for label in runs.run]  # with defaults
+        settings = [asdict(cases[label].way().settings) for label in runs.label]  # with defaults
         numbers = pd.DataFrame(settings, index=runs.index).select_dtypes("number")
         if len(runs) < SWEEP or not (numbers.nunique() > 1).any():
             continue

@@ -1,6 +1,6 @@
 """What a figure depends on besides the options: processor, versions, the code's commit, the load.
 
-machine = describe_machine(pair, models, has_peers=False)
+machine = describe_machine(pair, models, has_hf=False)
 """
 
 import os
@@ -18,12 +18,12 @@ from cli.models import Pair
 ROOT = Path(__file__).parent.parent
 
 
-def describe_machine(pair: Pair, models: dict, has_peers: bool) -> dict[str, str | int | None]:
+def describe_machine(pair: Pair, models: dict, has_hf: bool) -> dict[str, str | int | None]:
     """For the results file; models: what open_pair reports of them."""
     machine = versions() | models
     for role in ("target", "draft"):
         machine[role] = named_from_root(machine[role])
-    if has_peers:
+    if has_hf:
         machine["transformers"] = version("transformers")
     return machine | {"processor": processor(pair.target.device), "commit": revision()}
 

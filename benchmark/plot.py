@@ -1,6 +1,6 @@
 """Draw results files as PNG figures, beside each file or in another folder.
 
-    python -m benchmark.plot results/main_cpu.json  # main_cpu.png, main_cpu_depth.png, ...
+    python -m benchmark.plot results/main_cpu.jsonl  # main_cpu.png, main_cpu_depth.png, ...
 
 Which figures there are follows from what a file varies: benchmark/figures.py.
 """
@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.results import Results, write
+from benchmark.results import load
 from cli.errors import Parser, UsageError, run_command_line, shown
 from engine.checkpoint import first_line
+from engine.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +32,11 @@ def execute(args: argparse.Namespace) -> int:
     for path, figure in drawn(args.files, args.output).items():
         content = io.BytesIO()
         figure.savefig(content, format="png")
-        write(path, content.getvalue())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content.getvalue())
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
         print(shown(str(path)))
     return 0
 
@@ -46,7 +51,7 @@ def drawn(files: Sequence[str], output: str | None) -> dict[Path, "Figure"]:
         raise UsageError(f"{what} ({first_line(error)})") from error
     found = {}
     for name in files:
-        for ending, figure in figures.draw(Results.load(name)).items():
+        for ending, figure in figures.draw(load(name)).items():
             path = Path(output or Path(name).parent) / f"{Path(name).stem}{ending}.png"
             if path in found:
                 what = f"{path} is to be a figure of {name}, and of another file"

@@ -11,12 +11,12 @@ Our own are short. Where a length is asked for that they have not, the target ca
     prompts = lengthened(prompts, pair, n_tokens=800)
 """
 
+import json
 import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from tokenizers import Tokenizer
 
 from benchmark.pg19 import fetch_opening, list_books
@@ -24,7 +24,7 @@ from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair, Request, encode
 from engine.checkpoint import CheckpointError
-from engine.foreign import ForeignFile, parse_json, read_text
+from engine.foreign import ForeignFile, read_text
 from engine.hub import hub_client
 from engine.way import Way
 from methods.sampler import Sampling
@@ -41,18 +41,6 @@ SCRIPT_TEXTS = 10
 BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, ValueError)
 MAX_BYTES = 2**24  # of a file of prompts, which the tokenizer reads in some 15 seconds
 SHORTEST = 200  # characters of a paragraph; shorter ones say too little to go on from
-
-
-class Line(msgspec.Struct):
-    """A line of a .jsonl file; other keys are left out."""
-
-    prompt: str = ""
-    turns: list[str] = []  # of MT-bench and Spec-Bench; the first is the prompt
-
-    def __post_init__(self) -> None:
-        self.prompt = self.prompt or "".join(self.turns[:1])
-        if not self.prompt:
-            raise ValueError("it has no `prompt` and no `turns`, or they are empty")
 
 
 def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]:
@@ -84,7 +72,7 @@ def read_prompts(file: Path) -> list[str]:
         if file.suffix.lower() == ".jsonl":
             what = "line"
             lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-            texts = [parse_json(line, f"{file}, line {n}", Line).prompt for n, line in lines]
+            texts = [prompt_of(line, f"{file}, line {n}") for n, line in lines]
         else:
             what = f"paragraph of {SHORTEST} characters or more"
             texts = paragraphs(text)
@@ -93,6 +81,21 @@ def read_prompts(file: Path) -> list[str]:
     if not texts:
         raise UsageError(f"{file} has no {what} to use as a prompt")
     return texts
+
+
+def prompt_of(line: str, where: str) -> str:
+    """Return the prompt in a line of a .jsonl file: its "prompt" or, as MT-bench and Spec-Bench
+    have it, the first of its "turns". Raises ForeignFile."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ForeignFile(f"{where} is not JSON: {error}") from error
+    found = found if isinstance(found, dict) else {}
+    turns = found.get("turns")
+    prompt = found.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
+    if not isinstance(prompt, str) or not prompt:
+        raise ForeignFile(f"{where} has no text as `prompt` or as the first of its `turns`")
+    return prompt
 
 
 def paragraphs(text: str) -> list[str]:

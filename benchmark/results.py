@@ -1,325 +1,324 @@
-"""Results files: what a benchmark leaves behind, one JSON object per file.
+"""Results files: one JSON object per line, first what is measured, then a line for each text.
 
-What was measured on what, and one record for every text. Everything shown, on the terminal, in the
-documents or as a figure, is computed from the file alone. A file may be anybody's: its format, its
-keys and their types and ranges are checked by the declarations below.
+Lines are only added. So an interrupted file is gone on with by adding what it lacks, and
+`pandas.read_json(file, lines=True)` reads it. docs/results.md lists what the lines hold.
 
-    results = Results.load("results/main_cpu.json")
-    for row in results.rows():
-        print(row.run.label, row.median("throughput"))
+    results = load("results/main_cpu.jsonl")
+    results.head.machine["processor"]
+    [text["throughput"] for text in results.texts.values() if text["row"] == "dynatree"]
+
+A file may come from anybody: `load` checks every line and raises UsageError with one line of text.
 """
 
-import statistics
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired, TypedDict
+from types import UnionType
+from typing import NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-import msgspec
-from msgspec import Meta
-
-from benchmark.peers import PEERS
+from benchmark.cases import SYMBOLS, Case
 from benchmark.step_times import StepTimes
 from cli.errors import UsageError
-from engine.files import write_whole
-from engine.foreign import ForeignFile, read_json
-from engine.way import Way, read_way
+from engine.foreign import ForeignFile, read_bytes
 
-FORMAT = 4  # of the file; another number is refused
-LIMIT = 2**28  # bytes of a file, some 400,000 texts
-LARGE = 10**12  # past any figure; what is divided and drawn stays far from where floats end
-NEEDED = {  # what is shown of every table
-    "machine": "target draft dtype processor torch python commit threads",
-    "sizes": "prompt_tokens new_tokens temperature",
+FORMAT = 5  # of the files; others are refused
+MAX_BYTES = 2**28  # of a file, some 400,000 texts
+MAX_NUMBER = 10**12  # beyond any figure, and far below where sums of squares overflow
+CASE = ("row", "dataset", *SYMBOLS)  # which case a text is of
+KEY = (*CASE, "prompt", "round")  # which text it is
+CAPTIONED = ("target", "draft", "dtype", "processor", "threads", "torch", "python", "commit")
+
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+Key = tuple[str | int | float, ...]  # the values of KEY
+Text = dict[str, Json]  # a line of a text
+COLUMNS = {  # the columns of a text and their types; every other column is a metric, a float
+    "row": str,
+    "dataset": str,
+    "prompt_tokens": int,
+    "new_tokens": int,
+    "temperature": float,
+    "prompt": int,  # index among its dataset's prompts
+    "round": int,
+    "ids": list[int],
+    "ids_digest": str,
+    "depths": dict[str, list[int]],
+    "calibration": dict[str, list[int]],
 }
-UNTOLD = ("acceptance", "matching", "draft_nodes", "draft_passes")  # by transformers
-UNTOLD += ("draft_ms", "verify_ms", "other_ms")
-
-Count = Annotated[int, Meta(ge=0, le=LARGE)]
-Size = Annotated[int, Meta(ge=1, le=LARGE)]
-Temperature = Annotated[float, Meta(ge=0, le=LARGE)]  # 0 is greedy
-Figure = Annotated[int, Meta(ge=-LARGE, le=LARGE)] | Annotated[float, Meta(ge=-LARGE, le=LARGE)]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What decides a table's figures: bench.py's options but those about the call alone."""
+class Head:
+    """The first line of a results file: what is measured, and on what."""
 
-    table: str = "main"
-    methods: str | None = None
-    columns: str | None = None
-    peers: bool | None = False  # None, in older files: of no row
-    baseline: str | None = None  # row of the speed-ups; None: ar
-    dataset: str | None = None
-    prompts: str | None = None
-    unfetched: tuple[str, ...] = ()  # datasets of the table's, for which our own prompts stand in
-    n_prompts: Size | None = None
-    prompt_tokens: tuple[Size, ...] | None = None
-    new_tokens: tuple[Size, ...] | None = None
-    temperature: tuple[float, ...] | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    repeats: Annotated[int, Meta(ge=1, le=10_000)] = 1
-    pair: str | None = None  # a name for a target and a draft
-    target: str | None = None
-    draft: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    draft_dtype: str | None = None
-    threads: int | None = None
-    no_graphs: bool = False
+    format: int
+    table: str
+    title: str  # of a paper's table: which it is, and what is different here
+    columns: list[str]
+    options: dict[str, str | int | float | bool | list[int] | list[float]]  # of the command line
+    unfetched: list[str]  # the table's datasets for which our own prompts stand in
+    machine: dict[str, str | int | None]  # versions, processor, models, dtypes, threads, commit
+    load_before: float | None  # mean number of running processes, in the minute before
+    n_prompts: dict[str, int]  # by dataset
+    prompts: str  # whose they are, in words
+    prompts_sha256: str
+    cases: list[Case]
+
+    @property
+    def baseline(self) -> str:
+        """The row that speed-ups are over."""
+        return str(self.options.get("baseline", "ar"))
+
+    @property
+    def n_rounds(self) -> int:
+        return int(self.options.get("repeats", 1))
+
+    @property
+    def n_texts(self) -> int:
+        """The number of texts of a finished table."""
+        return self.n_rounds * sum(self.n_prompts[case.dataset] for case in self.cases)
 
 
 @dataclass(frozen=True)
-class Run:
-    """One row of a table: a method with its settings, on prompts and limits of one size."""
+class Difference:
+    """Where a greedy text differs from its reference's."""
 
-    label: str  # unique in its table
-    row: str  # words of engine.way.read_way, or the name of a peer
-    prompt_tokens: Count
-    new_tokens: Count
-    temperature: Temperature
-    baseline: str  # label of the run that it is compared with, on the same prompts and limits
-    reference: str = ""  # label of the run whose ids are to be its own; the baseline if empty
-    dataset: str = ""  # of its prompts
-    # Of the draft; None: none of its own, or no effect
-    draft_temperature: Temperature | None = None
-    is_drawn: bool = False  # guesses of greedy text, too
-    published: dict[str, str] = field(default_factory=dict)  # by column: a paper's own figure
-
-    @property
-    def method(self) -> str:
-        """Or peer."""
-        return self.row.partition(" ")[0]
-
-    @property
-    def is_peer(self) -> bool:
-        return self.method in PEERS
-
-    @property
-    def way(self) -> Way:
-        """How it is written but for its sampling; of no peer. Raises ValueError for a row of a file
-        that this version cannot write."""
-        return read_way(*self.row.split())
-
-    def says(self, word: str) -> bool:
-        """Whether its row has a word that begins so."""
-        return any(found.startswith(word) for found in self.row.split())
-
-
-class Difference(TypedDict):
-    """Where a text leaves its reference's."""
-
-    at: Count  # index of the token
-    gap: Figure | None  # the target's top-2 gap there in float32; None if that does not fit
-    is_tie: bool
-
-
-class Record(TypedDict):
-    """One text: a run on a prompt, in one of the rounds over all prompts."""
-
-    run: str  # its label
-    prompt: Count  # index among its dataset's
-    repeat: Count  # the round
-    metrics: dict[str, Figure]  # of cli/metrics.py, or of the memory table
-    ids_at: Count  # where its ids stand in the file's `token_ids`
-    depths: NotRequired[dict[str, list[Count]]]  # as counts.count_depths
-    calibration: NotRequired[dict[str, list[Count]]]  # as counts.count_calibration
-    predicted_ms: NotRequired[Figure]  # what its forwards alone would take
-    difference: NotRequired[Difference]
-
-
-Texts = dict[tuple[int, int], Record]  # of one run, by prompt and round
-
-
-class Prompts(TypedDict):
-    """Whose prompts, how many, and what tells them from any others."""
-
+    row: str
     dataset: str
-    n: Count
-    sha256: NotRequired[str]
+    prompt_tokens: int
+    new_tokens: int
+    temperature: float
+    prompt: int
+    round: int
+    at: int  # index of the first token that differs
+    gap: float | None  # top-2 logit gap of the target there, in float32; None if out of memory
 
 
 @dataclass
 class Results:
-    """A results file."""
+    """The content of a results file."""
 
-    format: Literal[FORMAT]
-    table: str
-    columns: list[str]
-    options: Options
-    machine: dict[str, str | int | None]  # versions, processor, models, dtypes, threads, commit
-    prompts: Prompts
-    sizes: dict[str, list[Size | Temperature]]  # every value of prompt_tokens, new_tokens, ...
-    runs: list[Run]
-    setup_s: dict[str, Figure] = field(default_factory=dict)  # by label: loading and warming up
+    head: Head
+    texts: dict[Key, Text] = field(default_factory=dict)
+    differences: dict[Key, Difference] = field(default_factory=dict)
     step_times: StepTimes | None = None
-    is_memory: bool = False  # peak memory was measured, and no speed
-    title: str = ""  # of a paper's table: which it is, and what is different here
-    load_before: Figure | None = None  # as one_minute_load has it
-    n_texts: Count = 0  # that it has when it is done
-    token_ids: list[list[Count]] = field(default_factory=list)  # every greedy text, equal ones once
-    records: list[Record] = field(default_factory=list)
+    ids: dict[str, list[int]] = field(default_factory=dict)  # of greedy texts, by digest
+    n_bytes: int = 0  # of the whole lines in the file
 
-    @classmethod
-    def load(cls, file: str | Path) -> "Results":
-        """A file's checked content. Raises UsageError: not there, not a results file, or one of
-        another format."""
-        try:
-            found = read_json(Path(file), cls, LIMIT)
-        except ForeignFile as error:
-            raise UsageError(f"not a results file of format {FORMAT}: {error}") from error
-        found.require_sense(str(file))
-        return found
-
-    def require_sense(self, where: str) -> None:
-        """Raise UsageError unless what is shown of every table is there, each run has a label of
-        its own and a row that can be read, and all else names one of the runs."""
-        for name, keys in NEEDED.items():
-            lacking = set(keys.split()) - getattr(self, name).keys()
-            if lacking:
-                raise UsageError(f"{where}: {name} has no {', '.join(sorted(lacking))}")
-        labels = {run.label for run in self.runs}
-        named = {record["run"] for record in self.records}
-        for run in self.runs:
-            named |= {run.baseline, run.reference or run.baseline}
-            if not run.is_peer:
-                try:
-                    read_way(*run.row.split())
-                except ValueError as error:
-                    raise UsageError(f"{where} has a row {run.row!r}: {error}") from error
-        if named - labels:
-            raise UsageError(f"{where} speaks of {min(named - labels)!r}, which is no run of it")
-        if len(labels) < len(self.runs):
-            raise UsageError(f"{where} has two runs of one label")
-        n_different = len({tuple(ids) for ids in self.token_ids})
-        last = max((record["ids_at"] for record in self.records), default=-1)
-        if n_different < len(self.token_ids) or last >= n_different:
-            raise UsageError(f"{where}: a text stands twice in token_ids, or is not there")
-
-    def place_of(self, ids: list[int]) -> int:
-        """Where a text's ids stand among `token_ids`, which has them from then on."""
-        if ids not in self.token_ids:
-            self.token_ids.append(ids)
-        return self.token_ids.index(ids)
-
-    def save(self, file: Path) -> None:
-        """Write all at once or not at all, a record a line, a text's ids too. Raises UsageError."""
-        content = msgspec.json.encode(replace(self, token_ids=[], records=[]))
-        content = msgspec.json.format(content, indent=1)
-        for name in ("token_ids", "records"):
-            lines = b",\n".join(msgspec.json.encode(one) for one in getattr(self, name))
-            before, key, after = content.partition(f'"{name}": ['.encode())
-            content = before + key + b"\n" + lines + b"\n" + after
-        write(file, content + b"\n")
+    def __post_init__(self) -> None:
+        self.case_keys = {case.key for case in self.head.cases}
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything in it was measured."""
-        return bool(self.records or self.step_times)
+        """Whether anything was measured."""
+        return bool(self.texts or self.step_times)
 
     @property
-    def lacks_step_times(self) -> bool:
-        """Whether it is to have the times of single forwards, and has not."""
-        is_timed = self.table == "steps" or "predicted" in self.columns
-        return is_timed and not self.is_memory and not self.step_times
+    def n_lacking(self) -> int:
+        return self.head.n_texts - len(self.texts)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether every text is its reference's that had to be: a strict one, and in float32 any
-        but for near-ties."""
-        is_float32 = self.machine["dtype"] == "float32"
-        return not any(
-            row.run.says("strict") or (is_float32 and not record["difference"]["is_tie"])
-            for row in self.rows()
-            for record, _ in row.differing()
-        )
+    def add(self, line: Json) -> None:
+        """Add what a line after the head says. Raises ValueError if it says what it may not."""
+        match line:
+            case {"head": _}:
+                raise ValueError("a second head, as if two files had been joined")
+            case {"step_times": found}:
+                require(self.step_times is None, "step_times stand twice")
+                self.step_times = read_as(StepTimes, found, "step_times")
+                self.step_times.require_sense()
+            case {"difference": found}:
+                difference = read_as(Difference, found, "difference")
+                key = key_of(asdict(difference))
+                require(key in self.texts, "the text of this difference is not above")
+                self.differences[key] = difference
+            case dict():
+                self.add_text(line)
+            case _:
+                raise ValueError("it is no JSON object")
 
-    def rows(self) -> list["Row"]:
-        """The runs that have records, in the table's order."""
-        by_run: dict[str, Texts] = {run.label: {} for run in self.runs}
-        for record in self.records:
-            by_run[record["run"]][record["prompt"], record["repeat"]] = record
-        found = []
-        for run in self.runs:
-            reference = by_run[run.reference or run.baseline]
-            texts = by_run[run.label], by_run[run.baseline], reference
-            found.append(Row(run, *texts, self.setup_s.get(run.label)))
-        return [row for row in found if row.records]
+    def add_text(self, text: Text) -> None:
+        """Add a text. Raises ValueError if it is not one of the table's, or stands twice."""
+        for name in KEY:
+            require(name in text, f"it has no {name}")
+        for name, value in text.items():
+            kind = COLUMNS.get(name, float)
+            require(is_of(value, kind), f"{name} is {short(value)}, it must be {kind_words(kind)}")
+        row, dataset, *_, prompt, round_index = key = key_of(text)
+        require(key[: len(CASE)] in self.case_keys, f"{row!r} at this size is no case of the head")
+        n_prompts = self.head.n_prompts[dataset]
+        require(prompt < n_prompts, f"prompt is {prompt}, and {dataset} has {n_prompts} prompts")
+        require(round_index < self.head.n_rounds, f"round is {round_index} of {self.head.n_rounds}")
+        require(key not in self.texts, f"the text of {row!r}, prompt {prompt} stands twice")
+        if not text["temperature"]:
+            require("ids_digest" in text, "a greedy text has no ids_digest")
+        if "ids" in text:
+            require(digest_of(text["ids"]) == text["ids_digest"], "ids_digest is of other ids")
+            self.ids[text["ids_digest"]] = text["ids"]
+        self.texts[key] = text
+
+    def columns_of_ids(self, ids: list[int]) -> Text:
+        """Return what the line of a greedy text says of its ids: a digest and, if no line above has
+        them, the ids."""
+        digest = digest_of(ids)
+        return {"ids_digest": digest} | ({} if digest in self.ids else {"ids": ids})
 
 
-def write(file: Path, content: bytes | str) -> None:
-    """Write a file whole or not at all, its folder made if there is none. Raises UsageError."""
+def key_of(text: Text) -> Key:
+    return tuple(text[name] for name in KEY)
+
+
+def digest_of(ids: Sequence[int]) -> str:
+    """Return 16 hexadecimal digits that tell these ids from others."""
+    return hashlib.sha256(repr(list(ids)).encode()).hexdigest()[:16]
+
+
+def load(file: str | Path) -> Results:
+    """Return the content of a results file. A last line that was cut off is left out. Raises
+    UsageError."""
+    try:
+        content = read_bytes(Path(file), MAX_BYTES)
+    except ForeignFile as error:
+        raise UsageError(f"not a results file: {error}") from error
+    whole, _, _ = content.rpartition(b"\n")
+    results = None
+    for n, line in enumerate(whole.split(b"\n"), start=1):
+        try:
+            found = json.loads(line, parse_constant=refuse_constant)
+            if results is None:
+                results = Results(read_head(found))
+            else:
+                results.add(found)
+        except (ValueError, RecursionError) as error:
+            what = f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+            hint = "" if results else f" (not a results file of format {FORMAT})"
+            raise UsageError(f"{file}, line {n}: {what}{hint}") from error
+    results.n_bytes = len(whole) + 1
+    return results
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and infinities, which Python reads and JSON does not have."""
+    raise ValueError(f"{name} is no number")
+
+
+def read_head(line: Json) -> Head:
+    """Return the first line of a file. Raises ValueError."""
+    found = line.get("head") if isinstance(line, dict) else None
+    require(isinstance(found, dict), "it is no head")
+    require(found.get("format") == FORMAT, f"format is {short(found.get('format'))}, not {FORMAT}")
+    require(isinstance(found.get("cases"), list), "head has no list of cases")
+    cases = [read_as(Case, case, "a case") for case in found["cases"]]
+    head = read_as(Head, found | {"cases": cases}, "head")
+    for name in CAPTIONED:
+        require(name in head.machine, f"machine has no {name}")
+    require(len({case.key for case in cases}) == len(cases), "a case stands twice")
+    for case in cases:
+        require(case.dataset in head.n_prompts, f"n_prompts has no {case.dataset!r}")
+        if not case.is_hf:
+            case.way()
+    require(is_of(head.options.get("repeats", 1), int), "repeats is no whole number")
+    return head
+
+
+def read_as(kind: type[T], found: Json, what: str) -> T:
+    """Return a dataclass with the values of a JSON object; other keys are left out. Raises
+    ValueError naming the key that is missing or has another type."""
+    require(isinstance(found, dict), f"{what} is no JSON object")
+    types = get_type_hints(kind)
+    for each in fields(kind):
+        is_needed = each.default is MISSING and each.default_factory is MISSING
+        require(each.name in found or not is_needed, f"{what} has no {each.name}")
+        if each.name in found:
+            value, expected = found[each.name], types[each.name]
+            words = f"{short(value)}, it must be {kind_words(expected)}"
+            require(is_of(value, expected), f"{each.name} of {what} is {words}")
+    return kind(**{name: found[name] for name in types if name in found})
+
+
+def is_of(value: object, kind: object) -> bool:
+    """Whether a JSON value is of a type. Whole numbers are 0 or more, no number is beyond any
+    figure."""
+    inner = get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(is_of(value, one) for one in inner)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(is_of(item, inner[0]) for item in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(is_of(item, inner[1]) for item in value.values())
+    if kind in (int, float):
+        is_number = isinstance(value, int if kind is int else int | float)
+        least = 0 if kind is int else -MAX_NUMBER
+        return is_number and not isinstance(value, bool) and least <= value <= MAX_NUMBER
+    return isinstance(value, kind)
+
+
+def kind_words(kind: object) -> str:
+    words = {str: "text", int: "a whole number from 0 on", float: "a number"}
+    return words.get(kind) or str(kind)
+
+
+def short(value: object) -> str:
+    """Return a value as an error message shows it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def require(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise ValueError(message)
+
+
+@contextmanager
+def new_file(file: Path) -> Iterator[None]:
+    """Make a file, which must not exist, and its folder; remove the file if it is still empty at
+    the end. Raises UsageError."""
+    if os.path.lexists(file):
+        raise UsageError(f"{file} exists already; name another, or go on with it (--resume)")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content)
+        file.open("x").close()  # which fails if another run has made it meanwhile
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        if file.exists() and not file.stat().st_size:
+            file.unlink()
 
 
-def key_of(record: Record) -> tuple[str, int, int]:
-    """Which text it is of."""
-    return record["run"], record["prompt"], record["repeat"]
+class Writer:
+    """Adds lines to a results file, and to its content in memory.
 
+    Two runs cannot mix their lines: each knows how long the file is, and ends with an error if
+    somebody else has written to it.
+    """
 
-@dataclass(frozen=True)
-class Row:
-    """One run's records, and on the same prompts ar's and those of its reference."""
+    def __init__(self, file: Path, results: Results):
+        self.file, self.results = file, results
 
-    run: Run
-    records: Texts
-    baseline: Texts
-    reference: Texts
-    setup_s: float | None
+    def cut(self) -> None:
+        """Remove a last line that was cut off."""
+        if self.results.n_bytes:
+            os.truncate(self.file, self.results.n_bytes)
 
-    def values(self, name: str) -> list[float]:
-        """One metric of every text; none if some lack it, as if transformers does not tell it."""
-        found = [record["metrics"].get(name) for record in self.records.values()]
-        return [] if None in found or (self.run.is_peer and name in UNTOLD) else found
+    def add(self, line: Json) -> None:
+        """Add a line; before the first one, the head. Raises UsageError."""
+        if not self.results.n_bytes:
+            self.append({"head": asdict(self.results.head)})
+        self.append(line)
+        self.results.add(line)
 
-    def median(self, name: str) -> float | None:
-        """Median over prompts of one metric; None if this table does not measure it."""
-        found = self.values(name)
-        return statistics.median(found) if found else None
-
-    def beside(self, others: Texts) -> list[tuple[Record, Record]]:
-        """Records, each with another run's on the same prompt and in the same round; none for a run
-        beside itself, as for ar beside `baseline`."""
-        if others is self.records:
-            return []
-        return [(record, others[key]) for key, record in self.records.items() if key in others]
-
-    @cached_property
-    def speedups(self) -> list[float]:
-        """Throughput / ar's on the same prompt; none if the table does not measure it."""
-        found = []
-        for record, ar in self.beside(self.baseline):
-            ours = record["metrics"].get("throughput")
-            theirs = ar["metrics"].get("throughput")
-            if ours and theirs:  # 0 of a text of one token, which no pass follows
-                found.append(ours / theirs)
-        return found
-
-    @property
-    def speedup(self) -> float:
-        """Median over prompts of throughput / ar's throughput on the same prompt."""
-        return statistics.median(self.speedups)
-
-    def ratio(self, name: str) -> float | None:
-        """The mean of one metric / the baseline's mean on the same prompts, as the papers' authors
-        compute speed-ups; None if there is none."""
-        sums = [0.0, 0.0]
-        for pair in self.beside(self.baseline):
-            found = [record["metrics"].get(name) for record in pair]
-            if None in found:
-                return None
-            sums = [total + value for total, value in zip(sums, found, strict=True)]
-        return sums[0] / sums[1] if all(sums) else None
-
-    def compared(self) -> list[tuple[Record, Record]]:
-        """Records whose ids are to be the reference's, each with it; none if sampled."""
-        return [] if self.run.temperature else self.beside(self.reference)
-
-    def differing(self) -> list[tuple[Record, Record]]:
-        """Of the compared ones, those whose ids are not the reference's."""
-        return [pair for pair in self.compared() if pair[0]["ids_at"] != pair[1]["ids_at"]]
+    def append(self, line: Json) -> None:
+        content = json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        try:
+            if self.file.stat().st_size != self.results.n_bytes:
+                raise UsageError(f"another run writes to {self.file}: let it end, then --resume")
+            with self.file.open("ab") as file:
+                file.write(content)
+        except OSError as error:
+            raise UsageError(f"{self.file} cannot be written: {error.strerror}") from error
+        self.results.n_bytes += len(content)

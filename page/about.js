@@ -31,7 +31,9 @@ function totals() {
     found.push([metrics.tokens_per_iter.toFixed(2), "tokens / iteration"]);
     found.push([metrics.throughput.toFixed(1), "tokens / s"]);
   }
-  if (metrics.draft_nodes) found.push([`${Math.round(100 * metrics.acceptance)} %`, "accepted"]);
+  if (metrics.drafted_per_iter) {
+    found.push([`${Math.round(100 * metrics.acceptance_rate)} %`, "accepted"]);
+  }
   if (compare) {
     found.push([`${compare.speedup.toFixed(2)}×`, `ar (${compare.ar_throughput.toFixed(1)} / s)`]);
     found.push(verdict(compare));

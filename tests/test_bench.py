@@ -1,32 +1,35 @@
 """bench.py: every table end to end, fairness, exactness, resuming, and mistakes."""
 
+import argparse
 import functools
+import io
+import json
 import math
 import os
 import re
 import shlex
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, Captured, error_line, random_model
 from test_observing import Watching
+from test_results import difference_of, head_of, written
 
 import bench
-from bench import Bench, Text, main
+from bench import Bench, Turn, main
 from benchmark import enlarged
-from benchmark.opening import open_table
-from benchmark.report import table_cells
-from benchmark.results import FORMAT, Options, Results, key_of
-from benchmark.rows import choose_runs, parse_run, way_of
+from benchmark.cases import TABLES, Case, Part, choose_cases, labels
+from benchmark.opening import OpenTable, open_table, with_columns
+from benchmark.options import build_parser
+from benchmark.report import table_cells, text_frame
+from benchmark.results import Results, Text, digest_of, key_of, load
 from benchmark.step_times import measure_step_times
-from benchmark.tables import TABLES, Part, Table, with_controls
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair
 from engine.checkpoint import read_config
 from engine.decoding import Step
-from engine.files import locked
 from engine.memory import OutOfMemory
 from engine.streaming import Window
 from engine.way import Way
@@ -41,9 +44,9 @@ BRIEF = QUICK + ["--columns", "exact", "--methods", "ar,linear"]
 
 @pytest.fixture(autouse=True)
 def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single forwards are timed once; what is made of the times, more often, is tested apart."""
+    """Single passes are timed once; what is made of the times, more often, is tested apart."""
     quick = functools.partial(measure_step_times, n_rounds=1)
-    monkeypatch.setattr("benchmark.counts.measure_step_times", quick)
+    monkeypatch.setattr(bench, "measure_step_times", quick)
 
 
 def run_bench(capsys: Captured, file: Path, *arguments: str) -> tuple[Results, str]:
@@ -51,7 +54,26 @@ def run_bench(capsys: Captured, file: Path, *arguments: str) -> tuple[Results, s
     status = main(list(arguments) + ["--output", str(file)])
     captured = capsys.readouterr()
     assert status == 0, captured.err
-    return Results.load(file), captured.out
+    return load(file), captured.out
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return build_parser().parse_args(words)
+
+
+def cases_of(part: Part, *words: str) -> list[Case]:
+    return choose_cases([part], parse(*words))
+
+
+def bench_of(
+    pair: Pair, cases: list[Case], prompts: list[list[int]], folder: Path, *columns: str
+) -> Bench:
+    """A table of these cases that is about to be measured."""
+    head = head_of(cases, n_prompts=len(prompts), columns=list(columns))
+    table = OpenTable(head, parse(), pair, {"builtin": prompts}, step_context=2, is_memory=False)
+    file = folder / "r.jsonl"
+    file.touch()
+    return Bench(table, Results(head), file)
 
 
 SEVERAL = "linear,dynatree,dyspec,recycle,auto"
@@ -68,31 +90,33 @@ SMALL = {  # what makes a table quick, beside QUICK
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_table(table: str, capsys: Captured, tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
+    file = tmp_path / "r.jsonl"
     options = ["--table", table] + QUICK + SMALL.get(table, [])
     results, printed = run_bench(capsys, file, *options)
-    assert len(results.records) == len(results.runs) * results.prompts["n"]
-    for row in results.rows():
-        assert len(row.records) == results.prompts["n"] and row.run.label in printed
-        assert row.differing() == []
-        for record in row.records.values():
-            ids = results.token_ids[record["ids_at"]]
-            assert len(ids) == (0 if row.run.temperature else row.run.new_tokens)
-            assert all(math.isfinite(value) for value in record["metrics"].values())
+    head = results.head
+    assert len(results.texts) == head.n_texts == len(head.cases) * sum(head.n_prompts.values())
+    if results.texts:
+        texts = text_frame(results)
+        assert all(label in printed for label in texts.label) and not texts.is_different.any()
+    for text in results.texts.values():
+        ids = results.ids.get(text.get("ids_digest"), [])
+        assert len(ids) == (0 if text["temperature"] else text["new_tokens"])
+        assert ("setup_s" in text) == (table != "memory")
+        assert all(math.isfinite(value) for value in text.values() if isinstance(value, float))
     assert all(len(line) <= 80 for line in printed.splitlines())
     if table == "steps":
         assert results.step_times.rows == [1, 2, 4, 8, 16, 32, 64, 128]
     if hasattr(os, "getloadavg"):
-        assert f"load {results.load_before:.2f} as it began" in " ".join(printed.split())
-    assert results.machine["commit"] and bool(results.setup_s) == (table not in ("steps", "memory"))
+        assert f"load {head.load_before:.2f} as it began" in " ".join(printed.split())
+    assert head.machine["commit"]
     assert main(["--show", str(file)]) == 0
     assert capsys.readouterr().out == printed
 
 
-def test_runs_take_turns_and_every_text_has_a_seed(
+def test_cases_take_turns_and_every_text_has_a_seed(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All runs on a prompt before the next, each time another one first; the seed is another for
+    """All cases on a prompt before the next, each time another one first; the seed is another for
     every prompt and round, and the same for every method and call. Of sampled texts no ids
     are kept, as none is held against another."""
     written = []
@@ -103,8 +127,8 @@ def test_runs_take_turns_and_every_text_has_a_seed(
 
     monkeypatch.setattr(bench, "token_ids", note)
     few = QUICK + ["--methods", "ar,linear,fixed", "--temperature", "1", "--columns", "exact"]
-    results, _ = run_bench(capsys, tmp_path / "a.json", *few, "--repeats", "2")
-    order = [f"{r['repeat']} {r['prompt']} {r['run']}" for r in results.records]
+    results, _ = run_bench(capsys, tmp_path / "a.jsonl", *few, "--repeats", "2")
+    order = [f"{r['round']} {r['prompt']} {r['row']}" for r in results.texts.values()]
     assert order == [
         *("0 0 ar", "0 0 linear", "0 0 fixed"),
         *("0 1 linear", "0 1 fixed", "0 1 ar"),
@@ -113,10 +137,11 @@ def test_runs_take_turns_and_every_text_has_a_seed(
     ]
     of_ar = {str(written[i]) for i, text in enumerate(order) if text.endswith(" ar")}
     assert len(of_ar) == 4, "two prompts, two rounds"
-    assert results.token_ids == [[]] and "calibration" not in results.records[1]
-    run_bench(capsys, tmp_path / "b.json", *few)
+    kept = {name for text in results.texts.values() for name in text}
+    assert not results.ids and not kept & {"ids", "ids_digest", "calibration"}
+    run_bench(capsys, tmp_path / "b.jsonl", *few)
     assert written[12:] == written[:6]
-    run_bench(capsys, tmp_path / "c.json", *few, "--seed", "7")
+    run_bench(capsys, tmp_path / "c.jsonl", *few, "--seed", "7")
     assert written[18:] != written[:6]
 
 
@@ -139,14 +164,14 @@ def test_what_ends_a_table_keeps_what_is_done(
 ) -> None:
     """It is shown, and the command that is printed goes on with it, whatever the file's name."""
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "-my results.json"
+    file = tmp_path / "-my results.jsonl"
     options = BRIEF + ["--repeats", "2"]
     real = Bench.measure
 
-    def measure(self: Bench, text: Text) -> dict:
-        if len(self.results.records) == n - 1:
+    def measure(self: Bench, turn: Turn) -> Text:
+        if len(self.results.texts) == n - 1:
             raise error
-        return real(self, text)
+        return real(self, turn)
 
     with monkeypatch.context() as patch:
         patch.setattr(Bench, "measure", measure)
@@ -157,17 +182,17 @@ def test_what_ends_a_table_keeps_what_is_done(
     if n == 1:
         assert list(tmp_path.iterdir()) == [], "nothing was measured, and nothing is left"
         return
-    done = Results.load(file).records
+    done = list(load(file).texts.values())
     assert len(done) == n - 1
     line = next(line for line in captured.err.splitlines() if "to go on: " in line)
     python, script, *words = shlex.split(line.partition("to go on: ")[2])
     assert python == "python" and Path(script).resolve() == Path(bench.__file__).resolve()
     assert main(words) == 0
-    resumed = Results.load(file)
-    whole, _ = run_bench(capsys, tmp_path / "whole.json", *options)
-    assert resumed.records[: n - 1] == done and resumed.token_ids == whole.token_ids
-    assert [key_of(r) for r in resumed.records] == [key_of(r) for r in whole.records]
-    assert main(words) == 0 and Results.load(file) == resumed, "nothing is measured again"
+    resumed = load(file)
+    whole, _ = run_bench(capsys, tmp_path / "whole.jsonl", *options)
+    assert list(resumed.texts.values())[: n - 1] == done and resumed.ids == whole.ids
+    assert list(resumed.texts) == list(whole.texts)
+    assert main(words) == 0 and load(file) == resumed, "nothing is measured again"
 
 
 def test_a_table_goes_on_in_another_folder(
@@ -177,92 +202,173 @@ def test_a_table_goes_on_in_another_folder(
     monkeypatch.chdir(tmp_path)
     Path("p.jsonl").write_text('{"prompt": "One text"}\n')
     models = ["--target", os.path.relpath(DRAFT), "--draft", os.path.relpath(DRAFT)]
-    file = tmp_path / "r.json"
+    file = tmp_path / "r.jsonl"
     run_bench(capsys, file, *BRIEF, *models, "--prompts", "p.jsonl")
     Path("below").mkdir()
     monkeypatch.chdir("below")
     assert main(["--resume", str(file)]) == 0
-    assert Results.load(file).machine["draft"] == str(Path("models", "tiny", "draft"))
+    assert load(file).head.machine["draft"] == str(Path("models", "tiny", "draft"))
 
 
 def test_a_full_disk_keeps_the_file_and_shows_the_table(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    left = [os.replace] * 2
+    """Of the third text half a line is left, which --resume takes away."""
+    file = tmp_path / "r.jsonl"
+    real = Path.open
 
-    def replace(draft: Path, place: Path) -> None:
-        if not left:
-            raise OSError(28, "No space left on device")
-        left.pop()(draft, place)
+    class Disk(io.BytesIO):
+        def write(self, content: bytes) -> int:
+            is_full = file.read_bytes().count(b"\n") == 3
+            with real(file, "ab") as place:
+                place.write(content[: len(content) // 2] if is_full else content)
+            if is_full:
+                raise OSError(28, "No space left on device")
+            return len(content)
 
-    monkeypatch.setattr(os, "replace", replace)
-    line = "r.json cannot be written: No space left on device\n"
-    assert main(BRIEF + ["--output", str(tmp_path / "r.json")]) == 2
+    def open_file(path: Path, mode: str = "r", **how: object) -> io.IOBase:
+        return Disk() if path == file and mode == "ab" else real(path, mode, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_file)
+        assert main([*BRIEF, "--output", str(file)]) == 2
     captured = capsys.readouterr()
-    assert captured.err.count("error: ") == 1 and captured.err.endswith(line)
-    assert "1/1" in captured.out and len(Results.load(tmp_path / "r.json").records) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    assert captured.err.count("error: ") == 1
+    assert captured.err.endswith("r.jsonl cannot be written: No space left on device\n")
+    assert len(load(file).texts) == 2 and "UNFINISHED, 2 of 4 texts" in captured.out
+    assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
+    assert main([f"--resume={file}"]) == 0
+    assert len(load(file).texts) == 4 and len(file.read_text().splitlines()) == 5
 
 
-def test_one_file_is_written_by_one_run(capsys: Captured, tmp_path: Path) -> None:
+def test_one_file_is_written_by_one_run(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Two with one --output, or two that go on with one, left what one of them had measured."""
-    file = tmp_path / "r.json"
-    with locked(file):
-        line = error_line(capsys, main, [*BRIEF, f"--output={file}"])
-    assert "is being written by another run" in line
+    file = tmp_path / "r.jsonl"
     run_bench(capsys, file, *BRIEF)
-    with locked(file):
-        assert "is being written by another run" in error_line(capsys, main, [f"--resume={file}"])
     assert "exists already" in error_line(capsys, main, [*BRIEF, f"--output={file}"])
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]))
+    real = Bench.measure
+
+    def measure(self: Bench, turn: Turn) -> Text:
+        if len(self.results.texts) == 1:
+            with file.open("a") as other:  # which another run writes in the meantime
+                other.write(lines[2])
+        return real(self, turn)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    assert main([f"--resume={file}"]) == 2
+    assert f"error: another run writes to {file}: let it end" in capsys.readouterr().err
+    assert file.read_text() == "".join(lines[:3])
 
 
-def test_resume_goes_on_under_the_same_conditions_alone(capsys: Captured, tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    finished, _ = run_bench(capsys, file, *BRIEF, "--n-prompts", "1")
-    changes = {
-        "torch was 1.0": {"machine": finished.machine | {"torch": "1.0"}},
-        "the prompts were others": {"prompts": finished.prompts | {"sha256": "0"}},
-        "the columns were others": {"columns": ["speedup"]},
-    }
-    for message, changed in changes.items():
-        replace(finished, **changed).save(file)
-        before = file.read_bytes()
-        line = error_line(capsys, main, ["--resume", str(file)])
-        assert line.endswith(f"--resume would mix two conditions: {message}")
-        assert file.read_bytes() == before
+def change_head(file: Path, change: Callable[[dict], None]) -> None:
+    first, *lines = file.read_text().splitlines(keepends=True)
+    found = json.loads(first)
+    change(found["head"])
+    file.write_text("".join([json.dumps(found), "\n", *lines]))
 
 
 @pytest.mark.parametrize(
-    ("difference", "label", "dtype", "status"),
+    ("message", "change"),
     [
-        (None, "linear", "float32", 1),
-        ({"at": 2, "gap": 1e-5, "is_tie": True}, "linear", "float32", 0),
-        (None, "linear", "bfloat16", 0),
-        ({"at": 2, "gap": 1e-5, "is_tie": True}, "linear strict", "bfloat16", 1),
+        ("torch was 1.0", lambda head: head["machine"].update(torch="1.0")),
+        ("the prompts were others", lambda head: head.update(prompts_sha256="0")),
+        ("the columns were others", lambda head: head.update(columns=["speedup"])),
+        ("the cases were others", lambda head: head["cases"][0].update(is_drawn=True)),
+    ],
+)
+def test_resume_goes_on_under_the_same_conditions_alone(
+    message: str, change: Callable[[dict], None], capsys: Captured, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.jsonl"
+    run_bench(capsys, file, *BRIEF, "--n-prompts", "1")
+    change_head(file, change)
+    before = file.read_bytes()
+    line = error_line(capsys, main, ["--resume", str(file)])
+    assert line.endswith(f"--resume would mix two conditions: {message}")
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("the target had an id 9999", lambda lines: lines[1].update(ids_of([9999]))),
+        ("--seed needs a --temperature", lambda lines: options_in(lines).update(seed=1)),
+        ("argument --top-p: invalid float", lambda lines: options_in(lines).update(top_p="x")),
+        ("have an unknown --resume", lambda lines: options_in(lines).update(resume="x")),
+        ("unknown table 'x'", lambda lines: options_in(lines).update(table="x")),
+        ("--n-prompts: 0 is not a whole", lambda lines: options_in(lines).update(n_prompts=0)),
+    ],
+)
+def test_a_file_from_anybody_does_not_go_on(
+    message: str, change: Callable[[list], None], capsys: Captured, tmp_path: Path
+) -> None:
+    """Its options are checked as those of the command line are."""
+    file = tmp_path / "r.jsonl"
+    run_bench(capsys, file, *BRIEF, "--n-prompts", "1", "--methods", "ar")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    change(lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert message in error_line(capsys, main, ["--resume", str(file)])
+
+
+def options_in(lines: list[dict]) -> dict:
+    return lines[0]["head"]["options"]
+
+
+def ids_of(ids: list[int]) -> Text:
+    return {"ids": ids, "ids_digest": digest_of(ids)}
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype", "gap", "status"),
+    [
+        ("linear", "float32", None, 1),
+        ("linear", "float32", 1e-5, 0),
+        ("linear", "bfloat16", None, 0),
+        ("linear strict", "bfloat16", 1e-5, 1),
     ],
 )
 def test_a_text_that_is_not_its_references(
-    difference: dict | None, label: str, dtype: str, status: int, capsys: Captured, tmp_path: Path
+    row: str, dtype: str, gap: float | None, status: int, capsys: Captured, tmp_path: Path
 ) -> None:
     """In float32 an error, unless the target's own choice was a near-tie; of a strict row, whose
-    reference is strict ar, an error whatever the precision and the gap."""
-    file = tmp_path / "r.json"
-    results, _ = run_bench(capsys, file, *BRIEF, "--methods", label, "--dtype", dtype)
-    (record,) = [r for r in results.records if r["run"] == label and r["prompt"] == 1]
-    ids = list(results.token_ids[record["ids_at"]])
-    ids[2] += 1
-    record["ids_at"] = results.place_of(ids)
-    record |= {"difference": difference} if difference else {}
-    results.save(file)
+    reference is strict ar, an error whatever the precision and the gap. gap: one that the file has
+    already, None: it is measured."""
+    file = tmp_path / "r.jsonl"
+    results, _ = run_bench(capsys, file, *BRIEF, "--methods", row, "--dtype", dtype)
+    lines = list(results.texts.values())
+    (text,) = [text for text in lines if text["row"] == row and text["prompt"] == 1]
+    for line in lines:
+        line["ids"] = list(results.ids[line["ids_digest"]])
+    text["ids"][2] += 1
+    text |= ids_of(text["ids"])
+    if gap is not None:
+        lines.append(difference_of(text, gap=gap))
+    written(file, lines, results.head)
     assert main(["--resume", str(file)]) == status
     printed = " ".join(capsys.readouterr().out.split())
-    reference = "ar strict rows=8" if "strict" in label else "ar"
+    reference = "ar strict rows=8" if "strict" in row else "ar"
     where = "on 1 of 2 texts, the first on prompt 1, from token 2 at the earliest"
-    assert f"{label} differs from {reference} {where}" in printed and "1/2" in printed
-    (row,) = [row for row in Results.load(file).rows() if row.run.label == label]
-    ((record, _),) = row.differing()
-    assert record["difference"]["at"] == 2
-    assert difference in (None, record["difference"])
+    assert f"{row} differs from {reference} {where}" in printed and "1/2" in printed
+    ((key, difference),) = load(file).differences.items()
+    assert key == key_of(text) and difference.at == 2 and gap in (None, difference.gap)
+    assert main(["--resume", str(file)]) == status
+    assert len(load(file).differences) == 1, "it is measured once"
+
+
+def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
+    """As if the line that has them had been taken out, and the text measured anew."""
+    file = tmp_path / "r.jsonl"
+    results, _ = run_bench(capsys, file, *BRIEF)
+    lines = list(results.texts.values())
+    lines[-1]["ids_digest"] = "0"
+    written(file, lines, results.head)
+    assert main(["--resume", str(file)]) == 2
+    assert f"error: {file} has no line with the ids of digest 0\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -281,20 +387,27 @@ def test_a_text_that_is_not_its_references(
         (["--methods", "linear block"], "linear block: greedy text has one acceptance"),
         (["--baseline", " "], "unknown method ''"),
         (["--columns", "none"], "unknown column 'none'; there are throughput, "),
+        (["--columns", "exact,draft_nodes"], "unknown column 'draft_nodes': use drafted_per_iter"),
+        (["--columns", "spread"], "unknown column 'spread': use speedup"),
+        (["--peers"], "--peers is now --hf"),
         (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
         (["--prompts", "none.txt", "--dataset", "wikitext2"], "either --dataset or --prompts"),
         (
             ["--table", "prompt", "--prompts", str(ROOT / "LICENSE")],
             "no prompt of 1000 tokens or more",
         ),
-        (["--new-tokens", "0"], "Expected `int` >= 1, at --new-tokens"),
+        (["--new-tokens", "0"], "--new-tokens: 0 is not a whole number from 1 on"),
+        (["--n-prompts", "-1"], "--n-prompts: -1 is not a whole number from 1 on"),
+        (["--repeats", "10001"], "--repeats: 10001 is more than 10000"),
+        (["--temperature", "nan"], "--temperature: nan is not a number from 0 on"),
+        (["--new-tokens", "x"], "--new-tokens: invalid number value: 'x'"),
         (["--new-tokens", "9" * 12], "these lower it: a 16-bit --dtype, fewer --new-tokens"),
         (["--prompt-tokens", "5,5"], "'5,5' names one twice"),
         (["--seed", "1"], "--seed needs a --temperature above 0"),
         (["--table", "steps", "--methods", "ar"], "runs no methods"),
-        (["--peers", "--temperature", "1"], "measured for speed alone, at temperature 0"),
-        (["--show", "none.json", "--repeats", "2"], "--repeats has no effect beside --show"),
-        (["--resume", "none.json"], "none.json is not there"),
+        (["--hf", "--temperature", "1"], "measured for speed alone, at temperature 0"),
+        (["--show", "none.jsonl", "--repeats", "2"], "--repeats has no effect beside --show"),
+        (["--resume", "none.jsonl"], "none.jsonl is not there"),
     ],
 )
 def test_mistakes(
@@ -309,24 +422,26 @@ def test_mistakes(
 
 
 def test_what_the_memory_table_has_beside_on_a_gpu() -> None:
-    memory = with_controls(TABLES["memory"], is_cuda=True, is_half=False)
-    assert memory.columns[-2:] == ("pools", "context")
+    memory = with_columns(TABLES["memory"], None, is_cuda=True)
+    assert memory.columns[-2:] == ["pools", "cuda_context"]
 
 
 def test_memory_is_measured_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="--table memory is measured by one process"):
-        open_table(Options(table="memory"))
+        open_table(parse("--table", "memory"))
 
 
-def test_peers_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_rows_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    line = error_line(capsys, main, [*QUICK, "--peers"])
+    line = error_line(capsys, main, [*QUICK, "--hf"])
     assert "hf-ar, hf-assisted, hf-lookup need transformers: pip install transformers" in line
 
 
-def test_set_up_is_told_apart_by_what_a_method_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for transformers, which repeats the prompt's first id."""
+def test_set_up_is_told_apart_by_what_a_method_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a stand-in for transformers, which repeats the prompt's first id and tells no draft."""
 
     class Repeating:
         def __init__(self, pair: Pair):
@@ -335,71 +450,69 @@ def test_set_up_is_told_apart_by_what_a_method_needs(monkeypatch: pytest.MonkeyP
         def decode(self, name: str, prompt: list[int], n_new: int, n_steps: int | None) -> list:
             return [Step([prompt[0]], verify_ms=1.0) for _ in range(n_steps or n_new)]
 
-    monkeypatch.setattr(bench, "Peers", Repeating)
+    monkeypatch.setattr(bench, "HuggingFace", Repeating)
     load_s = {"target": 50.0, "draft": 100.0}
     pair = Pair(random_model(0), random_model(1), None, Path(), None, load_s)
-    part = Part(("ar", "linear", "hf-ar"), "own", prompt_tokens=(2,), new_tokens=(4,))
-    runs = choose_runs(Table("", (), (part,)), Options())
-    results = Results(FORMAT, "", [], Options(), {}, {}, {}, runs)
-    table = Bench(results, pair, {"own": [[3, 1]]}, Path())
-    table.warm_up()
-    ar, linear, peer = results.setup_s.values()
-    assert 20 <= peer < 50 <= ar < 100 <= linear
-    record = table.measure(Text(runs[2], 0, 0))
-    assert results.token_ids == [[3] * 4] and record["metrics"]["throughput"] == 1000
+    cases = cases_of(Part(("ar", "linear", "hf-ar"), prompt_tokens=(2,), new_tokens=(4,)))
+    table = bench_of(pair, cases, [[3, 1]], tmp_path)
+    table.warm_up(cases)
+    ar, linear, hf = table.setup_s.values()
+    assert 20 <= hf < 50 <= ar < 100 <= linear
+    text = table.measure(Turn(cases[2], 0, 0))
+    assert text["ids"] == [3] * 4 and text["throughput"] == 1000 and text["setup_s"] == hf
+    assert not {"drafted_per_iter", "acceptance_rate", "draft_ms", "top1_match"} & text.keys()
 
 
 def test_a_table_over_a_drafter_that_is_no_model(tmp_path: Path) -> None:
-    """Its draft has no forwards that could be timed alone, so nothing is predicted."""
+    """Its draft has no passes that could be timed alone, so nothing is predicted."""
     pair = Pair(random_model(0), Watching(), None, Path(), None, {"target": 1.0, "draft": 0.0})
-    part = Part(("ar", "linear", "dynatree"), "own", prompt_tokens=(2,), new_tokens=(9,))
-    runs = choose_runs(Table("", (), (part,)), Options())
-    results = Results(FORMAT, "", ["predicted", "exact"], Options(), {}, {}, {}, runs)
-    Bench(results, pair, {"own": [[3, 1]]}, tmp_path / "results.json").measure_all()
-    assert [record["ids_at"] for record in results.records] == [0, 0, 0]
-    assert not any("predicted_ms" in record for record in results.records)
+    rows = ("ar", "linear", "dynatree")
+    cases = cases_of(Part(rows, prompt_tokens=(2,), new_tokens=(9,)))
+    table = bench_of(pair, cases, [[3, 1]], tmp_path, "predicted", "exact")
+    table.measure_all()
+    texts = table.results.texts.values()
+    assert len({text["ids_digest"] for text in texts}) == 1 and len(texts) == 3
+    assert not any("predicted_ms" in text for text in texts)
 
 
 def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:
     """Strict ar at as many rows a pass, ar over that window: added once for each, after ar."""
     methods = "dynatree,dynatree strict,linear K=3 strict,linear window=64,ar rows=4 strict"
-    runs = choose_runs(Table("", (), (Part((), new_tokens=(4, 8)),)), Options(methods=methods))
-    assert [(run.label, run.reference) for run in runs[:7]] == [
-        ("ar T=4", "ar T=4"),
-        ("ar strict rows=64 T=4", "ar strict rows=64 T=4"),
-        ("ar strict rows=4 T=4", "ar strict rows=4 T=4"),
-        ("ar window=64 T=4", "ar window=64 T=4"),
-        ("dynatree T=4", "ar T=4"),
-        ("dynatree strict T=4", "ar strict rows=64 T=4"),
-        ("linear K=3 strict T=4", "ar strict rows=4 T=4"),
+    cases = cases_of(Part(new_tokens=(4, 8)), "--methods", methods)
+    assert [(case.row, case.reference, case.new_tokens) for case in cases[:7]] == [
+        ("ar", "ar", 4),
+        ("ar strict rows=64", "ar strict rows=64", 4),
+        ("ar strict rows=4", "ar strict rows=4", 4),
+        ("ar window=64", "ar window=64", 4),
+        ("dynatree", "ar", 4),
+        ("dynatree strict", "ar strict rows=64", 4),
+        ("linear K=3 strict", "ar strict rows=4", 4),
     ]
-    assert runs[7].reference == runs[3].label and runs[8].reference == runs[2].label
-    assert {run.baseline for run in runs} == {"ar T=4", "ar T=8"}
+    assert cases[7].reference == cases[3].row and cases[8].reference == cases[2].row
+    assert [case.new_tokens for case in cases] == [4] * 9 + [8] * 9
 
 
 def test_what_speedups_are_over() -> None:
     """Any row, told as --methods has it, and added if there is none such: at each size its own.
     Texts are held against ar's all the same."""
-    part = Part(("ar", "linear"), new_tokens=(4, 8))
-    runs = choose_runs(Table("", (), (part,)), Options(baseline="hf-ar"))
-    labels = [f"{name} T={size}" for size in (4, 8) for name in ("ar", "hf-ar", "linear")]
-    assert [run.label for run in runs] == labels
-    assert [run.baseline for run in runs] == ["hf-ar T=4"] * 3 + ["hf-ar T=8"] * 3
-    assert [run.reference for run in runs] == ["ar T=4"] * 3 + ["ar T=8"] * 3
-    strict = choose_runs(TABLES["main"], Options(methods="ar", baseline="linear K=3 strict"))
-    assert [run.label for run in strict] == ["ar", "ar strict rows=4", "linear K=3 strict"]
+    cases = cases_of(Part(("ar", "linear"), new_tokens=(4, 8)), "--baseline", "hf-ar")
+    assert labels(cases) == [f"{row} T={n}" for n in (4, 8) for row in ("ar", "hf-ar", "linear")]
+    assert {case.reference for case in cases} == {"ar"}
+    strict = cases_of(Part(), "--methods", "ar", "--baseline", "linear  K=3 strict")
+    assert labels(strict) == ["ar", "ar strict rows=4", "linear K=3 strict"]
 
 
 def test_what_a_row_says_is_how_its_text_is_written() -> None:
     """Strict or not, over a window, rebuilt, sampled and accepted."""
 
     def written(row: str, top_p: float | None = None, **changes: object) -> Way:
-        return way_of(replace(parse_run(row), **changes), Options(top_p=top_p), seed=7)
+        return Case(row, "", 1, 1, **({"temperature": 0.0} | changes)).way(top_p, seed=7)
 
     assert written("linear strict") == Way(Chain(), strict=True)
     assert written("linear window=16 sinks=2") == Way(Chain(), window=Window(16, 2))
     by_traversal = Way(Chain(K=3), commit="rebuild", acceptance="traversal")
     assert written("linear K=3 rebuild traversal") == by_traversal
+    assert written("linear K=3 rebuild", acceptance="traversal") == by_traversal
     hot = written("linear", 0.9, temperature=0.8, draft_temperature=0.6)
     assert hot.sampling == Sampling(0.8, 0.9, 7, 0.6, False)
     drawn = written("linear", 0.9, is_drawn=True, draft_temperature=0.6)
@@ -410,7 +523,7 @@ def test_rows_of_several_kinds_stand_in_one_table(capsys: Captured, tmp_path: Pa
     """Each held against its own ar; predicted is what is written as forwards are timed, plainly."""
     options = ["--methods", "linear,linear strict,linear window=64 sinks=2,linear rebuild"]
     options += ["--columns", "speedup,predicted,exact", "--n-prompts", "1"]
-    results, printed = run_bench(capsys, tmp_path / "r.json", *QUICK, *options)
+    results, printed = run_bench(capsys, tmp_path / "r.jsonl", *QUICK, *options)
     cells = {row[0]: row[1:] for row in table_cells(results)[1]}
     assert all(cells[label][2] == "1/1" for label in cells if label.startswith("linear"))
     assert {label for label in cells if cells[label][1]} == {"linear", "linear rebuild"}
@@ -435,16 +548,16 @@ def test_the_enlarged_pair_is_made_once(
 
 def test_notes_before_a_table(capsys: Captured) -> None:
     """Too few prompts, our own written on where lengths are compared, more than was trained for."""
-    sizes = {"n_prompts": 13, "prompt_tokens": (4, 80), "new_tokens": (3000,)}
-    options = Options(table="prompt", methods="ar", target=DRAFT, draft=DRAFT, **sizes)
-    results, _, prompts = open_table(options)
+    sizes = ["--n-prompts", "13", "--prompt-tokens", "4,80", "--new-tokens", "3000"]
+    words = ["--table", "prompt", "--methods", "ar", "--target", DRAFT, "--draft", DRAFT]
+    table = open_table(parse(*words, *sizes))
     said = capsys.readouterr().err
     assert "note: builtin has 12 prompts, not 13\n" in said
     assert "note: the target writes our own prompts on, to 80 tokens\n" in said
     assert "warning: 3080 tokens with the prompt, and the target was trained" in said
-    assert results.prompts["n"] == 12
-    assert results.prompts["dataset"] == "builtin, written on by the target"
-    assert [len(prompt) for prompt in prompts["builtin"]] == [80] * 12
+    assert table.head.n_prompts == {"builtin": 12}
+    assert table.head.prompts == "builtin, written on by the target"
+    assert [len(prompt) for prompt in table.prompts["builtin"]] == [80] * 12
 
 
 def test_what_can_be_asked_for_is_listed(capsys: Captured) -> None:

@@ -72,7 +72,7 @@ def test_what_is_asked_for_reaches_the_method(capsys: Captured) -> None:
     """And is reported; a chain of 3 drafts 3 tokens per iteration. The text is always ar's."""
     expected = run_json(capsys, AR)["token_ids"]
     chain = run_json(capsys, AR[:2] + ["--method", "linear", "--set", "K=3"])
-    assert chain["settings"]["K"] == 3 and 2 < chain["metrics"]["draft_nodes"] <= 3
+    assert chain["settings"]["K"] == 3 and 2 < chain["metrics"]["drafted_per_iter"] <= 3
     off = run_json(capsys, AR[:2] + ["--set", "history=off", "--set", "tau = 0.2"])
     assert off["settings"]["history"] is False and off["settings"]["tau"] == 0.2
     assert chain["token_ids"] == off["token_ids"] == expected

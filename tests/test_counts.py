@@ -9,7 +9,7 @@ from conftest import generate, make_tree, random_model
 from torch import Tensor
 
 from benchmark.counts import count_calibration, count_depths, count_passes, padded
-from cli.metrics import code_acceptance, matching, measure, measure_acceptance, repetition
+from cli.metrics import code_acceptance, measure, measure_acceptance, repetition, top1_match
 from draft_tree import DynaTree, Settings
 from engine.decoding import Step
 from engine.model import FastGPTNeoX
@@ -55,9 +55,9 @@ def test_metrics_worked_out_by_hand() -> None:
         "tpot_ms": 4.0,
         "iterations": 3,
         "tokens_per_iter": (4 + 1 + 3) / 3,
-        "path_length": 5 / 3,
-        "draft_nodes": 9 / 3,
-        "acceptance": 5 / 9,
+        "accepted_per_iter": 5 / 3,
+        "drafted_per_iter": 9 / 3,
+        "acceptance_rate": 5 / 9,
         "draft_ms": 2.0,
         "verify_ms": 5.0,
         "other_ms": 1.0,
@@ -125,16 +125,16 @@ ALL = [True] * 6
 MIXED = MixedTree.of(COW.tree)
 
 
-def test_matching_counts_what_is_off_the_path() -> None:
+def test_top1_match_counts_what_is_off_the_path() -> None:
     """Of five tokens cat and its ran are accepted; dog's ran is what the target would say, too."""
     steps = [FIRST, replace(CAT_RAN, verify_ms=1.0), COW]
-    assert measure(steps).acceptance == 2 / 10
-    assert measure_acceptance(steps, Alone()) == {"matching": (3 + 1) / 10}
-    assert matching([FIRST]) == 0.0
+    assert measure(steps).acceptance_rate == 2 / 10
+    assert measure_acceptance(steps, Alone()) == {"top1_match": (3 + 1) / 10}
+    assert top1_match([FIRST]) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("settings", "path_length", "printed"),
+    ("settings", "tokens_per_iter", "printed"),
     [
         (DynaTree(D0=5), 7.15, 1.022),  # WikiText-2
         (Fixed(D=8, B=3, tau=0.1), 7.10, 0.710),
@@ -145,11 +145,11 @@ def test_matching_counts_what_is_off_the_path() -> None:
     ],
 )
 def test_the_codes_acceptance_is_table_3s(
-    settings: Settings, path_length: float, printed: float
+    settings: Settings, tokens_per_iter: float, printed: float
 ) -> None:
     """To the digits that the paper prints, of both: 102.2 % is 7.15 / 7."""
-    least = code_acceptance(settings, path_length - 0.005) - 0.0005
-    most = code_acceptance(settings, path_length + 0.005) + 0.0005
+    least = code_acceptance(settings, tokens_per_iter - 0.005) - 0.0005
+    most = code_acceptance(settings, tokens_per_iter + 0.005) + 0.0005
     assert least <= printed <= most
     assert all(code_acceptance(other, 3.0) is None for other in (Alone(), Chain(K=0), Deagle()))
 
