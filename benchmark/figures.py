@@ -4,8 +4,6 @@ All is computed from one table with a row for each text. A bar or point is a med
 whiskers and bands reach from the first quartile to the third: that a machine stalls now and then
 moves neither.
 
-    from benchmark.results import load
-
     for ending, figure in draw(load("results/main_cpu.jsonl")).items():
         figure.savefig(f"main_cpu{ending}.png")
 """

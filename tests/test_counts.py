@@ -164,7 +164,7 @@ def test_depths_reached_tried_and_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "drafted", "matching"),
+    ("steps", "drafted", "right"),
     [
         # cat 0.62 and dog 0.33; after cat sat 0.52 and ran 0.33; after dog ran 0.82
         ([CAT_RAN], {6: 2, 10: 1, 12: 1, 16: 1}, {6: 1, 12: 1, 16: 1}),
@@ -175,9 +175,9 @@ def test_depths_reached_tried_and_accepted() -> None:
     ],
 )
 def test_matches_are_counted_by_the_probability_after_the_parent(
-    steps: list[Step], drafted: dict[int, int], matching: dict[int, int]
+    steps: list[Step], drafted: dict[int, int], right: dict[int, int]
 ) -> None:
     found = count_calibration([FIRST, *steps])
     assert {i: n for i, n in enumerate(found["drafted"]) if n} == drafted
-    assert {i: n for i, n in enumerate(found["matching"]) if n} == matching
-    assert len(found["drafted"]) == len(found["matching"]) == 20
+    assert {i: n for i, n in enumerate(found["top1_match"]) if n} == right
+    assert len(found["drafted"]) == len(found["top1_match"]) == 20

@@ -11,8 +11,8 @@ from pathlib import Path
 import guide
 from conftest import ROOT
 
-from benchmark.results import Results
-from benchmark.tables import PRESETS, TABLES
+from benchmark.cases import PRESETS, TABLES
+from benchmark.results import load
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,9 +70,9 @@ def test_tables_named_in_the_documents_exist() -> None:
 def test_a_results_file_is_cited_with_its_own_commit() -> None:
     """The page of results named one that had not measured the file."""
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    cited = re.findall(r"\((results/\w+\.json): [^)]*commit (\w+)\)", text)
+    cited = re.findall(r"\((results/\w+\.jsonl): [^)]*commit (\w+)\)", text)
     for file, commit in cited:
-        assert Results.load(ROOT / file).machine["commit"].startswith(commit), file
+        assert load(ROOT / file).head.machine["commit"].startswith(commit), file
     assert len(cited) > 3
 
 

@@ -32,9 +32,11 @@ from test_prompts import bucket  # noqa: F401
 from test_torchrun import launched
 
 from benchmark import prompts
-from benchmark.opening import open_table
-from benchmark.results import Options, Results, Run
-from benchmark.tables import TABLES
+from benchmark.cases import Case
+from benchmark.options import build_parser as bench_parser
+from benchmark.report import text_frame
+from benchmark.results import load
+from benchmark.step_times import StepTimes
 from cli.errors import Parser
 from cli.main import build_parser
 from cli.models import Request, load_pair
@@ -142,9 +144,6 @@ def common() -> Names:
     )
 
 
-RUN = Run("dynatree", "dynatree", 7, 20, 0.0, "ar")
-
-
 def draft_at_random(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
     return top_k(torch.randn(len(tokens), 9), k)
 
@@ -171,16 +170,20 @@ def layer_of_a_rank() -> Names:
 # By file, what only this module's examples take for given
 OWN: dict[str, Callable[[], Names]] = {
     "draft_tree.py": lambda: {"root": 7, "drafter": SimpleNamespace(draft=draft_at_random)},
-    "benchmark/columns.py": lambda: {"row": Results.load("results/main_cpu.json").rows()[0]},
+    "benchmark/cases.py": lambda: {"build_parser": bench_parser},
+    "benchmark/columns.py": lambda: {"texts": text_frame(load("results/main_cpu.jsonl"))},
     "benchmark/counts.py": lambda: {
-        "run": RUN,
-        "record": {"metrics": {}, "repeat": 0},
-        "step_times": None,
+        "way": Way(DynaTree()),
+        "step_times": StepTimes(7, [1, 2], [1.0, 2.0], [1.0, 2.0], 0, 0, 1.0),
     },
+    "benchmark/figures.py": lambda: {"load": load},
     "benchmark/machine.py": lambda: {"models": {"target": "a", "draft": "b"}},
-    "benchmark/memory.py": lambda: {"run": RUN, "options": Options(threads=1)},
-    "benchmark/options.py": lambda: {"open_table": open_table},
-    "benchmark/rows.py": lambda: {"TABLES": TABLES, "Options": Options},
+    "benchmark/memory.py": lambda: {
+        "case": Case("dynatree", "builtin", 7, 20, 0.0),
+        "args": bench_parser().parse_args(["--threads", "1"]),
+    },
+    "benchmark/opening.py": lambda: {"build_parser": bench_parser},
+    "benchmark/report.py": lambda: {"load": load},
     "cli/errors.py": lambda: {
         "execute": lambda args: 0,
         "parser": Parser(prog="x"),
@@ -263,7 +266,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").symlink_to(TINY)
     (tmp_path / "results").mkdir()
-    shutil.copy(ROOT / "results" / "main_cpu.json", "results")
+    shutil.copy(ROOT / "results" / "main_cpu.jsonl", "results")
     shutil.copytree(TINY / "draft", "my-target")
     Path("corpus.txt").write_text("\n\n".join(prompts.BUILTIN * 2))
     Path("model.safetensors.index.json").write_text('{"weight_map": {}}')

@@ -11,6 +11,7 @@ import random
 import resource
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import bench
+from benchmark.results import KEY, digest_of, load
 from cli.main import main
 from cli.tokens import LONGEST_GROWTH, growth
 from engine.checkpoint import INDEX, SINGLE, read_config
@@ -170,19 +172,17 @@ def test_a_mutated_file_is_read_right_or_refused(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # KB
 
 
-def results_file(table: str) -> dict:
-    """A committed one with everything that one can have, of one prompt and three ids each."""
-    content = json.loads((ROOT / "results" / "enlarged_cpu.json").read_text())
-    steps = json.loads((ROOT / "results" / "steps_cpu.json").read_text())
-    content |= {"table": table, "step_times": steps["step_times"]}
-    content["columns"] += ["predicted", "setup", "speedup_mean", "end_to_end_speedup"]
-    content["records"] = [record for record in content["records"] if not record["prompt"]]
-    for record in content["records"]:
-        record |= {"ids_at": int(record is content["records"][4]), "predicted_ms": 10.0}
-    difference = {"at": 1, "gap": None, "is_tie": False}
-    content["records"][4]["difference"] = difference
-    content["token_ids"] = [[1, 2, 3], [1]]
-    return content
+def results_file(table: str) -> list[dict]:
+    """The lines of one with everything that one can have, of two texts with three ids each."""
+    found = load(ROOT / "results" / "enlarged_cpu.jsonl")
+    steps = load(ROOT / "results" / "steps_cpu.jsonl").step_times
+    columns = [*found.head.columns, "predicted", "setup", "speedup_mean", "end_to_end_speedup"]
+    texts = list(found.texts.values())[:2]
+    for text, ids in zip(texts, ([1, 2, 3], [1, 3, 2]), strict=True):
+        text |= {"ids": ids, "ids_digest": digest_of(ids), "predicted_ms": 10.0}
+    lines = [{"head": asdict(replace(found.head, table=table, columns=columns))}]
+    difference = {name: texts[1][name] for name in KEY} | {"at": 1, "gap": None}
+    return [*lines, {"step_times": asdict(steps)}, *texts, {"difference": difference}]
 
 
 def shown(content: bytes, kind: str, file: Path, capsys: Captured) -> str:
@@ -206,26 +206,14 @@ def test_a_mutated_results_file_is_shown_or_refused(
 ) -> None:
     """Whatever is wrong is one line, and nothing in it is obeyed by a terminal."""
     rng = random.Random(f"{table} {kind}")
-    valid = json.dumps(results_file(table)).encode()
+    valid = [json.dumps(line).encode() for line in results_file(table)]
     outcomes = set()
     for _ in range(200):
-        line = shown(mutated(valid, rng), kind, tmp_path / "r.json", capsys)
+        at = rng.randrange(len(valid))
+        lines = [*valid[:at], mutated(valid[at], rng), *valid[at + 1 :]]
+        line = shown(b"\n".join(lines) + b"\n", kind, tmp_path / "r.jsonl", capsys)
         outcomes.add(line == "")
     assert outcomes == {True, False}
-
-
-def test_what_is_no_results_file(capsys: Captured, tmp_path: Path) -> None:
-    valid = json.dumps(results_file("main"))
-    other = valid.replace('"row": "linear"', '"row": "other"')
-    for content, said in (
-        ("", "truncated"),
-        ('{"format": 1}', "not a results file of format 4: "),
-        (other, "unknown method 'other'"),
-        (valid.replace("[[1, 2, 3], [1]]", "[[1]]"), "is not there"),
-        (valid.replace("[1, 2, 3], ", "[1], "), "stands twice"),
-    ):
-        line = shown(content.encode(), "text", tmp_path / "r.json", capsys)
-        assert "r.json" in line and said in line
 
 
 PAIRS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}

@@ -98,8 +98,8 @@ def test_no_step_can_stop_another(project: Path, monkeypatch: pytest.MonkeyPatch
     assert steps == STEPS
     assert errors == ["error: tests marked cuda: ended after 2 s", "error: facts: failed"]
     (folder,) = (project / "results").glob("run_gpu_*")
-    tables = ("pair", "strict", "facts", "eager", "main", "memory")
-    assert {file.name for file in folder.iterdir()} == {f"{t}.json" for t in tables} | {"log.txt"}
+    tables = {f"{table}.jsonl" for table in ("pair", "strict", "eager", "main", "memory")}
+    assert {file.name for file in folder.iterdir()} == tables | {"facts.json", "log.txt"}
     assert (folder / "log.txt").read_text().endswith("error: facts: failed\n")
     assert not list((project / "models").iterdir()), "the pair of 6 GB is gone"
 
@@ -115,7 +115,7 @@ def test_what_no_time_is_left_for_is_skipped(
 
 def test_ctrl_c_keeps_what_was_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is left that runs: its output would stay open."""
-    monkeypatch.setenv("HANGING", "eager.json")
+    monkeypatch.setenv("HANGING", "eager.jsonl")
     process = start(project, "--dry", "--keep", "kept", python="./python")
     while "== table eager" not in process.stdout.readline():
         assert process.poll() is None
@@ -123,4 +123,4 @@ def test_ctrl_c_keeps_what_was_measured(project: Path, monkeypatch: pytest.Monke
     process.communicate(timeout=30)
     assert process.returncode == 130
     names = {file.name for file in (project / "kept").iterdir()}
-    assert names >= {"pair.json", "facts.json", "log.txt"}
+    assert names >= {"pair.jsonl", "facts.json", "log.txt"}

@@ -6,15 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
+from benchmark.cases import Case
 from benchmark.memory import in_own_process, measure_memory
-from benchmark.results import Options
-from benchmark.rows import parse_run
+from benchmark.options import build_parser
 from cli import models
 from dynatree import Step
 from engine.memory import OutOfMemory
@@ -72,8 +71,8 @@ def test_a_measured_process_ends_with_its_parent(number: signal.Signals, tmp_pat
 
 
 def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strict, over a window, without a draft; the floor of a window has the cache that it fills,
-    however long the text."""
+    """Strict, over a window, without a draft; the caches of a window are what it fills, however
+    long the text."""
     real = models.generate
     seen = []
 
@@ -82,11 +81,14 @@ def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> 
         return real(*args, **how)
 
     monkeypatch.setattr(models, "generate", generate)
-    floors = []
+    needed = []
+    args = build_parser().parse_args([])
     for text, n in (("ar window=8", 20), ("ar window=8", 40), ("linear strict", 3)):
-        run = replace(parse_run(text), new_tokens=n)
-        floors.append(measure_memory(Options(), run, [3, 1, 4], 0, 0)["metrics"]["floor_mb"])
-    assert floors[0] == floors[1] < floors[2]
+        case = Case(text, "builtin", 3, n, 0.0)
+        metrics, ids = measure_memory(args, case, [3, 1, 4], 0, 0)
+        needed.append(metrics["weights_and_caches_mb"])
+        assert len(ids) == n
+    assert needed[0] == needed[1] < needed[2]
     assert seen[1:] == [
         (False, Way(Alone(), window=Window(8, 4))),
         (True, Way(Chain(), strict=True)),

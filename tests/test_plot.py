@@ -4,18 +4,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from conftest import ROOT, Captured, error_line
+from test_results import MACHINE, head_of, written
 
+from benchmark.cases import SYMBOLS, Case
 from benchmark.plot import main
-from benchmark.results import Results
-from benchmark.tables import SYMBOLS
+from benchmark.results import CASE, Results, Text, load
+from cli.metrics import Metrics
 from methods import METHODS
 
 figures = pytest.importorskip("benchmark.figures")  # which need seaborn
@@ -25,37 +27,46 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STEPS = ROOT / "results" / "steps_cpu.json"
+STEPS = ROOT / "results" / "steps_cpu.jsonl"
 NAMES = ("ar", "linear", "dynatree", "hf-ar")
 GRID = ("ar", "fixed D=3 B=2", "fixed B=3 D=3", "fixed B=2 D=4", "fixed D=4 B=3", "fixed B=2")
 MANY = ("ar",) + tuple(f"fixed D={d} B={b} tau=0.1" for d in range(3, 9) for b in (2, 3, 4, 5))
+METRIC_NAMES = {field.name for field in fields(Metrics)} - {"iterations", "new_tokens"}
 TREES = {"_depth", "_position", "_calibration"}
 BARS = {""} | TREES
 LINES = {"", "_speedup", "_progress", "_acceptance"} | TREES
 
 
-def results_of(names: Sequence[str] = NAMES, places: Sequence[str] = ("",)) -> Results:
+def case_of(row: str, place: str) -> Case:
+    """A row at a place such as "on pg19 T=10"."""
+    names = {symbol: name for name, symbol in SYMBOLS.items()}
+    case = Case(row, place.removeprefix("on ").partition("=")[0], 150, 128, 0.0)
+    return replace(case, **{names[w[0]]: json.loads(w[2:]) for w in place.split() if "=" in w})
+
+
+def results_of(
+    names: Sequence[str] = NAMES,
+    places: Sequence[str] = ("",),
+    change: Callable[[int, Text], object] = lambda i, text: None,
+    **head: object,
+) -> Results:
     """These rows at these places, on four prompts in two rounds; the first row's throughputs are
-    50, 51, 54 and 59, the next one's 51, 52, ..."""
-    results = Results.load(ROOT / "results" / "enlarged_cpu.json")
-    fields = {symbol: name for name, symbol in SYMBOLS.items()}
-    runs = []
-    for place, name in product(places, names):
-        size = {fields[w[0]]: json.loads(w[2:]) for w in place.split() if "=" in w}
-        labels = {"label": f"{name} {place}".strip(), "baseline": f"ar {place}".strip()}
-        run = replace(results.runs[0], row=name, reference="", **labels)
-        runs.append(replace(run, dataset=place.split("=")[0], **size))
-    results.runs, results.records = runs, []
-    for (i, run), prompt, repeat in product(enumerate(runs), range(4), range(2)):
-        metrics = {"throughput": 50.0 + i + prompt**2, "tokens_per_iter": 2.0, "acceptance": 0.5}
-        metrics |= {"draft_nodes": 2.0, "iterations": 5, "draft_passes": 3.0}
-        record = {"run": run.label, "prompt": prompt, "repeat": repeat, "metrics": metrics}
-        if run.method not in ("ar", "hf-ar"):
-            depths = {"drafted": [40, 30, 2], "tried": [40, 20, 5], "accepted": [30, 10, 2]}
-            record["depths"] = depths
-            record["calibration"] = {"drafted": [90, 8, 2], "matching": [45, 8, 2]}
-        results.records.append(record | {"ids_at": 0})
-    return results
+    50, 51, 54 and 59, the next one's 51, 52, ... change: what is done to each line."""
+    cases = [case_of(name, place) for place, name in product(places, names)]
+    found = Results(head_of(cases, 4, **({"options": {"repeats": 2}, "table": "main"} | head)))
+    for i, case in enumerate(cases):
+        for prompt, repeat in product(range(4), range(2)):
+            line = dict(zip(CASE, case.key, strict=True)) | {"prompt": prompt}
+            line |= {"round": repeat, "throughput": 50.0 + i + prompt**2, "tokens_per_iter": 2.0}
+            line |= {"acceptance_rate": 0.5, "drafted_per_iter": 2.0, "iterations": 5}
+            line |= {"draft_passes": 3.0, "ids_digest": "0"}
+            if case.method not in ("ar", "hf-ar"):
+                depths = {"drafted": [40, 30, 2], "tried": [40, 20, 5], "accepted": [30, 10, 2]}
+                line["depths"] = depths
+                line["calibration"] = {"drafted": [90, 8, 2], "top1_match": [45, 8, 2]}
+            change(i, line)
+            found.add(line)
+    return found
 
 
 def marked(axis: "Axes") -> list[list[float]]:
@@ -82,7 +93,7 @@ def texts(figure: "Figure") -> list[str]:
         ),
         (results_of(GRID), BARS | {"_settings"}),
         (results_of(MANY, ("T=10", "T=20")), {"_settings"}),
-        (Results.load(STEPS), {""}),
+        (load(STEPS), {""}),
     ],
 )
 def test_what_is_drawn_follows_from_what_varies(results: Results, endings: set[str]) -> None:
@@ -104,21 +115,25 @@ def test_bars_are_medians_and_whiskers_quartiles() -> None:
 
 
 def test_memory_beside_ar() -> None:
-    results = results_of()
-    for i, record in enumerate(results.records):
-        record["metrics"] = {"peak_mb": 300.0 + i // 8, "floor_mb": 100.0}
-    shown = texts(draw(results)[""])
+    def as_memory(i: int, text: Text) -> None:
+        for name in ("throughput", "tokens_per_iter"):
+            del text[name]
+        text |= {"peak_mb": 300.0 + i, "weights_and_caches_mb": 100.0}
+
+    shown = texts(draw(results_of(change=as_memory))[""])
     assert shown[:4] == ["300", "301", "302", "303"] and shown[8:10] == ["+0.0%", "+0.3%"]
 
 
 def test_shares_are_of_ten_or_more_with_their_counts() -> None:
     """Each greedy text counts once, as a second round writes it again; sampled ones say nothing of
     calibration."""
-    results = results_of(places=("t=0.0", "t=0.6"))
-    for record in results.records:
-        if record["run"] == "linear t=0.6":
-            record["calibration"] = {"drafted": [999, 0, 0], "matching": [0, 0, 0]}
-            del record["depths"]
+
+    def as_sampled(i: int, text: Text) -> None:
+        if text["row"] == "linear" and text["temperature"]:
+            text["calibration"] = {"drafted": [999, 0, 0], "top1_match": [0, 0, 0]}
+            del text["depths"]
+
+    results = results_of(places=("t=0.0", "t=0.6"), change=as_sampled)
     found = draw(results)
     linear = found["_depth"].axes[0]
     assert marked(linear) == [[1, 0.75], [2, 1 / 3]]  # two trees of four prompts are too few
@@ -140,13 +155,13 @@ def test_lines_by_size_have_medians_and_speedups() -> None:
 
 def test_a_papers_table_is_drawn_as_the_paper_reads_it() -> None:
     """With prefill, as its columns are, and over the baseline that was asked for."""
-    results = results_of(("ar", "linear"), ("L=10", "L=20"))
-    for record in results.records:
-        record["metrics"]["end_to_end"] = record["metrics"]["throughput"] / 2
-    results.columns = ["end_to_end_mean", "speedup"]
-    results.options = replace(results.options, baseline="linear")
-    for i, run in enumerate(results.runs):
-        results.runs[i] = replace(run, baseline=run.baseline.replace("ar", "linear"))
+    results = results_of(
+        ("ar", "linear"),
+        ("L=10", "L=20"),
+        change=lambda i, text: text.update(end_to_end=text["throughput"] / 2),
+        columns=["end_to_end_mean", "speedup"],
+        options={"repeats": 2, "baseline": "linear"},
+    )
     found = draw(results)
     assert marked(found[""].axes[1]) == [[10, 26.75], [20, 27.75]]
     assert texts(found[""]) == ["0.98x", "0.98x", "1.00x", "1.00x"]
@@ -176,8 +191,9 @@ def test_a_method_has_one_colour() -> None:
 def test_a_table_that_has_only_begun_is_drawn() -> None:
     """Of the last row one text, or all and one of the row before."""
     results = results_of()
+    every = list(results.texts.items())
     for n in (9, 1):
-        results.records = results.records[-n:]
+        results.texts = dict(every[-n:])
         assert draw(results)
 
 
@@ -185,23 +201,32 @@ def test_a_table_that_has_only_begun_is_drawn() -> None:
 def test_anybodys_labels_and_figures_can_be_drawn(tmp_path: Path) -> None:
     """Characters that no font has, no formula, no end, no folder; 0 is what one token leaves."""
     words = ("\x1b[2J", "a$\\frac$", "x" * 5000, "漢字", "../..", "_", "{0}")
-    results = results_of(("ar", "linear", "dynatree"), [f"on {word}" for word in words])
-    results.machine["processor"] = "".join(words)
-    for record, value in zip(results.records[5:], cycle((0.0, 1e-12, 1e12))):
-        record["metrics"] = dict.fromkeys(record["metrics"], value)
-        if record["repeat"]:
-            del record["metrics"]["throughput"]
-    results.save(tmp_path / "r.json")
-    assert main([str(tmp_path / "r.json")]) == 0
-    written = {f"r{ending}.png" for ending in BARS}
-    assert {file.name for file in tmp_path.iterdir()} == written | {"r.json"}
-    assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in written)
+    values = cycle((0.0, 1e-12, 1e12))
+
+    def extreme(i: int, text: Text) -> None:
+        value = next(values)
+        text |= {name: value for name in text.keys() & METRIC_NAMES}
+        if text["round"]:
+            del text["throughput"]
+
+    results = results_of(
+        ("ar", "linear", "dynatree"),
+        [f"on {word}" for word in words],
+        extreme,
+        machine=MACHINE | {"processor": "".join(words)},
+    )
+    written(tmp_path / "r.jsonl", list(results.texts.values()), results.head)
+    assert main([str(tmp_path / "r.jsonl")]) == 0
+    names = {f"r{ending}.png" for ending in BARS}
+    assert {file.name for file in tmp_path.iterdir()} == names | {"r.jsonl"}
+    assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in names)
 
 
 def test_no_figure_overwrites_another(tmp_path: Path, capsys: Captured) -> None:
-    files = [tmp_path / "a.json", tmp_path / "a.txt"]
+    files = [tmp_path / "a.jsonl", tmp_path / "a.txt"]
+    results = results_of(("ar", "linear"))
     for file in files:
-        results_of(("ar", "linear")).save(file)
+        written(file, list(results.texts.values()), results.head)
     line = error_line(capsys, main, [str(file) for file in files])
     assert f" is to be a figure of {files[1]}" in line and not list(tmp_path.glob("*.png"))
 
@@ -209,9 +234,9 @@ def test_no_figure_overwrites_another(tmp_path: Path, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["empty.json"], "no records yet"),
-        ([str(STEPS), "--output", "empty.json"], "cannot be written"),
-        (["many.json"], "no figure shows"),
+        (["empty.jsonl"], "no texts yet"),
+        ([str(STEPS), "--output", "empty.jsonl"], "cannot be written"),
+        (["many.jsonl"], "no figure shows"),
     ],
 )
 def test_mistakes(
@@ -223,8 +248,8 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     many = ["ar", *(f"specinfer widths=2:{n + 1}" for n in range(figures.CROWD))]
-    results_of(many).save(Path("many.json"))
-    results_of(()).save(Path("empty.json"))
+    for name, results in {"many": results_of(many), "empty": results_of(())}.items():
+        written(Path(f"{name}.jsonl"), list(results.texts.values()), results.head)
     assert word in error_line(capsys, main, arguments)
 
 

@@ -1,5 +1,7 @@
-"""The tables: every row is a run, every printed figure stands beside its row."""
+"""The tables: every row is a case, every published figure stands beside its row."""
 
+import argparse
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,54 +10,83 @@ from conftest import Captured
 from pytest import MonkeyPatch
 
 from bench import main
+from benchmark.cases import (
+    CONTROL,
+    PRESETS,
+    TABLES,
+    Case,
+    Part,
+    choose_cases,
+    choose_parts,
+    labels,
+    places,
+    table_of,
+)
 from benchmark.columns import COLUMNS
-from benchmark.opening import PAIRS, check_options, choose_table, describe_preset, name_models
-from benchmark.peers import PEERS
-from benchmark.results import Options, Results, Run
-from benchmark.rows import choose_runs
-from benchmark.tables import CONTROL, PRESETS, TABLES, Table, choose_parts
+from benchmark.hf import HF_METHODS
+from benchmark.opening import PAIRS, check_options, describe_preset, name_models
+from benchmark.options import build_parser
+from benchmark.report import by_label
+from benchmark.results import load
 from cli.errors import UsageError
 from cli.models import PYTHIA
 
 
-def chosen(name: str, **others: object) -> tuple[Table, list[Run]]:
-    """The table and runs that --table NAME asks for, its options checked."""
-    options = Options(table=name, **others)
-    table = choose_table(options)
-    runs = choose_runs(table, options)
-    check_options(options, table, runs)
-    return table, runs
+def parse(*words: str) -> argparse.Namespace:
+    return build_parser().parse_args(words)
+
+
+def chosen(name: str, *words: str) -> tuple[list[Part], list[Case]]:
+    """The parts and cases that --table NAME asks for, its options checked."""
+    args = parse("--table", name, *words)
+    parts = choose_parts(args)
+    cases = choose_cases(parts, args)
+    check_options(args, table_of(name), parts, cases)
+    return parts, cases
 
 
 @pytest.mark.parametrize("name", TABLES | PRESETS)
 def test_every_table_is_valid(name: str) -> None:
     """Its rows, settings, sizes and columns, with what it is by default and on our own prompts; and
-    every printed figure is of a row, a size and a column that the table has."""
-    table, runs = chosen(name)
-    labels = [run.label for run in runs]
-    assert len(set(labels)) == len(labels) and (len(labels) > 1 or name == "steps")
-    assert len({part.dataset for part in table.parts}) == len(table.parts)
-    assert set(table.columns) <= set(COLUMNS) and CONTROL not in labels
-    for run in runs:
-        run.way.rule()
-        assert run.baseline in labels and run.reference in labels
-    shown = {run.label: run.published for run in runs}
-    for part in table.parts:
-        end = f" on {part.dataset}" * (len(table.parts) > 1)
-        for (row, *size), figures in part.printed.items():
-            assert set(figures) <= set(table.columns)
-            assert row in PEERS or shown[row + end + part.size_words(size)] == figures
-    _, moved = chosen(name, dataset="builtin")
-    assert {run.dataset for run in moved} <= {"builtin"} and len(moved) <= len(runs)
+    every published figure is of a row, a size and a column that the table has."""
+    parts, cases = chosen(name)
+    keys = {case.key: case for case in cases}
+    assert len(keys) == len(set(labels(cases))) == len(cases) and (
+        len(cases) > 1 or name == "steps"
+    )
+    assert len({part.dataset for part in parts}) == len(parts)
+    assert set(table_of(name).columns) <= set(COLUMNS)
+    assert CONTROL not in {case.row for case in cases}
+    for case in cases:
+        case.way().rule()
+        assert ("ar", *case.key[1:]) in keys and (case.reference, *case.key[1:]) in keys
+    for part in parts:
+        for (row, *size), figures in part.published.items():
+            assert set(figures) <= set(table_of(name).columns)
+            assert row in HF_METHODS or keys[row, part.dataset, *size].published == figures
+    _, moved = chosen(name, "--dataset", "builtin")
+    assert {case.dataset for case in moved} <= {"builtin"} and len(moved) <= len(cases)
+
+
+def test_a_case_is_named_by_what_tells_it_from_the_others() -> None:
+    """Of datasets that each have one size, no size is named."""
+    one = Case("ar", "a", 1, 2, 0.0)
+    assert places([one, replace(one, row="linear")]) == ["", ""]
+    hot = replace(one, temperature=0.6)
+    assert labels([one, hot]) == ["ar t=0.0", "ar t=0.6"]
+    other = Case("ar", "b", 3, 4, 0.6)
+    assert labels([one, other]) == ["ar on a", "ar on b"]
+    sizes = [replace(one, prompt_tokens=3, new_tokens=n) for n in (2, 4)]
+    assert places([one, *sizes]) == ["L=1 T=2", "L=3 T=2", "L=3 T=4"]
 
 
 def test_dynatrees_tables_have_their_papers_sizes() -> None:
     """450 configurations of v1, and ar and its figure's linear at each length."""
-    _, runs = chosen("v1-4")
-    assert len([run for run in runs if run.method == "fixed"]) == 450 and len(runs) == 465
-    assert [run.row for run in runs[:3]] == ["ar", "linear K=6", "linear K=7"]
-    best = [run for run in runs if run.published and run.method == "fixed"]
-    assert [run.new_tokens for run in best] == [100, 200, 500, 750, 1000]
+    _, cases = chosen("v1-4")
+    assert len([case for case in cases if case.method == "fixed"]) == 450 and len(cases) == 465
+    assert [case.row for case in cases[:3]] == ["ar", "linear K=6", "linear K=7"]
+    best = [case for case in cases if case.published and case.method == "fixed"]
+    assert [case.new_tokens for case in best] == [100, 200, 500, 750, 1000]
 
 
 def number(cell: str) -> float:
@@ -66,7 +97,10 @@ def test_v2s_tables_agree_where_they_print_what_follows_from_another() -> None:
     """Tokens per second, over ar's as a ratio of means, and milliseconds per token; tokens per
     iteration, which are T over the mean of the iterations: none is copied wrong."""
     tables = [chosen(name)[1] for name in ("v2-1", "v2-2", "v2-3")]
-    speed, latency, efficiency = [{run.label: run.published for run in runs} for runs in tables]
+    speed, latency, efficiency = [
+        {label: case.published for label, case in zip(labels(cases), cases, strict=True)}
+        for cases in tables
+    ]
     assert list(speed) == list(latency) == list(efficiency) and len(speed) == 8
     for row, cells in efficiency.items():
         per_second = number(speed[row]["end_to_end_mean"])
@@ -81,14 +115,14 @@ def test_v2s_tables_agree_where_they_print_what_follows_from_another() -> None:
 def test_dyspecs_tables_draft_and_accept_as_the_papers_methods(name: str) -> None:
     """Greedy children were drawn by the baselines, too, where Sequoia's script takes the likeliest;
     sampled ones were accepted by traversal beside a paper's figures of acceptance by token."""
-    drafted = [run for run in chosen(name)[1] if run.method != "ar"]
-    assert len(drafted) == 6 and {run.draft_temperature for run in drafted} <= {None, 0.6}
-    assert [run.label for run in drafted if run.is_drawn] == ["dyspec N=64 t=0.0"]
-    for run in drafted:
-        assert run.way.acceptance == ("token" if run.temperature else None)
-        assert not run.temperature or run.draft_temperature == 0.6
-    _, own = chosen(name, methods="sequoia traversal", temperature=(0.6,))[1]
-    assert own.row == "sequoia traversal"
+    drafted = [case for case in chosen(name)[1] if case.method != "ar"]
+    assert len(drafted) == 6 and {case.draft_temperature for case in drafted} <= {None, 0.6}
+    assert [(c.row, c.temperature) for c in drafted if c.is_drawn] == [("dyspec N=64", 0.0)]
+    for case in drafted:
+        assert case.way().acceptance == ("token" if case.temperature else None)
+        assert not case.temperature or case.draft_temperature == 0.6
+    own = chosen(name, "--methods", "sequoia traversal", "--temperature", "0.6")[1][1]
+    assert own.acceptance is None and own.way().acceptance == "traversal"
 
 
 ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
@@ -102,33 +136,34 @@ SIXTH += [f"fixed D={depth} B=2 tau=0.05 L=200" for depth in (6, 7)]
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "rows"),
+    ("name", "words", "rows"),
     [
-        ("v2-1", {}, V2),
-        ("v2-1", {"repeats": 3, "dtype": "bfloat16", "draft": "other", "baseline": "dynatree"}, V2),
-        ("v2-1", {"n_prompts": 7}, []),
-        ("v2-1", {"new_tokens": (1400, 1500)}, [f"{row} T=1500" for row in V2]),
-        ("v2-1", {"prompt_tokens": (800,)}, V2[:4]),
-        ("v2-1", {"temperature": (0.0, 0.6)}, [f"{row} t=0.0" for row in V2]),
-        ("v2-1", {"dataset": "wikitext2"}, ALL),
-        ("v2-1", {"dataset": "builtin"}, []),
-        ("v2-1", {"prompts": "own.txt"}, []),
-        ("v2-1", {"methods": "linear K=8 window=512"}, ["ar on wikitext2", "ar on pg19"]),
-        ("v1-6", {"prompt_tokens": (200, 300)}, SIXTH),
-        ("dyspec-1", {"temperature": (0.6,)}, DYSPEC),
-        ("dyspec-1", {"top_p": 0.9}, []),
-        ("dyspec-1", {"prompts": "c4.jsonl"}, COLD + HOT),
+        ("v2-1", "", V2),
+        ("v2-1", "--repeats 3 --dtype bfloat16 --target t --draft d --baseline dynatree", V2),
+        ("v2-1", "--n-prompts 7", []),
+        ("v2-1", "--new-tokens 1400,1500", [f"{row} T=1500" for row in V2]),
+        ("v2-1", "--prompt-tokens 800", V2[:4]),
+        ("v2-1", "--temperature 0,0.6", [f"{row} t=0.0" for row in V2]),
+        ("v2-1", "--dataset wikitext2", ALL),
+        ("v2-1", "--dataset builtin", []),
+        ("v2-1", "--prompts own.txt", []),
+        ("v2-1", "--methods linear\\ K=8\\ window=512", ["ar on wikitext2", "ar on pg19"]),
+        ("v1-6", "--prompt-tokens 200,300", SIXTH),
+        ("dyspec-1", "--temperature 0.6", DYSPEC),
+        ("dyspec-1", "--top-p 0.9", []),
+        ("dyspec-1", "--prompts c4.jsonl", COLD + HOT),
     ],
 )
 def test_a_papers_figures_stand_beside_its_own_prompts_and_sizes_alone(
-    name: str, changed: dict, rows: list[str]
+    name: str, words: str, rows: list[str]
 ) -> None:
     """They stood beside other lengths, datasets and numbers of prompts. A file may hold prompts of
     a dataset that is not here; of models, machine and precision, which no table sets, a note tells.
     The title says if none is left."""
-    _, runs = chosen(name, **changed)
-    assert sorted(run.label for run in runs if run.published) == sorted(rows)
-    title = describe_preset(Options(table=name), runs)
+    parts, cases = chosen(name, *shlex.split(words))
+    named = zip(labels(cases), cases, strict=True)
+    assert sorted(label for label, case in named if case.published) == sorted(rows)
+    title = describe_preset(name, cases, parts, [])
     assert title.endswith("or rows: none is shown") == (not rows)
 
 
@@ -152,21 +187,22 @@ def test_our_own_prompts_stand_in_for_a_datasets(
     """One line says so, file and title say whose they are; and it goes on with them where the
     dataset can be fetched again."""
     offline(monkeypatch, "wikitext2", "pg19")
-    file = tmp_path / "r.json"
+    file = tmp_path / "r.jsonl"
     assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "stand in for" in line]
     assert len(notes) == 1 and notes[0].startswith("note: our own prompts stand in for wikitext2, ")
     assert "(rows on pg19 are left out): wikitext2 cannot be fetched; pg19 cannot" in notes[0]
-    whole = Results.load(file)
-    assert whole.title == PRESETS["v2-1"].title + "; on our own prompts instead of wikitext2, pg19"
+    whole = load(file)
+    title = PRESETS["v2-1"].title + "; on our own prompts instead of wikitext2, pg19"
+    assert whole.head.title == title
     rows = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
-    assert [run.label for run in whole.runs] == rows
-    assert whole.prompts["dataset"] == "builtin" and not any(r.published for r in whole.runs)
-    replace(whole, records=whole.records[:3]).save(file)
+    assert labels(whole.head.cases) == rows
+    assert whole.head.prompts == "builtin" and not any(c.published for c in whole.head.cases)
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
     offline(monkeypatch)
     assert main(["--resume", str(file)]) == 0
-    again = Results.load(file)
-    assert len(again.records) == len(whole.records) and again.prompts == whole.prompts
+    again = load(file)
+    assert list(again.texts) == list(whole.texts) and again.head == whole.head
 
 
 def test_they_stand_in_for_what_lacks_alone(
@@ -175,15 +211,14 @@ def test_they_stand_in_for_what_lacks_alone(
     """What can be fetched is measured as ever, each part with its own rows and baseline; what was
     asked for by name is an error, and so is what lacks when a table is to go on."""
     offline(monkeypatch, "wikitext2")
-    file = tmp_path / "r.json"
+    file = tmp_path / "r.jsonl"
     assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
     assert "4 prompts (2 builtin, 2 pg19) of up to 12 tokens" in capsys.readouterr().out
-    rows = Results.load(file).rows()
-    assert [row.run.label for row in rows[:5]] == [f"{row} on builtin" for row in ALL] + V2[4:5]
-    places = ["builtin"] * 4 + ["pg19"] * 4
-    assert [row.run.baseline for row in rows] == [f"ar on {place}" for place in places]
-    assert [row.run.reference for row in rows] == [f"ar on {place}" for place in places]
-    assert [len(row.records) for row in rows] == [2] * 8
+    found = by_label(load(file))
+    assert list(found)[:5] == [f"{row} on builtin" for row in ALL] + V2[4:5] and len(found) == 8
+    for label, texts in found.items():
+        assert len(texts) == 2 and texts.has_baseline.all() != label.startswith("ar ")
+        assert texts.is_compared.all() != label.startswith("ar ")
     asked = ["--table", "v2-1", *BRIEF, "--dataset", "wikitext2", "--output", str(tmp_path / "s")]
     assert main(asked) == 2
     assert "error: wikitext2 cannot be fetched" in capsys.readouterr().err
@@ -194,25 +229,26 @@ def test_they_stand_in_for_what_lacks_alone(
 
 def test_which_part_a_dataset_keeps() -> None:
     """The one that is on it, or that a script's reading is of; of what no part is on, the first."""
-    (part,) = choose_parts(PRESETS["v1-5"], Options(dataset="wikitext2-script"))
+    (part,) = choose_parts(parse("--table", "v1-5", "--dataset", "wikitext2-script"))
     assert part == replace(PRESETS["v1-5"].parts[1], dataset="wikitext2-script")
     first, second = PRESETS["v2-1"].parts
     for dataset, expected in {"pg19": second, "builtin": first}.items():
-        (part,) = choose_parts(PRESETS["v2-1"], Options(dataset=dataset))
+        (part,) = choose_parts(parse("--table", "v2-1", "--dataset", dataset))
         assert (part.dataset, part.rows) == (dataset, expected.rows)
-    (part,) = choose_parts(PRESETS["v2-1"], Options(prompts="a/b.txt"))
+    (part,) = choose_parts(parse("--table", "v2-1", "--prompts", "a/b.txt"))
     assert (part.dataset, part.rows) == ("b.txt", first.rows)
 
 
 def test_a_pair_by_name(monkeypatch: MonkeyPatch) -> None:
     """It is kept as the two models that it is."""
-    found = name_models(Options(pair="pythia"))
+    found = name_models(parse("--pair", "pythia"))
     assert (found.pair, found.target, found.draft) == (None, *PYTHIA)
-    found = name_models(Options(table="enlarged", pair="embedded"))
+    found = name_models(parse("--table", "enlarged", "--pair", "embedded"))
     assert (found.target, found.draft) == ("models/tiny/target", "models/tiny/draft")
     monkeypatch.setitem(PAIRS, "enlarged", lambda: ["large", "small"])
-    for options in (Options(pair="enlarged"), Options(table="enlarged")):
-        assert name_models(options).target == "large"
-    assert name_models(Options(target="a", draft="b", table="enlarged")).target == "a"
+    for words in (["--pair", "enlarged"], ["--table", "enlarged"]):
+        assert name_models(parse(*words)).target == "large"
+    own = parse("--target", "a", "--draft", "b", "--table", "enlarged")
+    assert name_models(own).target == "a"
     with pytest.raises(UsageError, match="give either --pair or --target and --draft"):
-        chosen("main", pair="pythia", draft="b")
+        chosen("main", "--pair", "pythia", "--draft", "b")

@@ -41,7 +41,8 @@ CASES = [AR, replace(AR, row="fixed"), replace(AR, row="hf-assisted")]
 def head_of(cases: list[Case], n_prompts: int = 3, **others: object) -> Head:
     given = {"format": FORMAT, "table": "ablation", "title": "", "columns": COLUMNS}
     given |= {"options": {"repeats": 1}, "unfetched": [], "machine": MACHINE, "load_before": None}
-    given |= {"n_prompts": {"builtin": n_prompts}, "prompts": "builtin", "prompts_sha256": "0"}
+    given |= {"prompts": "builtin", "prompts_sha256": "0"}
+    given |= {"n_prompts": {case.dataset: n_prompts for case in cases}}
     return Head(**(given | {"cases": cases} | others))
 
 

@@ -1,6 +1,5 @@
 """Claim: what is predicted of a text is its forwards alone, as single ones were timed."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +7,10 @@ from conftest import random_config, random_model, random_tensors
 
 from benchmark.counts import predict_text_ms
 from benchmark.report import step_notes
-from benchmark.rows import parse_run
 from benchmark.step_times import StepTimes, step_bytes
 from cli.models import Pair, Request
 from engine.model import FastGPTNeoX
+from engine.way import read_way
 
 
 def test_predicted_time_is_the_forwards_alone() -> None:
@@ -47,10 +46,10 @@ def test_predicted_passes_are_padded_as_each_models_own_are() -> None:
     pair = Pair(random_model(0), random_model(1), None, Path(), None, {})
     pair.target.pool.min_rows = 4
     pair.draft.pool.min_rows = 16
-    run = replace(parse_run("linear K=2"), new_tokens=9)
-    steps = list(Request(pair, [3, 1, 4, 1, 5], run.way, run.new_tokens).decode())
+    way = read_way("linear", "K=2")
+    steps = list(Request(pair, [3, 1, 4, 1, 5], way, 9).decode())
     rows = [n for step in steps for n in step.draft_rows]
     assert len(rows) > 4 and max(rows) < 16
     times = StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0)
     expected = 4 * (len(steps) - 1) + 16 * len(rows)
-    assert predict_text_ms(times, run, pair, steps) == pytest.approx(expected)
+    assert predict_text_ms(times, way, pair, steps) == pytest.approx(expected)

@@ -72,7 +72,7 @@ step() {  # NAME PERCENT COMMAND...: for so much of the seconds at most, and of 
 
 table() {  # NAME PERCENT OPTIONS...: of bench.py
   step "table $1" "$2" bench.py --target "$target" --draft "$draft" $text \
-    --output "$keep/$1.json" "${@:3}"
+    --output "$keep/$1.jsonl" "${@:3}"
 }
 
 command -v nvidia-smi >/dev/null && nvidia-smi --format=csv \

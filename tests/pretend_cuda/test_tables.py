@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from bench import main
-from benchmark.results import Results
-from benchmark.tables import CONTROL
+from benchmark.cases import CONTROL
+from benchmark.report import text_frame
+from benchmark.results import load
 from methods import METHODS
 from tools import gpu_facts
 
@@ -34,18 +35,15 @@ TABLES = {
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_table(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "table.json"
+    file = tmp_path / "table.jsonl"
     arguments = ["--table", table, "--output", str(file)] + TINY + TABLES[table]
     assert main(arguments) == 0, capsys.readouterr().err
-    results = Results.load(file)
-    labels = {run.label for run in results.runs}
-    assert {record["run"] for record in results.records} == labels
-    for record in results.records:
-        assert all(math.isfinite(value) for value in record["metrics"].values())
-    for row in results.rows():
-        assert not row.differing()
-    if table == "memory":
-        assert all(record["metrics"]["pools_mb"] > 0 for record in results.records)
+    results = load(file)
+    assert len(results.texts) == len(results.head.cases)
+    assert not text_frame(results).is_different.any()
+    for text in results.texts.values():
+        assert all(math.isfinite(value) for value in text.values() if isinstance(value, float))
+        assert table != "memory" or text["pools_mb"] > 0
     if table == "steps":
         assert results.step_times.target_ms
 
@@ -58,12 +56,11 @@ def test_gpu_check(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout and "error: " not in done.stdout
     names = {"pair", "facts", "strict", "eager", "main", "memory"}
-    assert {file.stem for file in tmp_path.glob("*.json")} == names
-    main_table = Results.load(tmp_path / "main.json")
-    labels = {run.label for run in main_table.runs}
-    assert labels == {*METHODS, CONTROL}
-    assert len(main_table.records) == len(labels)
-    assert main_table.machine["processor"] == "NVIDIA Pretended H100"
+    assert {file.stem for file in tmp_path.glob("*.json*")} == names
+    main_table = load(tmp_path / "main.jsonl")
+    assert {case.row for case in main_table.head.cases} == {*METHODS, CONTROL}
+    assert not main_table.n_lacking
+    assert main_table.head.machine["processor"] == "NVIDIA Pretended H100"
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert [record["rows"] for record in facts["passes"]] == [1, 32] * 2
 
