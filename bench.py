@@ -205,13 +205,13 @@ class Bench:
         """Find where greedy texts differ from those of their reference, mostly ar's, and how
         narrowly the target decided there: in float32, by a model that no timed text is to have in
         memory beside it."""
+        turns = {turn.key: turn for turn in self.in_turn()}
         texts = text_frame(self.results)
-        cases = {case.key: case for case in self.results.head.cases}
-        for key, text in zip(list(self.results.texts), texts.itertuples(), strict=True):
-            if not text.is_different or key in self.results.differences:
+        for key in texts[texts.is_different].key:
+            if key in self.results.differences:
                 continue
-            turn = Turn(cases[key[:-2]], *key[-2:])
-            theirs = self.ids_of(turn._replace(case=replace(turn.case, row=text.reference)))
+            turn = turns[key]
+            theirs = self.ids_of(turn._replace(case=replace(turn.case, row=turn.case.reference)))
             at = first_difference(self.ids_of(turn), theirs)
             window = WHOLE_TEXT if turn.case.is_hf else turn.case.way().window
             gap = top2_gap(self.pair, self.prompt_ids(turn) + theirs[:at], window)
@@ -285,6 +285,8 @@ def execute(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
         show_file(args)
         return 0
     previous, kind = None, args.format
+    if args.peers:
+        raise UsageError("--peers is now --hf")
     if args.resume is not None:
         require_alone(args, "--resume", "format")
         file, previous = Path(args.resume), load(args.resume)

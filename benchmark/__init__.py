@@ -1,20 +1,20 @@
 """What bench.py, which measures, needs beside it: tables, results files, reports, other figures.
 
-tables      tables.toml read: our own tables and the papers', their rows, sizes and printed figures
-rows        a table's rows, made into runs
-options     bench.py's options, and what they say of files: shown, or kept and gone on with
+tables      tables.toml: our own tables and the papers', their rows, sizes and published figures
+cases       a table's cases: each a row on one dataset at one size
+options     bench.py's options, and those that a results file keeps
 opening     a table opened: options checked, models loaded, prompts cut
 enlarged    the embedded pair at the cost of Pythia's smaller models, made once
 machine     what a figure depends on besides the options
 prompts     our own (prompts.jsonl), WikiText-2, PG-19, files
 pg19        PG-19's books, fetched
-step_times  what one forward costs by its rows, the bandwidth floor, predicted times
+step_times  what one pass costs by its rows, the bandwidth floor, predicted times
 counts      passes, depths and matches, counted from a generation's steps; predicted times
 memory      peak memory, in a process of its own
-peers       transformers on the same weights, for comparison rows
-results     results files: what was measured on what, and one record for every text
-columns     what each column says of a row
-report      what is shown of results: tables, captions, notes
+hf          transformers on the same weights, for comparison rows
+results     results files: a line for what is measured, and one for every text
+columns     what each column says of a case
+report      what is shown of results: the frame of texts, tables, captions, notes
 plot        results files as PNG figures
 figures     which figures a results file gives, and how they are drawn
 """

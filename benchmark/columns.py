@@ -52,6 +52,7 @@ NUMBERS = {  # by column: title, metric, and how str.format writes it
     "pools": ("graph pools MB", "pools_mb", "{:.0f}"),
     "cuda_context": ("CUDA context MB", "cuda_context_mb", "{:.0f}"),
 }
+METRICS = [metric for _, metric, _ in NUMBERS.values()]
 NO_MEAN = ("predicted", "setup")
 RATES = ("throughput", "end_to_end")  # more is faster; of times less is
 BESIDE = ("throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms")  # held against ar's
@@ -69,7 +70,7 @@ RENAMED = {
 def values(texts: pd.DataFrame, metric: str) -> pd.Series:
     """Return a metric of every text; empty if some lack it, as if transformers does not tell it.
     A speed-up is only left out of the texts that have none."""
-    found = texts[metric] if metric in texts else pd.Series(dtype=float)
+    found = texts[metric]
     if metric == "speedup":
         return found.dropna()
     return found[:0] if found.isna().any() else found
@@ -98,7 +99,7 @@ def ratio(metric: str, texts: pd.DataFrame) -> float | None:
     """Return the mean of a metric over the baseline's mean on the same prompts; None if there is
     none."""
     beside = texts[texts.has_baseline]
-    if metric not in texts or beside.empty:
+    if beside.empty:
         return None
     sums = beside[[metric, f"baseline_{metric}"]].sum(skipna=False)
     return sums.iloc[0] / sums.iloc[1] if (sums > 0).all() else None

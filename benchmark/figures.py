@@ -53,10 +53,6 @@ BARS = {SPEED: "{:,.1f}", SPEEDUP: "{:.2f}x", PROGRESS: "{:.2f}"}  # and how the
 BARS |= {PEAK: "{:,.0f}", NEEDED: "{:,.0f}", MORE: "{:+.1%}"}
 BY_SIZE = {"": SPEED, "_speedup": SPEEDUP, "_progress": PROGRESS, "_acceptance": ACCEPTANCE}
 SIZES = {f"{size.replace('_', ' ')} {symbol}": size for size, symbol in SYMBOLS.items()}
-# Columns that a file may lack
-METRICS = ("end_to_end", "tokens_per_iter", "acceptance_rate", "drafted_per_iter", "draft_passes")
-METRICS += ("iterations", "peak_mb", "weights_and_caches_mb")
-COUNTS = ("depths", "calibration")
 
 
 def draw(results: Results) -> dict[str, Figure]:
@@ -107,37 +103,26 @@ def speed_of(results: Results) -> str:
 
 
 def named_texts(results: Results) -> pd.DataFrame:
-    """Return the frame of texts, in the order of the table's cases, with columns that are named as
-    the figures' axes are."""
+    """Return the frame of texts with columns that are named as the figures' axes are."""
     texts = text_frame(results)
-    order = {label: i for i, label in enumerate(labels(results.head.cases))}
-    texts = texts.sort_values("label", key=lambda label: label.map(order), kind="stable")
-    texts = texts.reset_index(drop=True)
-    texts = texts.reindex(columns=list(dict.fromkeys([*texts.columns, *METRICS, *COUNTS])))
-    for kind in COUNTS:
+    for kind in ("depths", "calibration"):
         texts[kind] = [found if isinstance(found, dict) else {} for found in texts[kind]]
-    speed = texts[speed_of(results)]
+    speed, peak = texts[speed_of(results)], texts.peak_mb
+    of_baseline = [texts[f"baseline_{metric.name}"] for metric in (speed, peak)]
+    baseline_speed, baseline_peak = (found.where(found > 0) for found in of_baseline)
     figures = {
         SPEED: speed,
         PROGRESS: texts.tokens_per_iter,
-        SPEEDUP: speed / of_baseline(results, texts, speed.name),
+        SPEEDUP: speed / baseline_speed,
         ACCEPTANCE: texts.acceptance_rate.where(texts.drafted_per_iter > 0),
         PASSES: texts.draft_passes * texts.iterations,
-        PEAK: texts.peak_mb,
+        PEAK: peak,
         NEEDED: texts.weights_and_caches_mb,
-        MORE: texts.peak_mb / of_baseline(results, texts, "peak_mb") - 1,
+        MORE: peak / baseline_peak - 1,
     }
     sizes = {column: texts[name] for column, name in SIZES.items()}
     methods = texts.row.str.partition(" ")[0]
     return texts.assign(name=texts.row, method=methods, line="", note="", **sizes, **figures)
-
-
-def of_baseline(results: Results, texts: pd.DataFrame, metric: str) -> pd.Series:
-    """Return the baseline's metric on the same prompt, its own for the baseline itself; without
-    zeros."""
-    found = texts[f"baseline_{metric}"]
-    found = found.mask(texts.row == results.head.baseline, texts[metric])
-    return found.where(found > 0)
 
 
 def figures_by_name(texts: pd.DataFrame) -> dict[str, sns.FacetGrid | None]:

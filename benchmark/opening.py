@@ -45,7 +45,7 @@ from parallel.ranks import Ranks, is_launched
 
 Prompts = dict[str, list[list[int]]]  # their ids, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
-OF_THE_CALL = ("output", "resume", "show", "tables", "format", "pair")
+OF_THE_CALL = ("output", "resume", "show", "tables", "format", "pair", "peers")
 
 
 @dataclass(frozen=True)

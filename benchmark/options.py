@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
 
 from benchmark.cases import NOT_HERE, PRESETS, TABLES
 from benchmark.columns import MEANS, PLAIN, SPEEDUPS
@@ -24,8 +23,6 @@ from benchmark.results import Head
 from cli.errors import Parser, UsageError
 from cli.options import add_graphs_option, add_model_options
 from engine.way import WORDS
-
-MAX_ROUNDS = 10_000
 
 
 def build_parser() -> Parser:
@@ -42,14 +39,7 @@ def build_parser() -> Parser:
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show, of those that --tables lists")
     add("--hf", action="store_true", help=f"also {', '.join(HF_METHODS)}, which need transformers")
-    add(
-        "--peers",
-        action=Renamed,
-        nargs=0,
-        const="--hf",
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
+    add("--peers", action="store_true", help=argparse.SUPPRESS)  # its name before
     base = "row that speed-ups are over, as in --methods (ar)"
     add("--baseline", type=single_spaced, metavar="M", help=base)
     add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (the table's, most often builtin)")
@@ -60,7 +50,7 @@ def build_parser() -> Parser:
     add("--temperature", type=several(temperature), metavar="X,...", help="0 is greedy (0)")
     add("--top-p", type=float, metavar="P", help="of the sampled texts (1)")
     add("--seed", type=int, metavar="N", help="of the sampled texts; each prompt has its own (0)")
-    add("--repeats", type=rounds, default=1, metavar="N", help="rounds over all prompts (1)")
+    add("--repeats", type=count, default=1, metavar="N", help="rounds over all prompts (1)")
     add("--pair", choices=PAIRS, help="target and draft by one name")
     add_model_options(parser)
     add_graphs_option(parser)
@@ -71,19 +61,6 @@ def build_parser() -> Parser:
     return parser
 
 
-class Renamed(argparse.Action):
-    """An old option, refused with the name of the new one."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        parser.error(f"{option_string} is now {self.const}")
-
-
 def single_spaced(text: str) -> str:
     return " ".join(text.split())
 
@@ -92,13 +69,6 @@ def count(text: str) -> int:
     """Return a whole number from 1 on. Raises argparse.ArgumentTypeError."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
-    return int(text)
-
-
-def rounds(text: str) -> int:
-    """Return a number of rounds. Raises argparse.ArgumentTypeError."""
-    if count(text) > MAX_ROUNDS:
-        raise argparse.ArgumentTypeError(f"{text} is more than {MAX_ROUNDS}")
     return int(text)
 
 

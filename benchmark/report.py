@@ -8,13 +8,12 @@ text_frame(results).groupby("label").speedup.median()
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import pairwise
 
 import pandas as pd
 
 from benchmark.cases import Case, labels, places
-from benchmark.columns import BESIDE, COLUMNS, require_columns
+from benchmark.columns import BESIDE, COLUMNS, METRICS, require_columns
 from benchmark.results import CASE, KEY, Head, Results
 from benchmark.step_times import StepTimes
 from cli.compare import is_tie
@@ -22,12 +21,14 @@ from cli.errors import UsageError, shown
 
 MANY = 8  # rows that a note names; it counts more than these
 NOT_OURS = "The paper's figures are of its own models, machine and code, whatever is named above."
+KNOWN = (*KEY, *METRICS, "predicted_ms", "ids_digest", "depths", "calibration")  # if not in a file
 AT = ["dataset", "prompt_tokens", "new_tokens", "temperature", "prompt", "round"]
 
 
 def text_frame(results: Results) -> pd.DataFrame:
-    """Return a row for each text, in the file's order: what the file says of it, and
+    """Return a row for each text, case by case: what the file says of it, if it says so, and
 
+    key                      its key in `results.texts`
     label, place, reference  of its case
     baseline_NAME            the baseline's metrics on the same prompt in the same round
     has_baseline             whether there are such; not for the baseline itself
@@ -36,13 +37,16 @@ def text_frame(results: Results) -> pd.DataFrame:
     is_different             whether they are others; `at` and `gap` say where and how narrowly
     """
     cases = results.head.cases
-    about = [asdict(case) for case in cases]
-    about = pd.DataFrame(about, columns=[*CASE, "reference"])
-    about = about.assign(label=labels(cases), place=places(cases))
-    lines = list(results.texts.values())
-    names = dict.fromkeys([*KEY, *BESIDE, "ids_digest", *(name for line in lines for name in line)])
-    texts = pd.DataFrame(lines, columns=list(names))
-    texts = texts.merge(about, on=list(CASE), how="left")
+    order = {case.key: i for i, case in enumerate(cases)}
+    keys = sorted(results.texts, key=lambda key: order[key[: len(CASE)]])
+    lines = [results.texts[key] for key in keys]
+    others = (name for line in lines for name in line)
+    texts = pd.DataFrame(lines, columns=list(dict.fromkeys([*KNOWN, *others])))
+    references = [case.reference for case in cases]
+    of_cases = {"label": labels(cases), "place": places(cases), "reference": references}
+    for name, found in of_cases.items():
+        texts[name] = [found[order[key[: len(CASE)]]] for key in keys]
+    texts["key"] = keys
     return with_difference(with_baseline(texts, results.head.baseline), results)
 
 
@@ -50,6 +54,7 @@ def beside(texts: pd.DataFrame, rows: pd.Series | str, names: Sequence[str]) -> 
     """Return for each text these columns of another row's text on the same prompt in the same
     round, and whether there `is_one`."""
     others = texts[["row", *AT, *names]].assign(is_one=True)
+    rows = pd.Series(rows, index=texts.index, dtype=object)
     found = texts[AT].assign(row=rows).merge(others, on=["row", *AT], how="left")
     return found[[*names, "is_one"]].assign(is_one=found.is_one.notna())
 
@@ -69,9 +74,9 @@ def with_difference(texts: pd.DataFrame, results: Results) -> pd.DataFrame:
     is_compared = reference.is_one & (texts.temperature == 0) & (texts.row != texts.reference)
     texts["is_compared"] = is_compared
     texts["is_different"] = is_compared & (texts.ids_digest != reference.ids_digest)
-    found = [results.differences.get(key) for key in results.texts]
-    texts["at"] = [one.at if one else None for one in found]
-    texts["gap"] = [one.gap if one else None for one in found]
+    found = [results.differences.get(key, {}) for key in texts.key]
+    texts["at"] = [difference.get("at") for difference in found]
+    texts["gap"] = [difference.get("gap") for difference in found]
     return texts
 
 
@@ -92,9 +97,7 @@ def is_near_tie(gap: float | None) -> bool:
 
 def by_label(results: Results) -> dict[str, pd.DataFrame]:
     """Return the texts of each case that has some, in the table's order."""
-    texts = text_frame(results)
-    found = dict(list(texts.groupby("label")))
-    return {label: found[label] for label in labels(results.head.cases) if label in found}
+    return dict(list(text_frame(results).groupby("label", sort=False)))
 
 
 def text_report(results: Results, width: int) -> str:

@@ -47,6 +47,9 @@ COLUMNS = {  # the columns of a text and their types; every other column is a me
     "ids_digest": str,
     "depths": dict[str, list[int]],
     "calibration": dict[str, list[int]],
+    # of a difference from the reference
+    "at": int,  # index of the first token that differs
+    "gap": float | None,  # top-2 logit gap of the target there, in float32; None if out of memory
 }
 T = TypeVar("T")
 
@@ -83,28 +86,13 @@ class Head:
         return self.n_rounds * sum(self.n_prompts[case.dataset] for case in self.cases)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Where a greedy text differs from its reference's."""
-
-    row: str
-    dataset: str
-    prompt_tokens: int
-    new_tokens: int
-    temperature: float
-    prompt: int
-    round: int
-    at: int  # index of the first token that differs
-    gap: float | None  # top-2 logit gap of the target there, in float32; None if out of memory
-
-
 @dataclass
 class Results:
     """The content of a results file."""
 
     head: Head
     texts: dict[Key, Text] = field(default_factory=dict)
-    differences: dict[Key, Difference] = field(default_factory=dict)
+    differences: dict[Key, Text] = field(default_factory=dict)  # with `at` and `gap`
     step_times: StepTimes | None = None
     ids: dict[str, list[int]] = field(default_factory=dict)  # of greedy texts, by digest
     n_bytes: int = 0  # of the whole lines in the file
@@ -131,22 +119,15 @@ class Results:
                 self.step_times = read_as(StepTimes, found, "step_times")
                 self.step_times.require_sense()
             case {"difference": found}:
-                difference = read_as(Difference, found, "difference")
-                key = key_of(asdict(difference))
-                require(key in self.texts, "the text of this difference is not above")
-                self.differences[key] = difference
-            case dict():
-                self.add_text(line)
+                check_columns(found, (*KEY, "at", "gap"))
+                require(key_of(found) in self.texts, "the text of this difference is not above")
+                self.differences[key_of(found)] = found
             case _:
-                raise ValueError("it is no JSON object")
+                self.add_text(line)
 
     def add_text(self, text: Text) -> None:
         """Add a text. Raises ValueError if it is not one of the table's, or stands twice."""
-        for name in KEY:
-            require(name in text, f"it has no {name}")
-        for name, value in text.items():
-            kind = COLUMNS.get(name, float)
-            require(is_of(value, kind), f"{name} is {short(value)}, it must be {kind_words(kind)}")
+        check_columns(text, KEY)
         row, dataset, *_, prompt, round_index = key = key_of(text)
         require(key[: len(CASE)] in self.case_keys, f"{row!r} at this size is no case of the head")
         n_prompts = self.head.n_prompts[dataset]
@@ -165,6 +146,16 @@ class Results:
         them, the ids."""
         digest = digest_of(ids)
         return {"ids_digest": digest} | ({} if digest in self.ids else {"ids": ids})
+
+
+def check_columns(line: Json, needed: Sequence[str]) -> None:
+    """Raise ValueError unless a line is an object with these columns, and all are of their type."""
+    require(isinstance(line, dict), "it is no JSON object")
+    for name in needed:
+        require(name in line, f"it has no {name}")
+    for name, value in line.items():
+        kind = COLUMNS.get(name, float)
+        require(is_of(value, kind), f"{name} is {short(value)}, it must be {kind_words(kind)}")
 
 
 def key_of(text: Text) -> Key:

@@ -346,7 +346,7 @@ WRONG = {  # by what the line says: what is wrong with the file
     "line 11: the text of this difference is not above": lambda lines: lines.append(
         difference_of(lines[1] | {"prompt": 7})
     ),
-    "line 11: difference has no at": lambda lines: lines.append({"difference": lines[1]}),
+    "line 11: it has no at": lambda lines: lines.append({"difference": lines[1]}),
     "line 11: step_times are not all above 0": lambda lines: lines.append(
         {"step_times": STEPS | {"copy_gb_s": 0}}
     ),
