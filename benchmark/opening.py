@@ -29,7 +29,7 @@ from benchmark.hf import HF_METHODS, check_vocabularies, require_transformers
 from benchmark.machine import describe_machine, one_minute_load
 from benchmark.prompts import DATASETS, cut_prompts, lengthened, load_prompts
 from benchmark.results import FORMAT, Head, Results
-from cli.errors import UsageError, say, shown
+from cli.errors import UsageError, say
 from cli.models import (
     PYTHIA,
     Pair,
@@ -176,20 +176,10 @@ def name_models(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def name_places(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with absolute names of files, so that --resume works in every folder.
-    Raises UsageError for a name that a results file cannot hold."""
+    """Return the options with absolute names of files, so that --resume works in every folder."""
     names = {name: getattr(args, name) for name in ("prompts", "target", "draft")}
-    for option, name in names.items():
-        if name is None or not os.path.exists(name):  # the hub's are no files
-            continue
-        names[option] = os.path.abspath(name)
-        try:
-            names[option].encode()
-        except UnicodeEncodeError as error:
-            where = shown(names[option])
-            what = f"--{option} {where}: the name is not UTF-8, which a results file needs"
-            raise UsageError(what) from error
-    return changed(args, **names)
+    files = {option: name for option, name in names.items() if name and os.path.exists(name)}
+    return changed(args, **{option: os.path.abspath(name) for option, name in files.items()})
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str | int | float | bool | list]:

@@ -85,10 +85,11 @@ def is_exact(results: Results) -> bool:
     every other one except near-ties."""
     texts = text_frame(results)
     wrong = texts[texts.is_different]
-    if results.head.machine["dtype"] != "float32":
-        return not any("strict" in row.split() for row in wrong.row)
-    pairs = zip(wrong.row, wrong.gap, strict=True)
-    return all("strict" not in row.split() and is_near_tie(gap) for row, gap in pairs)
+    is_float32 = results.head.machine["dtype"] == "float32"
+    return not any(
+        "strict" in row.split() or (is_float32 and not is_near_tie(gap))
+        for row, gap in zip(wrong.row, wrong.gap, strict=True)
+    )
 
 
 def is_near_tie(gap: float | None) -> bool:

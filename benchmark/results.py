@@ -175,6 +175,8 @@ def load(file: str | Path) -> Results:
     except ForeignFile as error:
         raise UsageError(f"not a results file: {error}") from error
     whole, _, _ = content.rpartition(b"\n")
+    if not whole:
+        raise UsageError(f"{file} is not a results file: it has no whole line")
     results = None
     for n, line in enumerate(whole.split(b"\n"), start=1):
         try:

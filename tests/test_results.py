@@ -287,7 +287,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_cut(lines: list[Text], tmp_path
     writer.add(lines[-1])
     assert load(file).texts == results_of(lines).texts
     file.write_bytes(whole[:10])
-    with pytest.raises(UsageError, match="line 1: not JSON"):
+    with pytest.raises(UsageError, match="r.jsonl is not a results file: it has no whole line"):
         load(file)
 
 
@@ -371,7 +371,7 @@ def test_a_file_from_anybody(message: str, lines: list[Text], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "line 1: not JSON: "),
+        (b"\n\n", "line 1: not JSON: "),
         (b"\xff\xfe\n", "line 1: "),
         (b"[" * 100_000 + b"\n", "line 1: "),
         (b"9" * 5000 + b"\n", "line 1: "),
