@@ -1,7 +1,6 @@
 """What bench.py, which measures, needs beside it: tables, results files, reports, other figures.
 
-tables      tables.toml: our own tables and the papers', their rows, sizes and published figures
-cases       a table's cases: each a row on one dataset at one size
+cases       tables.toml read: our own tables and the papers', as rows on a dataset at a size
 options     bench.py's options, and those that a results file keeps
 opening     a table opened: options checked, models loaded, prompts cut
 enlarged    the embedded pair at the cost of Pythia's smaller models, made once
