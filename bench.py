@@ -66,10 +66,10 @@ from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Request, overflow_note
 from dynatree import Drafter
-from engine.decoding import Step
-from engine.streaming import WHOLE_TEXT
-from parallel.driver import on_ranks
-from parallel.ranks import Ranks
+from engine.driver import on_ranks
+from engine.generate import Step
+from engine.passes import WHOLE_TEXT
+from engine.ranks import Ranks
 
 LOG_S = 30.0  # between two progress reports where stderr is no terminal
 
@@ -137,7 +137,7 @@ class Bench:
         """Return how long it took to load what a case needs."""
         if case.is_hf:
             return self.transformers.load_s
-        has_draft = case.way().rule().max_depth > 0
+        has_draft = case.config().make_rule().max_depth > 0
         return self.pair.load_s["target"] + (self.pair.load_s["draft"] if has_draft else 0.0)
 
     def time_passes(self) -> None:
@@ -157,8 +157,8 @@ class Bench:
         case, prompt = turn.case, self.prompt_ids(turn)
         if case.is_hf:
             return self.transformers.decode(case.method, prompt, case.new_tokens, n_steps)
-        way = case.way(self.args.top_p, self.seed(turn), not self.args.no_graphs)
-        return list(islice(Request(self.pair, prompt, way, case.new_tokens).decode(), n_steps))
+        config = case.config(self.args.top_p, self.seed(turn), not self.args.no_graphs)
+        return list(islice(Request(self.pair, prompt, config, case.new_tokens).decode(), n_steps))
 
     def prompt_ids(self, turn: Turn) -> list[int]:
         return self.prompts[turn.case.dataset][turn.prompt][: turn.case.prompt_tokens]
@@ -190,15 +190,17 @@ class Bench:
         del found["new_tokens"]  # those of the case: nothing ends a text early
         if case.is_hf:
             return {name: value for name, value in found.items() if name not in NOT_TOLD}
-        way = case.way()
-        found |= measure_acceptance(steps, way.settings)
+        config = case.config()
+        found |= measure_acceptance(steps, config.settings)
         if case.temperature or not turn.round:  # another round of a greedy text counts the same
             found["depths"] = count_depths(steps)
         if not (case.temperature or turn.round):  # sampled text says nothing of calibration
             found["calibration"] = count_calibration(steps)
         times = self.results.step_times
-        if times and not way.strict and way.window == WHOLE_TEXT:  # as the passes that were timed
-            found["predicted_ms"] = predict_text_ms(times, way, self.pair, steps)
+        if (
+            times and not config.strict and config.window == WHOLE_TEXT
+        ):  # as the passes that were timed
+            found["predicted_ms"] = predict_text_ms(times, config, self.pair, steps)
         return found
 
     def compare_with_references(self) -> None:
@@ -213,7 +215,7 @@ class Bench:
             turn = turns[key]
             theirs = self.ids_of(turn._replace(case=replace(turn.case, row=turn.case.reference)))
             at = first_difference(self.ids_of(turn), theirs)
-            window = WHOLE_TEXT if turn.case.is_hf else turn.case.way().window
+            window = WHOLE_TEXT if turn.case.is_hf else turn.case.config().window
             gap = top2_gap(self.pair, self.prompt_ids(turn) + theirs[:at], window)
             line = dict(zip(KEY, key, strict=True)) | {"at": at, "gap": gap}
             self.file.add({"difference": line})
@@ -252,7 +254,7 @@ def how_to_go_on(bench: Bench) -> str:
     n_lacking, ranks = bench.results.n_lacking, bench.pair.ranks
     if not n_lacking:
         return ""
-    start = ["torchrun", "--nproc-per-node", str(ranks.count)] if ranks else ["python"]
+    start = ["torchrun", "--nproc-per-node", str(ranks.world_size)] if ranks else ["python"]
     words = [*start, os.path.relpath(ROOT / "bench.py"), f"--resume={bench.file.file}"]
     return f"; {n_lacking} texts are lacking; to go on: {shlex.join(words)}"
 

@@ -21,7 +21,7 @@ from benchmark.prompts import DATASETS, SCRIPT, SCRIPT_TEXTS
 from cli.compare import strict_reference
 from cli.errors import UsageError
 from cli.options import has_temperature
-from engine.way import SIZED_WORDS, Way, read_way
+from engine.generation_config import NUMBER_OPTIONS, GenerationConfig
 from methods import METHODS
 from methods.sampler import GREEDY, Sampling
 
@@ -34,7 +34,7 @@ Size = tuple[int, int, float]  # prompt tokens, new tokens, temperature
 class Case:
     """A row of a table: a method in words, on one dataset's prompts, at one size."""
 
-    row: str  # the words of engine.way.read_way, or one of hf.HF_METHODS
+    row: str  # the words of GenerationConfig.parse, or one of hf.HF_METHODS
     dataset: str
     prompt_tokens: int  # maximum; a prompt may be shorter
     new_tokens: int
@@ -59,11 +59,9 @@ class Case:
         """Whether transformers writes its texts."""
         return self.method in HF_METHODS
 
-    @property
-    def is_strict(self) -> bool:
-        return "strict" in self.row.split()
-
-    def way(self, top_p: float | None = None, seed: int = 0, graphs: bool = True) -> Way:
+    def config(
+        self, top_p: float | None = None, seed: int = 0, graphs: bool = True
+    ) -> GenerationConfig:
         """Return how a text is written; not for transformers. Raises ValueError for a row that
         this version cannot read."""
         words = self.row.split() + ([self.acceptance] if self.acceptance else [])
@@ -73,7 +71,7 @@ class Case:
             sampling = Sampling(
                 self.temperature, top_p, seed, self.draft_temperature, self.is_drawn
             )
-        return replace(read_way(*words), sampling=sampling, graphs=graphs)
+        return replace(GenerationConfig.parse(*words), sampling=sampling, graphs=graphs)
 
 
 def places(cases: Sequence[Case]) -> list[str]:
@@ -270,7 +268,7 @@ def parse_row(text: str) -> str:
         known = ", ".join([*METHODS, *HF_METHODS])
         raise UsageError(f"unknown method {method!r}; there are {known}")
     try:
-        read_way(*row.split()).rule()
+        GenerationConfig.parse(*row.split()).make_rule()
     except ValueError as error:
         raise UsageError(f"{text!r}: {error}") from error
     return row
@@ -282,10 +280,10 @@ def reference_of(row: str) -> str:
     words = ["ar"]
     if "strict" in row.split():
         words.append("strict")
-        n_rows = strict_reference(read_way(*row.split()).settings).rows
+        n_rows = strict_reference(GenerationConfig.parse(*row.split()).settings).rows
         if n_rows > 1:
             words.append(f"rows={n_rows}")
-    words += [word for word in row.split() if word.partition("=")[0] in SIZED_WORDS]
+    words += [word for word in row.split() if word.partition("=")[0] in NUMBER_OPTIONS]
     return " ".join(words)
 
 
@@ -296,11 +294,11 @@ def make_case(row: str, part: Part, size: Size) -> Case:
     case = Case(row, part.dataset, *size, reference=reference_of(row), published=published)
     if case.is_hf:
         return case
-    way, rule = case.way(), case.way().rule()
+    config, rule = case.config(), case.config().make_rule()
     is_sampled = case.temperature > 0
-    if way.acceptance and not is_sampled:
+    if config.acceptance and not is_sampled:
         raise UsageError(f"{row}: greedy text has one acceptance; --temperature")
-    if part.acceptance and is_sampled and rule.max_verified > 1 and not way.acceptance:
+    if part.acceptance and is_sampled and rule.max_verified > 1 and not config.acceptance:
         case = replace(case, acceptance=part.acceptance)
     if part.draft_temperature is not None:
         is_drawn = rule.draws_candidates and case.method in part.drawn and not is_sampled

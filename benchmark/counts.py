@@ -2,7 +2,7 @@
 and the time that the passes alone would take.
 
     drafts, verifies = count_passes(steps, commit="keep")
-    predict_text_ms(step_times, way, pair, steps)
+    predict_text_ms(step_times, config, pair, steps)
     count_depths(steps)["accepted"]  # paths accepted to depth 1, 2, ...
     count_calibration(steps)["top1_match"]
 """
@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from benchmark.step_times import StepTimes
 from cli.metrics import matches
 from cli.models import Pair
-from engine.caches import CachePool
-from engine.decoding import Step
-from engine.way import Way
+from engine.generate import Step
+from engine.generation_config import GenerationConfig
+from engine.model import FastGPTNeoX
+from engine.passes import ROW_COUNTS, row_count
 from methods.rules import are_retrieved
 
 N_BINS = 20  # of a probability
@@ -34,20 +35,28 @@ def count_passes(steps: Sequence[Step], commit: str) -> tuple[Counter, Counter]:
     return drafts, verifies
 
 
-def padded(passes: Mapping[int, int], pool: CachePool, min_rows: int) -> Counter:
+def padded(passes: Mapping[int, int], model: FastGPTNeoX, min_rows: int) -> Counter:
     """Return the number of passes by the rows that they have once they are padded."""
     found: Counter[int] = Counter()
     for n_rows, n in passes.items():
-        found[pool.padded(n_rows, min_rows)] += n
+        found[rows_run(model, n_rows, min_rows)] += n
     return found
 
 
-def predict_text_ms(times: StepTimes, way: Way, pair: Pair, steps: Sequence[Step]) -> float:
+def rows_run(model: FastGPTNeoX, n: int, min_rows: int) -> int:
+    """Return how many rows a pass of n rows really runs."""
+    n = max(n, min_rows, model.min_rows)
+    return row_count(n) if model.has_fixed_shapes and n <= ROW_COUNTS[-1] else n
+
+
+def predict_text_ms(
+    times: StepTimes, config: GenerationConfig, pair: Pair, steps: Sequence[Step]
+) -> float:
     """Return what the passes of a text would take alone, in milliseconds."""
-    min_rows = way.rule().min_rows
-    drafts, verifies = count_passes(steps, way.commit)
-    drafts = padded(drafts, pair.draft.pool, min_rows)
-    verifies = padded(verifies, pair.target.pool, min_rows)
+    min_rows = config.make_rule().min_rows
+    drafts, verifies = count_passes(steps, config.commit)
+    drafts = padded(drafts, pair.draft, min_rows)
+    verifies = padded(verifies, pair.target, min_rows)
     return times.predict_ms(drafts, verifies)
 
 

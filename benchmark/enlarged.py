@@ -14,7 +14,7 @@ import sys
 
 from benchmark.machine import ROOT
 from cli.errors import UsageError, say
-from parallel.ranks import is_launched
+from engine.ranks import is_launched
 
 FOLDER = ROOT / "models" / "enlarged"
 SHAPES = {"target": (960, 28), "draft": (512, 6)}  # hidden size, layers

@@ -296,7 +296,7 @@ def sweeps(results: Results, texts: pd.DataFrame) -> pd.DataFrame:
     keys = ["place", "method", "label", "name"]
     medians = texts.groupby(keys, sort=False, as_index=False)[[SPEEDUP, PASSES]].median()
     for (place, method), runs in medians.groupby(["place", "method"], sort=False):
-        settings = [asdict(cases[label].way().settings) for label in runs.label]  # with defaults
+        settings = [asdict(cases[label].config().settings) for label in runs.label]  # with defaults
         numbers = pd.DataFrame(settings, index=runs.index).select_dtypes("number")
         if len(runs) < SWEEP or not (numbers.nunique() > 1).any():
             continue

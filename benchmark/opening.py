@@ -41,7 +41,7 @@ from cli.models import (
     warn_of_length,
 )
 from cli.options import choose_sampling, require_fit
-from parallel.ranks import Ranks, is_launched
+from engine.ranks import Ranks, is_launched
 
 Prompts = dict[str, list[list[int]]]  # their ids, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
@@ -154,7 +154,7 @@ def check_lengths(cases: Sequence[Case], pair: Pair) -> None:
     they were trained for."""
     for case in cases:
         if not case.is_hf:
-            require_fit(case.way(), pair, f"{case.row}: ")
+            require_fit(case.config(), pair, f"{case.row}: ")
     whole = [case for case in cases if " window=" not in case.row]
     longest = max((case.prompt_tokens + case.new_tokens for case in whole), default=0)
     warn_of_length(pair, longest)

@@ -22,7 +22,7 @@ from benchmark.prompts import DATASETS
 from benchmark.results import Head
 from cli.errors import Parser, UsageError
 from cli.options import add_graphs_option, add_model_options
-from engine.way import WORDS
+from engine.generation_config import FLAGS
 
 
 def build_parser() -> Parser:
@@ -34,7 +34,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--table", default="main", metavar="T", help="one of those that --tables lists (main)")
     add("--tables", action="store_true", help="list our tables, the papers', and the columns")
-    words = " ".join(f"[{word}]" for word in (*WORDS, "window=N", "sinks=S") if word != "keep")
+    words = " ".join(f"[{word}]" for word in (*FLAGS, "window=N", "sinks=S") if word != "keep")
     rows = f'rows, each "method NAME=VALUE ... {words}"'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show, of those that --tables lists")

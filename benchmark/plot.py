@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmark.results import load
-from cli.errors import Parser, UsageError, run_command_line, shown
+from cli.errors import Parser, UsageError, printable, run_command_line
+from cli.files import write_whole
 from engine.checkpoint import first_line
-from engine.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +37,7 @@ def execute(args: argparse.Namespace) -> int:
             write_whole(path, content.getvalue())
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}") from error
-        print(shown(str(path)))
+        print(printable(str(path)))
     return 0
 
 

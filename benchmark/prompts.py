@@ -23,10 +23,8 @@ from benchmark.pg19 import fetch_opening, list_books
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair, Request, encode
-from engine.checkpoint import CheckpointError
-from engine.foreign import ForeignFile, read_text
-from engine.hub import hub_client
-from engine.way import Way
+from engine.checkpoint import CheckpointError, InvalidFile, hub_client, read_text
+from engine.generation_config import GenerationConfig
 from methods.sampler import Sampling
 from methods.static import Alone
 
@@ -76,7 +74,7 @@ def read_prompts(file: Path) -> list[str]:
         else:
             what = f"paragraph of {SHORTEST} characters or more"
             texts = paragraphs(text)
-    except ForeignFile as error:
+    except InvalidFile as error:
         raise UsageError(f"--prompts: {error}") from error
     if not texts:
         raise UsageError(f"{file} has no {what} to use as a prompt")
@@ -85,16 +83,16 @@ def read_prompts(file: Path) -> list[str]:
 
 def prompt_of(line: str, where: str) -> str:
     """Return the prompt in a line of a .jsonl file: its "prompt" or, as MT-bench and Spec-Bench
-    have it, the first of its "turns". Raises ForeignFile."""
+    have it, the first of its "turns". Raises InvalidFile."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ForeignFile(f"{where} is not JSON: {error}") from error
+        raise InvalidFile(f"{where} is not JSON: {error}") from error
     found = found if isinstance(found, dict) else {}
     turns = found.get("turns")
     prompt = found.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
     if not isinstance(prompt, str) or not prompt:
-        raise ForeignFile(f"{where} has no text as `prompt` or as the first of its `turns`")
+        raise InvalidFile(f"{where} has no text as `prompt` or as the first of its `turns`")
     return prompt
 
 
@@ -182,8 +180,8 @@ def lengthened(prompts: list[list[int]], pair: Pair, n_tokens: int) -> list[list
         text = list(prompt)
         n_lacking = n_tokens - len(prompt)
         if n_lacking > 0:
-            way = Way(Alone(), sampling=Sampling(temperature=1.0, seed=0))
-            text += token_ids(Request(pair, prompt, way, n_lacking).decode())
+            config = GenerationConfig(Alone(), sampling=Sampling(temperature=1.0, seed=0))
+            text += token_ids(Request(pair, prompt, config, n_lacking).decode())
         found.append(text[:n_tokens])
     return found
 

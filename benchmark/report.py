@@ -17,7 +17,7 @@ from benchmark.columns import BESIDE, COLUMNS, METRICS, require_columns
 from benchmark.results import CASE, KEY, Head, Results
 from benchmark.step_times import StepTimes
 from cli.compare import is_tie
-from cli.errors import UsageError, shown
+from cli.errors import UsageError, printable
 
 MANY = 8  # rows that a note names; it counts more than these
 NOT_OURS = "The paper's figures are of its own models, machine and code, whatever is named above."
@@ -128,7 +128,7 @@ def caption(results: Results) -> str:
     found = f"{head.table}: {what}. {where}."
     if results.n_lacking:
         found = f"UNFINISHED, {len(results.texts):,} of {head.n_texts:,} texts. {found}"
-    return shown(found)
+    return printable(found)
 
 
 def draft_text(cases: Sequence[Case]) -> str:
@@ -185,7 +185,7 @@ def notes(results: Results) -> list[str]:
         found += exactness_notes(rows)
     if results.step_times:
         found += step_notes(results.step_times)
-    return [shown(note) for note in found]
+    return [printable(note) for note in found]
 
 
 def slower_notes(rows: dict[str, pd.DataFrame], baseline: str) -> list[str]:
@@ -291,17 +291,17 @@ def case_cells(results: Results, names: Sequence[str]) -> tuple[list[str], list[
             header.append("paper " + title.replace("x ar", "x"))  # over a baseline of its own
     body = []
     for label, texts in by_label(results).items():
-        body.append([shown(label)])
+        body.append([printable(label)])
         for name in names:
             body[-1].append(COLUMNS[name].cell(texts))
             if is_published[name]:
-                body[-1].append(shown(cases[label].published.get(name, "")))
+                body[-1].append(printable(cases[label].published.get(name, "")))
     return header, body
 
 
 def named(head: Head, text: str) -> str:
     """Return a title with the name of the baseline instead of "ar"."""
-    return re.sub(r"\b(x|over) ar\b", lambda word: f"{word[1]} {shown(head.baseline)}", text)
+    return re.sub(r"\b(x|over) ar\b", lambda word: f"{word[1]} {printable(head.baseline)}", text)
 
 
 def step_cells(times: StepTimes) -> tuple[list[str], list[list[str]]]:

@@ -23,7 +23,7 @@ from typing import NoReturn, TypeVar, get_args, get_origin, get_type_hints
 from benchmark.cases import SYMBOLS, Case
 from benchmark.step_times import StepTimes
 from cli.errors import UsageError
-from engine.foreign import ForeignFile, read_bytes
+from engine.checkpoint import InvalidFile, read_bytes
 
 FORMAT = 5  # of the files; others are refused
 MAX_BYTES = 2**28  # of a file, some 400,000 texts
@@ -172,7 +172,7 @@ def load(file: str | Path) -> Results:
     UsageError."""
     try:
         content = read_bytes(Path(file), MAX_BYTES)
-    except ForeignFile as error:
+    except InvalidFile as error:
         raise UsageError(f"not a results file: {error}") from error
     whole, _, _ = content.rpartition(b"\n")
     if not whole:
@@ -212,7 +212,7 @@ def read_head(line: Json) -> Head:
     for case in cases:
         require(case.dataset in head.n_prompts, f"n_prompts has no {case.dataset!r}")
         if not case.is_hf:
-            case.way()
+            case.config()
     require(is_of(head.options.get("repeats", 1), int), "repeats is no whole number")
     return head
 

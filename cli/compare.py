@@ -16,7 +16,6 @@ logits_difference   if strict, index of the first token whose logits differ in a
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 
 from torch import Tensor
@@ -25,8 +24,7 @@ from cli.metrics import Tally, tally
 from cli.models import Pair, Request
 from draft_tree import Settings
 from engine.memory import OutOfMemory
-from engine.passes import Use, row_count
-from engine.streaming import WHOLE_TEXT, Window
+from engine.passes import WHOLE_TEXT, PassConfig, Window, row_count
 from methods.static import Alone
 
 TIE = 1e-4  # rounding decides where the top-2 gap in float32 is smaller
@@ -50,10 +48,10 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
 
     digests: of a strict run, of which not only the ids are compared.
     """
-    way = request.way
+    config = request.config
     if request.stop:  # ar ends before it as well, but perhaps some tokens sooner
         request = replace(request, max_new_tokens=len(written.ids))
-    of_ar = Digests() if way.strict else None
+    of_ar = Digests() if config.strict else None
     reference = tally(reference_of(request).decode(of_ar))
     ar = reference.metrics().throughput
     found: Comparison = {
@@ -62,18 +60,18 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
         "exact": None,
         "first_difference": None,
         "top2_gap": None,
-        "is_strict": way.strict,
+        "is_strict": config.strict,
         "logits_difference": None,
     }
-    if not way.sampling.is_greedy:
+    if not config.sampling.is_greedy:
         return found
     theirs = reference.ids.tolist()
     at = first_difference(written.ids.tolist(), theirs)
     found |= {"exact": at is None, "first_difference": at}
-    if way.strict:
+    if config.strict:
         found["logits_difference"] = first_difference(digests.found, of_ar.found)
     elif at is not None:
-        found["top2_gap"] = top2_gap(request.pair, request.prompt + theirs[:at], way.window)
+        found["top2_gap"] = top2_gap(request.pair, request.prompt + theirs[:at], config.window)
     return found
 
 
@@ -116,9 +114,9 @@ def equal_or_not(first_difference: int | None) -> str:
 
 def reference_of(request: Request) -> Request:
     """Return the request for the text by ar that a text is compared with."""
-    way = request.way
-    ar = strict_reference(way.settings) if way.strict else Alone()
-    return replace(request, way=replace(way, settings=ar, acceptance=None))
+    config = request.config
+    ar = strict_reference(config.settings) if config.strict else Alone()
+    return replace(request, config=replace(config, settings=ar, acceptance=None))
 
 
 def strict_reference(settings: Settings) -> Alone:
@@ -148,8 +146,9 @@ def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float |
     None if there is no room for the float32 model."""
     try:
         target = pair.float32_target
-        with closing(target.new_cache(min(len(ids), window.full), Use(window=window))) as cache:
-            best, second = target.prefill(ids, cache).logits[0].topk(2).values.tolist()
+        config = PassConfig(window=window)
+        with target.new_cache(min(len(ids), window.full), config) as cache:
+            best, second = target.prefill(ids, cache)[0].topk(2).values.tolist()
     except OutOfMemory:
         return None
     return best - second

@@ -20,12 +20,10 @@ from typing import NoReturn, TextIO
 
 import torch
 
-from engine.checkpoint import CheckpointError, first_line
-from engine.files import locked
-from engine.foreign import shown
-from engine.hub import HubUnreachable
+from cli.files import locked
+from engine.checkpoint import CheckpointError, HubUnreachable, first_line, printable
 from engine.memory import OutOfMemory, is_refusal
-from parallel.ranks import RanksError
+from engine.ranks import RanksError
 from verify import NonFiniteLogits
 
 VERSION = f"%(prog)s 0.1, torch {torch.__version__}, Python {platform.python_version()}"
@@ -70,7 +68,7 @@ def not_empty(word: str) -> str:
 
 def say(line: str) -> None:
     """Print one line on stderr, with nothing in it that a terminal obeys."""
-    write_stderr(shown(line))
+    write_stderr(printable(line))
 
 
 def write_stderr(text: str) -> None:

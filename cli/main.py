@@ -28,9 +28,9 @@ from cli.errors import Parser, UsageError, run_command_line, say, write_stderr
 from cli.metrics import Metrics, Tally, versions
 from cli.models import Request, open_pair, overflow_note, require_graphs, warn_of_length
 from cli.options import (
+    add_generation_options,
     add_model_options,
-    add_way_options,
-    choose_way,
+    choose_config,
     read_prompt,
     require_fit,
 )
@@ -38,15 +38,16 @@ from cli.page import require_places, save_trace
 from cli.terminal import LEGEND, describe, draw_tree, harmless, has_color
 from cli.tokens import encode
 from cli.trace import Trace, describe_base, meanings
-from engine.decoding import Step
+from engine.cache import invariant_rows
+from engine.driver import on_ranks
+from engine.generate import Step
 from engine.model import FastGPTNeoX
-from engine.streaming import WHOLE_TEXT
+from engine.passes import WHOLE_TEXT
+from engine.ranks import Ranks
 from methods import METHODS
 from methods.acceptances import default_of
 from methods.rules import are_retrieved
 from methods.sampler import GREEDY
-from parallel.driver import on_ranks
-from parallel.ranks import Ranks
 
 WARM_UP_STEPS = 8
 LONG_PROMPT = 2000  # tokens
@@ -72,7 +73,7 @@ def build_parser() -> Parser:
     of_file = "a UTF-8 file of it, to 4 MB, but for its last line end; - is stdin"
     prompt.add_argument("--prompt-file", metavar="F", help=of_file)
     add("--max-new-tokens", type=int, default=128, metavar="N", help="limit (default 128)")
-    add_way_options(parser)
+    add_generation_options(parser)
     add_model_options(parser)
     add("--plain", action="store_true", help="by gpt_neox.py alone, as it is to be read: slower")
     add("--ignore-eos", action="store_true", help="go on past end-of-text")
@@ -91,9 +92,9 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     settings to report."""
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
-    way = choose_way(args)
-    is_drafting = way.rule().max_depth > 0
-    if args.plain and (ranks or not way.is_plain):
+    config = choose_config(args)
+    is_drafting = config.make_rule().max_depth > 0
+    if args.plain and (ranks or not config.works_on_plain_model):
         raise UsageError("--plain has no strict passes, window, graphs or ranks")
     text = read_prompt(args.prompt, args.prompt_file)
     require_places(args.page, args.trace)
@@ -101,32 +102,32 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
         say(f"note: --method {args.method} needs no draft: --draft, --draft-dtype have no effect")
     require_graphs(args)
     pair, models = open_pair(args, is_drafting, say, ranks, args.plain)
-    require_fit(way, pair)
-    config = pair.target.config
-    prompt = encode(text, pair.tokenizer, config.vocab_size)
-    eos_ids = () if args.ignore_eos else config.eos_ids
-    if way.window == WHOLE_TEXT:
+    require_fit(config, pair)
+    target = pair.target.config
+    prompt = encode(text, pair.tokenizer, target.vocab_size)
+    eos_ids = () if args.ignore_eos else target.eos_ids
+    if config.window == WHOLE_TEXT:
         warn_of_length(pair, len(prompt) + args.max_new_tokens)
     else:
-        kept = f"{way.window.sinks} sinks and the latest {way.window.size} tokens or more"
+        kept = f"{config.window.sinks} sinks and the latest {config.window.size} tokens or more"
         say(f"note: the caches keep {kept}; this is not the text of full attention")
-    request = Request(pair, prompt, way, args.max_new_tokens, eos_ids, args.stop)
-    return request, {"method": args.method, **asdict(way.settings), **models, **rest_of(request)}
+    request = Request(pair, prompt, config, args.max_new_tokens, eos_ids, args.stop)
+    return request, {"method": args.method, **asdict(config.settings), **models, **rest_of(request)}
 
 
 def rest_of(request: Request) -> dict:
     """Return what is reported of a request beside its method and models."""
-    way, rule = request.way, request.way.rule()
-    accepts = way.acceptance or default_of(rule)
+    config, rule = request.config, request.config.make_rule()
+    accepts = config.acceptance or default_of(rule)
     return {
         "max_new_tokens": request.max_new_tokens,
         "eos_ids": request.eos_ids,
         "stop_texts": request.stop,  # "stop" is a setting of methods
-        "strict": way.strict,
+        "strict": config.strict,
         "prompt_tokens": len(request.prompt),
-        "sampling": None if way.sampling == GREEDY else asdict(way.sampling),
-        "acceptance": None if way.sampling.is_greedy else accepts,
-        "window": None if way.window == WHOLE_TEXT else asdict(way.window),
+        "sampling": None if config.sampling == GREEDY else asdict(config.sampling),
+        "acceptance": None if config.sampling.is_greedy else accepts,
+        "window": None if config.window == WHOLE_TEXT else asdict(config.window),
     }
 
 
@@ -137,9 +138,9 @@ def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
     """
     request, reported = prepare(args, ranks)
     tally, trace, comparison = Tally(), None, None
-    digests = Digests() if args.compare and request.way.strict else None
+    digests = Digests() if args.compare and request.config.strict else None
     if args.page or args.trace:
-        trace = Trace(request.pair.tokenizer, request.way.settings, request.eos_ids)
+        trace = Trace(request.pair.tokenizer, request.config.settings, request.eos_ids)
     if args.compare:
         for warm_up in (request, reference_of(request)):  # whichever is first does not pay
             list(islice(warm_up.decode(), WARM_UP_STEPS))
@@ -157,7 +158,7 @@ def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
             hand_over(found, request, args, trace)
     if comparison is None or not is_wrong(comparison):
         return 0
-    if request.way.strict or request.pair.target.dtype == torch.float32:
+    if request.config.strict or request.pair.target.dtype == torch.float32:
         return 1
     say("note: in half precision rounding decides near-ties; with --strict the ids are ar's")
     return 0
@@ -217,11 +218,11 @@ def prompt_bar(request: Request) -> Iterator[None]:
             bar.close()
 
     with tqdm(total=n_tokens, unit="token", desc="prompt", leave=False) as bar:
-        target.told = advance
+        target.on_progress = advance
         try:
             yield
         finally:
-            target.told = None
+            target.on_progress = None
 
 
 def put(text: str) -> None:
@@ -278,9 +279,9 @@ def report(request: Request, tally: Tally, comparison: Comparison | None) -> dic
         "versions": versions(),
         "graphs": {"n": n_graphs, "capture_s": capture_s},
     }
-    if request.way.strict:
+    if request.config.strict:
         target = request.pair.target
-        found["steady_rows"] = target.pool.steady_rows(target)
+        found["min_invariant_rows"] = invariant_rows(target)
     if comparison:
         found["compare"] = comparison
     return found
@@ -293,8 +294,8 @@ def hand_over(found: dict, request: Request, args: argparse.Namespace, trace: Tr
             print(json.dumps(found), flush=True)
     finally:  # the page is written even if the reader of the object has gone
         if trace:
-            found |= {"command": args.command, "meanings": meanings(request.way.settings)}
-            found["base"] = describe_base(request.way.settings)
+            found |= {"command": args.command, "meanings": meanings(request.config.settings)}
+            found["base"] = describe_base(request.config.settings)
             save_trace(trace.as_json(request.prompt, found), args.page, args.trace)
 
 

@@ -29,16 +29,15 @@ from cli.tokens import (
     special_stops,
 )
 from dynatree import Drafter
-from engine.checkpoint import DTYPES, CheckpointError
-from engine.decoding import Step, generate
-from engine.hub import find_checkpoint
+from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint
+from engine.driver import Driver
+from engine.generate import Step, generate
+from engine.generation_config import GenerationConfig
 from engine.memory import memory_for, read_system_file
 from engine.model import FastGPTNeoX, is_fast, load_plain
-from engine.way import Way, read_way
+from engine.ranks import Ranks
 from gpt_neox import GPTNeoX
 from methods.sampler import Sampling
-from parallel.driver import Driver
-from parallel.ranks import Ranks
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -145,17 +144,17 @@ class Pair:
 
     def captured(self) -> tuple[int, float]:
         """Return the number of CUDA graphs so far, and the seconds that capturing them took."""
-        pools = [model.pool for model in self.models if is_fast(model)]
-        return sum(pool.n_graphs for pool in pools), sum(pool.capture_s for pool in pools)
+        fast = [model for model in self.models if is_fast(model)]
+        return sum(model.n_graphs for model in fast), sum(model.capture_s for model in fast)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One text to write: its prompt, the way it is written, and where it ends."""
+    """One text to generate: its prompt, how it is generated, and where it ends."""
 
     pair: Pair
     prompt: list[int]  # ids
-    way: Way
+    config: GenerationConfig
     max_new_tokens: int
     eos_ids: Sequence[int] = ()
     stop: Sequence[str] = ()  # it ends before any of these texts
@@ -170,12 +169,12 @@ class Request:
         inspect: Callable[[Tensor], None] | None = None,
         watcher: object | None = None,
     ) -> Iterator[Step]:
-        """Return its steps. inspect, watcher: as in engine.decoding.generate."""
+        """Return its steps. inspect, watcher: as in engine.generate.generate."""
         return generate(
             self.pair.target,
             self.pair.draft,
             self.prompt,
-            self.way,
+            self.config,
             self.max_new_tokens,
             eos_ids=(*self.eos_ids, *self.stop_ids),
             inspect=inspect,
@@ -211,7 +210,7 @@ class Request:
 def stream_text(
     pair: Pair,
     prompt: str,
-    way: Way | str = "dynatree",
+    config: GenerationConfig | str = "dynatree",
     max_new_tokens: int = 128,
     eos_ids: Iterable[int] | None = None,
     stop: str | Iterable[str] = (),
@@ -221,23 +220,23 @@ def stream_text(
     final. Return, as the value of `yield from`, why it ended: "eos", "stop" or "length".
 
     Args:
-        way: how it is written; a string is read as words, such as "dynatree tau=0.02 strict".
+        config: how it is generated, or words for it, such as "dynatree tau=0.02 strict".
         eos_ids: None for the target's.
         stop: the text ends before this text, or before any of several.
         sampling: temperature, top_p, seed and the others of methods.sampler.Sampling, in place of
-            the way's.
+            the config's.
 
-    Raises UsageError for a prompt that the model cannot read, ValueError for an invalid way or stop
-    text, and what engine.decoding.generate raises.
+    Raises UsageError for a prompt that the model cannot read, ValueError for an invalid config or
+    stop text, and what engine.generate.generate raises.
     """
     target = pair.target.config
     ids = encode(prompt, pair.tokenizer, target.vocab_size)
-    if isinstance(way, str):
-        way = read_way(*way.split())
+    if isinstance(config, str):
+        config = GenerationConfig.parse(*config.split())
     if sampling:
-        way = replace(way, sampling=Sampling(**sampling))
+        config = replace(config, sampling=Sampling(**sampling))
     eos_ids = target.eos_ids if eos_ids is None else tuple(eos_ids)
-    return Request(pair, ids, way, max_new_tokens, eos_ids, read_stops(stop)).text()
+    return Request(pair, ids, config, max_new_tokens, eos_ids, read_stops(stop)).text()
 
 
 def warn_of_length(pair: Pair, n_tokens: int) -> None:
@@ -300,7 +299,7 @@ def open_pair(
     found = {"target": target, "draft": draft, "device": str(device), "dtype": dtype_name(dtype)}
     found["draft_dtype"] = dtype_name(draft_dtype) if draft else None
     if ranks:
-        found["ranks"] = ranks.count
+        found["ranks"] = ranks.world_size
     say(announcement(found))
     for each in {dtype, draft_dtype} if draft else {dtype}:
         if has_instructions(each, device) is False:

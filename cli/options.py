@@ -2,7 +2,7 @@
 
 Every mistake raises a UsageError, whose message is one line on what is wrong and what to do.
 
-    way = choose_way(parser.parse_args(["--prompt", "a", "--method", "lookup", "--strict"]))
+    config = choose_config(parser.parse_args(["--prompt", "a", "--method", "lookup", "--strict"]))
 """
 
 import argparse
@@ -14,7 +14,7 @@ from cli.errors import UsageError
 from cli.models import Pair
 from draft_tree import Rule
 from engine.checkpoint import DTYPES
-from engine.way import Way, read_way
+from engine.generation_config import GenerationConfig
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES, DEFAULTS
 from methods.sampler import GREEDY, Sampling
@@ -39,8 +39,8 @@ def add_graphs_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-graphs", action="store_true", help=help)
 
 
-def add_way_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `choose_way` reads; some are words of engine.way.read_way."""
+def add_generation_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `choose_config` reads; some are words of GenerationConfig.parse."""
     add = parser.add_argument
     methods = f"{', '.join(METHODS)} (dynatree)"
     add("--method", choices=METHODS, default="dynatree", metavar="M", help=methods)
@@ -67,18 +67,18 @@ def add_way_options(parser: argparse.ArgumentParser) -> None:
     add_graphs_option(parser)
 
 
-def choose_way(args: argparse.Namespace) -> Way:
+def choose_config(args: argparse.Namespace) -> GenerationConfig:
     """Return how the text is written. Raises UsageError, also for options without effect."""
     try:
-        way = read_way(args.method, *args.words)
+        config = GenerationConfig.parse(args.method, *args.words)
     except ValueError as error:
         raise UsageError(f"--method {args.method}: {error}") from error
     sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
     if args.draft_temperature is not None:
-        require_temperature(args.method, way.rule(), sampling.draws_candidates)
-    if way.acceptance and sampling.is_greedy:
-        raise UsageError(f"--accept {way.acceptance} needs a --temperature above 0")
-    return replace(way, sampling=sampling, graphs=not args.no_graphs)
+        require_temperature(args.method, config.make_rule(), sampling.draws_candidates)
+    if config.acceptance and sampling.is_greedy:
+        raise UsageError(f"--accept {config.acceptance} needs a --temperature above 0")
+    return replace(config, sampling=sampling, graphs=not args.no_graphs)
 
 
 def choose_sampling(
@@ -111,10 +111,10 @@ def require_temperature(method: str, rule: Rule, draws: bool) -> None:
         raise UsageError(f"--draft-temperature has no effect: {why}")
 
 
-def require_fit(way: Way, pair: Pair, whose: str = "") -> None:
+def require_fit(config: GenerationConfig, pair: Pair, whose: str = "") -> None:
     """Raise UsageError for a window that these models cannot have. whose: the start of its line."""
     try:
-        way.require_fit([model.config for model in pair.models])
+        config.require_fit([model.config for model in pair.models])
     except ValueError as error:
         raise UsageError(f"{whose}{error}") from error
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cli.errors import UsageError, say, writing
-from engine.files import require_writable, write_whole
+from cli.files import require_writable, write_whole
 from methods import METHODS
 
 FOLDER = Path(__file__).parent.parent / "page"

@@ -13,8 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cli.errors import UsageError
-from engine.checkpoint import CheckpointError, first_line
-from engine.foreign import read_json
+from engine.checkpoint import CheckpointError, first_line, read_json
 
 INCOMPLETE = "\ufffd"  # what a tokenizer prints for bytes that are not a whole character (yet)
 CONTEXT = 4  # ids that the text of the next id may depend on: a character has up to four bytes
@@ -25,7 +24,7 @@ LONG = 32  # ids that are decoded again with each new one, at most
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of a folder's tokenizer.json. Raises CheckpointError."""
     file = folder / "tokenizer.json"
-    content = read_json(file, dict)  # its errors are clearer than the library's
+    content = read_json(file)  # its errors are clearer than the library's
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if growth(content.get(part)) > LONGEST_GROWTH:  # it would take all memory, deaf to Ctrl-C
             much = f"may make a text {LONGEST_GROWTH:,} times as long or more"

@@ -1,7 +1,7 @@
 """The gates that decided each tree and what was accepted of it, as data for --trace and --page.
 
     trace = Trace(tokenizer, settings)
-    for step in generate(target, draft, prompt, Way(settings), 64, watcher=trace):
+    for step in generate(target, draft, prompt, GenerationConfig(settings), 64, watcher=trace):
         trace.add(step)
     trace.iterations  # the schema is in docs/page.md
 
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from cli.tokens import TextStream, decode
 from draft_tree import Gates, Level, Rule, Settings, Tree
-from engine.decoding import Step
+from engine.generate import Step
 from methods.calibration import CalibratedDrafter
 from methods.retrieval import Graft, parse_base
 from methods.rules import RuleWrapper, are_retrieved

@@ -1,21 +1,18 @@
-"""What makes the five files fast, and any checkpoint theirs: the same model and loop, from outside.
+"""A faster model and loop than the core's, and the loader of published checkpoints.
 
-model         GPTNeoX with caches that are kept, and passes that are padded or captured
-way           how a text is written: method, settings, sampling, window, strict
-decoding      the loop with what stands between its steps: memory, windows, strict texts, graphs
-checkpoint    a checkpoint's tensors, each read when it is used
-hub           finding a checkpoint: a folder, or fetched from the hub
-fused         the layers of a loaded model, replaced by fast ones
-products      products with matrices, packed for passes of a few rows
-passes        the mask as numbers, and passes that are padded
-cuda_graphs   passes of a few fixed shapes: captured, replayed
-scores        what a pass says of the token after each row
-strict        attention whose bits depend on position and keys alone
-caches        the memory of caches, lent again with what was captured over it
-memory        whether something fits, asked before it is taken
-sampling      the sampler's draws, where the model is
-streaming     a cache of constant size for text of any length
-shares        what one of several ranks has of a model, and how parts become whole
-foreign       files that somebody else wrote: read as what they ought to be, or refused
-files         files of our own: written whole, by one process at a time
+model         GPTNeoX with fused layers, and with caches that own their passes
+layers        the fused layers
+linear        linear layers over matrices packed for passes of a few rows
+cache         the KV cache of one generation: memory, passes, window, rebuilt commits
+passes        what a generation asks of its passes; the passes over one cache
+cuda_graphs   passes of a few fixed shapes, captured and replayed
+strict        batch-invariant passes: attention whose bits depend on position and keys alone
+scores        what the host reads of a pass's logits
+generate      the core's loop with windows, strict passes, graphs and timing
+generation_config  how a text is generated: method, settings, sampling, window
+checkpoint    finding, fetching, checking and loading a checkpoint
+memory        checks of free memory before something is allocated
+tensor_parallel  one rank's shard of a model, and how results are combined
+ranks         one command in several processes
+driver        a target that several ranks compute: rank 0 drives, the workers repeat its calls
 """

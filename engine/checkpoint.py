@@ -1,46 +1,185 @@
-"""A checkpoint's folder: reading its config, loading and checking its tensors.
+"""A checkpoint's folder: finding or fetching it, reading its config, loading and checking tensors.
 
-Published Pythia and newer saves, sharded or not, old files with buffers that nothing needs; all
-else is an error that names what is missing, foreign or misshapen.
+Reads published Pythia checkpoints and newer saves, in one file or in shards, and old files with
+buffers that nothing needs. For anything else the error names what is missing, extra or misshapen.
+Anybody may have written or truncated the files, so types, sizes, encodings and nesting are checked.
 
-    folder = Path("models/tiny/target")
+    folder = find_checkpoint("models/tiny/target")
     config = read_config(folder)
     tensors = load_tensors(folder, config, torch.device("cpu"), torch.float32)
+
+Repositories of the hub are fetched by the hub's own client into its cache, so HF_HOME, HF_TOKEN,
+HF_ENDPOINT and HF_HUB_OFFLINE work as usual. Only safetensors and JSON files are fetched, one after
+the other. The client's snapshot_download uses threads, which Ctrl-C would not end at once.
 """
 
+import errno
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import torch
 import torch.nn.functional as F
-from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.foreign import ForeignFile, read_json, require_file
-from engine.shares import WHOLE, Share, split_axis
-from gpt_neox import Config, GPTNeoX
+from engine.tensor_parallel import UNSHARDED, Shard, split_axis
+from gpt_neox import EMBEDDING, HEAD, Config, GPTNeoX
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-EMBED_IN, EMBED_OUT = "gpt_neox.embed_in.weight", "embed_out.weight"
-ALIASES = {"lm_head.weight": EMBED_OUT}  # a stored name: the published one
+ALIASES = {"lm_head.weight": HEAD}  # a stored name: the published one
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
-OTHER_WEIGHTS = {  # what weights of another kind are, by a pattern of the file's name
+OTHER_WEIGHTS = {  # a pattern of a file's name: what this file is and what to do
     r"\.gguf$": "is GGUF, for llama.cpp: use the model's safetensors",
     r"-of-\d+\.safetensors$": "is one of several: the index is needed too",
     r"(gptq|awq|\dbit).*\.safetensors$": "is quantised: use the float weights",
     r"\.safetensors$": "is named otherwise: rename it if it holds all weights",
     r"\.(bin|pt|pth)$": "has to be converted to safetensors",
 }
-JSON_BYTES = 2**22  # of a config or an index, of which the largest have some hundred thousand
-CheckpointError = ForeignFile  # what cannot be found, read or used; one line for the user
+MAX_FILE_BYTES = 2**26  # of any file that is read whole
+MAX_JSON_BYTES = 2**22  # of a config or an index; the largest have some hundred thousand bytes
+NO_ANSWER = (TypeError, LookupError, AttributeError, ImportError)
+
+
+class InvalidFile(ValueError):
+    """A file that cannot be read or used. The message is one line for the user."""
+
+    def __init__(self, line: str):
+        super().__init__(printable(line))
+
+
+CheckpointError = InvalidFile
+
+
+class HubUnreachable(CheckpointError):
+    """A hub name without a network, and not all of it is in the hub client's cache."""
+
+
+def printable(text: str) -> str:
+    """Return text of unknown origin on one line, its control characters escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def find_checkpoint(
+    name_or_path: str | Path, announce: Callable[[str], None] = lambda line: None
+) -> Path:
+    """Return the folder of a checkpoint: itself, or a download of hub repository NAME or
+    NAME@REVISION.
+
+    announce: called with a line that says what will be fetched. Raises CheckpointError.
+    """
+    text = str(name_or_path)
+    if text and os.path.isdir(text):
+        require_weights(Path(text))
+        return Path(text)
+    if os.path.isfile(text):
+        raise CheckpointError(f"{text!r} is a file, not a folder{describe_weights([text])}")
+    name, _, revision = text.partition("@")
+    is_path = not name or name.startswith((".", "/", "~")) or os.path.lexists(text)
+    if is_path:
+        raise CheckpointError(f"{text!r} is not a folder, and no hub name")
+    with hub_client(f"{text!r} is not a folder, and"):
+        return fetch(name, revision or None, announce)
+
+
+def require_weights(folder: Path) -> None:
+    """Raise CheckpointError if a folder holds no safetensors. The message names what it holds."""
+    if (folder / "snapshots").is_dir():  # models--ORG--NAME
+        name = folder.resolve().name.removeprefix("models--").replace("--", "/")
+        raise CheckpointError(f"{folder} is where the hub's client keeps {name}; name {name}")
+    weight_files(folder)
+
+
+def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> Path:
+    """Fetch what a run reads of a repository, and return its folder in the cache."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    commit = HfApi().resolve_revision(name, revision=revision)
+    folder = Path(hf_hub_download(name, "config.json", revision=commit)).parent
+    with suppress(EntryNotFoundError):  # most repositories have none
+        hf_hub_download(name, GENERATION, revision=commit)
+    read_config(folder)  # refuses other models before their weights are fetched
+    hf_hub_download(name, "tokenizer.json", revision=commit)
+    weights = []
+    for file in weight_names(name, commit, folder):
+        weights.append(hf_hub_download(name, file, revision=commit, dry_run=True))
+    n_bytes = sum(file.file_size for file in weights if file.will_download)
+    if n_bytes:
+        announce(f"fetching {name}: {n_bytes / 1e6:,.1f} MB into {folder.parents[2]}")
+    for file in weights:
+        hf_hub_download(name, file.filename, revision=commit)
+    return folder
+
+
+def weight_names(name: str, commit: str, folder: Path) -> list[str]:
+    """Return the names of a repository's model.safetensors, or of the shards in its index, which is
+    fetched to the folder. Raises CheckpointError if it has neither."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    if not (folder / INDEX).exists():
+        try:
+            hf_hub_download(name, SINGLE, revision=commit, dry_run=True)
+            return [SINGLE]
+        except RemoteEntryNotFoundError:
+            pass
+        try:
+            hf_hub_download(name, INDEX, revision=commit)
+        except RemoteEntryNotFoundError as error:
+            raise CheckpointError(f"{name} holds neither {SINGLE} nor {INDEX}") from error
+    return shard_names(folder / INDEX)
+
+
+@contextmanager
+def hub_client(what: str) -> Iterator[None]:
+    """Raise CheckpointError, one line in the client's words, if it cannot fetch `what`.
+
+    The client is imported here, because its import takes half a second and only hub names need it.
+    """
+    try:
+        from httpx2 import HTTPError, InvalidURL
+        from huggingface_hub.errors import LocalEntryNotFoundError, RevisionResolutionError
+    except ImportError as error:
+        line = f"{what} cannot be fetched: {error}; pip install -r requirements.txt"
+        raise CheckpointError(line) from error
+    unreachable = (LocalEntryNotFoundError, RevisionResolutionError)
+    try:
+        import huggingface_hub.hf_api  # noqa: F401  # by its full name: else a failure is printed
+
+        yield
+    except CheckpointError:
+        raise
+    # The client's variables, proxies and answers that are no hub's raise errors of many types
+    except (*unreachable, HTTPError, InvalidURL, OSError, ValueError, *NO_ANSWER) as error:
+        message = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))  # no proxy's password
+        kind = HubUnreachable if isinstance(error, unreachable) else CheckpointError
+        raise kind(f"{what} cannot be fetched: {message or type(error).__name__}") from error
+
+
+def read_config(folder: Path) -> Config:
+    """Return the Config of a checkpoint's folder. Raises CheckpointError."""
+    raw = read_json(folder / "config.json", MAX_JSON_BYTES)
+    generation = {}
+    if os.path.lexists(folder / GENERATION):
+        generation = read_json(folder / GENERATION, MAX_JSON_BYTES)
+    try:
+        return parse_config(raw, generation)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def parse_config(raw: dict, generation: dict | None = None) -> Config:
@@ -52,46 +191,8 @@ def parse_config(raw: dict, generation: dict | None = None) -> Config:
         raise CheckpointError(str(error)) from error
 
 
-class Index(Struct):
-    """Of a checkpoint in several files."""
-
-    weight_map: dict[str, str]  # the file of each tensor, by name
-
-
-def read_config(folder: Path) -> Config:
-    """Return the Config of a checkpoint folder. Raises CheckpointError."""
-    raw = read_json(folder / "config.json", dict, JSON_BYTES)
-    generation = {}
-    if os.path.lexists(folder / GENERATION):
-        generation = read_json(folder / GENERATION, dict, JSON_BYTES)
-    try:
-        return parse_config(raw, generation)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
-
-
-def load_tensors(
-    folder: Path, config: Config, device: torch.device, dtype: torch.dtype, share: Share = WHOLE
-) -> "StoredTensors":
-    """Return all tensors of a checkpoint, by published name, each read when it is asked for.
-
-    Raises CheckpointError: a tensor is missing, extra or misshapen, a file is truncated.
-    """
-    shapes, files = published_shapes(config), {}
-    for file in weight_files(folder):
-        with _opened(file) as shard:
-            for name, stored in _wanted(shard, shapes, file):
-                if name in files:
-                    raise CheckpointError(f"{file} has the tensor {name} a second time")
-                files[name] = file, stored
-    for name in shapes:
-        if name not in files:
-            raise CheckpointError(f"{folder} lacks the tensor {name}")
-    return StoredTensors(files, device, dtype, share)
-
-
 def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Of every tensor that a checkpoint must hold, by its published name.
+    """Return the shape of every tensor that a checkpoint must hold, by its published name.
 
     Raises CheckpointError for sizes that no tensor can have.
     """
@@ -103,22 +204,48 @@ def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
+def load_tensors(
+    folder: Path,
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    shard: Shard = UNSHARDED,
+) -> "StoredTensors":
+    """Return all tensors of a checkpoint by published name, each read when it is looked up.
+
+    Raises CheckpointError if a tensor is missing, extra or misshapen, or if a file is truncated.
+    """
+    shapes, files = published_shapes(config), {}
+    for file in weight_files(folder):
+        with opened(file) as stored_tensors:
+            for name, stored in needed_names(stored_tensors, shapes, file):
+                if name in files:
+                    raise CheckpointError(f"{file} has the tensor {name} a second time")
+                files[name] = file, stored
+    for name in shapes:
+        if name not in files:
+            raise CheckpointError(f"{folder} lacks the tensor {name}")
+    return StoredTensors(files, device, dtype, shard)
+
+
 @dataclass(frozen=True)
 class StoredTensors(Mapping):
-    """Tensors on the device in the wanted dtype, read anew at each look at one, so that memory has
-    no more of them than whoever looks keeps; of a share, nothing else is read."""
+    """The tensors of a shard, on a device and in a dtype.
+
+    Each lookup reads the file, so memory holds only the tensors that the caller keeps.
+    """
 
     files: dict[str, tuple[Path, str]]  # by published name: the file, and the name there
     device: torch.device
     dtype: torch.dtype
-    share: Share
+    shard: Shard
 
     def __getitem__(self, name: str) -> Tensor:
-        """Raises CheckpointError if it cannot be read, or is not finite."""
+        """Raises CheckpointError if the tensor cannot be read or is not finite."""
         file, stored = self.files[name]
-        with _opened(file) as shard:  # each time: what is read of an open file counts as memory
-            # A copy, as the file's own memory begins anywhere, and products round by alignment
-            tensor = _read(shard, stored, self.share).to(self.device, self.dtype, copy=True)
+        with opened(file) as tensors:  # each time, because an open file's pages count as memory
+            # A copy: the file's memory has any alignment, and products round by alignment
+            tensor = read_shard(tensors, stored, self.shard).to(self.device, self.dtype, copy=True)
         if not tensor.isfinite().all():
             raise CheckpointError(f"{file}: {name} is not finite in {self.dtype}")
         return tensor
@@ -131,55 +258,55 @@ class StoredTensors(Mapping):
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[safe_open]:
-    """Raises CheckpointError."""
+def opened(file: Path) -> Iterator[safe_open]:
+    """Open a safetensors file. Raises CheckpointError."""
     try:
-        with safe_open(file, "pt") as shard:
-            yield shard
+        with safe_open(file, "pt") as tensors:
+            yield tensors
     except (SafetensorError, OSError) as error:
         line = f"{file} cannot be read: {first_line(error)}"
         raise CheckpointError(f"{line}; delete {file.resolve()} and fetch it again") from error
 
 
-def _read(shard: safe_open, name: str, share: Share) -> Tensor:
-    """A tensor, or a rank's part of it; zeros where the vocabulary has ended."""
+def read_shard(tensors: safe_open, name: str, shard: Shard) -> Tensor:
+    """Return a tensor, or a rank's part of it, with zeros after the end of the vocabulary."""
     axis = split_axis(ALIASES.get(name, name))
-    if share is WHOLE or axis is None:
-        return shard.get_tensor(name)
-    stored = shard.get_slice(name)
+    if shard is UNSHARDED or axis is None:
+        return tensors.get_tensor(name)
+    stored = tensors.get_slice(name)
     n = stored.get_shape()[axis]
-    start, end = share.bounds(n)
+    start, end = shard.bounds(n)
     if axis == 1:
         return stored[:, start:end]
     part = stored[start:end]
-    lacking = share.size(n) - len(part)
-    return F.pad(part, (0, 0, 0, lacking)) if lacking else part
+    n_missing = shard.size(n) - len(part)
+    return F.pad(part, (0, 0, 0, n_missing)) if n_missing else part
 
 
-def _wanted(
-    shard: safe_open, shapes: Mapping[str, tuple[int, ...]], file: Path
+def needed_names(
+    tensors: safe_open, shapes: Mapping[str, tuple[int, ...]], file: Path
 ) -> Iterator[tuple[str, str]]:
-    """Published and stored names to load; raises CheckpointError on a foreign one, or its type or
-    shape."""
-    shapes = {EMBED_OUT: shapes[EMBED_IN], **shapes}  # a tied head may be stored as well
-    for name in shard.keys():
+    """Yield the published and the stored name of each tensor to load. Raises CheckpointError for
+    an unknown tensor, or another type or shape."""
+    shapes = {HEAD: shapes[EMBEDDING], **shapes}  # a tied head may be stored as well
+    for name in tensors.keys():
         published = ALIASES.get(name, name)
         if LEGACY_BUFFERS.search(name):
             continue
         if published not in shapes:
             raise CheckpointError(f"{file} has a tensor that GPT-NeoX does not: {name}")
-        dtype = shard.get_slice(name).get_dtype()
+        dtype = tensors.get_slice(name).get_dtype()
         if dtype not in FLOATS:
             raise CheckpointError(f"{file}: {name} is {dtype}; only floating types load")
-        shape = tuple(shard.get_slice(name).get_shape())
+        shape = tuple(tensors.get_slice(name).get_shape())
         if shape != shapes[published]:
-            asked = tuple(shapes[published])
-            raise CheckpointError(f"{file}: {name} is {shape}, config.json asks for {asked}")
+            expected = tuple(shapes[published])
+            raise CheckpointError(f"{file}: {name} is {shape}, config.json asks for {expected}")
         yield published, name
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the shards that its index lists. Raises CheckpointError."""
+    """Return model.safetensors, or the shards that the index lists. Raises CheckpointError."""
     if os.path.lexists(folder / SINGLE):
         files = [folder / SINGLE]
     elif os.path.lexists(folder / INDEX):
@@ -202,8 +329,11 @@ def describe_weights(names: Sequence[str]) -> str:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the files that an index lists, all in its folder. Raises CheckpointError."""
-    names = sorted(set(read_json(index, Index, JSON_BYTES).weight_map.values()))
+    """Return the files that an index lists, all of its own folder. Raises CheckpointError."""
+    weight_map = read_json(index, MAX_JSON_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map of file names")
+    names = sorted(set(weight_map.values()))
     for name in names:
         if not name.endswith(".safetensors") or PurePath(name).name != name:
             what = f"{name[:100]!r}, which is no safetensors file in its folder"
@@ -211,5 +341,62 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def read_json(file: Path, max_bytes: int = MAX_FILE_BYTES) -> dict:
+    """Return the object that a JSON file holds. Raises InvalidFile."""
+    return parse_json(read_text(file, max_bytes), str(file))
+
+
+def parse_json(text: str, where: str) -> dict:
+    """Return the object that a JSON text holds. where: what errors name. Raises InvalidFile."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFile(f"{where} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidFile(f"{where} is not a JSON object")
+    return content
+
+
+def read_text(file: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Return a UTF-8 text. Raises InvalidFile."""
+    try:
+        return read_bytes(file, max_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidFile(f"{file} is not UTF-8: {error}") from error
+
+
+def read_bytes(file: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return a regular file's content. Raises InvalidFile if it is none or larger."""
+    if require_file(file) > max_bytes:
+        raise InvalidFile(
+            f"{file} is larger than {max_bytes / 1e6:,.1f} MB, too large for what it is"
+        )
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def require_file(file: Path) -> int:
+    """Return the size in bytes of a regular file that can be opened. Raises InvalidFile."""
+    try:
+        found = os.stat(file)
+        if stat.S_ISREG(found.st_mode):
+            open(file, "rb").close()  # safetensors calls a file without permission absent
+    except (OSError, ValueError) as error:
+        raise unreadable(file, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device or a pipe"
+        raise InvalidFile(f"{file} is {kind}, not a file")
+    return found.st_size
+
+
+def unreadable(file: Path, error: OSError | ValueError) -> InvalidFile:
+    """Return the error for a path that the system refused."""
+    if isinstance(error, ValueError):  # a null character, or half of a surrogate pair
+        return InvalidFile(f"{str(file)!r} cannot be a file's name")
+    if error.errno == errno.ENOENT and os.path.islink(file):
+        return InvalidFile(f"{file} is a link to {os.readlink(file)}, which is not there")
+    if error.errno == errno.ENOENT:
+        return InvalidFile(f"{file} is not there")
+    return InvalidFile(f"{file} cannot be read: {error.strerror}")

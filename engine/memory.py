@@ -1,8 +1,8 @@
-"""Whether something fits in memory, asked before it is taken; and what to say if it did not.
+"""Checks of free memory before something is allocated, and one error for every refusal.
 
 require_memory(n_bytes, device, "the weights of models/tiny/target")
 with memory_for("the weights of models/tiny/target"):
-    ...  # MemoryError and what else means that there is none becomes OutOfMemory
+    ...  # MemoryError and all other refusals of memory become OutOfMemory
 """
 
 import ctypes
@@ -15,18 +15,17 @@ from pathlib import Path
 
 import torch
 
-# On CUDA, for what comes with the first passes: kernels, cuBLAS's workspaces, graphs and their
-# pools, logits. Others tell of 0.3 to 0.7 GB; not measured here
+# On CUDA, left free for what the first passes allocate: kernels, cuBLAS's workspaces, graphs and
+# their pools, logits. Others report 0.3 to 0.7 GB; not measured here
 CUDA_RESERVE = 750_000_000
-# In torch's words for its allocator on CPU and for a mapped file, in the system's own, C++'s,
-# oneDNN's
+# The messages of a refusal from torch's CPU allocator, mapped files, the system, C++ and oneDNN
 REFUSED = re.compile(
     "allocate memory|out of memory|bad_alloc|could not create a (memory|primitive)(?! desc)", re.I
 )
 
 
 class OutOfMemory(MemoryError):
-    """Something that would not fit in memory; the message says what was needed and what is free."""
+    """Something does not fit in memory. The message says what is needed and what is free."""
 
 
 def require_memory(need: int, device: torch.device, what: str) -> None:
@@ -34,21 +33,21 @@ def require_memory(need: int, device: torch.device, what: str) -> None:
     free = free_memory(device)
     if need > free:
         raise OutOfMemory(
-            f"{what} would take {in_bytes(need)} on {device}, {in_bytes(free)} are free"
+            f"{what} would take {format_bytes(need)} on {device}, {format_bytes(free)} are free"
         )
 
 
-def in_bytes(n: int) -> str:
-    """A size as one reads it."""
+def format_bytes(n: int) -> str:
+    """Return a size in GB or MB."""
     return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB"
 
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raise OutOfMemory, naming what it was for, for every way in which memory is refused."""
+    """Raise OutOfMemory, naming what the memory was for, if the block is refused memory."""
     try:
         yield
-    except OutOfMemory:  # which says it better
+    except OutOfMemory:  # its message says more
         raise
     except Exception as error:
         if not is_refusal(error):
@@ -57,61 +56,61 @@ def memory_for(what: str) -> Iterator[None]:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether this says that there is no memory; torch and safetensors raise nothing narrower than
-    a RuntimeError on CPU."""
+    """Whether an error means that memory was refused. On a CPU torch and safetensors raise nothing
+    narrower than a RuntimeError."""
     if isinstance(error, (OutOfMemory, MemoryError, torch.OutOfMemoryError)):
         return True
     return bool(REFUSED.search(str(error)))
 
 
-def give_back() -> None:
-    """Let the system have the memory that was freed, of which glibc keeps what lies between what is
-    in use: of a model that was packed layer by layer as much again as half of it (measured)."""
+def trim_heap() -> None:
+    """Return freed memory to the system. glibc keeps freed memory between blocks in use: after a
+    model was packed layer by layer, half of the model's size (measured)."""
     with suppress(OSError, AttributeError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that weights and caches can still have."""
+    """Return the bytes that weights and caches can still take."""
     if device.type != "cuda":
         return free_host_memory()
     free = torch.cuda.mem_get_info(device)[0] - CUDA_RESERVE
     index = torch.cuda.current_device() if device.index is None else device.index
-    for segment in torch.cuda.memory_snapshot():  # what torch holds and does not use
-        is_graphs = tuple(segment["segment_pool_id"]) != (0, 0)  # theirs alone
+    for segment in torch.cuda.memory_snapshot():  # reserved by torch and unused
+        is_graphs = tuple(segment["segment_pool_id"]) != (0, 0)  # only graphs can use these
         if segment["device"] == index and not is_graphs:
             free += segment["total_size"] - segment["allocated_size"]
     return max(free, 0)
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be had without swapping, as Linux estimates it, within the limits of our
-    control groups (version 2), as a container's is one; elsewhere all there are, or where nothing
-    tells, no limit.
+    """Return the bytes that can be allocated without swapping, as Linux estimates them, within the
+    limits of this process's control groups (version 2), such as a container's.
 
-    root: where proc and sys are.
+    Without /proc, returns all physical memory, or sys.maxsize if the system does not report it.
+    root: the folder of proc and sys.
     """
     found = re.search(r"MemAvailable: *(\d+) kB", read_system_file(root / "proc/meminfo"))
-    if not found and not hasattr(os, "sysconf"):  # Windows: what is taken will tell
+    if not found and not hasattr(os, "sysconf"):  # Windows: allocation itself will fail
         return sys.maxsize
     if not found:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = int(found[1]) * 1024
     group = re.search(r"^0::/(.*)$", read_system_file(root / "proc/self/cgroup"), re.MULTILINE)
     own = root / "sys/fs/cgroup" / (group[1] if group else "")
-    for folder in (own, *own.parents):  # it is part of those around it
+    for folder in (own, *own.parents):  # a group is limited by those above it
         limit = read_system_file(folder / "memory.max").strip()
         if limit.isdigit():  # not "max", and it is there
             files = re.search(
                 r"^inactive_file (\d+)$", read_system_file(folder / "memory.stat"), re.MULTILINE
             )
-            kept = int(files[1]) if files else 0  # for files, which is given up when it is needed
+            kept = int(files[1]) if files else 0  # cached files, which the system drops
             free = min(free, int(limit) - int(read_system_file(folder / "memory.current")) + kept)
     return max(free, 0)
 
 
 def read_system_file(file: Path) -> str:
-    """What a file of the system says; nothing if it has none such."""
+    """Return the text of a file of the system, or "" if there is none."""
     try:
         return file.read_text()
     except OSError:

@@ -1,16 +1,16 @@
-"""Scores: the logits of a pass on the device, and the best of them read to the host with the pass.
+"""What the host reads of a pass's logits: each row's best token, and a few candidates.
 
-The logits stay where the model is. What the host needs of them is little: the best id of each row,
-whether the row is finite at all, and a few candidates. It comes with the pass, by one read; on CUDA
-what ranks the logits is a graph, too (engine/cuda_graphs.py).
+The logits stay where the model is. On a CPU they are read when they are needed. On a GPU every
+separate read waits for the device, so the few numbers that the host needs are computed in the pass
+(`rank`, which is part of its CUDA graph) and read once.
 
-    scores = scores_of(x, logits, Ranking(3, are_logprobs=True))
-    scores.argmax()  # n ids
+    scores = scores_of(hidden, logits, Ranking(3, are_logprobs=True))
     ids, logprobs = scores.top(3)  # [n, 3] each
 
 Shapes: n rows, V vocabulary, k candidates per row.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy
@@ -18,110 +18,106 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-FEW = 8  # candidates up to which so many maxima are found sooner than by topk (CPU: measured)
+from methods.sampler import FEW, few_best, tempered
 
 
 class Ranking(NamedTuple):
-    """What is read to the host of each row."""
+    """What the host reads of each row with a pass."""
 
     k: int = 0  # candidates
-    are_logprobs: bool = False  # their values; else they are logits
-    is_read: bool = True  # False: nothing, as of a draft from which candidates are drawn
-    temperature: float = 1.0  # of log-probabilities: divides the logits before
+    are_logprobs: bool = False  # the candidates' values are log-probabilities, not logits
+    is_read: bool = True  # False: nothing is read, because candidates are drawn on the device
+    temperature: float = 1.0  # of log-probabilities
 
 
-class Read(NamedTuple):
-    """What was read of n rows, on the host."""
+class Scores:
+    """The last hidden states [n, hidden] and logits [n, V] of a pass."""
 
-    highest: ndarray  # [n] float32, each row's best value; inf or nan if it holds any
-    best: ndarray  # [n] int64, its id, of equals the first
-    values: ndarray  # [n, k] float32 of the candidates, the likeliest first
-    candidates: ndarray  # [n, k] int64, their ids
+    def __init__(self, hidden: Tensor, logits: Tensor):
+        self.hidden, self.logits = hidden, logits
 
-
-class ReadScores:
-    """Logits of which the host was told some with the pass, if it is that which is asked
-    for; all else is computed when it is asked for, and read then."""
-
-    def __init__(self, hidden: Tensor, logits: Tensor, ranking: Ranking, read: Read | None):
-        """
-        Args:
-            hidden: last hidden states [n, hidden]. On CUDA the next pass over the same cache may
-                overwrite these and the logits.
-            logits: [n, V].
-            read: None if the ranking wants nothing.
-        """
-        self.hidden, self.logits, self.ranking, self.read = hidden, logits, ranking, read
+    @cached_property
+    def highest(self) -> tuple[ndarray, ndarray]:
+        """Each row's highest logit [n] and its id [n], the first of equal ones. The logit is not
+        finite if the row holds inf or nan, or only -inf."""
+        values, ids = maxima(self.logits.cpu().numpy(), 1)
+        return values[:, 0], ids[:, 0]
 
     def argmax(self) -> list[int]:
-        return self.read.best.tolist() if self.read else self.logits.argmax(dim=-1).tolist()
+        """Return each row's best id."""
+        return self.highest[1].tolist()
+
+    def finite(self) -> list[bool]:
+        """Return whether each row's highest logit is finite, so that it has a best id."""
+        return numpy.isfinite(self.highest[0]).tolist()
 
     def best(self, k: int) -> ndarray:
-        """Return the k likeliest ids of each row, best first: [n, k], or all V if k is more."""
-        if self.read and self.ranking.k == k:
-            return self.read.candidates
-        return self.logits.topk(min(k, self.logits.shape[1])).indices.cpu().numpy()
-
-    def finite(self) -> ndarray:
-        if not self.read:
-            return self.logits.isfinite().all(dim=-1).cpu().numpy()
-        return numpy.isfinite(self.read.highest)  # a row that holds inf or nan has it there
+        """Return the k best ids of each row [n, k], best first, or all V if k is more."""
+        k = min(k, self.logits.shape[1])
+        if k > FEW or self.logits.device.type != "cpu":
+            return self.logits.topk(k).indices.cpu().numpy()
+        return maxima(self.logits.numpy().copy(), k)[1]
 
     def top(
         self, k: int, temperature: float = 1.0, n_ids: int | None = None
     ) -> tuple[ndarray, ndarray]:
-        is_told = self.ranking == Ranking(k, are_logprobs=True, temperature=temperature)
-        if is_told and (n_ids is None or self.logits.shape[1] <= n_ids):
-            return self.read.candidates, self.read.values
-        logprobs = torch.log_softmax(tempered(self.logits[:, :n_ids], temperature), dim=-1)
-        found = logprobs.topk(min(k, logprobs.shape[1]))
-        return found.indices.cpu().numpy(), found.values.cpu().numpy()
+        """Return the k most likely of the first n_ids ids, and their log-probabilities, [n, k]
+        each."""
+        logprobs = log_probabilities(self.logits[:, :n_ids], temperature)
+        k = min(k, logprobs.shape[1])
+        if k > FEW or logprobs.device.type != "cpu":
+            found = logprobs.topk(k)
+            return found.indices.cpu().numpy(), found.values.cpu().numpy()
+        values, ids = maxima(logprobs.numpy(), k)
+        return ids, values
 
 
-def scores_of(hidden: Tensor, logits: Tensor, ranking: Ranking) -> ReadScores:
-    """What these logits [n, V] say; no more candidates than there are ids."""
-    if not ranking.is_read:
-        return ReadScores(hidden, logits, ranking, None)
-    if logits.device.type != "cpu":
-        return read_ranked(hidden, logits, rank(logits, ranking).cpu(), ranking)
-    k = min(ranking.k, logits.shape[1])
-    values = values_of(logits, ranking)
-    numbers = values.detach().numpy()
-    n_found = max(k, 1) if k <= FEW else 1
-    if n_found > 1 and not ranking.are_logprobs:
-        numbers = numbers.copy()  # whoever samples wants the logits as they are
-    found, ids = maxima(numbers, n_found)
-    highest, best = found[:, 0], ids[:, 0]
-    if k > FEW:
-        found, ids = (tensor.numpy() for tensor in values.topk(k))
-    return ReadScores(hidden, logits, ranking, Read(highest, best, found[:, :k], ids[:, :k]))
+class ReadScores(Scores):
+    """Scores of which the host has read some with the pass. The next pass over the same cache may
+    overwrite the tensors."""
+
+    def __init__(self, hidden: Tensor, logits: Tensor, ranked: Tensor, ranking: Ranking):
+        """ranked: what `rank` returned for these logits, on the host."""
+        super().__init__(hidden, logits)
+        found, k = ranked.numpy(), ranking.k
+        middle = found.shape[1] // 2 + 1
+        values, ids = found[:, 2:middle], found[:, middle:]  # more or fewer than k columns
+        self.ranking = ranking
+        self.highest = found[:, 0], found[:, 1].astype(numpy.int64)
+        self.candidates = ids[:, :k].astype(numpy.int64), values[:, :k]
+
+    def best(self, k: int) -> ndarray:
+        return self.candidates[0] if self.ranking.k == k else super().best(k)
+
+    def top(
+        self, k: int, temperature: float = 1.0, n_ids: int | None = None
+    ) -> tuple[ndarray, ndarray]:
+        is_read = self.ranking == Ranking(k, are_logprobs=True, temperature=temperature)
+        if is_read and (n_ids is None or self.logits.shape[1] <= n_ids):
+            return self.candidates
+        return super().top(k, temperature, n_ids)
 
 
-def values_of(logits: Tensor, ranking: Ranking) -> Tensor:
-    """What the candidates of logits [n, V] are ranked by, [n, V]: these, or log-probabilities."""
-    if not ranking.are_logprobs:
-        return logits
-    return torch.log_softmax(tempered(logits, ranking.temperature), dim=-1)
+def scores_of(hidden: Tensor, logits: Tensor, ranking: Ranking) -> Scores:
+    """Return the scores of a pass that does not rank its logits itself."""
+    if logits.device.type == "cpu" or not ranking.is_read:
+        return Scores(hidden, logits)
+    return ReadScores(hidden, logits, rank(logits, ranking).cpu(), ranking)
 
 
-def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Logits [n, V] at a temperature.
-
-    Shifted first: a tiny one may then send all but the best to -inf, never to nan.
-    """
-    if temperature == 1:
-        return logits
-    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
+def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """Return the log-probabilities [n, V] of logits [n, V] at a temperature."""
+    return torch.log_softmax(tempered(logits, temperature), dim=-1)
 
 
 def maxima(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
-    """The k highest [n, k] of each row of values [n, V], best first, of equals the first, and their
-    ids [n, k]. Overwrites all of them but the last."""
+    """Return the k highest of each row of values [n, V], and their ids, [n, k] each: the highest
+    first, and the first of equal ones. Overwrites all of them in `values` but the last."""
     rows = numpy.arange(len(values))
     found = numpy.empty((len(values), k), numpy.float32)
     ids = numpy.empty((len(values), k), numpy.int64)
     for i in range(k):
-        ids[:, i] = values.argmax(axis=1)  # ten times as fast as torch's (measured)
+        ids[:, i] = values.argmax(axis=1)  # torch takes ten times as long
         found[:, i] = values[rows, ids[:, i]]
         if i + 1 < k:
             values[rows, ids[:, i]] = -numpy.inf
@@ -129,40 +125,22 @@ def maxima(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
 
 
 def rank(logits: Tensor, ranking: Ranking) -> Tensor:
-    """float32 [n, 2 + 2 k]: the highest value, its id, of equals the first, then k values and their
-    ids.
+    """Return what the host reads of logits [n, V], as float32 [n, 2 + 2 k]: the highest logit, its
+    id (the first of equal ones), the values of k candidates, and their ids.
 
-    Ids travel as float32, too, which is exact below 2^24.
+    float32 holds every id below 2^24 exactly.
     """
     k = min(ranking.k, logits.shape[1])
-    values = values_of(logits, ranking)
-    if k > FEW:  # topk does not say which of equals it takes
+    values = logits
+    if ranking.are_logprobs:
+        values = log_probabilities(logits, ranking.temperature)
+    if k > FEW:  # topk does not say which of equal values it takes
         few = [*few_best(values, 1), values.topk(k)]
     else:
-        if k > 1 and not ranking.are_logprobs:
-            values = values.clone()  # whoever samples wants the logits as they are
+        if k > 1 and values is logits:
+            values = values.clone()  # few_best overwrites it, and the logits are still needed
         few = few_best(values, max(k, 1))
         few = few[:1] + few[:k]
     (highest, *found), ids = zip(*few, strict=True)
     ids = torch.cat(ids, dim=1).float()
     return torch.cat([highest, ids[:, :1], *found, ids[:, 1:]], dim=1)
-
-
-def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
-    """The k highest of each row of values [n, V], best first, of equals the first: k times values
-    and ids [n, 1], by two kernels each, where topk of a vocabulary is more than twenty. Overwrites
-    all of them but the last."""
-    found = [values.max(dim=-1, keepdim=True)]
-    while len(found) < k:
-        values.scatter_(1, found[-1].indices, -torch.inf)
-        found.append(values.max(dim=-1, keepdim=True))
-    return found
-
-
-def read_ranked(hidden: Tensor, logits: Tensor, ranked: Tensor, ranking: Ranking) -> ReadScores:
-    """The same, of what `rank` gave for these logits, on the host; the first k candidates."""
-    found, k = ranked.numpy(), ranking.k
-    middle = found.shape[1] // 2 + 1
-    values, ids = found[:, 2:middle], found[:, middle:]  # there may be more than k, or fewer
-    best, ids = (part.astype(numpy.int64) for part in (found[:, 1], ids[:, :k]))
-    return ReadScores(hidden, logits, ranking, Read(found[:, 0], best, values[:, :k], ids))

@@ -65,12 +65,16 @@ DrawnAcceptance = Callable[
 class Accept:
     """The verify.Acceptance of sampled text: one of this file's, with what it needs."""
 
-    def __init__(self, accept: DrawnAcceptance, sampler: DrawingSampler, drafter: Drafter | None):
+    def __init__(
+        self,
+        accept: DrawnAcceptance,
+        sampler: DrawingSampler,
+        drafter: Drafter | None,
+        finite_rows: Callable[[Tensor], list[bool]] = finite_rows,
+    ):
+        """finite_rows: verify.finite_rows, or a faster function that does the same."""
         self.accept, self.sampler, self.drafter = accept, sampler, drafter
-
-    def finite_rows(self, logits: Tensor) -> list[bool]:
-        """Return whether the logits of each row are finite. Raises NonFiniteLogits for row 0."""
-        return finite_rows(logits)
+        self.finite_rows = finite_rows
 
     def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
         is_finite = self.finite_rows(logits)

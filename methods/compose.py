@@ -34,7 +34,6 @@ class Kit(NamedTuple):
     """The classes that the parts are made of. The engine has faster ones."""
 
     drafter: Callable[..., Drafter] = TemperedDrafter
-    drawn_drafter: Callable[..., DrawnDrafter] = DrawnDrafter
     observed: Callable[..., Model] = ObservedModel
     hidden: Callable[..., Model] = HiddenModel
     accept: Callable[..., Acceptance] = Accept
@@ -81,7 +80,7 @@ def compose(
             if isinstance(draft, HiddenDrafter):
                 target = kit.hidden(target, draft)
         elif rule.draws_candidates and sampling.draws_candidates:
-            drafter = kit.drawn_drafter(draft, sampler, rule.n_drawn)
+            drafter = DrawnDrafter(draft, sampler, rule.n_drawn)
         else:
             drafter = kit.drafter(draft, sampling.top_k_temperature)
     proposing = drafter

@@ -1,6 +1,6 @@
-"""Targets that show what they compute: their best tokens to a rule, hidden states to a drafter.
+"""Targets that show each pass: their best tokens to a rule, or their hidden states to a drafter.
 
-compose.py puts an ObservedModel around the target of a rule with `start` or `target_top_k`
+compose.py puts an ObservedModel around the target of a rule with `reads_prompt` or `target_top_k`
 (methods/rules.py), and a HiddenModel around that of a HiddenDrafter.
 """
 
@@ -13,7 +13,7 @@ from methods.rules import MethodRule
 
 
 class ObservedModel:
-    """A gpt_neox.Model around another one."""
+    """A gpt_neox.Model that shows a rule the prompt, and the best tokens of each pass."""
 
     def __init__(self, model: Model, rule: MethodRule):
         self.model, self.rule, self.config = model, rule, model.config
@@ -23,20 +23,11 @@ class ObservedModel:
         return self.model.new_cache(capacity + self.rule.max_verified)
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
-        """Run the prompt as the model does, but with the logits of all tokens if they are wanted.
-
-        Then the logits after the last token are nan if any token's overflow.
-        """
+        """Run the prompt as the model does, pass by pass if the rule looks at each pass."""
         self.rule.start(tokens)
         if not self.rule.target_top_k:
             return self.model.prefill(tokens, cache)
-        is_finite = True
-        for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
-            positions = torch.arange(cache.length, cache.length + len(ids))
-            logits = self.forward(ids, positions, cache)
-            is_finite &= bool(logits.isfinite().all())
-            cache.commit(range(len(ids)))
-        return logits[-1:] if is_finite else torch.full_like(logits[-1:], torch.nan)
+        return prefill_by_forward(self, tokens, cache)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
@@ -46,6 +37,18 @@ class ObservedModel:
             top = logits.topk(min(k, logits.shape[1])).indices
             self.rule.observe_target(tokens.tolist(), top.cpu().numpy())
         return logits
+
+
+def prefill_by_forward(model: Model, tokens: list[int], cache: KVCache) -> Tensor:
+    """Run and keep the prompt by the model's `forward`, and return the logits [1, V] after the last
+    token. They are nan if the logits after any token are not finite."""
+    is_finite = True
+    for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
+        positions = torch.arange(cache.length, cache.length + len(ids))
+        logits = model.forward(ids, positions, cache)
+        is_finite &= bool(logits.isfinite().all())
+        cache.commit(range(len(ids)))
+    return logits[-1:] if is_finite else torch.full_like(logits[-1:], torch.nan)
 
 
 class HiddenDrafter(Drafter):
@@ -62,18 +65,10 @@ class HiddenModel:
 
     def __init__(self, model: GPTNeoX, drafter: HiddenDrafter):
         self.model, self.drafter = model, drafter
-        self.config, self.device, self.new_cache = model.config, model.device, model.new_cache
+        self.config, self.new_cache = model.config, model.new_cache
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
-        """Run the prompt as GPTNeoX.prefill does."""
-        is_finite = torch.tensor(True, device=self.device)
-        for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
-            positions = torch.arange(cache.length, cache.length + len(ids))
-            x = self.model.hidden(ids, positions, cache)
-            is_finite &= x.isfinite().all()
-            self.drafter.observe_hidden(x)
-            cache.commit(range(len(ids)))
-        return self.model.logits(x[-1:].masked_fill(~is_finite, torch.nan))
+        return prefill_by_forward(self, tokens, cache)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None

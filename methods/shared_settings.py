@@ -44,7 +44,7 @@ class SharedSettings(MethodSettings):
     )
 
     def configure(self, rule: Rule) -> Rule:
-        """Mark a rule as calibrated and wrap it in cost gates, if these are switched on."""
+        """Set is_calibrated of a rule, and wrap the rule in cost gates unless costs is off."""
         rule.is_calibrated = self.calibrate
         return rule if self.costs == "off" else CostGates(rule, parse_costs(self.costs))
 
@@ -57,7 +57,6 @@ class DrawingDynaTreeRule(DynaTreeRule, MethodRule):
     def __init__(self, settings: DynaTree):
         super().__init__(settings)
         s = settings
-        self.max_verified, self.n_drawn = self.max_rows, self.max_branches
         self.is_chain = self.max_branches == 1
         self.depends_on_probs = s.adapt_breadth or s.adapt_depth or s.prune
 

@@ -5,23 +5,24 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import Field, asdict, dataclass, fields, replace
+from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 
 import pytest
+import tape
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 import draft_tree
+import engine.generate
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree
-from engine import cuda_graphs, decoding
+from engine import cuda_graphs
 from engine.checkpoint import INDEX, SINGLE, published_shapes
-from engine.decoding import Step
+from engine.generate import Step
+from engine.generation_config import GenerationConfig
 from engine.model import FastCache, FastGPTNeoX
-from engine.passes import Use
-from engine.scores import ReadScores
-from engine.way import Way
+from engine.passes import PassConfig
 from gpt_neox import Config, GPTNeoX, KVCache, rotate
 from methods import METHODS
 from methods.drawn import DrawnRule
@@ -74,33 +75,9 @@ def pretend_one_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended GPU")
 
 
-Results = tuple[Tensor, Tensor | None]
-
-
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a replay run the pass anew: everything about a graph but CUDA itself."""
-
-    def record(run: Callable[[], Results], *_: object) -> cuda_graphs.Captured:
-        result = run()
-        return cuda_graphs.Captured(PretendedGraph(run, result), result)
-
-    monkeypatch.setattr(cuda_graphs, "record", record)
-
-
-@dataclass(frozen=True)
-class PretendedGraph:
-    """What has been captured, and the tensors that it writes to."""
-
-    run: Callable[[], Results]
-    results: Results
-
-    def replay(self) -> None:
-        for result, new in zip(self.results, self.run(), strict=True):
-            if new is not None:
-                result.copy_(new)
-
-    def pool(self) -> None:
-        """There is none."""
+    """Record and replay passes of fixed shapes as CUDA graphs do."""
+    monkeypatch.setattr(cuda_graphs, "record", tape.record)
 
 
 class Remembering:
@@ -247,16 +224,16 @@ def generate(
     max_new_tokens: int,
     **how: object,
 ) -> Iterator[Step]:
-    """engine.decoding.generate, its way by fields."""
+    """Run engine.generate.generate with a GenerationConfig of these fields."""
     rest = {name: how.pop(name) for name in WHERE if name in how}
-    way = Way(settings, **how)
-    return decoding.generate(target, draft, prompt, way, max_new_tokens, **rest)
+    config = GenerationConfig(settings, **how)
+    return engine.generate.generate(target, draft, prompt, config, max_new_tokens, **rest)
 
 
 def fix_shapes(*models: FastGPTNeoX) -> None:
     """Passes of few fixed shapes, as on CUDA; replayed after `pretend_capture`."""
     for model in models:
-        model.pool.is_shaped = True
+        model.has_fixed_shapes = True
 
 
 def published_json(config: Config) -> dict[str, object]:
@@ -304,16 +281,11 @@ def run(model: FastGPTNeoX, tokens: list[int]) -> Tensor:
     """The oracle: the whole text in one causal pass over a fresh cache, logits [n, V]."""
     positions = torch.arange(len(tokens))
     cache = model.new_cache(len(tokens))
-    return logits_of(model.forward(torch.tensor(tokens), positions, cache))
+    return model.forward(torch.tensor(tokens), positions, cache)
 
 
-def logits_of(found: Tensor | ReadScores) -> Tensor:
-    """The logits of a pass, by a plain model or a fast one."""
-    return found.logits if isinstance(found, ReadScores) else found
-
-
-def prefilled(model: GPTNeoX, tokens: list[int], capacity: int, *use: Use) -> KVCache:
-    cache = model.new_cache(capacity, *use)
+def prefilled(model: GPTNeoX, tokens: list[int], capacity: int, *config: PassConfig) -> KVCache:
+    cache = model.new_cache(capacity, *config)
     model.prefill(tokens, cache)
     return cache
 
@@ -321,15 +293,15 @@ def prefilled(model: GPTNeoX, tokens: list[int], capacity: int, *use: Use) -> KV
 def append(model: GPTNeoX, tokens: list[int], cache: KVCache) -> Tensor:
     """Append a few tokens to the cache in one pass; returns the logits [1, V] after the last."""
     positions = torch.arange(cache.length, cache.length + len(tokens))
-    logits = logits_of(model.forward(torch.tensor(tokens), positions, cache))
+    logits = model.forward(torch.tensor(tokens), positions, cache)
     cache.commit(range(len(tokens)))
     return logits[-1:]
 
 
 def forget(model: GPTNeoX, cache: KVCache, start: int, n: int) -> None:
-    """FastGPTNeoX.forget, of the plain model too, whose pairs are ordered as published."""
+    """FastCache.forget, also for the plain model, whose rotary pairs are ordered as published."""
     if isinstance(model, FastGPTNeoX):
-        model.forget(cache, start, n)
+        cache.forget(start, n)
         return
     kept = cache.kv[:, :, :, start + n : cache.length].clone()
     kept[0] = rotate(kept[0], cache.rotary[n : n + 1].conj())
@@ -369,4 +341,4 @@ def path_to(tree: Tree, row: int) -> list[int]:
 def run_tree(model: FastGPTNeoX, cache: FastCache, tree: Tree) -> Tensor:
     """The logits [N, V] of a tree's rows, as the loop asks for them."""
     tokens, positions, mask = tree_inputs(tree, cache.length)
-    return logits_of(model.forward(tokens, positions, cache, mask)).clone()
+    return model.forward(tokens, positions, cache, mask).clone()

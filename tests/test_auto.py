@@ -11,7 +11,7 @@ from test_exactness import make_draft
 from test_retrieval import assert_in_order
 
 from draft_tree import Candidates
-from engine.decoding import Step
+from engine.generate import Step
 from methods.auto import GUESS_WEIGHT, NGRAM_GUESS, Auto, AutoRule, Counts
 from methods.rules import are_retrieved
 

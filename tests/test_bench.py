@@ -29,10 +29,10 @@ from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair
 from engine.checkpoint import read_config
-from engine.decoding import Step
+from engine.generate import Step
+from engine.generation_config import GenerationConfig
 from engine.memory import OutOfMemory
-from engine.streaming import Window
-from engine.way import Way
+from engine.passes import Window
 from methods.sampler import Sampling
 from methods.static import Chain
 
@@ -506,12 +506,12 @@ def test_what_speedups_are_over() -> None:
 def test_what_a_row_says_is_how_its_text_is_written() -> None:
     """Strict or not, over a window, rebuilt, sampled and accepted."""
 
-    def written(row: str, top_p: float | None = None, **changes: object) -> Way:
-        return Case(row, "", 1, 1, **({"temperature": 0.0} | changes)).way(top_p, seed=7)
+    def written(row: str, top_p: float | None = None, **changes: object) -> GenerationConfig:
+        return Case(row, "", 1, 1, **({"temperature": 0.0} | changes)).config(top_p, seed=7)
 
-    assert written("linear strict") == Way(Chain(), strict=True)
-    assert written("linear window=16 sinks=2") == Way(Chain(), window=Window(16, 2))
-    by_traversal = Way(Chain(K=3), commit="rebuild", acceptance="traversal")
+    assert written("linear strict") == GenerationConfig(Chain(), strict=True)
+    assert written("linear window=16 sinks=2") == GenerationConfig(Chain(), window=Window(16, 2))
+    by_traversal = GenerationConfig(Chain(K=3), commit="rebuild", acceptance="traversal")
     assert written("linear K=3 rebuild traversal") == by_traversal
     assert written("linear K=3 rebuild", acceptance="traversal") == by_traversal
     hot = written("linear", 0.9, temperature=0.8, draft_temperature=0.6)

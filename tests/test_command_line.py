@@ -26,9 +26,9 @@ from cli.main import main
 from cli.metrics import Metrics, Tally, token_ids
 from cli.models import Pair, Request, load_pair, stream_text
 from cli.tokens import StopTexts
-from engine.decoding import Step, generate
+from engine.generate import Step, generate
+from engine.generation_config import GenerationConfig
 from engine.memory import OutOfMemory
-from engine.way import Way, read_way
 from methods import METHODS
 from methods.acceptances import DEFAULTS
 from methods.sampler import Sampling
@@ -426,7 +426,7 @@ def test_text_for_python(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> N
     assert text == run_json(capsys, ["--max-new-tokens", "64"])["text"]
     pair = load_pair(TARGET, DRAFT)
     hot = ["--max-new-tokens", "12", "--method", "linear", "--temperature", "0.8"]
-    way = Way(METHODS["linear"](), sampling=Sampling(0.8))
+    way = GenerationConfig(METHODS["linear"](), sampling=Sampling(0.8))
     pieces = list(stream_text(pair, PROMPT, way, 12))
     assert len(pieces) > 3 and "".join(pieces) == run_json(capsys, hot)["text"]
     assert "".join(stream_text(pair, PROMPT, "linear", 12, temperature=0.8)) == "".join(pieces)
@@ -442,12 +442,19 @@ def test_what_python_asks_for_is_checked() -> None:
     ids = pair.tokenizer.encode(PROMPT).ids
     texts = []
     for prompt in (ids, numpy.array(ids), torch.tensor(ids)):
-        texts.append(token_ids(generate(pair.target, pair.draft, prompt, read_way("lookup"), 9)))
+        texts.append(
+            token_ids(
+                generate(pair.target, pair.draft, prompt, GenerationConfig.parse("lookup"), 9)
+            )
+        )
     assert texts[0] == texts[1] == texts[2]
-    models, way = (pair.target, pair.draft), read_way("lookup")
+    models, way = (pair.target, pair.draft), GenerationConfig.parse("lookup")
     steps = generate(*models, ids, way, 9, eos_ids=(i for i in [-1, texts[0][3]]))
     assert token_ids(steps) == texts[0][: texts[0].index(texts[0][3]) + 1]
-    for prompt, way, told in (("text", read_way("ar"), "token ids"), (ids, "ar", "read_way")):
+    for prompt, way, told in (
+        ("text", GenerationConfig.parse("ar"), "token ids"),
+        (ids, "ar", "GenerationConfig.parse"),
+    ):
         with pytest.raises(ValueError, match=told):
             next(generate(pair.target, pair.draft, prompt, way, 9))
 

@@ -34,18 +34,17 @@ from torch import Tensor
 
 import draft_tree
 import dynatree
+import engine.generate
 from cli.main import main
 from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, Tree, grow
 from dynatree import Drafter, ModelDrafter
-from engine import decoding
+from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
-from engine.sampling import FastSampler
-from engine.way import Way
 from gpt_neox import GPTNeoX, KVCache
 from methods import METHODS, compose
 from methods.auto import Auto
 from methods.rules import are_retrieved
-from methods.sampler import GREEDY, DrawingSampler, Sampling
+from methods.sampler import GREEDY, Sampling
 from sampling import Sampler
 
 Pairs = list[tuple[GPTNeoX, GPTNeoX]]  # plain and fast
@@ -324,19 +323,17 @@ def without_clock(settings: Settings) -> Settings:
 def test_plain_is_fast(
     method: str, sampling: Sampling, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts of random settings step by step: tokens, trees, draft slots; sampled ones where both
-    draw as the plain sampler does."""
-    monkeypatch.setattr(FastSampler, "draw_several", DrawingSampler.draw_several)
+    """Texts of random settings step by step: tokens, trees, draft slots."""
     plain, fast = pairs
     for number in range(3):
         rng = random.Random(f"{method} {number}")
         settings = without_clock(random_settings(method, rng))
         prompt = rng.choices(range(96), k=rng.randint(1, 30))
-        way = Way(settings, sampling=sampling)
+        way = GenerationConfig(settings, sampling=sampling)
         steps = compose.generate(*plain, prompt, settings, 30, sampling=sampling)
         expected = [told(step.tokens, step.tree, step.path) for step in steps]
         found = []
-        for step in decoding.generate(*fast, prompt, way, 30):
+        for step in engine.generate.generate(*fast, prompt, way, 30):
             tree = step.tree or Tree.from_root(prompt[-1])
             found.append(told(step.tokens, tree, step.path or [0]))
         assert found == expected, settings

@@ -11,8 +11,9 @@ from torch import Tensor
 from benchmark.counts import count_calibration, count_depths, count_passes, padded
 from cli.metrics import code_acceptance, measure, measure_acceptance, repetition, top1_match
 from draft_tree import DynaTree, Settings
-from engine.decoding import Step
+from engine.generate import Step
 from engine.model import FastGPTNeoX
+from engine.passes import Passes
 from methods.deagle import Deagle
 from methods.dyspec import DySpec
 from methods.rules import MixedTree
@@ -86,13 +87,13 @@ def test_counted_passes_are_those_that_ran(
     draft rows that were run and then cut from the tree (dyspec: 36.9 counted of 54.7)."""
     target, draft = random_model(0), random_model(1)
     ran = {id(target): [], id(draft): []}
-    real = FastGPTNeoX.hidden
+    real = Passes.hidden
 
-    def spy(self: FastGPTNeoX, tokens: Tensor, *rest: object) -> Tensor:
-        ran[id(self)].append(len(tokens))
-        return real(self, tokens, *rest)
+    def spy(self: Passes, model: FastGPTNeoX, tokens: Tensor, *rest: object) -> Tensor:
+        ran[id(model)].append(len(tokens))
+        return real(self, model, tokens, *rest)
 
-    monkeypatch.setattr(FastGPTNeoX, "hidden", spy)
+    monkeypatch.setattr(Passes, "hidden", spy)
     steps = list(generate(target, draft, PROMPT, settings, 30, commit=commit))
     drafts, verifies = count_passes(steps, commit)
     assert sorted(drafts.elements()) == sorted(ran[id(draft)])
@@ -102,12 +103,12 @@ def test_counted_passes_are_those_that_ran(
     assert (n_run > n_kept) == isinstance(settings, DySpec)
 
 
-def test_passes_are_padded_as_their_own_pool_pads_them() -> None:
-    pool = random_model(0).pool
-    pool.min_rows = 3
-    assert padded({1: 5, 2: 1, 4: 2}, pool, min_rows=1) == {3: 6, 4: 2}
-    pool.is_shaped = True
-    assert padded({3: 1, 5: 1, 8: 1, 200: 1}, pool, min_rows=1) == {4: 1, 8: 2, 200: 1}
+def test_passes_are_padded_as_their_own_model_pads_them() -> None:
+    model = random_model(0)
+    model.min_rows = 3
+    assert padded({1: 5, 2: 1, 4: 2}, model, min_rows=1) == {3: 6, 4: 2}
+    model.has_fixed_shapes = True
+    assert padded({3: 1, 5: 1, 8: 1, 200: 1}, model, min_rows=1) == {4: 1, 8: 2, 200: 1}
 
 
 def step_of(path: list[int], predictions: list[int], **changes: object) -> Step:

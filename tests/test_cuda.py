@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
-from engine.fused import attend
+from engine.layers import attend
 from engine.model import FastGPTNeoX
 from methods import METHODS
 from methods.static import Alone
@@ -42,10 +42,10 @@ def test_replays_write_what_eager_ar_writes(method: str, pair: Pair) -> None:
     eager = generate(target, draft, prompt, settings, 40, graphs=False)
     assert token_ids(eager) == expected[:40]
     assert token_ids(generate(target, draft, prompt, settings, 300)) == expected
-    n_graphs = target.pool.n_graphs, draft.pool.n_graphs
+    n_graphs = target.n_graphs, draft.n_graphs
     assert n_graphs[0] > 0, "captured"
     assert token_ids(generate(target, draft, prompt, settings, 300)) == expected
-    assert n_graphs == (target.pool.n_graphs, draft.pool.n_graphs), "captured once"
+    assert n_graphs == (target.n_graphs, draft.n_graphs), "captured once"
 
 
 def test_the_text_is_the_one_the_cpu_writes(pair: Pair) -> None:
@@ -92,7 +92,7 @@ def test_a_replay_gives_the_eager_logits(n: int) -> None:
     for has_graphs in (False, True):
         cache = prefilled(model, prefix, 400)
         if has_graphs:
-            model.capture(cache, 240)
+            cache.capture(240)
         logits = append(model, prefix[:n], cache).clone()
         found.append((logits, cache.kv[:, :, :, : cache.length].clone()))
     for eager, replayed in zip(*found, strict=True):
@@ -149,4 +149,4 @@ def test_strict_logits_are_ars_bit_for_bit(
     (ids, logits), (ar_ids, ar_logits), (again, again_logits) = written
     assert ids == ar_ids == again
     assert torch.equal(logits, ar_logits) and torch.equal(again_logits, ar_logits)
-    assert (target.pool.n_graphs > 0) == has_graphs
+    assert (target.n_graphs > 0) == has_graphs

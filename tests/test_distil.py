@@ -13,8 +13,8 @@ from test_enlarge import contents
 from tokenizers import Tokenizer
 
 from benchmark.prompts import BUILTIN
+from cli.files import locked
 from cli.main import main as dynatree
-from engine.files import locked
 from engine.model import FastGPTNeoX
 from gpt_neox import GPTNeoX, read_config
 from tools import distil

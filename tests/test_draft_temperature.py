@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cli.options import has_temperature
 from draft_tree import Settings, Tree
-from engine.decoding import Step
+from engine.generate import Step
 from methods import METHODS
 from methods.drafting import DRAFTING
 from methods.drawn import DrawnDrafter

@@ -267,9 +267,9 @@ NO_GATES = [numpy.ones(shape, dtype=bool) for shape in [(1, 3), (3,), (1, 3, 3)]
 NO_GATES += [numpy.ones((3, 3)), None]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_rank_0", [True, False])
 @pytest.mark.parametrize("gate", NO_GATES, ids=repr)
-def test_what_is_no_gate_is_an_error(gate: object, is_first: bool) -> None:
+def test_what_is_no_gate_is_an_error(gate: object, is_rank_0: bool) -> None:
     """A shape that can be stretched to that of the candidates would let some pass unasked."""
 
     class Gated(Wide):
@@ -277,10 +277,10 @@ def test_what_is_no_gate_is_an_error(gate: object, is_first: bool) -> None:
             return {"fine": True, "mine": gate if is_mine and level.depth == 1 else True}
 
         def add_gates(self, level: Level) -> Gates:
-            return self.gates(level, is_first)
+            return self.gates(level, is_rank_0)
 
         def expand_gates(self, level: Level) -> Gates:
-            return self.gates(level, not is_first)
+            return self.gates(level, not is_rank_0)
 
     with pytest.raises(ValueError, match="gate 'mine'"):
         grow(Gated(3, 3, max_rows=40), ROOT, FakeDraft(2), 127)

@@ -23,8 +23,9 @@ import gpt_neox
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings, Tree
 from engine import memory
+from engine.cache import FastCache, cache_bytes
 from engine.memory import OutOfMemory
-from engine.model import FastCache, FastGPTNeoX
+from engine.model import FastGPTNeoX
 from methods import METHODS
 from methods.dyspec import DySpec
 from methods.sampler import GREEDY, DrawingSampler, Sampling
@@ -154,7 +155,7 @@ def test_bad_calls(
 def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fits alone; taken lazily, both together would only fail when they are filled."""
     target = random_model(7)
-    needed = target.pool.bytes(len(PROMPT) + 50 + 5)
+    needed = cache_bytes(target, len(PROMPT) + 50 + 5)
     monkeypatch.setattr(memory, "free_host_memory", lambda: needed + needed // 2)
     assert len(token_ids(generate(target, None, PROMPT, Alone(), 50))) == 50
     with pytest.raises(OutOfMemory, match="caches of 60 and 60 tokens"):
@@ -162,17 +163,17 @@ def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cache_is_given_back_if_the_drafts_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was captured over it is never destroyed, so it must be lent again."""
+    """What was captured over it is never destroyed, so it must be used again."""
     target, draft = random_model(7), random_model(8)
     fix_shapes(target)
 
     def no_room(*_: int) -> None:
         raise OutOfMemory("none")
 
-    monkeypatch.setattr(draft.pool, "lend", no_room)
+    monkeypatch.setattr(draft, "new_memory", no_room)
     with pytest.raises(OutOfMemory):
         next(generate(target, draft, PROMPT, Chain(K=4), 50))
-    assert len(target.pool.idle) == 1
+    assert len(target.kept) == 1
 
 
 # Logits that are not finite.

@@ -26,19 +26,21 @@ from torch import Tensor
 
 from cli.metrics import token_ids
 from draft_tree import Settings
-from engine.decoding import Step
+from engine.cache import invariant_rows
+from engine.generate import Step
 from engine.model import FastGPTNeoX
-from engine.passes import row_count
-from engine.streaming import Window
+from engine.passes import Window, row_count
+from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.rules import are_retrieved, make_rule
 from methods.sampler import Sampling
 from methods.static import Alone, Fixed
 from verify import cut
 
-# How many cases a method has in each way: passes of exactly the rows and slots they need, or padded
-# to the few that graphs replay; over a window; guesses at a temperature, ranked or drawn
-WAYS = {"tight": 16, "fixed": 16, "window": 8, "ranked": 8, "drawn": 8}
+# How many cases a method has in each way: gpt_neox.py's own model; passes of exactly the rows and
+# slots they need, or of the fixed shapes that graphs replay; over a window; candidates at a
+# temperature, the top k or drawn
+WAYS = {"plain": 8, "tight": 16, "fixed": 16, "window": 8, "top-k": 8, "drawn": 8}
 N_STRICT = 6
 LONGEST = 32  # tokens of their texts
 VOCAB = 96
@@ -53,10 +55,10 @@ Changes = dict[str, object]  # fields of Config that differ from conftest's
 # The pairs: random targets whose text is worth comparing, and a draft of each kind.
 
 
-def build(tensors: Tensors, **changes: object) -> FastGPTNeoX:
+def build(tensors: Tensors, kind: type[GPTNeoX] = FastGPTNeoX, **changes: object) -> GPTNeoX:
     """A model of its own copy of the weights, as a model consumes what it is given."""
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return FastGPTNeoX.from_tensors(random_config(**changes), copies)
+    return kind.from_tensors(random_config(**changes), copies)
 
 
 def best(logits: Tensor) -> int:
@@ -70,7 +72,7 @@ def greedy(target: FastGPTNeoX, prompt: list[int], n: int) -> list[int]:
     """The oracle: the whole text again for every token, no cache reused, no tree."""
     ids = list(prompt)
     for _ in range(n):
-        logits = target.prefill(ids, target.new_cache(len(ids))).logits[0]  # [V]
+        logits = target.prefill(ids, target.new_cache(len(ids)))[0]  # [V]
         ids.append(best(logits))
     return ids[len(prompt) :]
 
@@ -89,7 +91,7 @@ def stream(
     for n_read, token in enumerate(text, 1):  # which grows meanwhile
         logits = append(target, [token], cache)[0].clone()
         if cache.length == full:
-            target.forget(cache, window.sinks, slack)
+            cache.forget(window.sinks, slack)
         if n_read == len(text) < n_tokens:
             text.append(best(logits))
     return text[len(prompt) :], logits
@@ -112,7 +114,13 @@ def varied_targets() -> list[tuple[Tensors, Changes]]:
     raise AssertionError("too few random targets write varied text")
 
 
-def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> FastGPTNeoX:
+def make_draft(
+    kind: str,
+    tensors: Tensors,
+    changes: Changes,
+    seed: int,
+    model: type[GPTNeoX] = FastGPTNeoX,
+) -> GPTNeoX:
     """A draft for this target: equal, noisy, in half precision too, adversarial, with another
     padded vocabulary, or another model of another size."""
     generator = torch.Generator().manual_seed(seed)
@@ -134,7 +142,7 @@ def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> Fast
     if kind.startswith("half"):
         dtype = (torch.float16, torch.bfloat16)[seed % 2]
         tensors = {n: t.to(dtype) for n, t in tensors.items()}
-    return build(tensors, **changes)
+    return build(tensors, model, **changes)
 
 
 # The random cases.
@@ -144,8 +152,8 @@ def make_draft(kind: str, tensors: Tensors, changes: Changes, seed: int) -> Fast
 class Case:
     """One random pair with everything that generate is asked for."""
 
-    target: FastGPTNeoX
-    draft: FastGPTNeoX
+    target: GPTNeoX
+    draft: GPTNeoX
     prompt: list[int]
     settings: Settings
     limit: int
@@ -174,26 +182,27 @@ def random_case(method: str, way: str, number: int) -> Case:
     """Seeded by all three; the kinds of target and draft go round with the number."""
     rng = random.Random(f"{method} {way} {number}")
     tensors, changes = varied_targets()[number % N_TARGETS]
-    target = build(tensors, **changes)
-    draft = make_draft(DRAFTS[number % len(DRAFTS)], tensors, changes, number)
+    kind = GPTNeoX if way == "plain" else FastGPTNeoX
+    target = build(tensors, kind, **changes)
+    draft = make_draft(DRAFTS[number % len(DRAFTS)], tensors, changes, number, kind)
     settings = random_settings(method, rng)
     prompt, text = greedy_text(number)
-    more: dict[str, object] = {"graphs": number % 2 == 1}
+    more: dict[str, object] = {} if way == "plain" else {"graphs": number % 2 == 1}
     if way == "window":
         size = max(make_rule(settings).max_verified, rng.choice([1, 5, 16, 24]))
         more["window"] = Window(size, rng.choice([0, 1, 4]))
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 40, 90]))]
         text, _ = stream(target, prompt, more["window"], LONGEST)
-    elif way in ("ranked", "drawn"):
+    elif way in ("top-k", "drawn"):
         heat = (0.3, 0.6, 2.5)[number % 3]
         more["sampling"] = Sampling(0.0, 1.0, number, heat, draws_greedy=way == "drawn")
     limit = rng.choice([LONGEST, LONGEST] + list(range(1, 21)))
     text = text[:limit]
     eos_ids = [] if number % 3 else rng.sample(text, 1)
-    commit = rng.choice(["keep", "keep", "rebuild"])
-    for model in (target, draft):
-        model.pool.is_shaped = way == "fixed"
-        model.pool.min_rows = 1 + number % 2  # one row may be padded to two
+    commit = rng.choice(["keep", "keep", "rebuild"]) if way != "plain" else "keep"
+    for model in (target, draft) if kind is FastGPTNeoX else ():
+        model.has_fixed_shapes = way == "fixed"
+        model.min_rows = 1 + number % 2  # one row may be padded to two
     return Case(target, draft, prompt, settings, limit, eos_ids, commit, text, more)
 
 
@@ -290,7 +299,7 @@ def test_every_strict_method_writes_ars_bits(method: str) -> None:
         if number % 3 == 2:
             how["window"] = Window(max(rows_of(own), 40), 4)
         # ar's passes have one row, unless only as many rows as the run's have the same bits
-        rows = 1 if target.pool.steady_rows(target) else rows_of(own)
+        rows = 1 if invariant_rows(target) else rows_of(own)
         found = []
         for settings in (Alone(rows=rows), own):
             logits: list[Tensor] = []

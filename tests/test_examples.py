@@ -44,10 +44,9 @@ from cli.trace import Trace
 from draft_tree import Candidates, DynaTree
 from dynatree import ModelDrafter
 from engine.checkpoint import read_config
-from engine.decoding import generate
+from engine.generate import generate
+from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
-from engine.passes import Use
-from engine.way import Way
 from gpt_neox import GPTNeoX
 from methods.dyspec import DySpec
 from methods.sequoia import parse_chances
@@ -103,7 +102,7 @@ def common() -> Names:
     """Return what examples take for given: the embedded pair, and a text with all of its parts."""
     pair = load_pair(TINY / "target", TINY / "draft", device="cpu")
     ids = pair.tokenizer.encode("The ship sailed at dawn").ids
-    request = Request(pair, ids, Way(DynaTree()), 20)
+    request = Request(pair, ids, GenerationConfig(DynaTree()), 20)
     trace = Trace(pair.tokenizer, DynaTree())
     steps = []
     for step in request.decode(watcher=trace):
@@ -112,7 +111,7 @@ def common() -> Names:
     step = steps[1]
     tree = step.tree
     tokens, positions, mask = tree_inputs(tree, len(ids))
-    kv, turns = pair.target.make_memory(1280)
+    kv, rotary = pair.target.new_memory(1280)
     names = locals()
     of_target = {name: getattr(pair.target, name) for name in ("config", "device")}
     heads = {name: torch.randn(4, n, 16) for name, n in (("q", len(tree)), ("k", 256), ("v", 256))}
@@ -129,8 +128,6 @@ def common() -> Names:
             "cache": pair.target.new_cache(200),
             "x": torch.randn(len(tree), pair.target.config.hidden_size),
             "logits": torch.randn(len(tree), pair.target.config.vocab_size),
-            "run": pair.target.pool.run,
-            "make": pair.target.make_memory,
             "prompt": ids,
             "prompt_ids": ids,
             "path": step.path,
@@ -162,9 +159,9 @@ def layer_of_a_rank() -> Names:
     """Return a layer, rows for it, and another rank that has the same values."""
     model = FastGPTNeoX.from_pretrained(TINY / "target")
     layer, hidden = model.gpt_neox.layers[0], model.config.hidden_size
-    told = {"reduce": lambda x: x.mul_(2), "collect": None, "gather_objects": None}
-    both = torch.randn(3, layer.n_attended + layer.n_inside)
-    return told | {"layer": layer, "x": torch.randn(3, hidden), "both": both}
+    collectives = {"all_reduce": lambda x: x.mul_(2), "all_gather": None, "gather_objects": None}
+    both = torch.randn(3, layer.n_attended + layer.n_inner)
+    return collectives | {"layer": layer, "x": torch.randn(3, hidden), "both": both}
 
 
 # By file, what only this module's examples take for given
@@ -173,7 +170,7 @@ OWN: dict[str, Callable[[], Names]] = {
     "benchmark/cases.py": lambda: {"build_parser": bench_parser},
     "benchmark/columns.py": lambda: {"texts": text_frame(load("results/main_cpu.jsonl"))},
     "benchmark/counts.py": lambda: {
-        "way": Way(DynaTree()),
+        "config": GenerationConfig(DynaTree()),
         "step_times": StepTimes(7, [1, 2], [1.0, 2.0], [1.0, 2.0], 0, 0, 1.0),
     },
     "benchmark/figures.py": lambda: {"load": load},
@@ -191,19 +188,23 @@ OWN: dict[str, Callable[[], Names]] = {
     },
     "cli/options.py": lambda: {"parser": build_parser()},
     "cli/page.py": lambda: {"about": {"settings": {"method": "dynatree"}}},
-    "cli/trace.py": lambda: {"generate": generate, "settings": DynaTree(), "Way": Way},
+    "cli/trace.py": lambda: {
+        "generate": generate,
+        "settings": DynaTree(),
+        "GenerationConfig": GenerationConfig,
+    },
     "engine/checkpoint.py": lambda: {"read_config": read_config},
-    "engine/decoding.py": lambda: {"DynaTree": DynaTree},
-    "engine/fused.py": unfilled,
+    "engine/generate.py": lambda: {"DynaTree": DynaTree},
+    "engine/layers.py": unfilled,
     "engine/memory.py": lambda: {"n_bytes": 1000},
-    "engine/passes.py": lambda: {"use": Use(min_rows=4)},
-    "engine/products.py": lambda: {
+    "engine/scores.py": lambda: {"hidden": torch.zeros(3, 8)},
+    "engine/linear.py": lambda: {
         "weight": torch.randn(5, 8),
         "bias": torch.zeros(5),
         "x": torch.randn(3, 8),
     },
-    "engine/shares.py": layer_of_a_rank,
-    "engine/way.py": lambda: {"DynaTree": DynaTree},
+    "engine/tensor_parallel.py": layer_of_a_rank,
+    "engine/generation_config.py": lambda: {"DynaTree": DynaTree},
     "methods/calibration.py": lambda: {"drafter": ModelDrafter(plain_pair()["draft"])},
     "methods/compose.py": plain_pair,
     "methods/settings.py": lambda: {
@@ -211,7 +212,11 @@ OWN: dict[str, Callable[[], Names]] = {
         "parse_chances": parse_chances,
     },
 }
-NETWORK = {"engine/hub.py": "hub", "benchmark/prompts.py": "hub", "benchmark/pg19.py": "bucket"}
+NETWORK = {
+    "engine/checkpoint.py": "hub",
+    "benchmark/prompts.py": "hub",
+    "benchmark/pg19.py": "bucket",
+}
 NEEDS = {"benchmark/figures.py": "seaborn", "benchmark/plot.py": "seaborn"}
 SHORT = {  # options of command lines, which come last and so count
     "dynatree.py": "--max-new-tokens 8 --threads 1",
@@ -324,7 +329,7 @@ def test_examples_run(
             publish(served, folder)
     monkeypatch.setitem(sys.modules, "transformers", TRANSFORMERS)
     pretend_capture(monkeypatch)
-    if file.startswith("parallel/"):
+    if file in ("engine/ranks.py", "engine/driver.py"):
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
         run_on_ranks(2, "tests/test_examples.py", file)
     else:

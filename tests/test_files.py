@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.files import locked, require_writable, write_whole
+from cli.files import locked, require_writable, write_whole
 
 
 def names(folder: Path) -> list[str]:

@@ -33,8 +33,7 @@ import bench
 from benchmark.results import KEY, digest_of, load
 from cli.main import main
 from cli.tokens import LONGEST_GROWTH, growth
-from engine.checkpoint import INDEX, SINGLE, read_config
-from engine.foreign import ForeignFile, read_text
+from engine.checkpoint import INDEX, SINGLE, InvalidFile, read_config, read_text
 from gpt_neox import Config
 
 # A mark's text takes its place in the JSON, as no value of Python's can
@@ -185,7 +184,7 @@ def results_file(table: str) -> list[dict]:
     return [*lines, {"step_times": asdict(steps)}, *texts, {"difference": difference}]
 
 
-def shown(content: bytes, kind: str, file: Path, capsys: Captured) -> str:
+def printable(content: bytes, kind: str, file: Path, capsys: Captured) -> str:
     """The line that refuses a results file; empty of one that is shown."""
     file.write_bytes(content)
     status = bench.main(["--show", str(file), "--format", kind])
@@ -211,7 +210,7 @@ def test_a_mutated_results_file_is_shown_or_refused(
     for _ in range(200):
         at = rng.randrange(len(valid))
         lines = [*valid[:at], mutated(valid[at], rng), *valid[at + 1 :]]
-        line = shown(b"\n".join(lines) + b"\n", kind, tmp_path / "r.jsonl", capsys)
+        line = printable(b"\n".join(lines) + b"\n", kind, tmp_path / "r.jsonl", capsys)
         outcomes.add(line == "")
     assert outcomes == {True, False}
 
@@ -270,8 +269,8 @@ NO_FILES: dict[str, Callable[[Path], object]] = {  # what is said -> of what
 def test_what_is_no_text_file_is_named(said: str, tmp_path: Path) -> None:
     file = tmp_path / "f.json"
     NO_FILES[said](file)
-    with pytest.raises(ForeignFile, match=said) as caught:
-        read_text(file, limit=1000)
+    with pytest.raises(InvalidFile, match=said) as caught:
+        read_text(file, max_bytes=1000)
     assert str(caught.value).startswith(str(file))
 
 
@@ -288,7 +287,7 @@ def test_a_file_without_permission_is_not_called_absent(
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
     if os.geteuid() == 0:
-        monkeypatch.setattr("engine.foreign.open", refuse, raising=False)
+        monkeypatch.setattr("engine.checkpoint.open", refuse, raising=False)
     line = error_line(
         capsys, main, ["--prompt", "the", "--method", "ar", "--target", str(tmp_path)]
     )

@@ -1,5 +1,5 @@
 """Claims: the fused layers compute what the plain ones do, each matrix is where products.py says it
-is, and what steady_rows says of this machine is true.
+is, and what min_invariant_rows says of this machine is true.
 
 The plain model, gpt_neox.py alone, is the oracle; that it is right the golden files tell.
 """
@@ -20,7 +20,6 @@ from conftest import (
     TINY,
     assert_close,
     forget,
-    logits_of,
     make_tree,
     prefilled,
     random_config,
@@ -32,11 +31,11 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from engine.checkpoint import CheckpointError, load_tensors
-from engine.fused import Affine, fold
+from engine.layers import Affine, fold
+from engine.linear import FbgemmLinear, Linear, OneDnnLinear, make_linear
 from engine.model import FastGPTNeoX
-from engine.passes import Use
-from engine.products import HalfProduct, PackedProduct, PlainProduct, Product, open_product
-from engine.strict import steady_rows
+from engine.passes import PassConfig
+from engine.strict import min_invariant_rows
 from gpt_neox import Config, GPTNeoX, read_config
 
 Weights = tuple[Config, dict[str, Tensor]]
@@ -99,12 +98,12 @@ def all_logits(model: GPTNeoX) -> Tensor:
     n_ids = model.config.vocab_size
     prompt = [rng.randrange(n_ids) for _ in range(40)]
     cache = model.new_cache(len(prompt) + ROW_COUNTS[-1])
-    found = [logits_of(model.prefill(prompt, cache))]
+    found = [model.prefill(prompt, cache)]
     for n in ROW_COUNTS:
         found.append(run_tree(model, cache, random_tree(rng, n, n_ids)))
     forget(model, cache, 3, 5)
     following = torch.arange(60)
-    found.append(logits_of(model.forward(following, cache.length + following, cache)))
+    found.append(model.forward(following, cache.length + following, cache))
     return torch.cat(found)
 
 
@@ -137,16 +136,16 @@ def test_tf32_is_off_before_a_layer_is_looked_at() -> None:
 
 
 KINDS = [  # dtype, whether it is exact in float16, [out, in] around the sizes that decide
-    (torch.float32, True, (96, 64), HalfProduct),
-    (torch.float32, True, (512, 512), HalfProduct),
-    (torch.float32, True, (513, 512), HalfProduct),
-    (torch.float16, True, (512, 512), HalfProduct),
-    (torch.float16, True, (513, 512), HalfProduct),
-    (torch.float32, False, (255, 512), PlainProduct),
-    (torch.float32, False, (256, 512), PackedProduct),
-    (torch.bfloat16, True, (511, 512), HalfProduct),
-    (torch.bfloat16, False, (511, 512), PlainProduct),
-    (torch.bfloat16, True, (512, 512), PackedProduct),
+    (torch.float32, True, (96, 64), FbgemmLinear),
+    (torch.float32, True, (512, 512), FbgemmLinear),
+    (torch.float32, True, (513, 512), FbgemmLinear),
+    (torch.float16, True, (512, 512), FbgemmLinear),
+    (torch.float16, True, (513, 512), FbgemmLinear),
+    (torch.float32, False, (255, 512), Linear),
+    (torch.float32, False, (256, 512), OneDnnLinear),
+    (torch.bfloat16, True, (511, 512), FbgemmLinear),
+    (torch.bfloat16, False, (511, 512), Linear),
+    (torch.bfloat16, True, (512, 512), OneDnnLinear),
 ]
 
 
@@ -160,8 +159,8 @@ def test_each_matrix_has_its_product(
     if not is_exact:
         weight[0, 0] = 1e-9
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        kind = PlainProduct if kind is PackedProduct else kind
-    assert type(open_product(weight, None)) is kind
+        kind = Linear if kind is OneDnnLinear else kind
+    assert type(make_linear(weight, None)) is kind
 
 
 PACKING = ["fbgemm_pack_gemm_matrix_fp16", "ops.quantized.linear_prepack_fp16"]
@@ -170,11 +169,10 @@ MULTIPLYING = ["fbgemm_linear_fp16_weight_fp32_activation", "ops.quantized.linea
 MULTIPLYING += ["ops.mkldnn._linear_pointwise"]
 
 
-def products_of(model: FastGPTNeoX) -> list[Product]:
-    """Of a model with parallel residual, on a CPU."""
-    found = [model.embed_out.product]
+def linears_of(model: FastGPTNeoX) -> list[Linear]:
+    found = [model.embed_out.linear]
     for layer in model.gpt_neox.layers:
-        found += [layer.qkv, layer.inside, layer.out_of]
+        found += layer.linears
     return found
 
 
@@ -195,7 +193,7 @@ def test_where_operators_are_refused_the_plain_product_serves(
         owner, _, operator = f"torch.{name}".rpartition(".")
         monkeypatch.setattr(attrgetter(owner.removeprefix("torch."))(torch), operator, refuse)
     model = build(weights)
-    assert {type(product) for product in products_of(model)} == {PlainProduct}
+    assert {type(linear) for linear in linears_of(model)} == {Linear}
     assert_close(all_logits(model), expected)
 
 
@@ -220,8 +218,8 @@ def test_rows_are_alike_at_every_count_that_is_steady(dtype: torch.dtype) -> Non
     model = build(published(TINY / "draft"), dtype)
     rng = random.Random(0)
     prompt = [rng.randrange(4096) for _ in range(300)]
-    cache = prefilled(model, prompt, 428, Use(128, is_strict=True))
-    assert cache.use.min_rows == (steady_rows(model) or 128)
+    cache = prefilled(model, prompt, 428, PassConfig(128, is_strict=True))
+    assert cache.config.min_rows == (min_invariant_rows(model) or 128)
     tokens = rng.sample(range(4096), 127)  # siblings
 
     def of_children(rows: list[int]) -> Tensor:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from conftest import (
@@ -19,7 +20,6 @@ from conftest import (
     assert_close,
     fix_shapes,
     generate,
-    logits_of,
     make_tree,
     path_to,
     prefilled,
@@ -33,11 +33,11 @@ from conftest import (
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
-from engine.checkpoint import EMBED_IN
-from engine.model import FastCache, FastGPTNeoX
-from engine.passes import Use
-from engine.scores import FEW, Ranking, ReadScores, rank, read_ranked, scores_of
-from gpt_neox import GPTNeoX
+from engine.cache import FastCache, cache_bytes
+from engine.model import FastGPTNeoX
+from engine.passes import PassConfig
+from engine.scores import FEW, Ranking, ReadScores, Scores, rank
+from gpt_neox import EMBEDDING, GPTNeoX
 from methods.static import Alone
 
 Overflow = Callable[[FastGPTNeoX, FastCache], object]
@@ -81,20 +81,19 @@ def test_cached_equals_whole(
     whole = prefilled(model, tokens, 24)
     cache = model.new_cache(24)
     expected = run(model, tokens)
-    monkeypatch.setattr("engine.model.PREFILL_CHUNK", chunk)
-    assert_close(model.prefill(tokens, cache).logits[0], expected[-1])
+    monkeypatch.setattr("engine.cache.PREFILL_CHUNK", chunk)
+    assert_close(model.prefill(tokens, cache)[0], expected[-1])
     assert cache.length == 20
     assert_close(cache.kv[:, :, :, :20], whole.kv[:, :, :, :20])
     cache.rewind(0)
     for row, token in enumerate(tokens):
-        assert_close(model.prefill([token], cache).logits[0], expected[row])
+        assert_close(model.prefill([token], cache)[0], expected[row])
 
 
 ROWS = torch.arange(3)  # tokens and positions alike
 OVERFLOWS = {  # one slot more than a cache of 12 has after a prefix of 10
     "advance": lambda model, cache: cache.advance(3),
     "forward": lambda model, cache: model.forward(ROWS, ROWS, cache),
-    "start": lambda model, cache: model.forward(ROWS[:2], ROWS[:2], cache, start=11),
     "prefill": lambda model, cache: model.prefill([1, 2, 3], cache),
 }
 
@@ -122,7 +121,7 @@ def test_non_finite_row_stays_alone(
     masked slots reach the ones it left behind.
     """
     tensors = random_tensors(random_config(), 9)
-    tensors[EMBED_IN][90] = value
+    tensors[EMBEDDING][90] = value
     model = kind.from_tensors(random_config(), tensors)
     cache = prefilled(model, PREFIX, 20)
     clean_logits = run_tree(model, cache, TREE)
@@ -135,8 +134,7 @@ def test_non_finite_row_stays_alone(
             assert_close(logits[row], clean_logits[row])
     cache.commit(path)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    found = model.forward(torch.tensor([3]), torch.tensor([cache.length]), cache, mask)
-    after = logits_of(found)
+    after = model.forward(torch.tensor([3]), torch.tensor([cache.length]), cache, mask)
     text = PREFIX + [TREE.tokens[row] for row in path] + [3]
     assert_close(after[0], run(model, text)[-1])
 
@@ -163,8 +161,8 @@ def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int, kind: type
     qkv.view(2, 3, 16, 32)[:, part] *= 3e4
     model = kind.from_tensors(random_config(), {name: t.half() for name, t in tensors.items()})
     ids = torch.arange(12)
-    assert not logits_of(model.forward(ids, ids, model.new_cache(12))).isfinite().all()
-    assert logits_of(model.prefill(ids.tolist(), model.new_cache(12))).isnan().all()
+    assert not model.forward(ids, ids, model.new_cache(12)).isfinite().all()
+    assert model.prefill(ids.tolist(), model.new_cache(12)).isnan().all()
 
 
 # Passes that are padded, as one row on a CPU in half precision and all of them on CUDA; replays of
@@ -177,7 +175,7 @@ def test_padding_changes_no_logits_and_no_kept_slot(n_prefix: int) -> None:
     short pass after a long one once saw the long one's last slots."""
     prefix = [i % 90 for i in range(n_prefix)]
     plain, two_rows, fixed = (random_model(6, max_position_embeddings=300) for _ in range(3))
-    two_rows.pool.min_rows = 2
+    two_rows.min_rows = 2
     fix_shapes(fixed)
     for model in (two_rows, fixed):
         cache, plain_cache = (prefilled(m, prefix, n_prefix + 20) for m in (model, plain))
@@ -194,14 +192,14 @@ def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
     """The widest of every length, and the narrowest, at the end of the cache."""
     for is_shaped, n in ((True, min(capacity, 65)), (True, 1), (False, 1)):
         model = random_model(6)
-        model.pool.is_shaped, model.pool.min_rows = is_shaped, 4
+        model.has_fixed_shapes, model.min_rows = is_shaped, 4
         cache = model.new_cache(capacity)
         cache.advance(capacity - n)
         assert append(model, [3] * n, cache).isfinite().all()
-        assert cache.length == capacity and cache.kv.nbytes == model.pool.bytes(capacity)
+        assert cache.length == capacity and cache.kv.nbytes == cache_bytes(model, capacity)
 
 
-def test_a_cache_given_back_is_lent_again_to_whoever_asks_for_no_more(
+def test_the_memory_of_a_closed_cache_is_used_again(
     monkeypatch: MonkeyPatch,
 ) -> None:
     """Nothing is captured twice, and capturing leaves what the cache holds alone."""
@@ -209,27 +207,27 @@ def test_a_cache_given_back_is_lent_again_to_whoever_asks_for_no_more(
     model = random_model(6, max_position_embeddings=20)
     fix_shapes(model)
     expected = run_tree(random_model(6), prefilled(random_model(6), PREFIX, 20), TREE)
-    small, large = (model.new_cache(n, Use(7, ranking=Ranking(3))) for n in (100, 600))
+    small, large = (model.new_cache(n, PassConfig(7, ranking=Ranking(3))) for n in (100, 600))
     n_graphs = []
     for cache in (small, large):
-        model.pool.take_back(cache.storage)
+        cache.close()
     for _ in range(2):
-        cache = prefilled(model, PREFIX, 500, Use(7, ranking=Ranking(3)))
-        assert cache.storage is large.storage
-        model.capture(cache, 10)
-        n_graphs.append(model.pool.n_graphs)
+        cache = prefilled(model, PREFIX, 500, PassConfig(7, ranking=Ranking(3)))
+        assert cache.passes is large.passes
+        cache.capture(10)
+        n_graphs.append(model.n_graphs)
         assert_close(run_tree(model, cache, TREE), expected)
-        model.pool.take_back(cache.storage)
+        cache.close()
     assert n_graphs[0] == n_graphs[1] > 0
     tokens = [i % 90 for i in range(120)]  # past the positions that the model was trained for
-    again = model.prefill(tokens, model.new_cache(120)).logits[0]
+    again = model.prefill(tokens, model.new_cache(120))[0]
     assert_close(again, run(random_model(6, max_position_embeddings=120), tokens)[-1])
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 def test_a_model_that_is_dropped_is_gone(is_on_gpu: bool, monkeypatch: MonkeyPatch) -> None:
     """Its weights may be all the memory there is. It lived until Python looked for cycles, which
-    its pool, and on a GPU what was captured, made of it."""
+    its caches, and on a GPU what was captured, made of it."""
     pretend_capture(monkeypatch)
     model = random_model(seed=0)
     if is_on_gpu:
@@ -261,21 +259,27 @@ def test_what_the_host_is_told_of_each_row(
     before = logits.clone()
     ranking = Ranking(k, are_logprobs, temperature=heat)
     hidden = torch.zeros(len(logits), 1)
-    scores = scores_of(hidden, logits, ranking)
+    scores = Scores(hidden, logits)
     if is_on_device:
-        scores = read_ranked(hidden, logits, rank(logits, ranking), ranking)
+        scores = ReadScores(hidden, logits, rank(logits, ranking), ranking)
+    best, highest = scores.argmax(), scores.highest[0]
+    if are_logprobs:
+        ids, found = scores.top(k, heat)
+    else:
+        ids = scores.best(k)
+        found = numpy.take_along_axis(logits.numpy(), ids, axis=1)
     assert scores.logits is logits
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
-    assert math.isnan(scores.read.highest[3]) and not math.isfinite(scores.read.highest[4])
-    highest = logits.amax(dim=-1, keepdim=True) if heat != 1 else 0.0
-    values = torch.log_softmax((logits - highest) / heat, dim=-1) if are_logprobs else logits
+    assert scores.finite() == [True, True, True, False, False, True]
+    shift = logits.amax(dim=-1, keepdim=True) if heat != 1 else 0.0
+    values = torch.log_softmax((logits - shift) / heat, dim=-1) if are_logprobs else logits
     for row in (0, 1, 2, 5):
         ranked = sorted(range(30), key=lambda i, row=row: -float(logits[row, i]))
-        assert scores.argmax()[row] == scores.read.best[row] == ranked[0]
-        assert are_logprobs or scores.read.highest[row] == float(logits[row, ranked[0]])
-        assert scores.read.values[row].tolist() == values[row, ranked[:k]].tolist()
-        candidates = scores.read.candidates[row].tolist()
-        assert scores.read.values[row].tolist() == values[row, candidates].tolist()
+        assert best[row] == ranked[0]
+        assert are_logprobs or highest[row] == float(logits[row, ranked[0]])
+        assert found[row].tolist() == values[row, ranked[:k]].tolist()
+        candidates = ids[row].tolist()
+        assert found[row].tolist() == values[row, candidates].tolist()
         assert len(set(candidates)) == min(k, 30)
         assert k > FEW or candidates == ranked[:k]
 
@@ -283,7 +287,9 @@ def test_what_the_host_is_told_of_each_row(
 def test_no_more_ids_than_there_are() -> None:
     """Of a vocabulary of 96: a k above it raised an error of torch's."""
     model = random_model(6)
-    scores = model.forward(torch.tensor([7]), torch.tensor([0]), model.new_cache(1))
+    cache = model.new_cache(1)
+    model.forward(torch.tensor([7]), torch.tensor([0]), cache)
+    scores = cache.scores
     assert sorted(scores.best(100)[0]) == list(range(96)) and len(scores.best(3)[0]) == 3
 
 
@@ -292,15 +298,17 @@ def test_a_prompt_is_read_with_what_follows_each_token(
     is_shaped: bool, monkeypatch: MonkeyPatch
 ) -> None:
     """Chunk by chunk: the ids, and the k likeliest ids after each of them."""
-    monkeypatch.setattr("engine.model.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("engine.cache.PREFILL_CHUNK", 4)
     model = random_model(6)
     expected = run(model, PREFIX).topk(3).indices.tolist()
-    model.pool.is_shaped = is_shaped
+    model.has_fixed_shapes = is_shaped
     found: list[tuple[int, list[int]]] = []
 
-    def read(ids: list[int], scores: ReadScores) -> None:
+    def read(ids: list[int], scores: Scores) -> None:
         candidates = scores.best(3)
         found.extend(zip(ids, candidates.tolist(), strict=True))
 
-    model.prefill(PREFIX, model.new_cache(20, Use(ranking=Ranking(3))), read)
+    cache = model.new_cache(20, PassConfig(ranking=Ranking(3), shows_prompt=True))
+    cache.on_pass.append(read)
+    model.prefill(PREFIX, cache)
     assert found == list(zip(PREFIX, expected, strict=True))

@@ -24,8 +24,7 @@ from benchmark import prompts
 from cli.errors import UsageError
 from cli.main import main
 from cli.models import load_pair
-from engine.checkpoint import CheckpointError
-from engine.hub import find_checkpoint
+from engine.checkpoint import CheckpointError, find_checkpoint
 from engine.model import FastGPTNeoX
 from gpt_neox import read_config
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import Remembering, generate, grow, random_model
 
 from draft_tree import Tree
-from engine.streaming import WHOLE_TEXT, Window
+from engine.passes import WHOLE_TEXT, Window
 from methods.lookup import COPY_PROBS, Lookup
 from methods.rules import are_retrieved
 

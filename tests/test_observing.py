@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draft_tree import Candidates, Settings, Tree
 from engine.model import FastGPTNeoX
-from engine.streaming import Window
+from engine.passes import Window
 from gpt_neox import GPTNeoX
 from methods.auto import Auto
 from methods.calibration import CalibratedDrafter

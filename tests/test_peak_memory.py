@@ -16,9 +16,9 @@ from benchmark.memory import in_own_process, measure_memory
 from benchmark.options import build_parser
 from cli import models
 from dynatree import Step
+from engine.generation_config import GenerationConfig
 from engine.memory import OutOfMemory
-from engine.streaming import Window
-from engine.way import Way
+from engine.passes import Window
 from methods.static import Alone, Chain
 
 
@@ -90,6 +90,6 @@ def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(ids) == n
     assert needed[0] == needed[1] < needed[2]
     assert seen[1:] == [
-        (False, Way(Alone(), window=Window(8, 4))),
-        (True, Way(Chain(), strict=True)),
+        (False, GenerationConfig(Alone(), window=Window(8, 4))),
+        (True, GenerationConfig(Chain(), strict=True)),
     ]

@@ -58,7 +58,7 @@ def test_every_table_is_valid(name: str) -> None:
     assert set(table_of(name).columns) <= set(COLUMNS)
     assert CONTROL not in {case.row for case in cases}
     for case in cases:
-        case.way().rule()
+        case.config().make_rule()
         assert ("ar", *case.key[1:]) in keys and (case.reference, *case.key[1:]) in keys
     for part in parts:
         for (row, *size), figures in part.published.items():
@@ -119,10 +119,10 @@ def test_dyspecs_tables_draft_and_accept_as_the_papers_methods(name: str) -> Non
     assert len(drafted) == 6 and {case.draft_temperature for case in drafted} <= {None, 0.6}
     assert [(c.row, c.temperature) for c in drafted if c.is_drawn] == [("dyspec N=64", 0.0)]
     for case in drafted:
-        assert case.way().acceptance == ("token" if case.temperature else None)
+        assert case.config().acceptance == ("token" if case.temperature else None)
         assert not case.temperature or case.draft_temperature == 0.6
     own = chosen(name, "--methods", "sequoia traversal", "--temperature", "0.6")[1][1]
-    assert own.acceptance is None and own.way().acceptance == "traversal"
+    assert own.acceptance is None and own.config().acceptance == "traversal"
 
 
 ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.passes import Use
-from parallel.driver import on_ranks as run_on_ranks
-from parallel.ranks import LETTER, VARIABLES, Ranks, RanksError, is_launched, joined
+from engine.driver import on_ranks as run_on_ranks
+from engine.passes import PassConfig
+from engine.ranks import MESSAGE_BYTES, VARIABLES, Ranks, RanksError, is_launched, joined
 
 
 def free_port() -> int:
@@ -45,14 +45,20 @@ def on_ranks(count: int, work: Callable, *arguments: object) -> list:
 
 def exchange(ranks: Ranks, values: list) -> tuple[list, list]:
     """What was heard of some values, and what everybody is."""
-    heard = [ranks.tell(None if ranks.index else value) for value in values]
-    return heard, ranks.share(torch.device("cpu")).every(ranks.index * 17)
+    heard = [ranks.broadcast(None if ranks.rank else value) for value in values]
+    return heard, ranks.shard(torch.device("cpu")).every(ranks.rank * 17)
 
 
 def test_what_one_tells_the_others_hear() -> None:
     """Values that are short, fill one broadcast or take two."""
-    values = [([0, 2], [5, 9]), "", "é" * LETTER, b"x" * (10 * LETTER), Use(n_rows=7)]
-    values += [b"x" * n for n in range(LETTER - 40, LETTER)]
+    values = [
+        ([0, 2], [5, 9]),
+        "",
+        "é" * MESSAGE_BYTES,
+        b"x" * (10 * MESSAGE_BYTES),
+        PassConfig(max_rows=7),
+    ]
+    values += [b"x" * n for n in range(MESSAGE_BYTES - 40, MESSAGE_BYTES)]
     assert on_ranks(3, exchange, values) == [(values, [0, 17, 34])] * 3
 
 
@@ -82,6 +88,6 @@ def test_whoever_has_wrong_numbers_says_so(
     """Ranks started by hand; torchrun gives right ones."""
     for name, value in zip(VARIABLES, (*numbers, "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(RanksError, match="is no place among several processes"):
+    with pytest.raises(RanksError, match="not a valid rank; start the command with torchrun"):
         with joined():
             pass

@@ -244,7 +244,7 @@ def test_the_table_reads_candidates_before_another_pass_overwrites_them(
     tables = []
     for is_shaped in (False, True):
         target = random_model(7)
-        target.pool.is_shaped = is_shaped
+        target.has_fixed_shapes = is_shaped
         settings = Remembering(Recycle(N=8))
         steps = list(generate(target, None, [3, 1, 4, 1, 5], settings, 40, commit=commit))
         assert any(len(step.path) > 2 for step in steps)

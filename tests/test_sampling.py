@@ -15,10 +15,9 @@ from conftest import Stub, generate, make_tree, random_model, random_settings, t
 from law import CPU, PLAIN, Learn, difference, law, mean_length, target_law
 from torch import Tensor
 
-import engine.sampling
+import methods.sampler
 from cli.metrics import token_ids
 from draft_tree import Gates, Level, Rule, Settings, setting
-from engine.sampling import FastSampling
 from methods import METHODS
 from methods.acceptances import (
     ACCEPTANCES,
@@ -88,7 +87,7 @@ def test_warping_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
 def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, where many ids are equally likely; all are ranked only if a few do not do."""
     n_ranked: Counter = Counter()
-    real = engine.sampling.likeliest
+    real = methods.sampler.likeliest
 
     def likeliest(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         n_ranked[k] += 1
@@ -96,14 +95,14 @@ def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.Mo
 
     generator = torch.Generator().manual_seed(1)
     steps = (4 * torch.randn(20, 3000, generator=generator)).round() / 2
-    few = engine.sampling.MANY
+    few = methods.sampler.N_SORTED
     for sharpness, top_p in itertools.product((0.0, 0.3, 1, 4), (1e-9, 0.3, 0.9, 1 - 1e-12)):
-        sampler = FastSampling(1.0, top_p).sampler(CPU)
+        sampler = Sampling(1.0, top_p).sampler(CPU)
         probs = torch.softmax(sharpness * steps, dim=-1)
-        kept = sampler.cut(probs, 3000)
+        kept = sampler.keep_top_p(probs, 3000)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.sampling, "likeliest", likeliest)
-            assert sampler.cut(probs, few).equal(kept)
+            patch.setattr(methods.sampler, "likeliest", likeliest)
+            assert sampler.keep_top_p(probs, few).equal(kept)
     assert n_ranked[few] == 16 and 4 <= n_ranked[3000] <= 12, n_ranked
 
 
@@ -115,10 +114,8 @@ def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
     assert sum(parts) < freedom + 5 * math.sqrt(2 * freedom) + 5, (parts, freedom)
 
 
-PLAIN_SAMPLER, FAST_SAMPLER = PLAIN.sampler(CPU), FastSampling.of(PLAIN).sampler(CPU)
-
-
-DRAWS = [PLAIN_SAMPLER.draw_several, FAST_SAMPLER.pick, FAST_SAMPLER.race]
+PLAIN_SAMPLER = PLAIN.sampler(CPU)
+DRAWS = [PLAIN_SAMPLER.draw_by_points, PLAIN_SAMPLER.draw_by_race]
 
 
 @pytest.mark.parametrize("draw", DRAWS)
@@ -135,11 +132,10 @@ def test_draws_are_without_replacement_and_what_is_no_draw_has_no_chance(draw: D
     assert_distributed(Counter((row[0], row[1]) for row in drawn), expected)
 
 
-@pytest.mark.parametrize("kind", [Sampling, FastSampling])
 @pytest.mark.parametrize("k", [2, 5, 9])
-def test_what_is_proposed_is_what_draw_draws(k: int, kind: type[Sampling]) -> None:
+def test_what_is_proposed_is_what_draw_draws(k: int) -> None:
     """With its log-probabilities, and the draft's distribution: warped by its own temperature."""
-    sampling = kind(1.0, top_p=0.9, seed=3, draft_temperature=0.5)
+    sampling = Sampling(1.0, top_p=0.9, seed=3, draft_temperature=0.5)
     logits = logits_table(4).float()
     sampler = sampling.sampler(CPU)
     probs = sampler.draft_distribution(logits)

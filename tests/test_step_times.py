@@ -9,8 +9,8 @@ from benchmark.counts import predict_text_ms
 from benchmark.report import step_notes
 from benchmark.step_times import StepTimes, step_bytes
 from cli.models import Pair, Request
+from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
-from engine.way import read_way
 
 
 def test_predicted_time_is_the_forwards_alone() -> None:
@@ -44,9 +44,9 @@ def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:
 def test_predicted_passes_are_padded_as_each_models_own_are() -> None:
     """The draft's were padded as the target's. Here a forward takes a millisecond a row."""
     pair = Pair(random_model(0), random_model(1), None, Path(), None, {})
-    pair.target.pool.min_rows = 4
-    pair.draft.pool.min_rows = 16
-    way = read_way("linear", "K=2")
+    pair.target.min_rows = 4
+    pair.draft.min_rows = 16
+    way = GenerationConfig.parse("linear", "K=2")
     steps = list(Request(pair, [3, 1, 4, 1, 5], way, 9).decode())
     rows = [n for step in steps for n in step.draft_rows]
     assert len(rows) > 4 and max(rows) < 16

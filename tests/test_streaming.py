@@ -16,11 +16,10 @@ from test_exactness import stream
 from cli.metrics import token_ids
 from draft_tree import Tree
 from dynatree import ModelDrafter
-from engine.decoding import View
+from engine.generate import PlannedModel
 from engine.model import FastCache, FastGPTNeoX
-from engine.passes import Use
+from engine.passes import PassConfig, Window
 from engine.scores import Ranking
-from engine.streaming import Window
 from methods.static import Chain
 
 
@@ -40,7 +39,7 @@ def test_what_nobody_saw_is_dropped_without_a_trace(sinks: int, changes: dict[st
     model.forward(tokens, torch.arange(30), cache, mask)
     cache.advance(30)
     for _ in range(2):  # in two moves, as a token goes that lives through two drops
-        model.forget(cache, sinks, 5)
+        cache.forget(sinks, 5)
     fresh = prefilled(model, tokens[:sinks].tolist() + tokens[sinks + 10 :].tolist(), 30)
     layers = slice(1 if sinks else None)
     assert cache.length == 20
@@ -51,7 +50,7 @@ def test_what_nobody_saw_is_dropped_without_a_trace(sinks: int, changes: dict[st
 
 @pytest.mark.parametrize(("size", "sinks"), [(0, 0), (-1, 4), (64, -1)])
 def test_a_window_of_nothing(size: int, sinks: int) -> None:
-    with pytest.raises(ValueError, match=f"{size} tokens, {sinks} sinks"):
+    with pytest.raises(ValueError, match=f"size {size} and sinks {sinks}, they must be"):
         Window(size, sinks)
 
 
@@ -61,7 +60,7 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
     capacities = []
     new_cache = FastGPTNeoX.new_cache
 
-    def noted(self: FastGPTNeoX, capacity: int, use: Use) -> FastCache:
+    def noted(self: FastGPTNeoX, capacity: int, use: PassConfig) -> FastCache:
         capacities.append(capacity)
         return new_cache(self, capacity, use)
 
@@ -77,9 +76,9 @@ def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_lacking: int) ->
     """However much it has to catch up with, it then is where one is that read token by token."""
     config = random_config()
     draft = FastGPTNeoX.from_tensors(config, random_tensors(config, 1))
-    use = Use(ranking=Ranking(96, are_logprobs=True), window=Window(12, 2))
-    view = View(draft, use, 240, 4, is_draft=True)
-    drafter = ModelDrafter(view)
+    ranking = Ranking(96, are_logprobs=True)
+    plan = PassConfig(ranking=ranking, window=Window(12, 2), is_draft=True)
+    drafter = ModelDrafter(PlannedModel(draft, plan, 240, 4))
     text = torch.randint(96, (n_lacking + 9,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         drafter.start(text[:9], 240, 96)
@@ -90,4 +89,3 @@ def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_lacking: int) ->
         candidates = drafter.draft(text[-1:], None, 96)
         _, expected = stream(draft, text, Window(12, 2), 0)
     assert candidates.tokens[0].tolist() == expected.argsort(descending=True).tolist()
-    view.close(is_failed=False)

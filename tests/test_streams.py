@@ -17,7 +17,7 @@ from cli.main import main
 from cli.models import Request
 from cli.start import run_program
 from cli.tokens import load_tokenizer
-from engine.decoding import Step
+from engine.generate import Step
 
 TEXT = (
     "--prompt 'The ship sailed at dawn' --max-new-tokens 100 --ignore-eos --threads 1 --method ar"

@@ -16,9 +16,10 @@ from conftest import (
 )
 from torch import Tensor
 
-from engine import fused, strict
-from engine.model import FastCache, FastGPTNeoX
-from engine.passes import Use
+from engine import layers, strict
+from engine.cache import FastCache
+from engine.model import FastGPTNeoX
+from engine.passes import PassConfig
 from methods.static import Chain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,7 +47,7 @@ def assert_rows_are_their_paths(
     """Some rows of a random tree of as many have every bit of their paths decoded alone, and leave
     the same keys and values in the cache."""
     prompt = [rng.randrange(90) for _ in range(length)]
-    cache = prefilled(model, prompt, length + 140, Use(n_rows, is_strict=True))
+    cache = prefilled(model, prompt, length + 140, PassConfig(n_rows, is_strict=True))
     tree = random_tree(rng, n_rows, deepest=strict.MAX_DEPTH)
     for leaf in (n_rows - 1, rng.randrange(n_rows)):
         cache.rewind(length)
@@ -67,7 +68,7 @@ def test_a_row_is_its_path_bit_for_bit(
     changes: dict[str, object], dtype: torch.dtype, is_shaped: bool
 ) -> None:
     model = random_model(7, dtype, max_position_embeddings=700, **changes)
-    model.pool.is_shaped = is_shaped
+    model.has_fixed_shapes = is_shaped
     rng = random.Random(f"{changes} {dtype}")
     for length in rng.sample(LENGTHS, 3):
         assert_rows_are_their_paths(model, length, rng.choice([2, 8, 32]), rng)
@@ -79,7 +80,7 @@ def test_on_two_threads(dtype: torch.dtype) -> None:
     process is at work. Without the trial of how many rows are steady, which is hundreds."""
     torch.set_num_threads(2)
     model = random_model(7, dtype, max_position_embeddings=700, **WIDE)
-    model.pool.steady["rows"] = None
+    model.strict_facts["min_rows"] = None
     assert_rows_are_their_paths(model, 30, 4, random.Random(2))
 
 
@@ -101,10 +102,10 @@ def test_strict_attention_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
         bias = torch.zeros(1024).masked_fill_(~seen, -torch.inf)
         scores = q.double() @ k.double().transpose(1, 2) * 40**-0.5 + bias.double()
         expected = scores.softmax(-1) @ v.double()
-        near = strict.near_slots(positions, None)
-        sight = strict.open_sight(positions, near, 1024)
+        near = strict.recent_slots(positions, None)
+        sight = strict.build_strict_mask(positions, near, 1024)
         ours = strict.attend_by_position(q, k, v, sight).double()
-        plain = fused.attend(q, k, v, bias.to(dtype).expand(16, -1)).double()
+        plain = layers.attend(q, k, v, bias.to(dtype).expand(16, -1)).double()
         assert (ours - expected).abs().mean() <= 1.1 * (plain - expected).abs().mean()
 
 
@@ -113,8 +114,8 @@ def test_a_strict_pass_of_too_many_rows_is_refused(steady: int | None) -> None:
     """Cropped to the run's rows it once gave two logits for five rows. From how many rows on all
     bits are the same is the processor's: 5 where it has AMX."""
     model = random_model(7)
-    model.pool.steady["rows"] = steady
-    cache = model.new_cache(300, Use(2, is_strict=True))
-    n = max(2, cache.use.min_rows) + 1
-    with pytest.raises(ValueError, match=f"{n} rows in a strict pass: the rule's max_rows is 2"):
+    model.strict_facts["min_rows"] = steady
+    cache = model.new_cache(300, PassConfig(2, is_strict=True))
+    n = max(2, cache.config.min_rows) + 1
+    with pytest.raises(ValueError, match=f"a strict pass has {n} rows, it must have at most"):
         model.forward(torch.arange(n), torch.arange(n), cache)

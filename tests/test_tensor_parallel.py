@@ -25,24 +25,24 @@ from numpy import ndarray
 from test_ranks import on_ranks
 from torch import Tensor
 
+import engine.cache
 from cli.metrics import token_ids
 from cli.models import load_model
 from draft_tree import Settings
 from dynatree import DynaTree
-from engine import caches
+from engine.cache import FastCache, cache_bytes
 from engine.checkpoint import CheckpointError, load_tensors, read_config
+from engine.driver import OF_CACHE, OF_MODEL, run_worker
 from engine.memory import OutOfMemory
-from engine.model import FastCache, FastGPTNeoX, weight_bytes
-from engine.passes import Use
-from engine.scores import Ranking, ReadScores
-from engine.shares import Share
-from engine.streaming import Window
+from engine.model import FastGPTNeoX, weight_bytes
+from engine.passes import PassConfig, Window
+from engine.ranks import MESSAGE_BYTES, Ranks, RanksError
+from engine.scores import Ranking, Scores
+from engine.tensor_parallel import Shard
 from gpt_neox import PREFILL_CHUNK, GPTNeoX, KVCache
 from methods import METHODS
 from methods.sampler import Sampling
 from methods.static import Alone, Chain
-from parallel.driver import OF_CACHE, OF_MODEL, run_worker
-from parallel.ranks import LETTER, Ranks, RanksError
 
 CPU = torch.device("cpu")
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
@@ -67,7 +67,7 @@ def compute(
     ranks: Ranks, folder: Path, work: Work, dtype: torch.dtype, device: torch.device
 ) -> object:
     """What rank 0 returns; the others make the target's calls."""
-    if ranks.index:
+    if ranks.rank:
         with suppress(RanksError):  # of a rank 0 that ends in the midst of a pass
             run_worker(ranks)
         return None
@@ -89,14 +89,14 @@ def with_ranks(
 def fail_within(target: FastGPTNeoX, folder: Path) -> list[str]:
     """What the next calls say after one that failed here and not on the other rank."""
 
-    def fail(tokens: list[int], scores: ReadScores) -> None:
+    def fail(tokens: list[int], scores: Scores) -> None:
         raise KeyboardInterrupt
 
     said = []
-    cache = target.new_cache(64)
-    with suppress(KeyboardInterrupt):
-        target.prefill(PROMPT, cache, fail)
-    cache.close(is_failed=True)
+    cache = target.new_cache(64, PassConfig(shows_prompt=True))
+    cache.on_pass.append(fail)
+    with suppress(KeyboardInterrupt), cache:
+        target.prefill(PROMPT, cache)
     for call in (lambda: append(target, [9], cache), lambda: target.new_cache(64)):
         with pytest.raises(RanksError) as caught:
             call()
@@ -138,12 +138,13 @@ def logits_of(target: FastGPTNeoX, folder: Path) -> list[ndarray]:
     """What the target likes after each token of a prompt, then the logits of all that a loop may
     ask of it, and what its cache does between."""
     found = []
-    cache = target.new_cache(64, Use(ranking=Ranking(4)))
-    prefilled = target.prefill(PROMPT, cache, lambda ids, scores: found.append(scores.best(4)))
-    found.append(prefilled.logits.numpy())
+    cache = target.new_cache(64, PassConfig(ranking=Ranking(4), shows_prompt=True))
+    cache.on_pass.append(lambda ids, scores: found.append(scores.best(4)))
+    found.append(target.prefill(PROMPT, cache).numpy())
+    cache.on_pass.clear()
     mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
     tree = (torch.tensor([5, 6, 7, 8]), torch.tensor([11, 12, 12, 13]))
-    found.append(target.forward(*tree, cache, mask).logits.numpy())
+    found.append(target.forward(*tree, cache, mask).numpy())
     cache.commit([0, 2, 3])
     found.append(append(target, [9, 10], cache).numpy())
     cache.rewind(15)
@@ -169,13 +170,13 @@ def test_each_has_its_share_alone(count: int, tmp_path: Path) -> None:
     config = read_config(small(tmp_path, vocab_size=97))
     whole = weight_bytes(config, torch.float32)
     for index in range(count):
-        share = Share(index, count)
-        part = dict(load_tensors(tmp_path, config, CPU, torch.float32, share))
+        shard = Shard(index, count)
+        part = dict(load_tensors(tmp_path, config, CPU, torch.float32, shard))
         n_bytes = sum(tensor.nbytes for tensor in part.values())
-        assert n_bytes == weight_bytes(config, torch.float32, share) < 1.1 * whole / count
-        model = FastGPTNeoX.from_pretrained(tmp_path, share=share)
+        assert n_bytes == weight_bytes(config, torch.float32, shard) < 1.1 * whole / count
+        model = FastGPTNeoX.from_pretrained(tmp_path, shard=shard)
         assert model.new_cache(10).kv.shape[2] == 4 // count
-        assert model.pool.bytes(10) == model.new_cache(10).kv.nbytes
+        assert cache_bytes(model, 10) == model.new_cache(10).kv.nbytes
 
 
 def write_all(target: FastGPTNeoX, folder: Path) -> list[list[int]]:
@@ -214,9 +215,9 @@ def test_strict_holds_bit_for_bit(tmp_path: Path) -> None:
 
 
 def sum_of_equal_rows(ranks: Ranks) -> ndarray:
-    generator = torch.Generator().manual_seed(ranks.index)
+    generator = torch.Generator().manual_seed(ranks.rank)
     row = torch.randn(64, generator=generator, dtype=torch.bfloat16)
-    return ranks.share(CPU).sum(row.repeat(64, 1), in_order=True).float().numpy()
+    return ranks.shard(CPU).sum(row.repeat(64, 1), in_order=True).float().numpy()
 
 
 def test_a_sum_in_order_does_not_depend_on_the_row() -> None:
@@ -245,16 +246,18 @@ def count_letters(target: FastGPTNeoX, folder: Path) -> tuple[list[int], int]:
 def test_an_iteration_is_two_broadcasts(tmp_path: Path) -> None:
     """Of a pass and its commit; the last of all gives the cache back."""
     sizes, n_steps = with_ranks(2, small(tmp_path), count_letters)
-    assert n_steps > 5 and sizes == [LETTER] * (2 * n_steps + 1)
+    assert n_steps > 5 and sizes == [MESSAGE_BYTES] * (2 * n_steps + 1)
 
 
 def find_overflow(target: FastGPTNeoX, folder: Path) -> list[float]:
     """The best logits where token 1 is the second of three rows, and in an earlier chunk."""
     cache = target.new_cache(PREFILL_CHUNK + 10)
     rows = torch.tensor([2, 1, 3])
-    of_rows = target.forward(rows, torch.arange(3), cache).read.highest.tolist()
+    target.forward(rows, torch.arange(3), cache)
+    of_rows = cache.scores.highest[0].tolist()
     prompt = [2, 1] + [3] * PREFILL_CHUNK
-    return [*of_rows, target.prefill(prompt, cache).read.highest.item()]
+    target.prefill(prompt, cache)
+    return [*of_rows, cache.scores.highest[0].item()]
 
 
 def test_what_overflows_on_another_rank_is_seen(tmp_path: Path) -> None:
@@ -273,14 +276,14 @@ def test_what_overflows_on_another_rank_is_seen(tmp_path: Path) -> None:
 
 def refuse_once(ranks: Ranks, folder: Path) -> object:
     """Rank 1 has no room for a long text."""
-    require = caches.require_memory
+    require = engine.cache.require_memory
 
     def require_memory(n_bytes: int, device: torch.device, what: str) -> None:
-        if ranks.index and n_bytes > 200_000:
+        if ranks.rank and n_bytes > 200_000:
             raise OutOfMemory(f"{what} do not fit")
         require(n_bytes, device, what)
 
-    caches.require_memory = require_memory
+    engine.cache.require_memory = require_memory
     return compute(ranks, folder, write_long_and_short, torch.float32, CPU)
 
 
@@ -300,7 +303,7 @@ def test_no_memory_on_another_rank_is_said_and_survived(tmp_path: Path) -> None:
 def test_what_cannot_be_split(tmp_path: Path) -> None:
     folder = small(tmp_path, intermediate_size=126)
     with pytest.raises(CheckpointError, match="126 columns of the MLP's inside cannot be split"):
-        FastGPTNeoX.from_pretrained(folder, share=Share(0, 4))
+        FastGPTNeoX.from_pretrained(folder, shard=Shard(0, 4))
 
 
 def test_fewer_devices_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,11 +319,14 @@ def test_fewer_devices_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 UNREPEATED = {
     "from_pretrained",
     "from_tensors",
-    "make_memory",
-    "run_pass",
-    "hidden",
+    "new_memory",
     "logits",
     "score",
+    "prefill_chunk",
+    "run",
+    "show",
+    "timed",
+    "take_passes",
     "forget",
     "require",
     "drop",

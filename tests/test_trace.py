@@ -19,7 +19,7 @@ from cli.main import main
 from cli.metrics import token_ids
 from cli.trace import MAX_DROPPED, NO_LEVEL_LEFT, Trace, describe_base, meanings
 from draft_tree import DynaTree, Settings, Tree
-from engine.decoding import Step
+from engine.generate import Step
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.rules import are_retrieved

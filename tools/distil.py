@@ -39,12 +39,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import Parser, UsageError, reserved, run_command_line, say, writing
+from cli.files import require_writable, write_whole
 from cli.models import choose_device, choose_dtype, has_instructions, set_threads
 from cli.tokens import encode, load_tokenizer
-from engine.checkpoint import parse_config
-from engine.files import require_writable, write_whole
-from engine.foreign import read_json, read_text
-from engine.hub import find_checkpoint
+from engine.checkpoint import find_checkpoint, parse_config, read_json, read_text
 from engine.memory import require_memory
 from engine.model import load_plain, weight_bytes
 from gpt_neox import Config, GPTNeoX, Transformer, rotary_table, rotate
@@ -212,7 +210,7 @@ def execute(args: Namespace) -> int:
     set_threads(args.threads, device)
     out = new_folder(args.out)
     folder = find_checkpoint(args.target, say)
-    raw = draft_json(read_json(folder / "config.json", dict), args)
+    raw = draft_json(read_json(folder / "config.json"), args)
     config = parse_config(raw)
     if args.context > config.max_position_embeddings:
         raise UsageError(

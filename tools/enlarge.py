@@ -31,14 +31,14 @@ from torch import Tensor
 
 from cli.errors import Parser, UsageError, run_command_line
 from engine.checkpoint import (
-    EMBED_IN,
-    EMBED_OUT,
+    EMBEDDING,
+    HEAD,
     load_tensors,
     parse_config,
     published_shapes,
     read_config,
+    read_json,
 )
-from engine.foreign import read_json
 from engine.memory import require_memory
 from engine.model import weight_bytes
 from gpt_neox import Config
@@ -52,8 +52,8 @@ def enlarge_tensors(tensors: dict[str, Tensor], small: Config, large: Config) ->
     float16 cannot hold."""
     r = large.hidden_size // small.hidden_size
     n_ids = large.vocab_size
-    ids = tensors[EMBED_IN]
-    enlarged = {EMBED_IN: halved(EMBED_IN, add_rows(ids, n_ids, ids[0]).repeat(1, r))}
+    ids = tensors[EMBEDDING]
+    enlarged = {EMBEDDING: halved(EMBEDDING, add_rows(ids, n_ids, ids[0]).repeat(1, r))}
     for name, tensor in enlarge_end(tensors, r, n_ids).items():
         enlarged[name] = halved(name, tensor)
     for name in published_shapes(large):
@@ -75,7 +75,7 @@ def enlarge_end(tensors: dict[str, Tensor], r: int, n_ids: int) -> dict[str, Ten
     """The last norm, and the matrix to the logits of n_ids, in float32."""
     norm = "gpt_neox.final_layer_norm"
     weight, bias = (repeat(tensors[f"{norm}.{part}"], r) for part in ("weight", "bias"))
-    head = (tensors.get(EMBED_OUT, tensors[EMBED_IN]) / r).repeat(1, r)  # [V, hidden]
+    head = (tensors.get(HEAD, tensors[EMBEDDING]) / r).repeat(1, r)  # [V, hidden]
     if n_ids > len(head):
         # The last channel becomes a constant 1 that added ids alone read, each with NEVER; its
         # share of all other logits goes to the channel that it was a copy of.
@@ -86,7 +86,7 @@ def enlarge_end(tensors: dict[str, Tensor], r: int, n_ids: int) -> dict[str, Ten
         never = torch.zeros(head.shape[1])
         never[-1] = NEVER
         head = add_rows(head, n_ids, never)
-    return {f"{norm}.weight": weight, f"{norm}.bias": bias, EMBED_OUT: head}
+    return {f"{norm}.weight": weight, f"{norm}.bias": bias, HEAD: head}
 
 
 def repeat(small: Tensor, r: int) -> Tensor:
@@ -116,7 +116,7 @@ def enlarged_json(raw: dict, config: Config, args: Namespace) -> dict:
 def execute(args: Namespace) -> int:
     source, folder = Path(args.source), new_folder(args.folder)
     small = read_config(source)
-    raw = enlarged_json(read_json(source / "config.json", dict), small, args)
+    raw = enlarged_json(read_json(source / "config.json"), small, args)
     large = parse_config(raw)  # as it will be read
     need = weight_bytes(large, torch.float16) + weight_bytes(small, torch.float32)
     largest = max(math.prod(shape) for shape in published_shapes(large).values())

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cli.errors import UsageError
-from engine.checkpoint import first_line
-from engine.foreign import read_bytes
+from engine.checkpoint import first_line, read_bytes
 
 TOKENIZER = "tokenizer.json"
 UNCHANGED = (TOKENIZER, "tokenizer_config.json", "generation_config.json")

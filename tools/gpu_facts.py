@@ -28,7 +28,6 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,14 +37,14 @@ from torch.nn.attention import SDPBackend
 
 from benchmark.step_times import forward_of, open_cache
 from cli.errors import Parser, UsageError, run_command_line, say, writing
+from cli.files import write_whole
 from cli.models import open_pair
 from cli.options import add_model_options
 from engine.cuda_graphs import record, shape_of
-from engine.files import write_whole
 from engine.model import FastGPTNeoX
-from engine.passes import ROW_COUNTS, SLOT_STEP, causal_mask, open_bias, slot_count
+from engine.passes import ROW_COUNTS, SLOT_STEP, additive_mask, causal_mask, slot_count
 
-MEANT = SDPBackend.EFFICIENT_ATTENTION.name  # what engine.cuda_graphs.settle_kernels leaves
+MEANT = SDPBackend.EFFICIENT_ATTENTION.name  # what engine.cuda_graphs.choose_kernels leaves
 N_REPLAYS = 20  # between two events
 
 Record = dict[str, str | int | float | bool]
@@ -79,7 +78,7 @@ class Lab:
                 run()
 
         run_all()  # kernels are chosen and loaded, which no capture may do
-        replay = record(run_all, None, self.device).graph.replay
+        replay = record(run_all, None, self.device)[0].replay
         return self.replay_ms(replay) * 1e3 / len(runs)
 
 
@@ -90,7 +89,7 @@ def attention(lab: Lab) -> Iterator[Record]:
         for n_slots in lab.slots:
             k = torch.randn(1, model.n_heads, n_slots, head_size).to(like)  # [1, H, S, D], as v
             for n in (1, 32):
-                bias = open_bias(causal_mask(n), n_slots - n, like)  # [n, S]
+                bias = additive_mask(causal_mask(n), n_slots - n, like)  # [n, S]
                 kernel = SDPBackend(torch._fused_sdp_choice(k[:, :, :n], k, k, bias)).name
                 yield {"model": name, "slots": n_slots, "rows": n, "kernel": kernel}
 
@@ -98,12 +97,12 @@ def attention(lab: Lab) -> Iterator[Record]:
 def products(lab: Lab) -> Iterator[Record]:
     """Those that a layer has, and the head's."""
     for name, model in lab.models.items():
-        hidden, inside = model.config.hidden_size, model.config.intermediate_size
-        sizes = dict.fromkeys(("into", "qkv", "inside", "dense"), hidden)  # that each reads
-        sizes |= {"out_of": hidden + inside, "out": inside}
+        hidden, inner = model.config.hidden_size, model.config.intermediate_size
+        sizes = dict.fromkeys(("qkv_and_inner", "qkv", "inner", "dense"), hidden)  # that each reads
+        sizes |= {"dense_and_out": hidden + inner, "out": inner}
         layers = model.gpt_neox.layers
         groups = {what: [getattr(layer, what, None) for layer in layers] for what in sizes}
-        groups["head"] = [model.embed_out.product]
+        groups["head"] = [model.embed_out.linear]
         for what, group in groups.items():
             if group[0]:
                 x = torch.randn(lab.rows[-1], sizes.get(what, hidden)).to(lab.device, model.dtype)
@@ -129,7 +128,7 @@ def launches(lab: Lab) -> Iterator[Record]:
     x = torch.zeros(32, 2560, dtype=torch.bfloat16, device=lab.device)
     bump = partial(x.add_, 1)
     yield {"us": lab.device_us([bump] * 200), "what": "a small kernel after another in a graph"}
-    replay = record(bump, None, lab.device).graph.replay
+    replay = record(bump, None, lab.device)[0].replay
     staged = torch.zeros(2**14, dtype=torch.uint8, pin_memory=True)
     buffer = torch.zeros_like(staged, device=lab.device)
 
@@ -155,11 +154,11 @@ def passes(lab: Lab) -> Iterator[Record]:
     """Of n rows over S slots."""
     for name, model in lab.models.items():
         for n_slots in lab.slots:
-            with closing(open_cache(model, n_slots - SLOT_STEP)) as cache:
+            with open_cache(model, n_slots - SLOT_STEP) as cache:
                 for n in lab.rows:
                     forward_of(model, cache, n)()  # so that the graph reads this pass
-                    shape = shape_of(n, slot_count(cache.length + n), cache.use)
-                    ms = lab.replay_ms(cache.passes.captured[shape].replay)
+                    shape = shape_of(n, slot_count(cache.length + n), cache.config)
+                    ms = lab.replay_ms(cache.passes.captured[shape][0].replay)
                     yield {"model": name, "slots": n_slots, "rows": n, "device_ms": ms}
 
 

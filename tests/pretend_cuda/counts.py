@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from draft_tree import Settings
 from engine.cuda_graphs import shape_of
 from engine.model import FastGPTNeoX
-from engine.passes import SLOT_STEP, Use
+from engine.passes import SLOT_STEP, PassConfig
 from engine.scores import Ranking
 from methods import METHODS
 from methods.sampler import GREEDY, Sampling
@@ -79,10 +79,10 @@ def nodes_of_pass(n_layers: int, n_rows: int, ranking: Ranking) -> int:
         config = random_config(num_hidden_layers=n)
         tensors = {name: t.cuda().half() for name, t in random_tensors(config, 0).items()}
         model = FastGPTNeoX.from_tensors(config, tensors)
-        cache = model.new_cache(100, Use(ranking=ranking))
-        model.capture(cache, 50)
-        shape = shape_of(n_rows, SLOT_STEP, cache.use)
-        found.append(cache.passes.captured[shape].graph.nodes.total())
+        cache = model.new_cache(100, PassConfig(ranking=ranking))
+        cache.capture(50)
+        shape = shape_of(n_rows, SLOT_STEP, cache.config)
+        found.append(cache.passes.captured[shape][0].nodes.total())
     return found[0] + (found[1] - found[0]) * (n_layers - 2)
 
 

@@ -19,7 +19,7 @@ ones, zeros = (partial(make, device="cuda") for make in (torch.ones, torch.zeros
 def captured(run: Run, warm_up: Run | None = None) -> torch.cuda.CUDAGraph:
     """It runs once before it is captured, or what warms up in its place does."""
     (warm_up or run)()
-    return record(run, None, torch.device("cuda")).graph
+    return record(run, None, torch.device("cuda"))[0]
 
 
 def test_a_replay_computes_with_what_memory_holds_now() -> None:

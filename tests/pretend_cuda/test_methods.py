@@ -12,10 +12,9 @@ from conftest import TINY, generate
 from cli.main import main
 from cli.metrics import token_ids
 from engine.model import FastGPTNeoX
-from engine.sampling import FastSampler
-from engine.streaming import Window
+from engine.passes import Window
 from methods import METHODS
-from methods.sampler import Sampling
+from methods.sampler import DrawingSampler, Sampling
 
 from .counts import TEXT, load_pair, settings_of
 
@@ -46,7 +45,8 @@ def write(pair: Pair, method: str, way: str) -> list[int]:
 def test_the_ids_are_those_of_the_cpu(
     method: str, way: str, on_cuda: Pair, on_cpu: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FastSampler, "pick", FastSampler.race)  # as a GPU draws
+    draw_as_gpu = DrawingSampler.draw_by_race
+    monkeypatch.setattr(DrawingSampler, "draw_by_points", draw_as_gpu)
     expected = write(on_cpu, method, way)
     assert len(expected) == N_TOKENS.get(way, 60)
     assert write(on_cuda, method, way) == expected

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from test_ranks import on_ranks
 
-from parallel.ranks import Ranks
+from engine.ranks import Ranks
 
 from .test_device import captured
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.cuda
 
 def mistakes(ranks: Ranks) -> None:
     """Each of two ranks makes them."""
-    own, other = (torch.device("cuda", index) for index in (ranks.index, 1 - ranks.index))
+    own, other = (torch.device("cuda", index) for index in (ranks.rank, 1 - ranks.rank))
     x = torch.ones(3, device=own)
     wrong = [partial(torch.ones, 3, device=other)]
-    if ranks.index:  # the first device is current until another is chosen
+    if ranks.rank:  # the first device is current until another is chosen
         wrong += [partial(torch.ones, 3, device="cuda"), partial(torch.ones, 3, pin_memory=True)]
     for mistake in wrong:
         with pytest.raises(AssertionError, match="another rank's device"):
@@ -42,7 +42,7 @@ def mistakes(ranks: Ranks) -> None:
         dist.all_reduce(torch.ones(3, 2, device=own).t(), group=group)
     of_one_rank = [graph.replay, partial(dist.all_reduce, torch.ones(4, device=own), group=group)]
     with pytest.raises(RuntimeError, match="not every rank has come to nccl all_reduce"):
-        of_one_rank[ranks.index]()
+        of_one_rank[ranks.rank]()
     with pytest.raises(AssertionError, match="wait for ever for 1 graph"):
         dist.destroy_process_group()
     graph.reset()

@@ -11,9 +11,10 @@ import torch
 from conftest import assert_close, generate, random_config, random_tensors
 from torch import Tensor
 
-from engine.model import FastCache, FastGPTNeoX
-from engine.passes import Use
-from engine.scores import Ranking
+from engine.cache import FastCache
+from engine.model import FastGPTNeoX
+from engine.passes import PassConfig
+from engine.scores import Ranking, ReadScores
 from methods.dyspec import DySpec
 from methods.sampler import Sampling
 
@@ -29,11 +30,11 @@ def make_model(device: str) -> FastGPTNeoX:
     return FastGPTNeoX.from_tensors(config, tensors)
 
 
-def open_cache(model: FastGPTNeoX, use: Use | None = None) -> FastCache:
+def open_cache(model: FastGPTNeoX, config: PassConfig | None = None) -> FastCache:
     """A cache with the prefix, whose passes are captured on CUDA."""
-    cache = model.new_cache(400, use)
+    cache = model.new_cache(400, config)
     model.prefill(PREFIX, cache)
-    model.capture(cache, 10)
+    cache.capture(10)
     return cache
 
 
@@ -44,7 +45,7 @@ def run_tree(model: FastGPTNeoX, cache: FastCache, n: int) -> Tensor:
     depths = torch.ones(n, dtype=torch.int64)
     depths[2:] = 2
     tokens = torch.arange(n) % 90
-    return model.forward(tokens, depths + cache.length, cache, mask).logits.cpu()
+    return model.forward(tokens, depths + cache.length, cache, mask).cpu()
 
 
 def test_a_pass_sees_nothing_of_the_one_before_it() -> None:
@@ -62,11 +63,15 @@ def test_a_pass_sees_nothing_of_the_one_before_it() -> None:
 def test_what_is_drawn_from_is_not_ranked() -> None:
     """Nor is anything of it read."""
     model = make_model("cuda")
-    cache = open_cache(model, Use(ranking=Ranking(is_read=False)))
+    cache = open_cache(model, PassConfig(ranking=Ranking(is_read=False)))
     with timeline.traced() as sites:
-        scores = model.forward(torch.tensor([5]), torch.tensor([cache.length]), cache)
+        model.forward(torch.tensor([5]), torch.tensor([cache.length]), cache)
     asked = Counter(kind for kind, *_ in sites.elements())
-    assert scores.read is None and asked["replay"] == asked["h2d"] == 1 and not asked["sync"]
+    assert (
+        not isinstance(cache.scores, ReadScores)
+        and asked["replay"] == asked["h2d"] == 1
+        and not asked["sync"]
+    )
 
 
 def test_a_draft_is_ranked_at_its_temperature() -> None:
@@ -75,7 +80,7 @@ def test_a_draft_is_ranked_at_its_temperature() -> None:
     cold = Sampling(0.0, draft_temperature=0.6)
     list(generate(target, draft, PREFIX[:20], DySpec(), 10, sampling=cold))
     for model, temperature in ((target, 1.0), (draft, 0.6)):
-        shapes = model.pool.idle[0].passes.captured
+        shapes = model.kept[0].captured
         assert {shape.ranking.temperature for shape in shapes} == {temperature}
 
 
@@ -92,7 +97,7 @@ def test_a_cache_that_is_gone_is_not_replayed() -> None:
     """Planted: the graphs outlive the memory that they were captured over."""
     model = make_model("cuda")
     cache = open_cache(model)
-    graph = next(iter(cache.passes.captured.values())).graph
+    graph, _ = next(iter(cache.passes.captured.values()))
     del cache
     with pytest.raises(RuntimeError, match="freed"):
         graph.replay()

@@ -14,21 +14,22 @@ from test_ranks import on_ranks
 from test_tensor_parallel import compute, strict_logits, with_ranks
 from torch import Tensor
 
+import engine.cache
 from cli.metrics import token_ids
-from engine import caches
-from engine.caches import require_caches
-from engine.cuda_graphs import Shape, ShapedPasses
+from engine.cache import require_caches
+from engine.cuda_graphs import FixedPasses, Shape
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX
-from engine.passes import Use
+from engine.passes import PassConfig
+from engine.ranks import Ranks
 from methods import METHODS
-from parallel.ranks import Ranks
 
 from .counts import Counts, count_iterations, load_pair
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
 TARGET = TINY / "target"
+Results = tuple[Tensor, Tensor | None]
 SPLIT = ("ar", "linear", "dynatree")
 LONGER = 14  # so many prompts need graphs over more slots
 
@@ -52,7 +53,7 @@ def write_all(target: FastGPTNeoX, folder: Path) -> tuple[dict[str, list[int]], 
     found["dynatree longer"] = write(target, draft, prompt * LONGER, "dynatree")
     counts = {name: count_iterations((target, draft, prompt), name) for name in ("ar", "dynatree")}
     with pytest.raises(OutOfMemory):
-        require_caches([(target.pool, 10**9, Use())])  # what is kept is too small, and dropped
+        require_caches([(target, 10**9, PassConfig())])  # what is kept is too small, and dropped
     found["linear again"] = write(target, draft, prompt, "linear")
     for method in SPLIT:
         found[f"{method} eager"] = write(target, draft, prompt, method, graphs=False)
@@ -79,19 +80,19 @@ def test_strict_holds_bit_for_bit() -> None:
 
 def run_out(ranks: Ranks) -> object:
     """Rank 1 has room for a short cache, and for two graphs and some of a third."""
-    run_pass, n_captured = ShapedPasses.run_pass, 0
+    run, n_captured = FixedPasses.run, 0
 
-    def run_some(passes: ShapedPasses, shape: Shape) -> Tensor | None:
+    def run_some(passes: FixedPasses, model: FastGPTNeoX, shape: Shape) -> Results:
         nonlocal n_captured
         n_captured += torch.cuda.is_current_stream_capturing()
-        result = run_pass(passes, shape)
+        result = run(passes, model, shape)
         if n_captured > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return result
 
-    if ranks.index:
-        caches.free_memory = lambda device: 10_000_000
-        ShapedPasses.run_pass = run_some
+    if ranks.rank:
+        engine.cache.free_memory = lambda device: 10_000_000
+        FixedPasses.run = run_some
     return compute(ranks, TARGET, write_refused, torch.float32, CUDA)
 
 
@@ -101,7 +102,7 @@ def write_refused(target: FastGPTNeoX, folder: Path) -> int:
     said = "^rank 1: no room for the CUDA graphs of 45 tokens; --no-graphs does without"
     with pytest.raises(OutOfMemory, match=said):
         write(target, draft, prompt, "linear")
-    return target.pool.idle[0].kv.shape[3]
+    return target.kept[0].kv.shape[3]
 
 
 def test_what_one_rank_lacks_memory_for() -> None:

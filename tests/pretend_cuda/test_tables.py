@@ -68,7 +68,7 @@ def test_gpu_check(tmp_path: Path) -> None:
 def test_another_attention_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Planted: cuDNN's is allowed, as where settle_kernels is not called. All is measured before
+    """Planted: cuDNN's is allowed, as where choose_kernels is not called. All is measured before
     that is said."""
     file = tmp_path / "facts.json"
     arguments = [*TINY[:6], "--dry", "--output", str(file)]
