@@ -278,6 +278,8 @@ def show_file(args: argparse.Namespace) -> None:
 def execute(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
     """Carry out the command line, once parsed. Returns the exit status. ranks: those that compute
     the target, if there are several."""
+    if args.peers:
+        raise UsageError("--peers is now --hf")
     if args.tables:
         require_alone(args, "--tables")
         print(describe_tables())
@@ -287,8 +289,6 @@ def execute(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
         show_file(args)
         return 0
     previous, kind = None, args.format
-    if args.peers:
-        raise UsageError("--peers is now --hf")
     if args.resume is not None:
         require_alone(args, "--resume", "format")
         file, previous = Path(args.resume), load(args.resume)

@@ -121,6 +121,8 @@ def with_columns(table: Table, asked: str | None, is_cuda: bool) -> Table:
 def choose_columns(asked: str | None, default: Sequence[str]) -> list[str]:
     """Return columns by name. Raises UsageError."""
     columns = list(default) if asked is None else split_list(asked, "--columns")
+    if len(set(columns)) < len(columns):
+        raise UsageError(f"--columns {asked!r} names a column twice")
     require_columns(columns)
     return columns
 
@@ -262,7 +264,8 @@ def require_same(previous: Results, now: Head, pair: Pair) -> None:
     changes = []
     for name in sorted(before.machine.keys() | now.machine.keys()):
         if before.machine.get(name) != now.machine.get(name):
-            changes.append(f"{name} was {before.machine.get(name)}")
+            is_now = now.machine.get(name)
+            changes.append(f"{name} was {before.machine.get(name)} and is {is_now}")
     if (before.n_prompts, before.prompts_sha256) != (now.n_prompts, now.prompts_sha256):
         changes.append("the prompts were others")
     for name in ("columns", "cases"):

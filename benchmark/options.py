@@ -7,7 +7,7 @@ args = read_options(load("results/main_cpu.jsonl").head)  # those it was measure
 """
 
 import argparse
-import math
+import re
 import textwrap
 from collections.abc import Callable
 from datetime import datetime
@@ -23,6 +23,11 @@ from benchmark.results import Head
 from cli.errors import Parser, UsageError
 from cli.options import add_graphs_option, add_model_options
 from engine.generation_config import FLAGS
+
+MAX_COUNT = 10**12  # of prompts or tokens
+MAX_ROUNDS = 10_000
+MAX_SEED = 10**12  # so that every prompt and round has one below 2^63
+MAX_TEMPERATURE = 1_000_000
 
 
 def build_parser() -> Parser:
@@ -49,8 +54,8 @@ def build_parser() -> Parser:
     add("--new-tokens", type=several(count), metavar="N,...", help="tokens to generate")
     add("--temperature", type=several(temperature), metavar="X,...", help="0 is greedy (0)")
     add("--top-p", type=float, metavar="P", help="of the sampled texts (1)")
-    add("--seed", type=int, metavar="N", help="of the sampled texts; each prompt has its own (0)")
-    add("--repeats", type=count, default=1, metavar="N", help="rounds over all prompts (1)")
+    add("--seed", type=seed, metavar="N", help="of the sampled texts; each prompt has its own (0)")
+    add("--repeats", type=rounds, default=1, metavar="N", help="rounds over all prompts (1)")
     add("--pair", choices=PAIRS, help="target and draft by one name")
     add_model_options(parser)
     add_graphs_option(parser)
@@ -62,20 +67,36 @@ def build_parser() -> Parser:
 
 
 def single_spaced(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty")
     return " ".join(text.split())
 
 
 def count(text: str) -> int:
-    """Return a whole number from 1 on. Raises argparse.ArgumentTypeError."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
+    """Return a whole number from 1 to MAX_COUNT. Raises argparse.ArgumentTypeError."""
+    return whole(text, 1, MAX_COUNT)
+
+
+def rounds(text: str) -> int:
+    """Return a whole number from 1 to MAX_ROUNDS. Raises argparse.ArgumentTypeError."""
+    return whole(text, 1, MAX_ROUNDS)
+
+
+def seed(text: str) -> int:
+    """Return a whole number from 0 to MAX_SEED. Raises argparse.ArgumentTypeError."""
+    return whole(text, 0, MAX_SEED)
+
+
+def whole(text: str, low: int, high: int) -> int:
+    if not re.fullmatch(r"\d{1,18}", text) or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from {low} to {high:,}")
     return int(text)
 
 
 def temperature(text: str) -> float:
-    """Return a number from 0 on. Raises argparse.ArgumentTypeError."""
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    """Return a number from 0 to MAX_TEMPERATURE. Raises argparse.ArgumentTypeError."""
+    if not 0 <= float(text) <= MAX_TEMPERATURE:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {MAX_TEMPERATURE:,}")
     return float(text)
 
 

@@ -93,6 +93,10 @@ def prompt_of(line: str, where: str) -> str:
     prompt = found.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
     if not isinstance(prompt, str) or not prompt:
         raise InvalidFile(f"{where} has no text as `prompt` or as the first of its `turns`")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidFile(f"{where} has half of a surrogate pair, which is no text") from error
     return prompt
 
 

@@ -20,6 +20,7 @@ from cli.compare import is_tie
 from cli.errors import UsageError, printable
 
 MANY = 8  # rows that a note names; it counts more than these
+FEWEST = 3  # texts of a row whose quartiles are compared
 NOT_OURS = "The paper's figures are of its own models, machine and code, whatever is named above."
 KNOWN = (*KEY, *METRICS, "predicted_ms", "ids_digest", "depths", "calibration")  # if not in a file
 AT = ["dataset", "prompt_tokens", "new_tokens", "temperature", "prompt", "round"]
@@ -201,8 +202,10 @@ def slower_notes(rows: dict[str, pd.DataFrame], baseline: str) -> list[str]:
 
 def overlap_notes(rows: dict[str, pd.DataFrame], baseline: str) -> list[str]:
     """Return for how many neighbours in the ranking by x ar the quartiles overlap, so that their
-    order may be noise, and for which they do not. The baseline is in it, at 1.00x."""
+    order may be noise, and for which they do not. The baseline is in it, at 1.00x. Quartiles of
+    fewer than FEWEST texts say nothing."""
     pairs, apart = 0, []
+    rows = {label: texts for label, texts in rows.items() if len(texts) >= FEWEST}
     for _, own in pd.concat(rows.values()).groupby("place", sort=False) if rows else ():
         own = own.assign(speedup=own.speedup.mask(own.row == baseline, 1.0))
         found = own.groupby("label").speedup.quantile([0.25, 0.5, 0.75]).unstack().dropna()

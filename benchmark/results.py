@@ -22,7 +22,7 @@ from typing import NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from benchmark.cases import SYMBOLS, Case
 from benchmark.step_times import StepTimes
-from cli.errors import UsageError
+from cli.errors import UsageError, writing
 from engine.checkpoint import InvalidFile, read_bytes
 
 FORMAT = 5  # of the files; others are refused
@@ -96,6 +96,7 @@ class Results:
     step_times: StepTimes | None = None
     ids: dict[str, list[int]] = field(default_factory=dict)  # of greedy texts, by digest
     n_bytes: int = 0  # of the whole lines in the file
+    n_cut: int = 0  # bytes of a last line that was cut off
 
     def __post_init__(self) -> None:
         self.case_keys = {case.key for case in self.head.cases}
@@ -174,6 +175,8 @@ def load(file: str | Path) -> Results:
         content = read_bytes(Path(file), MAX_BYTES)
     except InvalidFile as error:
         raise UsageError(f"not a results file: {error}") from error
+    if content.startswith(b"{\n"):
+        raise UsageError(f"{file} is of a format before {FORMAT}, which is not read: measure anew")
     whole, _, _ = content.rpartition(b"\n")
     if not whole:
         raise UsageError(f"{file} is not a results file: it has no whole line")
@@ -187,9 +190,11 @@ def load(file: str | Path) -> Results:
                 results.add(found)
         except (ValueError, RecursionError) as error:
             what = f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+            what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else what
             hint = "" if results else f" (not a results file of format {FORMAT})"
             raise UsageError(f"{file}, line {n}: {what}{hint}") from error
     results.n_bytes = len(whole) + 1
+    results.n_cut = len(content) - results.n_bytes
     return results
 
 
@@ -271,11 +276,9 @@ def new_file(file: Path) -> Iterator[None]:
     the end. Raises UsageError."""
     if os.path.lexists(file):
         raise UsageError(f"{file} exists already; name another, or go on with it (--resume)")
-    try:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("x").close()  # which fails if another run has made it meanwhile
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
     try:
         yield
     finally:
@@ -294,9 +297,20 @@ class Writer:
         self.file, self.results = file, results
 
     def cut(self) -> None:
-        """Remove a last line that was cut off."""
-        if self.results.n_bytes:
-            os.truncate(self.file, self.results.n_bytes)
+        """Remove a last line that was cut off. Raises UsageError if another run has written since
+        the file was read."""
+        if self.results.n_cut:
+            self.require_unchanged()
+            with writing(self.file):
+                os.truncate(self.file, self.results.n_bytes)
+            self.results.n_cut = 0
+
+    def require_unchanged(self) -> None:
+        """Raise UsageError if another run has written to the file."""
+        with writing(self.file):
+            size = self.file.stat().st_size
+        if size != self.results.n_bytes + self.results.n_cut:
+            raise UsageError(f"another run writes to {self.file}: let it end, then --resume")
 
     def add(self, line: Json) -> None:
         """Add a line; before the first one, the head. Raises UsageError."""
@@ -307,11 +321,7 @@ class Writer:
 
     def append(self, line: Json) -> None:
         content = json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        try:
-            if self.file.stat().st_size != self.results.n_bytes:
-                raise UsageError(f"another run writes to {self.file}: let it end, then --resume")
-            with self.file.open("ab") as file:
-                file.write(content)
-        except OSError as error:
-            raise UsageError(f"{self.file} cannot be written: {error.strerror}") from error
+        self.require_unchanged()
+        with writing(self.file), self.file.open("ab") as file:
+            file.write(content)
         self.results.n_bytes += len(content)

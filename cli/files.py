@@ -3,8 +3,8 @@
 A disk that is full, or Ctrl-C, leaves what was there before; no file of anybody else's is touched,
 whatever its name.
 
-    with locked(Path("results.json")):
-        write_whole(Path("results.json"), "{}")
+    with locked(Path("draft.training")):
+        write_whole(Path("draft.training"), b"...")
 """
 
 import errno

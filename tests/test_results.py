@@ -306,6 +306,20 @@ def test_two_runs_do_not_write_into_one_file(lines: list[Text], tmp_path: Path) 
         pass
 
 
+def test_a_resumed_run_removes_nothing_that_another_has_written(
+    lines: list[Text], tmp_path: Path
+) -> None:
+    """It read a line that was cut off, which was the other run's, not yet whole."""
+    file = written(tmp_path / "r.jsonl", lines)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    writer = Writer(file, load(file))
+    file.write_bytes(whole)
+    with pytest.raises(UsageError, match="another run writes to .*r.jsonl"):
+        writer.cut()
+    assert file.read_bytes() == whole
+
+
 def with_text(**changed: Json) -> Callable[[list], None]:
     return lambda lines: lines[1].update(changed)
 
