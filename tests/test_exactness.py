@@ -11,6 +11,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from conftest import (
     random_settings,
     random_tensors,
 )
+from test_tensor_parallel import small, with_ranks, write
 from torch import Tensor
 
 from cli.metrics import token_ids
@@ -34,7 +36,7 @@ from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.rules import are_retrieved, make_rule
 from methods.sampler import Sampling
-from methods.static import Alone, Fixed
+from methods.static import Alone, Chain, Fixed
 from verify import cut
 
 # How many cases a method has in each way: gpt_neox.py's own model; passes of exactly the rows and
@@ -42,6 +44,8 @@ from verify import cut
 # temperature, the top k or drawn
 WAYS = {"plain": 8, "tight": 16, "fixed": 16, "window": 8, "top-k": 8, "drawn": 8}
 N_STRICT = 6
+# Of texts on two ranks, in turn
+ON_RANKS = [{}, {"commit": "rebuild"}, {"window": Window(16, 2)}, {"strict": True}]
 LONGEST = 32  # tokens of their texts
 VOCAB = 96
 DRAFTS = ("equal", "noise0.02", "half0.1", "noise0.3", "adversary", "small", "vocab48", "vocab112")
@@ -308,3 +312,21 @@ def test_every_strict_method_writes_ars_bits(method: str) -> None:
             found.append((ids, torch.cat(logits)))
         (ar_ids, ar_logits), (ids, logits) = found
         assert ids == ar_ids and torch.equal(logits, ar_logits), number
+
+
+def write_all(target: FastGPTNeoX, folder: Path) -> list[list[int]]:
+    """Return a text of every method, and one that is sampled. Rank 0 alone has the draft, which is
+    the same model: its logits are the target's but for rounding."""
+    draft = FastGPTNeoX.from_pretrained(folder)
+    rng = random.Random(0)
+    found = []
+    for i, method in enumerate(METHODS):
+        settings = random_settings(method, rng)
+        found.append(write(target, draft, settings, **ON_RANKS[i % len(ON_RANKS)]))
+    found.append(write(target, draft, Chain(), sampling=Sampling(temperature=0.9, seed=3)))
+    return found
+
+
+def test_texts_on_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    expected = write_all(FastGPTNeoX.from_pretrained(small(tmp_path)), tmp_path)
+    assert with_ranks(2, tmp_path, write_all) == expected

@@ -1,7 +1,6 @@
 """A target that several processes compute: the same numbers and texts, and what each reads."""
 
 import copy
-import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +16,6 @@ from conftest import (
     append,
     generate,
     random_config,
-    random_settings,
     random_tensors,
     write_checkpoint,
 )
@@ -35,13 +33,11 @@ from engine.checkpoint import CheckpointError, load_tensors, read_config
 from engine.driver import OF_CACHE, OF_MODEL, run_worker
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX, weight_bytes
-from engine.passes import PassConfig, Window
+from engine.passes import PassConfig
 from engine.ranks import MESSAGE_BYTES, Ranks, RanksError
 from engine.scores import Ranking, Scores
 from engine.tensor_parallel import Shard
 from gpt_neox import PREFILL_CHUNK, GPTNeoX, KVCache
-from methods import METHODS
-from methods.sampler import Sampling
 from methods.static import Alone, Chain
 
 CPU = torch.device("cpu")
@@ -52,7 +48,6 @@ SHAPES = [
     (2, {"use_parallel_residual": False, "vocab_size": 97}),
     (4, {"attention_bias": False, "hidden_act": "gelu_new"}),
 ]
-WAYS = [{}, {"commit": "rebuild"}, {"window": Window(16, 2)}, {"strict": True}]
 Work = Callable[[FastGPTNeoX, Path], object]  # what rank 0 does with the target, and its folder
 
 
@@ -177,25 +172,6 @@ def test_each_has_its_share_alone(count: int, tmp_path: Path) -> None:
         model = FastGPTNeoX.from_pretrained(tmp_path, shard=shard)
         assert model.new_cache(10).kv.shape[2] == 4 // count
         assert cache_bytes(model, 10) == model.new_cache(10).kv.nbytes
-
-
-def write_all(target: FastGPTNeoX, folder: Path) -> list[list[int]]:
-    """A text of every method, in four ways to write one in turn, and one that is sampled. The
-    draft, which rank 0 alone has, is the same model: its logits are the target's but for
-    rounding."""
-    draft = FastGPTNeoX.from_pretrained(folder)
-    rng = random.Random(0)
-    found = []
-    for i, method in enumerate(METHODS):
-        settings = random_settings(method, rng)
-        found.append(write(target, draft, settings, **WAYS[i % len(WAYS)]))
-    found.append(write(target, draft, Chain(), sampling=Sampling(temperature=0.9, seed=3)))
-    return found
-
-
-def test_texts_are_those_of_one_process(tmp_path: Path) -> None:
-    expected = write_all(FastGPTNeoX.from_pretrained(small(tmp_path)), tmp_path)
-    assert with_ranks(2, tmp_path, write_all) == expected
 
 
 def strict_logits(target: FastGPTNeoX, folder: Path) -> list[tuple]:
