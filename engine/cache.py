@@ -12,8 +12,7 @@ Shapes: n rows, L layers, H heads, D head size, R rotary dimensions.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,9 +109,10 @@ class FastCache(KVCache):
     ) -> Scores:
         """Run n rows as GPTNeoX.forward does. Returns the scores of the last n_last rows, or of
         all, and keeps them."""
-        with self.timed():
-            self.rows.append(len(tokens))
-            return self.run(tokens, positions, mask, n_last or len(tokens))
+        began = time.perf_counter()
+        scores = self.run(tokens, positions, mask, n_last or len(tokens))
+        self.record(began, len(tokens))
+        return scores
 
     def run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, n_last: int) -> Scores:
         """Run n rows, and keep their tokens and scores."""
@@ -135,16 +135,16 @@ class FastCache(KVCache):
             scores = self.forward(torch.tensor(tokens), positions, n_last=1)
             self.advance(n)
             return scores.logits
-        with self.timed():
-            self.rows.append(n)
-            ids, is_finite = torch.tensor(tokens), torch.tensor(True, device=self.kv.device)
-            while len(ids):
-                chunk, ids = ids.tensor_split([min(PREFILL_CHUNK, self.until_drop)])
-                x = self.prefill_chunk(chunk)  # [n, hidden]
-                is_finite &= x.isfinite().all()
-            x = x[-1:].masked_fill(~is_finite, torch.nan)
-            self.scores = self.model.score(x, self.config)
-            return self.scores.logits
+        began = time.perf_counter()
+        ids, is_finite = torch.tensor(tokens), torch.tensor(True, device=self.kv.device)
+        while len(ids):
+            chunk, ids = ids.tensor_split([min(PREFILL_CHUNK, self.until_drop)])
+            x = self.prefill_chunk(chunk)  # [n, hidden]
+            is_finite &= x.isfinite().all()
+        x = x[-1:].masked_fill(~is_finite, torch.nan)
+        self.scores = self.model.score(x, self.config)
+        self.record(began, n)
+        return self.scores.logits
 
     def prefill_chunk(self, tokens: Tensor) -> Tensor:
         """Run and keep tokens [n] of the sequence. Returns their last hidden states [n, hidden]."""
@@ -163,12 +163,10 @@ class FastCache(KVCache):
         for on_pass in self.on_pass:
             on_pass(tokens.tolist(), scores)
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Add the time of the block to `ms`."""
-        began = time.perf_counter()
-        yield
+    def record(self, began: float, *n_rows: int) -> None:
+        """Add the time since `began`, and the rows of a pass, to what take_passes returns."""
         self.ms += (time.perf_counter() - began) * 1e3
+        self.rows.extend(n_rows)
 
     def take_passes(self) -> tuple[float, list[int]]:
         """Return what passes and commits since the last call took, in milliseconds, and the rows of
@@ -184,14 +182,15 @@ class FastCache(KVCache):
         self.drop()
 
     def commit(self, rows: Sequence[int]) -> None:
-        with self.timed():
-            if self.config.rebuilds_cache:
-                positions = torch.arange(self.length, self.length + len(rows))
-                self.run(self.tokens[list(rows)], positions, None, n_last=1)
-                self.length += len(rows)
-            else:
-                super().commit(rows)
-            self.drop()
+        began = time.perf_counter()
+        if self.config.rebuilds_cache:
+            positions = torch.arange(self.length, self.length + len(rows))
+            self.run(self.tokens[list(rows)], positions, None, n_last=1)
+            self.length += len(rows)
+        else:
+            super().commit(rows)
+        self.drop()
+        self.record(began)
 
     def drop(self) -> None:
         """Drop the oldest tokens after the sinks if the cache is full."""

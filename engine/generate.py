@@ -358,9 +358,8 @@ def reported(
     if drafter:
         draft_ms, drafter.ms = drafter.ms, 0.0
         overflowed = bool(rows) and drafter.overflowed
-    times = draft_ms, verify_ms, ms - draft_ms - verify_ms
+    tree, path, bonus, predictions = step.tree, step.path, accept.bonus, accept.predictions
     if is_first:
-        names = ("draft_ms", "verify_ms", "other_ms")
-        return Step(step.tokens, cached=cached, **dict(zip(names, times, strict=True)))
-    recorded = accept.bonus, accept.predictions, rows, cached, overflowed
-    return Step(step.tokens, step.tree, step.path, *recorded, *times)
+        tree, path, bonus, predictions, rows, overflowed = None, [], -1, [], [], False
+    times = draft_ms, verify_ms, ms - draft_ms - verify_ms
+    return Step(step.tokens, tree, path, bonus, predictions, rows, cached, overflowed, *times)

@@ -301,7 +301,7 @@ UNREPEATED = {
     "prefill_chunk",
     "run",
     "show",
-    "timed",
+    "record",
     "take_passes",
     "forget",
     "require",
