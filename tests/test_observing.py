@@ -17,6 +17,7 @@ from gpt_neox import GPTNeoX
 from methods.auto import Auto
 from methods.calibration import CalibratedDrafter
 from methods.compose import compose
+from methods.compose import generate as compose_generate
 from methods.cost_gates import CostGates
 from methods.drawn import DrawnDrafter, DrawnRule
 from methods.dyspec import DySpec
@@ -76,6 +77,16 @@ def test_hidden_states_are_shown_by_every_pass(
     text, states = states_of(target, settings, **way)
     torch.testing.assert_close(states, own_states(plain, text), atol=1e-4, rtol=0)
     assert states_of(plain, settings)[0] == text
+
+
+def test_hidden_states_are_shown_by_a_fast_model_in_the_cores_loop() -> None:
+    """Without engine.generate, by FastGPTNeoX.hidden."""
+    target, drafter, text = random_model(5), Watching(), list(PROMPT)
+    for step in compose_generate(target, drafter, PROMPT, Chain(K=3), 24):
+        text += step.tokens
+    states = torch.cat(drafter.committed)[: len(text) - 1]
+    expected = own_states(random_model(5, kind=GPTNeoX), text[:-1])
+    torch.testing.assert_close(states, expected, atol=1e-4, rtol=0)
 
 
 def test_a_window_shows_what_was_read() -> None:
