@@ -67,6 +67,8 @@ def build_parser() -> Parser:
 
 
 def single_spaced(text: str) -> str:
+    """Return words with single spaces between them. Raises argparse.ArgumentTypeError if there are
+    none."""
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty")
     return " ".join(text.split())
@@ -88,6 +90,7 @@ def seed(text: str) -> int:
 
 
 def whole(text: str, low: int, high: int) -> int:
+    """Return a whole number from low to high. Raises argparse.ArgumentTypeError."""
     if not re.fullmatch(r"\d{1,18}", text) or not low <= int(text) <= high:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from {low} to {high:,}")
     return int(text)

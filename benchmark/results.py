@@ -289,8 +289,8 @@ def new_file(file: Path) -> Iterator[None]:
 class Writer:
     """Adds lines to a results file, and to its content in memory.
 
-    Two runs cannot mix their lines: each knows how long the file is, and ends with an error if
-    somebody else has written to it.
+    A run knows how long the file is, and ends with an error before its next line if another run has
+    written to it.
     """
 
     def __init__(self, file: Path, results: Results):
@@ -320,6 +320,7 @@ class Writer:
         self.results.add(line)
 
     def append(self, line: Json) -> None:
+        """Write a line at the end of the file. Raises UsageError."""
         content = json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         self.require_unchanged()
         with writing(self.file), self.file.open("ab") as file:

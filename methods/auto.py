@@ -9,7 +9,7 @@ The draft's candidates are the likeliest, or if the text is sampled one that is 
 target keeps what both find likely, not only what it draws as well. Of sampled text the n-grams
 first promise more than they keep: what the target likes best is not what it draws.
 
-The chance is counted, not believed: for the draft as chances.py does, for the n-grams by the length
+The chance is counted, not believed: for the draft by calibration.py, for the n-grams by the length
 of the context and by rank, and apart from these where the draft has chosen otherwise. Both start
 from a first guess, and nothing outlives a generation.
 

@@ -1,4 +1,4 @@
-"""A stop by cost: what a rule allows is drafted and verified only while it pays (costs.py).
+"""Cost gates: what a rule allows is drafted and verified only while it pays (costs.py).
 
 Beside the rule's own gates,
 
