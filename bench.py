@@ -1,32 +1,36 @@
-"""How fast each method writes, measured fairly beside ar: the whole measurement is in this file.
+"""Benchmark of every method against ar. This file has the measurement loop.
 
-A table is a list of cases (benchmark/cases.py): a row in words, on one dataset's prompts, at one
-size. One process writes all their texts and adds a line to the results file for each text: which
-one it is, its metrics, its ids. What makes the measurement fair:
+A table is a list of cases (benchmark/cases.py). A case is one row of it: a method with settings,
+such as "linear K=8", a dataset, a prompt length, a number of new tokens and a temperature. A round
+is one pass over all prompts; --repeats gives the number of rounds. A text is what a case generates
+after one prompt in one round. For each text the results file gets a line: case, prompt and round,
+metrics, and the ids of greedy text. All texts come from one process, except in tables of peak
+memory, where each text has its own. The comparison is fair for these reasons:
 
-turns     all cases on a prompt before the next prompt, each time another one first; so what slows
-          the machine for a while slows all of them
-set-up    every case is loaded and has written some steps before the first text that counts
-seeds     sampled texts have another seed for each prompt and round, the same for every method
-baseline  `ar`, the target alone, one token per pass, by the same forward, cache and loop
+order     all cases run on one prompt, then all on the next, and a different case comes first on
+          each prompt. So whatever slows the machine for a while slows all of them
+set-up    the models are loaded, and every case runs 8 steps (WARM_UP_STEPS), before the first
+          measured text
+seeds     sampled texts have a different seed for each prompt and round, the same for every method
+baseline  `ar` is the target alone, one token per pass, with the same forward, cache and loop
 
-The metrics of a text; tables show their medians and quartiles over all prompts and rounds:
+These are the main metrics. Tables show medians and quartiles over all prompts and rounds:
 
-tok/s     (tokens - 1) / seconds from the first token to the last. The prompt's own pass, which
-          gives the first token, is left out. An end-of-text token does not end a text
+tok/s     (tokens - 1) / seconds of all steps except the first, which is the pass over the prompt.
+          Every text has all its new tokens, because an end-of-text token does not end it
 x ar      tok/s / ar's tok/s on the same prompt in the same round
-exact     whether a greedy text has ar's ids on the same prompt. A strict row is compared with
-          strict ar, a row over a window with ar over that window
+exact     whether a greedy text has the ids of its reference: ar's text on the same prompt. The
+          reference of a row with strict or a window is ar with strict or the same window
 
     python bench.py --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
 
-benchmark/ has the rest: tables, options, results files, reports, and what other columns show.
+The folder benchmark/ has tables, options, results files, reports and further metrics.
 """
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before torch is imported, because run_program sets it up
     from cli.start import run_program
 
-    run_program("bench")
+    run_program("bench")  # imports this file as a module, calls its main(), and does not return
 
 import argparse
 import os
@@ -35,7 +39,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice, product
@@ -46,10 +49,9 @@ from tqdm import tqdm
 
 from benchmark.cases import Case
 from benchmark.counts import count_calibration, count_depths, predict_text_ms
-from benchmark.hf import NOT_TOLD, HuggingFace
+from benchmark.hf import UNREPORTED_METRICS, HuggingFace
 from benchmark.machine import ROOT
-from benchmark.memory import measure_apart
-from benchmark.opening import OpenTable, choose_columns, open_table
+from benchmark.memory import measure_in_new_process
 from benchmark.options import (
     build_parser,
     choose_file,
@@ -57,251 +59,282 @@ from benchmark.options import (
     read_options,
     require_alone,
 )
+from benchmark.prepare import PreparedTable, choose_columns, prepare_table
 from benchmark.report import is_exact, markdown_report, text_frame, text_report
-from benchmark.results import KEY, Results, Text, Writer, load, new_file
+from benchmark.results import KEY_COLUMNS, Line, Results, Writer, load, new_file
 from benchmark.step_times import measure_step_times
 from cli.compare import first_difference, top2_gap
-from cli.errors import UsageError, run_command_line, say
+from cli.errors import UsageError, print_line, run_command_line
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Request, overflow_note
 from dynatree import Drafter
-from engine.driver import on_ranks
-from engine.generate import Step
-from engine.passes import WHOLE_TEXT
+from engine.driver import run_on_ranks
+from engine.generate import Step  # dynatree.Step with times and counts
+from engine.passes import FULL_ATTENTION
 from engine.ranks import Ranks
 
-LOG_S = 30.0  # between two progress reports where stderr is no terminal
+LOG_S = 30.0  # seconds between two progress lines where stderr is not a terminal
 
 
-class Turn(NamedTuple):
-    """One text to write: a case on one of its dataset's prompts, in one of the rounds over all."""
+class Job(NamedTuple):
+    """One text to generate: a case, one of its prompts, and the round."""
 
     case: Case
-    prompt: int  # index
-    round: int
+    prompt: int  # index among the dataset's prompts
+    round: int  # one round covers all prompts
 
     @property
     def key(self) -> tuple[str | int | float, ...]:
-        """Which text it is, as results files have it."""
+        """The key of the text in a results file, in the order of KEY_COLUMNS."""
         return *self.case.key, self.prompt, self.round
 
 
 class Bench:
-    """A table that is being measured: its models, prompts and results."""
+    """The measurement of one table: its models, prompts and results."""
 
-    def __init__(self, table: OpenTable, results: Results, file: Path):
-        self.args, self.pair, self.is_memory = table.args, table.pair, table.is_memory
-        self.prompts, self.step_context = table.prompts, table.step_context
-        self.results, self.file = results, Writer(file, results)
-        self.transformers: HuggingFace | None = None  # its models, if a case needs them
+    def __init__(self, table: PreparedTable, results: Results, file: Path):
+        """table: cases, loaded models, and prompts, cut to the largest prompt_tokens."""
+        self.args, self.pair = table.args, table.pair
+        self.is_memory_table = table.is_memory_table
+        self.prompts = table.prompts  # ids of each prompt, by dataset
+        self.pass_context = table.pass_context  # number of cached tokens when passes are timed
+        self.results = results
+        self.writer = Writer(file, results)  # adds each line to the file and to results
+        self.hf: HuggingFace | None = None  # runs the hf- rows; made by warm_up
         self.setup_s: dict[Case, float] = {}
 
     def measure_all(self) -> None:
-        """Write the texts that the results file lacks, then compare all greedy ones with ar's."""
-        self.file.cut()
-        turns = [turn for turn in self.in_turn() if turn.key not in self.results.texts]
-        if not self.is_memory:
-            self.warm_up([turn.case for turn in turns])
+        """Generate the texts that the results file lacks, then compare greedy texts with ar's."""
+        self.writer.drop_partial_line()  # an interrupted run may have left one
+        jobs = [job for job in self.all_jobs() if job.key not in self.results.texts]
+        if not self.is_memory_table:  # a memory table runs each text in a new process
+            self.warm_up([job.case for job in jobs])
             self.time_passes()
-        with progress(turns) as shown:
-            for turn in shown:
-                self.file.add(self.measure(turn))
+        with progress_bar(jobs) as bar:
+            for job in bar:
+                self.writer.add(self.measure_text(job))
         self.compare_with_references()
 
-    def in_turn(self) -> Iterator[Turn]:
-        """Yield a table's texts in order: in each round prompt by prompt, and on a prompt every
-        case, each time another one first."""
-        head = self.results.head
-        for n, dataset in product(range(head.n_rounds), self.prompts):
-            own = [case for case in head.cases if case.dataset == dataset]
+    def all_jobs(self) -> Iterator[Job]:
+        """Yield the jobs in order: by round, dataset, prompt and case. A different case comes first
+        on each prompt."""
+        head = self.results.head  # the first line of the results file: cases, columns, options
+        for round_index, dataset in product(range(head.n_rounds), self.prompts.keys()):
+            cases = [case for case in head.cases if case.dataset == dataset]
+            if not cases:  # the table `steps` shows only times of single passes
+                continue
             n_prompts = len(self.prompts[dataset])
             for prompt in range(n_prompts):
-                first = n * n_prompts + prompt
-                for i in range(len(own)):
-                    yield Turn(own[(first + i) % len(own)], prompt, n)
+                first = (round_index * n_prompts + prompt) % len(cases)
+                for case in cases[first:] + cases[:first]:
+                    yield Job(case, prompt, round_index)
 
     def warm_up(self, cases: Sequence[Case]) -> None:
-        """Write the first steps of every case, so that what only first calls do is in no speed."""
+        """Run the first steps of these cases, so that metrics do not include work that is done only
+        once. Record their time, and that of loading the models, as the set-up time."""
         if any(case.is_hf for case in cases):
-            self.transformers = HuggingFace(self.pair)
+            self.hf = HuggingFace(self.pair)
         steps = []
-        for case in dict.fromkeys(cases):
+        for case in dict.fromkeys(cases):  # without repeats
             start = time.perf_counter()
-            steps += self.write(Turn(case, 0, 0), WARM_UP_STEPS)
+            steps += self.generate(Job(case, prompt=0, round=0), WARM_UP_STEPS)
             self.setup_s[case] = time.perf_counter() - start + self.load_seconds(case)
-        if any(step.draft_overflowed for step in steps):
-            say(overflow_note(self.pair.draft))
+        if any(step.draft_overflowed for step in steps):  # its logits were not finite
+            print_line(overflow_note(self.pair.draft))
 
     def load_seconds(self, case: Case) -> float:
-        """Return how long it took to load what a case needs."""
+        """Return the seconds that it took to load the models of a case."""
         if case.is_hf:
-            return self.transformers.load_s
-        has_draft = case.config().make_rule().max_depth > 0
-        return self.pair.load_s["target"] + (self.pair.load_s["draft"] if has_draft else 0.0)
+            return self.hf.load_s
+        rule = case.generation_config().make_rule()
+        runs_draft = rule.max_depth > 0  # levels of the draft model
+        return self.pair.load_s["target"] + (self.pair.load_s["draft"] if runs_draft else 0.0)
 
     def time_passes(self) -> None:
-        """Measure the times of single passes, if the table shows something that is made of them."""
-        head = self.results.head
+        """Time single passes of target and draft over 1, 2, 4, ... tokens, if the table shows these
+        times or predicts speeds from them."""
+        head, target, draft = self.results.head, self.pair.target, self.pair.draft
         is_shown = head.table == "steps" or "predicted" in head.columns
-        has_passes = not isinstance(self.pair.draft, Drafter)
-        if is_shown and has_passes and self.results.step_times is None:
-            models = self.pair.target, self.pair.draft
-            times = measure_step_times(*models, self.step_context, not self.args.no_graphs)
-            self.file.add({"step_times": asdict(times)})
+        is_user_drafter = isinstance(draft, Drafter)  # docs/method.md, Add a drafter
+        if is_shown and not is_user_drafter and self.results.step_times is None:
+            graphs = not self.args.no_graphs
+            times = measure_step_times(target, draft, self.pass_context, graphs)
+            self.writer.add({"step_times": asdict(times)})
 
-    def write(self, turn: Turn, n_steps: int | None = None) -> list[Step]:
-        """Write a text, or its first n_steps. A step has its new tokens and the milliseconds that
-        they took on the wall clock, the device's work included. What is done between two steps is
-        in the time of neither."""
-        case, prompt = turn.case, self.prompt_ids(turn)
+    def generate(self, job: Job, n_steps: int | None = None) -> list[Step]:
+        """Return the steps of a text, or only the first n_steps.
+
+        A step has its new tokens and the wall-clock milliseconds that it took, including the work
+        of the device. The metrics add up these times, without the time between steps.
+        """
+        case, prompt_ids = job.case, self.prompt_ids(job)
         if case.is_hf:
-            return self.transformers.decode(case.method, prompt, case.new_tokens, n_steps)
-        config = case.config(self.args.top_p, self.seed(turn), not self.args.no_graphs)
-        return list(islice(Request(self.pair, prompt, config, case.new_tokens).decode(), n_steps))
+            return self.hf.decode(case.method, prompt_ids, case.new_tokens, n_steps)
+        seed, graphs = self.seed_of(job), not self.args.no_graphs
+        config = case.generation_config(top_p=self.args.top_p, seed=seed, graphs=graphs)
+        # A request without EOS ids generates all new tokens
+        request = Request(self.pair, prompt_ids, config, case.new_tokens)
+        return list(islice(request.decode(), n_steps))
 
-    def prompt_ids(self, turn: Turn) -> list[int]:
-        return self.prompts[turn.case.dataset][turn.prompt][: turn.case.prompt_tokens]
+    def prompt_ids(self, job: Job) -> list[int]:
+        return self.prompts[job.case.dataset][job.prompt][: job.case.prompt_tokens]
 
-    def seed(self, turn: Turn) -> int:
-        """Return another seed for every prompt and round, the same for every method."""
-        n_prompts = len(self.prompts[turn.case.dataset])
-        return (self.args.seed or 0) + turn.round * n_prompts + turn.prompt
+    def seed_of(self, job: Job) -> int:
+        """Return the seed of a text: different for each prompt and round, equal for all cases."""
+        n_prompts = len(self.prompts[job.case.dataset])
+        return (self.args.seed or 0) + job.round * n_prompts + job.prompt
 
-    def measure(self, turn: Turn) -> Text:
-        """Write a text, and return its line of the results file."""
-        case = turn.case
-        text = dict(zip(KEY, turn.key, strict=True))
-        if self.is_memory:  # without a speed: the process does nothing else
-            how = case, self.prompt_ids(turn), self.seed(turn)
-            metrics, ids = measure_apart(self.args, self.pair.target.device, *how)
-            text |= metrics
+    def measure_text(self, job: Job) -> Line:
+        """Generate a text and return its line of the results file."""
+        case, prompt_ids = job.case, self.prompt_ids(job)
+        line = dict(zip(KEY_COLUMNS, job.key, strict=True))
+        if self.is_memory_table:
+            device, seed = self.pair.target.device, self.seed_of(job)
+            metrics, ids = measure_in_new_process(self.args, device, case, prompt_ids, seed)
+            line |= metrics
         else:
-            steps = self.write(turn)
+            steps = self.generate(job)
             ids = token_ids(steps)
-            text |= self.metrics_of(turn, steps) | {"setup_s": self.setup_s[case]}
-        return text if case.temperature else text | self.results.columns_of_ids(ids)
+            line |= self.metrics_of(job, steps) | {"setup_s": self.setup_s[case]}
+        if case.temperature > 0:  # sampled texts are not compared, so their ids are not kept
+            return line
+        return line | self.results.ids_fields(ids)  # a digest, and the ids if they are new
 
-    def metrics_of(self, turn: Turn, steps: Sequence[Step]) -> Text:
-        """Return the metrics and counts of a text. Its tok/s is `throughput`: (tokens - 1) /
-        seconds of all steps except the first, which is the prompt's."""
-        case = turn.case
-        found: Text = asdict(measure(steps))
-        del found["new_tokens"]  # those of the case: nothing ends a text early
+    def metrics_of(self, job: Job, steps: Sequence[Step]) -> Line:
+        """Return the metrics and counts of a text. `throughput` of measure() is tok/s in tables."""
+        case = job.case
+        found: Line = asdict(measure(steps))
+        del found["new_tokens"]  # already in the line's key
         if case.is_hf:
-            return {name: value for name, value in found.items() if name not in NOT_TOLD}
-        config = case.config()
+            return {name: value for name, value in found.items() if name not in UNREPORTED_METRICS}
+        config = case.generation_config()
         found |= measure_acceptance(steps, config.settings)
-        if case.temperature or not turn.round:  # another round of a greedy text counts the same
+        is_greedy, is_first = case.temperature == 0, job.round == 0
+        if is_first or not is_greedy:  # every round of greedy text has the same counts
             found["depths"] = count_depths(steps)
-        if not (case.temperature or turn.round):  # sampled text says nothing of calibration
+        if is_first and is_greedy:  # share of candidates that are the target's best token
             found["calibration"] = count_calibration(steps)
-        times = self.results.step_times
-        if (
-            times and not config.strict and config.window == WHOLE_TEXT
-        ):  # as the passes that were timed
+        times = self.results.step_times  # of passes that are not strict and have no window
+        if times and not config.strict and config.window == FULL_ATTENTION:
             found["predicted_ms"] = predict_text_ms(times, config, self.pair, steps)
         return found
 
     def compare_with_references(self) -> None:
-        """Find where greedy texts differ from those of their reference, mostly ar's, and how
-        narrowly the target decided there: in float32, by a model that no timed text is to have in
-        memory beside it."""
-        turns = {turn.key: turn for turn in self.in_turn()}
-        texts = text_frame(self.results)
-        for key in texts[texts.is_different].key:
+        """Record where greedy texts differ from their reference: the first different token, and the
+        gap between the target's two best logits there. A tiny gap means a tie and not a bug.
+
+        The gap is computed in float32. The comparison comes last, so that a float32 copy of the
+        target takes no memory while texts are measured.
+        """
+        jobs = {job.key: job for job in self.all_jobs()}
+        frame = text_frame(self.results)  # pandas, with the columns key and is_different
+        for key in frame[frame.is_different].key:
             if key in self.results.differences:
                 continue
-            turn = turns[key]
-            theirs = self.ids_of(turn._replace(case=replace(turn.case, row=turn.case.reference)))
-            at = first_difference(self.ids_of(turn), theirs)
-            window = WHOLE_TEXT if turn.case.is_hf else turn.case.config().window
-            gap = top2_gap(self.pair, self.prompt_ids(turn) + theirs[:at], window)
-            line = dict(zip(KEY, key, strict=True)) | {"at": at, "gap": gap}
-            self.file.add({"difference": line})
+            job = jobs[key]
+            reference_case = replace(job.case, row=job.case.reference)
+            reference_ids = self.greedy_ids(job._replace(case=reference_case))
+            at = first_difference(self.greedy_ids(job), reference_ids)
+            # Rows that begin with hf- have no config
+            window = FULL_ATTENTION if job.case.is_hf else job.case.generation_config().window
+            gap = top2_gap(self.pair, self.prompt_ids(job) + reference_ids[:at], window)
+            line = dict(zip(KEY_COLUMNS, key, strict=True)) | {"at": at, "gap": gap}
+            self.writer.add({"difference": line})
 
-    def ids_of(self, turn: Turn) -> list[int]:
-        """Return the ids of a greedy text. Raises UsageError if a line of the file is missing."""
-        digest = str(self.results.texts[turn.key]["ids_digest"])
+    def greedy_ids(self, job: Job) -> list[int]:
+        """Return the ids of a greedy text. Texts with equal ids share one line that has them, found
+        by its digest. Raises UsageError if that line is missing."""
+        digest = str(self.results.texts[job.key]["ids_digest"])
         if digest not in self.results.ids:
-            raise UsageError(f"{self.file.file} has no line with the ids of digest {digest}")
+            raise UsageError(f"{self.writer.file} has no line with the ids of digest {digest}")
         return self.results.ids[digest]
 
 
-def progress(turns: Sequence[Turn]) -> tqdm:
-    """Return these, and report on stderr how far they are: on a terminal at once, else now and
-    then."""
+def progress_bar(jobs: Sequence[Job]) -> tqdm:
+    """Return an iterable over the jobs that shows progress on stderr: at once on a terminal, else
+    every LOG_S seconds."""
     pace = {} if sys.stderr.isatty() else {"mininterval": LOG_S, "delay": LOG_S}
-    return tqdm(turns, leave=False, unit="text", **pace)
+    return tqdm(jobs, leave=False, unit="text", **pace)
 
 
-def run_table(bench: Bench, kind: str) -> int:
-    """Measure and show a table, or as much of it as there is time for. Returns the exit status."""
+def run_table(bench: Bench, table_format: str) -> int:
+    """Measure a table and print it, also if the run is interrupted or fails.
+
+    Returns the exit status: 130 if interrupted; 1 if a strict text differs from its reference, or a
+    float32 text differs without a tie; else 0.
+    """
     try:
         bench.measure_all()
     except KeyboardInterrupt:
-        say("interrupted")
+        print_line("interrupted")
         return 130
-    finally:  # an error, too, leaves what was measured
-        if bench.results.is_begun:
-            show(bench.results, kind)
-            say(f"results in {bench.file.file}{how_to_go_on(bench)}")
+    finally:
+        if bench.results.has_measurements:
+            print_table(bench.results, table_format)
+            print_line(f"results in {bench.writer.file}{resume_hint(bench)}")
     return 0 if is_exact(bench.results) else 1
 
 
-def how_to_go_on(bench: Bench) -> str:
-    """Return the command that measures the texts that are lacking, if any are."""
-    n_lacking, ranks = bench.results.n_lacking, bench.pair.ranks
-    if not n_lacking:
+def resume_hint(bench: Bench) -> str:
+    """Return the end of a message: how many texts are missing, and the command that measures them.
+    It is empty if none is missing."""
+    n_missing, ranks = bench.results.n_missing, bench.pair.ranks
+    if not n_missing:
         return ""
     start = ["torchrun", "--nproc-per-node", str(ranks.world_size)] if ranks else ["python"]
-    words = [*start, os.path.relpath(ROOT / "bench.py"), f"--resume={bench.file.file}"]
-    return f"; {n_lacking} texts are lacking; to go on: {shlex.join(words)}"
+    words = [*start, os.path.relpath(ROOT / "bench.py"), f"--resume={bench.writer.file}"]
+    return f"; {n_missing} texts are missing; resume with: {shlex.join(words)}"
 
 
-def show(results: Results, kind: str) -> None:
-    """Print a table. kind: text or markdown."""
-    if kind == "markdown":
+def print_table(results: Results, table_format: str) -> None:
+    """Print the table of a results file. table_format: text or markdown."""
+    if table_format == "markdown":
         print(markdown_report(results), flush=True)
     else:
         print(text_report(results, shutil.get_terminal_size().columns), flush=True)
 
 
 def show_file(args: argparse.Namespace) -> None:
-    """Print the table of a results file again. Raises UsageError."""
+    """Print the table of the results file that --show names. Raises UsageError."""
     results = load(args.show)
     columns = choose_columns(args.columns, results.head.columns)
     results.head = replace(results.head, columns=columns)
-    show(results, args.format)
+    print_table(results, args.format)
 
 
 def execute(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
-    """Carry out the command line, once parsed. Returns the exit status. ranks: those that compute
-    the target, if there are several."""
-    if args.peers:
-        raise UsageError("--peers is now --hf")
+    """Run the parsed command line and return the exit status.
+
+    ranks: the tensor-parallel processes, None if there is only one.
+    """
     if args.tables:
-        require_alone(args, "--tables")
+        require_alone(args, "--tables")  # raises UsageError for other options
         print(describe_tables())
         return 0
     if args.show is not None:
-        require_alone(args, "--show", "columns", "format")
+        require_alone(args, "--show", allowed=("columns", "format"))
         show_file(args)
         return 0
-    previous, kind = None, args.format
     if args.resume is not None:
-        require_alone(args, "--resume", "format")
-        file, previous = Path(args.resume), load(args.resume)
-        args = read_options(previous.head)
-    else:
-        file = choose_file(args)
-    with nullcontext() if previous else new_file(file):
-        table = open_table(args, previous, ranks)
-        return run_table(Bench(table, previous or Results(table.head), file), kind)
+        require_alone(args, "--resume", allowed=("format",))
+        return resume_table(Path(args.resume), args.format, ranks)
+    file = choose_file(args)
+    with new_file(file):  # removes the file if nothing is measured
+        table = prepare_table(args, ranks=ranks)
+        return run_table(Bench(table, Results(table.head), file), args.format)
+
+
+def resume_table(file: Path, table_format: str, ranks: Ranks | None) -> int:
+    """Measure the texts that a results file lacks, with the options that it was made with. Raises
+    UsageError if prompts, models or machine are different now."""
+    results = load(file)
+    table = prepare_table(read_options(results.head), results, ranks)
+    return run_table(Bench(table, results, file), table_format)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    return on_ranks(
-        lambda ranks: run_command_line(partial(execute, ranks=ranks), parser, arguments)
-    )
+    def run(ranks: Ranks | None) -> int:
+        return run_command_line(partial(execute, ranks=ranks), build_parser(), arguments)
+
+    return run_on_ranks(run)  # calls run on rank 0; other ranks run passes for rank 0

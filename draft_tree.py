@@ -1,8 +1,9 @@
 r"""The draft tree, how it grows level by level, and DynaTree's rule, which decides its shape.
 
-The root is the pending token: it ends the text so far, and neither model has run it. The rows below
-it are candidates that a drafter proposed. A row is the number of a node in breadth-first order, so
-a parent stands before its children. The example of the README:
+The root is the pending token: it ends the text so far, and neither model has run it. The nodes
+below it are candidates from a drafter (dynatree.Drafter), usually a draft model. Nodes are numbered
+in breadth-first order, so a parent comes before its children. A node and its number are both called
+a row, because each is a row of the target's pass. The example of the README:
 
     row  token  parent  depth  p(u)            the
      0   the      -1      0    1.00           /   \
@@ -12,7 +13,7 @@ a parent stands before its children. The example of the README:
      4   ran       1      2    0.18
      5   ran       2      2    0.24
 
-    tree = grow(DynaTree().make_rule(), root, drafter.draft, max_depth=2, vocab_size=4096)
+    tree = grow(DynaTree().make_rule(), root_token, drafter.draft, max_depth=2, vocab_size=4096)
 
 p(u) is the product of the draft's probabilities along the path from the root to node u. A tree is
 made of lists, because it grows row by row. The candidates of a level are numpy arrays, because a
@@ -20,14 +21,14 @@ rule compares all of them at once. Both are on the host.
 
 This file has the tree, `grow`, what a rule is, settings, and two methods: ar and DynaTree.
 
-Shapes: n rows of a level, k candidates of each row.
-Paper: DynaTree v2, section 3.3 and Algorithm 1; its symbols name the settings.
+Shapes: n rows of a level that the draft runs, k candidates of each row.
+Paper: DynaTree v2, section 3.3 and Algorithm 1. The settings have the names of its symbols.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import NamedTuple
 
 import numpy
@@ -44,7 +45,8 @@ class Tree:
     parents: list[int]  # rows; -1 for the root
     depths: list[int]  # edges from the root
     path_logprobs: list[float]  # log p(u)
-    # The slot of the row in the draft's cache, counted from the root's, which is 0; -1: not run
+    # When the drafter ran each row: the root 0, the others 1, 2, ...; -1: not run. A draft model's
+    # cache has the rows in this order, from the root's slot on
     draft_slots: list[int]
 
     @classmethod
@@ -69,16 +71,16 @@ class Candidates(NamedTuple):
     """The tokens that a drafter proposes below each of n rows: k of them, the likeliest first."""
 
     tokens: ndarray  # [n, k] int64, distinct in a row
-    # [n, k] float32, of each token given its path; -inf where a row has fewer than k candidates,
-    # nan where the draft overflowed: neither becomes a row
+    # [n, k] float32, log-probability of each token given its path. It is -inf where a row has fewer
+    # than k candidates and nan where the draft overflowed; neither becomes a row
     logprobs: ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a rule sees: the n rows that the draft has just run, and the candidates below them."""
+    """The input of a rule: the candidates below the n rows that the draft has just run."""
 
-    depth: int  # of the rows; their candidates are one deeper
+    row_depth: int  # depth of the rows; that of their candidates is one more
     tokens: ndarray  # [n, k] int64, of the candidates, as Candidates has them
     logprobs: ndarray  # [n, k] float32, of each candidate given its path
     path_logprobs: ndarray  # [n, k] float32, log p(v) of each candidate v
@@ -90,56 +92,60 @@ class Level:
 
 
 # draft(tokens, parents, k) runs n nodes of one level and returns k candidates below each of them.
-# parents[i] is the index of the parent of node i in the tokens of the call before; None: the root's
+# parents[i] is the index of node i's parent among the tokens of the previous call. The first call
+# of a tree runs the root, and its parents are None. If all nodes of the example were expanded, the
+# tokens and parents would be: [the], None; [cat, dog], [0, 0]; [sat, ran, ran], [0, 0, 1]
 Draft = Callable[[list[int], list[int] | None, int], Candidates]
 
-# Conditions by name, all of which a candidate must meet: each [n, k] bool, or one bool for all. The
-# names are for error messages and drawings
+# Conditions by name: each is bool [n, k], or one bool for all. A candidate must meet all of them.
+# The names appear in error messages and on the page of --html
 Gates = Mapping[str, ndarray | bool]
 
 
-def grow(rule: "Rule", root: int, draft: Draft, max_depth: int, vocab_size: int) -> Tree:
+def grow(rule: "Rule", root_token: int, draft: Draft, max_depth: int, vocab_size: int) -> Tree:
     """Grow a tree of at most max_depth levels below a root, with one draft call per level.
 
-    Candidates become rows in breadth-first order until the tree has rule.max_rows; what comes later
-    in this order is lost. Raises ValueError for candidates or gates that are not as defined above.
+    Candidates become rows in breadth-first order until the tree has rule.max_rows rows; the rest is
+    dropped. Raises ValueError for candidates or gates that are not as defined above.
     """
-    tree = Tree.from_root(root)
-    frontier, parents = [0], None  # the rows to run next, and their parents as draft wants them
-    n_run = 0
-    n_levels = rule.begin_tree(root, max_depth)
+    tree = Tree.from_root(root_token)
+    frontier = [0]  # the rows to run next
+    parent_indices = None  # of the frontier's rows, as defined for Draft
+    next_slot = 0
+    n_levels = rule.begin_tree(root_token, max_depth)
     for depth in range(n_levels):
         if not frontier or len(tree) >= rule.max_rows:
             break
-        found = draft([tree.tokens[row] for row in frontier], parents, rule.max_branches)
+        found = draft([tree.tokens[row] for row in frontier], parent_indices, rule.max_branches)
         tokens, logprobs = checked(found, len(frontier), vocab_size)
         for row in frontier:
-            tree.draft_slots[row] = n_run
-            n_run += 1
-        above = numpy.array([[tree.path_logprobs[row]] for row in frontier], numpy.float32)
+            tree.draft_slots[row] = next_slot
+            next_slot += 1
+        parent_logprobs = [[tree.path_logprobs[row]] for row in frontier]  # [n, 1]
         with numpy.errstate(over="ignore"):  # a sum below -3.4e38 is -inf
-            level = Level(depth, tokens, logprobs, above + logprobs)
+            path_logprobs = numpy.array(parent_logprobs, numpy.float32) + logprobs
+        level = Level(depth, tokens, logprobs, path_logprobs)
         is_added = passing(level, rule.add_gates(level))
-        is_expanded = passing(level, rule.expand_gates(level))
+        is_expanded = passing(level, rule.expand_gates(level))  # used if they are added
         level_rows = frontier
-        frontier, parents = [], []
-        added_rows, added_ranks = is_added.nonzero()  # in breadth-first order
-        for i, rank in zip(added_rows.tolist(), added_ranks.tolist(), strict=True):
+        frontier, parent_indices = [], []
+        # i is an index into level_rows, rank a column. The order is breadth-first: parent by parent
+        for i, rank in numpy.argwhere(is_added).tolist():
             if len(tree) >= rule.max_rows:
                 break
-            logprob = level.path_logprobs.item(i, rank)
+            logprob = path_logprobs.item(i, rank)
             row = tree.add(tokens.item(i, rank), level_rows[i], logprob)
             if is_expanded[i, rank]:
                 frontier.append(row)
-                parents.append(i)
+                parent_indices.append(i)
     return rule.finish_tree(tree)
 
 
 def checked(found: Candidates, n: int, vocab_size: int) -> Candidates:
-    """Check a drafter's candidates below n rows and return them, with 0 for a log-probability above
-    it, which is rounding, and -inf for nan, which is a draft's overflow.
+    """Check a drafter's candidates below n rows and return them.
 
-    Raises ValueError if they are not two arrays of one shape [n, k], or a token is not an id below
+    A log-probability above 0, from rounding, becomes 0. nan, from an overflow, becomes -inf. Raises
+    ValueError if they are not two arrays of one shape [n, k], or a token is not an id below
     vocab_size.
     """
     is_pair = isinstance(found, tuple) and len(found) == 2
@@ -147,20 +153,20 @@ def checked(found: Candidates, n: int, vocab_size: int) -> Candidates:
         raise ValueError(f"a drafter gave {found!r:.200}, it must give Candidates of two arrays")
     tokens, logprobs = found
     are_numbers = tokens.dtype.kind == "i" and logprobs.dtype.kind == "f"
-    have_shape = tokens.shape == logprobs.shape and tokens.shape[:-1] == (n,)
+    have_shape = tokens.shape == logprobs.shape and tokens.ndim == 2 and len(tokens) == n
     if not (are_numbers and have_shape and tokens.size > 0):
         given = f"{tokens.dtype} {list(tokens.shape)} and {logprobs.dtype} {list(logprobs.shape)}"
         raise ValueError(f"a drafter gave {given}, it must give int64 and float32 [{n}, k]")
     if not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise ValueError(f"a drafter gave a token outside the target's ids, 0 to {vocab_size - 1}")
-    logprobs = numpy.fmax(numpy.minimum(logprobs, 0), -math.inf)  # fmax prefers a number to nan
+    logprobs = numpy.where(numpy.isnan(logprobs), -math.inf, numpy.minimum(logprobs, 0))
     return Candidates(
         tokens.astype(numpy.int64, copy=False), logprobs.astype(numpy.float32, copy=False)
     )
 
 
 def passing(level: Level, gates: Gates) -> ndarray:
-    """Return which candidates [n, k] are possible and meet all conditions.
+    """Return which candidates [n, k] have a probability above 0 and meet all conditions.
 
     Raises ValueError naming a gate that is neither a bool nor bool [n, k].
     """
@@ -177,12 +183,12 @@ def passing(level: Level, gates: Gates) -> ndarray:
 class Rule:
     """Decides which candidates become rows. One rule serves one text, because it may learn.
 
-    hook          called                               by default
-    begin_tree    before a tree grows                  it may have max_depth levels
-    add_gates     after the draft has run a level      all candidates become rows
-    expand_gates  after add_gates, for the same level  all new rows get candidates of their own
-    finish_tree   after the last level                 it stays; others cut it, or add other nodes
-    adapt         after a tree was verified            nothing is learned from what was accepted
+    hook          called                           by default
+    begin_tree    before a tree grows              the tree may have max_depth levels
+    add_gates     after the draft has run a level  all candidates become rows
+    expand_gates  after add_gates                  all new rows get candidates of their own
+    finish_tree   after the last level             the tree stays as it is
+    adapt         after a tree was verified        the rule learns nothing
     """
 
     is_used = False  # `generate` sets it, and refuses a rule that has served another text
@@ -198,8 +204,9 @@ class Rule:
         self.max_depth = max_depth
         self.max_rows = max_rows
 
-    def begin_tree(self, root: int, max_depth: int) -> int:
-        """Begin a tree and return how many levels to draft, at most max_depth."""
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
+        """Begin a tree and return how many levels to draft. max_depth: the most levels that the
+        rest of the text has room for."""
         return min(max_depth, self.max_depth)
 
     def add_gates(self, level: Level) -> Gates:
@@ -218,7 +225,7 @@ class Rule:
         """Learn from a verified tree. path: the accepted rows, the root first."""
 
 
-def setting(default: float, low: float, high: float, meaning: str) -> float:
+def setting(default: float, low: float, high: float, meaning: str) -> Field:
     """Return the dataclass field of a setting: an int, float or bool from low to high."""
     return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
 
@@ -234,8 +241,9 @@ class Settings:
             self.check(f.name, getattr(self, f.name), f.type, f.metadata)
 
     def check(self, name: str, value: object, kind: type, metadata: Mapping) -> None:
-        """Raise ValueError for a value that this setting must not have."""
-        if type(value) is not kind and not (kind is float and type(value) is int):
+        """Raise ValueError for a value that this setting must not have. Subclasses extend it."""
+        kinds = (float, int) if kind is float else (kind,)
+        if type(value) not in kinds:
             raise ValueError(f"{name} is {value!r}, it must be of type {kind.__name__}")
         low, high = metadata["low"], metadata["high"]
         if not low <= value <= high:
@@ -265,13 +273,13 @@ class DynaTree(Settings):
     tau_l: float = setting(0.4, 0.0, 1.0, "confidence below which B_max is needed")
     D0: int = setting(5, 1, MAX_ROWS - 1, "base depth; deeper only where p(u) >= rho_deep")
     D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth")
-    rho_stop: float = setting(0.1, 0.0, 1.0, "p(u) needed to expand a node at depths under D0")
-    rho_deep: float = setting(0.5, 0.0, 1.0, "p(u) needed to expand a node from depth D0 on")
+    rho_stop: float = setting(0.1, 0.0, 1.0, "p(u) needed to expand a node of depth < D0")
+    rho_deep: float = setting(0.5, 0.0, 1.0, "p(u) needed to expand a node of depth >= D0")
     tau: float = setting(0.05, 0.0, 1.0, "a child with p(u) below tau is not added")
     N_max: int = setting(64, 1, MAX_ROWS, "rows per tree, root included (paper: 256)")
     W: int = setting(10, 1, 1000, "trees in the history window")
-    adapt_breadth: bool = setting(True, False, True, "by c(u); off: B_mid everywhere")
-    adapt_depth: bool = setting(True, False, True, "by p(u); off: every node down to D0")
+    adapt_breadth: bool = setting(True, False, True, "choose B(u) by c(u); off: B_mid everywhere")
+    adapt_depth: bool = setting(True, False, True, "expand by p(u); off: expand while depth < D0")
     prune: bool = setting(True, False, True, "prune below tau; off: tau has no effect")
     history: bool = setting(True, False, True, "move D0, tau_h and rho_deep by acceptance")
 
@@ -291,19 +299,20 @@ class DynaTreeRule(Rule):
 
     def __init__(self, settings: DynaTree):
         s = settings
-        super().__init__(s.B_max if s.adapt_breadth else s.B_mid, s.D_max, s.N_max)
+        max_branches = s.B_max if s.adapt_breadth else s.B_mid
+        super().__init__(max_branches, max_depth=s.D_max, max_rows=s.N_max)
         self.initial = self.current = settings
-        # a_r = accepted tokens / depth of the tree, of the last W trees
+        # a_r = accepted candidates / depth of the tree, for the last W trees
         self.depth_ratios: deque[float] = deque(maxlen=s.W)
 
     def add_gates(self, level: Level) -> Gates:
-        """Algorithm 1, lines 17 to 26: B(u) children of each node, without the unlikely ones."""
+        """Add B(u) children of each node, but no unlikely ones (Algorithm 1, lines 17 to 26)."""
         s = self.current
         breadth = [s.B_mid] * len(level.tokens)  # B(u)
         if s.adapt_breadth:
             breadth = [self.branching_factor(c) for c in level.confidence.tolist()]
         ranks = numpy.arange(level.tokens.shape[1])
-        gates = {"confidence": ranks < numpy.array(breadth)[:, None]}
+        gates = {"confidence": ranks < numpy.array(breadth)[:, None]}  # [n, k], the first B(u)
         if s.prune:
             gates["tau"] = level.path_logprobs >= log_threshold(s.tau)
         return gates
@@ -316,29 +325,29 @@ class DynaTreeRule(Rule):
         return s.B_max if confidence < s.tau_l else s.B_mid
 
     def expand_gates(self, level: Level) -> Gates:
-        """Algorithm 1, lines 27 to 30: only nodes on likely paths get children."""
-        name, threshold = self.depth_gate(level.depth + 1)
+        """Expand only nodes on likely paths (Algorithm 1, lines 27 to 30)."""
+        name, threshold = self.depth_gate(level.row_depth + 1)
         return {name: level.path_logprobs >= log_threshold(threshold)}
 
     def depth_gate(self, depth: int) -> tuple[str, float]:
-        """Return the setting that decides whether a node of this depth is expanded, and the least
-        p(u) for it: rho_stop above depth D0, rho_deep from there on. inf: never expanded."""
+        """Return the name of the setting that limits expansion at this depth, and the p(u) that a
+        node needs there: 0 if every node is expanded, inf if none is."""
         s = self.current
         if not s.adapt_depth:
             return "D0", (0.0 if depth < s.D0 else math.inf)
-        if depth >= s.D_max:
+        if depth >= s.D_max:  # begin_tree stops here anyway; the page of --html shows this name
             return "D_max", math.inf
         if depth >= s.D0:
             return "rho_deep", s.rho_deep
         return "rho_stop", s.rho_stop
 
     def adapt(self, tree: Tree, path: list[int]) -> None:
-        """Record a_r = accepted tokens / depth of the tree. If its mean over the last W trees is
-        high, draft deeper; if it is low, draft less deep."""
-        if len(tree) == 1:  # of a root alone there is no ratio
+        """Record a_r = accepted candidates / depth of the tree. If its mean over the last W trees
+        is high, draft deeper; if it is low, draft less deep."""
+        if len(tree) == 1:  # it has depth 0, so there is no ratio
             return
         self.depth_ratios.append((len(path) - 1) / max(tree.depths))
-        if not self.initial.history or len(self.depth_ratios) < self.initial.W:
+        if not self.current.history or len(self.depth_ratios) < self.current.W:
             return
         mean = self.mean_depth_ratio()
         if mean > 0.8:
@@ -347,16 +356,18 @@ class DynaTreeRule(Rule):
             self.move_thresholds(-1)
 
     def mean_depth_ratio(self) -> float:
-        """Return the mean of the recorded ratios; there must be at least one."""
+        """Return the mean of the recorded ratios, of which there must be at least one."""
         mean = sum(self.depth_ratios) / len(self.depth_ratios)
-        return round(mean, 9)  # else the mean of ten ratios of 3 / 5 is below 0.6
+        return round(mean, 9)  # without rounding, ten ratios of 3 / 5 have a mean below 0.6
 
     def move_thresholds(self, direction: int) -> None:
-        """Move thresholds within the paper's bounds (3.3). 1 is for deeper trees: D0 + 1, tau_h -
-        0.05, rho_deep - 0.05; -1 is the reverse. tau_l < tau_h and rho_stop < rho_deep stay true.
+        """Move thresholds within the bounds of the authors' code (the paper does not give them).
+
+        Direction 1 makes trees deeper, and narrower: with a lower tau_h more nodes get only B_min
+        children. -1 is the reverse. tau_l < tau_h and rho_stop < rho_deep stay true.
         """
         s, initial = self.current, self.initial
-        d0 = clamped(s.D0 + direction, initial.D0, 2, initial.D_max - 1)
+        d0 = clamped(s.D0 + direction, initial.D0, 2, s.D_max - 1)  # rho_deep needs D0 < D_max
         tau_h = clamped(s.tau_h - 0.05 * direction, initial.tau_h, 0.5, 0.95)
         rho_deep = clamped(s.rho_deep - 0.05 * direction, initial.rho_deep, 0.3, 0.8)
         tau_h = tau_h if tau_h > s.tau_l else s.tau_h
@@ -365,10 +376,12 @@ class DynaTreeRule(Rule):
 
 
 def clamped(value: float, initial: float, low: float, high: float) -> float:
-    """Return the value within [low, high], a range that is widened to contain the initial value."""
-    return min(max(value, min(low, initial)), max(high, initial))
+    """Return the value within [low, high]. The range is widened to contain the initial value, which
+    a user may choose outside it."""
+    low, high = min(low, initial), max(high, initial)
+    return min(max(value, low), high)
 
 
 def log_threshold(probability: float) -> float:
-    """Return the logarithm of a threshold on a probability; the threshold may be 0."""
+    """Return the logarithm of a threshold on a probability. 0 passes all, inf none."""
     return math.log(probability) if probability > 0 else -math.inf

@@ -1,8 +1,8 @@
-"""DynaTree: tree speculative decoding. The loop, the draft model's side of it, a command line.
+"""DynaTree: tree speculative decoding. The loop, the draft model's part, and a command line.
 
-Each iteration drafts a tree of candidates below the last token of the text, runs the target once
-over the whole tree, and keeps the path that the target accepts, plus one token of the target's own.
-The text is exact: greedy text is the target's own, and sampled text has the target's distribution.
+Each iteration drafts a tree of candidates below the last token, runs the target once over the whole
+tree, and keeps the path that the target accepts, plus one token of the target's own. The text is
+exact: greedy text is what the target writes, and sampled text has the target's distribution.
 Paper: DynaTree v2, Algorithm 1.
 
     target = GPTNeoX.from_pretrained("models/tiny/target")
@@ -24,18 +24,19 @@ Shapes: n rows of one level, k candidates of each row, V vocabulary.
 import sys
 from pathlib import Path
 
-# In a clone, the command line of cli/, with all methods and options, takes over from the small one
-# below: before torch is imported, because it sets up how torch takes memory
+# In a clone, run the command line of cli/, with all methods and options, instead of the small one
+# below. run_program does not return. It is called before `import torch`, because it sets how torch
+# allocates memory
 if __name__ == "__main__" and (Path(__file__).parent / "cli" / "main.py").exists():
     from cli.start import run_program
 
     run_program("cli.main")
 
 import argparse
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from operator import index
 
 import numpy
 import torch
@@ -49,40 +50,43 @@ from sampling import Sampler
 from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
 
 METHODS = {"ar": Autoregressive, "dynatree": DynaTree}  # of the command line below
+BOOL_WORDS = {"on": True, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one iteration adds to the text. The first step is the prompt's; its tree is only a root,
-    the prompt's last token."""
+    """The result of one iteration. The first step is the prefill's. Its tree is only a root: the
+    last token of the prompt, which unlike later roots has been run."""
 
-    tokens: list[int]  # one for each row of the path, fewer where EOS or the limit ends the text
+    tokens: list[int]  # the new tokens: one after each row of the path, cut at EOS and the limit
     tree: Tree
     path: list[int]  # the accepted rows of the tree, the root first
 
 
 class Drafter:
-    """Proposes candidates for trees. ModelDrafter does so by a draft model."""
+    """Proposes candidates for trees. ModelDrafter does it with a draft model."""
 
     def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
-        """Begin a text. capacity: cache slots that are needed, for the whole text and a tree.
-        vocab_size: of the target; no candidate may be outside it."""
+        """Begin a text. capacity: cache slots for the whole text and a tree. vocab_size: the
+        target's; candidates are ids below it."""
 
     def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
         """Run n nodes of a tree and return k candidates below each, as draft_tree.Draft says."""
         raise NotImplementedError(f"{type(self).__name__} has no draft")
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
-        """Take in a verified tree, or the prompt's. tokens: the target's token after each row of
-        the path; the last one is the next root."""
+        """Record what was accepted of a tree. In the first call, after the prefill, the tree is
+        only the last token of the prompt. tokens: the target's token after each row of the path;
+        the last one is the next root."""
 
 
 class ModelDrafter(Drafter):
     """A draft model and its KV cache, which also holds the tree while it grows.
 
-    In the cache stand the text, the root, and the rows below it in the order in which they are run.
-    Tree.draft_slots counts from the root's slot. `uncached` has the tokens of the text that the
-    draft has not run yet, the next root last: the next tree begins by running them.
+    The cache holds the committed tokens, the root, and the rows below it in the order in which they
+    are run. `uncached` has the tokens that the draft has not run yet: before the first tree the
+    prompt, before later ones the accepted rows that were not run. In both cases the root comes
+    last. The next tree begins with a pass over them.
     """
 
     def __init__(self, model: Model):
@@ -95,36 +99,39 @@ class ModelDrafter(Drafter):
         self.reset_tree()
 
     def reset_tree(self) -> None:
-        """Begin a tree: the last level is the root, and no row below it has been run."""
-        self.n_run = 0  # rows below the root that have been run; they are the newest of the cache
-        self.depth = 0  # of the last level
-        # [rows of the last level, n_run]: which of the rows that were run each of them attends to
+        """Begin a tree that is only its root. Does not change the cache."""
+        self.n_below_root = 0  # rows run below the root; they have the newest slots of the cache
+        self.depth = 0  # of the latest level
+        # [rows of the latest level, n_below_root]: whether a row of this level attends to a row
+        # below the root. At first the level is the root: one row, no columns
         self.mask = numpy.zeros((1, 0), dtype=bool)
 
     def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        logits = self.run_root() if parents is None else self.run_level(tokens, parents)
+        # In the first call `tokens` is the root, which is the last of `uncached`
+        logits = self.run_uncached() if parents is None else self.run_level(tokens, parents)
         return self.choose(logits[:, : self.vocab_size], k)
 
-    def run_root(self) -> Tensor:
+    def run_uncached(self) -> Tensor:
         """Run all uncached tokens and return the logits [1, V] after the last one, the root."""
-        # The draft runs token 0 for one that its vocabulary lacks. That makes worse candidates, and
-        # the target still decides
+        # The draft runs token 0 in place of a token that its vocabulary lacks. Its candidates are
+        # then worse, but the target still decides
         ids = [token if token < self.model.config.vocab_size else 0 for token in self.uncached]
         self.uncached = []
         return self.model.prefill(ids, self.cache)
 
     def run_level(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """Run n nodes and return the logits [n, V] after them. Each attends to all that the node
-        above it attends to, and to itself."""
+        """Run n nodes, one level below the latest one. Return the logits [n, V] after them. A node
+        attends to all that its parent attends to, and to itself."""
         n = len(tokens)
-        first = self.cache.length - self.n_run  # the position after the root's
-        position = first + self.depth
-        self.mask = numpy.concatenate([self.mask[parents], numpy.eye(n, dtype=bool)], axis=1)
-        mask, positions = torch.from_numpy(self.mask), torch.full((n,), position)
-        logits = self.model.forward(torch.tensor(tokens), positions, self.cache, mask)
-        self.cache.length += n  # until the tree is verified
-        self.n_run += n
         self.depth += 1
+        root_position = self.cache.length - self.n_below_root - 1  # run_uncached has committed it
+        positions = torch.full((n,), root_position + self.depth)
+        # The parents' rows of the mask, and a column for each new node: [n, n_below_root + n]
+        self.mask = numpy.concatenate([self.mask[parents], numpy.eye(n, dtype=bool)], axis=1)
+        mask = torch.from_numpy(self.mask)
+        logits = self.model.forward(torch.tensor(tokens), positions, self.cache, mask)
+        self.cache.length += n  # the next level comes after it; `commit` rewinds
+        self.n_below_root += n
         return logits
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
@@ -133,12 +140,17 @@ class ModelDrafter(Drafter):
         return Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy())
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
-        self.cache.rewind(self.cache.length - self.n_run)
+        # The rows below the root become scratch again, and the accepted ones of them are committed.
+        # Draft slots count from the root, scratch rows from the row after it. Rows that were not
+        # run (-1) come last in a path, because nothing is run below them
+        self.cache.rewind(self.cache.length - self.n_below_root)
         self.reset_tree()
         slots = [tree.draft_slots[row] for row in path[1:]]
-        rows = [slot - 1 for slot in slots if slot > 0]  # counted from the slot after the root's
-        self.cache.commit(rows)
-        self.uncached += tokens[len(rows) :]  # tokens[i] is that of path[i + 1]
+        scratch_rows = [slot - 1 for slot in slots if slot != -1]
+        self.cache.commit(scratch_rows)
+        # tokens[i] is the token of path[i + 1], the last one is the bonus token. The first
+        # len(scratch_rows) are in the cache now
+        self.uncached += tokens[len(scratch_rows) :]
 
 
 @torch.inference_mode()
@@ -157,22 +169,22 @@ def generate(
     Args:
         drafter: None for a rule that never drafts.
         rule: a new one for each text.
-        eos_ids: end the text; those of a checkpoint are target.config.eos_ids.
+        eos_ids: tokens that end the text; target.config.eos_ids are those of the checkpoint.
         accept: accept_greedy, or a new Sampler for sampled text.
 
-    When the first step is asked for, raises ValueError if an argument is invalid. Raises
-    NonFiniteLogits if the target overflows.
+    The first next() raises ValueError if an argument is invalid. Raises NonFiniteLogits if the
+    target overflows.
     """
-    vocab_size, n_left = target.config.vocab_size, max_new_tokens
-    prompt, eos_ids = require_text(vocab_size, prompt, max_new_tokens), tuple(eos_ids)
+    vocab_size, n_left, eos_ids = target.config.vocab_size, max_new_tokens, tuple(eos_ids)
+    prompt = checked_prompt(vocab_size, prompt, max_new_tokens)
     require_parts(drafter, rule)
     rule.is_used = True
-    drafter = drafter or Drafter()  # which is never asked to draft
+    drafter = drafter or Drafter()  # never asked to draft, because the rule has max_depth 0
     capacity = len(prompt) + max_new_tokens + rule.max_rows
     cache = target.new_cache(capacity)
     drafter.start(prompt, capacity, vocab_size)
-    # prefill commits the prompt. Its last token is then taken for a tree, so that `accept` chooses
-    # the first token of the text as it chooses all others
+    # prefill commits the whole prompt. The last token then serves as a tree of one row, so that
+    # `accept` chooses the first new token as it chooses all others
     tree = Tree.from_root(prompt[-1])
     path, tokens = accept(tree, target.prefill(prompt, cache))
     drafter.commit(tree, path, tokens)
@@ -180,17 +192,18 @@ def generate(
     n_left -= len(new)
     yield Step(new, tree, path)
     while n_left and new[-1] not in eos_ids:
-        # 1 draft: a tree below the last token, one level less than tokens left: one is the bonus
+        # 1 draft: a tree below the last token, of at most n_left - 1 levels, because the bonus
+        # token comes after them
         tree = grow(rule, new[-1], drafter.draft, n_left - 1, vocab_size)
-        # 2 mask and positions: a row attends to the rows above it; its depth gives its position
+        # 2 mask and positions: a row attends to its ancestors; its depth gives its position
         tree_tokens, positions, mask = tree_inputs(tree, cache.length)
         # 3 verify: one pass of the target over the whole tree
         logits = target.forward(tree_tokens, positions, cache, mask)
         # 4 accept: a path of the tree, then one token of the target's own, the bonus token
         path, tokens = accept(tree, logits)
-        new = cut(tokens, eos_ids, n_left)
+        new = cut(tokens, eos_ids, n_left)  # after a cut the loop ends, so the caches need none
         n_left -= len(new)
-        # 5 commit: both caches keep the accepted rows and forget the others
+        # 5 commit: both caches keep the accepted rows and discard the others
         cache.commit(path)
         drafter.commit(tree, path, tokens)
         # 6 adapt: the rule learns from what was accepted
@@ -198,10 +211,10 @@ def generate(
         yield Step(new, tree, path)
 
 
-def require_text(vocab_size: int, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """Return the prompt as a list. Raises ValueError for it or for max_new_tokens."""
+def checked_prompt(vocab_size: int, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """Return the prompt as a list. Raises ValueError if it or max_new_tokens is invalid."""
     try:
-        ids = [index(token) for token in prompt]
+        ids = [operator.index(token) for token in prompt]
     except TypeError as error:
         raise ValueError("prompt must be a sequence of token ids") from error
     if not ids or not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -215,8 +228,8 @@ def require_parts(drafter: Drafter | None, rule: Rule) -> None:
     """Raise ValueError for what `generate` cannot use as a drafter or a rule."""
     if not isinstance(rule, Rule) or rule.is_used:
         raise ValueError(f"rule is {rule!r:.80}, it must be a Rule that served no other text")
-    is_needed = drafter is not None or rule.max_depth > 0
-    if is_needed and not isinstance(drafter, Drafter):
+    may_be_none = rule.max_depth == 0
+    if not isinstance(drafter, Drafter) and not (drafter is None and may_be_none):
         raise ValueError(f"drafter is {drafter!r:.80}, this rule needs a Drafter")
 
 
@@ -228,11 +241,11 @@ def read_settings(kind: type[Settings], assignments: Sequence[str]) -> Settings:
         name, _, word = assignment.partition("=")
         if name not in types:
             raise ValueError(f"--set {assignment}: the settings are {', '.join(types) or 'none'}")
+        is_bool = types[name] is bool
         try:
-            is_bool = types[name] is bool
-            values[name] = {"on": True, "off": False}[word] if is_bool else types[name](word)
+            values[name] = BOOL_WORDS[word] if is_bool else types[name](word)
         except (KeyError, ValueError) as error:
-            expected = "on or off" if types[name] is bool else types[name].__name__
+            expected = "on or off" if is_bool else types[name].__name__
             raise ValueError(f"--set {assignment}: {name} must be {expected}") from error
     return kind(**values)
 
@@ -247,7 +260,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="(default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampled text (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--target", default="models/tiny/target", help="folder of a checkpoint")
     parser.add_argument("--draft", default="models/tiny/draft", help="folder of a checkpoint")
     parser.add_argument("--device", default="cpu", help="(default cpu)")
@@ -257,13 +270,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def write(steps: Iterator[Step], tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """Print a text as it is committed, and return its ids and the number of steps."""
+    """Print a text while it is generated. Return its ids and the number of steps."""
     ids, n_steps, n_shown = [], 0, 0
     for step in steps:
         ids += step.tokens
         n_steps += 1
         text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # else more bytes of the last character are to come
+        if not text.endswith("\ufffd"):  # otherwise the last character is incomplete
             print(text[n_shown:], end="", flush=True)
             n_shown = len(text)
     print(text[n_shown:])
@@ -271,7 +284,7 @@ def write(steps: Iterator[Step], tokenizer: Tokenizer) -> tuple[list[int], int]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write a text by a method, and if asked for, compare it with ar's."""
+    """Generate and print a text, and with --compare also run ar."""
     settings = read_settings(METHODS[args.method], args.set)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: torch finds no CUDA device")
@@ -301,7 +314,7 @@ def run(args: argparse.Namespace) -> None:
     rate = len(ids) / (time.perf_counter() - began)
     summary = f"{len(ids)} tokens, {rate:.1f} tokens/s, {len(ids) / n_steps:.2f} tokens/iter"
     print(summary, file=sys.stderr)
-    if args.compare:  # both without printing
+    if args.compare:  # time the method again without printing, which takes time
         ids, rate = timed(settings)
         ar_ids, ar_rate = timed(Autoregressive())
         verdict = "equal" if ids == ar_ids else "different"

@@ -1,9 +1,11 @@
 """GPT-NeoX (Pythia), a causal language model over an explicit KV cache.
 
 The modules have the published names, so a checkpoint's tensors load by name. One method, `forward`,
-runs a token, a level of a draft tree and a whole tree. The cache is a row of slots: those below its
-length hold the text, and a pass writes its n rows to the slots from there on. For each row the
-caller gives its position, and a mask that says which of the newest slots it attends to.
+runs a token, a level of a draft tree and a whole tree. The cache is a list of slots: those below
+its length hold the committed tokens, and a pass writes its n rows to the slots after them. The
+caller gives each row's position, and a mask over the newest slots: those of the pass, and for a
+level of a draft tree also those of the levels above, over which the draft model has advanced the
+length for the time being. Every row attends to all older slots.
 
     model = GPTNeoX.from_pretrained("models/tiny/target")
     cache = model.new_cache(capacity=256)
@@ -29,13 +31,13 @@ from torch import Tensor, nn
 
 PREFILL_CHUNK = 512  # rows of one pass over a prompt; bounds the [n, S] mask
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu(approximate=...)
-HEAD, EMBEDDING = "embed_out.weight", "gpt_neox.embed_in.weight"
-ROPE_TYPES = (None, "default")
-IS_VALID = {  # whether a value may be in config.json, by the type of the field
-    int: lambda value: type(value) is int and 0 < value <= 2**28,
+OUTPUT_HEAD, EMBEDDING = "embed_out.weight", "gpt_neox.embed_in.weight"
+ROPE_TYPES = (None, "default")  # supported; None: config.json names no type
+IS_VALID = {  # whether a value may be in config.json, by the annotation of its field in Config
+    int: lambda value: type(value) is int and 0 < value <= 2**28,  # no real model has more
     float: lambda value: type(value) in (int, float) and 0 < value < math.inf,
     bool: lambda value: type(value) is bool,
-    str: lambda value: type(value) is str and value in ACTIVATIONS,
+    str: lambda value: type(value) is str and value in ACTIVATIONS,  # hidden_act is the only str
     tuple[int, ...]: lambda value: all(type(token) is int for token in value),
 }
 
@@ -55,7 +57,7 @@ class Config:
     rotary_emb_base: float = 10000.0
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
-    use_parallel_residual: bool = True  # attention and MLP are added to the same x
+    use_parallel_residual: bool = True  # x + Attn(x) + MLP(x), see Layer
     tie_word_embeddings: bool = False  # the output matrix is the embedding
     attention_bias: bool = True
     eos_ids: tuple[int, ...] = (2,)
@@ -64,15 +66,16 @@ class Config:
         for f in fields(self):
             value, is_valid = getattr(self, f.name), IS_VALID[f.type]
             if not is_valid(value):
-                raise ValueError(f"{f.name} is {value!r:.80}, which no GPT-NeoX can have")
+                shown = f"{value!r:.80}"  # cut to 80 characters
+                raise ValueError(f"{f.name} is {shown}, which GPT-NeoX cannot have")
         sizes = f"hidden_size {self.hidden_size}, {self.num_attention_heads} heads"
         if self.hidden_size % self.num_attention_heads or self.head_size % 2:
-            raise ValueError(f"{sizes}: no GPT-NeoX can have heads of this size")
+            raise ValueError(f"{sizes}: the size of a head must be an even whole number")
         if not 0 < self.rotary_dims <= self.head_size or self.rotary_dims % 2:
-            rotated = f"rotary_pct {self.rotary_pct} rotates {self.rotary_dims} dimensions"
-            raise ValueError(f"{sizes}, {rotated} of a head, which are not pairs")
+            rotated = f"rotary_pct {self.rotary_pct} gives {self.rotary_dims} rotary dimensions"
+            raise ValueError(f"{sizes}, {rotated}: it must be even, from 2 to the head size")
         if self.num_hidden_layers > 1000:
-            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}, 1000 are supported")
+            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}, it must be 1 to 1000")
 
     @property
     def head_size(self) -> int:  # D
@@ -92,21 +95,27 @@ class Config:
             raise ValueError("the weights are quantised: use the checkpoint in float weights")
         published = dict(raw)
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # transformers 5 or 4
-        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in ROPE_TYPES:
+        if not isinstance(rope, dict):
+            raise ValueError(f"rope_parameters is {rope!r:.80}, it must be an object")
+        if rope.get("rope_type", rope.get("type")) not in ROPE_TYPES:  # the new key or the old one
             raise ValueError(f"scaled rotary embeddings (rope) are not supported: {rope!r:.80}")
+        # None, here and in the file, leaves the default of a field, except for EOS ids
         published["rotary_pct"] = rope.get("partial_rotary_factor", raw.get("rotary_pct"))
         published["rotary_emb_base"] = rope.get("rope_theta", raw.get("rotary_emb_base"))
         values = {f.name: published.get(f.name) for f in fields(cls)}
-        eos_ids = [] if "eos_token_id" in raw else list(cls.eos_ids)  # null: none
-        for ids in (raw.get("eos_token_id"), generation.get("eos_token_id")):
-            eos_ids += ids if isinstance(ids, list) else [ids]  # one id, a list, or null for none
-        eos_ids = [x for i, x in enumerate(eos_ids) if x is not None and x not in eos_ids[:i]]
+        # Null means no EOS id, and only an absent key gives the default
+        own_ids = raw.get("eos_token_id", list(cls.eos_ids))
+        eos_ids = []
+        for ids in (own_ids, generation.get("eos_token_id")):  # an id, a list, or None
+            for token in ids if isinstance(ids, list) else [ids]:
+                if token is not None and token not in eos_ids:
+                    eos_ids.append(token)
         values["eos_ids"] = tuple(eos_ids)
         return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 def read_config(folder: Path) -> Config:
-    """Return the Config of a checkpoint's folder. Raises OSError, and ValueError naming it."""
+    """Return the Config of a checkpoint. Raises OSError, and ValueError naming the folder."""
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
     try:
@@ -134,33 +143,34 @@ def require_file(file: Path) -> None:
 
 
 class KVCache:
-    """The keys and values of a sequence; its state is one number, `length`.
+    """The keys and values of a sequence. `length` says which slots are committed.
 
-    Slots [0, length) are kept. Slots from `length` on are scratch: a pass writes its rows there,
-    `commit` keeps some of them, and the next pass overwrites the others.
+    Slots [0, length) are committed. Slots from `length` on are scratch: a pass writes its rows
+    there, `commit` keeps some of them, and the next pass overwrites the others.
     """
 
     def __init__(self, kv: Tensor, rotary: Tensor, capacity: int):
-        self.kv = kv  # [2, L, H, capacity, D], keys and values, all finite (see Attention)
-        self.rotary = rotary  # [capacity, R / 2], see rotary_table
+        self.kv = kv  # [2, L, H, capacity, D], keys and values, all finite (Attention says why)
+        self.rotary = rotary  # complex64 [capacity, R / 2], rotary_table of all positions that fit
         self.capacity = capacity
         self.length = 0
 
     def rewind(self, length: int) -> None:
-        """Make the slots from `length` on scratch again."""
+        """Make the slots from `length` on scratch again. A draft model does this after a tree."""
         self.length = length
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep these scratch rows, in rising order: row i stands in slot length + i."""
+        """Keep these scratch rows, in rising order. Scratch row i is in slot length + i."""
         first = self.length
-        for slot, row in enumerate(rows, start=first):  # no row is overwritten before it has moved
+        # Rows move down in rising order, so none is overwritten before it has moved
+        for slot, row in enumerate(rows, start=first):
             if slot != first + row:
                 self.kv[:, :, :, slot] = self.kv[:, :, :, first + row]
         self.length = first + len(rows)
 
 
 class Model(Protocol):
-    """What decoding needs of a target and of a draft model; GPTNeoX explains the methods."""
+    """The interface of a target or draft model. GPTNeoX explains the methods."""
 
     config: Config
 
@@ -184,15 +194,19 @@ class Attention(nn.Module):
         self.dense = nn.Linear(hidden, hidden, has_bias)
 
     def forward(self, x: Tensor, rotary: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-        """Return [n, hidden]. kv: [2, H, capacity, D], this layer's part of the cache."""
+        """Return [n, hidden] for x [n, hidden]. kv: [2, H, capacity, D], this layer's part of the
+        cache. rotary, mask: as for Transformer.forward."""
         qkv = self.query_key_value(x).unflatten(-1, (self.n_heads, 3, -1))  # [n, H, 3, D]
         q, k, v = qkv.transpose(0, 1).unbind(2)  # [H, n, D] each
         q, k = rotate(q, rotary), rotate(k, rotary)
         n, n_slots = mask.shape
         new = torch.stack((k, v))  # [2, H, n, D]
-        # A masked slot is multiplied by 0, and 0 x nan is nan. So the cache gets finite values
-        # only. A row that overflowed gets a query of nan instead, so that its own logits are nan
-        kv[:, :, n_slots - n : n_slots] = new.nan_to_num(0, 0, 0)
+        # A masked slot adds 0 times its value, and 0 x nan is nan. So one row that overflowed would
+        # spoil rows that do not attend to it. Therefore the cache gets 0 in place of what is not
+        # finite. The row itself gets a query of nan, so that its own logits are nan. Rows that
+        # attend to it look finite, but are wrong. Therefore `prefill` returns nan if any row
+        # overflowed, and an acceptance never accepts such a row (verify.finite_rows)
+        kv[:, :, n_slots - n : n_slots] = new.nan_to_num(nan=0, posinf=0, neginf=0)
         is_finite = new.isfinite().all(dim=0).all(dim=-1, keepdim=True)  # [H, n, 1]
         q = q.masked_fill(~is_finite, torch.nan)
         k, v = kv[:, :, :n_slots]  # [H, S, D] each
@@ -235,8 +249,8 @@ class Transformer(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        # Uniform like nn.Linear's own first weights: nn.Embedding's normal ones cost a second even
-        # on the meta device, where from_tensors makes the model
+        # Uniform initial weights, because nn.Embedding draws normal ones. That takes about 1 s,
+        # even on the meta device that from_tensors uses
         embedding = 0.04 * torch.rand(config.vocab_size, config.hidden_size) - 0.02
         self.embed_in = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -303,9 +317,9 @@ class GPTNeoX(nn.Module):
             require_file(path)
             with safe_open(path, "pt", str(device)) as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point():  # from_tensors refuses a weight that is not
-                tensors[name] = tensor.to(dtype)
+        for name in tensors:
+            if tensors[name].is_floating_point():  # from_tensors refuses weights of other types
+                tensors[name] = tensors[name].to(dtype)
         return cls.from_tensors(config, tensors)
 
     @classmethod
@@ -313,19 +327,19 @@ class GPTNeoX(nn.Module):
         """Make a model of these weights, by their published names; other tensors are ignored.
         Raises ValueError naming a weight that is missing or has another shape."""
         tensors = dict(tensors)
-        if "lm_head.weight" in tensors:  # the head's name in transformers since 5.14
-            tensors.setdefault(HEAD, tensors["lm_head.weight"])
-        config = with_own_head(config, tensors)
+        if "lm_head.weight" in tensors:  # the output head's name in transformers since 5.14
+            tensors.setdefault(OUTPUT_HEAD, tensors["lm_head.weight"])
+        config = untied_if_head_differs(config, tensors)
         with torch.device("meta"):  # shapes without memory; the tensors bring theirs
             model = cls(config)
-        for name, weight in model.named_parameters():
+        for name, weight in model.named_parameters():  # lists a tied head once, as the embedding
             found = tuple(tensors[name].shape) if name in tensors else "missing"
             if found != tuple(weight.shape):
                 raise ValueError(f"{name} is {found}, it must be {tuple(weight.shape)}")
             if not tensors[name].is_floating_point():
                 raise ValueError(f"{name} is {tensors[name].dtype}, only floating types load")
         model.load_state_dict(tensors, strict=False, assign=True)
-        if config.tie_word_embeddings:  # loading has replaced the embedding that both shared
+        if config.tie_word_embeddings:  # tie again, because loading gave embed_in a new parameter
             model.embed_out.weight = model.gpt_neox.embed_in.weight
         return model.requires_grad_(False)
 
@@ -352,9 +366,10 @@ class GPTNeoX(nn.Module):
 
         Args:
             tokens, positions: [n] int64.
-            mask: [n, m] bool over the newest m slots: m - n of earlier passes, then those of these
-                rows. Every row attends to all older slots. None: each row attends to the rows
-                before it and to itself.
+            mask: [n, m] bool over the newest m slots; the last n are these rows' own. Every row
+                attends to all older slots. None: each row attends to the rows before it and to
+                itself. For a tree m = n. For a level of a draft tree m > n, because the mask also
+                has columns for the earlier levels in the cache.
 
         Raises IndexError if the cache is too small.
         """
@@ -370,7 +385,8 @@ class GPTNeoX(nn.Module):
         n_slots = cache.length + n  # S
         if n_slots > cache.capacity:
             raise IndexError(f"the cache has {cache.capacity} slots, {n_slots} are needed")
-        mask = F.pad(mask, (n_slots - mask.shape[1], 0), value=True).to(self.device)  # [n, S]
+        n_older = n_slots - mask.shape[1]  # slots before those of the mask
+        mask = F.pad(mask, (n_older, 0), value=True).to(self.device)  # [n, S]
         rotary = cache.rotary[positions.to(self.device)]
         return self.gpt_neox(tokens.to(self.device), rotary, cache.kv, mask)
 
@@ -380,7 +396,8 @@ class GPTNeoX(nn.Module):
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
         """Run and keep the next tokens of the sequence, in chunks, and return the logits [1, V]
-        after the last one. They are nan if any of the tokens overflowed."""
+        after the last one. If any token overflowed, these logits are nan, because they could look
+        finite and be wrong."""
         is_finite = torch.tensor(True, device=self.device)
         for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
             positions = torch.arange(cache.length, cache.length + len(ids))
@@ -390,14 +407,14 @@ class GPTNeoX(nn.Module):
         return self.logits(x[-1:].masked_fill(~is_finite, torch.nan))
 
 
-def with_own_head(config: Config, tensors: Mapping[str, Tensor]) -> Config:
-    """Return the config; untied, with a warning, if it ties the head to the embedding and another
-    head is stored. transformers does the same."""
+def untied_if_head_differs(config: Config, tensors: Mapping[str, Tensor]) -> Config:
+    """Return the config. If it ties the output head to the embedding, but another head is stored,
+    warn and return it untied, as transformers does."""
     embedding = tensors.get(EMBEDDING)
-    if not config.tie_word_embeddings or HEAD not in tensors or embedding is None:
+    if not config.tie_word_embeddings or OUTPUT_HEAD not in tensors or embedding is None:
         return config
-    if torch.equal(tensors[HEAD], embedding):
+    if torch.equal(tensors[OUTPUT_HEAD], embedding):
         return config
-    why = f"{HEAD} is stored and differs from the embedding, so it is kept"
+    why = f"{OUTPUT_HEAD} is stored and differs from the embedding, so it is kept"
     warnings.warn(f"tie_word_embeddings is true, but {why}", stacklevel=2)
     return replace(config, tie_word_embeddings=False)

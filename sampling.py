@@ -3,17 +3,19 @@
     accept = Sampler(temperature=0.8, top_p=0.95, seed=0)
     path, tokens = accept(tree, logits)  # a verify.Acceptance
 
-A sampled text is exact: it is as likely as if the target had written it alone. At an accepted row,
+Sampled text is exact: each text is as likely as by the target without a draft. At an accepted row,
 let R be the target's distribution of the next token, and x the token of the row's first child:
 
-1  the child is accepted with probability R(x), so that x is the next token with probability R(x)
-2  otherwise R(x) becomes 0 and R is normalised: the target's distribution, given that x is not next
-3  the next child is tried in the same way; after the last one, the bonus token is drawn from R
+1  the child is accepted with probability R(x), so that x is the next token with probability R(x);
+   its own children are then tried in the same way
+2  otherwise R(x) becomes 0 and R is normalised: R is now the distribution given that x is not next
+3  the next child is tried with this R; after the last child, the bonus token is drawn from R
 
-The draft's probabilities do not matter, because the tree is fixed before a number is drawn: it must
-not depend on the random numbers that accept it.
+Acceptance with min(1, p / q) (Leviathan et al. 2023) needs the draft's probability q of a drawn
+token. Here the children may come from any source, usually the draft's top k. The text is exact as
+long as the tree does not depend on the random numbers that accept it.
 
-Shapes: N tree rows, n rows, V vocabulary.
+Shapes: N tree rows, n rows of logits, V vocabulary.
 """
 
 from random import Random
@@ -32,8 +34,9 @@ class Sampler:
         """
         Args:
             temperature: divides the logits.
-            top_p: only the likeliest tokens are drawn, as many as reach this total probability.
-            seed: of all random numbers; on one machine it decides the text.
+            top_p: tokens are drawn from the smallest set of likeliest tokens whose probabilities
+                sum to top_p or more.
+            seed: of the random numbers. The same seed on the same machine gives the same text.
 
         Raises ValueError for a number out of range.
         """
@@ -56,28 +59,34 @@ class Sampler:
             if tree.parents[row] != path[-1]:
                 continue
             token = tree.tokens[row]
-            p, total = torch.stack((residual[token], residual.sum())).tolist()
-            if self.random.random() * total >= p:
+            p, total = torch.stack((residual[token], residual.sum())).tolist()  # one device read
+            if self.random.random() * total >= p:  # rejected, with probability 1 - R(token)
                 residual[token] = 0
             elif is_finite[row]:
                 path.append(row)
                 residual = probs[row]
-            else:  # the target has no distribution after it, so its token is the bonus token
-                return path, [*(tree.tokens[row] for row in path[1:]), token]
-        return path, [*(tree.tokens[row] for row in path[1:]), self.draw(residual)]
+            else:  # accepted, but no token can follow it: its token is the bonus token
+                return path, [*path_tokens(tree, path), token]
+        return path, [*path_tokens(tree, path), self.draw(residual)]
 
     def draw(self, probs: Tensor) -> int:
         """Draw a token from probabilities [V] that need not sum to 1."""
-        ends = probs.double().cumsum(dim=0)
+        ends = probs.double().cumsum(dim=0)  # token i has the interval [ends[i - 1], ends[i])
         point = self.random.random() * ends[-1]
-        # right=True: the first end above the point, so never that of a token of probability 0
+        # right=True: the first end above the point. A token of probability 0 has the same end as
+        # the one before it, so it is never found
         return int(torch.searchsorted(ends, point, right=True))
+
+
+def path_tokens(tree: Tree, path: list[int]) -> list[int]:
+    """Return the tokens of a path, without the root's."""
+    return [tree.tokens[row] for row in path[1:]]
 
 
 def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     """Return the distributions [n, V] of logits [n, V] at a temperature, 0 outside the top-p set;
     not normalised."""
-    shifted = logits - logits.amax(dim=-1, keepdim=True)  # else a tiny temperature gives inf
+    shifted = logits - logits.amax(dim=-1, keepdim=True)  # without it a tiny temperature gives inf
     probs = torch.softmax(shifted / temperature, dim=-1)
     if top_p == 1:
         return probs

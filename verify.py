@@ -1,4 +1,4 @@
-"""Verification: the inputs of the target's pass over a tree, and the path that greedy text accepts.
+"""Verification: the inputs of the target's pass over a tree, and greedy acceptance.
 
 In the example of draft_tree.py the target's best tokens are: after "the" comes "cat", after "the
 cat" comes "ran", after "the cat ran" comes "away":
@@ -32,12 +32,12 @@ def tree_inputs(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor]:
     follows `length` committed tokens. All are on the host.
 
     A row attends to its ancestors and itself. Its position is `length` plus its depth, so siblings
-    have one position. At any other position the rotary embedding gives other logits than decoding
-    the path token by token.
+    have one position. With this mask and position, a row's logits equal those of decoding its path
+    token by token.
     """
     mask = numpy.eye(len(tree), dtype=bool)
     for row, parent in enumerate(tree.parents[1:], start=1):
-        mask[row] |= mask[parent]  # the parent's row is complete, because it stands before
+        mask[row] |= mask[parent]  # the parent's row is complete, because it comes earlier
     tokens, depths = numpy.array(tree.tokens), numpy.array(tree.depths)
     return torch.from_numpy(tokens), torch.from_numpy(depths + length), torch.from_numpy(mask)
 
@@ -45,13 +45,13 @@ def tree_inputs(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor]:
 def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
     """Accept each node whose token is the target's best one after an accepted parent.
 
-    An Acceptance. These nodes are one path, because siblings have distinct tokens. Raises
-    NonFiniteLogits.
+    This is an Acceptance. The accepted nodes are one path, because siblings have distinct tokens.
+    Raises NonFiniteLogits.
     """
     best = logits.argmax(dim=-1).tolist()
-    is_finite = finite_rows(logits)
+    is_finite = finite_rows(logits)  # raises if the root's are not
     path = [0]
-    for row in range(1, len(tree)):  # a parent stands before its children
+    for row in range(1, len(tree)):  # a parent comes before its children, so one scan is enough
         last = path[-1]
         if tree.parents[row] == last and tree.tokens[row] == best[last] and is_finite[row]:
             path.append(row)
@@ -61,8 +61,9 @@ def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
 def finite_rows(logits: Tensor) -> list[bool]:
     """Return whether the logits of each row are finite. Raises NonFiniteLogits if row 0's are not.
 
-    No other row that is not finite may be accepted. Its token may still be the bonus token. Then it
-    is the root of the next tree, whose pass raises.
+    An acceptance must not accept a row without finite logits, because no token can follow it. The
+    path then ends at the row's parent. The parent's logits may choose the row's token as the bonus
+    token. In that case it is the root of the next pass, which raises.
     """
     is_finite = logits.isfinite().all(dim=-1).tolist()
     if not is_finite[0]:
@@ -76,5 +77,7 @@ def finite_rows(logits: Tensor) -> list[bool]:
 def cut(tokens: list[int], eos_ids: Sequence[int], limit: int) -> list[int]:
     """Return the first `limit` tokens, up to the first EOS token, which is kept."""
     tokens = tokens[:limit]
-    ends = [i for i, token in enumerate(tokens, start=1) if token in eos_ids]
-    return tokens[: ends[0]] if ends else tokens
+    for i, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: i + 1]
+    return tokens

@@ -1,19 +1,19 @@
-"""What bench.py, which measures, needs beside it: tables, results files, reports, other figures.
+"""The parts of the benchmark around bench.py, which measures: tables, results files and reports.
 
-cases       tables.toml read: our own tables and the papers', as rows on a dataset at a size
-options     bench.py's options, and those that a results file keeps
-opening     a table opened: options checked, models loaded, prompts cut
-enlarged    the embedded pair at the cost of Pythia's smaller models, made once
-machine     what a figure depends on besides the options
-prompts     our own (prompts.jsonl), WikiText-2, PG-19, files
-pg19        PG-19's books, fetched
-step_times  what one pass costs by its rows, the bandwidth floor, predicted times
-counts      passes, depths and matches, counted from a generation's steps; predicted times
-memory      peak memory, in a process of its own
+cases       tables of this project and of the papers (tables.toml), as rows on a dataset at a size
+options     command line of bench.py, and the options that a results file records
+prepare     preparation of a run: options checked, models loaded, prompts cut
+enlarged    embedded pair at the cost of Pythia's smaller models, made once
+machine     description of the machine and the versions
+prompts     prompts from prompts.jsonl, WikiText-2, PG-19 or a file
+pg19        download of PG-19's books
+step_times  times of single passes by number of rows, the bandwidth floor, predicted times
+counts      counts of passes, depths and matches in the steps of a text; its predicted time
+memory      peak memory, measured in a new process
 hf          transformers on the same weights, for comparison rows
-results     results files: a line for what is measured, and one for every text
-columns     what each column says of a case
-report      what is shown of results: the frame of texts, tables, captions, notes
-plot        results files as PNG figures
-figures     which figures a results file gives, and how they are drawn
+results     results files: a head, and one line for every text
+columns     columns of the tables
+report      DataFrame of the texts, tables, captions and notes
+plot        command line that draws results files as PNG figures
+figures     figures of a results file
 """

@@ -1,11 +1,12 @@
-"""The columns of tables: what each says of a case, as text.
+"""The columns of tables, each with a function that formats its cell for a case.
 
-    COLUMNS["speedup"].title  # in which "ar" is the baseline
+    COLUMNS["speedup"].title  # "ar" in it stands for the baseline
     COLUMNS["speedup"].cell(texts[texts.label == "dynatree"])  # texts: report.text_frame
 
 NAME is the median of a metric over the texts, with its quartiles. NAME_mean is its mean and
-deviation, as the papers print it. NAME_speedup, of rates and times, is the ratio of means, as their
-authors compute speed-ups. The metrics are those of cli/metrics.py; docs/results.md explains them.
+standard deviation, as in the papers. NAME_speedup is a ratio of means, as the papers' authors
+compute speed-ups; only rates and times have it. docs/results.md explains the metrics, which are
+those of cli/metrics.py.
 """
 
 import statistics
@@ -23,10 +24,10 @@ class Column:
     """A column of a table."""
 
     title: str
-    cell: Callable[[pd.DataFrame], str]  # of the texts of one case; empty if nothing is known
+    cell: Callable[[pd.DataFrame], str]  # gets the texts of one case; empty if not measured
 
 
-NUMBERS = {  # by column: title, metric, and how str.format writes it
+NUMBERS = {  # by column: title, metric, format
     "throughput": ("tok/s", "throughput", "{:.1f}"),
     "speedup": ("x ar", "speedup", "{:.2f}x"),
     "predicted": ("predicted", "predicted", "{:.2f}x"),
@@ -53,23 +54,23 @@ NUMBERS = {  # by column: title, metric, and how str.format writes it
     "cuda_context": ("CUDA context MB", "cuda_context_mb", "{:.0f}"),
 }
 METRICS = [metric for _, metric, _ in NUMBERS.values()]
-NO_MEAN = ("predicted", "setup")
-RATES = ("throughput", "end_to_end")  # more is faster; of times less is
-BESIDE = ("throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms")  # held against ar's
-RENAMED = {
+WITHOUT_MEAN = ("predicted", "setup")
+RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
+BASELINE_METRICS = ("throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms")
+RENAMED = {  # columns of earlier versions
     "acceptance": "acceptance_rate",
     "path_length": "accepted_per_iter",
     "draft_nodes": "drafted_per_iter",
     "matching": "top1_match",
     "floor": "weights_and_caches",
     "context": "cuda_context",
-    "spread": "speedup",  # whose quartiles stand where its minimum and maximum stood
+    "spread": "speedup",
 }
 
 
 def values(texts: pd.DataFrame, metric: str) -> pd.Series:
-    """Return a metric of every text; empty if some lack it, as if transformers does not tell it.
-    A speed-up is only left out of the texts that have none."""
+    """Return a metric of every text, or nothing if a text lacks it, for example because
+    transformers does not report it. For the speed-up, return the values of texts that have one."""
     found = texts[metric]
     if metric == "speedup":
         return found.dropna()
@@ -77,7 +78,8 @@ def values(texts: pd.DataFrame, metric: str) -> pd.Series:
 
 
 def median_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
-    """Median and quartiles, as "1.27x (1.20-1.33)"; the median alone if all three read the same."""
+    """Return median and quartiles, as "1.27x (1.20-1.33)"; only the median if the formatted
+    quartiles are equal."""
     found = values(texts, metric)
     if found.empty:
         return ""
@@ -87,34 +89,35 @@ def median_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
 
 
 def mean_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
-    """Mean and standard deviation over the texts: divided by their number, as in the papers."""
+    """Return the mean and the standard deviation over the texts, as "80.0 ± 16.3"; only the mean
+    of a single text."""
     found = values(texts, metric)
     if found.empty:
         return ""
-    numbers = [statistics.mean(found), statistics.pstdev(found)]
+    numbers = [statistics.mean(found), statistics.pstdev(found)]  # pstdev, as in the papers
     return " ± ".join(form.format(number) for number in numbers[: len(found)])
 
 
 def ratio(metric: str, texts: pd.DataFrame) -> float | None:
-    """Return the mean of a metric over the baseline's mean on the same prompts; None if there is
-    none."""
-    beside = texts[texts.has_baseline]
-    if beside.empty:
+    """Return the mean of a metric / the baseline's mean on the same prompts; None if one of them is
+    not known or not positive."""
+    compared = texts[texts.has_baseline]
+    if compared.empty:
         return None
-    sums = beside[[metric, f"baseline_{metric}"]].sum(skipna=False)
+    sums = compared[[metric, f"baseline_{metric}"]].sum(skipna=False)
     return sums.iloc[0] / sums.iloc[1] if (sums > 0).all() else None
 
 
 def ratio_cell(metric: str, texts: pd.DataFrame) -> str:
-    """How many times as fast as the baseline, by the means of both."""
+    """Return the speed-up over the baseline, as a ratio of means."""
     found = ratio(metric, texts)
-    if not found:  # 0.0 is what is left of figures that are too far apart
+    if not found:  # None, or 0.0 because the quotient is too small for a float
         return ""
     return f"{found if metric in RATES else 1 / found:.2f}x"
 
 
 def pooled_cell(texts: pd.DataFrame) -> str:
-    """Tokens of all texts / passes of all."""
+    """Return the tokens of all texts / the iterations of all texts."""
     means, passes = values(texts, "tokens_per_iter"), values(texts, "iterations")
     if means.empty or not passes.sum():
         return ""
@@ -131,11 +134,11 @@ def more_memory_cell(texts: pd.DataFrame) -> str:
     return "" if found is None else f"{found - 1:+.1%}"
 
 
-PLAIN = {
+BASE_COLUMNS = {
     name: Column(title, partial(median_cell, metric, form))
     for name, (title, metric, form) in NUMBERS.items()
 }
-PLAIN |= {
+BASE_COLUMNS |= {
     "tokens_pooled": Column("tok/iter pooled", pooled_cell),
     "exact": Column("exact", exact_cell),
     "more_memory": Column("over ar", more_memory_cell),
@@ -143,21 +146,21 @@ PLAIN |= {
 MEANS = {
     f"{name}_mean": Column(f"{title} mean", partial(mean_cell, metric, form))
     for name, (title, metric, form) in NUMBERS.items()
-    if name not in NO_MEAN
+    if name not in WITHOUT_MEAN
 }
-SPEEDUPS = {  # titled without the unit
+SPEEDUPS = {  # the titles have no unit
     f"{name}_speedup": Column(f"{title.split()[0]} x ar", partial(ratio_cell, metric))
     for name, (title, metric, _) in NUMBERS.items()
     if name in ("throughput", "end_to_end", "wall")
 }
-COLUMNS = PLAIN | MEANS | SPEEDUPS
+COLUMNS = BASE_COLUMNS | MEANS | SPEEDUPS
 
 
 def require_columns(names: Sequence[str]) -> None:
-    """Raise UsageError for a name that is no column's."""
+    """Raise UsageError for an unknown column."""
     for name in names:
         if name in RENAMED:
-            raise UsageError(f"unknown column {name!r}: use {RENAMED[name]}")
+            raise UsageError(f"column {name!r} was renamed; use {RENAMED[name]}")
         if name not in COLUMNS:
-            there = f"there are {', '.join(PLAIN)}, and the _mean and _speedup of some (--tables)"
-            raise UsageError(f"unknown column {name!r}; {there}")
+            known = f"{', '.join(BASE_COLUMNS)}, or the _mean or _speedup of some (see --tables)"
+            raise UsageError(f"column is {name!r}, it must be one of {known}")

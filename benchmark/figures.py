@@ -1,8 +1,8 @@
-"""Figures of a results file by pandas and seaborn's grids: what a file varies decides which.
+"""Figures of a results file, drawn with pandas and seaborn. What the cases vary decides which.
 
-All is computed from one table with a row for each text. A bar or point is a median over texts,
-whiskers and bands reach from the first quartile to the third: that a machine stalls now and then
-moves neither.
+All figures show one DataFrame with a row for each text. A bar or point is a median over texts, and
+a whisker or band reaches from the first quartile to the third. A machine that stalls now and then
+changes neither.
 
     for ending, figure in draw(load("results/main_cpu.jsonl")).items():
         figure.savefig(f"main_cpu{ending}.png")
@@ -24,70 +24,73 @@ from matplotlib.ticker import LogLocator
 
 from benchmark.cases import SYMBOLS, labels
 from benchmark.hf import HF_METHODS
-from benchmark.report import caption, named, text_frame
+from benchmark.report import caption, name_baseline, text_frame
 from benchmark.results import Results
 from cli.errors import UsageError
 from cli.page import read
 from methods import METHODS
 
-COLOURS = json.loads(read("colours.json"))  # one for a method, or a part of the work, everywhere
-INK, GREY, PALE = "#202020", "#8A8A8A", "#D8D8D8"
-MORE_COLOURS = sns.husl_palette(len(METHODS)).as_hex()  # of methods that somebody adds
+COLOURS = json.loads(read("colours.json"))  # of methods and parts of an iteration, as on the page
+INK, GREY, LIGHT_GREY = "#202020", "#8A8A8A", "#D8D8D8"
+MORE_COLOURS = sns.husl_palette(len(METHODS)).as_hex()  # for methods that a fork adds
 METHOD_COLOURS = dict(zip(METHODS, COLOURS["methods"] + MORE_COLOURS, strict=False))
 METHOD_COLOURS |= dict.fromkeys(HF_METHODS, GREY)
 STYLE = {"figure.dpi": 150, "figure.max_open_warning": 0, "grid.color": "#E4E4E4"}
-STYLE |= {"text.parse_math": False}  # a $ in a name begins no formula
-SPREAD = {"estimator": "median", "errorbar": ("pi", 50)}
-NOTE = {"textcoords": "offset points", "fontsize": 5.5, "rotation": 45}  # neighbours do not collide
+STYLE |= {"text.parse_math": False}  # names may contain $
+QUARTILES = {"estimator": "median", "errorbar": ("pi", 50)}
+ANNOTATION = {"textcoords": "offset points", "fontsize": 5.5, "rotation": 45}  # steep, to fit
 WIDTH = 9  # inches
 
-CROWD = 24  # names, beyond which no figure shows each of them
-FEWEST = 10  # trees, paths or guesses; a share of fewer says nothing
-SWEEP = 4  # rows of a method that make a sweep of its settings
+MAX_NAMES = 24  # rows of a figure that shows every row
+MIN_COUNT = 10  # trees, paths or nodes of which a rate is shown
+MIN_SWEEP_ROWS = 4  # rows of a method that count as a sweep of its settings
 
-# Columns of the table of texts, named as their axes are
-SPEED, SPEEDUP, PROGRESS = "tokens/s", "x ar on the same prompt", "tokens per target pass"
-ACCEPTANCE, PASSES = "accepted / drafted", "draft passes for a text"
-PEAK, NEEDED, MORE = "peak MB", "weights + caches MB", "peak over ar's"
-BARS = {SPEED: "{:,.1f}", SPEEDUP: "{:.2f}x", PROGRESS: "{:.2f}"}  # and how their medians are shown
-BARS |= {PEAK: "{:,.0f}", NEEDED: "{:,.0f}", MORE: "{:+.1%}"}
-BY_SIZE = {"": SPEED, "_speedup": SPEEDUP, "_progress": PROGRESS, "_acceptance": ACCEPTANCE}
+# Columns of the DataFrame of texts; their names are the axis labels
+SPEED, SPEEDUP, TOKENS_PER_PASS = "tokens/s", "speedup over ar", "tokens per target pass"
+ACCEPTANCE, PASSES = "acceptance rate", "draft passes per text"
+PEAK, WEIGHTS_AND_CACHES = "peak MB", "weights + caches MB"
+PEAK_OVER_BASELINE = "peak over ar"
+BARS = {SPEED: "{:,.1f}", SPEEDUP: "{:.2f}x", TOKENS_PER_PASS: "{:.2f}"}  # formats of medians
+BARS |= {PEAK: "{:,.0f}", WEIGHTS_AND_CACHES: "{:,.0f}", PEAK_OVER_BASELINE: "{:+.1%}"}
+BY_SIZE = {"": SPEED, "_speedup": SPEEDUP, "_progress": TOKENS_PER_PASS, "_acceptance": ACCEPTANCE}
 SIZES = {f"{size.replace('_', ' ')} {symbol}": size for size, symbol in SYMBOLS.items()}
 
 
 def draw(results: Results) -> dict[str, Figure]:
-    """Every figure of a results file, by what its name ends in. Raises UsageError for none."""
-    matplotlib.rcdefaults()  # what a user has set asks for LaTeX, or fonts that may be missing
+    """Return the figures of a results file by the ending of their file names. Raises UsageError if
+    there is none."""
+    matplotlib.rcdefaults()  # the user's settings may need LaTeX or missing fonts
     sns.set_theme(style="whitegrid", font_scale=0.75, rc=STYLE)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a layout that `finished` replaces
+        warnings.simplefilter("ignore", UserWarning)  # on the layout, which `add_caption` replaces
         grids = draw_grids(results)
-    pyplot.close("all")  # as it keeps each; they can be saved still
-    found = {ending: finished(grid.figure, results) for ending, grid in grids.items() if grid}
+    pyplot.close("all")  # frees pyplot's references; closed figures can still be saved
+    found = {ending: add_caption(grid.figure, results) for ending, grid in grids.items() if grid}
     if not found:
-        raise UsageError("no figure shows these rows: too many for one, and no sweep of settings")
+        raise UsageError("no figure: the file has too many rows and no sweep; use fewer rows")
     return found
 
 
 def draw_grids(results: Results) -> dict[str, sns.FacetGrid | None]:
-    """The same as seaborn's grids, None where there is nothing to show. Raises UsageError."""
+    """Return the figures as seaborn's grids, None where there is nothing to show. Raises UsageError
+    if the file has no texts."""
     if results.head.table == "steps" and results.step_times:
-        return {"": staircase(results)}
+        return {"": step_time_lines(results)}
     if not results.texts:
         raise UsageError("the results file has no texts yet")
-    texts = named_texts(results)
-    found = figures_by_name(texts) if texts.name.nunique() <= CROWD else {}
+    texts = figure_frame(results)
+    found = figures_by_name(texts) if texts.name.nunique() <= MAX_NAMES else {}
     return found | {"_settings": setting_maps(results, texts)}
 
 
-def finished(figure: Figure, results: Results) -> Figure:
-    """A figure with what was measured on what below it, and the baseline named."""
-    below = caption(results)
+def add_caption(figure: Figure, results: Results) -> Figure:
+    """Add the report's caption below a figure, and replace "ar" in titles by the baseline."""
+    text_below = caption(results)
     if speed_of(results) == "end_to_end":
-        below += " Speeds include prefill."
-    figure.supxlabel(wrapped(below, 18 * WIDTH), fontsize=6.5, color=INK)
+        text_below += " Speeds include prefill."
+    figure.supxlabel(wrapped(text_below, 18 * WIDTH), fontsize=6.5, color=INK)
     for text in figure.findobj(Text):
-        text.set_text(named(results.head, text.get_text()))
+        text.set_text(name_baseline(results.head, text.get_text()))
     figure.set_figheight(figure.get_figheight() + 1)  # for title and caption
     figure.set_layout_engine("constrained")
     return figure
@@ -98,36 +101,37 @@ def wrapped(text: str, width: int) -> str:
 
 
 def speed_of(results: Results) -> str:
-    """The metric that is its speed: with prefill, if the table has the papers' reading."""
+    """Return the metric that figures show as speed: end_to_end, which includes prefill, if the
+    table has the papers' column of it."""
     return "end_to_end" if "end_to_end_mean" in results.head.columns else "throughput"
 
 
-def named_texts(results: Results) -> pd.DataFrame:
-    """Return the frame of texts with columns that are named as the figures' axes are."""
+def figure_frame(results: Results) -> pd.DataFrame:
+    """Return the DataFrame of texts with additional columns, whose names are axis labels."""
     texts = text_frame(results)
     for kind in ("depths", "calibration"):
         texts[kind] = [found if isinstance(found, dict) else {} for found in texts[kind]]
     speed, peak = texts[speed_of(results)], texts.peak_mb
-    of_baseline = [texts[f"baseline_{metric.name}"] for metric in (speed, peak)]
-    baseline_speed, baseline_peak = (found.where(found > 0) for found in of_baseline)
-    figures = {
+    baselines = [texts[f"baseline_{metric.name}"] for metric in (speed, peak)]
+    baseline_speed, baseline_peak = (found.where(found > 0) for found in baselines)
+    metrics = {
         SPEED: speed,
-        PROGRESS: texts.tokens_per_iter,
+        TOKENS_PER_PASS: texts.tokens_per_iter,
         SPEEDUP: speed / baseline_speed,
         ACCEPTANCE: texts.acceptance_rate.where(texts.drafted_per_iter > 0),
         PASSES: texts.draft_passes * texts.iterations,
         PEAK: peak,
-        NEEDED: texts.weights_and_caches_mb,
-        MORE: peak / baseline_peak - 1,
+        WEIGHTS_AND_CACHES: texts.weights_and_caches_mb,
+        PEAK_OVER_BASELINE: peak / baseline_peak - 1,
     }
     sizes = {column: texts[name] for column, name in SIZES.items()}
     methods = texts.row.str.partition(" ")[0]
-    return texts.assign(name=texts.row, method=methods, line="", note="", **sizes, **figures)
+    return texts.assign(name=texts.row, method=methods, line="", note="", **sizes, **metrics)
 
 
 def figures_by_name(texts: pd.DataFrame) -> dict[str, sns.FacetGrid | None]:
-    """Those that show every row: as bars, or against each size that varies; by depth; by the
-    draft's probability."""
+    """Return the grids that show every row: bars, or lines over each size that varies; acceptance
+    by depth; calibration."""
     found = {}
     sizes = [size for size in SIZES if texts.groupby("dataset")[size].nunique().max() > 1]
     for size, (ending, metric) in product(sizes, BY_SIZE.items()):
@@ -136,15 +140,17 @@ def figures_by_name(texts: pd.DataFrame) -> dict[str, sns.FacetGrid | None]:
         found[ending] = size_lines(texts, size, metric)
     if not sizes:
         found[""] = bars(texts)
-    found["_depth"] = depth_lines(texts, "drafted", "trees that reach the depth")
-    found["_position"] = depth_lines(texts, "tried", "paths accepted to the depth before")
+    title = "Share of the trees with this depth whose accepted path reaches it; numbers: trees"
+    found["_depth"] = depth_lines(texts, "drafted", title)
+    title = "Acceptance rate by depth, of paths accepted up to the depth before; numbers: paths"
+    found["_position"] = depth_lines(texts, "tried", title)
     found["_calibration"] = calibration_lines(texts)
     return found
 
 
 def bars(texts: pd.DataFrame) -> sns.FacetGrid | None:
-    """What was measured of every row, panels side by side, those of each place below each other;
-    medians on the right of the bars."""
+    """Draw bars of every row: a column of panels for each metric, a line of panels for each place.
+    Medians are printed to the right of the bars."""
     metrics = [name for name in BARS if texts[name].notna().any()]
     if not metrics:
         return None
@@ -154,7 +160,7 @@ def bars(texts: pd.DataFrame) -> sns.FacetGrid | None:
         long, kind="bar", x="value", y="name", row="place", col="metric", sharex="col",
         hue="method", palette=METHOD_COLOURS, saturation=1, legend=False, capsize=0.3,
         err_kws={"color": INK, "linewidth": 1}, height=height,
-        aspect=WIDTH / len(metrics) / height, **SPREAD
+        aspect=WIDTH / len(metrics) / height, **QUARTILES
     )  # fmt: skip
     grid.set_titles("")
     names = [wrapped(name, 42) for name in texts.name.unique()]
@@ -167,21 +173,21 @@ def bars(texts: pd.DataFrame) -> sns.FacetGrid | None:
             panel.text(1.01, at, BARS[metric].format(median).replace("nan", ""), **where)
         if metric == SPEEDUP:
             panel.axvline(1, color=INK, linewidth=0.8, linestyle=":")
-    grid.figure.suptitle("Every row's median over its texts; lines: from quartile to quartile")
+    grid.figure.suptitle("Medians over the texts of each row; whiskers: quartiles")
     return grid
 
 
 def size_lines(texts: pd.DataFrame, size: str, metric: str) -> sns.FacetGrid | None:
-    """A metric against a size of the runs; each other size and dataset has a line of its own."""
-    word = f"{size[-1]}="  # as labels name it
+    """Draw a metric over a size, with a separate line for each dataset and other sizes."""
+    word = f"{size[-1]}="  # the size in labels
     lines = [" ".join(w for w in p.split() if not w.startswith(word)) for p in texts.place]
     texts = texts.assign(line=lines)
-    title = f"{metric}, by {size}: median and quartiles over texts"
+    title = f"{metric} by {size}: medians and quartiles over texts"
     if metric == SPEED:
         speedups = texts.groupby("label")[SPEEDUP].transform("median")
         texts["note"] = speedups.map("{:.2f}x".format).replace("nanx", "")
-        title += "; figures: median x ar"
-    grid = multiples(title, texts, size, metric)
+        title += "; numbers: median x ar"
+    grid = small_multiples(title, texts, size, metric)
     sizes = sorted(texts[size].unique())
     for panel in grid.axes.flat if grid else ():
         scale = "log" if sizes[0] > 0 else "linear"
@@ -190,49 +196,57 @@ def size_lines(texts: pd.DataFrame, size: str, metric: str) -> sns.FacetGrid | N
     return grid
 
 
-def depth_lines(texts: pd.DataFrame, whole: str, what: str) -> sns.FacetGrid | None:
-    """How many of the trees that reach a depth have their path accepted as far ("drafted"); or how
-    many of the paths accepted to the depth before, and drafted on ("tried"): were their lines
-    level, the chance of a guess would not depend on those accepted before it."""
-    points = counted(texts, "depths", "accepted", whole)
+def depth_lines(texts: pd.DataFrame, total: str, title: str) -> sns.FacetGrid | None:
+    """Draw the share of accepted paths by depth.
+
+    total: "drafted" for the share of trees that reach the depth, or "tried" for the share of paths
+        that were accepted up to the depth before and have a drafted child. If the second is equal
+        at all depths, the acceptance probability does not depend on the depth.
+    """
+    points = pool_counts(texts, "depths", "accepted", total)
     points["depth"] = points["at"] + 1
     points["note"] = points.n.map("{:,}".format)
-    title = f"Accepted share of the {what}, and how many these are"
-    return multiples(title, points, "depth", "share accepted")
+    return small_multiples(title, points, "depth", "share accepted")
 
 
 def calibration_lines(texts: pd.DataFrame) -> sns.FacetGrid | None:
-    """Of the guesses that have this probability after their parent, how many are the target's best
-    token there (DySpec's Figure 2, DEAGLE's Eq. 15); sampled ones are accepted otherwise."""
-    points = counted(texts[texts["temperature t"] == 0], "calibration", "top1_match", "drafted")
-    points = points.rename(columns={"share accepted": "share right"})
-    points["probability"] = (points["at"] + 0.5) / (points["at"].max() + 1)
-    title = "Is a guess right as often as its draft believes? Bars: how its guesses are spread"
-    grid = multiples(title, points, "probability", "share right")
+    """Draw the acceptance rate of nodes by their probability given the parent (DySpec's Figure 2,
+    DEAGLE's Eq. 15). A node counts as accepted if it is the target's best token after its parent,
+    so only greedy texts are used."""
+    points = pool_counts(texts[texts["temperature t"] == 0], "calibration", "top1_match", "drafted")
+    points = points.rename(columns={"share accepted": ACCEPTANCE})
+    points["predicted probability"] = (points["at"] + 0.5) / (points["at"].max() + 1)
+    title = "Acceptance rate by predicted probability; bars: distribution of predictions"
+    grid = small_multiples(title, points, "predicted probability", ACCEPTANCE)
     for name, panel in grid.axes_dict.items() if grid else ():
         own = points[points.name == name]
-        panel.bar(own.probability, own.n / own.n.sum(), 1 / len(own), color=PALE, zorder=0)
+        x, height = own["predicted probability"], own.n / own.n.sum()
+        panel.bar(x, height, 1 / len(own), color=LIGHT_GREY, zorder=0)
         panel.axline((0, 0), (1, 1), color=INK, linewidth=0.8, linestyle=":")
     return grid
 
 
-def counted(texts: pd.DataFrame, kind: str, part: str, whole: str) -> pd.DataFrame:
-    """By name and index in these lists of counts: n, the sum of the wholes over all texts, and the
-    share that the parts have of it, if it is FEWEST or more."""
+def pool_counts(texts: pd.DataFrame, kind: str, part: str, total: str) -> pd.DataFrame:
+    """Return sums of the counts of all texts, by name and index in the lists of counts.
+
+    kind: the column with the counts. Column n is the sum of `total`, and "share accepted" is the
+    sum of `part` / n, empty if n is below MIN_COUNT.
+    """
     found = []
-    texts = texts[(texts["round"] == 0) | (texts["temperature t"] > 0)]  # a greedy round is as any
+    is_first = (texts["round"] == 0) | (texts["temperature t"] > 0)  # greedy rounds are equal
+    texts = texts[is_first]
     for name, method, counts in zip(texts.name, texts.method, texts[kind], strict=True):
-        for at, pair in enumerate(zip(counts.get(part, []), counts.get(whole, []), strict=False)):
+        for at, pair in enumerate(zip(counts.get(part, []), counts.get(total, []), strict=False)):
             found.append((name, method, at, *pair))
     points = pd.DataFrame(found, columns=["name", "method", "at", part, "n"])
     points = points.groupby(["name", "method", "at"], sort=False, as_index=False).sum()
-    points["share accepted"] = (points[part] / points.n).where(points.n >= FEWEST)
+    points["share accepted"] = (points[part] / points.n).where(points.n >= MIN_COUNT)
     return points.assign(line="", note="")
 
 
-def multiples(title: str, points: pd.DataFrame, x: str, y: str) -> sns.FacetGrid | None:
-    """A panel for each name: medians at each x with quartiles, beside them what `note` says; a line
-    for each `line`; in grey behind them all other names'."""
+def small_multiples(title: str, points: pd.DataFrame, x: str, y: str) -> sns.FacetGrid | None:
+    """Draw a panel for each name: medians and quartiles of y by x, annotated with column note, and
+    a line for each value of column line. All other names are grey in the background."""
     points = points[points[y].notna()]
     if points.empty:
         return None
@@ -242,16 +256,16 @@ def multiples(title: str, points: pd.DataFrame, x: str, y: str) -> sns.FacetGrid
     grid = sns.relplot(
         points, kind="line", x=x, y=y, col="name", col_wrap=n_columns, hue="method",
         palette=METHOD_COLOURS, marker=".", mew=0, legend="brief" if style else False, height=1.7,
-        aspect=WIDTH / n_columns / 1.7, facet_kws={"legend_out": False}, **style, **SPREAD
+        aspect=WIDTH / n_columns / 1.7, facet_kws={"legend_out": False}, **style, **QUARTILES
     )  # fmt: skip
     medians = points.groupby(["name", "line", x], sort=False, as_index=False)
     medians = medians.agg({y: "median", "note": "first"})
     medians["unit"] = medians.name + medians.line
-    grey = {"units": "unit", "estimator": None, "color": PALE, "linewidth": 0.7, "zorder": 0}
+    grey = {"units": "unit", "estimator": None, "color": LIGHT_GREY, "linewidth": 0.7, "zorder": 0}
     for name, panel in grid.axes_dict.items():
         sns.lineplot(medians, x=x, y=y, ax=panel, legend=False, **grey)
         for at, middle, note in medians.loc[medians.name == name, [x, y, "note"]].to_numpy():
-            panel.annotate(note, (at, middle), (0, 2), **NOTE)
+            panel.annotate(note, (at, middle), (0, 2), **ANNOTATION)
         panel.set_title(wrapped(name, 100 // n_columns))
         panel.tick_params(labelleft=panel.get_subplotspec().is_first_col())
     grid.set_axis_labels(x, "").set(ylim=(0, None))
@@ -261,7 +275,8 @@ def multiples(title: str, points: pd.DataFrame, x: str, y: str) -> sns.FacetGrid
 
 
 def setting_maps(results: Results, texts: pd.DataFrame) -> sns.FacetGrid | None:
-    """Of each sweep: v1, Figures 4 and 9; v2, Figures 6 and 7; DEAGLE, Figure 2."""
+    """Draw heatmaps of each sweep, as in DynaTree v1, Figures 4 and 9, v2, Figures 6 and 7, and
+    DEAGLE, Figure 2."""
     found = sweeps(results, texts)
     if found.empty:
         return None
@@ -279,7 +294,7 @@ def setting_maps(results: Results, texts: pd.DataFrame) -> sns.FacetGrid | None:
 
 
 def heatmap(data: pd.DataFrame, color: object) -> None:
-    """A sweep's cells of one metric, which seaborn's grid has chosen."""
+    """Draw one metric of a sweep. Called by seaborn's grid with the data of a panel."""
     cells = data.pivot_table("value", "rest", "setting").reindex(data.rest.unique())
     form = ".2f" if SPEEDUP in set(data.metric) else ".0f"
     sns.heatmap(
@@ -288,17 +303,18 @@ def heatmap(data: pd.DataFrame, color: object) -> None:
 
 
 def sweeps(results: Results, texts: pd.DataFrame) -> pd.DataFrame:
-    """Medians of the runs of each method with SWEEP runs or more at a place; beside them the value
-    of the setting with most values, and the `rest` of what is set."""
+    """Return the medians of methods with at least MIN_SWEEP_ROWS rows at a place. Column setting
+    has the values of the setting that varies most, and column rest the other settings."""
     cases = dict(zip(labels(results.head.cases), results.head.cases, strict=True))
     found = [pd.DataFrame()]
     texts = texts[~texts.method.isin(list(HF_METHODS)) & texts[SPEEDUP].notna()]
     keys = ["place", "method", "label", "name"]
     medians = texts.groupby(keys, sort=False, as_index=False)[[SPEEDUP, PASSES]].median()
     for (place, method), runs in medians.groupby(["place", "method"], sort=False):
-        settings = [asdict(cases[label].config().settings) for label in runs.label]  # with defaults
+        configs = [cases[label].generation_config() for label in runs.label]
+        settings = [asdict(config.settings) for config in configs]  # with defaults
         numbers = pd.DataFrame(settings, index=runs.index).select_dtypes("number")
-        if len(runs) < SWEEP or not (numbers.nunique() > 1).any():
+        if len(runs) < MIN_SWEEP_ROWS or not (numbers.nunique() > 1).any():
             continue
         x = numbers.nunique().idxmax()
         words = [[w for w in name.split()[1:] if not w.startswith(f"{x}=")] for name in runs.name]
@@ -308,8 +324,8 @@ def sweeps(results: Results, texts: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(found)
 
 
-def staircase(results: Results) -> sns.FacetGrid:
-    """Forward times by rows on double logarithmic axes, each with its bandwidth floor."""
+def step_time_lines(results: Results) -> sns.FacetGrid:
+    """Draw the times of single passes by rows, on logarithmic axes, with their bandwidth floors."""
     times = results.step_times
     wide = pd.DataFrame({"target": times.target_ms, "draft": times.draft_ms, "rows": times.rows})
     points = wide.melt("rows", var_name="role", value_name="milliseconds")
@@ -324,6 +340,6 @@ def staircase(results: Results) -> sns.FacetGrid:
     grid.ax.minorticks_off()
     grid.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     grid.ax.yaxis.set_major_formatter("{x:g}")
-    title = f"One forward at {times.context} cached tokens; dashed: its one-row bandwidth floor"
+    title = f"Time of one pass at {times.context} cached tokens; dashed: one-row bandwidth floor"
     grid.figure.suptitle(title)
     return grid

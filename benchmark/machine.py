@@ -1,4 +1,4 @@
-"""What a figure depends on besides the options: processor, versions, the code's commit, the load.
+"""Description of the machine for a results file: processor, versions, commit and load.
 
 machine = describe_machine(pair, models, has_hf=False)
 """
@@ -19,18 +19,18 @@ ROOT = Path(__file__).parent.parent
 
 
 def describe_machine(pair: Pair, models: dict, has_hf: bool) -> dict[str, str | int | None]:
-    """For the results file; models: what open_pair reports of them."""
+    """Return the processor, versions, models and commit. models: the report of open_pair."""
     machine = versions() | models
     for role in ("target", "draft"):
-        machine[role] = named_from_root(machine[role])
+        machine[role] = path_from_root(machine[role])
     if has_hf:
         machine["transformers"] = version("transformers")
-    return machine | {"processor": processor(pair.target.device), "commit": revision()}
+    return machine | {"processor": processor_name(pair.target.device), "commit": code_commit()}
 
 
-def named_from_root(model: str) -> str:
-    """One name for a folder of models, whatever the working folder: within the project from its
-    root, else whole; what is no folder, as on the hub, as it is."""
+def path_from_root(model: str) -> str:
+    """Return the path of a model's folder, relative to the project's root if it is inside, else
+    absolute. Return the name of a model on the hub unchanged."""
     if not os.path.exists(model):
         return model
     folder = os.path.abspath(model)
@@ -38,8 +38,8 @@ def named_from_root(model: str) -> str:
     return folder if inside.startswith(os.pardir) else inside
 
 
-def processor(device: torch.device) -> str:
-    """The GPU's name or the CPU's, the latter only as its architecture where Linux is not."""
+def processor_name(device: torch.device) -> str:
+    """Return the name of the GPU or CPU; outside Linux only the CPU's architecture is known."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu_info = Path("/proc/cpuinfo")
@@ -50,13 +50,14 @@ def processor(device: torch.device) -> str:
 
 
 def one_minute_load() -> float | None:
-    """How many processes have wanted a processor in the last minute, in the mean: what else ran as
-    a benchmark began. None where that is not counted, as on Windows."""
+    """Return the mean number of running processes in the last minute, or None on systems without a
+    load average, such as Windows."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
-def revision() -> str:
-    """The code's commit, marked if files differ from it; "unknown" outside a repository."""
+def code_commit() -> str:
+    """Return the commit of the code, with "-modified" if files differ from it, or "unknown" outside
+    a repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=10"]
     try:
         done = subprocess.run([*command, "--dirty=-modified"], capture_output=True, check=True)

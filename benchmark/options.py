@@ -1,74 +1,76 @@
-"""bench.py's options, and the options that a results file keeps.
+"""Command line options of bench.py, and the options that a results file records.
 
 from benchmark.results import load
 
 args = build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"])
-args = read_options(load("results/main_cpu.jsonl").head)  # those it was measured with
+args = read_options(load("results/main_cpu.jsonl").head)  # as it was measured
 """
 
 import argparse
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from benchmark.cases import NOT_HERE, PRESETS, TABLES
-from benchmark.columns import MEANS, PLAIN, SPEEDUPS
+from benchmark.cases import PRESETS, TABLES, UNAVAILABLE
+from benchmark.columns import BASE_COLUMNS, MEANS, SPEEDUPS
 from benchmark.hf import HF_METHODS
 from benchmark.machine import ROOT
-from benchmark.opening import OF_THE_CALL, PAIRS
+from benchmark.prepare import PAIRS, UNRECORDED_OPTIONS
 from benchmark.prompts import DATASETS
 from benchmark.results import Head
 from cli.errors import Parser, UsageError
 from cli.options import add_graphs_option, add_model_options
 from engine.generation_config import FLAGS
 
-MAX_COUNT = 10**12  # of prompts or tokens
+MAX_COUNT = 10**12  # prompts or tokens
 MAX_ROUNDS = 10_000
-MAX_SEED = 10**12  # so that every prompt and round has one below 2^63
+MAX_SEED = 10**12  # plus any prompt and round, stays below 2^63
 MAX_TEMPERATURE = 1_000_000
 
 
 def build_parser() -> Parser:
     parser = Parser(
         prog="bench.py",
-        description="Measure every method beside ar, prompt by prompt in turn.",
+        description="Compare the speed of methods with ar on the same prompts.",
     )
+    parser.renamed_options = {"--peers": "--hf"}
     parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
     add = parser.add_argument
-    add("--table", default="main", metavar="T", help="one of those that --tables lists (main)")
-    add("--tables", action="store_true", help="list our tables, the papers', and the columns")
+    add("--table", default="main", metavar="T", help="table, see --tables (default main)")
+    add("--tables", action="store_true", help="list tables and columns, and exit")
     words = " ".join(f"[{word}]" for word in (*FLAGS, "window=N", "sinks=S") if word != "keep")
-    rows = f'rows, each "method NAME=VALUE ... {words}"'
+    rows = f'table rows, each "method NAME=VALUE ... {words}" (default: the table\'s)'
     add("--methods", metavar="M,...", help=rows)
-    add("--columns", metavar="C,...", help="columns to show, of those that --tables lists")
-    add("--hf", action="store_true", help=f"also {', '.join(HF_METHODS)}, which need transformers")
-    add("--peers", action="store_true", help=argparse.SUPPRESS)  # its name before
-    base = "row that speed-ups are over, as in --methods (ar)"
-    add("--baseline", type=single_spaced, metavar="M", help=base)
-    add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (the table's, most often builtin)")
-    add("--prompts", metavar="FILE", help='.jsonl with "prompt" or "turns", or text in paragraphs')
-    add("--n-prompts", type=count, metavar="N", help="prompts, evenly spread over the dataset")
-    add("--prompt-tokens", type=several(count), metavar="N,...", help="lengths to cut prompts to")
-    add("--new-tokens", type=several(count), metavar="N,...", help="tokens to generate")
-    add("--temperature", type=several(temperature), metavar="X,...", help="0 is greedy (0)")
-    add("--top-p", type=float, metavar="P", help="of the sampled texts (1)")
-    add("--seed", type=seed, metavar="N", help="of the sampled texts; each prompt has its own (0)")
-    add("--repeats", type=rounds, default=1, metavar="N", help="rounds over all prompts (1)")
-    add("--pair", choices=PAIRS, help="target and draft by one name")
+    add("--columns", metavar="C,...", help="columns to show, see --tables (default: the table's)")
+    add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
+    base = "row that speed-ups are relative to (default ar)"
+    add("--baseline", type=normalize_spaces, metavar="M", help=base)
+    add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (default: the table's)")
+    add("--prompts", metavar="FILE", help='prompts from .jsonl ("prompt", "turns") or plain text')
+    add("--n-prompts", type=count, metavar="N", help="number of prompts (default: the table's)")
+    add("--prompt-tokens", type=list_of(count), metavar="N,...", help="lengths to cut prompts to")
+    add("--new-tokens", type=list_of(count), metavar="N,...", help="tokens to generate")
+    greedy = "0 is greedy (default: the table's)"
+    add("--temperature", type=list_of(temperature), metavar="X,...", help=greedy)
+    add("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
+    add("--seed", type=seed, metavar="N", help="first random seed (default 0)")
+    add("--repeats", type=rounds, default=1, metavar="N", help="rounds over prompts (default 1)")
+    add("--pair", choices=PAIRS, help="target and draft by name")
     add_model_options(parser)
     add_graphs_option(parser)
-    add("--output", metavar="FILE", help="results file (results/run_<time>_<table>.jsonl)")
-    add("--resume", metavar="FILE", help="go on with an interrupted table, its options included")
-    add("--show", metavar="FILE", help="print a results file's table again; measures nothing")
-    add("--format", choices=("text", "markdown"), default="text", help="of the table printed")
+    add("--output", metavar="FILE", help="results file (default results/run_<time>_<table>.jsonl)")
+    add("--resume", metavar="FILE", help="continue the interrupted run of a results file")
+    add("--show", metavar="FILE", help="print the table of a results file, and exit")
+    formats = ("text", "markdown")
+    add("--format", choices=formats, default="text", help="format of the table (default text)")
     return parser
 
 
-def single_spaced(text: str) -> str:
-    """Return words with single spaces between them. Raises argparse.ArgumentTypeError if there are
-    none."""
+def normalize_spaces(text: str) -> str:
+    """Return a text with single spaces between its words. Raises argparse.ArgumentTypeError if it
+    has none."""
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty")
     return " ".join(text.split())
@@ -76,20 +78,20 @@ def single_spaced(text: str) -> str:
 
 def count(text: str) -> int:
     """Return a whole number from 1 to MAX_COUNT. Raises argparse.ArgumentTypeError."""
-    return whole(text, 1, MAX_COUNT)
+    return whole_number(text, 1, MAX_COUNT)
 
 
 def rounds(text: str) -> int:
     """Return a whole number from 1 to MAX_ROUNDS. Raises argparse.ArgumentTypeError."""
-    return whole(text, 1, MAX_ROUNDS)
+    return whole_number(text, 1, MAX_ROUNDS)
 
 
 def seed(text: str) -> int:
     """Return a whole number from 0 to MAX_SEED. Raises argparse.ArgumentTypeError."""
-    return whole(text, 0, MAX_SEED)
+    return whole_number(text, 0, MAX_SEED)
 
 
-def whole(text: str, low: int, high: int) -> int:
+def whole_number(text: str, low: int, high: int) -> int:
     """Return a whole number from low to high. Raises argparse.ArgumentTypeError."""
     if not re.fullmatch(r"\d{1,18}", text) or not low <= int(text) <= high:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from {low} to {high:,}")
@@ -103,32 +105,32 @@ def temperature(text: str) -> float:
     return float(text)
 
 
-def several(kind: Callable[[str], float]) -> Callable[[str], list]:
-    """Return the reader of a list of such numbers, each once."""
+def list_of(kind: Callable[[str], float]) -> Callable[[str], list]:
+    """Return a parser of a comma-separated list of different numbers. kind: parses one."""
 
-    def number(text: str) -> list:  # named so because argparse's message has the name
+    def number(text: str) -> list:  # argparse's messages include this name
         found = [kind(part) for part in text.split(",")]
         if len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"{text!r} names one twice")
+            raise argparse.ArgumentTypeError(f"{text!r} has a number twice")
         return found
 
     return number
 
 
-def require_alone(args: argparse.Namespace, option: str, *allowed: str) -> None:
-    """Raise UsageError for options that would have no effect beside this one."""
-    unused = build_parser().parse_args([])
+def require_alone(args: argparse.Namespace, option: str, allowed: Sequence[str] = ()) -> None:
+    """Raise UsageError for options that have no effect together with this one."""
+    defaults = build_parser().parse_args([])
     for name, value in vars(args).items():
         given = f"--{name.replace('_', '-')}"
-        if given != option and name not in allowed and value != getattr(unused, name):
-            raise UsageError(f"{given} has no effect beside {option}")
+        if given != option and name not in allowed and value != getattr(defaults, name):
+            raise UsageError(f"{given} has no effect with {option}")
 
 
 def read_options(head: Head) -> argparse.Namespace:
-    """Return the options that a results file was measured with. They are parsed again, as the file
-    may come from anybody. Raises UsageError."""
+    """Return the options that a results file was measured with, parsed and checked like a command
+    line because the file is untrusted. Raises UsageError."""
     words = []
-    known = vars(build_parser().parse_args([])).keys() - set(OF_THE_CALL)
+    known = vars(build_parser().parse_args([])).keys() - set(UNRECORDED_OPTIONS)
     for name, value in head.options.items():
         option = f"--{name.replace('_', '-')}"
         if name not in known:
@@ -144,19 +146,22 @@ def read_options(head: Head) -> argparse.Namespace:
 
 
 def choose_file(args: argparse.Namespace) -> Path:
-    """Return where results go: as asked for, or named by the time, to the microsecond, because
-    several runs may begin in one second."""
+    """Return the path of the results file: --output, or a name with the time in microseconds,
+    because several runs may start in one second."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     return Path(args.output or ROOT / "results" / f"run_{stamp}_{args.table}.jsonl")
 
 
 def describe_tables() -> str:
-    """Return what --tables prints."""
+    """Return the output of --tables."""
     sections = {
-        "our own tables:": {name: table.title for name, table in TABLES.items()},
-        "the papers', beside what they print:": {n: table.title for n, table in PRESETS.items()},
-        "and what theirs need that is not here:": NOT_HERE,
-        "columns:": {name: column.title for name, column in PLAIN.items()} | described_variants(),
+        "tables of this project:": {name: table.title for name, table in TABLES.items()},
+        "tables of the papers, shown with published figures:": {
+            name: table.title for name, table in PRESETS.items()
+        },
+        "unavailable tables of the papers, and what they need:": UNAVAILABLE,
+        "columns, with their titles:": {n: column.title for n, column in BASE_COLUMNS.items()}
+        | describe_variants(),
     }
     lines = []
     for heading, titles in sections.items():
@@ -167,11 +172,11 @@ def describe_tables() -> str:
     return "\n".join(lines).strip()
 
 
-def described_variants() -> dict[str, str]:
-    """Return the columns that are made of others, and how."""
+def describe_variants() -> dict[str, str]:
+    """Return the descriptions of the columns NAME_mean and NAME_speedup."""
     means = ", ".join(name.removesuffix("_mean") for name in MEANS)
     speedups = ", ".join(name.removesuffix("_speedup") for name in SPEEDUPS)
     return {
-        "NAME_mean": f"mean ± standard deviation over the texts: {means}",
-        "NAME_speedup": f"x ar, of the means of both: {speedups}",
+        "NAME_mean": f"mean ± standard deviation over the texts; for {means}",
+        "NAME_speedup": f"x ar, as a ratio of means; for {speedups}",
     }

@@ -1,8 +1,8 @@
-"""Draw results files as PNG figures, beside each file or in another folder.
+"""Command line that draws results files as PNG figures, next to each file or in another folder.
 
     python -m benchmark.plot results/main_cpu.jsonl  # main_cpu.png, main_cpu_depth.png, ...
 
-Which figures there are follows from what a file varies: benchmark/figures.py.
+benchmark/figures.py chooses the figures by what the cases of a file vary.
 """
 
 if __name__ == "__main__":
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Carry out the command line, once parsed. Returns the exit status."""
-    for path, figure in drawn(args.files, args.output).items():
+    """Run the parsed command line and return the exit status."""
+    for path, figure in draw_all(args.files, args.output).items():
         content = io.BytesIO()
         figure.savefig(content, format="png")
         try:
@@ -41,21 +41,21 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def drawn(files: Sequence[str], output: str | None) -> dict[Path, "Figure"]:
-    """Every figure, by where it goes. Raises UsageError if two would go there."""
-    os.environ["MPLBACKEND"] = "agg"  # a notebook sets one for its shells that may not be there
+def draw_all(files: Sequence[str], output: str | None) -> dict[Path, "Figure"]:
+    """Return every figure by the path of its PNG file. Raises UsageError if two have one path."""
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's shells inherit a backend that may be missing
     try:
         figures = importlib.import_module("benchmark.figures")
     except ImportError as error:
-        what = "figures need seaborn: pip install seaborn==0.13.2"
-        raise UsageError(f"{what} ({first_line(error)})") from error
+        remedy = "use pip install seaborn==0.13.2"
+        raise UsageError(f"figures need seaborn; {remedy} ({first_line(error)})") from error
     found = {}
     for name in files:
         for ending, figure in figures.draw(load(name)).items():
             path = Path(output or Path(name).parent) / f"{Path(name).stem}{ending}.png"
             if path in found:
-                what = f"{path} is to be a figure of {name}, and of another file"
-                raise UsageError(f"{what}; draw it into another folder (--output)")
+                reason = f"{path} would be a figure of {name} and of another file"
+                raise UsageError(f"{reason}; use another folder with --output")
             found[path] = figure
     return found
 
@@ -64,6 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m benchmark.plot", description="Draw results files as PNG figures."
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="results of bench.py")
-    parser.add_argument("--output", metavar="FOLDER", help="instead of beside the file")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="results file of bench.py")
+    parser.add_argument("--output", metavar="FOLDER", help="another folder for the figures")
     return run_command_line(execute, parser, arguments)

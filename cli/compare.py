@@ -1,17 +1,17 @@
-"""--compare: a method's run beside ar's on the same prompt, and what explains a difference.
+"""The comparison of a generation with ar on the same prompt (--compare).
 
     comparison = compare(request, tally(steps), digests=None)
     print(describe_comparison(comparison))
 
 A comparison is a dict, which --json prints:
 
-ar_throughput       of ar, tokens per second
-speedup             the method's throughput over ar's
-exact               whether the ids are ar's; None if sampled, because then no two texts need agree
-first_difference    index into token_ids; None if they are equal
-top2_gap            the target's top-2 logit gap there, in float32; None if it was not computed
-is_strict           then there is no gap, and ar's passes have as many rows
-logits_difference   if strict, index of the first token whose logits differ in a bit; else None
+ar_throughput       tokens per second of ar
+speedup             throughput of the method / throughput of ar
+exact               whether the ids equal ar's; None for sampled text, where they need not
+first_difference    index of the first different id in token_ids; None if all are equal
+top2_gap            the target's top-2 logit gap at that id, in float32; None if not computed
+is_strict           whether the generation is strict; ar is then strict with as many rows per pass
+logits_difference   index of the first token whose logits differ in a bit; None if not strict
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from cli.metrics import Tally, tally
 from cli.models import Pair, Request
 from draft_tree import Settings
 from engine.memory import OutOfMemory
-from engine.passes import WHOLE_TEXT, PassConfig, Window, row_count
-from methods.static import Alone
+from engine.passes import FULL_ATTENTION, PassConfig, Window, round_up_rows
+from methods.static import PaddedAutoregressive
 
 TIE = 1e-4  # rounding decides where the top-2 gap in float32 is smaller
 
@@ -33,7 +33,7 @@ Comparison = dict[str, float | bool | int | None]
 
 
 class Digests:
-    """Digests of the logits that each token of a text was chosen from (`inspect` of a request)."""
+    """Collects a digest of the logits that each token was chosen from (`inspect` of a request)."""
 
     def __init__(self) -> None:
         self.found: list[bytes] = []
@@ -44,12 +44,12 @@ class Digests:
 
 
 def compare(request: Request, written: Tally, digests: Digests | None) -> Comparison:
-    """Run ar, and compare what was written with it (metrics `speedup` and `exact`).
+    """Run ar and compare a finished generation with it.
 
-    digests: of a strict run, of which not only the ids are compared.
+    digests: of a strict generation, whose logits are compared too; else None.
     """
     config = request.config
-    if request.stop:  # ar ends before it as well, but perhaps some tokens sooner
+    if request.stop:  # ar stops there too, but perhaps some tokens earlier
         request = replace(request, max_new_tokens=len(written.ids))
     of_ar = Digests() if config.strict else None
     reference = tally(reference_of(request).decode(of_ar))
@@ -76,8 +76,8 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
 
 
 def is_wrong(found: Comparison) -> bool:
-    """Whether text or logits differ and rounding does not explain it. It explains nothing where
-    both are strict."""
+    """Whether ids or logits differ for another reason than rounding. Strict generations have no
+    such excuse."""
     has_other_ids = found["exact"] is False and not is_tie(found["top2_gap"])
     return has_other_ids or found["logits_difference"] is not None
 
@@ -90,7 +90,7 @@ def describe_comparison(found: Comparison) -> str:
 
 
 def describe_ids(found: Comparison) -> str:
-    """Return what is said of the ids, and if strict of the logits."""
+    """Return the part about the ids, and about the logits if strict."""
     gap, ids = found["top2_gap"], equal_or_not(found["first_difference"])
     if found["exact"] is None:
         return "are sampled, not compared"
@@ -101,7 +101,7 @@ def describe_ids(found: Comparison) -> str:
     if found["exact"]:
         return ids
     if gap is None:
-        return f"{ids} (no room for the float32 model that would tell the top-2 gap)"
+        return f"{ids} (not enough memory for the float32 model that shows the top-2 gap)"
     kind = "a tie" if is_tie(gap) else "not a tie"
     return f"{ids} (top-2 gap {gap:.1e} in float32: {kind})"
 
@@ -113,26 +113,26 @@ def equal_or_not(first_difference: int | None) -> str:
 
 
 def reference_of(request: Request) -> Request:
-    """Return the request for the text by ar that a text is compared with."""
+    """Return the ar request that a request is compared with."""
     config = request.config
-    ar = strict_reference(config.settings) if config.strict else Alone()
+    ar = strict_reference(config.settings) if config.strict else PaddedAutoregressive()
     return replace(request, config=replace(config, settings=ar, acceptance=None))
 
 
-def strict_reference(settings: Settings) -> Alone:
-    """Return the ar that a strict run is compared with, whose passes have as many rows."""
+def strict_reference(settings: Settings) -> PaddedAutoregressive:
+    """Return the settings of ar with as many rows per pass as a strict generation has."""
     rule = settings.make_rule()
-    return Alone(rows=row_count(max(rule.max_verified, rule.min_rows)))
+    return PaddedAutoregressive(rows=round_up_rows(max(rule.max_verified, rule.min_rows)))
 
 
 def is_tie(gap: float | None) -> bool:
-    """Whether rounding decides at a top-2 gap; None is an unknown gap."""
+    """Whether a top-2 gap is so small that rounding decides. None is an unknown gap."""
     return gap is not None and gap < TIE
 
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
-    """Return the first index at which two lists differ, the end of the shorter one included; None
-    if they are equal."""
+    """Return the first index at which two lists differ, or None if they are equal. It is the length
+    of the shorter list if that begins the longer one."""
     if ours == theirs:
         return None
     for i, (one, other) in enumerate(zip(ours, theirs, strict=False)):
@@ -141,13 +141,13 @@ def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | 
     return min(len(ours), len(theirs))
 
 
-def top2_gap(pair: Pair, ids: list[int], window: Window = WHOLE_TEXT) -> float | None:
-    """Return how far the target's best next token leads the second, in float32 whatever its dtype;
-    None if there is no room for the float32 model."""
+def top2_gap(pair: Pair, ids: list[int], window: Window = FULL_ATTENTION) -> float | None:
+    """Return the gap between the target's two largest next-token logits, computed in float32. None
+    if memory does not suffice for the float32 model."""
     try:
         target = pair.float32_target
         config = PassConfig(window=window)
-        with target.new_cache(min(len(ids), window.full), config) as cache:
+        with target.new_cache(min(len(ids), window.max_length), config) as cache:
             best, second = target.prefill(ids, cache)[0].topk(2).values.tolist()
     except OutOfMemory:
         return None

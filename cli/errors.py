@@ -1,4 +1,4 @@
-"""How a command line ends: one line for every mistake of the user's, the exit status, Ctrl-C.
+"""Errors of a command line: one line per user mistake, the exit status, and Ctrl-C.
 
 status = run_command_line(execute, parser, arguments)
 """
@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,28 +22,29 @@ import torch
 
 from cli.files import locked
 from engine.checkpoint import CheckpointError, HubUnreachable, first_line, printable
-from engine.memory import OutOfMemory, is_refusal
+from engine.memory import OutOfMemory, is_out_of_memory
 from engine.ranks import RanksError
 from verify import NonFiniteLogits
 
 VERSION = f"%(prog)s 0.1, torch {torch.__version__}, Python {platform.python_version()}"
-HANG_UP = getattr(signal, "SIGHUP", signal.SIGTERM)  # which Windows has not
+HANG_UP = getattr(signal, "SIGHUP", signal.SIGTERM)  # which Windows lacks
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
 
 
 class UsageError(Exception):
-    """A request that cannot be carried out; the message is one line for the user."""
+    """A request that cannot be carried out. The message is one line for the user."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises UsageError, where argparse prints its usage and exits."""
+    """An argparse parser that raises UsageError instead of printing its usage and exiting."""
 
-    less_memory = ""  # what lowers the memory that is needed
+    less_memory = ""  # options that lower the memory that is needed
+    renamed_options: Mapping[str, str] = {}  # former name -> present name
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
-        self.register("type", None, not_empty)  # of every option that names no other type
+        self.register("type", None, not_empty)  # for options without a type
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -52,28 +53,31 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             if re.fullmatch("--[^=]+=--", word):
                 self.error(f"{word}: -- is no value")  # Python 3.11 makes it an empty list
+            option = word.partition("=")[0]
+            if option in self.renamed_options:
+                self.error(f"{option} is now called {self.renamed_options[option]}")
         return super().parse_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (--help lists everything)")
+        raise UsageError(f"{message} (see --help)")
 
 
 def not_empty(word: str) -> str:
-    """Return an option's value as it is given. Raises argparse.ArgumentTypeError if it is empty, as
-    a shell variable that is not set makes it."""
+    """Return an option's value. Raises argparse.ArgumentTypeError if it is empty, for example from
+    an unset shell variable."""
     if not word:
         raise argparse.ArgumentTypeError("is empty")
     return word
 
 
-def say(line: str) -> None:
-    """Print one line on stderr, with nothing in it that a terminal obeys."""
+def print_line(line: str) -> None:
+    """Print one line on stderr, without terminal control characters."""
     write_stderr(printable(line))
 
 
 def write_stderr(text: str) -> None:
-    """Print text on stderr as it is, such as a drawing with its colours. If stderr takes no more,
-    as on a full disk or when its reader has gone, the work goes on without it."""
+    """Print text on stderr unchanged, such as a coloured drawing. If stderr fails, for example on a
+    full disk, later output to it is dropped and the program continues."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -85,37 +89,36 @@ def run_command_line(
 ) -> int:
     """Parse and execute a command line, and return its exit status.
 
-    A mistake of the user's is one line on stderr and status 2. Ctrl-C, SIGTERM and SIGHUP are 130,
-    and 1 means that the reader of stdout has gone. Any other exception is a mistake in code, which
-    is raised.
+    A user mistake prints one line on stderr and gives status 2. Ctrl-C, SIGTERM and SIGHUP give
+    130. A closed stdout gives 1. Any other exception is a mistake in code and is raised.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what its encoding has not
-    parser.add_argument("--version", action="version", version=VERSION)
+        sys.stdout.reconfigure(errors="replace")  # characters that the encoding lacks
+    parser.add_argument("--version", action="version", version=VERSION, help=argparse.SUPPRESS)
     with interruptible() as signals, warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: say(f"note: {message}")
+        warnings.showwarning = lambda message, *_: print_line(f"note: {message}")
         try:
             try:
                 return execute(parser.parse_args(arguments))
             finally:
-                sys.stdout.flush()  # here, because at the very end an error would have no handler
+                sys.stdout.flush()  # at interpreter exit an error would have no handler
         except KeyboardInterrupt:
-            return 130  # a shell's for SIGINT: 128 and its number
+            return 130  # the shell's status of SIGINT: 128 + 2
         except Exception as error:
-            drop_unwritten()
-            if isinstance(error, BrokenPipeError):  # the reader has gone, as `| head` does
+            discard_unwritten()
+            if isinstance(error, BrokenPipeError):  # for example after `| head`
                 return 1
             line = describe_mistake(error, parser)
             if line is not None:
-                say(f"error: {line}")
+                print_line(f"error: {line}")
                 return 2
-            if signals:  # a module that was being imported may have changed KeyboardInterrupt
+            if signals:  # an import may have replaced KeyboardInterrupt by its own error
                 return 130
             raise
 
 
 def describe_mistake(error: Exception, parser: Parser) -> str | None:
-    """Return one line on a mistake of the user's or a lack of memory or disk; None for any other
+    """Return one line for a user mistake or for a lack of memory or disk space; None for any other
     exception."""
     match error:
         case HubUnreachable():
@@ -124,18 +127,18 @@ def describe_mistake(error: Exception, parser: Parser) -> str | None:
             return str(error)
         case OSError() if error.errno in DISK_IS_FULL:
             return str(error)
-    if not is_refusal(error):
+    if not is_out_of_memory(error):
         return None
-    line = f"there is no memory left: {first_line(error)}"
-    if isinstance(error, OutOfMemory):  # it says what the memory was for
+    line = f"out of memory: {first_line(error)}"
+    if isinstance(error, OutOfMemory):  # its message says what the memory was for
         line = str(error)
     return f"{line}; these lower it: {parser.less_memory}" if parser.less_memory else line
 
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt in the block at Ctrl-C, SIGTERM and SIGHUP, and list these signals.
-    A signal that is ignored, as under nohup or behind a script's &, stays so."""
+    """Raise KeyboardInterrupt in the block at Ctrl-C, SIGTERM and SIGHUP. Yields the list of these
+    signals. A signal that is already ignored, for example under nohup, stays ignored."""
     signals = []
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -157,19 +160,18 @@ def interruptible() -> Iterator[list[int]]:
 
 @contextmanager
 def writing(file: Path | str) -> Iterator[None]:
-    """Raise UsageError if the system does not let the block write a file."""
+    """Raise UsageError if the block fails to write a file."""
     try:
         yield
     except BlockingIOError as error:
-        raise UsageError(f"{file} is being written by another run: let it end first") from error
+        raise UsageError(f"{file} is being written by another run; wait for its end") from error
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
 
 
 @contextmanager
 def reserved(file: Path) -> Iterator[None]:
-    """Make a file's folder, and keep every other run from the file during the block. Raises
-    UsageError."""
+    """Make a file's folder, and lock the file during the block. Raises UsageError."""
     with ExitStack() as stack:
         with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -177,9 +179,8 @@ def reserved(file: Path) -> Iterator[None]:
         yield
 
 
-def drop_unwritten() -> None:
-    """Drop what a stream that has failed still holds. Python would write it at the very end, and
-    complain."""
+def discard_unwritten() -> None:
+    """Discard the buffers of failed streams, which Python would try to flush again at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -188,5 +189,5 @@ def drop_unwritten() -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Send what a stream holds and gets to the null device."""
+    """Redirect a stream to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

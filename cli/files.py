@@ -1,7 +1,6 @@
-"""Files written whole or not at all, and kept from a second writer.
+"""Atomic writes, and a lock against a second writer.
 
-A disk that is full, or Ctrl-C, leaves what was there before; no file of anybody else's is touched,
-whatever its name.
+After a full disk or Ctrl-C the former content is still there. No unrelated file is touched.
 
     with locked(Path("draft.training")):
         write_whole(Path("draft.training"), b"...")
@@ -20,33 +19,33 @@ from filelock import FileLock, Timeout
 
 
 def write_whole(file: Path, content: bytes | str) -> None:
-    """Put this content, text as UTF-8, where the file is, or where it leads if it is a link.
+    """Replace a file's content at once. A link is followed, and text is written as UTF-8.
 
-    It is written beside it, under a name that nobody has, and then renamed: whoever is killed
-    leaves the old or the new. Raises OSError.
+    The content goes to a temporary file in the same folder, which is then renamed. So a process
+    that is killed leaves the old content or the new. Raises OSError.
     """
     if isinstance(content, str):
         content = content.encode("utf-8")
-    place, draft = places(file)
+    place, temporary = places(file)
     try:
-        draft.write_bytes(content)
+        temporary.write_bytes(content)
         if place.exists():
-            shutil.copymode(place, draft)
-        os.replace(draft, place)
+            shutil.copymode(place, temporary)
+        os.replace(temporary, place)
     finally:
-        remove(draft)
+        remove(temporary)
 
 
 def require_writable(file: Path) -> None:
-    """Raise OSError where `write_whole` could not begin, and leave no trace of having asked."""
+    """Raise OSError if `write_whole` could not write this file. Leaves no new file."""
     _, probe = places(file)
     probe.touch()
     probe.unlink()
 
 
 def places(file: Path) -> tuple[Path, Path]:
-    """Where a file is, and beside it a name that nobody has. Raises OSError for what a rename would
-    take away: a device, a folder, a link that leads to itself."""
+    """Return a file's real path and an unused temporary name in its folder. Raises OSError for a
+    device, a folder or a link to itself, which a rename would replace."""
     place = Path(os.path.realpath(file))
     if place.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(place))
@@ -56,29 +55,29 @@ def places(file: Path) -> tuple[Path, Path]:
 
 
 def remove(file: Path) -> None:
-    """Remove what is in nobody's way, if that can be done."""
+    """Remove a file if the system allows it."""
     with suppress(OSError):
         file.unlink()
 
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Keep every other process out that asks for the same; what becomes of the file is free.
+    """Hold the lock of a file, so that one process at a time writes it.
 
-    What a writer that was killed has left beside the file is removed. Raises BlockingIOError if
-    another one is in, and OSError if there can be no lock there.
+    Removes temporary files of writers that were killed. Raises BlockingIOError if another process
+    holds the lock, and OSError if the lock cannot be made.
     """
     place = Path(os.path.realpath(file))
-    beside = place.with_name(f".{place.name}.lock")  # the file itself is another with every writing
-    lock = FileLock(beside, timeout=0)
+    lock_file = place.with_name(f".{place.name}.lock")  # not the file: each write replaces it
+    lock = FileLock(lock_file, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(file)) from error
     try:
-        for draft in place.parent.glob(f".{glob.escape(place.name)}.*.part"):
-            remove(draft)
+        for temporary in place.parent.glob(f".{glob.escape(place.name)}.*.part"):
+            remove(temporary)
         yield
     finally:
-        remove(beside)  # before it is given up: whoever comes then makes another
+        remove(lock_file)  # before the release, so the next process makes a new one
         lock.release()

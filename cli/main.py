@@ -1,4 +1,4 @@
-"""python dynatree.py: its options, one generation, and what is printed of it.
+"""The program dynatree.py: one generation, streamed text, summary and reports.
 
 main(["--prompt", "The ship sailed at dawn", "--method", "auto"])
 """
@@ -24,143 +24,155 @@ from cli.compare import (
     is_wrong,
     reference_of,
 )
-from cli.errors import Parser, UsageError, run_command_line, say, write_stderr
+from cli.errors import Parser, UsageError, print_line, run_command_line, write_stderr
 from cli.metrics import Metrics, Tally, versions
 from cli.models import Request, open_pair, overflow_note, require_graphs, warn_of_length
 from cli.options import (
-    add_generation_options,
+    add_graphs_option,
+    add_method_options,
     add_model_options,
+    add_sampling_options,
     choose_config,
     read_prompt,
     require_fit,
 )
 from cli.page import require_places, save_trace
-from cli.terminal import LEGEND, describe, draw_tree, harmless, has_color
+from cli.terminal import LEGEND, draw_tree, escaped, has_color
 from cli.tokens import encode
 from cli.trace import Trace, describe_base, meanings
 from engine.cache import invariant_rows
-from engine.driver import on_ranks
+from engine.driver import run_on_ranks
 from engine.generate import Step
 from engine.model import FastGPTNeoX
-from engine.passes import WHOLE_TEXT
+from engine.passes import FULL_ATTENTION
 from engine.ranks import Ranks
-from methods import METHODS
-from methods.acceptances import default_of
+from methods.acceptances import default_acceptance
 from methods.rules import are_retrieved
 from methods.sampler import GREEDY
 
 WARM_UP_STEPS = 8
 LONG_PROMPT = 2000  # tokens
-ENDINGS = """exit status:
-  0    or 1: --compare found a text that is not ar's, or the reader has gone
-  2    a mistake, in one line
-  130  Ctrl-C, SIGTERM or SIGHUP: text, summary, --json object and page are kept
-       as far as they came; another Ctrl-C or SIGTERM ends at once"""
+DESCRIPTION = "Generate text by tree speculative decoding: dynatree.py --prompt TEXT [options]"
+EXIT_STATUS = "exit status: 1 --compare found different ids, 2 invalid input, 130 interrupted"
 
 
 def build_parser() -> Parser:
     parser = Parser(
         prog="dynatree.py",
-        description="Write text with a GPT-NeoX target, sped up by a draft model's token trees.",
-        epilog=f"{describe(METHODS)}\n\n{ENDINGS}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        description=DESCRIPTION,
+        epilog=EXIT_STATUS,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=25),
     )
+    parser.renamed_options = {"--page": "--html", "--plain": "--reference"}
     parser.less_memory = "a 16-bit --dtype, a shorter prompt, fewer --max-new-tokens, a --window"
     parser.less_memory += ", a smaller --target"
-    add = parser.add_argument
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    of_file = "a UTF-8 file of it, to 4 MB, but for its last line end; - is stdin"
-    prompt.add_argument("--prompt-file", metavar="F", help=of_file)
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="limit (default 128)")
-    add_generation_options(parser)
-    add_model_options(parser)
-    add("--plain", action="store_true", help="by gpt_neox.py alone, as it is to be read: slower")
-    add("--ignore-eos", action="store_true", help="go on past end-of-text")
-    stop = "the text ends before it (again for several); figures and ids count what came with it"
-    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    add("--compare", action="store_true", help="also run ar: speedup, and are the ids equal?")
-    add("--show-tree", action="store_true", help="draw every iteration's tree on stderr")
-    add("--json", action="store_true", help="print one JSON object instead of the text")
-    add("--page", metavar="FILE", help="write a page (HTML) that shows the run, tree by tree")
-    add("--trace", metavar="FILE", help="and the data of it as JSON")
+    add_input_options(parser.add_argument_group("input"))
+    add_method_options(parser.add_argument_group("method"))
+    add_sampling_options(parser.add_argument_group("sampling"))
+    models = parser.add_argument_group("models")
+    add_model_options(models)
+    add_graphs_option(models)
+    reference = "run the readable model of gpt_neox.py (slower)"
+    models.add_argument("--reference", action="store_true", help=reference)
+    add_output_options(parser.add_argument_group("output"))
     return parser
 
 
+def add_input_options(group: argparse._ArgumentGroup) -> None:
+    prompt = group.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 file to continue; - is stdin")
+    add = group.add_argument
+    limit = "maximum number of new tokens (default 128)"
+    add("--max-new-tokens", type=int, default=128, metavar="N", help=limit)
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT (repeatable)")
+    add("--ignore-eos", action="store_true", help="continue after the end-of-text token")
+
+
+def add_output_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--compare", action="store_true", help="also run ar; compare speed and token ids")
+    add("--show-tree", action="store_true", help="draw the tree of every iteration on stderr")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+    add("--html", metavar="FILE", help="write a page that shows the run step by step")
+    add("--trace", metavar="FILE", help="write the data of that page as JSON")
+
+
 def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dict]:
-    """Check everything that was asked for, and load the models. Return the request, and the
-    settings to report."""
+    """Check all options and load the models. Return the request and the settings to report."""
     if args.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens {args.max_new_tokens}: at least 1")
+        raise UsageError(f"--max-new-tokens is {args.max_new_tokens}, it must be at least 1")
     config = choose_config(args)
     is_drafting = config.make_rule().max_depth > 0
-    if args.plain and (ranks or not config.works_on_plain_model):
-        raise UsageError("--plain has no strict passes, window, graphs or ranks")
+    if args.reference and (ranks or not config.works_on_reference_model):
+        raise UsageError("--reference: no --strict, --window or torchrun; remove them")
     text = read_prompt(args.prompt, args.prompt_file)
-    require_places(args.page, args.trace)
+    require_places(args.html, args.trace)
     if (args.draft or args.draft_dtype) and not is_drafting:
-        say(f"note: --method {args.method} needs no draft: --draft, --draft-dtype have no effect")
+        print_line(f"note: --method {args.method} ignores --draft and --draft-dtype")
     require_graphs(args)
-    pair, models = open_pair(args, is_drafting, say, ranks, args.plain)
+    pair, models = open_pair(args, is_drafting, print_line, ranks, args.reference)
     require_fit(config, pair)
     target = pair.target.config
     prompt = encode(text, pair.tokenizer, target.vocab_size)
     eos_ids = () if args.ignore_eos else target.eos_ids
-    if config.window == WHOLE_TEXT:
+    if config.window == FULL_ATTENTION:
         warn_of_length(pair, len(prompt) + args.max_new_tokens)
     else:
         kept = f"{config.window.sinks} sinks and the latest {config.window.size} tokens or more"
-        say(f"note: the caches keep {kept}; this is not the text of full attention")
+        print_line(f"note: the caches keep {kept}, so the text differs from full attention")
     request = Request(pair, prompt, config, args.max_new_tokens, eos_ids, args.stop)
-    return request, {"method": args.method, **asdict(config.settings), **models, **rest_of(request)}
+    settings = {"method": args.method, **asdict(config.settings), **models}
+    return request, settings | request_report(request)
 
 
-def rest_of(request: Request) -> dict:
-    """Return what is reported of a request beside its method and models."""
+def request_report(request: Request) -> dict:
+    """Return the report of a request, except for its method and models."""
     config, rule = request.config, request.config.make_rule()
-    accepts = config.acceptance or default_of(rule)
+    accepts = config.acceptance or default_acceptance(rule)
     return {
         "max_new_tokens": request.max_new_tokens,
         "eos_ids": request.eos_ids,
-        "stop_texts": request.stop,  # "stop" is a setting of methods
+        "stop_texts": request.stop,
         "strict": config.strict,
         "prompt_tokens": len(request.prompt),
         "sampling": None if config.sampling == GREEDY else asdict(config.sampling),
         "acceptance": None if config.sampling.is_greedy else accepts,
-        "window": None if config.window == WHOLE_TEXT else asdict(config.window),
+        "window": None if config.window == FULL_ATTENTION else asdict(config.window),
     }
 
 
 def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
-    """Carry out the parsed command line, and return the exit status.
+    """Run the parsed command line and return the exit status.
 
-    ranks: the processes that compute the target, if there are several.
+    ranks: the tensor-parallel processes, if there are several.
     """
     request, reported = prepare(args, ranks)
     tally, trace, comparison = Tally(), None, None
     digests = Digests() if args.compare and request.config.strict else None
-    if args.page or args.trace:
+    if args.html or args.trace:
         trace = Trace(request.pair.tokenizer, request.config.settings, request.eos_ids)
     if args.compare:
-        for warm_up in (request, reference_of(request)):  # whichever is first does not pay
+        for warm_up in (request, reference_of(request)):  # so that neither is the first to run
             list(islice(warm_up.decode(), WARM_UP_STEPS))
-    is_interrupted = True  # or failed, until all is done
+    is_interrupted = True  # or failed, until everything is done
     try:
         stream(request, args, tally, trace, digests)
         if args.compare:
             comparison = compare(request, tally, digests)
-            say(describe_comparison(comparison))
+            print_line(describe_comparison(comparison))
         is_interrupted = False
     finally:
         if tally.ids:
             found = report(request, tally, comparison)
             found |= {"settings": reported, "interrupted": is_interrupted}
-            hand_over(found, request, args, trace)
+            write_outputs(found, request, args, trace)
     if comparison is None or not is_wrong(comparison):
         return 0
     if request.config.strict or request.pair.target.dtype == torch.float32:
         return 1
-    say("note: in half precision rounding decides near-ties; with --strict the ids are ar's")
+    print_line("note: in half precision rounding decides near-ties; with --strict the ids are ar's")
     return 0
 
 
@@ -171,13 +183,13 @@ def stream(
     trace: Trace | None,
     digests: Digests | None,
 ) -> None:
-    """Write one text, and print it as it comes. If something ends it early, the tally has what
-    there is, which is summed up."""
-    is_streaming = not args.json and not args.show_tree  # trees and text would interleave
+    """Generate and print the text, then its summary. If something ends it early, the tally has the
+    text so far."""
+    is_streaming = not args.json and not args.show_tree  # text and trees would be mixed
 
     def on_step(step: Step) -> None:
-        if step.draft_overflowed and not tally.has_overflowed:
-            write_stderr(f"\n{overflow_note(request.pair.draft)}")  # text may stand on the line
+        if step.draft_overflowed and not tally.draft_overflowed:
+            write_stderr(f"\n{overflow_note(request.pair.draft)}")  # the line may already have text
         if trace:
             trace.add(step)
         tally.add(step)
@@ -188,24 +200,24 @@ def stream(
         tally.finish_reason = yield from request.text(on_step, digests, trace)
 
     if args.show_tree:
-        say(LEGEND)
+        print_line(LEGEND)
     try:
         with prompt_bar(request):
             for piece in pieces():
                 tally.pieces.append(piece)
                 if is_streaming:
-                    put(piece)
+                    print_text(piece)
     finally:
         if tally.ids:
             if not args.json:
-                put("\n" if is_streaming else "".join(tally.pieces) + "\n")
-            say_summary(request, tally)
+                print_text("\n" if is_streaming else "".join(tally.pieces) + "\n")
+            print_summary(request, tally)
 
 
 @contextmanager
 def prompt_bar(request: Request) -> Iterator[None]:
-    """Show on a terminal how much of a long prompt has been read. A plain model and several ranks
-    do not report it."""
+    """Show a progress bar on a terminal while a long prompt is prefilled. GPTNeoX and models on
+    several ranks do not report their progress."""
     n_tokens, target = len(request.prompt), request.pair.target
     is_shown = n_tokens >= LONG_PROMPT and isinstance(target, FastGPTNeoX)
     if not is_shown or not sys.stderr.isatty():
@@ -225,16 +237,16 @@ def prompt_bar(request: Request) -> Iterator[None]:
             target.on_progress = None
 
 
-def put(text: str) -> None:
-    """Print text of the model's on stdout."""
+def print_text(text: str) -> None:
+    """Print generated text on stdout."""
     if sys.stdout.isatty():
-        text = harmless(text)
+        text = escaped(text)
     print(text, end="", flush=True)
 
 
 def show_tree(step: Step, number: int, tokenizer: Tokenizer) -> None:
-    """Draw the tree of an iteration on stderr, below a line about it."""
-    say(f"iteration {number}: {summarise_step(step)}")
+    """Print a summary line and the tree of an iteration on stderr."""
+    print_line(f"iteration {number}: {summarise_step(step)}")
     is_colored = has_color(sys.stderr)
     write_stderr(draw_tree(step.tree, step.path, step.bonus, tokenizer, is_colored))
 
@@ -251,7 +263,7 @@ def summarise_step(step: Step) -> str:
 
 
 def summarise(metrics: Metrics) -> str:
-    """Return the line that ends every text."""
+    """Return the summary line of a generation."""
     first = f"first token after {metrics.ttft_ms:.0f} ms"
     if not metrics.iterations:
         return f"1 token, {first}"
@@ -259,17 +271,17 @@ def summarise(metrics: Metrics) -> str:
     return f"{metrics.new_tokens} tokens, {rates}, {first}"
 
 
-def say_summary(request: Request, tally: Tally) -> None:
-    """Say what ends every text, and what is in no figure of it."""
-    say(summarise(tally.metrics()))
+def print_summary(request: Request, tally: Tally) -> None:
+    """Print the summary of a generation, and the time of captures, which it excludes."""
+    print_line(summarise(tally.metrics()))
     n_graphs, capture_s = request.pair.captured()
     if n_graphs:
         graphs = "graph" if n_graphs == 1 else "graphs"
-        say(f"captured {n_graphs} {graphs} in {capture_s:.1f} s, which no figure counts")
+        print_line(f"captured {n_graphs} {graphs} in {capture_s:.1f} s, not counted above")
 
 
 def report(request: Request, tally: Tally, comparison: Comparison | None) -> dict:
-    """Return the object of --json, but for what was asked."""
+    """Return the object of --json, except for its settings."""
     n_graphs, capture_s = request.pair.captured()
     found = {
         "token_ids": tally.ids.tolist(),
@@ -287,24 +299,26 @@ def report(request: Request, tally: Tally, comparison: Comparison | None) -> dic
     return found
 
 
-def hand_over(found: dict, request: Request, args: argparse.Namespace, trace: Trace | None) -> None:
-    """Print the object if --json asks for it, and write the page and the trace."""
+def write_outputs(
+    found: dict, request: Request, args: argparse.Namespace, trace: Trace | None
+) -> None:
+    """Print the object of --json, and write the page and the trace, as the options ask."""
     try:
         if args.json:
             print(json.dumps(found), flush=True)
-    finally:  # the page is written even if the reader of the object has gone
+    finally:  # write the page even if stdout is closed
         if trace:
             found |= {"command": args.command, "meanings": meanings(request.config.settings)}
             found["base"] = describe_base(request.config.settings)
-            save_trace(trace.as_json(request.prompt, found), args.page, args.trace)
+            save_trace(trace.as_json(request.prompt, found), args.html, args.trace)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     words = sys.argv[1:] if arguments is None else arguments
-    parser.set_defaults(command=[parser.prog, *words])  # the page says how to run it again
+    parser.set_defaults(command=[parser.prog, *words])  # the page shows how to repeat the run
 
     def program(ranks: Ranks | None) -> int:
         return run_command_line(partial(write, ranks=ranks), parser, arguments)
 
-    return on_ranks(program)
+    return run_on_ranks(program)

@@ -1,6 +1,6 @@
-"""What the user asked for, checked: how the text is written, and the prompt.
+"""Command-line options of methods, sampling and models, and the prompt.
 
-Every mistake raises a UsageError, whose message is one line on what is wrong and what to do.
+Every mistake raises UsageError, whose message is one line that says what to do.
 
     config = choose_config(parser.parse_args(["--prompt", "a", "--method", "lookup", "--strict"]))
 """
@@ -12,63 +12,88 @@ from dataclasses import replace
 
 from cli.errors import UsageError
 from cli.models import Pair
+from cli.terminal import describe
 from draft_tree import Rule
 from engine.checkpoint import DTYPES
 from engine.generation_config import GenerationConfig
 from methods import METHODS
-from methods.acceptances import ACCEPTANCES, DEFAULTS
+from methods.acceptances import ACCEPTANCES
 from methods.sampler import GREEDY, Sampling
 
-MAX_PROMPT_BYTES = 4_000_000  # of a file: a long novel, some 500 times Pythia's positions
+MAX_PROMPT_BYTES = 4_000_000  # a long novel, about 500 times the positions of Pythia
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that `open_pair` reads."""
     add = parser.add_argument
-    add("--target", metavar="MODEL", help="folder, or hub NAME or NAME@REVISION")
-    add("--draft", metavar="MODEL", help="the same, of a smaller model with this tokenizer")
-    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
-    add("--dtype", help=f"{', '.join(DTYPES)} (float16 on cuda, float32 on cpu)")
-    own = "the draft's own (as the target's; bfloat16 for float16 on GPUs that have it)"
-    add("--draft-dtype", metavar="DTYPE", help=own)
-    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
+    add("--target", metavar="MODEL", help="folder or hub NAME[@REVISION]")
+    add("--draft", metavar="MODEL", help="smaller model with the same tokenizer")
+    add("--device", help="cpu, cuda or cuda:N (default cuda if available)")
+    add("--dtype", help=f"{', '.join(DTYPES)} (default by device)")
+    draft_dtype = "dtype of the draft model (default: as --dtype)"
+    add("--draft-dtype", metavar="DTYPE", help=draft_dtype)
+    add("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
 
 
-def add_graphs_option(parser: argparse.ArgumentParser) -> None:
-    help = "on cuda, launch every kernel by itself"
-    parser.add_argument("--no-graphs", action="store_true", help=help)
+def add_graphs_option(parser: argparse._ActionsContainer) -> None:
+    no_graphs = "on cuda, launch each kernel without CUDA graphs"
+    parser.add_argument("--no-graphs", action="store_true", help=no_graphs)
 
 
-def add_generation_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `choose_config` reads; some are words of GenerationConfig.parse."""
+def add_method_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options that say how to decode. Some collect words of GenerationConfig.parse."""
+    method = "decoding method (default dynatree)"
+    parser.add_argument("--method", choices=METHODS, default="dynatree", metavar="M", help=method)
+    listing = "print the methods and their settings, and exit"
+    parser.add_argument("--list-methods", action=ListMethods, help=listing)
+    add_word(parser, "--set", metavar="NAME=VALUE", help="setting of the method (repeatable)")
+    window = "attend to the latest N tokens only (default: all)"
+    add_word(parser, "--window", type="window={}".format, metavar="N", help=window)
+    sinks = "with --window: also to the first N tokens (default 4)"
+    add_word(parser, "--sinks", type="sinks={}".format, metavar="N", help=sinks)
+    strict = "batch-invariant logits: exact in every dtype"
+    add_word(parser, "--strict", action="append_const", const="strict", help=strict)
+
+
+def add_sampling_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options that say how tokens are chosen."""
     add = parser.add_argument
-    methods = f"{', '.join(METHODS)} (dynatree)"
-    add("--method", choices=METHODS, default="dynatree", metavar="M", help=methods)
+    add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default 0)")
+    add("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
+    add("--seed", type=int, metavar="N", help="random seed (default 0)")
+    draft = "temperature of the draft model (default by method)"
+    add("--draft-temperature", type=float, metavar="X", help=draft)
+    accept = f"{', '.join(ACCEPTANCES)} (default by method)"
+    add_word(parser, "--accept", choices=ACCEPTANCES, metavar="RULE", help=accept)
 
-    def add_word(name: str, **how: object) -> None:
-        add(name, dest="words", default=[], **({"action": "append"} | how))
 
-    add_word("--set", metavar="NAME=VALUE", help="a method's setting")
-    add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
-    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens reaching P (1)")
-    add("--seed", type=int, metavar="N", help="of the sampling (0)")
-    own = "of the draft (--temperature's where guesses are drawn, 1 where they are ranked)"
-    add("--draft-temperature", type=float, metavar="X", help=own)
-    by_kind = ", ".join(f"{kind}: {name}" for kind, name in DEFAULTS.items())
-    accept = f"{', '.join(ACCEPTANCES)}: of sampled text (by trees: {by_kind})"
-    add_word("--accept", choices=ACCEPTANCES, metavar="A", help=accept)
-    window = "keep the latest N tokens in the cache (all)"
-    add_word("--window", type="window={}".format, metavar="N", help=window)
-    add_word(
-        "--sinks", type="sinks={}".format, metavar="N", help="and with a window the first N (4)"
-    )
-    strict = "strict ar's logits, bit for bit, in any dtype"
-    add_word("--strict", action="append_const", const="strict", help=strict)
-    add_graphs_option(parser)
+def add_word(parser: argparse._ActionsContainer, name: str, **kwargs: object) -> None:
+    """Add an option whose value is appended to `words`."""
+    parser.add_argument(name, dest="words", default=[], **({"action": "append"} | kwargs))
+
+
+class ListMethods(argparse.Action):
+    """The option --list-methods: print all methods, or one, and exit."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs="?", metavar="M", help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        method: str | None,
+        option: str | None = None,
+    ) -> None:
+        if method is not None and method not in METHODS:
+            known = ", ".join(METHODS)
+            parser.error(f"{option}: there is no method {method!r}; choose from {known}")
+        print(describe(METHODS if method is None else {method: METHODS[method]}))
+        parser.exit()
 
 
 def choose_config(args: argparse.Namespace) -> GenerationConfig:
-    """Return how the text is written. Raises UsageError, also for options without effect."""
+    """Return the generation config. Raises UsageError, also for options without effect."""
     try:
         config = GenerationConfig.parse(args.method, *args.words)
     except ValueError as error:
@@ -84,7 +109,7 @@ def choose_config(args: argparse.Namespace) -> GenerationConfig:
 def choose_sampling(
     temperature: float, top_p: float | None, seed: int | None, draft_temperature: float | None
 ) -> Sampling:
-    """Return how tokens are chosen. Raises UsageError, also for options without effect."""
+    """Return the sampling options. Raises UsageError, also for options without effect."""
     if temperature == 0:
         for name, value in {"--top-p": top_p, "--seed": seed}.items():
             if value is not None:
@@ -99,16 +124,16 @@ def choose_sampling(
 
 
 def has_temperature(rule: Rule, draws: bool) -> bool:
-    """Whether a draft's temperature changes its trees. draws: whether candidates are drawn, by a
-    rule that can."""
+    """Whether the temperature of the draft changes a rule's trees. draws: whether candidates are
+    drawn if the rule supports it."""
     return (draws and rule.draws_candidates) or (rule.max_depth > 0 and rule.depends_on_probs)
 
 
 def require_temperature(method: str, rule: Rule, draws: bool) -> None:
-    """Raise UsageError if the method's trees are the same at any draft temperature."""
+    """Raise UsageError if the draft temperature does not change the method's trees."""
     if not has_temperature(rule, draws):
-        why = f"no probability that a draft gives shapes the trees of {method}"
-        raise UsageError(f"--draft-temperature has no effect: {why}")
+        why = f"the trees of {method} do not depend on the draft's probabilities"
+        raise UsageError(f"--draft-temperature has no effect, because {why}")
 
 
 def require_fit(config: GenerationConfig, pair: Pair, whose: str = "") -> None:
@@ -139,5 +164,5 @@ def read_file(name: str) -> bytes:
         raise UsageError(f"{name} cannot be read: {error.strerror}") from error
     if len(raw) > MAX_PROMPT_BYTES:  # a device never ends
         limit = f"{MAX_PROMPT_BYTES // 1_000_000} MB"
-        raise UsageError(f"{name} is longer than a prompt may be, {limit}; give a part of it")
+        raise UsageError(f"{name} is larger than {limit}, the limit of a prompt; use a part of it")
     return raw

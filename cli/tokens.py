@@ -1,4 +1,4 @@
-"""Text to ids and back: a folder's tokenizer, prompts, and text from ids that come step by step.
+"""Tokenizers: loading them, encoding prompts, and decoding text while it is generated.
 
 tokenizer = load_tokenizer(Path("models/tiny/target"))
 ids = encode("The ship sailed at dawn", tokenizer, vocab_size=4096)
@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from cli.errors import UsageError
 from engine.checkpoint import CheckpointError, first_line, read_json
 
-INCOMPLETE = "\ufffd"  # what a tokenizer prints for bytes that are not a whole character (yet)
-CONTEXT = 4  # ids that the text of the next id may depend on: a character has up to four bytes
-LONGEST_GROWTH = 4096  # of a text, in any part of a tokenizer: real ones have a few short steps
-LONG = 32  # ids that are decoded again with each new one, at most
+INCOMPLETE = "\ufffd"  # what a tokenizer prints for an incomplete character
+CONTEXT = 4  # earlier ids that the text of an id may depend on: a character has up to 4 bytes
+LONGEST_GROWTH = 4096  # of a text by one part of a tokenizer; real ones stay far below
+LONG = 32  # at most so many ids are decoded again with each new one
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -26,19 +26,19 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     content = read_json(file)  # its errors are clearer than the library's
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if growth(content.get(part)) > LONGEST_GROWTH:  # it would take all memory, deaf to Ctrl-C
-            much = f"may make a text {LONGEST_GROWTH:,} times as long or more"
-            raise CheckpointError(f"{file}: its {part} {much}, as no tokenizer's does")
+        if growth(content.get(part)) > LONGEST_GROWTH:  # would fill the memory and ignore Ctrl-C
+            much = f"can make a text {LONGEST_GROWTH:,} times as long, so it is not used"
+            raise CheckpointError(f"{file}: its {part} {much}")
     with refusing(f"{file} is not a tokenizer"):
         tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_truncation()  # a file may carry either, meant for training
+    tokenizer.no_truncation()  # a file may turn on either, for training
     tokenizer.no_padding()
     return tokenizer
 
 
 def growth(part: object) -> float:
-    """Return a bound of how many times as long a part of a tokenizer.json makes a text. Each step
-    of the part replaces a pattern, or may write a byte as two."""
+    """Return an upper bound of the factor by which a part of a tokenizer.json lengthens a text.
+    Each step of the part replaces a pattern, or may write a byte as two."""
     found, left = 1.0, [part]
     while left:  # no recursion: a file may nest deeper than Python
         step = left.pop()
@@ -61,12 +61,12 @@ def growth_of_step(step: dict) -> float:
     old = pattern.get("String") if isinstance(pattern, dict) else None
     if isinstance(old, str) and old:
         return max(len(new) / len(old), 1.0)
-    return 1.0 + len(new)  # a pattern that may be found between any two characters
+    return 1.0 + len(new)  # the pattern may match between any two characters
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise CheckpointError unless both split text into the same ids. The draft may lack tokens
-    that were added to the target after its own last id."""
+    """Raise CheckpointError unless both give the same ids. The draft's may lack tokens that were
+    added to the target's after the last id of the draft's."""
     theirs, added = draft.get_vocab(), target.get_added_tokens_decoder()
     last = max(theirs.values(), default=-1)
     ours = {token: i for token, i in target.get_vocab().items() if i <= last or i not in added}
@@ -83,14 +83,14 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Return the prompt's ids, without special tokens. Raises CheckpointError, and UsageError if
-    the model cannot read them."""
+    """Return the prompt's ids, without special tokens. Raises CheckpointError, and UsageError for
+    no ids or ids outside the target's vocabulary."""
     with refusing("the tokenizer cannot encode the prompt"):
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
-        raise UsageError("the prompt is empty: the tokenizer makes no token of it")
+        raise UsageError("the prompt is empty: it has no tokens")
     if max(ids) >= vocab_size:
-        raise UsageError(f"the prompt has id {max(ids)}, but the target knows {vocab_size} ids")
+        raise UsageError(f"the prompt has id {max(ids)}, but the target has only {vocab_size} ids")
     return ids
 
 
@@ -101,16 +101,15 @@ def decode(ids: Sequence[int], tokenizer: Tokenizer, has_special: bool = False) 
 
 
 class TextStream:
-    """The text of ids that come step by step. Half a character is held back until it is whole."""
+    """Decodes ids step by step. An incomplete character is held back until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.recent: list[int] = []  # enough past ids to decode the next ones in context
+        self.recent: list[int] = []  # the latest ids, enough to decode the next ones in context
         self.n_shown = 0  # characters of their text that were returned
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that these ids complete. All of it, with that of `finish`, is the text of
-        all ids."""
+        """Return the text that these ids complete. All pieces and that of `finish` are the text."""
         self.recent += ids
         final = self.final()
         new = final[self.n_shown :]
@@ -121,49 +120,49 @@ class TextStream:
         return new
 
     def final(self) -> str:
-        """Return the recent text that no later id changes: all but half a character at the end."""
+        """Return the text of `recent` without an incomplete character at its end."""
         return decode(self.recent, self.tokenizer).removesuffix(INCOMPLETE)
 
     def finish(self) -> str:
-        """Return what was held back and never completed."""
+        """Return the text that was held back and never completed."""
         rest = decode(self.recent, self.tokenizer)[self.n_shown :]
         self.recent = []
         self.n_shown = 0
         return rest
 
 
-def read_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one stop text or several. Raises ValueError unless each is a string, not empty."""
+def parse_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """Return stop texts as a tuple. Raises ValueError unless each is a non-empty string."""
     is_one = isinstance(stop, str | bytes) or not isinstance(stop, Iterable)
     stops = (stop,) if is_one else tuple(stop)
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"a stop text is {text!r}, it must be a string that is not empty")
+            raise ValueError(f"a stop text is {text!r}, it must be a non-empty string")
     return stops
 
 
 def special_stops(stops: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of stop texts that are special tokens, because decoded text leaves them out.
-    Raises UsageError for a stop text of a special token and more, which no text could match."""
+    """Return the ids of stop texts that are special tokens, because decoded text omits them. Raises
+    UsageError for a stop text that contains a special token and more, which text never matches."""
     added = tokenizer.get_added_tokens_decoder() if stops else {}
     ids = {token.content: i for i, token in added.items() if token.special}
     for stop in stops:
         held = next((content for content in ids if content in stop), None)
         if held and stop not in ids:
-            raise UsageError(f"stop text {stop!r} holds a special token; use {held!r} alone")
+            raise UsageError(f"stop text {stop!r} contains a special token; use {held!r} by itself")
     return tuple(ids[stop] for stop in stops if stop in ids)
 
 
 class StopTexts:
-    """A text that comes in pieces, up to the stop text that is complete first."""
+    """Cuts a stream of text before the stop text that is completed first."""
 
     def __init__(self, stops: Sequence[str] = ()):
-        self.stops = read_stops(stops)
-        self.held = ""  # may be the beginning of a stop text
+        self.stops = parse_stops(stops)
+        self.held = ""  # possible beginning of a stop text
         self.has_ended = False
 
     def push(self, text: str) -> str:
-        """Return what is no part of a stop text, of the text held back and this one."""
+        """Add a piece. Return the text that cannot belong to a stop text."""
         text = self.held + text
         found = []
         for stop in self.stops:
@@ -176,7 +175,7 @@ class StopTexts:
         return text[:end]
 
     def n_open(self, text: str) -> int:
-        """Return how many characters at the end may be the beginning of a stop text."""
+        """Return how many characters at the end may begin a stop text."""
         longest = max(map(len, self.stops), default=0)
         for n in range(min(longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self.stops):
@@ -186,9 +185,8 @@ class StopTexts:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Raise CheckpointError, which says what cannot be done, for what tokenizers raises: a plain
-    Exception, or where its Rust code panics a BaseException. A panic also prints lines of its own.
-    """
+    """Turn the errors of the tokenizers library into CheckpointError. It raises plain Exceptions,
+    and a BaseException if its Rust code panics, which also prints lines of its own."""
     try:
         yield
     except BaseException as error:

@@ -1,12 +1,12 @@
-"""The gates that decided each tree and what was accepted of it, as data for --trace and --page.
+"""The record of a run for --trace and --html: each tree, its gates and the accepted rows.
 
     trace = Trace(tokenizer, settings)
-    for step in generate(target, draft, prompt, GenerationConfig(settings), 64, watcher=trace):
+    for step in generate(target, draft, prompt, GenerationConfig(settings), 64, observer=trace):
         trace.add(step)
     trace.iterations  # the schema is in docs/page.md
 
-The gates are those that the tree was grown by. If none of them stopped a tree, the budget of rows
-was used up, or no level was left.
+The gates are those of the rule. If no gate stopped a tree, its rows were used up or no level was
+left.
 
 Shapes: n rows of one level, k candidates per row.
 """
@@ -25,38 +25,37 @@ from methods.calibration import CalibratedDrafter
 from methods.retrieval import Graft, parse_base
 from methods.rules import RuleWrapper, are_retrieved
 
-FORMAT = {"name": "dynatree-trace", "version": 2}
-MAX_DROPPED = 48  # candidates that are listed per tree, the likeliest; the rest is counted
+FORMAT = {"name": "dynatree-trace", "version": 3}
+MAX_DROPPED = 48  # the likeliest dropped candidates of a tree are listed, the others only counted
 NO_LEVEL_LEFT = "limit"  # the end of the text, a window about to drop tokens, or a strict pass
-# Settings of methods that limit a tree's rows, and those that limit its levels
+# Names of settings that limit a tree's rows, and of those that limit its levels
 ROWS = ("N_max", "N")
 LEVELS = ("D_max", "D", "K", "widths")
-RANK_GATES = ("confidence", "width")  # gates by which a node may have only so many children
+RANK_GATES = ("confidence", "width")  # gates that limit the number of children
 
 
 @dataclass(frozen=True)
-class Seen:
+class TracedLevel:
     """A level with its gates by name, True where a candidate passed."""
 
     level: Level
-    to_add: Gates
-    to_grow: Gates
+    add_gates: Gates
+    expand_gates: Gates
     is_full: bool
-    draft_logprobs: (
-        numpy.ndarray | None
-    )  # [n, k], the draft's own, where the level's are calibrated
+    # [n, k], the draft model's own, if those of the level are calibrated
+    draft_logprobs: numpy.ndarray | None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate of the draft below a row, and what the rule made of it."""
+    """A drafted candidate, and the gates that dropped or stopped it."""
 
-    slot: int  # the draft's, of the row above
+    slot: int  # the parent's slot in the draft model's cache
     token: int
     p: float  # of its path
-    believed: float  # the draft's own probability of the token alone, where `p` is calibrated
-    dropped: str | None  # the gate that kept it out of the tree, if one did
-    stopped: str | None  # the gate that lets nothing grow below it, if one does
+    draft_p: float  # the draft model's probability of the token, without calibration
+    dropped: str | None  # the gate that dropped it, if any
+    stopped: str | None  # the gate that allows no children, if any
 
 
 class TracedRule(RuleWrapper):
@@ -66,8 +65,8 @@ class TracedRule(RuleWrapper):
         super().__init__(rule)
         self.trace, self.calibrated = trace, calibrated
 
-    def begin_tree(self, root: int, max_depth: int) -> int:
-        n_levels = super().begin_tree(root, max_depth)
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
+        n_levels = super().begin_tree(root_token, max_depth)
         self.trace.begin(self.state(), n_levels, max_depth)
         return n_levels
 
@@ -78,8 +77,8 @@ class TracedRule(RuleWrapper):
     def expand_gates(self, level: Level) -> Gates:
         gates = super().expand_gates(level)
         logprobs = self.calibrated.draft_logprobs[-1] if self.calibrated else None
-        level.confidence  # noqa: B018  # computed and kept now, before the calibration learns
-        self.trace.levels.append(Seen(level, self.gates, gates, False, logprobs))
+        level.confidence  # noqa: B018  # cached now, before the calibration learns
+        self.trace.levels.append(TracedLevel(level, self.gates, gates, False, logprobs))
         return gates
 
     def finish_tree(self, tree: Tree) -> Tree:
@@ -89,7 +88,7 @@ class TracedRule(RuleWrapper):
 
 
 class Trace:
-    """A record of a run, made by wrappers of its parts."""
+    """The record of a run: a wrapper of its rule, and an observer of its trials and steps."""
 
     def __init__(self, tokenizer: Tokenizer, settings: Settings, hidden_ids: Iterable[int] = ()):
         """hidden_ids: ids without text, such as EOS."""
@@ -99,11 +98,11 @@ class Trace:
         self.rows, self.deepest = rows_setting(settings), deepest_setting(settings)
         self.iterations: list[dict] = []
         self.used_ids: set[int] = set()
-        # All else is about the tree that is growing
+        # The other attributes belong to the current tree
         self.state: Mapping[str, float | str] = {}
         self.n_levels = 0
         self.max_depth = 0
-        self.levels: list[Seen] = []
+        self.levels: list[TracedLevel] = []
         self.trials: list[list[float]] = []
 
     def begin(self, state: Mapping[str, float | str], n_levels: int, max_depth: int) -> None:
@@ -114,7 +113,7 @@ class Trace:
         self.trials = []
 
     def wrap(self, rule: Rule, calibrated: CalibratedDrafter | None) -> TracedRule:
-        """Return the rule, traced (the `trace` of methods.compose)."""
+        """Return a traced rule (the `trace` of methods.compose)."""
         return TracedRule(rule, self, calibrated)
 
     def add_trial(self, row: int, probability: float, number: float, remaining_mass: float) -> None:
@@ -122,12 +121,12 @@ class Trace:
         self.trials.append([row, *map(short, (probability, number, remaining_mass))])
 
     def add(self, step: Step) -> None:
-        """Record what the last tree's step has added to the text."""
+        """Record a step: the tokens that it added, and its tree, if it has one."""
         found = {
             "tokens": step.tokens,
             "text": self.pieces(step.tokens),
             "ms": [round(ms, 3) for ms in (step.draft_ms, step.verify_ms, step.other_ms)],
-            "cached": list(step.cached),
+            "cached": list(step.cache_lengths),
         }
         self.used_ids.update(step.tokens)
         if step.tree:
@@ -136,14 +135,14 @@ class Trace:
                 "bonus": step.bonus,
                 "state": {name: short(value) for name, value in self.state.items()},
                 "draft_rows": step.draft_rows,
-                "tried": self.trials,
+                "trials": self.trials,
                 "tree": self.tree(step.tree, step.predictions),
             }
             self.used_ids.add(step.bonus)
         self.iterations.append(found)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Return the text that each id completes; together they are the text."""
+        """Return the piece of text that each id completes; joined, they are the whole text."""
         found = []
         for i in ids:
             shown = [] if i in self.hidden_ids else [i]
@@ -151,7 +150,7 @@ class Trace:
         return found
 
     def tree(self, tree: Tree, predictions: list[int]) -> dict:
-        """Return a tree row by row, and the candidates that are not in it."""
+        """Return the data of a tree: lists by row, and the dropped candidates."""
         tokens, slots = tree.tokens, tree.draft_slots
         proposed = self.candidates()
         of_row = {}
@@ -172,7 +171,7 @@ class Trace:
             "tokens": tokens,
             "parents": tree.parents,
             "p": [short(math.exp(logprob)) for logprob in tree.path_logprobs],
-            "believed": self.believed(tree, of_row),
+            "draft_p": self.draft_p(tree, of_row),
             "slots": slots,
             "retrieved": retrieved,
             "target": predictions,
@@ -182,20 +181,23 @@ class Trace:
             **self.dropped(proposed.values(), slots),
         }
 
-    def believed(self, tree: Tree, of_row: dict[int, Candidate | None]) -> list | None:
-        """Return by row the path's probability by the draft's own numbers, where p is calibrated;
-        None for a row that the draft did not propose."""
-        if all(seen.draft_logprobs is None for seen in self.levels):
+    def draft_p(self, tree: Tree, of_row: dict[int, Candidate | None]) -> list | None:
+        """Return by row the draft model's own probability of the path; None if it did not propose
+        the row.
+
+        Returns None instead of the list if p is not calibrated.
+        """
+        if all(traced.draft_logprobs is None for traced in self.levels):
             return None
         found: list[float | None] = [1.0]
         for row, candidate in of_row.items():
             above = found[tree.parents[row]]
-            found.append(above * candidate.believed if candidate and above is not None else None)
+            found.append(above * candidate.draft_p if candidate and above is not None else None)
         return [None if p is None else short(p) for p in found]
 
     def dropped(self, candidates: Iterable[Candidate], slots: list[int]) -> dict:
-        """Return the candidates that are not in the tree as [parent's row, token, p, gate], the
-        likeliest first; and how many there are."""
+        """Return the dropped candidates as [parent's row, token, p, gate], the likeliest first, and
+        their number."""
         found = []
         for c in candidates:
             if c.p > 0 and c.slot in slots:
@@ -207,40 +209,45 @@ class Trace:
         return {"dropped": listed, "n_dropped": len(found)}
 
     def candidates(self) -> dict[tuple[int, int], Candidate]:
-        """Return all candidates of the draft, by the parent's slot and the token."""
+        """Return all drafted candidates by the parent's slot and the token."""
         found = {}
         slot = 0
-        for seen in self.levels:
-            shape = seen.level.tokens.shape
-            ids = seen.level.tokens.tolist()
-            p = numpy.exp(seen.level.path_logprobs).tolist()
-            logprobs = seen.level.logprobs if seen.draft_logprobs is None else seen.draft_logprobs
-            believed = numpy.exp(logprobs[:, : shape[1]]).tolist()
-            dropped = first_closed(seen.to_add, shape)
-            stopped = first_closed(seen.to_grow, shape)
+        for traced in self.levels:
+            shape = traced.level.tokens.shape
+            ids = traced.level.tokens.tolist()
+            p = numpy.exp(traced.level.path_logprobs).tolist()
+            logprobs = (
+                traced.level.logprobs if traced.draft_logprobs is None else traced.draft_logprobs
+            )
+            draft_p = numpy.exp(logprobs[:, : shape[1]]).tolist()
+            dropped = first_closed(traced.add_gates, shape)
+            stopped = first_closed(traced.expand_gates, shape)
             for row in range(shape[0]):
                 for rank, token in enumerate(ids[row]):
-                    gate = stopped[row][rank] or self.no_more(seen)
-                    both = p[row][rank], believed[row][rank]
+                    gate = stopped[row][rank] or self.no_more(traced)
+                    both = p[row][rank], draft_p[row][rank]
                     found[slot, token] = Candidate(slot, token, *both, dropped[row][rank], gate)
                 slot += 1
         return found
 
-    def no_more(self, seen: Seen) -> str | None:
-        """Return what stops a whole level, whatever its candidates are."""
-        if seen.level.depth + 1 < self.n_levels:
-            return self.rows if seen.is_full else None
+    def no_more(self, traced: TracedLevel) -> str | None:
+        """Return the limit that stops the whole level, if any: its rows, its depth or the text."""
+        if traced.level.row_depth + 1 < self.n_levels:
+            return self.rows if traced.is_full else None
         return NO_LEVEL_LEFT if self.n_levels == self.max_depth else self.deepest
 
     def look_at_rows(self, slots: list[int]) -> tuple[list, list]:
-        """Return by row c(u), the probability of the draft's best candidate, and B(u), the number
-        of candidates that the rank gate let pass. None stands where the draft has not run, where
-        c(u) is not finite, and where there is no such gate."""
+        """Return c(u) and B(u) by row: the probability of the draft model's best candidate, and the
+        number of candidates that passed the rank gate.
+
+        An entry is None if the draft model did not run the row, if c(u) is not finite, or if there
+        is no such gate.
+        """
         confidence = []
         breadth = []
-        for seen in self.levels:
-            level = seen.level
-            gates = [seen.to_add[name] for name in RANK_GATES if name in seen.to_add]
+        for traced in self.levels:
+            level = traced.level
+            gates = [traced.add_gates[name] for name in RANK_GATES if name in traced.add_gates]
             has_overflowed = ~(level.path_logprobs > -math.inf).any(axis=1)
             best = numpy.where(has_overflowed, math.nan, level.confidence)
             confidence += map(short, best.tolist())
@@ -249,11 +256,11 @@ class Trace:
         return by_row, [None if slot < 0 else breadth[slot] for slot in slots]
 
     def vocabulary(self) -> dict[str, str]:
-        """Return the text of every id that is named."""
+        """Return the text of every id in the data."""
         return {str(i): decode([i], self.tokenizer, True) for i in sorted(self.used_ids)}
 
     def as_json(self, prompt: list[int], about: dict) -> dict:
-        """Return the whole object, once the text has ended. about: everything else on the run."""
+        """Return the trace as one object, at the end of the run. about: its other keys."""
         self.used_ids.update(prompt)
         self.iterations[-1]["text"][-1] += self.stream.finish()
         stream = TextStream(self.tokenizer)
@@ -273,7 +280,7 @@ def rows_setting(settings: Settings) -> str:
     if isinstance(settings, Graft):
         base = parse_base(settings.base)
         of_base = rows_setting(base)
-        if of_base == "N":  # two settings have this name, and the smaller one counts
+        if of_base == "N":  # graft has an N too, and the smaller one counts
             return "rows"
         return "N" if settings.N < base.make_rule().max_verified else of_base
     return next((name for name in ROWS if hasattr(settings, name)), "rows")
@@ -287,7 +294,7 @@ def deepest_setting(settings: Settings) -> str:
 
 
 def first_closed(gates: Gates, shape: tuple[int, ...]) -> list[list[str | None]]:
-    """Return by row and rank [n, k] the first gate that did not let the candidate pass."""
+    """Return by row and rank [n, k] the first gate that the candidate did not pass."""
     found: list[list[str | None]] = [[None] * shape[1] for _ in range(shape[0])]
     for name, is_open in gates.items():
         is_closed = ~numpy.broadcast_to(is_open, shape)
@@ -297,7 +304,7 @@ def first_closed(gates: Gates, shape: tuple[int, ...]) -> list[list[str | None]]
 
 
 def short(value: float | str) -> float | str | None:
-    """Return a number with four digits, because a trace has many; None if it is not finite."""
+    """Return a number rounded to four digits to keep the trace small; None if it is not finite."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.4g}") if math.isfinite(value) else None

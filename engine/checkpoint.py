@@ -1,16 +1,16 @@
 """A checkpoint's folder: finding or fetching it, reading its config, loading and checking tensors.
 
-Reads published Pythia checkpoints and newer saves, in one file or in shards, and old files with
-buffers that nothing needs. For anything else the error names what is missing, extra or misshapen.
-Anybody may have written or truncated the files, so types, sizes, encodings and nesting are checked.
+Supported are published Pythia checkpoints and newer saves, in one file or in shards, and old files
+with unused buffers. For all others, the error names what is missing, extra or misshapen. The files
+are untrusted input, so types, sizes, encodings and nesting are checked.
 
     folder = find_checkpoint("models/tiny/target")
     config = read_config(folder)
     tensors = load_tensors(folder, config, torch.device("cpu"), torch.float32)
 
-Repositories of the hub are fetched by the hub's own client into its cache, so HF_HOME, HF_TOKEN,
+The hub's own client fetches repositories of the hub into its cache, so HF_HOME, HF_TOKEN,
 HF_ENDPOINT and HF_HUB_OFFLINE work as usual. Only safetensors and JSON files are fetched, one after
-the other. The client's snapshot_download uses threads, which Ctrl-C would not end at once.
+the other. snapshot_download is not used, because Ctrl-C would not end its threads at once.
 """
 
 import errno
@@ -29,24 +29,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.tensor_parallel import UNSHARDED, Shard, split_axis
-from gpt_neox import EMBEDDING, HEAD, Config, GPTNeoX
+from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ALIASES = {"lm_head.weight": HEAD}  # a stored name: the published one
+ALIASES = {"lm_head.weight": OUTPUT_HEAD}  # stored names and the published names they stand for
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-GENERATION = "generation_config.json"
-FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
+GENERATION_CONFIG = "generation_config.json"
+FLOAT_TYPES = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
-OTHER_WEIGHTS = {  # a pattern of a file's name: what this file is and what to do
+OTHER_WEIGHTS = {  # patterns of file names: what the file is and what to do
     r"\.gguf$": "is GGUF, for llama.cpp: use the model's safetensors",
     r"-of-\d+\.safetensors$": "is one of several: the index is needed too",
     r"(gptq|awq|\dbit).*\.safetensors$": "is quantised: use the float weights",
     r"\.safetensors$": "is named otherwise: rename it if it holds all weights",
     r"\.(bin|pt|pth)$": "has to be converted to safetensors",
 }
-MAX_FILE_BYTES = 2**26  # of any file that is read whole
-MAX_JSON_BYTES = 2**22  # of a config or an index; the largest have some hundred thousand bytes
-NO_ANSWER = (TypeError, LookupError, AttributeError, ImportError)
+MAX_FILE_BYTES = 2**26  # limit for any file that is read whole
+MAX_JSON_BYTES = 2**22  # limit for a config or index; the largest have some hundred thousand bytes
+# The hub's client raises these if a server's answer is not a hub's
+CLIENT_ERRORS = (TypeError, LookupError, AttributeError, ImportError)
 
 
 class InvalidFile(ValueError):
@@ -60,26 +61,26 @@ CheckpointError = InvalidFile
 
 
 class HubUnreachable(CheckpointError):
-    """A hub name without a network, and not all of it is in the hub client's cache."""
+    """A repository that cannot be fetched and is not complete in the hub client's cache."""
 
 
 def printable(text: str) -> str:
-    """Return text of unknown origin on one line, its control characters escaped."""
+    """Return untrusted text on one line, with its control characters escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name."""
+    """Return the first line of an error's message, or the name of its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def find_checkpoint(
     name_or_path: str | Path, announce: Callable[[str], None] = lambda line: None
 ) -> Path:
-    """Return the folder of a checkpoint: itself, or a download of hub repository NAME or
-    NAME@REVISION.
+    """Return the folder of a checkpoint, given a folder or a hub repository NAME or NAME@REVISION.
 
-    announce: called with a line that says what will be fetched. Raises CheckpointError.
+    A repository is downloaded. announce: called with a line about the download before it starts.
+    Raises CheckpointError.
     """
     text = str(name_or_path)
     if text and os.path.isdir(text):
@@ -90,29 +91,29 @@ def find_checkpoint(
     name, _, revision = text.partition("@")
     is_path = not name or name.startswith((".", "/", "~")) or os.path.lexists(text)
     if is_path:
-        raise CheckpointError(f"{text!r} is not a folder, and no hub name")
-    with hub_client(f"{text!r} is not a folder, and"):
+        raise CheckpointError(f"{text!r} is neither a folder nor a hub name")
+    with convert_hub_errors(f"{text!r} is not a folder, and"):
         return fetch(name, revision or None, announce)
 
 
 def require_weights(folder: Path) -> None:
-    """Raise CheckpointError if a folder holds no safetensors. The message names what it holds."""
+    """Raise CheckpointError if a folder has no safetensors. The message says what it has."""
     if (folder / "snapshots").is_dir():  # models--ORG--NAME
         name = folder.resolve().name.removeprefix("models--").replace("--", "/")
-        raise CheckpointError(f"{folder} is where the hub's client keeps {name}; name {name}")
+        raise CheckpointError(f"{folder} is the cache folder of {name}; use {name}")
     weight_files(folder)
 
 
 def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> Path:
-    """Fetch what a run reads of a repository, and return its folder in the cache."""
+    """Fetch the files of a repository that a run reads, and return their folder in the cache."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     commit = HfApi().resolve_revision(name, revision=revision)
     folder = Path(hf_hub_download(name, "config.json", revision=commit)).parent
     with suppress(EntryNotFoundError):  # most repositories have none
-        hf_hub_download(name, GENERATION, revision=commit)
-    read_config(folder)  # refuses other models before their weights are fetched
+        hf_hub_download(name, GENERATION_CONFIG, revision=commit)
+    read_config(folder)  # reject other models before their weights are fetched
     hf_hub_download(name, "tokenizer.json", revision=commit)
     weights = []
     for file in weight_names(name, commit, folder):
@@ -126,8 +127,8 @@ def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> P
 
 
 def weight_names(name: str, commit: str, folder: Path) -> list[str]:
-    """Return the names of a repository's model.safetensors, or of the shards in its index, which is
-    fetched to the folder. Raises CheckpointError if it has neither."""
+    """Return the names of a repository's weight files: model.safetensors, or the shards of its
+    index, which is fetched to the folder. Raises CheckpointError if there is neither."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -140,15 +141,16 @@ def weight_names(name: str, commit: str, folder: Path) -> list[str]:
         try:
             hf_hub_download(name, INDEX, revision=commit)
         except RemoteEntryNotFoundError as error:
-            raise CheckpointError(f"{name} holds neither {SINGLE} nor {INDEX}") from error
+            raise CheckpointError(f"{name} has neither {SINGLE} nor {INDEX}") from error
     return shard_names(folder / INDEX)
 
 
 @contextmanager
-def hub_client(what: str) -> Iterator[None]:
-    """Raise CheckpointError, one line in the client's words, if it cannot fetch `what`.
+def convert_hub_errors(what: str) -> Iterator[None]:
+    """Raise CheckpointError, with the client's message on one line, if the block cannot fetch.
 
-    The client is imported here, because its import takes half a second and only hub names need it.
+    what: the start of the message. The client is imported here, because its import takes half a
+    second and only hub names need it.
     """
     try:
         from httpx2 import HTTPError, InvalidURL
@@ -158,14 +160,15 @@ def hub_client(what: str) -> Iterator[None]:
         raise CheckpointError(line) from error
     unreachable = (LocalEntryNotFoundError, RevisionResolutionError)
     try:
-        import huggingface_hub.hf_api  # noqa: F401  # by its full name: else a failure is printed
+        # By its full name, because the client prints a failure of its lazy imports
+        import huggingface_hub.hf_api  # noqa: F401
 
         yield
     except CheckpointError:
         raise
-    # The client's variables, proxies and answers that are no hub's raise errors of many types
-    except (*unreachable, HTTPError, InvalidURL, OSError, ValueError, *NO_ANSWER) as error:
-        message = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))  # no proxy's password
+    # Invalid variables, proxies and answers of other servers raise errors of many types
+    except (*unreachable, HTTPError, InvalidURL, OSError, ValueError, *CLIENT_ERRORS) as error:
+        message = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))  # hides passwords
         kind = HubUnreachable if isinstance(error, unreachable) else CheckpointError
         raise kind(f"{what} cannot be fetched: {message or type(error).__name__}") from error
 
@@ -174,8 +177,8 @@ def read_config(folder: Path) -> Config:
     """Return the Config of a checkpoint's folder. Raises CheckpointError."""
     raw = read_json(folder / "config.json", MAX_JSON_BYTES)
     generation = {}
-    if os.path.lexists(folder / GENERATION):
-        generation = read_json(folder / GENERATION, MAX_JSON_BYTES)
+    if os.path.lexists(folder / GENERATION_CONFIG):
+        generation = read_json(folder / GENERATION_CONFIG, MAX_JSON_BYTES)
     try:
         return parse_config(raw, generation)
     except CheckpointError as error:
@@ -192,7 +195,7 @@ def parse_config(raw: dict, generation: dict | None = None) -> Config:
 
 
 def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a checkpoint must hold, by its published name.
+    """Return the shape of every tensor that a checkpoint must have, by its published name.
 
     Raises CheckpointError for sizes that no tensor can have.
     """
@@ -200,7 +203,7 @@ def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             model = GPTNeoX(config)
     except RuntimeError as error:
-        raise CheckpointError(f"no tensor has such sizes: {first_line(error)}") from error
+        raise CheckpointError(f"the tensor sizes are impossible: {first_line(error)}") from error
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
@@ -211,20 +214,20 @@ def load_tensors(
     dtype: torch.dtype,
     shard: Shard = UNSHARDED,
 ) -> "StoredTensors":
-    """Return all tensors of a checkpoint by published name, each read when it is looked up.
+    """Return a shard of a checkpoint's tensors by published name; each lookup reads the file.
 
     Raises CheckpointError if a tensor is missing, extra or misshapen, or if a file is truncated.
     """
     shapes, files = published_shapes(config), {}
     for file in weight_files(folder):
-        with opened(file) as stored_tensors:
-            for name, stored in needed_names(stored_tensors, shapes, file):
+        with open_tensors(file) as tensors:
+            for name, stored_name in check_tensors(tensors, shapes, file):
                 if name in files:
-                    raise CheckpointError(f"{file} has the tensor {name} a second time")
-                files[name] = file, stored
+                    raise CheckpointError(f"{file} has the tensor {name} twice")
+                files[name] = file, stored_name
     for name in shapes:
         if name not in files:
-            raise CheckpointError(f"{folder} lacks the tensor {name}")
+            raise CheckpointError(f"{folder} has no tensor {name}")
     return StoredTensors(files, device, dtype, shard)
 
 
@@ -235,17 +238,19 @@ class StoredTensors(Mapping):
     Each lookup reads the file, so memory holds only the tensors that the caller keeps.
     """
 
-    files: dict[str, tuple[Path, str]]  # by published name: the file, and the name there
+    files: dict[str, tuple[Path, str]]  # by published name: the file, and the name in the file
     device: torch.device
     dtype: torch.dtype
     shard: Shard
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises CheckpointError if the tensor cannot be read or is not finite."""
-        file, stored = self.files[name]
-        with opened(file) as tensors:  # each time, because an open file's pages count as memory
-            # A copy: the file's memory has any alignment, and products round by alignment
-            tensor = read_shard(tensors, stored, self.shard).to(self.device, self.dtype, copy=True)
+        file, stored_name = self.files[name]
+        with open_tensors(file) as tensors:  # not kept open, because its pages count as memory
+            tensor = read_shard(tensors, stored_name, self.shard)
+            # A copy is aligned. A file's memory may not be, and the rounding of products depends
+            # on alignment
+            tensor = tensor.to(self.device, self.dtype, copy=True)
         if not tensor.isfinite().all():
             raise CheckpointError(f"{file}: {name} is not finite in {self.dtype}")
         return tensor
@@ -258,7 +263,7 @@ class StoredTensors(Mapping):
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[safe_open]:
+def open_tensors(file: Path) -> Iterator[safe_open]:
     """Open a safetensors file. Raises CheckpointError."""
     try:
         with safe_open(file, "pt") as tensors:
@@ -269,39 +274,39 @@ def opened(file: Path) -> Iterator[safe_open]:
 
 
 def read_shard(tensors: safe_open, name: str, shard: Shard) -> Tensor:
-    """Return a tensor, or a rank's part of it, with zeros after the end of the vocabulary."""
+    """Return a tensor, or a rank's part of it. Ids after the vocabulary's end get zeros."""
     axis = split_axis(ALIASES.get(name, name))
     if shard is UNSHARDED or axis is None:
         return tensors.get_tensor(name)
-    stored = tensors.get_slice(name)
-    n = stored.get_shape()[axis]
+    whole = tensors.get_slice(name)
+    n = whole.get_shape()[axis]
     start, end = shard.bounds(n)
     if axis == 1:
-        return stored[:, start:end]
-    part = stored[start:end]
+        return whole[:, start:end]
+    part = whole[start:end]
     n_missing = shard.size(n) - len(part)
     return F.pad(part, (0, 0, 0, n_missing)) if n_missing else part
 
 
-def needed_names(
+def check_tensors(
     tensors: safe_open, shapes: Mapping[str, tuple[int, ...]], file: Path
 ) -> Iterator[tuple[str, str]]:
-    """Yield the published and the stored name of each tensor to load. Raises CheckpointError for
-    an unknown tensor, or another type or shape."""
-    shapes = {HEAD: shapes[EMBEDDING], **shapes}  # a tied head may be stored as well
+    """Yield the published and the stored name of each tensor to load. Raises CheckpointError if a
+    tensor is unknown, or if its type or shape is wrong."""
+    shapes = {OUTPUT_HEAD: shapes[EMBEDDING], **shapes}  # a tied head may be stored as well
     for name in tensors.keys():
         published = ALIASES.get(name, name)
         if LEGACY_BUFFERS.search(name):
             continue
         if published not in shapes:
-            raise CheckpointError(f"{file} has a tensor that GPT-NeoX does not: {name}")
+            raise CheckpointError(f"{file} has the tensor {name}, which GPT-NeoX does not have")
         dtype = tensors.get_slice(name).get_dtype()
-        if dtype not in FLOATS:
+        if dtype not in FLOAT_TYPES:
             raise CheckpointError(f"{file}: {name} is {dtype}; only floating types load")
         shape = tuple(tensors.get_slice(name).get_shape())
         if shape != shapes[published]:
             expected = tuple(shapes[published])
-            raise CheckpointError(f"{file}: {name} is {shape}, config.json asks for {expected}")
+            raise CheckpointError(f"{file}: {name} is {shape}, config.json has {expected}")
         yield published, name
 
 
@@ -313,14 +318,14 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in shard_names(folder / INDEX)]
     else:
         found = describe_weights(os.listdir(folder))
-        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}")
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{found}")
     for file in files:
         require_file(file)
     return files
 
 
 def describe_weights(names: Sequence[str]) -> str:
-    """Return what one of these files is and what to do with it; empty if none holds weights."""
+    """Return what one of these files is and what to do with it, or "" if none has weights."""
     for pattern, what in OTHER_WEIGHTS.items():
         for name in sorted(names):
             if re.search(pattern, name, re.IGNORECASE):
@@ -329,25 +334,26 @@ def describe_weights(names: Sequence[str]) -> str:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the files that an index lists, all of its own folder. Raises CheckpointError."""
+    """Return the names of the files that an index lists. They must be in the index's folder. Raises
+    CheckpointError."""
     weight_map = read_json(index, MAX_JSON_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map of file names")
     names = sorted(set(weight_map.values()))
     for name in names:
         if not name.endswith(".safetensors") or PurePath(name).name != name:
-            what = f"{name[:100]!r}, which is no safetensors file in its folder"
+            what = f"{name[:100]!r}, which is not a safetensors file in its folder"
             raise CheckpointError(f"{index} lists {what}")
     return names
 
 
 def read_json(file: Path, max_bytes: int = MAX_FILE_BYTES) -> dict:
-    """Return the object that a JSON file holds. Raises InvalidFile."""
+    """Return the object in a JSON file. Raises InvalidFile."""
     return parse_json(read_text(file, max_bytes), str(file))
 
 
 def parse_json(text: str, where: str) -> dict:
-    """Return the object that a JSON text holds. where: what errors name. Raises InvalidFile."""
+    """Return the object in a JSON text. where: its source, for errors. Raises InvalidFile."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -358,7 +364,7 @@ def parse_json(text: str, where: str) -> dict:
 
 
 def read_text(file: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """Return a UTF-8 text. Raises InvalidFile."""
+    """Return the text of a UTF-8 file. Raises InvalidFile."""
     try:
         return read_bytes(file, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -366,37 +372,37 @@ def read_text(file: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
 
 
 def read_bytes(file: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return a regular file's content. Raises InvalidFile if it is none or larger."""
+    """Return a regular file's content. Raises InvalidFile, also if it is larger than max_bytes."""
     if require_file(file) > max_bytes:
         raise InvalidFile(
-            f"{file} is larger than {max_bytes / 1e6:,.1f} MB, too large for what it is"
+            f"{file} is larger than {max_bytes / 1e6:,.1f} MB, the limit for such a file"
         )
     try:
         return file.read_bytes()
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise read_error(file, error) from error
 
 
 def require_file(file: Path) -> int:
-    """Return the size in bytes of a regular file that can be opened. Raises InvalidFile."""
+    """Return the size in bytes of a regular file that can be open_tensors. Raises InvalidFile."""
     try:
         found = os.stat(file)
         if stat.S_ISREG(found.st_mode):
-            open(file, "rb").close()  # safetensors calls a file without permission absent
+            open(file, "rb").close()  # safetensors reports a file without permission as missing
     except (OSError, ValueError) as error:
-        raise unreadable(file, error) from error
+        raise read_error(file, error) from error
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device or a pipe"
         raise InvalidFile(f"{file} is {kind}, not a file")
     return found.st_size
 
 
-def unreadable(file: Path, error: OSError | ValueError) -> InvalidFile:
-    """Return the error for a path that the system refused."""
+def read_error(file: Path, error: OSError | ValueError) -> InvalidFile:
+    """Return the InvalidFile for a path that cannot be opened."""
     if isinstance(error, ValueError):  # a null character, or half of a surrogate pair
-        return InvalidFile(f"{str(file)!r} cannot be a file's name")
+        return InvalidFile(f"{str(file)!r} is not a valid file name")
     if error.errno == errno.ENOENT and os.path.islink(file):
-        return InvalidFile(f"{file} is a link to {os.readlink(file)}, which is not there")
+        return InvalidFile(f"{file} is a link to {os.readlink(file)}, which does not exist")
     if error.errno == errno.ENOENT:
-        return InvalidFile(f"{file} is not there")
+        return InvalidFile(f"{file} does not exist")
     return InvalidFile(f"{file} cannot be read: {error.strerror}")

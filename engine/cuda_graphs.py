@@ -1,17 +1,17 @@
 """Passes of a few fixed shapes over one cache, captured as CUDA graphs and replayed.
 
-A pass over one token launches some hundreds of kernels. On a fast GPU, launching them takes longer
-than running them. A CUDA graph launches all of them at once, but always the same kernels on the
-same memory. So a pass is padded to one of a few row counts and slot counts. Everything else that
-differs between passes is the content of one buffer that never moves: tokens, positions, the slots
-to write, and the mask of the slots above the committed ones. The host fills it and sends it by one
-copy; the graph makes the whole mask of it. The graph also ranks the logits, so the few numbers that
-the host needs are read at once. Without a capture the same code runs eagerly, which is how it is
-tested without a GPU.
+A pass over one token launches hundreds of kernels. On a fast GPU, launching them takes longer than
+running them. A CUDA graph launches all of them at once, but always the same kernels on the same
+memory. So a pass is padded to one of a few row counts and slot counts. All inputs that differ
+between passes are in one buffer with a fixed address: tokens, positions, the slots to write, and
+the mask of the slots after the committed ones. The host fills a staging buffer and sends it by one
+copy, and the graph computes the whole mask from it. The graph also ranks the logits, so the host
+reads the few numbers that it needs by one copy. Without a capture the same code runs eagerly, so
+it can be tested without a GPU.
 
     passes = FixedPasses(kv, rotary, model.config.vocab_size)
     config = PassConfig(max_rows=64, ranking=Ranking(3))
-    passes.capture(model, range(200, 901), scratch=200, config=config)
+    passes.capture(model, range(200, 901), first_scratch=200, config=config)
     scores = passes.forward(model, tokens, positions, mask, start, 1, config)
 
 Shapes: n rows of a pass, S slots of its shape, V vocabulary.
@@ -33,103 +33,104 @@ from engine.passes import (
     PassConfig,
     Passes,
     causal_mask,
-    row_count,
-    slot_count,
+    round_up_rows,
+    round_up_slots,
 )
-from engine.scores import Ranking, ReadScores, Scores, rank
-from engine.strict import RECENT, build_strict_mask, recent_slots
-from methods.sampler import FEW
+from engine.scores import RankedScores, Ranking, Scores, rank_logits
+from engine.strict import N_RECENT, build_strict_mask, recent_slots
+from methods.sampler import SMALL_K
 
 if TYPE_CHECKING:
     from engine.model import FastGPTNeoX
 
-# All graphs are kept until none is replayed any more: destroying one frees a cuBLAS workspace that
-# the others on its stream still use (pytorch issue 193402)
-KEPT: list[torch.cuda.CUDAGraph] = []
-Result = tuple[Tensor, Tensor | None]  # last hidden states, and what the host reads of the logits
-Captured = tuple[torch.cuda.CUDAGraph, Result]  # every replay overwrites the result
+# All graphs live until destroy_graphs, because destroying one frees a cuBLAS workspace that other
+# graphs on its stream still use (pytorch issue 193402)
+ALL_GRAPHS: list[torch.cuda.CUDAGraph] = []
+PassResult = tuple[Tensor, Tensor | None]  # last hidden states [n, hidden], result of rank_logits
+CapturedPass = tuple[torch.cuda.CUDAGraph, PassResult]  # every replay overwrites the result
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Set which kernels this process's passes use, where torch leaves a choice."""
+    """Set torch's global options that decide which kernels passes use."""
     if device.type == "cuda":
-        # cuDNN's attention is reported to refuse one row, so that ar would be rounded differently
-        # than a tree, and to plan anew for every prompt length (neither was measured here)
+        # cuDNN's attention is reported to reject a single row, which would make ar round
+        # differently than a tree, and to plan again for every prompt length (not measured here)
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Partial sums of a product are added in float32, not in 16 bits
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if dtype == torch.float32:
-        # TF32, which some environments allow, keeps 10 bits: the text would not be ar's
+        # Some environments allow TF32. Its 10 bits would change greedy text
         torch.set_float32_matmul_precision("highest")
 
 
-class Inputs(NamedTuple):
-    """What differs between passes of one shape: views of one buffer of bytes."""
+class PassInputs(NamedTuple):
+    """The inputs of a pass, which a graph reads. All are views of one buffer of bytes."""
 
     tokens: Tensor  # [n] int64
     positions: Tensor  # [n] int64
     start: Tensor  # [1] int64, the first slot to write
     last: Tensor  # [1] int64, the last committed slot, -1 if there is none
-    mask: Tensor  # strict: recent slots [n, RECENT] int64. Otherwise [n, 1 + n_scratch + 1], 0 or
-    # -inf: for all committed slots, for each of n_scratch slots above them, for all other slots
+    # Strict: recent slots [n, N_RECENT] int64. Otherwise [n, 1 + n_scratch + 1], 0 or -inf: one
+    # column for all committed slots, n_scratch for the slots after them, one for all other slots
+    mask: Tensor
 
 
-class Shape(NamedTuple):
-    """What all passes of one graph have in common."""
+class PassShape(NamedTuple):
+    """The key of a graph: the properties that all of its passes share."""
 
     n_rows: int
-    n_slots: int  # that the rows may attend to
-    n_scratch: int  # those of them above the committed ones, which a mask may cover
+    n_slots: int  # number of slots that the rows may attend to
+    n_scratch: int  # number of slots after the committed ones that a mask may cover
     is_strict: bool = False
     n_ids: int = sys.maxsize
     ranking: Ranking = Ranking()
 
     @property
-    def n_words(self) -> int:
-        """Number of int64 in the inputs. A mask that is not strict comes after them."""
-        n_recent = RECENT if self.is_strict else 0
+    def n_int64(self) -> int:
+        """Number of int64 values in the inputs. A mask that is not strict comes after them."""
+        n_recent = N_RECENT if self.is_strict else 0
         return self.n_rows * (2 + n_recent) + 2
 
     def n_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of the inputs, if the mask has this dtype."""
+        """Return the size of the inputs in bytes. dtype: of the mask."""
         n_columns = 0 if self.is_strict else self.n_scratch + 2
-        return 8 * self.n_words + self.n_rows * n_columns * dtype.itemsize
+        return 8 * self.n_int64 + self.n_rows * n_columns * dtype.itemsize
 
-    def inputs(self, buffer: Tensor, dtype: torch.dtype) -> Inputs:
-        """Return the first bytes of a buffer as the inputs of this shape."""
+    def view_inputs(self, buffer: Tensor, dtype: torch.dtype) -> PassInputs:
+        """Return the inputs of this shape as views of the first bytes of a buffer."""
         n = self.n_rows
-        words = buffer[: 8 * self.n_words].view(torch.int64)
+        words = buffer[: 8 * self.n_int64].view(torch.int64)
         tokens, positions, start, last, recent = words.split((n, n, 1, 1, len(words) - 2 * n - 2))
         if self.is_strict:
-            return Inputs(tokens, positions, start, last, recent.view(n, RECENT))
-        mask = buffer[8 * self.n_words : self.n_bytes(dtype)].view(dtype)
-        return Inputs(tokens, positions, start, last, mask.view(n, self.n_scratch + 2))
+            return PassInputs(tokens, positions, start, last, recent.view(n, N_RECENT))
+        mask = buffer[8 * self.n_int64 : self.n_bytes(dtype)].view(dtype)
+        return PassInputs(tokens, positions, start, last, mask.view(n, self.n_scratch + 2))
 
 
-MAX_READ = 2 * (ROW_COUNTS[-1] + 1)  # numbers of a row that the host reads
+MAX_READ_PER_ROW = 2 * (ROW_COUNTS[-1] + 1)  # columns of the widest result of rank_logits
 
 
 class FixedPasses(Passes):
-    """The passes of at most 128 rows over one cache, each in one of a few shapes."""
+    """The passes over one cache; those of at most 128 rows have one of a few shapes."""
 
     def __init__(self, kv: Tensor, rotary: Tensor, vocab_size: int):
         super().__init__(kv, rotary)
         n = ROW_COUNTS[-1]
         n_slots = kv.shape[3]
-        widest = (Shape(n, n_slots, n_slots, is_strict) for is_strict in (False, True))
+        widest = (PassShape(n, n_slots, n_slots, is_strict) for is_strict in (False, True))
         n_bytes = max(shape.n_bytes(kv.dtype) for shape in widest)
         self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=kv.device)
         self.slots = torch.arange(n_slots, device=kv.device)
         self.logits = torch.empty(n, vocab_size, device=kv.device)
-        # Pinned, so that copies do not wait. The host reads a pass before it writes the next one,
-        # or waits for the event
+        # Pinned memory, so that copies do not block. The host overwrites `staging` only after it
+        # has read the last pass's results or waited for `upload_done`
         is_pinned = kv.device.type == "cuda"
-        self.staged = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self.read = torch.empty(n * MAX_READ, pin_memory=is_pinned)
-        self.is_up = torch.cuda.Event() if is_pinned else None  # the staged inputs have arrived
-        self.captured: dict[Shape, Captured] = {}
-        self.graph_pool: tuple[int, int] | None = None  # the memory that all graphs share
+        self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self.host_results = torch.empty(n * MAX_READ_PER_ROW, pin_memory=is_pinned)
+        self.upload_done = torch.cuda.Event() if is_pinned else None
+        self.captured: dict[PassShape, CapturedPass] = {}
+        self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
         self.is_replaying = False
 
     def forward(
@@ -142,15 +143,17 @@ class FixedPasses(Passes):
         n_last: int,
         config: PassConfig,
     ) -> Scores:
-        """Run Passes.forward in a fixed shape. The next pass overwrites the scores."""
+        """Run Passes.forward, in a fixed shape if the pass is small enough. The next pass
+        overwrites the scores."""
         n = len(tokens)
         n_masked = 0 if mask is None else mask.shape[1]
         if n > config.max_rows or n_masked > config.n_scratch:
             return super().forward(model, tokens, positions, mask, start, n_last, config)
-        length = start if mask is None else start + n - n_masked  # slots below the mask
+        length = start if mask is None else start + n - n_masked  # slots before those of the mask
         if mask is None and not config.is_strict:
             mask = causal_mask(n)
-        shape = shape_of(row_count(max(n, config.min_rows)), slot_count(start + n), config)
+        n_rows, n_slots = round_up_rows(max(n, config.min_rows)), round_up_slots(start + n)
+        shape = make_shape(n_rows, n_slots, config)
         self.upload(shape, tokens, positions, mask, length, start)
         if self.is_replaying:
             graph, (x, ranked) = self.captured[shape]
@@ -161,27 +164,28 @@ class FixedPasses(Passes):
         logits = self.logits[rows, : config.n_ids]
         if ranked is None:
             return Scores(x[rows], logits)
-        return ReadScores(x[rows], logits, self.copy_to_host(ranked[rows]), config.ranking)
+        return RankedScores(x[rows], logits, self.copy_to_host(ranked[rows]), config.ranking)
 
     def upload(
         self,
-        shape: Shape,
+        shape: PassShape,
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None,
         length: int,
         start: int,
     ) -> None:
-        """Send the inputs of a pass to where passes of this shape read them, by one copy.
+        """Copy the inputs of a pass to the buffer on the device.
 
-        Added rows have token 0 and attend to at least one slot, because softmax over none is nan.
+        Padding rows have token 0 and attend to at least one slot, because softmax over no slot is
+        nan.
         """
         n = len(tokens)
-        if self.is_up:
-            self.is_up.synchronize()
+        if self.upload_done:
+            self.upload_done.synchronize()
         n_bytes = shape.n_bytes(self.kv.dtype)
-        staged = self.staged[:n_bytes].zero_()
-        inputs = shape.inputs(staged, self.kv.dtype)
+        staging = self.staging[:n_bytes].zero_()
+        inputs = shape.view_inputs(staging, self.kv.dtype)
         inputs.tokens[:n] = tokens
         inputs.positions[:n] = positions
         inputs.start[0] = start
@@ -190,20 +194,21 @@ class FixedPasses(Passes):
             inputs.mask[:n] = recent_slots(positions, mask, length)
         else:
             end = 1 + mask.shape[1]
-            inputs.mask[:n, 1:end].masked_fill_(~mask, -torch.inf)  # all others are 0 so far
+            inputs.mask[:n, 1:end].masked_fill_(~mask, -torch.inf)  # the other values are 0
             inputs.mask[:n, end:] = -torch.inf
             inputs.mask[:, -1] = -torch.inf
-        self.buffer[:n_bytes].copy_(staged, non_blocking=True)
-        if self.is_up:
-            self.is_up.record()
+        self.buffer[:n_bytes].copy_(staging, non_blocking=True)
+        if self.upload_done:
+            self.upload_done.record()
 
-    def run(self, model: "FastGPTNeoX", shape: Shape) -> Result:
-        """Run the uploaded pass of this shape. Returns its last hidden states [n, hidden], and what
-        the host reads of its logits, as engine.scores.rank returns it.
+    def run(self, model: "FastGPTNeoX", shape: PassShape) -> PassResult:
+        """Run a pass of this shape on the uploaded inputs. Return its last hidden states
+        [n, hidden], and the result of rank_logits, or None if the host reads nothing.
 
-        No shape in it depends on a value, and nothing is read by the host.
+        A graph can capture this method: no tensor's shape depends on a value on the device, and the
+        host does not read from the device.
         """
-        inputs = shape.inputs(self.buffer, self.kv.dtype)
+        inputs = shape.view_inputs(self.buffer, self.kv.dtype)
         if shape.is_strict:
             mask = build_strict_mask(inputs.positions, inputs.mask, shape.n_slots)
         else:
@@ -216,74 +221,77 @@ class FixedPasses(Passes):
         if not shape.ranking.is_read:
             return x, None
         logits = self.logits[: shape.n_rows, : shape.n_ids]
-        return x, rank(logits, shape.ranking)
+        return x, rank_logits(logits, shape.ranking)
 
     def copy_to_host(self, ranked: Tensor) -> Tensor:
-        """Return `ranked` on the host, by one copy."""
-        read = self.read[: ranked.numel()].view(ranked.shape)
-        read.copy_(ranked, non_blocking=True)
-        if self.is_up:
+        """Return a copy of `ranked` on the host. Wait until it has arrived."""
+        results = self.host_results[: ranked.numel()].view(ranked.shape)
+        results.copy_(ranked, non_blocking=True)
+        if ranked.device.type == "cuda":
             torch.cuda.current_stream(ranked.device).synchronize()
-        return read.clone()
+        return results.clone()
 
     def capture(
-        self, model: "FastGPTNeoX", lengths: range, scratch: int, config: PassConfig
+        self, model: "FastGPTNeoX", lengths: range, first_scratch: int, config: PassConfig
     ) -> int:
-        """Capture the passes over these numbers of slots that are not captured yet, and return how
-        many. scratch: the first slot that may be written meanwhile."""
-        missing = self.missing(lengths, config)
-        # Every pass runs once before the first capture, because kernels are chosen and loaded then,
-        # which no capture may do. Collectives run here as well and are only recorded in a capture,
-        # so a rank whose capture fails leaves no other rank waiting
+        """Capture passes for these lengths of the sequence. Return the number of new graphs.
+
+        Shapes that were captured before are skipped. Captures write to the slots from
+        first_scratch on.
+        """
+        missing = self.missing_shapes(lengths, config)
+        # Every pass runs once before the first capture, because this chooses and loads kernels,
+        # which is not allowed in a capture. It also runs the collectives, which a capture only
+        # records. So if the capture of a rank fails, no other rank waits for it
         with torch.inference_mode():
             for shape in missing:
-                self.upload_nothing(shape, scratch)
+                self.upload_padding(shape, first_scratch)
                 self.run(model, shape)
         for shape in missing:
-            self.upload_nothing(shape, scratch)  # the buffer holds inputs of another shape
+            self.upload_padding(shape, first_scratch)  # the buffer holds inputs of another shape
             run = partial(self.run, model, shape)
-            graph, result = record(run, self.graph_pool, self.buffer.device)
+            graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
             self.captured[shape], self.graph_pool = (graph, result), graph.pool()
-            if model.shard.world_size == 1:  # else a rank that fails leaves the others waiting
-                graph.replay()  # the first launch uploads the graph
+            if model.shard.world_size == 1:  # otherwise ranks would wait for one that has failed
+                graph.replay()  # the first launch uploads the graph to the device
         self.is_replaying = True
         return len(missing)
 
-    def missing(self, lengths: range, config: PassConfig) -> list[Shape]:
-        """Return the shapes of passes over these numbers of slots that are not captured.
+    def missing_shapes(self, lengths: range, config: PassConfig) -> list[PassShape]:
+        """Return the shapes for these lengths of the sequence that are not captured yet.
 
-        The largest come first, so that the memory of large ones has room for small ones.
+        The largest come first, so that smaller ones can reuse their memory in the pool.
         """
-        most = row_count(max(config.max_rows, config.min_rows))
+        max_rows = round_up_rows(max(config.max_rows, config.min_rows))
+        min_slots, max_slots = round_up_slots(lengths[0]), round_up_slots(lengths[-1])
         wanted = []
-        for n_slots in range(slot_count(lengths[-1]), slot_count(lengths[0]) - 1, -SLOT_STEP):
+        for n_slots in range(max_slots, min_slots - 1, -SLOT_STEP):
             for n_rows in reversed(ROW_COUNTS):
-                if config.min_rows <= n_rows <= most:
-                    wanted.append(shape_of(n_rows, n_slots, config))
+                if config.min_rows <= n_rows <= max_rows:
+                    wanted.append(make_shape(n_rows, n_slots, config))
         return [shape for shape in wanted if shape not in self.captured]
 
-    def upload_nothing(self, shape: Shape, scratch: int) -> None:
-        """Upload a pass of added rows only."""
-        nothing = torch.empty(0, dtype=torch.int64)
+    def upload_padding(self, shape: PassShape, first_scratch: int) -> None:
+        """Upload a pass of padding rows only."""
+        no_rows = torch.empty(0, dtype=torch.int64)
         no_mask = None if shape.is_strict else torch.empty(0, 0, dtype=torch.bool)
-        self.upload(shape, nothing, nothing, no_mask, scratch, scratch)
+        self.upload(shape, no_rows, no_rows, no_mask, first_scratch, first_scratch)
 
 
-def shape_of(n_rows: int, n_slots: int, config: PassConfig) -> Shape:
-    """Return the shape of a pass of these numbers of rows and slots. Candidates and scratch slots
-    are rounded up as rows and slots are, so that similar methods share a graph."""
+def make_shape(n_rows: int, n_slots: int, config: PassConfig) -> PassShape:
+    """Return the shape of a pass of n_rows rows and n_slots slots. The numbers of candidates and
+    scratch slots are rounded up, so that similar methods share a graph."""
     ranking = config.ranking
-    if 0 < ranking.k <= FEW:
-        ranking = ranking._replace(k=row_count(ranking.k))
-    n_scratch = config.n_scratch
-    n_scratch = row_count(n_scratch) if n_scratch <= ROW_COUNTS[-1] else slot_count(n_scratch)
-    n_scratch = min(n_scratch, n_slots)
-    return Shape(n_rows, n_slots, n_scratch, config.is_strict, config.n_ids, ranking)
+    if 0 < ranking.k <= SMALL_K:
+        ranking = ranking._replace(k=round_up_rows(ranking.k))
+    round_up = round_up_rows if config.n_scratch <= ROW_COUNTS[-1] else round_up_slots
+    n_scratch = min(round_up(config.n_scratch), n_slots)
+    return PassShape(n_rows, n_slots, n_scratch, config.is_strict, config.n_ids, ranking)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Switch off garbage collection: a tensor or graph that it frees would spoil a capture."""
+def no_garbage_collection() -> Iterator[None]:
+    """Switch off garbage collection, because freeing a tensor or graph would break a capture."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -294,30 +302,30 @@ def uncollected() -> Iterator[None]:
 
 
 def destroy_graphs() -> None:
-    """Destroy all graphs, when none is replayed any more."""
-    for graph in KEPT:
+    """Destroy all graphs. None may be replayed afterwards."""
+    for graph in ALL_GRAPHS:
         graph.reset()
-    KEPT.clear()
+    ALL_GRAPHS.clear()
 
 
-def record(
-    run: Callable[[], Result],
+def capture_graph(
+    run: Callable[[], PassResult],
     graph_pool: tuple[int, int] | None,
     device: torch.device,
-) -> Captured:
-    """Capture a function that has run before. graph_pool: the memory that graphs share.
+) -> CapturedPass:
+    """Return the graph of a function that has run before, and its result.
 
-    Captures in inference mode, because torch before 2.11 cannot capture a function outside of it
-    after a capture inside. Restores the current stream, because torch does not do so if the end of
-    a capture raises.
+    graph_pool: the memory pool of earlier graphs, which this one shares. All captures are in
+    inference mode, because torch before 2.11 cannot capture outside of it after a capture inside.
+    The current stream is restored, because torch does not do so if the end of a capture raises.
     """
-    here = torch.cuda.stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.inference_mode(), here, uncollected():
+    same_stream = torch.cuda.stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.inference_mode(), same_stream, no_garbage_collection():
         graph = torch.cuda.CUDAGraph()
-        KEPT.append(graph)  # even if the capture fails, because it may hold collectives
+        ALL_GRAPHS.append(graph)  # even if the capture fails, because it may hold collectives
         try:
             with torch.cuda.graph(graph, pool=graph_pool):
                 result = run()
-        except RuntimeError as error:  # the end of a failed capture hides its cause
+        except RuntimeError as error:  # ending a failed capture hides its cause by another error
             raise error.__context__ or error from None
     return graph, result

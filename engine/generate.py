@@ -1,8 +1,9 @@
-"""dynatree.generate with everything that the engine has: graphs, windows, strict passes, timing.
+"""dynatree.generate with all features of the engine: graphs, windows, strict passes, timing.
 
-The loop is the core's. This file makes the caches as this generation needs them. It gives the
-drafter and the acceptance what the host has read with each pass. It ends trees where a window drops
-tokens or where strict attention ends, and it adds times, caches and predictions to each step.
+This file wraps the arguments of dynatree.generate, whose loop does not change. The wrappers make
+caches for one GenerationConfig. They give the drafter and the acceptance the results that the host
+has read with each pass. They end a tree where the window drops tokens or where strict attention
+ends, and they add times, cache lengths and predictions to each step.
 
     for step in generate(target, draft, prompt, GenerationConfig(DynaTree(), strict=True), 64):
         print(step.tokens)
@@ -36,15 +37,15 @@ from verify import Acceptance, finite_rows
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of dynatree.generate, with what the command line and the benchmark report of it."""
+    """A step of dynatree.generate, with more results for the command line and the benchmark."""
 
     tokens: list[int]
     tree: Tree | None = None  # None for the prompt's step
     path: list[int] = field(default_factory=list)
-    bonus: int = -1  # the bonus token, also if EOS or the limit cut it
+    bonus: int = -1  # the bonus token, even if EOS or the limit cuts it from `tokens`
     predictions: list[int] = field(default_factory=list)  # [N], the target's best id of each row
-    draft_rows: list[int] = field(default_factory=list)  # of each pass of the draft
-    cached: tuple[int, int] = (0, 0)  # committed tokens in the target's and the draft's cache
+    draft_rows: list[int] = field(default_factory=list)  # rows of each pass of the draft
+    cache_lengths: tuple[int, int] = (0, 0)  # committed tokens of the target, of the draft
     draft_overflowed: bool = False
     draft_ms: float = 0.0
     verify_ms: float = 0.0
@@ -55,21 +56,22 @@ class Step:
         return len(self.tree) - 1 if self.tree else 0
 
 
-class PlannedModel:
-    """A fast model that makes one cache, as one generation needs it."""
+class ConfiguredModel:
+    """A fast model for one generation. It makes one cache, with the generation's PassConfig."""
 
-    def __init__(self, model: FastGPTNeoX, plan: PassConfig, n_tokens: int, n_scratch: int):
-        """n_tokens: of the whole text. n_scratch: slots that a tree needs above them."""
-        self.model, self.plan = model, plan
+    def __init__(self, model: FastGPTNeoX, pass_config: PassConfig, n_tokens: int, n_scratch: int):
+        """Choose the cache's capacity for n_tokens of prompt and new text, and n_scratch rows of a
+        tree."""
+        self.model, self.pass_config = model, pass_config
         self.config, self.device = model.config, model.device
         self.prefill = model.prefill
-        self.capacity = min(n_tokens, plan.window.full) + n_scratch
+        self.capacity = min(n_tokens, pass_config.window.max_length) + n_scratch
         self.cache: FastCache | None = None
         self.on_pass: list[OnPass] = []
 
     def new_cache(self, capacity: int) -> FastCache:
-        """Return the cache. It has room for the window only, if that is less than `capacity`."""
-        self.cache = self.model.new_cache(self.capacity, self.plan)
+        """Return the cache. Its own capacity replaces the argument, which ignores the window."""
+        self.cache = self.model.new_cache(self.capacity, self.pass_config)
         self.cache.on_pass.extend(self.on_pass)
         return self.cache
 
@@ -77,14 +79,15 @@ class PlannedModel:
         self, tokens: Tensor, positions: Tensor, cache: FastCache, mask: Tensor | None = None
     ) -> Tensor:
         logits = self.model.forward(tokens, positions, cache, mask)
-        cache.show(tokens, cache.scores)  # after the call, which all ranks make
+        # After the call that all ranks make, so that an error of a callback cannot interrupt it
+        cache.report_pass(tokens, cache.scores)
         return logits
 
-    def take_passes(self) -> tuple[float, list[int]]:
-        """Return FastCache.take_passes of the cache."""
-        return self.cache.take_passes()
+    def pop_pass_stats(self) -> tuple[float, list[int]]:
+        """Return FastCache.pop_pass_stats of the cache."""
+        return self.cache.pop_pass_stats()
 
-    def __enter__(self) -> "PlannedModel":
+    def __enter__(self) -> "ConfiguredModel":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -93,7 +96,7 @@ class PlannedModel:
 
 
 class TimedModel:
-    """A plain model, whose passes are timed as those of a PlannedModel are."""
+    """A reference model with a timer of its passes, like that of a ConfiguredModel."""
 
     def __init__(self, model: Model):
         self.model, self.config, self.device = model, model.config, model.device
@@ -104,14 +107,14 @@ class TimedModel:
         return self.cache
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
-        return self.timed(self.model.prefill, tokens, cache)
+        return self.run_timed(self.model.prefill, tokens, cache)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
     ) -> Tensor:
-        return self.timed(self.model.forward, tokens, positions, cache, mask)
+        return self.run_timed(self.model.forward, tokens, positions, cache, mask)
 
-    def timed(
+    def run_timed(
         self, run: Callable[..., Tensor], tokens: Sequence | Tensor, *others: object
     ) -> Tensor:
         began = time.perf_counter()
@@ -120,34 +123,34 @@ class TimedModel:
         self.rows.append(len(tokens))
         return logits
 
-    def take_passes(self) -> tuple[float, list[int]]:
-        """Return what passes since the last call took, in milliseconds, and the rows of each."""
-        taken = self.ms, self.rows
+    def pop_pass_stats(self) -> tuple[float, list[int]]:
+        """Return the milliseconds of passes since the last call, and the row count of each."""
+        stats = self.ms, self.rows
         self.ms, self.rows = 0.0, []
-        return taken
+        return stats
 
 
 class FastDrafter(TemperedDrafter):
-    """A draft model whose candidates the host reads with the pass."""
+    """A draft model whose passes rank the candidates, so that the host reads only those."""
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
         scores = self.model.cache.scores
-        return Candidates(*scores.top(k, self.temperature, self.vocab_size))
+        return Candidates(*scores.top_candidates(k, self.temperature, self.vocab_size))
 
 
 class LimitedRule(RuleWrapper):
     """A rule whose trees end where the target's cache drops tokens or strict attention ends."""
 
-    def __init__(self, rule: Rule, target: PlannedModel):
+    def __init__(self, rule: Rule, target: ConfiguredModel):
         super().__init__(rule)
         self.target = target
 
-    def begin_tree(self, root: int, max_depth: int) -> int:
-        return super().begin_tree(root, min(max_depth, self.target.cache.max_commit - 1))
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
+        return super().begin_tree(root_token, min(max_depth, self.target.cache.max_commit - 1))
 
 
 class TimedDrafter(Drafter):
-    """A drafter whose levels are timed. `overflowed`: no candidate of the last root was finite."""
+    """A drafter with a timer. `overflowed`: whether no candidate of the last root was finite."""
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
@@ -164,19 +167,22 @@ class TimedDrafter(Drafter):
 
 
 class RecordedAcceptance:
-    """An Acceptance that keeps what a Step reports of it."""
+    """An Acceptance that keeps the bonus token, the predictions and, if asked, the logits."""
 
-    def __init__(self, accept: Acceptance, target: PlannedModel | TimedModel, keeps_logits: bool):
+    def __init__(
+        self, accept: Acceptance, target: ConfiguredModel | TimedModel, keeps_logits: bool
+    ):
         self.accept, self.target, self.keeps_logits = accept, target, keeps_logits
         self.bonus, self.predictions = -1, []
-        self.logits: Tensor | None = None  # [n, V], that the n tokens were chosen from
+        self.logits: Tensor | None = None  # [n, V], from which the n tokens were chosen
 
     def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
         path, tokens = self.accept(tree, logits)
         self.bonus = tokens[-1]
-        is_planned = isinstance(self.target, PlannedModel)
-        best = self.target.cache.scores.argmax if is_planned else logits.argmax(-1).tolist
-        self.predictions = best()
+        if isinstance(self.target, ConfiguredModel):
+            self.predictions = self.target.cache.scores.argmax()
+        else:
+            self.predictions = logits.argmax(-1).tolist()
         if self.keeps_logits:
             self.logits = logits[path]
         return path, tokens
@@ -191,77 +197,77 @@ def generate(
     *,
     eos_ids: Sequence[int] = (),
     inspect: Callable[[Tensor], None] | None = None,
-    watcher: object | None = None,
+    observer: object | None = None,
 ) -> Iterator[Step]:
     """Decode a text as dynatree.generate does. Strict trees are at most 15 levels deep.
 
     Args:
-        inspect: called after each step with the target's float32 logits [n, V] that its n tokens
-            were chosen from.
-        watcher: wraps the rule and sees every trial (cli.trace.Trace).
+        inspect: called after each step with the target's float32 logits [n, V], from which the n
+            tokens were chosen.
+        observer: wraps the rule and gets every trial (cli.trace.Trace).
 
     Raises OutOfMemory, and what dynatree.generate raises.
     """
     if not isinstance(config, GenerationConfig):
-        what = "it must be a GenerationConfig; GenerationConfig.parse makes one of words"
-        raise ValueError(f"config is {config!r:.80}, {what}")
-    prompt = dynatree.require_text(target.config.vocab_size, prompt, max_new_tokens)
+        why = "it must be a GenerationConfig; use GenerationConfig.parse to make one from words"
+        raise ValueError(f"config is {config!r:.80}, {why}")
+    prompt = dynatree.checked_prompt(target.config.vocab_size, prompt, max_new_tokens)
     n_tokens = len(prompt) + max_new_tokens
-    target, draft = plan_models(target, draft, config, n_tokens)
-    if isinstance(target, TimedModel) and (inspect or not config.works_on_plain_model):
-        raise ValueError("a plain model has no strict passes, window, rebuilt commit or inspection")
-    parts = compose_fast(target, draft, config, watcher)
+    target, draft = configure_models(target, draft, config, n_tokens)
+    if isinstance(target, TimedModel) and (inspect or not config.works_on_reference_model):
+        raise ValueError("a GPTNeoX has no strict passes, window, rebuilt commit or inspection")
+    parts = compose_fast(target, draft, config, observer)
     drafter = TimedDrafter(parts.drafter) if parts.drafter else None
     accept = RecordedAcceptance(parts.accept, target, inspect is not None)
     rule, eos_ids = parts.rule, tuple(eos_ids)
-    if isinstance(target, PlannedModel):
+    if isinstance(target, ConfiguredModel):
         rule = LimitedRule(rule, target)
     steps = dynatree.generate(
         parts.target, drafter, prompt, rule, max_new_tokens, eos_ids=eos_ids, accept=accept
     )
-    planned = [model for model in (target, draft) if isinstance(model, PlannedModel)]
-    if planned:
-        require_caches([(model.model, model.capacity, model.plan) for model in planned])
+    configured = [model for model in (target, draft) if isinstance(model, ConfiguredModel)]
+    if configured:
+        require_caches([(each.model, each.capacity, each.pass_config) for each in configured])
     with ExitStack() as stack:
-        for each in (*planned, closing(steps)):
+        for each in (*configured, closing(steps)):
             stack.enter_context(each)
         n_left, is_first = max_new_tokens, True
         began = time.perf_counter()
-        if isinstance(target, PlannedModel):
+        if isinstance(target, ConfiguredModel):
             rule.start(prompt)
         for step in steps:
             ms = (time.perf_counter() - began) * 1e3
             if inspect:
                 inspect(accept.logits[: len(step.tokens)])
-            yield reported(step, is_first, target, draft, drafter, accept, ms)
+            yield make_step(step, is_first, target, draft, drafter, accept, ms)
             n_left -= len(step.tokens)
             if config.graphs and is_first and n_left and step.tokens[-1] not in eos_ids:
                 shortest = min(len(prompt) + 1, config.window.size + config.window.sinks)
-                for model in planned:  # the prompt has been read, so its chunks are in no graph
+                for model in configured:  # after the prefill, whose passes are not captured
                     model.cache.capture(shortest)
             is_first = False
             began = time.perf_counter()
 
 
-def plan_models(
+def configure_models(
     target: Model, draft: Model | Drafter | None, config: GenerationConfig, n_tokens: int
-) -> tuple[PlannedModel | TimedModel, PlannedModel | TimedModel | Drafter | None]:
-    """Return both models as this generation of n_tokens uses them, the draft only if the method
-    has one."""
+) -> tuple[ConfiguredModel | TimedModel, ConfiguredModel | TimedModel | Drafter | None]:
+    """Return both models, wrapped for one generation of n_tokens. The draft is None if the method
+    does not use it."""
     rule = config.make_rule()
     n_ids = target.config.vocab_size
     reads_hidden = rule.max_depth > 0 and isinstance(draft, HiddenDrafter)
     if is_fast(target):
-        plan = PassConfig(
+        pass_config = PassConfig(
             rule.max_verified,
             rule.min_rows,
             ranking=Ranking(rule.target_top_k),
             is_strict=config.strict,
             window=config.window,
             rebuilds_cache=config.commit == "rebuild",
-            shows_prompt=rule.target_top_k > 0 or reads_hidden,
+            reports_prompt=rule.target_top_k > 0 or reads_hidden,
         )
-        target = PlannedModel(target, plan, n_tokens, rule.max_verified)
+        target = ConfiguredModel(target, pass_config, n_tokens, rule.max_verified)
     else:
         target = TimedModel(target)
     if not rule.max_depth or draft is None:
@@ -272,48 +278,48 @@ def plan_models(
         return target, TimedModel(draft)
     ranking = draft_ranking(rule, config.sampling)
     max_rows = min(rule.max_rows, MAX_ROWS)
-    plan = PassConfig(max_rows, rule.min_rows, rule.max_rows, n_ids, ranking, is_draft=True)
-    plan = plan._replace(window=config.window)
-    return target, PlannedModel(draft, plan, n_tokens, rule.max_rows)
+    pass_config = PassConfig(max_rows, rule.min_rows, rule.max_rows, n_ids, ranking, is_draft=True)
+    pass_config = pass_config._replace(window=config.window)
+    return target, ConfiguredModel(draft, pass_config, n_tokens, rule.max_rows)
 
 
 def draft_ranking(rule: MethodRule, sampling: Sampling) -> Ranking:
-    """Return what the host reads of the draft's logits: the top k, or nothing if candidates are
-    drawn on the device."""
+    """Return the Ranking of the draft's logits: the top k, or none if the device draws the
+    candidates."""
     if rule.draws_candidates and sampling.draws_candidates:
         return Ranking(is_read=False)
     return Ranking(rule.max_branches, are_logprobs=True, temperature=sampling.top_k_temperature)
 
 
 def compose_fast(
-    target: PlannedModel | TimedModel,
-    draft: PlannedModel | TimedModel | Drafter | None,
+    target: ConfiguredModel | TimedModel,
+    draft: ConfiguredModel | TimedModel | Drafter | None,
     config: GenerationConfig,
-    watcher: object | None,
+    observer: object | None,
 ) -> Parts:
-    """Return the parts of the method, which read fast models' passes by what the host has read."""
-    kit = Kit(hidden=hidden)
-    if isinstance(target, PlannedModel):
-        kit = kit._replace(observed=observed, **fast_acceptances(target))
-    if isinstance(draft, PlannedModel):
+    """Return the parts of the method. They use the rankings that fast models compute in a pass."""
+    kit = Kit(hidden=observe_hidden)
+    if isinstance(target, ConfiguredModel):
+        kit = kit._replace(observed=observe_tokens, **make_fast_acceptances(target))
+    if isinstance(draft, ConfiguredModel):
         kit = kit._replace(drafter=FastDrafter)
-    trace = watcher.wrap if watcher else None
+    trace = observer.wrap if observer else None
     parts = compose(target, draft, config.settings, config.sampling, config.acceptance, kit, trace)
-    if watcher and isinstance(parts.accept, Accept):
-        parts.accept.sampler.on_trial = watcher.add_trial
+    if observer and isinstance(parts.accept, Accept):
+        parts.accept.sampler.on_trial = observer.add_trial
     return parts
 
 
-def fast_acceptances(target: PlannedModel) -> dict[str, Callable]:
-    """Return accept and accept_greedy of a Kit, which use what the host has read of the pass."""
+def make_fast_acceptances(target: ConfiguredModel) -> dict[str, Callable]:
+    """Return accept and accept_greedy of a Kit, which use the scores that the host has read."""
 
-    def finite(logits: Tensor) -> list[bool]:
-        is_finite = target.cache.scores.finite()
-        return is_finite if is_finite[0] else finite_rows(logits)  # which raises
+    def fast_finite_rows(logits: Tensor) -> list[bool]:
+        is_finite = target.cache.scores.finite_rows()
+        return is_finite if is_finite[0] else finite_rows(logits)  # this call raises
 
     def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
-        """As verify.accept_greedy, without a read of its own."""
-        best, is_finite = target.cache.scores.argmax(), finite(logits)
+        """Do what verify.accept_greedy does, without reading the logits."""
+        best, is_finite = target.cache.scores.argmax(), fast_finite_rows(logits)
         path = [0]
         for row in range(1, len(tree)):
             last = path[-1]
@@ -321,39 +327,40 @@ def fast_acceptances(target: PlannedModel) -> dict[str, Callable]:
                 path.append(row)
         return path, [best[row] for row in path]
 
-    return {"accept": partial(Accept, finite_rows=finite), "accept_greedy": accept_greedy}
+    accept = partial(Accept, finite_rows=fast_finite_rows)
+    return {"accept": accept, "accept_greedy": accept_greedy}
 
 
-def observed(target: PlannedModel, rule: MethodRule) -> Model:
-    """Show a rule the target's best tokens in each pass, and return the target."""
+def observe_tokens(target: ConfiguredModel, rule: MethodRule) -> Model:
+    """Pass the target's top ids of each pass to a rule. Return the target."""
     if k := rule.target_top_k:
-        target.on_pass.append(lambda ids, scores: rule.observe_target(ids, scores.best(k)))
+        target.on_pass.append(lambda ids, scores: rule.observe_target(ids, scores.top_ids(k)))
     return target
 
 
-def hidden(target: PlannedModel | TimedModel, drafter: HiddenDrafter) -> Model:
-    """Show a drafter the target's last hidden states in each pass, and return the target."""
-    if isinstance(target, PlannedModel):
+def observe_hidden(target: ConfiguredModel | TimedModel, drafter: HiddenDrafter) -> Model:
+    """Pass the target's last hidden states of each pass to a drafter. Return the target."""
+    if isinstance(target, ConfiguredModel):
         target.on_pass.append(lambda _, scores: drafter.observe_hidden(scores.hidden))
     else:
         target.model = HiddenModel(target.model, drafter)
     return target
 
 
-def reported(
+def make_step(
     step: dynatree.Step,
     is_first: bool,
-    target: PlannedModel | TimedModel,
-    draft: PlannedModel | TimedModel | Drafter | None,
+    target: ConfiguredModel | TimedModel,
+    draft: ConfiguredModel | TimedModel | Drafter | None,
     drafter: TimedDrafter | None,
     accept: RecordedAcceptance,
     ms: float,
 ) -> Step:
-    """Return a step with what the wrappers have recorded since the last one."""
-    verify_ms, _ = target.take_passes()
+    """Return an engine Step: the loop's step, and what the wrappers have recorded during it."""
+    verify_ms, _ = target.pop_pass_stats()
     has_model = draft is not None and not isinstance(draft, Drafter)
-    _, rows = draft.take_passes() if has_model else (0.0, [])
-    cached = target.cache.length, draft.cache.length if has_model else 0
+    _, rows = draft.pop_pass_stats() if has_model else (0.0, [])
+    lengths = target.cache.length, draft.cache.length if has_model else 0
     draft_ms, overflowed = 0.0, False
     if drafter:
         draft_ms, drafter.ms = drafter.ms, 0.0
@@ -362,4 +369,4 @@ def reported(
     if is_first:
         tree, path, bonus, predictions, rows, overflowed = None, [], -1, [], [], False
     times = draft_ms, verify_ms, ms - draft_ms - verify_ms
-    return Step(step.tokens, tree, path, bonus, predictions, rows, cached, overflowed, *times)
+    return Step(step.tokens, tree, path, bonus, predictions, rows, lengths, overflowed, *times)

@@ -1,6 +1,6 @@
-"""How a text is generated: method, settings, sampling, window and the rest, in one object.
+"""The generation config: method, settings, sampling, window and other options in one object.
 
-A row of bench.py and the options of the command line give it in words:
+It can be parsed from words, which bench.py's rows and the command line give:
 
     GenerationConfig.parse("dynatree", "tau=0.02", "strict", "window=512", "sinks=4")
     GenerationConfig(DynaTree(tau=0.02), strict=True, window=Window(512, 4))  # the same
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 from draft_tree import Settings
-from engine.passes import WHOLE_TEXT, Window
+from engine.passes import FULL_ATTENTION, Window
 from gpt_neox import Config
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES, choose_acceptance
@@ -19,49 +19,51 @@ from methods.sampler import GREEDY, Sampling
 from methods.settings import read_values
 
 DEFAULT_SINKS = 4  # StreamingLLM's number
-COMMITS = ("keep", "rebuild")
-# Words beside a method's settings: the fields that they set
-FLAGS = {"strict": {"strict": True}} | {name: {"commit": name} for name in COMMITS}
+COMMIT_MODES = ("keep", "rebuild")
+# The fields that each word sets, apart from settings of methods and NUMBER_OPTIONS
+FLAGS = {"strict": {"strict": True}} | {name: {"commit": name} for name in COMMIT_MODES}
 FLAGS |= {name: {"acceptance": name} for name in ACCEPTANCES}
 NUMBER_OPTIONS = ("window", "sinks")  # window=512
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How a text is generated. Raises ValueError for an acceptance that the method cannot have."""
+    """All options of a generation. Raises ValueError for an acceptance that the method refuses."""
 
-    settings: Settings  # of the method
+    settings: Settings  # the method and its settings
     _: KW_ONLY
     sampling: Sampling = GREEDY
-    acceptance: str | None = None  # of sampled text; None: the method's default
+    acceptance: str | None = None  # for sampled text; None: the method's default
     commit: str = "keep"  # "keep" moves accepted rows in the cache, "rebuild" runs them again (3.5)
-    window: Window = WHOLE_TEXT  # which tokens the caches keep
-    strict: bool = False  # the target's logits are ar's bit for bit (engine/strict.py)
-    graphs: bool = True  # on CUDA, capture the passes
+    window: Window = FULL_ATTENTION  # the tokens that the caches keep
+    strict: bool = False  # the target's logits equal ar's bit for bit (engine/strict.py)
+    graphs: bool = True  # on CUDA, capture the passes as graphs
 
     def __post_init__(self) -> None:
-        if self.commit not in COMMITS:
-            raise ValueError(f"commit {self.commit}: there are {', '.join(COMMITS)}")
+        if self.commit not in COMMIT_MODES:
+            raise ValueError(
+                f"commit is {self.commit}, it must be one of {', '.join(COMMIT_MODES)}"
+            )
         if self.acceptance:
             rule = self.make_rule()
             if rule.max_verified == 1:
-                raise ValueError(f"{self.acceptance} has no effect: the method proposes no token")
+                raise ValueError(f"{self.acceptance} has no effect: the method drafts no tokens")
             choose_acceptance(rule, self.acceptance)
 
     @classmethod
     def parse(cls, method: str = "", *words: str) -> "GenerationConfig":
-        """Return the config of greedy text that these words give.
+        """Return the config of greedy text with the options that the words name.
 
-        words: NAME=VALUE, strict, rebuild, an acceptance, window=N, sinks=S. Raises ValueError
-        naming what is wrong.
+        words: NAME=VALUE, strict, rebuild, an acceptance, window=N, sinks=S. Raises ValueError with
+        the invalid word.
         """
         if method not in METHODS:
-            raise ValueError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
+            raise ValueError(f"method is {method!r}, it must be one of {', '.join(METHODS)}")
         fields, assignments = {}, []
         for word in words:
             found = parse_word(word)
             if fields.keys() & found.keys():
-                raise ValueError(f"{word}: given twice, give it once")
+                raise ValueError(f"{word} is given twice, it must be given once")
             fields |= found
             if not found:
                 assignments.append(word)
@@ -78,34 +80,34 @@ class GenerationConfig:
         return make_rule(self.settings)
 
     @property
-    def works_on_plain_model(self) -> bool:
-        """Whether gpt_neox.py's own model can generate so."""
-        only_fast = {"commit": "keep", "window": WHOLE_TEXT, "strict": False, "graphs": True}
+    def works_on_reference_model(self) -> bool:
+        """Whether the reference model, gpt_neox.py's own, supports all of these options."""
+        only_fast = {"commit": "keep", "window": FULL_ATTENTION, "strict": False, "graphs": True}
         return replace(self, **only_fast) == self
 
     def require_fit(self, models: Sequence[Config]) -> None:
-        """Raise ValueError if the window has no room for the method's trees, or has more tokens
-        than these models were trained for."""
-        if self.window == WHOLE_TEXT:
+        """Raise ValueError if the window has no room for the method's trees, or more tokens than
+        these models were trained for."""
+        if self.window == FULL_ATTENTION:
             return
         n_rows = self.make_rule().max_verified
-        longest = min(config.max_position_embeddings for config in models)
+        n_positions = min(config.max_position_embeddings for config in models)
         size, sinks = self.window.size, self.window.sinks
-        most = (longest - sinks) * 4 // 5  # size + size // 4 tokens beside the sinks
-        why = f"the method's tree has {n_rows} rows, the models {longest} positions"
-        if most < n_rows:
+        max_size = (n_positions - sinks) * 4 // 5  # the cache has sinks + size + size // 4 tokens
+        why = f"the method's tree has {n_rows} rows, the models {n_positions} positions"
+        if max_size < n_rows:
             raise ValueError(f"sinks={sinks} leaves no window: {why}")
-        if not n_rows <= size <= most:
-            raise ValueError(f"window={size}: {n_rows} to {most} ({why})")
+        if not n_rows <= size <= max_size:
+            raise ValueError(f"window is {size}, it must be from {n_rows} to {max_size} ({why})")
 
 
 def parse_word(word: str) -> dict[str, object]:
-    """Return the fields that a word sets, window and sinks by their names; empty if the word is a
-    setting of the method. Raises ValueError."""
+    """Return the fields that a word sets, where window=N and sinks=S set "window" and "sinks". A
+    setting of the method gives an empty dict. Raises ValueError."""
     name, _, value = word.partition("=")
     if name not in NUMBER_OPTIONS:
         return FLAGS.get(word, {})
     try:
         return {name: int(value)}
     except ValueError as error:
-        raise ValueError(f"{word}: {name} takes a whole number") from error
+        raise ValueError(f"{word}: {name} must be a whole number") from error

@@ -1,20 +1,20 @@
 """The layers of gpt_neox.py, fused for passes of a few rows over a KV cache.
 
-gpt_neox.py defines the model. This file changes only how it is computed, and a test holds both
-equal. The differences are:
+gpt_neox.py defines the model. This file only computes it faster, and tests check that the results
+are equal. The differences are:
 
 - Matrices are packed (engine/linear.py).
 - The rows of query_key_value are reordered: all queries, then all keys, then all values. Within a
-  head the two dimensions of a rotary pair are adjacent, so a pair is one complex number, which is
-  rotated by one multiplication. Attention allows this because queries and keys have one order.
-- With parallel residual, the two products that lead back to x are one product. On CUDA, where every
-  launch costs time, the two that lead away from x are one product as well, and the scales and
-  shifts of both norms are folded into it.
-- With tensor parallelism each rank holds some heads, some inner columns and some ids, and the
-  results are added up where they meet.
-- In float16 a key or value can overflow although x is finite. A non-finite number must not enter
-  the cache and must not be lost either. So the largest float16 number is stored in its place, and a
-  row that stored one gets nan at the end.
+  head, the two dimensions of a rotary pair are adjacent. So a pair is one complex number, and one
+  multiplication rotates it. Attention is unchanged, because queries and keys have one order.
+- With parallel residual, the output products of attention and MLP are one product. On CUDA, where
+  every launch costs time, their input products are one product as well. The scales and shifts of
+  both norms are folded into it.
+- With tensor parallelism, each rank holds some heads, some inner columns and some ids. An
+  all-reduce adds up the ranks' results (engine/tensor_parallel.py).
+- In float16 a key or value can overflow although x is finite. The cache must not hold a non-finite
+  number, but the overflow must be detected. So the cache gets the largest float16 number instead,
+  and a row that stored one gets nan at the end.
 - A pass of a fixed shape writes to slots that are given as a tensor, other passes to a slice.
 
     fuse(model, tensors)  # FastGPTNeoX.from_tensors does this
@@ -38,18 +38,18 @@ from engine.strict import StrictMask, attend_by_position
 from engine.tensor_parallel import UNSHARDED, Shard, split_axis
 from gpt_neox import ACTIVATIONS, Config
 
-LARGE_LAYER = 2**23  # bytes of a layer after which freed memory is returned to the system
+LARGE_LAYER = 2**23  # bytes; after packing a larger layer, free memory goes back to the system
 
 
 def fuse(model: nn.Module, tensors: Mapping[str, Tensor], shard: Shard = UNSHARDED) -> None:
     """Give a GPTNeoX on the meta device its weights, and replace its layers by fused ones.
 
-    Works layer by layer: if `tensors` reads each tensor when it is looked up, memory never holds
-    two copies of the model. Raises CheckpointError if a tensor is missing or misshapen, or if a
+    This is done layer by layer, so if each lookup reads a tensor from its file, memory holds only
+    one copy of the model. Raises CheckpointError if a tensor is missing or misshapen, or if a
     matrix times the scale of its norm overflows.
     """
     config, layers = model.config, model.gpt_neox.layers
-    model.gpt_neox.layers = nn.ModuleList()  # their weights are loaded one layer at a time
+    model.gpt_neox.layers = nn.ModuleList()  # the loop below loads them
     load_weights(model, "", tensors, shard)
     if config.tie_word_embeddings:
         model.embed_out.weight = model.gpt_neox.embed_in.weight
@@ -65,20 +65,20 @@ def fuse(model: nn.Module, tensors: Mapping[str, Tensor], shard: Shard = UNSHARD
 def load_weights(
     module: nn.Module, prefix: str, tensors: Mapping[str, Tensor], shard: Shard
 ) -> None:
-    """Give a module its weights, whose published names begin with `prefix`. Raises
+    """Set the weights of a module. Their published names begin with `prefix`. Raises
     CheckpointError."""
     for name, parameter in list(module.named_parameters()):
         published = prefix + name
         try:
-            tensor = tensors[published]  # once, because each lookup may read the file
+            tensor = tensors[published]  # each lookup may read the file
         except KeyError as error:
-            raise CheckpointError(f"the checkpoint lacks the tensor {published}") from error
+            raise CheckpointError(f"the checkpoint has no tensor {published}") from error
         expected, axis = list(parameter.shape), split_axis(published)
         if axis is not None:
             expected[axis] = shard.size(expected[axis])
         if list(tensor.shape) != expected:
             found = tuple(tensor.shape)
-            raise CheckpointError(f"{published} is {found}, config.json asks for {tuple(expected)}")
+            raise CheckpointError(f"{published} is {found}, config.json has {tuple(expected)}")
         owner, _, part = name.rpartition(".")
         weight = nn.Parameter(tensor, requires_grad=False)
         setattr(module.get_submodule(owner), part, weight)
@@ -98,13 +98,13 @@ def require_divisible(config: Config, shard: Shard) -> None:
 class FusedTransformer(nn.Module):
     """gpt_neox.Transformer with fused layers, for inference."""
 
-    def __init__(self, plain: nn.Module, shard: Shard):
+    def __init__(self, transformer: nn.Module, shard: Shard):
         super().__init__()
         self.shard = shard
-        self.embed_in = plain.embed_in
-        self.layers = plain.layers
-        self.final_layer_norm = plain.final_layer_norm
-        self.mark = overflow_mark(self.embed_in.weight.dtype)
+        self.embed_in = transformer.embed_in
+        self.layers = transformer.layers
+        self.final_layer_norm = transformer.final_layer_norm
+        self.overflow_value = overflow_value(self.embed_in.weight.dtype)
 
     def forward(
         self,
@@ -119,27 +119,30 @@ class FusedTransformer(nn.Module):
         Args:
             rotary: [n, R / 2] complex64, of the rows' positions.
             kv: [2, L, H, capacity, D].
-            start: the first slot that is written, or all slots [n] int64.
+            start: the first slot to write, or all slots to write, [n] int64.
             mask: [n, S], 0 or -inf; or a StrictMask.
         """
-        x = self.shard.embed(tokens, self.embed_in.weight)  # [n, hidden], added to in place
+        x = self.shard.embed(tokens, self.embed_in.weight)  # [n, hidden], layers add to it in place
         for layer, layer_kv in zip(self.layers, kv.unbind(1), strict=True):
             x = layer(x, rotary, layer_kv, start, mask)
         x = self.final_layer_norm(x)
-        if self.mark:
-            stored = written(kv, start, len(x))
-            has_overflowed = stored.abs().amax(dim=(0, 1, 2, 4)) == self.mark  # [n]
+        if self.overflow_value:
+            stored = written_kv(kv, start, len(x))
+            has_overflowed = stored.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_value  # [n]
             x = x.masked_fill(has_overflowed[:, None], torch.nan)
         return x
 
 
-def overflow_mark(dtype: torch.dtype) -> float:
-    """Return what the cache stores for a number that is not finite: float16's largest number, or 0
-    in other dtypes, in which keys and values overflow only if x has overflowed."""
+def overflow_value(dtype: torch.dtype) -> float:
+    """Return the number that the cache stores in place of a non-finite one.
+
+    This is float16's largest number. Other dtypes store 0, because their keys and values overflow
+    only if x overflows.
+    """
     return torch.finfo(dtype).max if dtype == torch.float16 else 0.0
 
 
-def written(kv: Tensor, start: int | Tensor, n: int) -> Tensor:
+def written_kv(kv: Tensor, start: int | Tensor, n: int) -> Tensor:
     """Return the keys and values [2, L, H, n, D] that a pass of n rows has written."""
     if isinstance(start, Tensor):
         return kv.index_select(3, start)
@@ -153,7 +156,7 @@ class Affine(NamedTuple):
     bias: Tensor
 
     @classmethod
-    def of(cls, module: nn.LayerNorm | nn.Linear) -> "Affine":
+    def from_module(cls, module: nn.LayerNorm | nn.Linear) -> "Affine":
         weight = module.weight.detach()
         bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
         return cls(weight, bias)
@@ -164,19 +167,20 @@ class FusedLayer(nn.Module):
     residual first attention, then the MLP."""
 
     def __init__(self, layer: nn.Module, config: Config, shard: Shard = UNSHARDED):
-        """layer: a plain one with the weights of this shard. Raises CheckpointError if a matrix
+        """Fuse a gpt_neox.Layer that has this shard's weights. Raises CheckpointError if a matrix
         times the scale of its norm overflows."""
         super().__init__()
         self.config, self.shard = config, shard
         self.approximate = ACTIVATIONS[config.hidden_act]
-        self.mark = overflow_mark(layer.mlp.dense_4h_to_h.weight.dtype)
-        self.n_attended = len(layer.attention.query_key_value.weight) // 3
-        self.n_inner = len(layer.mlp.dense_h_to_4h.weight)
-        self.norms = Affine.of(layer.input_layernorm), Affine.of(layer.post_attention_layernorm)
-        qkv = reordered(Affine.of(layer.attention.query_key_value), config)
-        inner = Affine.of(layer.mlp.dense_h_to_4h)
-        dense = Affine.of(layer.attention.dense)
-        out = Affine.of(layer.mlp.dense_4h_to_h)
+        self.overflow_value = overflow_value(layer.mlp.dense_4h_to_h.weight.dtype)
+        self.n_attended = len(layer.attention.query_key_value.weight) // 3  # H * D
+        self.n_inner = len(layer.mlp.dense_h_to_4h.weight)  # inner columns of the MLP
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        self.norms = Affine.from_module(norms[0]), Affine.from_module(norms[1])
+        qkv = reorder_qkv(Affine.from_module(layer.attention.query_key_value), config)
+        inner = Affine.from_module(layer.mlp.dense_h_to_4h)
+        dense = Affine.from_module(layer.attention.dense)
+        out = Affine.from_module(layer.mlp.dense_4h_to_h)
         if shard.rank:  # rank 0 adds the biases
             dense = Affine(dense.weight, torch.zeros_like(dense.bias))
             out = Affine(out.weight, torch.zeros_like(out.bias))
@@ -184,7 +188,7 @@ class FusedLayer(nn.Module):
         if config.use_parallel_residual and qkv.weight.device.type == "cuda":
             both = fold(self.norms[0], qkv), fold(self.norms[1], inner)
             weight, bias = (torch.cat(parts) for parts in zip(*both, strict=True))
-            is_odd = len(bias) % 2  # rotate_ needs rows of an even width
+            is_odd = len(bias) % 2  # rotate_ views rows as complex numbers, so widths must be even
             weight, bias = F.pad(weight, (0, 0, 0, is_odd)), F.pad(bias, (0, is_odd))
             self.qkv_and_inner = make_linear(weight, bias)
         else:
@@ -207,7 +211,7 @@ class FusedLayer(nn.Module):
         start: int | Tensor,
         mask: Tensor | StrictMask,
     ) -> Tensor:
-        in_order = isinstance(mask, StrictMask)  # then no sum may depend on a row's place
+        in_order = isinstance(mask, StrictMask)  # no sum may then depend on a row's place
         if not self.config.use_parallel_residual:
             attended = self.attend(self.qkv(self.norm(x, 0)), rotary, kv, start, mask)
             x.add_(self.shard.sum(self.dense(attended.transpose(0, 1).flatten(1)), in_order))
@@ -223,11 +227,11 @@ class FusedLayer(nn.Module):
         else:
             qkv, inner = self.qkv(self.norm(x, 0)), self.inner(self.norm(x, 1))
         attended = self.attend(qkv, rotary, kv, start, mask)  # [H, n, D]
-        both = x.new_empty(len(x), self.n_attended + inner.shape[1])
-        in_heads = both[:, : self.n_attended].view(len(x), -1, self.config.head_size)  # [n, H, D]
-        in_heads.copy_(attended.transpose(0, 1))
-        gelu(inner, self.approximate, both[:, self.n_attended :])
-        return x.add_(self.shard.sum(self.dense_and_out(both), in_order))
+        combined = x.new_empty(len(x), self.n_attended + inner.shape[1])
+        columns = combined[:, : self.n_attended]  # [n, H * D]
+        columns.view(len(x), -1, self.config.head_size).copy_(attended.transpose(0, 1))
+        gelu(inner, self.approximate, combined[:, self.n_attended :])
+        return x.add_(self.shard.sum(self.dense_and_out(combined), in_order))
 
     def norm(self, x: Tensor, which: int) -> Tensor:
         """Return LN1(x) or LN2(x)."""
@@ -241,17 +245,18 @@ class FusedLayer(nn.Module):
         start: int | Tensor,
         mask: Tensor | StrictMask,
     ) -> Tensor:
-        """Return attended values [H, n, D] for qkv [n, 3 H D], and write this pass's keys and
-        values to kv [2, H, capacity, D]."""
+        """Return attention's output [H, n, D] for qkv [n, 3 H D]. Write this pass's keys and values
+        to kv [2, H, capacity, D]."""
         qkv = qkv.view(len(qkv), 3, -1, self.config.head_size).permute(1, 2, 0, 3)  # [3, H, n, D]
         rotate_(qkv[:2, ..., : self.config.rotary_dims], rotary)
-        # A non-finite number in the cache would reach every row, because a masked slot is
-        # multiplied by 0, and 0 x nan is nan
-        marks = {"nan": self.mark, "posinf": self.mark, "neginf": -self.mark}
+        # A non-finite number in the cache would reach every row, because attention multiplies the
+        # values of a masked slot by 0, and 0 x nan is nan
+        value = self.overflow_value
+        replacements = {"nan": value, "posinf": value, "neginf": -value}
         if isinstance(start, Tensor):
-            kv.index_copy_(2, start, torch.nan_to_num(qkv[1:], **marks))
+            kv.index_copy_(2, start, torch.nan_to_num(qkv[1:], **replacements))
         else:
-            torch.nan_to_num(qkv[1:], **marks, out=kv[:, :, start : start + qkv.shape[2]])
+            torch.nan_to_num(qkv[1:], **replacements, out=kv[:, :, start : start + qkv.shape[2]])
         if isinstance(mask, StrictMask):
             return attend_by_position(qkv[0], kv[0], kv[1], mask)
         return attend(qkv[0], *kv[:, :, : mask.shape[1]], mask)
@@ -272,8 +277,8 @@ class FusedLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """The output layer: logits [n, V] from x [n, hidden], in float32 on CUDA. Each rank computes
-    some of the ids."""
+    """The output head: logits [n, V] from x [n, hidden], in float32 on CUDA. Each rank computes
+    the logits of some ids."""
 
     def __init__(self, weight: Tensor, vocab_size: int, shard: Shard):
         super().__init__()
@@ -295,7 +300,7 @@ class Head(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return softmax attention [H, n, D] of q [H, n, D] over k, v [H, S, D]. mask: [n, S], 0 or
     -inf."""
-    # Against scaled_dot_product_attention on a CPU: 4/5 of the time for 1 row, twice that for 512
+    # On a CPU, this takes 4/5 of scaled_dot_product_attention's time for 1 row, twice for 512
     if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[1] < ROW_COUNTS[-1]:
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
         return torch.bmm(scores.softmax(-1), v)  # [H, n, S] times [H, S, D]
@@ -303,28 +308,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: str, out: Tensor) -> None:
-    """Write GELU(x) to `out`; both are [n, inner]. The contents of x may be lost."""
+    """Write GELU(x) to `out`; both are [n, inner]. May overwrite x."""
     if x.device.type != "cpu":
         F.gelu(x, approximate=approximate, out=out)
-    elif x.numel() % 2:  # oneDNN does not write to an `out` with gaps
+    elif x.numel() % 2:  # oneDNN cannot write to an `out` that is not contiguous
         out.copy_(F.gelu(x, approximate=approximate))
     else:
-        halves = x.view(2, -1).t()  # not contiguous: else oneDNN is called, which starts slowly
+        halves = x.view(2, -1).t()  # not contiguous, to avoid oneDNN, whose calls start slowly
         F.gelu(halves, approximate=approximate, out=halves)
         out.copy_(x)  # writing to `out` directly is not vectorised
 
 
 def rotate_(x: Tensor, rotary: Tensor) -> None:
     """Rotate x [..., n, R] in place by rotary [n or 1, R / 2]. Adjacent dimensions are a pair."""
-    pairs = x.float().view(torch.complex64)  # x itself if it is float32
+    pairs = x.float().view(torch.complex64)  # shares x's memory if x is float32
     pairs.mul_(rotary)
     if x.dtype != torch.float32:
         x.copy_(pairs.view(torch.float32))
 
 
-def reordered(qkv: Affine, config: Config) -> Affine:
-    """Return query_key_value with its rows [H * 3 * D] in the order [3, H, D], and with the two
-    dimensions of each rotary pair adjacent."""
+def reorder_qkv(qkv: Affine, config: Config) -> Affine:
+    """Return query_key_value with its rows [H * 3 * D] in the order [3, H, D], and the dimensions
+    of each rotary pair adjacent."""
     size, n_pairs = config.head_size, config.rotary_dims // 2
     rows = torch.arange(len(qkv.weight)).view(-1, 3, size).transpose(0, 1).clone()  # [3, H, D]
     pairs = rows[:2, :, : 2 * n_pairs].unflatten(-1, (2, n_pairs)).mT.flatten(-2).clone()
@@ -334,7 +339,7 @@ def reordered(qkv: Affine, config: Config) -> Affine:
 
 
 def fold(norm: Affine, linear: Affine) -> Affine:
-    """Return one matrix and bias for a LayerNorm's scale and shift and the linear layer after it.
+    """Return one matrix and bias that apply a LayerNorm's scale and shift, then a linear layer.
 
     They are computed in float32 and rounded once. Raises CheckpointError if they overflow.
     """
@@ -343,5 +348,5 @@ def fold(norm: Affine, linear: Affine) -> Affine:
     bias = (linear.bias.float() + weight @ norm.bias.float()).to(dtype)
     weight = (weight * norm.weight.float()).to(dtype)
     if not (weight.isfinite().all() and bias.isfinite().all()):
-        raise CheckpointError(f"a matrix times the norm before it is not finite in {dtype}")
+        raise CheckpointError(f"a weight overflows {dtype} when its layer norm is folded in")
     return Affine(weight, bias)

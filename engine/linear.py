@@ -1,18 +1,18 @@
 """Linear layers y = x weight^T + bias over packed matrices, for passes of a few rows.
 
-A product of few rows costs the time to read the matrix. So on a CPU each matrix is stored in the
-narrowest form that is exact, and in the order in which it is read:
+A product with few rows takes as long as it takes to read the matrix. So on a CPU, each matrix is
+stored in the narrowest exact format, and in the order in which it is read:
 
-- FBGEMM, if float16 can hold every number of the matrix, as it can for all published Pythia
-  weights. The matrix is stored in 2 bytes a number, multiplied and added up in float32. That halves
-  the bytes to read. With AVX-512 each row's bits are the same whatever the other rows are.
-- oneDNN, for other matrices that are large enough to be worth the 15 us that a call takes, and for
-  large bfloat16 matrices, because it computes them with instructions of their own.
-- torch's own product, for the rest and on other devices.
+- FBGEMM, if float16 can represent every element exactly, as for all published Pythia weights. An
+  element takes 2 bytes, which halves the bytes to read. Products and sums are in float32. With
+  AVX-512 a row's bits do not depend on the other rows.
+- oneDNN, for large bfloat16 matrices, because it uses bfloat16 instructions. Also for other
+  matrices that are large enough to be worth the 15 us that a call takes.
+- torch's linear layer, for all others and on other devices.
 
-`make_linear` chooses by the matrix, never by the processor. FBGEMM and oneDNN are called through
-operators that torch has for its compilers and for quantisation. If a processor or a build of torch
-refuses one, the next is used.
+`make_linear` chooses by the matrix, not by the processor. FBGEMM and oneDNN are called through
+operators that torch has for its compilers and for quantisation. If the processor or the build of
+torch does not support one, the next is used.
 
     linear = make_linear(weight, bias)
     y = linear(x)  # [n, out]
@@ -26,19 +26,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.memory import is_refusal
+from engine.memory import is_out_of_memory
 
-SMALL = 2**18  # numbers of a matrix below which one thread is faster than two
-MIN_ONEDNN_BYTES = 2**19
+SMALL_MATRIX = 2**18  # elements up to which one thread is faster than two
+MIN_ONEDNN_BYTES = 2**19  # oneDNN's calls cost too much for a smaller matrix
 
 
 class Linear:
-    """A linear layer whose matrix is stored as in the checkpoint. Subclasses store it otherwise."""
+    """A linear layer whose matrix is stored as in the checkpoint. Subclasses pack it."""
 
-    nbytes: int  # of the weights that a call reads
+    nbytes: int  # bytes of weights that a call reads
 
     def __init__(self, weight: Tensor, bias: Tensor):
-        """weight: [out, in]. bias: [out]."""
+        """Store weight [out, in] and bias [out]."""
         self.weight, self.bias = weight, bias
         self.nbytes = weight.nbytes + bias.nbytes
 
@@ -48,23 +48,23 @@ class Linear:
 
 
 class FbgemmLinear(Linear):
-    """A matrix in float16, multiplied in float32 by FBGEMM."""
+    """A linear layer in FBGEMM: the matrix in float16, products and sums in float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor):
-        """weight: exact in float16. Raises RuntimeError or AttributeError if this torch has no
-        FBGEMM."""
+        """Pack a weight that float16 represents exactly. Raises RuntimeError or AttributeError if
+        this torch has no FBGEMM."""
         weight = weight.float().contiguous()
         self.bias = bias.float()
-        self.n_in = weight.shape[1]
+        self.in_features = weight.shape[1]
         self.nbytes = 2 * weight.numel() + self.bias.nbytes
-        self.is_small = weight.numel() <= SMALL
-        with warnings.catch_warnings():  # torch warns once that two of these are deprecated
+        self.is_small = weight.numel() <= SMALL_MATRIX
+        with warnings.catch_warnings():  # torch warns that these functions are deprecated
             warnings.simplefilter("ignore")
             if self.is_small:
                 self.packed = torch.fbgemm_pack_gemm_matrix_fp16(weight)
             else:
                 self.packed = torch.ops.quantized.linear_prepack_fp16(weight, self.bias)
-            self(weight[:1])  # fail here, not in the first pass
+            self(weight[:1])  # raise here, not in the first pass
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.is_small:
@@ -75,10 +75,10 @@ class FbgemmLinear(Linear):
 
 
 class OneDnnLinear(Linear):
-    """A matrix in oneDNN's own order."""
+    """A linear layer in oneDNN, with the matrix in oneDNN's order."""
 
     def __init__(self, weight: Tensor, bias: Tensor):
-        """Raises RuntimeError or AttributeError if this torch has no oneDNN, or none for this
+        """Pack a weight. Raises RuntimeError or AttributeError if this torch has no oneDNN for its
         dtype."""
         self.bias = bias
         self.nbytes = weight.nbytes + bias.nbytes
@@ -91,10 +91,11 @@ class OneDnnLinear(Linear):
 
 
 class MixedLinear(Linear):
-    """A 16-bit matrix on CUDA with a float32 result: rounded to 16 bits, many logits would tie."""
+    """A linear layer on CUDA with a 16-bit matrix and a float32 result. In 16 bits, many logits
+    would tie."""
 
     def __init__(self, weight: Tensor):
-        """weight: [out, in]."""
+        """Store weight [out, in]."""
         self.weight = weight.t()
         self.nbytes = weight.nbytes
 
@@ -103,7 +104,7 @@ class MixedLinear(Linear):
 
 
 def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Return the fastest exact Linear of this matrix [out, in] on its device."""
+    """Return the fastest exact Linear for a matrix [out, in] on its device."""
     if bias is None:
         bias = weight.new_zeros(len(weight))
     kinds: list[type[Linear]] = []
@@ -117,11 +118,11 @@ def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
         try:
             return kind(weight, bias)
         except (RuntimeError, AttributeError) as error:
-            if is_refusal(error):  # of memory, not of this kind
+            if is_out_of_memory(error):  # otherwise this kind is not supported here
                 raise
     return Linear(weight, bias)
 
 
 def is_exact_in_half(weight: Tensor) -> bool:
-    """Whether float16 can hold every number of a matrix."""
+    """Whether float16 can represent every element of a matrix exactly."""
     return weight.dtype == torch.float16 or torch.equal(weight.half().to(weight.dtype), weight)

@@ -1,8 +1,8 @@
-"""Checks of free memory before something is allocated, and one error for every refusal.
+"""Checks of free memory before an allocation, and one exception for all out-of-memory errors.
 
 require_memory(n_bytes, device, "the weights of models/tiny/target")
 with memory_for("the weights of models/tiny/target"):
-    ...  # MemoryError and all other refusals of memory become OutOfMemory
+    ...  # MemoryError and all other out-of-memory errors become OutOfMemory
 """
 
 import ctypes
@@ -15,17 +15,17 @@ from pathlib import Path
 
 import torch
 
-# On CUDA, left free for what the first passes allocate: kernels, cuBLAS's workspaces, graphs and
-# their pools, logits. Others report 0.3 to 0.7 GB; not measured here
+# Bytes of CUDA memory for the allocations of the first passes: kernels, cuBLAS's workspaces, graphs
+# and their pools, logits. Others report 0.3 to 0.7 GB; not measured here
 CUDA_RESERVE = 750_000_000
-# The messages of a refusal from torch's CPU allocator, mapped files, the system, C++ and oneDNN
-REFUSED = re.compile(
+# Out-of-memory messages of torch's CPU allocator, mapped files, the system, C++ and oneDNN
+OUT_OF_MEMORY_MESSAGE = re.compile(
     "allocate memory|out of memory|bad_alloc|could not create a (memory|primitive)(?! desc)", re.I
 )
 
 
 class OutOfMemory(MemoryError):
-    """Something does not fit in memory. The message says what is needed and what is free."""
+    """Something does not fit in memory. The message names what it is."""
 
 
 def require_memory(need: int, device: torch.device, what: str) -> None:
@@ -33,7 +33,7 @@ def require_memory(need: int, device: torch.device, what: str) -> None:
     free = free_memory(device)
     if need > free:
         raise OutOfMemory(
-            f"{what} would take {format_bytes(need)} on {device}, {format_bytes(free)} are free"
+            f"{what} needs {format_bytes(need)} on {device}, {format_bytes(free)} are free"
         )
 
 
@@ -44,28 +44,28 @@ def format_bytes(n: int) -> str:
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raise OutOfMemory, naming what the memory was for, if the block is refused memory."""
+    """Raise OutOfMemory if the block runs out of memory. what: the purpose of the memory."""
     try:
         yield
-    except OutOfMemory:  # its message says more
+    except OutOfMemory:  # its message is more precise
         raise
     except Exception as error:
-        if not is_refusal(error):
+        if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(f"there is no memory for {what}") from error
+        raise OutOfMemory(f"out of memory for {what}") from error
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether an error means that memory was refused. On a CPU torch and safetensors raise nothing
-    narrower than a RuntimeError."""
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that memory ran out. On a CPU, torch and safetensors raise general
+    errors, so their messages are searched."""
     if isinstance(error, (OutOfMemory, MemoryError, torch.OutOfMemoryError)):
         return True
-    return bool(REFUSED.search(str(error)))
+    return bool(OUT_OF_MEMORY_MESSAGE.search(str(error)))
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system. glibc keeps freed memory between blocks in use: after a
-    model was packed layer by layer, half of the model's size (measured)."""
+    """Return freed memory to the system. glibc keeps free memory between blocks in use. After a
+    model was packed layer by layer, this was half of the model's size (measured)."""
     with suppress(OSError, AttributeError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -76,19 +76,19 @@ def free_memory(device: torch.device) -> int:
         return free_host_memory()
     free = torch.cuda.mem_get_info(device)[0] - CUDA_RESERVE
     index = torch.cuda.current_device() if device.index is None else device.index
-    for segment in torch.cuda.memory_snapshot():  # reserved by torch and unused
-        is_graphs = tuple(segment["segment_pool_id"]) != (0, 0)  # only graphs can use these
+    for segment in torch.cuda.memory_snapshot():  # torch reserves memory that it does not use
+        is_graphs = tuple(segment["segment_pool_id"]) != (0, 0)  # only graphs can use it
         if segment["device"] == index and not is_graphs:
             free += segment["total_size"] - segment["allocated_size"]
     return max(free, 0)
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that can be allocated without swapping, as Linux estimates them, within the
-    limits of this process's control groups (version 2), such as a container's.
+    """Return the bytes that can be allocated without swapping.
 
-    Without /proc, returns all physical memory, or sys.maxsize if the system does not report it.
-    root: the folder of proc and sys.
+    This is Linux's estimate, within the limits of this process's control groups (version 2), such
+    as those of a container. Without /proc, returns all physical memory, or sys.maxsize if the
+    system does not report it. root: the folder of proc and sys.
     """
     found = re.search(r"MemAvailable: *(\d+) kB", read_system_file(root / "proc/meminfo"))
     if not found and not hasattr(os, "sysconf"):  # Windows: allocation itself will fail
@@ -97,20 +97,21 @@ def free_host_memory(root: Path = Path("/")) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = int(found[1]) * 1024
     group = re.search(r"^0::/(.*)$", read_system_file(root / "proc/self/cgroup"), re.MULTILINE)
-    own = root / "sys/fs/cgroup" / (group[1] if group else "")
-    for folder in (own, *own.parents):  # a group is limited by those above it
+    innermost = root / "sys/fs/cgroup" / (group[1] if group else "")
+    for folder in (innermost, *innermost.parents):  # the limits of outer groups hold as well
         limit = read_system_file(folder / "memory.max").strip()
-        if limit.isdigit():  # not "max", and it is there
+        if limit.isdigit():  # neither "max" nor absent
             files = re.search(
                 r"^inactive_file (\d+)$", read_system_file(folder / "memory.stat"), re.MULTILINE
             )
-            kept = int(files[1]) if files else 0  # cached files, which the system drops
-            free = min(free, int(limit) - int(read_system_file(folder / "memory.current")) + kept)
+            n_cached = int(files[1]) if files else 0  # cached files, which the system can drop
+            n_used = int(read_system_file(folder / "memory.current")) - n_cached
+            free = min(free, int(limit) - n_used)
     return max(free, 0)
 
 
 def read_system_file(file: Path) -> str:
-    """Return the text of a file of the system, or "" if there is none."""
+    """Return the text of a system file, or "" if it cannot be read."""
     try:
         return file.read_text()
     except OSError:

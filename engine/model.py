@@ -1,7 +1,7 @@
 """The fast model: gpt_neox.py's model with fused layers, and with caches that own their passes.
 
-It is a gpt_neox.Model, and writes the same greedy text as GPTNeoX. What a generation asks beyond
-that is a PassConfig, which engine/generate.py makes for each of its models.
+It is a gpt_neox.Model, and its greedy text is equal to that of GPTNeoX. The options of its passes
+are a PassConfig, which engine/generate.py makes for each model of a generation.
 
     model = FastGPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
     cache = model.new_cache(256, PassConfig(max_rows=64))
@@ -28,23 +28,24 @@ from engine.cuda_graphs import FixedPasses
 from engine.layers import fuse, require_divisible
 from engine.memory import memory_for, require_memory
 from engine.passes import PassConfig
-from engine.scores import Scores, scores_of
+from engine.scores import Scores, make_scores
 from engine.tensor_parallel import UNSHARDED, Shard, split_axis
-from gpt_neox import Config, GPTNeoX, rotary_table, with_own_head
+from gpt_neox import Config, GPTNeoX, rotary_table, untied_if_head_differs
 
 
 class FastGPTNeoX(GPTNeoX):
     """A GPT-NeoX with fused layers, made by from_pretrained or from_tensors."""
 
-    on_progress: Callable[[int], None] | None = None  # gets the count of tokens of each chunk
+    on_progress: Callable[[int], None] | None = None  # gets the token count of each prefill chunk
 
     def __init__(self, config: Config, shard: Shard = UNSHARDED):
         super().__init__(config)
         self.shard = shard
         self.n_heads = config.num_attention_heads // shard.world_size
-        self.kept: list[FixedPasses] = []  # on CUDA: what closed caches have left
-        self.n_graphs, self.capture_s = 0, 0.0
-        self.strict_facts: dict[str | int, int | bool | None] = {}  # see engine.cache
+        self.reusable: list[FixedPasses] = []  # on CUDA, memory and graphs of closed caches
+        self.n_graphs, self.capture_s = 0, 0.0  # captured graphs, seconds that it took
+        # Results of invariant_rows ("min_rows") and is_place_invariant (by row count), see cache.py
+        self.invariance_results: dict[str | int, int | bool | None] = {}
 
     @classmethod
     def from_pretrained(
@@ -54,10 +55,10 @@ class FastGPTNeoX(GPTNeoX):
         dtype: torch.dtype | str = torch.float32,
         shard: Shard = UNSHARDED,
     ) -> "FastGPTNeoX":
-        """Load a folder, or a hub repository `NAME` or `NAME@REVISION`. Reads only this shard.
+        """Load this shard of a checkpoint: a folder, or hub repository `NAME` or `NAME@REVISION`.
 
-        Raises OutOfMemory, and CheckpointError if nothing is there, if it is not a GPT-NeoX, or if
-        a tensor is missing, extra, misshapen or truncated.
+        Raises OutOfMemory. Raises CheckpointError if there is no checkpoint, if it is not a
+        GPT-NeoX, or if a tensor is missing, extra, misshapen or truncated.
         """
         with memory_for(f"the weights of {name_or_path}"):
             return cls.from_tensors(*open_checkpoint(name_or_path, device, dtype, shard), shard)
@@ -66,32 +67,32 @@ class FastGPTNeoX(GPTNeoX):
     def from_tensors(
         cls, config: Config, tensors: Mapping[str, Tensor], shard: Shard = UNSHARDED
     ) -> "FastGPTNeoX":
-        """Make a model of these weights, by their published names. Raises CheckpointError."""
+        """Make a model from weights by their published names. Raises CheckpointError."""
         if shard is UNSHARDED:
-            config = with_own_head(config, tensors)
-        with torch.device("meta"):  # no memory: the tensors bring theirs
+            config = untied_if_head_differs(config, tensors)
+        with torch.device("meta"):  # without memory, which the tensors bring
             model = cls(config, shard)
         fuse(model, tensors, shard)
         is_half_on_cpu = model.device.type == "cpu" and model.dtype != torch.float32
-        # There attention of one row takes twice the time of two, and oneDNN's products of one or
-        # two rows take longer than those of four (measured)
+        # In half precision on a CPU, attention of one row takes twice as long as of two, and
+        # oneDNN's products of one or two rows take longer than of four (measured)
         model.min_rows = 4 if is_half_on_cpu else 1
         model.has_fixed_shapes = model.device.type == "cuda"
         return model
 
     def __reduce_ex__(self, protocol: int) -> NoReturn:
         """Raise TypeError, because packed matrices can be neither copied nor pickled."""
-        raise TypeError("a fast model cannot be copied or pickled; load it again, or a GPTNeoX")
+        raise TypeError("a FastGPTNeoX cannot be copied or pickled; load it again or use GPTNeoX")
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a cache for one token."""
+    def bytes_per_token(self) -> int:
+        """Bytes of a cache per token."""
         config = self.config
-        n_numbers = 2 * config.num_hidden_layers * self.n_heads * config.head_size
-        return n_numbers * self.dtype.itemsize
+        n_elements = 2 * config.num_hidden_layers * self.n_heads * config.head_size
+        return n_elements * self.dtype.itemsize
 
     def new_memory(self, n_slots: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [2, L, H, n_slots, D], all 0, and the rotary table of as many
+        """Return zeros for keys and values, [2, L, H, n_slots, D], and the rotary table of n_slots
         positions."""
         config = self.config
         shape = (2, config.num_hidden_layers, self.n_heads, n_slots, config.head_size)
@@ -105,7 +106,7 @@ class FastGPTNeoX(GPTNeoX):
     def forward(
         self, tokens: Tensor, positions: Tensor, cache: FastCache, mask: Tensor | None = None
     ) -> Tensor:
-        """Run n rows as GPTNeoX.forward does. On CUDA the next pass over this cache may overwrite
+        """Run n rows as GPTNeoX.forward does. On CUDA, the next pass over this cache may overwrite
         the logits."""
         return cache.forward(tokens, positions, mask).logits
 
@@ -116,16 +117,16 @@ class FastGPTNeoX(GPTNeoX):
         return cache.forward(tokens, positions, mask).hidden
 
     def prefill(self, tokens: list[int], cache: FastCache) -> Tensor:
-        """Run and keep the next tokens of the sequence as GPTNeoX.prefill does."""
+        """Run and commit the next tokens of the sequence as GPTNeoX.prefill does."""
         return cache.prefill(tokens)
 
     def score(self, x: Tensor, config: PassConfig) -> Scores:
         """Return the scores of last hidden states [n, hidden]."""
-        return scores_of(x, self.embed_out(x).float()[:, : config.n_ids], config.ranking)
+        return make_scores(x, self.embed_out(x).float()[:, : config.n_ids], config.ranking)
 
-    def drop_kept(self) -> None:
-        """Free the memory that closed caches have left."""
-        self.kept.clear()
+    def free_reusable(self) -> None:
+        """Free the memory of closed caches."""
+        self.reusable.clear()
 
 
 def is_fast(model: object) -> bool:
@@ -133,12 +134,12 @@ def is_fast(model: object) -> bool:
     return hasattr(model, "has_fixed_shapes")
 
 
-def load_plain(
+def load_reference(
     name_or_path: str | Path,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> GPTNeoX:
-    """Load gpt_neox.py's own model, its checkpoint found and checked as the fast one's. Raises
+    """Load a checkpoint into gpt_neox.py's model, with the checks of the fast model. Raises
     CheckpointError and OutOfMemory."""
     with memory_for(f"the weights of {name_or_path}"):
         return GPTNeoX.from_tensors(*open_checkpoint(name_or_path, device, dtype))
@@ -150,20 +151,20 @@ def open_checkpoint(
     dtype: torch.dtype | str,
     shard: Shard = UNSHARDED,
 ) -> tuple[Config, Mapping[str, Tensor]]:
-    """Return a checkpoint's config, and its tensors, each read when it is looked up. Raises
-    CheckpointError, and OutOfMemory if they do not fit."""
+    """Return a checkpoint's config and its tensors. Each lookup of a tensor reads it from the file.
+    Raises CheckpointError, and OutOfMemory if the weights do not fit."""
     folder, device = find_checkpoint(name_or_path), torch.device(device)
     config = read_config(folder)
     require_divisible(config, shard)
-    tensors = load_tensors(folder, config, device, named_dtype(dtype))
-    config = with_own_head(config, tensors)
+    tensors = load_tensors(folder, config, device, resolve_dtype(dtype))
+    config = untied_if_head_differs(config, tensors)
     n_bytes = weight_bytes(config, tensors.dtype, shard)
     require_memory(n_bytes, device, f"the weights of {name_or_path}")
     return config, replace(tensors, shard=shard)
 
 
-def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return a dtype that may be given by its name. Raises ValueError for another name."""
+def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the dtype, which may be given by its name. Raises ValueError for another name."""
     dtype = DTYPES.get(dtype, dtype)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype is {dtype!r}, it must be a torch.dtype or {', '.join(DTYPES)}")
@@ -171,11 +172,11 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def weight_bytes(config: Config, dtype: torch.dtype, shard: Shard = UNSHARDED) -> int:
-    """Return the size of all weights of a shard in a dtype. Raises CheckpointError."""
-    n = 0
+    """Return the bytes of all weights of a shard in a dtype. Raises CheckpointError."""
+    n_elements = 0
     for name, shape in published_shapes(config).items():
         axis = split_axis(name)
-        n_split = 1 if axis is None else shape[axis]
-        n_here = 1 if axis is None else shard.size(n_split)
-        n += math.prod(shape) // n_split * n_here
-    return n * dtype.itemsize
+        n_all = 1 if axis is None else shape[axis]
+        n_shard = 1 if axis is None else shard.size(n_all)
+        n_elements += math.prod(shape) // n_all * n_shard
+    return n_elements * dtype.itemsize

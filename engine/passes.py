@@ -1,12 +1,12 @@
-"""What a generation asks of its passes, and the passes over one cache.
+"""The passes of a model over one cache, and their config.
 
-A pass runs the rows that it is given. Some passes need more rows than that: one row takes longer
-than two, ar must be rounded as a tree is, or the pass is strict. Then rows are added, and their
-results are dropped. engine/cuda_graphs.py has the passes of CUDA.
+A pass may be padded with rows whose results are dropped. There are three reasons. In half precision
+on a CPU, one row takes longer than two. A method may require a minimum, so that ar rounds as a tree
+does. Strict passes also need a minimum. engine/cuda_graphs.py has the passes on CUDA.
 
     scores = Passes(kv, rotary).forward(model, tokens, positions, mask, start, 1, PassConfig())
 
-Shapes: n rows given, m rows run (m >= n), S cache slots, V vocabulary.
+Shapes: n rows given, m rows run (m >= n, with padding), S cache slots, V vocabulary.
 """
 
 import math
@@ -18,84 +18,84 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.scores import Ranking, Scores, scores_of
+from engine.scores import Ranking, Scores, make_scores
 from engine.strict import StrictMask, build_strict_mask, first_recent, recent_slots
 from gpt_neox import GPTNeoX
 
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of passes with fixed shapes
 SLOT_STEP = 256
 
 
-def row_count(n: int) -> int:
-    """Return the least row count of ROW_COUNTS that is at least n."""
+def round_up_rows(n: int) -> int:
+    """Return the smallest number of ROW_COUNTS that is at least n."""
     return next(count for count in ROW_COUNTS if count >= n)
 
 
-def slot_count(n: int) -> int:
-    """Return n slots, rounded up to a multiple of SLOT_STEP."""
+def round_up_slots(n: int) -> int:
+    """Return n, rounded up to a multiple of SLOT_STEP."""
     return -(-n // SLOT_STEP) * SLOT_STEP
 
 
 @dataclass(frozen=True)
 class Window:
-    """How many tokens of the sequence the cache keeps; by default all.
+    """The tokens of a sequence that the caches keep; by default all of them.
 
-    Keeps the first tokens, the sinks, and the latest ones (Xiao et al. 2024, StreamingLLM). When
-    the cache is full, the oldest `slack` tokens after the sinks are dropped at once. The tokens
-    after them move back by as many positions, so every position stays in the trained range.
+    These are the first tokens, the sinks, and the latest tokens (Xiao et al. 2024, StreamingLLM).
+    When the cache is full, the oldest `slack` tokens after the sinks are dropped. The tokens after
+    them move back by `slack` positions, so every position stays in the trained range.
 
-    Tokens are dropped at fixed counts of committed tokens, and no iteration commits across such a
-    count. So a tree sees the cache that ar has over the same window, and writes ar's text. This is
-    not the text of full attention.
+    Tokens are dropped at fixed numbers of committed tokens, and no iteration commits across such a
+    number. So trees and ar run over equal caches, and with one window their output is equal. It
+    differs from the output with full attention.
     """
 
-    size: int = sys.maxsize  # latest tokens that are always kept
-    sinks: int = 0  # first tokens
+    size: int = sys.maxsize  # number of latest tokens that are always kept
+    sinks: int = 0  # number of first tokens that are always kept
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.sinks < 0:
             found = f"size {self.size} and sinks {self.sinks}"
-            raise ValueError(f"a window has {found}, they must be at least 1 and 0")
+            raise ValueError(f"the window has {found}, they must be at least 1 and 0")
 
     @property
     def slack(self) -> int:
-        """Number of tokens that are dropped at once."""
+        """Number of tokens that are dropped when the cache is full."""
         return max(self.size // 4, 1)
 
     @property
-    def full(self) -> int:
-        """Number of cached tokens at which some are dropped. No position reaches it."""
+    def max_length(self) -> int:
+        """Cache length at which tokens are dropped. All positions are below it."""
         return self.sinks + self.size + self.slack
 
 
-WHOLE_TEXT = Window()
+FULL_ATTENTION = Window()
 
 
 class PassConfig(NamedTuple):
-    """What a generation asks of one model's cache and passes. A prefill in chunks uses only n_ids,
-    ranking, window and shows_prompt."""
+    """The options of one model's cache and passes. A prefill in chunks uses only n_ids, ranking,
+    window and reports_prompt."""
 
-    max_rows: int = ROW_COUNTS[-1]  # of a pass
-    min_rows: int = 1
-    n_scratch: int = ROW_COUNTS[-1]  # slots above the committed ones that a mask may cover
-    n_ids: int = sys.maxsize  # logits of ids from here on are dropped
-    ranking: Ranking = Ranking()  # what the host reads of each row's logits
+    max_rows: int = ROW_COUNTS[-1]  # rows of a pass, without padding
+    min_rows: int = 1  # passes of fewer rows are padded
+    n_scratch: int = ROW_COUNTS[-1]  # slots after the committed ones that a mask may cover
+    n_ids: int = sys.maxsize  # number of ids whose logits are returned
+    ranking: Ranking = Ranking()  # the numbers that the host reads for each row
     is_strict: bool = False  # a row's bits depend only on its position and its keys
-    window: Window = WHOLE_TEXT
+    window: Window = FULL_ATTENTION
     rebuilds_cache: bool = False  # commit runs the accepted tokens again (DynaTree v2, 3.5)
-    is_draft: bool = False  # every tree starts with a prefill of few tokens: it is one pass
-    shows_prompt: bool = False  # the logits after every token of the prompt are computed
+    is_draft: bool = False  # a short prefill is one pass, because every tree starts with one
+    reports_prompt: bool = False  # call on_pass for the prompt too, with logits after every token
 
 
 def causal_mask(n: int) -> Tensor:
-    """Return the bool mask [n, n] of rows that attend to the rows before them and to themselves."""
+    """Return the causal mask [n, n], bool: a row attends to itself and the rows before it."""
     return torch.ones(n, n, dtype=torch.bool).tril_()
 
 
 def additive_causal_mask(n: int, start: int, like: Tensor) -> Tensor:
-    """Return the mask [n, start + n], 0 or -inf, of n rows after `start` slots. Its device and
-    dtype are those of `like`."""
-    return blocked(n, start + n, like).triu_(start + 1)
+    """Return the causal mask [n, start + n], 0 or -inf, of n rows after `start` slots. It has the
+    device and dtype of `like`."""
+    return fully_masked(n, start + n, like).triu_(start + 1)
 
 
 def additive_mask(mask: Tensor, length: int, like: Tensor) -> Tensor:
@@ -104,23 +104,23 @@ def additive_mask(mask: Tensor, length: int, like: Tensor) -> Tensor:
     mask: [n, m] bool over the slots from `length` on. Every row attends to all older slots.
     """
     n, n_slots = mask.shape
-    added = blocked(n, length + n_slots, like)
-    added[:, :length] = 0.0
-    added[:, length:].masked_fill_(mask.to(like.device, non_blocking=True), 0.0)
-    return added
+    additive = fully_masked(n, length + n_slots, like)
+    additive[:, :length] = 0.0
+    additive[:, length:].masked_fill_(mask.to(like.device, non_blocking=True), 0.0)
+    return additive
 
 
-def blocked(n: int, n_slots: int, like: Tensor) -> Tensor:
-    """Return [n, S] of -inf."""
-    aligned = -(-n_slots // 8) * 8  # CUDA's attention copies other masks in every layer
+def fully_masked(n: int, n_slots: int, like: Tensor) -> Tensor:
+    """Return a mask [n, S] of -inf."""
+    aligned = -(-n_slots // 8) * 8  # CUDA's attention copies unaligned masks in every layer
     return like.new_full((n, aligned), -math.inf)[:, :n_slots]
 
 
 class Passes:
-    """The passes over one cache, whose memory it holds."""
+    """The passes over one cache. It owns the cache's memory."""
 
     def __init__(self, kv: Tensor, rotary: Tensor):
-        """kv: [2, L, H, slots, D]. rotary: [slots, R / 2] complex64."""
+        """Use kv [2, L, H, slots, D] and rotary [slots, R / 2] complex64."""
         self.kv, self.rotary = kv, rotary
 
     def forward(
@@ -133,38 +133,38 @@ class Passes:
         n_last: int,
         config: PassConfig,
     ) -> Scores:
-        """Run GPTNeoX.forward for rows that are written to the slots from `start` on. Returns the
-        scores of the last n_last rows.
+        """Run n rows as GPTNeoX.forward does, and write them to the slots from `start` on. Return
+        the scores of the last n_last rows.
 
-        Rows that are added have token 0. Their mask is not empty, because softmax over nothing is
+        Padding rows have token 0 and attend to at least one slot, because softmax over no slot is
         nan.
         """
         n = len(tokens)
         m = max(n, config.min_rows)
-        length = start if mask is None else start + n - mask.shape[1]  # slots below the mask
+        length = start if mask is None else start + n - mask.shape[1]  # slots before the mask's
         if config.is_strict:
-            most = max(config.max_rows, config.min_rows)
-            if m > most:
-                raise ValueError(f"a strict pass has {n} rows, it must have at most {most}")
-            added = strict_mask(positions, mask, length, m, self.kv.device)
+            max_rows = max(config.max_rows, config.min_rows)
+            if m > max_rows:
+                raise ValueError(f"a strict pass has {n} rows, it must have at most {max_rows}")
+            additive = strict_mask(positions, mask, length, m, self.kv.device)
         elif m == n and mask is None:
-            added = additive_causal_mask(n, start, self.kv)
+            additive = additive_causal_mask(n, start, self.kv)
         elif m == n:
-            added = additive_mask(mask, length, self.kv)
+            additive = additive_mask(mask, length, self.kv)
         else:
             mask = F.pad(causal_mask(n) if mask is None else mask, (0, 0, 0, m - n))
             mask[n:, 0] = True
-            added = additive_mask(mask, length, self.kv)
+            additive = additive_mask(mask, length, self.kv)
         if m > n:
             tokens, positions = (F.pad(ids, (0, m - n)) for ids in (tokens, positions))
-        x = self.hidden(model, tokens, positions, start, added)  # [m, hidden]
-        first = max(min(n - n_last, m - config.min_rows), 0)  # the head needs min_rows as well
+        x = self.hidden(model, tokens, positions, start, additive)  # [m, hidden]
+        first = max(min(n - n_last, m - config.min_rows), 0)  # the head also runs min_rows rows
         logits = model.embed_out(x[first:])
         logits = logits[n - n_last - first : n - first, : config.n_ids].float()
-        return scores_of(x[n - n_last : n], logits, config.ranking)
+        return make_scores(x[n - n_last : n], logits, config.ranking)
 
     def prefill(self, model: GPTNeoX, tokens: Tensor, start: int) -> Tensor:
-        """Run the next tokens [n] of the sequence. Returns their last hidden states [n, hidden]."""
+        """Run the next tokens [n] of the sequence. Return their last hidden states [n, hidden]."""
         n = len(tokens)
         mask = additive_causal_mask(n, start, self.kv)
         return self.hidden(model, tokens, torch.arange(start, start + n), start, mask)
@@ -177,7 +177,7 @@ class Passes:
         start: int,
         mask: Tensor | StrictMask,
     ) -> Tensor:
-        """Run these rows and return their last hidden states [n, hidden]."""
+        """Run n rows and return their last hidden states [n, hidden]."""
         device = self.kv.device
         rotary = self.rotary.index_select(0, positions.to(device, non_blocking=True))
         tokens = tokens.to(device, non_blocking=True)
@@ -187,9 +187,9 @@ class Passes:
 def strict_mask(
     positions: Tensor, mask: Tensor | None, length: int, m: int, device: torch.device
 ) -> StrictMask:
-    """Return the mask of a strict pass of m rows, of which the first n are given."""
+    """Return the mask of a strict pass of n rows, padded to m."""
     recent = recent_slots(positions, mask, length)
-    n_old = slot_count(int(first_recent(positions).max()))
+    n_slots = round_up_slots(int(first_recent(positions).max()))  # cover all old keys
     padding = m - len(positions)
     recent = F.pad(recent, (0, 0, 0, padding)).to(device)
-    return build_strict_mask(F.pad(positions, (0, padding)).to(device), recent, n_old)
+    return build_strict_mask(F.pad(positions, (0, padding)).to(device), recent, n_slots)

@@ -1,11 +1,11 @@
-"""What the host reads of a pass's logits: each row's best token, and a few candidates.
+"""The results of a pass that the host reads: each row's best token, and a few candidates.
 
-The logits stay where the model is. On a CPU they are read when they are needed. On a GPU every
-separate read waits for the device, so the few numbers that the host needs are computed in the pass
-(`rank`, which is part of its CUDA graph) and read once.
+The logits stay on the model's device. On a CPU, they are ranked when results are needed. On a GPU,
+every read waits for the device. So the pass also ranks its logits, by `rank_logits` in its CUDA
+graph, and the host reads the few numbers that it needs at once.
 
-    scores = scores_of(hidden, logits, Ranking(3, are_logprobs=True))
-    ids, logprobs = scores.top(3)  # [n, 3] each
+    scores = make_scores(hidden, logits, Ranking(3, are_logprobs=True))
+    ids, logprobs = scores.top_candidates(3)  # [n, 3] each
 
 Shapes: n rows, V vocabulary, k candidates per row.
 """
@@ -18,16 +18,16 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from methods.sampler import FEW, few_best, tempered
+from methods.sampler import SMALL_K, tempered, top_k_by_repeated_max
 
 
 class Ranking(NamedTuple):
-    """What the host reads of each row with a pass."""
+    """The numbers that the host reads for each row of a pass."""
 
-    k: int = 0  # candidates
+    k: int = 0  # number of candidates
     are_logprobs: bool = False  # the candidates' values are log-probabilities, not logits
-    is_read: bool = True  # False: nothing is read, because candidates are drawn on the device
-    temperature: float = 1.0  # of log-probabilities
+    is_read: bool = True  # False: the host reads nothing, because the device draws the candidates
+    temperature: float = 1.0  # of the log-probabilities
 
 
 class Scores:
@@ -39,70 +39,70 @@ class Scores:
     @cached_property
     def highest(self) -> tuple[ndarray, ndarray]:
         """Each row's highest logit [n] and its id [n], the first of equal ones. The logit is not
-        finite if the row holds inf or nan, or only -inf."""
-        values, ids = maxima(self.logits.cpu().numpy(), 1)
+        finite if the row contains inf or nan, or only -inf."""
+        values, ids = top_k_by_argmax(self.logits.cpu().numpy(), 1)
         return values[:, 0], ids[:, 0]
 
     def argmax(self) -> list[int]:
         """Return each row's best id."""
         return self.highest[1].tolist()
 
-    def finite(self) -> list[bool]:
-        """Return whether each row's highest logit is finite, so that it has a best id."""
+    def finite_rows(self) -> list[bool]:
+        """Return whether each row's highest logit is finite. Otherwise it has no best id."""
         return numpy.isfinite(self.highest[0]).tolist()
 
-    def best(self, k: int) -> ndarray:
-        """Return the k best ids of each row [n, k], best first, or all V if k is more."""
+    def top_ids(self, k: int) -> ndarray:
+        """Return the k best ids of each row [n, k], best first; all V if k is larger."""
         k = min(k, self.logits.shape[1])
-        if k > FEW or self.logits.device.type != "cpu":
+        if k > SMALL_K or self.logits.device.type != "cpu":
             return self.logits.topk(k).indices.cpu().numpy()
-        return maxima(self.logits.numpy().copy(), k)[1]
+        return top_k_by_argmax(self.logits.numpy().copy(), k)[1]
 
-    def top(
+    def top_candidates(
         self, k: int, temperature: float = 1.0, n_ids: int | None = None
     ) -> tuple[ndarray, ndarray]:
-        """Return the k most likely of the first n_ids ids, and their log-probabilities, [n, k]
-        each."""
+        """Return the k likeliest of the first n_ids ids, [n, k], and their log-probabilities
+        [n, k]."""
         logprobs = log_probabilities(self.logits[:, :n_ids], temperature)
         k = min(k, logprobs.shape[1])
-        if k > FEW or logprobs.device.type != "cpu":
+        if k > SMALL_K or logprobs.device.type != "cpu":
             found = logprobs.topk(k)
             return found.indices.cpu().numpy(), found.values.cpu().numpy()
-        values, ids = maxima(logprobs.numpy(), k)
+        values, ids = top_k_by_argmax(logprobs.numpy(), k)
         return ids, values
 
 
-class ReadScores(Scores):
-    """Scores of which the host has read some with the pass. The next pass over the same cache may
-    overwrite the tensors."""
+class RankedScores(Scores):
+    """Scores whose ranking the host has read. The next pass over the same cache may overwrite the
+    tensors."""
 
     def __init__(self, hidden: Tensor, logits: Tensor, ranked: Tensor, ranking: Ranking):
-        """ranked: what `rank` returned for these logits, on the host."""
+        """Unpack `ranked`, the result of rank_logits for these logits, on the host."""
         super().__init__(hidden, logits)
         found, k = ranked.numpy(), ranking.k
         middle = found.shape[1] // 2 + 1
-        values, ids = found[:, 2:middle], found[:, middle:]  # more or fewer than k columns
+        values, ids = found[:, 2:middle], found[:, middle:]  # make_shape may have rounded k up
         self.ranking = ranking
         self.highest = found[:, 0], found[:, 1].astype(numpy.int64)
         self.candidates = ids[:, :k].astype(numpy.int64), values[:, :k]
 
-    def best(self, k: int) -> ndarray:
-        return self.candidates[0] if self.ranking.k == k else super().best(k)
+    def top_ids(self, k: int) -> ndarray:
+        return self.candidates[0] if self.ranking.k == k else super().top_ids(k)
 
-    def top(
+    def top_candidates(
         self, k: int, temperature: float = 1.0, n_ids: int | None = None
     ) -> tuple[ndarray, ndarray]:
         is_read = self.ranking == Ranking(k, are_logprobs=True, temperature=temperature)
         if is_read and (n_ids is None or self.logits.shape[1] <= n_ids):
             return self.candidates
-        return super().top(k, temperature, n_ids)
+        return super().top_candidates(k, temperature, n_ids)
 
 
-def scores_of(hidden: Tensor, logits: Tensor, ranking: Ranking) -> Scores:
-    """Return the scores of a pass that does not rank its logits itself."""
+def make_scores(hidden: Tensor, logits: Tensor, ranking: Ranking) -> Scores:
+    """Return the scores of a pass that has not ranked its logits."""
     if logits.device.type == "cpu" or not ranking.is_read:
         return Scores(hidden, logits)
-    return ReadScores(hidden, logits, rank(logits, ranking).cpu(), ranking)
+    return RankedScores(hidden, logits, rank_logits(logits, ranking).cpu(), ranking)
 
 
 def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
@@ -110,37 +110,40 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(tempered(logits, temperature), dim=-1)
 
 
-def maxima(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
-    """Return the k highest of each row of values [n, V], and their ids, [n, k] each: the highest
-    first, and the first of equal ones. Overwrites all of them in `values` but the last."""
+def top_k_by_argmax(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
+    """Return the k highest of each row of values [n, V], and their ids, [n, k] each.
+
+    The highest come first, and of equal ones the lowest id. Overwrites the first k - 1 of each row
+    in `values`.
+    """
     rows = numpy.arange(len(values))
     found = numpy.empty((len(values), k), numpy.float32)
     ids = numpy.empty((len(values), k), numpy.int64)
     for i in range(k):
-        ids[:, i] = values.argmax(axis=1)  # torch takes ten times as long
+        ids[:, i] = values.argmax(axis=1)  # torch's argmax takes ten times as long
         found[:, i] = values[rows, ids[:, i]]
         if i + 1 < k:
             values[rows, ids[:, i]] = -numpy.inf
     return found, ids
 
 
-def rank(logits: Tensor, ranking: Ranking) -> Tensor:
-    """Return what the host reads of logits [n, V], as float32 [n, 2 + 2 k]: the highest logit, its
-    id (the first of equal ones), the values of k candidates, and their ids.
+def rank_logits(logits: Tensor, ranking: Ranking) -> Tensor:
+    """Return the numbers that the host reads of logits [n, V], in one float32 tensor [n, 2 + 2 k].
 
-    float32 holds every id below 2^24 exactly.
+    They are the highest value and its id (the first of equal ones), then the values of k candidates
+    and their ids. Values are logits or log-probabilities. float32 is exact for ids below 2^24.
     """
     k = min(ranking.k, logits.shape[1])
     values = logits
     if ranking.are_logprobs:
         values = log_probabilities(logits, ranking.temperature)
-    if k > FEW:  # topk does not say which of equal values it takes
-        few = [*few_best(values, 1), values.topk(k)]
+    if k > SMALL_K:  # of equal values, topk may take any, so it cannot give the highest
+        parts = [*top_k_by_repeated_max(values, 1), values.topk(k)]
     else:
         if k > 1 and values is logits:
-            values = values.clone()  # few_best overwrites it, and the logits are still needed
-        few = few_best(values, max(k, 1))
-        few = few[:1] + few[:k]
-    (highest, *found), ids = zip(*few, strict=True)
+            values = values.clone()  # top_k_by_repeated_max overwrites its argument
+        parts = top_k_by_repeated_max(values, max(k, 1))
+        parts = parts[:1] + parts[:k]
+    (highest, *candidates), ids = zip(*parts, strict=True)
     ids = torch.cat(ids, dim=1).float()
-    return torch.cat([highest, ids[:, :1], *found, ids[:, 1:]], dim=1)
+    return torch.cat([highest, ids[:, :1], *candidates, ids[:, 1:]], dim=1)

@@ -1,17 +1,18 @@
-"""auto: no thresholds; every choice by what it has been worth so far in this very text.
+"""auto: no thresholds; measured costs and acceptance rates decide which rows and levels to add.
 
-Two sources of candidates: the draft model, and the n-grams of this text: what the target liked best
-the last time it stood after the same one, two or three tokens. Each level, each node and the draft
-itself only if worth their time (costs.py); no tree is verified at all if its nodes together are not
-worth it: then this is ar.
+There are two sources of candidates. One is the draft model. The other is an index of n-grams: for
+each context of one to three tokens, the target's likeliest next tokens when it last ran this
+context. Each level, each node and the draft itself must pay for its time (costs.py). If the n-gram
+nodes together do not pay for verifying a tree, and nothing is drafted, this is ar.
 
-The draft's candidates are the likeliest, or if the text is sampled one that is drawn: then the
-target keeps what both find likely, not only what it draws as well. Of sampled text the n-grams
-first promise more than they keep: what the target likes best is not what it draws.
+The draft's candidates are the top k, or for sampled text one drawn token. A drawn token is accepted
+with probability min(1, q / p), where p is the draft's probability and q the target's. An undrawn
+token is accepted only if the target draws it.
 
-The chance is counted, not believed: for the draft by calibration.py, for the n-grams by the length
-of the context and by rank, and apart from these where the draft has chosen otherwise. Both start
-from a first guess, and nothing outlives a generation.
+Acceptance probabilities are learned in each generation: for the draft by calibration.py, for
+n-grams by counting. There are separate counts for each context length and rank, and for rows below
+which the draft has proposed other tokens. Their initial values are too high for sampled text,
+because the target often draws another token than its likeliest.
 
     python dynatree.py --method auto --prompt "..."
 
@@ -27,75 +28,82 @@ import numpy
 from numpy import ndarray
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, Tree, setting
-from methods.costs import LEVEL, LEVEL_YIELD, ROW, SOME_COSTS, TREE, Account, parse_costs
+from methods.costs import (
+    EXAMPLE_COSTS,
+    INITIAL_LEVEL_GAIN,
+    LEVEL,
+    ROW,
+    TREE,
+    CostTracker,
+    parse_costs,
+)
 from methods.ngrams import Context, NGrams
 from methods.rules import DrawnLevel, MethodRule, MixedTree, are_retrieved, select, values_of
 from methods.settings import MethodSettings, text
 
-# The n-grams' candidates are counted by the tokens of context known and the rank of the candidate
-# there, each with a first guess
-NGRAM_GUESS = ((0.45, 0.1, 0.05, 0.03), (0.75, 0.08, 0.03, 0.01), (0.85, 0.06, 0.02, 0.01))
-BESIDE_GUESS = 0.4  # of that, where the draft has chosen otherwise
-MAX_CONTEXT = len(NGRAM_GUESS)
-N_RANKS = len(NGRAM_GUESS[0])
-GUESS_WEIGHT = 8.0  # counts that a guess stands for
-COUNT_DECAY = 0.99  # what an iteration leaves of the counts before it
+# Initial acceptance rates of n-gram candidates: by length of the known context, then by rank
+INITIAL_RATES = ((0.45, 0.1, 0.05, 0.03), (0.75, 0.08, 0.03, 0.01), (0.85, 0.06, 0.02, 0.01))
+RUN_BY_DRAFT_FACTOR = 0.4  # for children of rows below which the draft has proposed other tokens
+MAX_CONTEXT = len(INITIAL_RATES)
+N_RANKS = len(INITIAL_RATES[0])
+PRIOR_WEIGHT = 8.0  # trials that an initial rate stands for
+COUNT_DECAY = 0.99  # share of the counts that an iteration keeps; the rest returns to the prior
+MAX_NGRAM_DEPTH = 16  # of n-gram nodes
 
 
-def first_guess() -> list[float]:
-    """The chance of each bin: the n-grams' alone, then beside the draft."""
-    alone = [p for ranks in NGRAM_GUESS for p in ranks]
-    return [*alone, *(BESIDE_GUESS * p for p in alone)]
+def list_initial_rates() -> list[float]:
+    """Return the initial rate of each bin; those below rows that the draft has run come last."""
+    rates = [rate for ranks in INITIAL_RATES for rate in ranks]
+    return [*rates, *(RUN_BY_DRAFT_FACTOR * rate for rate in rates)]
 
 
-def ngram_bin(n_known: int, is_beside: bool) -> int:
-    """The bin of the best candidate after so many tokens of context; the next ranks' follow it."""
-    n_before = n_known - 1 + (MAX_CONTEXT if is_beside else 0)
+def ngram_bin(n_known: int, is_run_by_draft: bool) -> int:
+    """Return the bin of the best candidate after n_known tokens of context; other ranks follow.
+
+    is_run_by_draft: whether the draft has run the parent, and so has proposed tokens below it.
+    """
+    n_before = n_known - 1 + (MAX_CONTEXT if is_run_by_draft else 0)
     return N_RANKS * n_before
 
 
-class Counts:
-    """How often candidates have been right where the text came by, lately above all; by bin."""
+class NGramAcceptance:
+    """Acceptance rates of n-gram candidates by bin; recent iterations count most."""
 
-    def __init__(self, guess: list[float]):
-        self.guess = numpy.array(guess)
-        self.hits = GUESS_WEIGHT * self.guess
-        self.tries = numpy.full(len(guess), GUESS_WEIGHT)
-        self.chances = guess  # hits / tries
+    def __init__(self, initial_rates: list[float]):
+        self.initial_rates = numpy.array(initial_rates)
+        self.hits = PRIOR_WEIGHT * self.initial_rates
+        self.tries = numpy.full(len(initial_rates), PRIOR_WEIGHT)
+        self.rates = initial_rates  # hits / tries
 
-    def add(self, outcomes: list[tuple[int, bool]]) -> None:
-        """Take in one iteration's (bin, was it right)."""
-        # Back towards the guess
-        self.hits += (1 - COUNT_DECAY) * (GUESS_WEIGHT * self.guess - self.hits)
-        self.tries += (1 - COUNT_DECAY) * (GUESS_WEIGHT - self.tries)
-        for bin, is_right in outcomes:
-            self.hits[bin] += is_right
+    def update(self, outcomes: list[tuple[int, bool]]) -> None:
+        """Record one iteration's tried candidates, each as (bin, is_accepted)."""
+        self.hits += (1 - COUNT_DECAY) * (PRIOR_WEIGHT * self.initial_rates - self.hits)
+        self.tries += (1 - COUNT_DECAY) * (PRIOR_WEIGHT - self.tries)
+        for bin, is_accepted in outcomes:
+            self.hits[bin] += is_accepted
             self.tries[bin] += 1
-        self.chances = (self.hits / self.tries).tolist()
+        self.rates = (self.hits / self.tries).tolist()
 
 
 @dataclass(frozen=True)
 class Auto(MethodSettings):
-    """auto: both sources, each level and node only while it pays (this project's own)."""
+    """auto: draft and n-grams, each level and node only while it pays (this project's own)."""
 
-    N: int = setting(48, 1, MAX_ROWS, "most rows per tree, root included")
-    D_max: int = setting(8, 0, MAX_ROWS - 1, "most levels drafted; 0 needs no draft")
+    N: int = setting(48, 1, MAX_ROWS, "maximum rows per tree, root included")
+    D_max: int = setting(8, 0, MAX_ROWS - 1, "maximum levels drafted; 0 needs no draft model")
     costs: str = text(
         "learned",
         parse_costs,
-        "of a tree:row:drafting:level, in steps of ar; given, a seed decides a sampled text",
-        SOME_COSTS,
+        "learned, or tree:row:drafting:level in ar iterations, for reproducible samples",
+        EXAMPLE_COSTS,
     )
 
     def make_rule(self) -> Rule:
         return AutoRule(self)
 
 
-MAX_DEPTH = 16  # of what the n-grams propose
-
-
 class AutoRule(MethodRule):
-    """One generation of auto: all that it remembers, has counted and timed so far."""
+    """The rule of auto: the n-grams, acceptance rates and costs of one generation."""
 
     draws_candidates = True
     is_calibrated = True
@@ -106,139 +114,139 @@ class AutoRule(MethodRule):
         super().__init__(N_RANKS, s.D_max, s.N)
         self.n_drawn = 1
         self.settings = settings
-        # What the target liked best after one to three tokens, the last time it stood there
-        self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT)
-        self.counts = Counts(first_guess())
-        self.account = Account(parse_costs(s.costs))
+        self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT)  # the target's best next tokens
+        self.ngram_acceptance = NGramAcceptance(list_initial_rates())
+        self.tracker = CostTracker(parse_costs(s.costs))
         self.recent: Context = ()  # of the last token before the root
-        # All else is of the tree that is being made or verified
-        self.tree: Tree | None = None
-        # [N], of each row:
-        self.bins: list[int] = []  # where it is counted; -1, nowhere: the root, and what is drafted
-        self.contexts: list[Context] = []  # its token included
-        self.best: list[list[int]] = []  # what the target likes after it
-        self.worth_of_memory = 0.0
+        # All else is about the tree that grows or is verified
+        self.tree: MixedTree | None = None
+        self.bins: list[int] = []  # [N], where a row is counted; -1 for the root and drafted rows
+        self.contexts: list[Context] = []  # [N], each ends with the row's token
+        self.top_ids: list[list[int]] = []  # [N, target_top_k], the target's best tokens after it
+        self.ngram_net_gain = 0.0
         self.n_levels = 0  # drafted
 
-    def begin_tree(self, root: int, max_depth: int) -> int:
-        """Make the n-grams' tree, and see whether the draft promises a better one."""
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
+        """Build a tree of n-gram nodes, and return 0 levels unless drafting may gain more."""
         self.began = time.perf_counter()
-        self.limit = max_depth
+        self.depth_limit = max_depth
         self.n_levels = 0
-        self.account.open()
-        prices = self.account.prices
-        self.begin(MixedTree.of(Tree.from_root(root)))
-        self.add_remembered(MAX_DEPTH)
-        promise = sum(map(math.exp, self.tree.path_logprobs))  # the root's: the bonus
-        if promise - 1 <= prices[TREE] + prices[ROW] * (len(self.tree) - 1):
-            self.begin(MixedTree.of(Tree.from_root(root)))
-            promise = 1.0
-        self.worth_of_memory = self.account.worth(promise, len(self.tree))
-        may_draft = self.account.may_draft(self.worth_of_memory)
-        return super().begin_tree(root, max_depth) if may_draft else 0
+        self.tracker.begin_tree()
+        prices = self.tracker.prices
+        self.set_tree(MixedTree.from_tree(Tree.from_root(root_token)))
+        self.add_ngram_nodes(MAX_NGRAM_DEPTH)
+        expected = sum(map(math.exp, self.tree.path_logprobs))  # the root's term: the bonus token
+        if expected - 1 <= prices[TREE] + prices[ROW] * (len(self.tree) - 1):
+            self.set_tree(MixedTree.from_tree(Tree.from_root(root_token)))
+            expected = 1.0
+        self.ngram_net_gain = self.tracker.net_gain(expected, len(self.tree))
+        should_draft = self.tracker.should_draft(self.ngram_net_gain)
+        return super().begin_tree(root_token, max_depth) if should_draft else 0
 
     def state(self) -> dict[str, float | str]:
-        """What both sources are worth, and what makes this tree."""
-        worth_of_draft = self.account.worth_of_draft
-        chosen = "memory"
-        if self.max_depth and self.account.is_probe:
-            chosen = "draft, to try it"
-        elif self.max_depth and worth_of_draft > self.worth_of_memory:
-            chosen = "draft and memory"
+        """Return the net gain of each source, and the source of this tree."""
+        draft_net_gain = self.tracker.net_gain_of_drafting
+        source = "n-grams"
+        if self.max_depth and self.tracker.is_probe:
+            source = "draft (probe)"
+        elif self.max_depth and draft_net_gain > self.ngram_net_gain:
+            source = "draft and n-grams"
         elif len(self.tree) == 1:
-            chosen = "nothing"
-        return {"memory": self.worth_of_memory, "draft": worth_of_draft, "chosen": chosen}
+            source = "nothing"
+        return {"ngrams": self.ngram_net_gain, "draft": draft_net_gain, "source": source}
 
-    def begin(self, tree: Tree) -> None:
-        """This is the tree to add to: its root, so far."""
+    def set_tree(self, tree: MixedTree) -> None:
+        """Make this the current tree. Its rows, if any below the root, are drafted."""
         self.tree = tree
         self.bins = [-1]
-        self.contexts = [self.ngrams.continued(self.recent, tree.tokens[0])]
+        self.contexts = [self.ngrams.extend_context(self.recent, tree.tokens[0])]
+        for row in range(1, len(tree)):
+            self.append_row(row, -1)
 
-    def note(self, row: int, bin: int) -> None:
-        """What is to be known of the next row of the tree."""
+    def append_row(self, row: int, bin: int) -> None:
+        """Append the context and the bin of the next row of the tree."""
         above = self.contexts[self.tree.parents[row]]
-        self.contexts.append(self.ngrams.continued(above, self.tree.tokens[row]))
+        self.contexts.append(self.ngrams.extend_context(above, self.tree.tokens[row]))
         self.bins.append(bin)
 
-    def add_remembered(self, max_depth: int) -> None:
-        """Add the n-grams' likeliest candidates, best first, as long as each pays for its row."""
+    def add_ngram_nodes(self, max_depth: int) -> None:
+        """Add the likeliest n-gram candidates, best first, while each pays for its row."""
         tree = self.tree
         present = set(zip(tree.parents, tree.tokens, strict=True))
-        heap: list[tuple[float, int, int, int]] = []  # - chance, row of the parent, token, bin
+        heap: list[tuple[float, int, int, int]] = []  # - probability, parent's row, token, bin
         for row in range(len(tree)):
             if tree.depths[row] < max_depth:
-                self.offer(heap, row, present)
+                self.push_candidates(heap, row, present)
         while heap and len(tree) < self.max_rows:
             negative, parent, token, bin = heappop(heap)
             row = tree.add_retrieved(token, parent, math.log(-negative))
-            self.note(row, bin)
+            self.append_row(row, bin)
             if tree.depths[row] < max_depth:
-                self.offer(heap, row, present)
+                self.push_candidates(heap, row, present)
 
-    def offer(self, heap: list, parent: int, present: set[tuple[int, int]]) -> None:
-        """Put on the heap what the n-grams know below a row, if it pays and is not there yet."""
-        price = self.account.prices[ROW]
-        chance_above = math.exp(self.tree.path_logprobs[parent])
-        if chance_above < price:
+    def push_candidates(self, heap: list, parent: int, present: set[tuple[int, int]]) -> None:
+        """Push a row's n-gram candidates that pay and are not in the tree yet."""
+        price = self.tracker.prices[ROW]
+        parent_prob = math.exp(self.tree.path_logprobs[parent])
+        if parent_prob < price:
             return
-        n_known, best = self.ngrams.recall(self.contexts[parent])
-        first = ngram_bin(n_known, is_beside=self.tree.draft_slots[parent] >= 0)
+        n_known, best = self.ngrams.find_longest(self.contexts[parent])
+        first = ngram_bin(n_known, is_run_by_draft=self.tree.draft_slots[parent] >= 0)
         for bin, token in enumerate(best or (), start=first):
-            chance = chance_above * self.counts.chances[bin]
-            if chance >= price and (parent, token) not in present:
-                heappush(heap, (-chance, parent, token, bin))
+            prob = parent_prob * self.ngram_acceptance.rates[bin]
+            if prob >= price and (parent, token) not in present:
+                heappush(heap, (-prob, parent, token, bin))
 
     def add_gates(self, level: Level) -> Gates:
-        """Candidates that pay for their rows."""
-        prices = self.account.prices
-        is_paying = level.path_logprobs >= math.log(prices[ROW])
-        if isinstance(level, DrawnLevel):  # drawn: the one candidate is added, whatever it is
-            is_paying = numpy.ones_like(is_paying)
+        """Return c_row, which passes candidates that pay for their rows."""
+        prices = self.tracker.prices
+        pays = level.path_logprobs >= math.log(prices[ROW])
+        if isinstance(level, DrawnLevel):  # the one drawn candidate is added, whatever it is
+            pays = numpy.ones_like(pays)
         self.n_levels += 1
-        # All of these run, or none does
-        added = level.path_logprobs[is_paying & (values_of(level) > -math.inf)]
-        self.goes_on = bool(LEVEL_YIELD * numpy.exp(added).sum() >= prices[LEVEL])
-        return {"c_row": is_paying}
+        # Either all added rows are expanded, or none
+        added = level.path_logprobs[pays & (values_of(level) > -math.inf)]
+        self.goes_on = bool(INITIAL_LEVEL_GAIN * numpy.exp(added).sum() >= prices[LEVEL])
+        return {"c_row": pays}
 
     def expand_gates(self, level: Level) -> Gates:
-        """Another level, if together they pay for that."""
+        """Return c_level, which passes all added rows if together they pay for another level."""
         return {"c_level": self.goes_on}
 
     def finish_tree(self, tree: Tree) -> Tree:
-        """The drafted tree with the n-grams' candidates, or these alone."""
+        """Return the drafted tree with n-gram nodes, or the n-gram tree if nothing was drafted."""
         if len(tree) > 1:
-            tree = MixedTree.of(tree)
-            self.begin(tree)
-            for row in range(1, len(tree)):
-                self.note(row, -1)
-            self.add_remembered(min(self.limit, MAX_DEPTH))
-        self.tree.draft_slots[0] = tree.draft_slots[0]  # the draft may have run the root
-        rows = [row for row in range(len(self.tree)) if self.tree.depths[row] <= self.limit]
-        rows.sort(key=self.tree.depths.__getitem__)  # of equals, the drafted ones stay first
+            tree = MixedTree.from_tree(tree)
+            self.set_tree(tree)
+            self.add_ngram_nodes(min(self.depth_limit, MAX_NGRAM_DEPTH))
+        # The draft may have run the root, even if none of its candidates became a row
+        self.tree.draft_slots[0] = tree.draft_slots[0]
+        rows = [row for row in range(len(self.tree)) if self.tree.depths[row] <= self.depth_limit]
+        rows.sort(key=self.tree.depths.__getitem__)  # stable: drafted rows stay first in a level
         self.tree = select(self.tree, rows)
         self.bins = [self.bins[row] for row in rows]
         self.contexts = [self.contexts[row] for row in rows]
         return self.tree
 
-    def observe_target(self, tokens: list[int], candidates: ndarray) -> None:
-        """Remember the prompt at once; of a tree it must first be known what was accepted."""
-        self.best = candidates.tolist()
+    def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
+        """Index the prompt's tokens. Those of a tree wait for `adapt`, which has the path."""
+        self.top_ids = top_ids.tolist()
         if self.tree is None:
-            for token, best in zip(tokens, self.best, strict=True):
-                self.recent = self.ngrams.continued(self.recent, token)
+            for token, best in zip(tokens, self.top_ids, strict=True):
+                self.recent = self.ngrams.extend_context(self.recent, token)
                 self.ngrams.write(self.recent, best)
 
     def adapt(self, tree: Tree, path: list[int]) -> None:
-        """Remember what the target likes, count what was right, and learn what it cost."""
-        # Every row, for what is wrong here may be right elsewhere; what is true comes last
+        """Index all rows, count the outcomes of the tried n-gram rows, and record the costs."""
+        # Rejected rows are indexed too, because their tokens may be right elsewhere. The path comes
+        # last, so that its entries replace those of the same contexts
         others = [row for row in range(len(tree)) if row not in path]
         for row in others + path:
-            self.ngrams.write(self.contexts[row], self.best[row])
+            self.ngrams.write(self.contexts[row], self.top_ids[row])
         self.recent = self.contexts[path[-1]]
         tried = [row for row in range(1, len(tree)) if tree.parents[row] in path]
-        not_drafted = are_retrieved(tree)
-        retrieved = [row for row in tried if not_drafted[row]]
-        self.counts.add([(self.bins[row], row in path) for row in retrieved])
+        is_retrieved = are_retrieved(tree)
+        retrieved = [row for row in tried if is_retrieved[row]]
+        self.ngram_acceptance.update([(self.bins[row], row in path) for row in retrieved])
         ms = (time.perf_counter() - self.began) * 1e3
-        self.account.take(len(path), len(tree), self.n_levels, ms)
+        self.tracker.record(len(path), len(tree), self.n_levels, ms)

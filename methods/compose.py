@@ -1,17 +1,18 @@
-"""The parts of a method, wrapped in the one right order around the core's loop.
+"""Assembly of a method's parts, in the order in which they must wrap each other.
 
     for step in generate(target, draft, prompt, DySpec(), 64, sampling=Sampling(0.8)):
         print(step.tokens)
 
 From the inside out:
 
-    drafter  draws or ranks candidates; calibrated (calibration.py), so that whoever reads its
-             candidates reads acceptance probabilities
-    rule     the method's, in gates of cost if it has them; traced (cli/trace.py), which must see
-             what the rule sees; shown its levels as drawn ones (drawn.py)
-    target   observed for a drafter that reads hidden states, and for a rule that reads the best
-             tokens (observing.py)
-    accept   greedy, or the acceptance of sampled text, which reads what the drafter drew from
+    drafter  gives drawn or top-k candidates; then calibrated (calibration.py), so that all
+             readers of its candidates get acceptance probabilities
+    rule     the method's own, which may have cost gates; then traced (cli/trace.py), so that the
+             trace gets the same levels as the rule; then given drawn levels (drawn.py)
+    target   observed by a drafter that reads hidden states, and by a rule that reads the target's
+             best tokens (observing.py)
+    accept   greedy, or the acceptance of sampled text, which reads the distributions that the
+             drafter drew from
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from verify import Acceptance, accept_greedy
 
 
 class Kit(NamedTuple):
-    """The classes that the parts are made of. The engine has faster ones."""
+    """The classes of the parts. The engine has faster ones."""
 
     drafter: Callable[..., Drafter] = TemperedDrafter
     observed: Callable[..., Model] = ObservedModel
@@ -40,7 +41,7 @@ class Kit(NamedTuple):
     accept_greedy: Acceptance = accept_greedy
 
 
-PLAIN = Kit()
+DEFAULT_KIT = Kit()
 
 
 class Parts(NamedTuple):
@@ -58,18 +59,19 @@ def compose(
     settings: Settings,
     sampling: Sampling = GREEDY,
     acceptance: str | None = None,
-    kit: Kit = PLAIN,
+    kit: Kit = DEFAULT_KIT,
     trace: Callable[[Rule, CalibratedDrafter | None], Rule] | None = None,
 ) -> Parts:
     """Return the parts of a method.
 
     Args:
-        draft: a Drafter proposes its own candidates, so nothing is drawn from it.
+        draft: a model, or a Drafter, whose own candidates are used even if text is sampled.
         acceptance: a name of methods.acceptances.ACCEPTANCES; None for the method's default.
         kit: the classes to use.
-        trace: wraps the rule, given it and the drafter that calibrates its candidates, if any.
+        trace: trace(rule, calibrated) returns the rule, traced. calibrated: the drafter that
+            calibrates its candidates, or None.
 
-    Raises ValueError for an acceptance that the method cannot have.
+    Raises ValueError if the method does not support the acceptance.
     """
     rule = make_rule(settings)
     sampler = sampling.sampler(target.device)
@@ -111,7 +113,7 @@ def generate(
     sampling: Sampling = GREEDY,
     acceptance: str | None = None,
 ) -> Iterator[Step]:
-    """Decode with any method on plain models: dynatree.generate around `compose`."""
+    """Decode with any method on models of gpt_neox.py; the loop is dynatree.generate."""
     target, drafter, rule, accept = compose(target, draft, settings, sampling, acceptance)
     return dynatree.generate(
         target, drafter, prompt, rule, max_new_tokens, eos_ids=eos_ids, accept=accept

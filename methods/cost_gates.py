@@ -1,18 +1,20 @@
-"""Cost gates: what a rule allows is drafted and verified only while it pays (costs.py).
+"""Cost gates: draft and verify only what is expected to pay for its time (costs.py).
 
-Beside the rule's own gates,
+They are added to a rule's own gates:
 
-- a row is verified if its chance of acceptance is worth a row's time. That of a drawn row is taken
-  before the draw: its value, times the share of the values of such rows, first, second or later
-  among their siblings, that draws have left so far
-- a level is drafted if what it may bring is worth a pass of the draft: its parents' chances, times
-  what levels have brought for each of theirs. Of drawn trees that is settled before the tree, by
-  earlier ones: which level is the last must not depend on what was drawn, where the best rows of
-  all levels are kept (`Rule` in draft_tree.py)
-- nothing is drafted if trees have promised less than their time is worth; then it is ar, but for a
-  tree now and then
+- c_row: a row is verified if its acceptance probability is at least its price. A drawn row is
+  judged before the draw: by its value, times the share of such values that draws have left so far.
+  The shares are learned separately for the first, second, ... candidate of a row.
+- c_level: another level is drafted if its expected gain is at least the price of a draft pass. This
+  gain is the sum of its parents' acceptance probabilities, times the mean gain per unit of such a
+  sum. For drawn trees the number of levels is fixed in advance, from earlier trees. It must not
+  depend on what is drawn, because some rules keep the best rows of all levels (drawn.py).
+- Nothing is drafted while recent trees were not expected to pay for their time. Decoding is then
+  autoregressive, except for occasional probes.
 
-    CostGates(rule, costs=None)  # costs are learned as it runs
+    CostGates(rule, costs=None)  # learns the costs as it runs
+
+Shapes: n rows of a level, k candidates per row.
 """
 
 import math
@@ -23,115 +25,118 @@ import numpy
 from numpy import ndarray
 
 from draft_tree import Gates, Level, Rule, Tree, passing
-from methods.costs import LEVEL, LEVEL_YIELD, ROW, Account
-from methods.rules import DrawnLevel, RuleWrapper, added, are_retrieved, values_of
+from methods.costs import INITIAL_LEVEL_GAIN, LEVEL, ROW, CostTracker
+from methods.rules import DrawnLevel, RuleWrapper, added_mask, are_retrieved, values_of
 
-MEMORY = 0.1  # what one more tree counts in a mean
-INVITED = 10  # trees for which the first guess of drafting counts
-FIRST_SHARE = 0.7  # of its value, that a drawn row is worth: the first; of that each next one
-MOST_YIELD = 0.98  # below 1: else no depth would be too much
+RATE = 0.1  # weight of the latest tree in a running mean
+PRIOR_TREES = 10  # drafted trees that the initial estimate of drafting stands for
+INITIAL_SHARE = 0.7  # of the first drawn candidate of a row; to the power of the place of others
+MAX_LEVEL_GAIN = 0.98  # below 1, so that the number of levels is limited
 
 
-class Seen(NamedTuple):
+class LevelStats(NamedTuple):
     """The expected gain of one level of a tree."""
 
-    tried: ndarray  # the values of the rows it added, by place among their siblings: [k]
-    brought: ndarray  # their chances to be accepted; of drawn ones, with what was drawn
+    values: ndarray  # [k], sums over the added rows, by place among siblings; before the draw
+    accepted: ndarray  # [k], the sums of their acceptance probabilities; after the draw
     n_added: int
-    below: float  # the chances of those that the rule lets grow
+    expandable: float  # sum of the acceptance probabilities of the rows that the rule would expand
 
 
 class CostGates(RuleWrapper):
-    """What a generation's trees have cost and promised, and the gates that follow from it."""
+    """A rule with cost gates, which learn from the costs and gains of this generation's trees."""
 
     def __init__(self, rule: Rule, costs: tuple[float, ...] | None):
-        """rule: gets the gates. costs: None to learn them."""
+        """costs: as methods.costs.parse_costs returns them; None to learn them."""
         super().__init__(rule)
         self.depends_on_probs = True
         self.given_costs = costs
-        self.account = Account(costs, n_invited=INVITED)
-        self.level_yield = LEVEL_YIELD  # what levels have gained of their parents' chances
-        # Of drawn rows' values, by place in draw order, what their draws have left of them: [k]
-        self.shares = FIRST_SHARE ** numpy.arange(1, rule.n_drawn + 1)
+        self.tracker = CostTracker(costs, prior_weight=PRIOR_TREES)
+        self.level_gain = INITIAL_LEVEL_GAIN  # mean gain of a level per unit of its parents' sum
+        # [k] by place in draw order: the share of a drawn row's value that its draw leaves
+        self.shares = INITIAL_SHARE ** numpy.arange(1, rule.n_drawn + 1)
         self.is_drawn = False
 
-    def begin_tree(self, root: int, max_depth: int) -> int:
-        """No level if the draft is not worth it; else as many as the rule has."""
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
+        """Return 0 levels if drafting does not pay, otherwise as many as the rule wants."""
         self.began = time.perf_counter()
-        self.account.open()
-        self.price = self.account.prices[ROW]
-        self.least = math.log(self.price)
-        self.last_drawn = self.deepest_worth()
-        self.seen: list[Seen] = []
-        n_levels = super().begin_tree(root, max_depth)
-        return n_levels if self.account.may_draft(self.account.worth(1.0, n_rows=1)) else 0
+        self.tracker.begin_tree()
+        self.row_price = self.tracker.prices[ROW]
+        self.min_log_value = math.log(self.row_price)
+        self.n_drawn_levels = self.plan_drawn_levels()
+        self.levels: list[LevelStats] = []
+        n_levels = super().begin_tree(root_token, max_depth)
+        net_gain_without = self.tracker.net_gain(1.0, n_rows=1)
+        return n_levels if self.tracker.should_draft(net_gain_without) else 0
 
-    def deepest_worth(self) -> int:
-        """How many levels are drafted, where they are drawn: the first in any case."""
-        n_levels, hoped = 1, self.level_yield**2
-        while n_levels < self.rule.max_depth and hoped >= self.account.prices[LEVEL]:
+    def plan_drawn_levels(self) -> int:
+        """Return how many levels of a drawn tree are expected to pay; at least 1."""
+        n_levels, expected = 1, self.level_gain**2
+        while n_levels < self.rule.max_depth and expected >= self.tracker.prices[LEVEL]:
             n_levels += 1
-            hoped *= self.level_yield
+            expected *= self.level_gain
         return n_levels
 
     def add_gates(self, level: Level) -> Gates:
-        """The rule's gates, and that of a row's cost."""
+        """Return the rule's gates and c_row."""
         gates = super().add_gates(level)
-        likely = values_of(level)
+        expected = values_of(level)
         self.is_drawn = isinstance(level, DrawnLevel)
         if self.is_drawn:
-            likely = likely + numpy.log(self.shares[: likely.shape[1]])
-            # Shares are learned apart for each place, and so may rise. A candidate is worth no more
-            # than an earlier one of its row, because it was drawn from what that one left
-            likely = numpy.minimum.accumulate(likely, axis=1)
-        self.is_paying = likely >= self.least
-        gates = {**gates, "c_row": self.is_paying}
-        self.is_added = added(level, gates)
+            expected = expected + numpy.log(self.shares[: expected.shape[1]])
+            # A later share may exceed an earlier one, because each is learned separately. But no
+            # candidate may pass without the earlier ones of its row, because it was drawn from
+            # what they left
+            expected = numpy.minimum.accumulate(expected, axis=1)
+        gates = {**gates, "c_row": expected >= self.min_log_value}
+        self.is_added = added_mask(level, gates)
         return gates
 
     def expand_gates(self, level: Level) -> Gates:
-        """The rule's gates, and that of a level's cost."""
+        """Return the rule's gates and c_level."""
         gates = super().expand_gates(level)
-        is_added, values = self.is_added, values_of(level)
-        is_growing = passing(level, gates) & is_added
-        found = numpy.exp(values + level.logprobs if self.is_drawn else values)
-        tried = numpy.where(is_added, numpy.exp(values), 0).sum(axis=0)
-        brought = numpy.where(is_added, found, 0).sum(axis=0)
-        self.seen.append(Seen(tried, brought, int(is_added.sum()), found[is_growing].sum()))
+        is_added, log_values = self.is_added, values_of(level)
+        is_expanded = passing(level, gates) & is_added
+        probs = numpy.exp(log_values + level.logprobs if self.is_drawn else log_values)
+        values = numpy.where(is_added, numpy.exp(log_values), 0).sum(axis=0)
+        accepted = numpy.where(is_added, probs, 0).sum(axis=0)
+        expandable = probs[is_expanded].sum()
+        self.levels.append(LevelStats(values, accepted, int(is_added.sum()), expandable))
         if self.is_drawn:
-            goes_on = level.depth + 1 < self.last_drawn
+            goes_on = level.row_depth + 1 < self.n_drawn_levels
         else:
-            goes_on = self.level_yield * self.seen[-1].below >= self.account.prices[LEVEL]
+            goes_on = self.level_gain * expandable >= self.tracker.prices[LEVEL]
         return {**gates, "c_level": bool(goes_on)}
 
     def adapt(self, tree: Tree, path: list[int]) -> None:
-        """Learn what the tree cost, promised and kept of draws: not before they are all decided."""
+        """Update costs, gain per level and shares; only now, because all draws are decided."""
         ms = (time.perf_counter() - self.began) * 1e3
         is_drawn = self.is_drawn and tree.draft_slots[0] >= 0
-        self.account.take(promised(tree, is_drawn), len(tree), len(self.seen), ms)
-        above = 1.0
-        for seen in self.seen:
-            if above > 0:
-                gained = max(seen.brought.sum() - self.price * seen.n_added, 0.0)
-                self.level_yield += MEMORY * (min(gained / above, MOST_YIELD) - self.level_yield)
-            for place in seen.tried.nonzero()[0] if is_drawn else ():
-                left = seen.brought[place] / seen.tried[place]
-                self.shares[place] += MEMORY * (left - self.shares[place])
-            above = seen.below
+        self.tracker.record(expected_tokens(tree, is_drawn), len(tree), len(self.levels), ms)
+        parents_sum = 1.0  # the root's acceptance probability
+        for level in self.levels:
+            if parents_sum > 0:
+                gained = max(level.accepted.sum() - self.row_price * level.n_added, 0.0)
+                gain = min(gained / parents_sum, MAX_LEVEL_GAIN)
+                self.level_gain += RATE * (gain - self.level_gain)
+            for place in level.values.nonzero()[0] if is_drawn else ():
+                share = level.accepted[place] / level.values[place]
+                self.shares[place] += RATE * (share - self.shares[place])
+            parents_sum = level.expandable
         super().adapt(tree, path)
 
 
-def promised(tree: Tree, is_drawn: bool) -> float:
-    """The tokens that a tree gives by its chances, the bonus among them."""
-    left = [1.0] * len(tree)  # chance that none of its drawn children so far is accepted
+def expected_tokens(tree: Tree, is_drawn: bool) -> float:
+    """Return the expected number of tokens from the tree's drafted rows, the bonus included."""
+    none_accepted = [1.0] * len(tree)  # probability that a row's drawn children are all rejected
     total = 1.0
     retrieved = are_retrieved(tree)
     for row in range(1, len(tree)):
         parent = tree.parents[row]
         if retrieved[row]:
             continue
-        found = math.exp(tree.path_logprobs[row])
-        total += left[parent] * found
+        total += none_accepted[parent] * math.exp(tree.path_logprobs[row])
         if is_drawn:
-            left[parent] *= 1 - math.exp(tree.path_logprobs[row] - tree.path_logprobs[parent])
+            logprob = tree.path_logprobs[row] - tree.path_logprobs[parent]
+            none_accepted[parent] *= 1 - math.exp(logprob)
     return total

@@ -1,17 +1,17 @@
 """Drawn candidates: tokens drawn without replacement from the draft's distribution.
 
-A rule with draws_candidates gets them in place of the top k where text is sampled. They need three
-parts, which compose.py puts together: a drafter that draws and keeps what it drew from, a rule that
-is shown what each candidate is worth before it is drawn, and an acceptance (acceptances.py).
+A rule with draws_candidates gets them in place of the top k if text is sampled. This takes three
+parts, which compose.py puts together: a drafter that draws and stores the distributions, a rule
+that gets the value of each candidate before its draw, and an acceptance (acceptances.py).
 
-The text is exact only if no row depends on draws after its own:
+The text is exact only if no row depends on its own draw or on later ones:
 
 - Drawn candidates may be cut only as a suffix in draw order, and only by what is known before the
   draw: their `values` (DySpec, Eq. 11), their place in this order, the confidence of the row. A
-  gate `level.logprobs >= log_threshold(0.1)` breaks this: it tries a likely token where one was
-  drawn, and saves an unlikely one its rejection.
-- Which of them are expanded may depend on anything if all that is drafted is verified. If only the
-  best rows by value are, only those that cannot be among them may stay without children.
+  gate `level.logprobs >= log_threshold(0.1)` breaks this. It cuts unlikely tokens after their draw,
+  so these are never rejected, and the text is biased towards likely ones.
+- If all drafted rows are verified, the choice of rows to expand may depend on anything. If only the
+  best rows by value are verified, a row may stay without children only if it cannot be among them.
 
 Shapes: n rows, k candidates per row, V vocabulary.
 """
@@ -26,17 +26,17 @@ from draft_tree import Candidates, Gates, Level, Rule, Tree, passing
 from dynatree import ModelDrafter
 from gpt_neox import Model
 from methods.calibration import CalibratedDrafter
-from methods.rules import DrawnLevel, MixedTree, RuleWrapper, added
+from methods.rules import DrawnLevel, MixedTree, RuleWrapper, added_mask
 from methods.sampler import DrawingSampler
 
 
 class DrawnDrafter(ModelDrafter):
-    """A draft model whose candidates are drawn."""
+    """A draft model whose candidates are drawn, n_drawn per row."""
 
     def __init__(self, model: Model, sampler: DrawingSampler, n_drawn: int):
         super().__init__(model)
         self.sampler, self.n_drawn = sampler, n_drawn
-        self.probs: list[Tensor] = []  # [V] by draft slot, for its candidates
+        self.probs: list[Tensor] = []  # by draft slot: the distribution [V] of its candidates
 
     def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
         if parents is None:
@@ -50,23 +50,24 @@ class DrawnDrafter(ModelDrafter):
 
 
 class DrawnRule(RuleWrapper):
-    """Shows a rule its levels as drawn ones, and checks what it cuts."""
+    """A wrapper that gives a rule DrawnLevels, and checks which candidates the rule cuts."""
 
     def __init__(self, rule: Rule, drafter: DrawnDrafter, calibrated: CalibratedDrafter | None):
         super().__init__(rule)
         self.drafter, self.calibrated = drafter, calibrated
 
-    def begin_tree(self, root: int, max_depth: int) -> int:
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
         self.values = [0.0]  # of each row of the tree
-        self.above = numpy.zeros((1, 2), numpy.float32)  # log p(u) and value of the rows run next
-        return super().begin_tree(root, max_depth)
+        # log p(u) and value of the rows that the draft runs next, [n, 2]
+        self.parent_scores = numpy.zeros((1, 2), numpy.float32)
+        return super().begin_tree(root_token, max_depth)
 
     def add_gates(self, level: Level) -> Gates:
-        values = drawn_values(level.logprobs, self.above, self.calibrated is not None)
-        parts = level.depth, level.tokens, level.logprobs, level.path_logprobs
+        values = drawn_values(level.logprobs, self.parent_scores, self.calibrated is not None)
+        parts = level.row_depth, level.tokens, level.logprobs, level.path_logprobs
         self.level = DrawnLevel(*parts, values, self.find_confidence)
         gates = super().add_gates(self.level)
-        self.is_added = added(self.level, gates)
+        self.is_added = added_mask(self.level, gates)
         self.require_suffix(values > -math.inf)
         self.values += values[self.is_added].tolist()
         return {"added": self.is_added}
@@ -81,7 +82,7 @@ class DrawnRule(RuleWrapper):
     def require_suffix(self, is_possible: ndarray) -> None:
         """Raise ValueError if a possible candidate [n, k] is cut and a later one of its row is not.
 
-        The later one was drawn from what the earlier one left, so its acceptance would be biased.
+        The later one was drawn without the earlier one's token, so its acceptance would be biased.
         """
         is_cut = is_possible & ~self.is_added
         if (is_cut[:, :-1] & self.is_added[:, 1:]).any():
@@ -95,31 +96,34 @@ class DrawnRule(RuleWrapper):
         gates = super().expand_gates(self.level)
         is_expanded = passing(self.level, gates) & self.is_added
         columns = self.level.path_logprobs[is_expanded], self.level.values[is_expanded]
-        self.above = numpy.stack(columns, axis=1)  # in breadth-first order, as the rows are run
+        self.parent_scores = numpy.stack(columns, axis=1)  # breadth-first, as the rows are run
         return gates
 
     def finish_tree(self, tree: Tree) -> Tree:
-        return super().finish_tree(MixedTree.of(tree, self.values[: len(tree)]))
+        return super().finish_tree(MixedTree.from_tree(tree, self.values[: len(tree)]))
 
 
-def drawn_values(logprobs: ndarray, above: ndarray, is_calibrated: bool) -> ndarray:
-    """Return the log values [n, k] of drawn candidates, each known before the candidate is drawn:
-    the probability that the path is accepted and every earlier sibling is not (Eq. 9 and 11).
+def drawn_values(logprobs: ndarray, parent_scores: ndarray, is_calibrated: bool) -> ndarray:
+    """Return the log values [n, k] of drawn candidates, each known before the candidate is drawn.
+
+    A value estimates the probability that the path is accepted and every earlier sibling is not
+    (DySpec, Eq. 9 and 11).
 
     Args:
-        logprobs: [n, k], -inf for what cannot be drawn.
-        above: [n, 2], log p(u) and value of the rows.
-        is_calibrated: earlier siblings are rejected independently, each by its probability;
-            otherwise what they leave is what their draws leave of the draft's distribution.
+        logprobs: [n, k], -inf for tokens that cannot be drawn.
+        parent_scores: [n, 2], log p(u) and value of the rows.
+        is_calibrated: logprobs are acceptance probabilities p, so all earlier siblings are rejected
+            with probability prod(1 - p). Otherwise p is renormalised after each draw, as in the
+            paper, which makes this 1 - sum(p).
     """
     probs = numpy.exp(logprobs)
-    left = numpy.ones_like(probs)
+    p_reached = numpy.ones_like(probs)  # that all earlier siblings are rejected
     if is_calibrated:
-        left[:, 1:] = (1 - probs[:, :-1]).cumprod(axis=1)
+        p_reached[:, 1:] = (1 - probs[:, :-1]).cumprod(axis=1)
     else:
-        left[:, 1:] = 1 - probs[:, :-1].cumsum(axis=1)
+        p_reached[:, 1:] = 1 - probs[:, :-1].cumsum(axis=1)
     with numpy.errstate(divide="ignore"):
-        values = above[:, :1] + numpy.log(left.clip(min=0))
-    # Rounding may raise what is left. No value may exceed its parent's or its earlier sibling's
-    values = numpy.minimum.accumulate(numpy.minimum(values, above[:, 1:]), axis=1)
+        values = parent_scores[:, :1] + numpy.log(p_reached.clip(min=0))
+    # Rounding may raise a value. None may exceed its parent's or its earlier sibling's
+    values = numpy.minimum.accumulate(numpy.minimum(values, parent_scores[:, 1:]), axis=1)
     return numpy.where(probs > 0, values, -math.inf)

@@ -1,4 +1,4 @@
-"""Targets that show each pass: their best tokens to a rule, or their hidden states to a drafter.
+"""Targets that pass their best tokens to a rule, or their hidden states to a drafter.
 
 compose.py puts an ObservedModel around the target of a rule with `reads_prompt` or `target_top_k`
 (methods/rules.py), and a HiddenModel around that of a HiddenDrafter.
@@ -13,17 +13,17 @@ from methods.rules import MethodRule
 
 
 class ObservedModel:
-    """A gpt_neox.Model that shows a rule the prompt, and the best tokens of each pass."""
+    """A target that passes the prompt to a rule, and the best tokens of each of its passes."""
 
     def __init__(self, model: Model, rule: MethodRule):
         self.model, self.rule, self.config = model, rule, model.config
 
     def new_cache(self, capacity: int) -> KVCache:
-        # The loop asks for the rows that a tree may grow to; retrieved ones come on top
+        # The loop's capacity covers rule.max_rows; retrieved rows come on top of that
         return self.model.new_cache(capacity + self.rule.max_verified)
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
-        """Run the prompt as the model does, pass by pass if the rule looks at each pass."""
+        """Run the prompt; by `forward` if the rule observes the target's tokens."""
         self.rule.start(tokens)
         if not self.rule.target_top_k:
             return self.model.prefill(tokens, cache)
@@ -40,8 +40,10 @@ class ObservedModel:
 
 
 def prefill_by_forward(model: Model, tokens: list[int], cache: KVCache) -> Tensor:
-    """Run and keep the prompt by the model's `forward`, and return the logits [1, V] after the last
-    token. They are nan if the logits after any token are not finite."""
+    """Run and commit the prompt by `forward`, and return the logits [1, V] after its last token.
+
+    The result is nan if the logits after any token are not finite.
+    """
     is_finite = True
     for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
         positions = torch.arange(cache.length, cache.length + len(ids))
@@ -55,13 +57,16 @@ class HiddenDrafter(Drafter):
     """A drafter that reads the target's last hidden states, as EAGLE's head does."""
 
     def observe_hidden(self, hidden: Tensor) -> None:
-        """See the states [n, hidden] of a pass of the target, on the target's device: of the next n
-        tokens of the prompt, or of the rows of a tree. A later pass may overwrite the tensor."""
+        """Receive the states [n, hidden] of one pass of the target, on the target's device.
+
+        They are those of the next n tokens of the prompt, or of the rows of a tree. A later pass
+        may overwrite the tensor.
+        """
         raise NotImplementedError
 
 
 class HiddenModel:
-    """A plain gpt_neox.Model that shows a drafter its last hidden states."""
+    """A target of gpt_neox.py that passes its last hidden states to a drafter."""
 
     def __init__(self, model: GPTNeoX, drafter: HiddenDrafter):
         self.model, self.drafter = model, drafter

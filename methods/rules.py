@@ -1,4 +1,4 @@
-"""What the rules of this folder share: attributes, drawn levels, mixed trees, and the wrapper.
+"""Parts that the rules of this folder share: attributes, drawn levels, mixed trees, a wrapper.
 
 Shapes: N tree rows, n rows of a level, k candidates per row.
 """
@@ -14,16 +14,16 @@ from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, passing
 
 
 class MethodRule(Rule):
-    """A rule, and what the engine and the acceptances must know of it."""
+    """A rule with the attributes that the engine and the acceptances need."""
 
     draws_candidates = False  # its candidates may be drawn (drawn.py)
-    depends_on_probs = True  # False: it adds the same nodes whatever the log-probabilities are
+    depends_on_probs = True  # False: the log-probabilities do not change which nodes it adds
     is_chain = False  # no row of its trees has two children
-    is_calibrated = False  # it is given acceptance probabilities (calibration.py)
-    min_rows = 1  # to which the engine pads a pass
-    reads_prompt = False  # `start` is to be called
-    target_top_k = 0  # how many of the target's best tokens observe_target is given per row
-    acceptance: Callable | None = None  # of sampled text (acceptances.DrawnAcceptance), if its own
+    is_calibrated = False  # logprobs are calibrated acceptance probabilities (calibration.py)
+    min_rows = 1  # the engine pads a pass to at least these rows
+    reads_prompt = False  # the prompt is passed to `start`
+    target_top_k = 0  # number of the target's best ids per row that observe_target gets; 0: no call
+    acceptance: Callable | None = None  # its own acceptances.DrawnAcceptance of sampled text
 
     def __init__(
         self, max_branches: int, max_depth: int, max_rows: int, max_verified: int | None = None
@@ -37,19 +37,19 @@ class MethodRule(Rule):
         self.max_verified = max_rows if max_verified is None else max_verified
         if self.max_verified > MAX_ROWS:
             raise ValueError(f"max_verified is {self.max_verified}, it must be at most {MAX_ROWS}")
-        self.n_drawn = max_branches  # candidates per row where they are drawn
+        self.n_drawn = max_branches  # candidates per row if they are drawn
 
     def start(self, prompt: list[int]) -> None:
-        """Begin a text with this prompt, if reads_prompt."""
+        """Begin a text with this prompt. Called if reads_prompt is set."""
 
     def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
-        """See the target's best ids [n, target_top_k] after n tokens of the prompt or of a tree."""
+        """Observe the target's best ids [n, target_top_k] after n tokens of a prompt or tree."""
 
     def finish_tree(self, tree: Tree) -> Tree:
         return best_rows(tree, self.max_verified)
 
     def state(self) -> dict[str, float | str]:
-        """Return what the rule goes by in this tree, if that changes from tree to tree."""
+        """Return the rule's current parameters, for traces: those that change between trees."""
         return {}
 
 
@@ -75,8 +75,8 @@ class RuleWrapper(MethodRule):
     def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
         self.rule.observe_target(tokens, top_ids)
 
-    def begin_tree(self, root: int, max_depth: int) -> int:
-        return self.rule.begin_tree(root, max_depth)
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
+        return self.rule.begin_tree(root_token, max_depth)
 
     def add_gates(self, level: Level) -> Gates:
         return self.rule.add_gates(level)
@@ -95,7 +95,7 @@ class RuleWrapper(MethodRule):
 
 
 def make_rule(settings: Settings) -> MethodRule:
-    """Return a new rule of a method, wrapped if it is one of the core's kind."""
+    """Return a new rule of a method; a rule of the core is wrapped to make it a MethodRule."""
     rule = settings.make_rule()
     return rule if isinstance(rule, MethodRule) else RuleWrapper(rule)
 
@@ -104,8 +104,8 @@ def make_rule(settings: Settings) -> MethodRule:
 class DrawnLevel(Level):
     """A level whose candidates are in draw order (drawn.py)."""
 
-    values: ndarray  # [n, k] float32, log values, which are known before the draw (Eq. 11)
-    find_confidence: Callable[[], ndarray]  # waits for the device, so few rules should ask for it
+    values: ndarray  # [n, k] float32, log values, known before the draw (DySpec, Eq. 11)
+    find_confidence: Callable[[], ndarray]  # waits for the device, so it is called only if needed
 
     @cached_property
     def confidence(self) -> ndarray:
@@ -114,33 +114,35 @@ class DrawnLevel(Level):
 
 
 def values_of(level: Level) -> ndarray:
-    """Return the log values [n, k] by which candidates may be added: those of drawn ones, which are
-    known before the draw, or log p(u) of the top k."""
+    """Return the log values [n, k] that may decide which candidates are added.
+
+    They are known before the draw if the candidates are drawn, and log p(u) if they are the top k.
+    """
     return level.values if isinstance(level, DrawnLevel) else level.path_logprobs
 
 
-def added(level: Level, gates: Gates) -> ndarray:
-    """Return which candidates [n, k] become rows by these gates, the budget of rows aside."""
+def added_mask(level: Level, gates: Gates) -> ndarray:
+    """Return which candidates [n, k] pass the gates; they become rows if the budget allows it."""
     return passing(level, gates) & (values_of(level) > -math.inf)
 
 
 @dataclass(slots=True)
 class MixedTree(Tree):
-    """A tree that knows the value of each row, and which rows are not from the draft."""
+    """A tree with the value of each row, and with rows that may be retrieved, not drafted."""
 
-    values: list[float] = field(default_factory=list)  # log values, as values_of has them
+    values: list[float] = field(default_factory=list)  # log values, as values_of returns them
     are_retrieved: list[bool] = field(default_factory=list)
 
     @classmethod
-    def of(cls, tree: Tree, values: list[float] | None = None) -> "MixedTree":
-        """Return a drafted tree as a mixed one. values: None for log p(u)."""
+    def from_tree(cls, tree: Tree, values: list[float] | None = None) -> "MixedTree":
+        """Return a mixed tree of drafted rows; a mixed tree stays. values: None for log p(u)."""
         if isinstance(tree, MixedTree):
             return tree
         columns = [getattr(tree, f.name) for f in fields(Tree)]
         return cls(*columns, values or list(tree.path_logprobs), [False] * len(tree))
 
     def add_retrieved(self, token: int, parent: int, path_logprob: float) -> int:
-        """Add a row that is not from the draft and return its number."""
+        """Add a retrieved row and return its number."""
         row = Tree.add(self, token, parent, path_logprob)
         self.values.append(path_logprob)
         self.are_retrieved.append(True)
@@ -148,18 +150,18 @@ class MixedTree(Tree):
 
 
 def are_retrieved(tree: Tree) -> list[bool]:
-    """Return which rows of a tree are not from the draft."""
+    """Return which rows of a tree are retrieved, not drafted."""
     return tree.are_retrieved if isinstance(tree, MixedTree) else [False] * len(tree)
 
 
 def select(tree: Tree, rows: list[int]) -> Tree:
-    """Return the tree of these rows in this order: the root first, each other after its parent."""
-    places = {row: place for place, row in enumerate(rows)}
+    """Return the tree of these rows in this order: the root first, parents before children."""
+    new_rows = {row: i for i, row in enumerate(rows)}
     columns = {}
     for f in fields(tree):
         column = getattr(tree, f.name)
         columns[f.name] = [column[row] for row in rows]
-    columns["parents"] = [places.get(parent, -1) for parent in columns["parents"]]
+    columns["parents"] = [new_rows.get(parent, -1) for parent in columns["parents"]]
     return type(tree)(**columns)
 
 
@@ -171,9 +173,9 @@ def breadth_first(tree: Tree) -> Tree:
 
 
 def best_rows(tree: Tree, n: int) -> Tree:
-    """Return the tree of the n rows of the highest values; of equals the earlier ones stay.
+    """Return the tree of the n rows with the highest values; of equal values the earlier ones stay.
 
-    The result is a tree, because no row's value exceeds its parent's. Of siblings the earlier ones
+    The result is a tree, because no row's value exceeds its parent's. Among siblings the first ones
     stay, because no value exceeds an earlier sibling's.
     """
     if len(tree) <= n:

@@ -1,4 +1,6 @@
-"""How text is sampled, and the one source of randomness of a text.
+"""Settings of sampling, and a sampler that can also draw candidates.
+
+All random numbers of a text come from one seed.
 
     sampling = Sampling(temperature=0.8, top_p=0.95, seed=0)
     sampler = sampling.sampler(device)
@@ -22,30 +24,30 @@ from dynatree import ModelDrafter
 from gpt_neox import Model
 from sampling import Sampler
 
-LAST_SEED = 2**63 - 1
-ONE = 2**40  # the probability 1 in integers
-N_SORTED = 256  # ids among which the top-p set is looked for first
-FEW = 8  # candidates for which repeated maxima are faster than topk
+MAX_SEED = 2**63 - 1
+FIXED_POINT_ONE = 2**40  # probability 1 as an integer
+N_SORTED = 256  # number of likeliest ids that are searched for the top-p set first
+SMALL_K = 8  # up to this k, repeated maxima are faster than topk
 FLOAT32 = torch.finfo(torch.float32)  # in which logits are divided
 
-# on_trial(row, probability, number, remaining_mass): a row of the tree is accepted if the random
-# number is below the probability. remaining_mass: of the target's distribution after a rejection
+# on_trial(row, probability, uniform, remaining_mass): a row of the tree is accepted if the uniform
+# number is below the probability. remaining_mass: of the residual if the row is rejected
 OnTrial = Callable[[int, float, float, float], None]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample; the same settings and seed on the same machine give the same text.
+    """Settings of sampling; on one machine, equal settings and seeds give equal texts.
 
-    Raises ValueError naming what is out of range.
+    Raises ValueError naming a setting that is out of range.
     """
 
     temperature: float = 0.0  # divides the target's logits; 0 is greedy
-    top_p: float = 1.0  # only the likeliest tokens that together reach it are drawn
+    top_p: float = 1.0  # only the likeliest tokens are drawn, as many as reach this probability
     seed: int = 0
     # Divides the draft's logits. None: the target's temperature for drawn candidates, 1 for top-k
     draft_temperature: float | None = None
-    draws_greedy: bool = False  # rules that can draw candidates do so for greedy text, too
+    draws_greedy: bool = False  # rules that can draw candidates also do so for greedy text
 
     def __post_init__(self) -> None:
         if self.temperature != 0:
@@ -54,11 +56,11 @@ class Sampling:
             require_number("draft-temperature", self.draft_temperature)
         require_number("top-p", self.top_p)
         if self.top_p > 1:
-            raise ValueError(f"top-p {self.top_p} is outside (0, 1]")
-        if type(self.seed) is not int or not 0 <= self.seed <= LAST_SEED:
-            raise ValueError(f"seed {self.seed} is not a whole number from 0 to 2^63 - 1")
+            raise ValueError(f"top-p is {self.top_p}, it must be above 0 and at most 1")
+        if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed is {self.seed}, it must be an integer from 0 to 2^63 - 1")
         if self.draws_greedy and not self.temperature and self.draft_temperature is None:
-            raise ValueError("drawn candidates of greedy text need a draft-temperature")
+            raise ValueError("drawing candidates for greedy text needs a draft-temperature")
 
     @property
     def is_greedy(self) -> bool:
@@ -66,12 +68,12 @@ class Sampling:
 
     @property
     def draws_candidates(self) -> bool:
-        """Whether rules that can draw their candidates do so; otherwise they get the top k."""
+        """Whether rules that can draw candidates do so; otherwise they get the top k."""
         return self.draws_greedy or not self.is_greedy
 
     @property
     def top_k_temperature(self) -> float:
-        """The draft's temperature where candidates are the top k."""
+        """The draft's temperature for top-k candidates."""
         return self.draft_temperature or 1.0
 
     def sampler(self, device: torch.device) -> "DrawingSampler":
@@ -82,17 +84,17 @@ class Sampling:
 def require_number(name: str, value: float) -> None:
     """Raise ValueError unless the value is a positive number, in float32 too."""
     if not isinstance(value, float | int) or not FLOAT32.tiny <= value <= FLOAT32.max:
-        raise ValueError(f"{name} {value!r} is not a positive number of float32")
+        raise ValueError(f"{name} is {value!r}, it must be a positive float32")
 
 
 GREEDY = Sampling()
 
 
 class DrawingSampler(Sampler):
-    """The core's sampler, which draws candidates as well, by the fastest way on each device."""
+    """The core's sampler with a method to draw candidates, which depends on the device."""
 
     def __init__(self, settings: Sampling, device: torch.device):
-        super().__init__(settings.temperature or 1.0, settings.top_p, LAST_SEED - settings.seed)
+        super().__init__(settings.temperature or 1.0, settings.top_p, MAX_SEED - settings.seed)
         self.settings = settings
         self.generator = torch.Generator(device).manual_seed(settings.seed)
         self.on_trial: OnTrial | None = None
@@ -110,23 +112,25 @@ class DrawingSampler(Sampler):
         probs = torch.softmax(tempered(logits, temperature), dim=-1)
         if self.top_p == 1:
             return probs
-        # Sorting a few takes a tenth of the time. On CUDA, a test whether they suffice would wait
+        # Sorting only N_SORTED ids takes a tenth of the time. CUDA sorts all, because the check
+        # whether N_SORTED suffice would wait for the device
         kept = self.keep_top_p(probs, probs.shape[1] if probs.is_cuda else N_SORTED)
         return kept / kept.sum(dim=-1, keepdim=True)
 
     def keep_top_p(self, probs: Tensor, n_sorted: int) -> Tensor:
-        """Return probabilities [n, V], 0 outside the top-p set. Looks for the set among the
+        """Return probabilities [n, V], 0 outside the top-p set, which is searched for among the
         n_sorted likeliest ids first."""
-        ranked, order = likeliest(probs, n_sorted)  # [n, n_sorted] each
+        sorted_probs, order = stable_top_k(probs, n_sorted)  # [n, n_sorted] each
         # A token stays if those above it have not reached top_p yet; the first one always stays.
         # Integers add up to one sum in any order, while CUDA's float sums differ from run to run
-        parts = (ranked * ONE).long()
+        parts = (sorted_probs * FIXED_POINT_ONE).long()
         above = parts.cumsum(dim=-1) - parts
-        stays = above < max(round(self.top_p * ONE), 1)
-        kept = torch.zeros_like(probs).scatter_(-1, order, ranked * stays)
+        stays = above < max(round(self.top_p * FIXED_POINT_ONE), 1)
+        kept = torch.zeros_like(probs).scatter_(-1, order, sorted_probs * stays)
         if n_sorted < probs.shape[1]:
-            least = ranked.masked_fill(~stays, math.inf).amin(dim=-1)
-            is_sure = least > ranked[:, -1]  # else more tokens may stay, or equally likely ones
+            lowest = sorted_probs.masked_fill(~stays, math.inf).amin(dim=-1)
+            # Otherwise more tokens may stay, or an equally likely one with a lower id
+            is_sure = lowest > sorted_probs[:, -1]
             if not is_sure.all():
                 kept[~is_sure] = self.keep_top_p(probs[~is_sure], probs.shape[1])
         return kept
@@ -137,47 +141,53 @@ class DrawingSampler(Sampler):
 
         A row with fewer than k possible tokens ends in tokens of probability 0.
         """
-        return self.draw_by_race(probs, k) if probs.is_cuda else self.draw_by_points(probs, k)
+        if probs.is_cuda:
+            return self.draw_by_exponential_race(probs, k)
+        return self.draw_by_inverse_cdf(probs, k)
 
-    def draw_by_race(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Draw the first k ids to arrive in an exponential race, in which an id runs at the rate of
-        its probability. On a GPU this takes few launches and reads nothing."""
+    def draw_by_exponential_race(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Draw the first k ids of an exponential race, in which an id's rate is its probability.
+
+        On a GPU this takes few kernel launches and no copy to the host.
+        """
         times = torch.empty_like(probs).exponential_(generator=self.generator)
-        times.clamp_min_(torch.finfo(times.dtype).tiny)  # 0 / 0 would win
+        times.clamp_min_(torch.finfo(times.dtype).tiny)  # 0 / 0 is nan, which max prefers
         speeds = probs / times
-        if k <= FEW:
-            ids = torch.cat([ids for _, ids in few_best(speeds, k)], dim=1)
+        if k <= SMALL_K:
+            ids = torch.cat([ids for _, ids in top_k_by_repeated_max(speeds, k)], dim=1)
         else:
             ids = speeds.topk(k, dim=-1).indices
         return ids, probs.gather(1, ids)
 
-    def draw_by_points(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Draw points on a line on which each id has a part as long as its probability. On a CPU
-        this is faster than a random number for each id."""
-        ends = probs.cumsum(dim=1, dtype=torch.float64).numpy()  # of each id's part of the line
+    def draw_by_inverse_cdf(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Draw uniform points on a line on which an id's interval is as long as its probability.
+
+        On a CPU this is faster than a random number for each id.
+        """
+        ends = probs.cumsum(dim=1, dtype=torch.float64).numpy()  # of the intervals, [n, V]
         ids, drawn_probs = [], []
         for line, row_probs in zip(ends, probs.numpy(), strict=True):
-            drawn: dict[int, tuple[float, float]] = {}  # the first point and the length of its part
-            left = line.item(-1)
+            drawn: dict[int, tuple[float, float]] = {}  # start and length of each id's interval
+            length_left = line.item(-1)
             while len(drawn) < k:
-                point = self.random.random() * left
-                for first, length in sorted(drawn.values()):
-                    if point >= first:  # skip the parts that are drawn already
+                point = self.random.random() * length_left
+                for start, length in sorted(drawn.values()):
+                    if point >= start:  # skip the intervals that are drawn already
                         point += length
                 id = min(int(line.searchsorted(point, side="right")), len(line) - 1)
-                if id in drawn:  # only rounding is left
+                if id in drawn:  # no other id is possible, up to rounding
                     break
-                first = line.item(id - 1) if id else 0.0
-                drawn[id] = first, line.item(id) - first
-                left -= drawn[id][1]
-            none = [0] * (k - len(drawn))
-            ids.append([*drawn, *none])
-            drawn_probs.append([*map(row_probs.item, drawn), *none])
+                start = line.item(id - 1) if id else 0.0
+                drawn[id] = start, line.item(id) - start
+                length_left -= drawn[id][1]
+            padding = [0] * (k - len(drawn))
+            ids.append([*drawn, *padding])
+            drawn_probs.append([*map(row_probs.item, drawn), *padding])
         return torch.tensor(ids), torch.tensor(drawn_probs, dtype=torch.float32)
 
     def propose(self, probs: Tensor, k: int) -> tuple[ndarray, ndarray]:
-        """Draw k tokens of each row: ids [n, k] int64 in draw order and log-probabilities [n, k]
-        float32, on the host by one read."""
+        """Draw k tokens of each row: ids [n, k] int64 in draw order, and their log-probabilities
+        [n, k] float32. Both are numpy arrays, and one copy brings them to the host."""
         ids, drawn = self.draw_several(probs, min(k, probs.shape[1]))
         if probs.device.type == "cpu":
             ids, drawn = ids.numpy(), drawn.numpy()
@@ -190,39 +200,41 @@ class DrawingSampler(Sampler):
         return int(self.draw_several(probs.unsqueeze(0), 1)[0])
 
     def uniform(self) -> float:
-        """Draw a number from [0, 1) on the host, which never waits for the device."""
+        """Draw a number from [0, 1) on the host, without waiting for the device."""
         return self.random.random()
 
     def accepts(self, row: int, probability: float, remaining_mass: float) -> bool:
-        """Draw whether a row is accepted, and report it to `on_trial`."""
-        number = self.uniform()
+        """Draw whether a row is accepted, and report the trial to `on_trial`."""
+        uniform = self.uniform()
         if self.on_trial:
-            self.on_trial(row, probability, number, remaining_mass)
-        return number < probability
+            self.on_trial(row, probability, uniform, remaining_mass)
+        return uniform < probability
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits [n, V] at a temperature, shifted so that a tiny one cannot give nan."""
+    """Return logits [n, V] divided by a temperature, shifted so that a tiny one cannot give nan."""
     if temperature == 1:
         return logits
     return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
 
 
-def likeliest(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest of each row of probs [n, V] and their ids, [n, k] each: the highest
-    first, and the first of equal ones. Returns all V if k is more."""
+def stable_top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k highest of each row of probs [n, V] and their ids, [n, k] each, highest first.
+
+    Of equal ones the lowest id comes first. Returns all V if k is larger.
+    """
     if k >= probs.shape[1]:
         return probs.sort(dim=-1, descending=True, stable=True)
     ids = probs.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
-    ranked, places = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    return ranked, ids.gather(1, places)
+    sorted_probs, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return sorted_probs, ids.gather(1, order)
 
 
-def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the k highest of each row of values [n, V], best first and the first of equal ones: k
-    pairs of values and ids, [n, 1] each. Overwrites all of them in `values` but the last.
+def top_k_by_repeated_max(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the k highest of each row of values [n, V], as k pairs of values and ids, [n, 1] each.
 
-    Each takes two kernels, while topk of a vocabulary takes more than twenty.
+    The highest comes first; of equal ones the lowest id. Overwrites all of them but the last in
+    `values`. Each takes two kernels, while topk of a vocabulary takes more than twenty.
     """
     found = [values.max(dim=-1, keepdim=True)]
     while len(found) < k:
@@ -232,7 +244,7 @@ def few_best(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class TemperedDrafter(ModelDrafter):
-    """A draft model whose log-probabilities are taken at a temperature."""
+    """A draft model whose top-k log-probabilities are taken at a temperature."""
 
     def __init__(self, model: Model, temperature: float):
         super().__init__(model)

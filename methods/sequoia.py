@@ -1,12 +1,12 @@
-"""sequoia: one tree for all iterations, the best for measured chances by rank (Chen et al. 2024).
+"""sequoia: one tree shape, the best for measured acceptance probabilities (Chen et al. 2024).
 
-That a child is accepted, once its parent is, is taken to depend on its rank alone; `p` lists the
-chances, rank by rank. A node then adds the product of the chances along its path to the expected
-accepted length, and dynamic programming finds the N rows with the highest sum. A child is tried
-after its elder siblings, so none is there without them.
+The acceptance probability of a child, given that its parent is accepted, is assumed to depend only
+on its rank. `p` lists these probabilities by rank. A node adds the product of the probabilities
+along its path to the expected accepted length. Dynamic programming finds the tree of N rows with
+the highest sum. A child is tried after its earlier siblings, so no tree has it without them.
 
-When the text is sampled children are drawn, without replacement: the shape never depends on what
-they are, nor on how likely.
+When the text is sampled, children are drawn without replacement. The text stays exact, because the
+shape does not depend on the drawn tokens or their probabilities.
 
     python dynatree.py --method sequoia --set N=24 --set p=0.6:0.15:0.05 --prompt "..."
 
@@ -22,114 +22,113 @@ import numpy
 from numpy import ndarray
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, setting
-from methods.rules import MethodRule, added
+from methods.rules import MethodRule, added_mask
 from methods.settings import MethodSettings, text
 
-# Of the embedded pair, greedily, counted on 24 texts of its training corpus
-P_TINY = "0.815:0.115:0.026:0.01"
+# Acceptance rates by rank of the embedded pair: greedy decoding of 24 texts of its training corpus
+TINY_PAIR_RANK_PROBS = "0.815:0.115:0.026:0.01"
 
-Chances = tuple[float, ...]  # of acceptance, by rank
-Shape = list[list[int]]  # the children of each node, nodes in breadth-first order
+RankProbs = tuple[float, ...]  # acceptance probabilities by rank
+TreeShape = list[list[int]]  # the children of each node, nodes in breadth-first order
 
 
-def parse_chances(word: str) -> Chances:
-    """Chances of acceptance by rank. Raises ValueError."""
+def parse_rank_probs(word: str) -> RankProbs:
+    """Return the acceptance probabilities in a word such as 0.6:0.15. Raises ValueError."""
     try:
-        chances = tuple(float(part) for part in word.split(":"))
+        rank_probs = tuple(float(part) for part in word.split(":"))
     except ValueError:
-        chances = (math.nan,)
-    if not all(0 <= chance <= 1 for chance in chances):
-        raise ValueError("chances by rank are numbers from 0 to 1, such as 0.6:0.15:0.05")
-    return chances
+        rank_probs = (math.nan,)
+    if not all(0 <= p <= 1 for p in rank_probs):
+        raise ValueError("it must be probabilities by rank, from 0 to 1, such as 0.6:0.15:0.05")
+    return rank_probs
 
 
 @dataclass(frozen=True)
 class Sequoia(MethodSettings):
-    """sequoia: the static tree of the highest expected length, by rank (Chen et al. 2024)."""
+    """sequoia: the static tree with the highest expected accepted length (Chen et al. 2024)."""
 
     N: int = setting(16, 1, MAX_ROWS, "rows per tree, root included")
     D_max: int = setting(6, 1, MAX_ROWS - 1, "hard limit of depth")
     p: str = text(
-        P_TINY,
-        parse_chances,
-        "chances of acceptance by rank",
+        TINY_PAIR_RANK_PROBS,
+        parse_rank_probs,
+        "acceptance probabilities by rank",
         ("0.6:0.15:0.05", "0.2:0.5:0.0:0.3", "0.0"),
     )
 
     def make_rule(self) -> Rule:
-        shape = plan(self.N - 1, self.D_max, parse_chances(self.p))
+        shape = plan_shape(self.N - 1, self.D_max, parse_rank_probs(self.p))
         return SequoiaRule(shape, self.D_max)
 
 
 @cache
-def plan(n_nodes: int, max_depth: int, chances: Chances) -> Shape:
-    """The best tree of so many nodes and levels below its root, by Sequoia's dynamic programming;
-    of fewer nodes if they have no room."""
-    # Of the best below a node, for each number of levels and of nodes that may follow it, if its
-    # children of a rank below k are there: [D + 1, k + 1, n + 1]
-    n_ranks = len(chances)
-    lengths = numpy.zeros((max_depth + 1, n_ranks + 1, n_nodes + 1))  # what the n nodes add
-    shares = numpy.zeros(lengths.shape, dtype=int)  # of the n, to the child of rank k; 0: no child
+def plan_shape(n_nodes: int, max_depth: int, rank_probs: RankProbs) -> TreeShape:
+    """Return the best shape with n_nodes below its root, by Sequoia's dynamic programming. It has
+    fewer nodes if max_depth levels have no room for all."""
+    # Both are indexed by [d, k, n]: n nodes are to be placed in the d levels below a node that has
+    # children of all ranks below k already. [D + 1, k + 1, n + 1]
+    n_ranks = len(rank_probs)
+    lengths = numpy.zeros((max_depth + 1, n_ranks + 1, n_nodes + 1))  # that the n nodes add at best
+    shares = numpy.zeros(lengths.shape, dtype=int)  # nodes for the child of rank k; 0: no child
     n = numpy.arange(n_nodes + 1)
-    left = n[:, None] - n  # [n + 1, n + 1], what each share leaves of n nodes
+    n_left = n[:, None] - n  # [n + 1, n + 1], for the later siblings, by n and the child's share
     for depth in range(1, max_depth + 1):
         for rank in reversed(range(n_ranks)):
-            eldest = numpy.zeros(n_nodes + 1)  # what the child adds, by its share
-            eldest[1:] = chances[rank] * (1 + lengths[depth - 1, 0, :-1])
-            younger = lengths[depth, rank + 1][left]  # what its siblings add, of the nodes left
-            younger[:, 0] = 0.0  # none is there without it
-            both = numpy.where(left >= 0, eldest + younger, -math.inf)
+            child = numpy.zeros(n_nodes + 1)  # length added by the child's share
+            child[1:] = rank_probs[rank] * (1 + lengths[depth - 1, 0, :-1])
+            siblings = lengths[depth, rank + 1][n_left]  # length added by its later siblings
+            siblings[:, 0] = 0.0  # without the child there are no later siblings
+            both = numpy.where(n_left >= 0, child + siblings, -math.inf)
             lengths[depth, rank] = both.max(axis=1)
             shares[depth, rank] = both.argmax(axis=1)
-    return shape_of(shares, n_nodes, max_depth)
+    return shape_from_shares(shares, n_nodes, max_depth)
 
 
-def shape_of(shares: ndarray, n_nodes: int, max_depth: int) -> Shape:
-    """The tree that hands out its nodes by these shares."""
+def shape_from_shares(shares: ndarray, n_nodes: int, max_depth: int) -> TreeShape:
+    """Return the shape whose nodes have these shares."""
     shape = []
-    waiting = deque([(n_nodes, max_depth)])  # nodes and levels to go below each node
-    n_named = 1
-    while waiting:
-        n, depth = waiting.popleft()
-        family = []
-        while share := shares.item(depth, len(family), n):
-            family.append(n_named)
-            n_named += 1
-            waiting.append((share - 1, depth - 1))
+    queue = deque([(n_nodes, max_depth)])  # nodes and levels below each node
+    next_node = 1
+    while queue:
+        n, depth = queue.popleft()
+        children = []
+        while share := shares.item(depth, len(children), n):
+            children.append(next_node)
+            next_node += 1
+            queue.append((share - 1, depth - 1))
             n -= share
-        shape.append(family)
+        shape.append(children)
     return shape
 
 
 class SequoiaRule(MethodRule):
-    """One generation of Sequoia; between the levels of a tree it knows which nodes have run."""
+    """The rule of Sequoia."""
 
     draws_candidates = True
     depends_on_probs = False
 
-    def __init__(self, shape: Shape, max_depth: int):
-        widest = max(len(family) for family in shape)
-        n_rows = len(shape)
-        super().__init__(max(widest, 1), max_depth, n_rows)
+    def __init__(self, shape: TreeShape, max_depth: int):
+        widest = max(len(children) for children in shape)
+        super().__init__(max(widest, 1), max_depth, max_rows=len(shape))
         self.shape = shape
-        self.nodes: list[int] = []  # of the shape, one for each row that the draft runs next
+        self.nodes: list[int] = []  # node of the shape for each row that the draft runs next
 
-    def begin_tree(self, root: int, max_depth: int) -> int:
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
         self.nodes = [0]
-        return super().begin_tree(root, max_depth)
+        return super().begin_tree(root_token, max_depth)
 
     def add_gates(self, level: Level) -> Gates:
         is_child = numpy.zeros(level.tokens.shape, dtype=bool)
         has_children = is_child.copy()
-        is_possible = added(level, {})
-        growing = []
+        is_possible = added_mask(level, {})
+        expanded = []
         for row, node in enumerate(self.nodes):
             for rank, child in enumerate(self.shape[node][: level.tokens.shape[1]]):
                 is_child[row, rank] = True
                 has_children[row, rank] = bool(self.shape[child])
                 if self.shape[child] and is_possible.item(row, rank):
-                    growing.append(child)  # what is impossible has no row to run
-        self.nodes = growing
+                    expanded.append(child)  # an impossible candidate gets no row
+        self.nodes = expanded
         self.has_children = has_children
         return {"shape": is_child}
 

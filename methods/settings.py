@@ -1,8 +1,8 @@
-"""Settings that are words, and settings read from words; numbers are in draft_tree.py.
+"""Settings whose values are words, and the parsing of NAME=VALUE; draft_tree.py has numbers.
 
 @dataclass(frozen=True)
-class Sequoia(MethodSettings):  # which checks what is made
-    p: str = text("0.8:0.1", parse_chances, "chance of acceptance by rank")
+class Sequoia(MethodSettings):  # the constructor checks all values
+    p: str = text("0.8:0.1", parse_rank_probs, "acceptance probability by rank")
 
 settings = Sequoia(**read_values(Sequoia, ["p=0.7:0.2"]))
 """
@@ -12,15 +12,15 @@ from dataclasses import field, fields
 
 from draft_tree import Settings
 
-RENAMED = {  # a setting's old name: what replaces it
+RENAMED = {  # old name -> replacement
     "chances": "calibrate=on or off",
     "stop": "costs=off, learned, or tree:row:drafting:level",
 }
-SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+BOOL_WORDS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
 class MethodSettings(Settings):
-    """Settings of which some are words, each with its parser."""
+    """Settings of which some are words; each of these has a parser."""
 
     def check(self, name: str, value: object, kind: type, metadata: Mapping) -> None:
         if "parse" not in metadata:
@@ -37,7 +37,7 @@ class MethodSettings(Settings):
 
 
 def choice(default: str, options: Sequence[str], meaning: str) -> str:
-    """A dataclass field for a setting that is one of several words."""
+    """Return the dataclass field of a setting that is one of several words."""
 
     def parse(word: str) -> None:
         if word not in options:
@@ -49,16 +49,20 @@ def choice(default: str, options: Sequence[str], meaning: str) -> str:
 def text(
     default: str, parse: Callable[[str], object], meaning: str, examples: Sequence[str] = ()
 ) -> str:
-    """A dataclass field for a setting written as a word, such as 4:2:1; parse: its reader, which
-    raises ValueError saying what is wrong with it. examples: other words that it can read."""
+    """Return the dataclass field of a setting that is written as a word, such as 4:2:1.
+
+    Args:
+        parse: parses the word. Raises ValueError with the reason if the word is invalid.
+        examples: valid words, for --list-methods and for random settings in tests.
+    """
     metadata = {"parse": parse, "meaning": meaning, "examples": examples or (default,)}
     return field(default=default, metadata=metadata)
 
 
 def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
-    """What NAME=VALUE assignments give the fields of a settings dataclass, ranges not checked.
+    """Parse NAME=VALUE assignments to fields of the settings dataclass `kind`.
 
-    Raises ValueError naming the assignment that is wrong.
+    Ranges are not checked. Raises ValueError naming the invalid assignment.
     """
     types = {f.name: f.type for f in fields(kind)}
     values = {}
@@ -72,10 +76,11 @@ def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
             raise ValueError(f"{assignment}: this method has no {name!r}; it has {known}")
         if name in values:
             raise ValueError(f"{assignment}: {name} is set twice")
-        kind, word = types[name], word.strip()
+        field_type, word = types[name], word.strip()
         try:
-            values[name] = SWITCH[word.lower()] if kind is bool else kind(word)
+            values[name] = BOOL_WORDS[word.lower()] if field_type is bool else field_type(word)
         except (KeyError, ValueError) as error:
-            expected = "on or off" if kind is bool else f"a value of type {kind.__name__}"
+            is_bool = field_type is bool
+            expected = "on or off" if is_bool else f"a value of type {field_type.__name__}"
             raise ValueError(f"{assignment}: {name} takes {expected}") from error
     return values

@@ -1,8 +1,8 @@
-// What is said of the whole run: the totals in the heading, what repeats it, and what every word and
-// colour means.
+// The header and its two panels: totals of the run, its settings with the command that repeats it, and
+// the glossary of words and colours.
 
 const PAPER = "https://github.com/cny123222/DynaTree/blob/main/paper/dynatree.pdf";
-const ACCEPTANCES = { // where they are described
+const ACCEPTANCES = { // name, address and section of the paper
   token: ["DySpec", "https://arxiv.org/abs/2410.11744", ", Algorithm 3"],
   block: ["Block Verification", "https://arxiv.org/abs/2403.10444", ""],
   traversal: ["Traversal Verification", "https://arxiv.org/abs/2505.12398", ""],
@@ -10,10 +10,10 @@ const ACCEPTANCES = { // where they are described
 
 function buildAbout() {
   const { metrics, sampling } = { ...data, ...settings };
-  const how = isSampled ? `sampled at ${plain(sampling.temperature)}` : "greedy";
+  const how = isSampled ? `sampled at ${formatValue(sampling.temperature)}` : "greedy";
   const window = settings.window ? `, window ${settings.window.size}` : "";
   byId("method").textContent = `${settings.method}, ${how}${window}`;
-  document.title = `${settings.method}: ${counted(metrics.new_tokens, "token")}, DynaTree`;
+  document.title = `${settings.method}: ${formatCount(metrics.new_tokens, "token")}, DynaTree`;
   byId("totals").append(...totals().map(([value, unit, kind]) => {
     return html("div", { class: kind ?? "" }, html("dt", {}, unit), html("dd", {}, value));
   }));
@@ -38,7 +38,7 @@ function totals() {
     found.push([`${compare.speedup.toFixed(2)}×`, `ar (${compare.ar_throughput.toFixed(1)} / s)`]);
     found.push(verdict(compare));
   }
-  if (data.interrupted) found.push(["interrupted", "before its end", "warning"]);
+  if (data.interrupted) found.push(["interrupted", "before the end", "warning"]);
   return found;
 }
 
@@ -54,7 +54,7 @@ function sections() {
   const ofBase = Object.entries(base?.settings ?? {}).map((row) => [...row, base.meanings[row[0]]]);
   const tables = [
     [`Settings of ${settings.method}`, rows.filter(([key]) => key in meanings)],
-    [`Settings of its base, ${settings.base}`, ofBase],
+    [`Settings of the base rule, ${settings.base}`, ofBase],
     ["Run", [...rows.filter(([key]) => !(key in meanings)), ["finish_reason", data.finish_reason]]],
     ["Measured", Object.entries(metrics)],
     ["Compared with ar", Object.entries(compare ?? {})],
@@ -77,78 +77,82 @@ function shellWord(text) {
 
 function table(rows) {
   return html("table", {}, html("tbody", {}, ...rows.map(([key, value, meaning]) => {
-    const cells = [html("th", { scope: "row" }, key), html("td", {}, described(value))];
+    const cells = [html("th", { scope: "row" }, key), html("td", {}, formatCell(value))];
     if (meaning) cells.push(html("td", { class: "meaning" }, meaning));
     return html("tr", {}, ...cells);
   })));
 }
 
-function described(value) {
+function formatCell(value) {
   if (value === null || value === undefined) return "–";
-  return typeof value === "object" ? JSON.stringify(value) : plain(value);
+  return typeof value === "object" ? JSON.stringify(value) : formatValue(value);
 }
 
-const WORDS = [
-  ["root", "the pending token: the target’s own last prediction, right by construction"],
-  ["n", "tokens in the target’s cache before this iteration; the root stands at position n"],
-  ["p(u)", "the draft’s probability of the path from the root to u, or its chance as it is counted; of the root 1"],
-  ["c(u)", "the draft’s probability of its own best guess after u"],
-  ["B(u)", "how many children the rule wants below u"],
-  ["bonus", "the target’s own token after the accepted path; the next root"],
+const TERMS = [
+  ["root", "the pending token: chosen by the target model, but not yet in the cache"],
+  ["n", "number of tokens in the target model’s cache before this iteration; also the root’s position"],
+  ["p(u)", "the draft model’s probability of the path from the root to u; for retrieved nodes and " +
+    "with calibration, the estimated acceptance probability of the path; 1 for the root"],
+  ["c(u)", "the draft model’s probability of its most probable token after u"],
+  ["B(u)", "number of children that the rule allows below u"],
+  ["bonus", "the target model’s token after the accepted path; the root of the next tree"],
 ];
-const WORDS_OF_SAMPLING = [
-  ["chance", "of a child: what the target has left for it / what the draft gave it, at most 1; " +
-    "where the draft ranked and did not draw, what the target has left for it"],
-  ["coin", "uniform on [0, 1): a child is kept if it is below the chance. If not, so much is left " +
-    "of the target’s distribution, from which the next sibling is judged and the bonus drawn"],
+const TERMS_OF_TOKEN = [
+  ["acceptance probability", "of a drawn child: its remaining target probability / its draft " +
+    "probability, at most 1; of a top-k or retrieved child: its remaining target probability"],
+  ["uniform number", "drawn from [0, 1); a child is accepted if it is below the acceptance probability"],
+  ["remaining mass", "the part of the target distribution that is left after a rejection. The next " +
+    "sibling is tried against this part, normalised, or the bonus token is drawn from it"],
 ];
-const WORDS_OF_PATHS = [ // accepted by block or by traversal
-  ["chance", "of a row to be kept with all above it: the chance above it x what the target has left " +
-    "for it / what the draft gave it, at most 1; less once a child of it has been rejected"],
-  ["coin", "uniform on [0, 1): the first row whose coin is below its chance ends the path. If it is " +
-    "not, so much is left of the target’s distribution after the row above"],
+const TERMS_OF_PATHS = [ // for acceptance by block or by traversal
+  ["acceptance probability", "of a row and all rows above it: that of its parent × remaining target " +
+    "probability / draft probability, at most 1. It falls with each rejected child"],
+  ["uniform number", "drawn from [0, 1); the path ends at the first row for which it is below the " +
+    "acceptance probability"],
+  ["remaining mass", "the part of the target distribution after the parent that is left if the row " +
+    "is rejected"],
 ];
 
-function wordsOfSampling() {
+function termsOfSampling() {
   if (!isSampled) return [];
   const isOfPaths = ["block", "traversal"].includes(settings.acceptance);
-  return isOfPaths ? WORDS_OF_PATHS : WORDS_OF_SAMPLING;
+  return isOfPaths ? TERMS_OF_PATHS : TERMS_OF_TOKEN;
 }
 
 const COLOURS = [
-  ["prompt", "prompt", "what was given"],
-  ["drafted", "drafted", "the draft’s guess; the darker, and the wider its line, the higher is p(u)"],
-  ["retrieved", "retrieved", "a guess from memory, without the draft; its p(u) is an estimate"],
-  ["bonus", "target", "the target’s own: root and bonus, and what it says after a node"],
-  ["", "dashed, no box", "a candidate that was dropped, with its p and the gate"],
+  ["prompt", "prompt", "the given text"],
+  ["drafted", "drafted", "a node of the draft model; a darker box and a wider line mean a higher p(u)"],
+  ["retrieved", "retrieved", "a node from n-grams or the successor table; its p(u) is an estimate"],
+  ["bonus", "target", "from the target model: the root, the bonus token, and predictions after a node"],
+  ["", "dashed, no box", "a dropped candidate, with its p(u) and the gate that dropped it"],
 ];
-const KEYS_SAY = [
-  ["← →", "iteration"],
-  ["↑ ↓ or [ ]", "step"],
-  ["home, end", "first and last iteration"],
+const KEY_HELP = [
+  ["← →", "previous, next iteration"],
+  ["↑ ↓ or [ ]", "previous, next step"],
+  ["home, end", "first, last iteration"],
   ["space", "play, pause"],
-  ["tab, enter", "from node to node, and keep one"],
-  ["escape", "let go, close"],
+  ["tab, enter", "move between nodes, pin a node"],
+  ["escape", "unpin the node, close the panel"],
 ];
 
-// Every word, gate and colour of this run.
+// The glossary of the words, gates and colours of this run.
 function glossary() {
   const trees = iterations.filter((iteration) => iteration.tree);
   const states = new Set(trees.flatMap(({ state }) => Object.keys(state)));
   const gates = new Set(trees.flatMap(({ tree }) => tree.dropped.map(([, , , gate]) => gate)));
   for (const { tree } of trees) tree.stopped.forEach((gate) => gate && gates.add(gate));
-  const says = (names) => [...names].map((name) => [name, meaningOf(name)]);
+  const meaningRows = (names) => [...names].map((name) => [name, meaningOf(name)]);
   const source = isSampled ? ACCEPTANCES[settings.acceptance] : null;
   const link = (text, href) => html("a", { href, target: "_blank", rel: "noreferrer" }, text);
   return [
     html("h3", {}, "Words"),
-    table([...WORDS, ...wordsOfSampling(), ...says(states)]),
-    html("h3", {}, "Gates, which keep a candidate out or let nothing grow below a node"),
-    table(says([...gates].sort())),
+    table([...TERMS, ...termsOfSampling(), ...meaningRows(states)]),
+    html("h3", {}, "Gates, which drop a candidate or stop the growth below a node"),
+    table(meaningRows([...gates].sort())),
     html("h3", {}, "Colours"),
     table(COLOURS.map(([kind, name, what]) => [html("span", { class: `key ${kind}` }, name), what])),
     html("h3", {}, "Keys"),
-    table(KEYS_SAY),
+    table(KEY_HELP),
     html("p", { class: "hint" }, link("DynaTree", PAPER),
       ", section 3: the rule and its gates 3.3, mask and verification 3.4, commit 3.5.",
       ...(source ? [" Acceptance: ", link(source[0], source[1]), `${source[2]}.`] : [])),

@@ -1,8 +1,8 @@
-// Making elements, and showing tokens and numbers. Whatever a user or a model wrote becomes a text
-// node or an attribute, never markup.
+// Functions that make elements and format tokens and numbers. Text from a user or a model becomes a
+// text node or an attribute, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const UNIT = 13; // pixels of the usual letters; drawings are made for that size and then scaled
+const UNIT = 13; // default font size in pixels; drawings are made for it and then scaled
 
 const byId = (id) => document.getElementById(id);
 
@@ -27,15 +27,15 @@ function drawing(width, height, scale, attributes, ...children) {
   return svg("svg", { ...size, ...attributes }, ...children);
 }
 
-function nothing(text) {
-  return html("p", { class: "nothing" }, text);
+function emptyNote(text) {
+  return html("p", { class: "empty" }, text);
 }
 
 function classes(flags) {
   return Object.keys(flags).filter((name) => flags[name]).join(" ");
 }
 
-// A token with its white space, and what has no look of its own, made visible.
+// A token with visible symbols for white space and for characters that have no glyph.
 function visible(text) {
   const marked = text
     .replace(/ /g, "·")
@@ -49,56 +49,56 @@ function codePoint(character) {
   return `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-function shortened(text, most) {
+function shorten(text, max) {
   const characters = Array.from(text);
-  return characters.length > most ? `${characters.slice(0, most - 1).join("")}…` : text;
+  return characters.length > max ? `${characters.slice(0, max - 1).join("")}…` : text;
 }
 
 const ruler = document.createElement("canvas").getContext("2d");
 ruler.font = `100px ${getComputedStyle(document.documentElement).getPropertyValue("--mono")}`;
-const widths = new Map(); // of texts that were measured
+const widths = new Map(); // text -> its width at 1 px
 
-// The width of a text in the fixed-width font of this size.
+// The width of a text in the monospace font of this size.
 function widthOf(text, size) {
   if (!widths.has(text)) widths.set(text, ruler.measureText(text).width / 100);
   return size * widths.get(text);
 }
 
-function probability(p) {
+function formatProbability(p) {
   if (p === null || p === undefined) return "–";
   if (p >= 0.01 || p === 0) return p.toFixed(2);
   return p >= 0.001 ? p.toFixed(3) : p.toExponential(0);
 }
 
-function milliseconds(ms) {
+function formatMs(ms) {
   return `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms`;
 }
 
-function plain(value) {
+function formatValue(value) {
   if (typeof value !== "number") return String(value);
   return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
 }
 
-function counted(n, one, many = `${one}s`) {
+function formatCount(n, one, many = `${one}s`) {
   return `${n} ${n === 1 ? one : many}`;
 }
 
-function clamp(value, low, high) {
-  return Math.max(low, Math.min(high, value));
+function clamp(value, min, max) {
+  return Math.max(min, Math.min(max, value));
 }
 
 function sum(values) {
   return values.reduce((total, value) => total + value, 0);
 }
 
-const rooms = new Map(); // of panels, until the window is another
+const rooms = new Map(); // panel -> its size; cleared when the window is resized
 
-// The room that a drawing has, and the scale it is shown at. Asked anew after every drawing, it would
-// have the browser lay out the whole page each time.
+// The space that a drawing has, and its scale. Cached, because each measurement after a drawing makes
+// the browser lay out the whole page again.
 function roomOf(place) {
   if (!rooms.has(place)) {
     const scale = parseFloat(getComputedStyle(place).fontSize) / UNIT;
-    const width = Math.max(place.offsetWidth / scale, 200); // even where a window has no size yet
+    const width = Math.max(place.offsetWidth / scale, 200); // also while the window has no size
     const height = Math.max(place.offsetHeight / scale, 60);
     rooms.set(place, { width, height, scale });
   }

@@ -1,15 +1,15 @@
-// What is shown: an iteration, one of its stages (0: the whole of it), and a row that is pointed at;
-// and how one moves: buttons, keys, the pointer, and the hash, which keeps the first two, as in #12 or
-// #12.3, so that a report can point to them.
+// The state of the page: an iteration, one of its stages (0 is the whole iteration) and a pinned row. It
+// changes by buttons, keys, pointer and hash. The hash has the iteration and the stage, as in #12 or
+// #12.3, so that a link can point to them.
 
 const state = { iteration: 0, step: 0, pinned: null, view: null };
-const draws = []; // of each panel: view and stage in, a picture out
-const lit = []; // elements that are lit now
-const EVERY_MS = { iteration: 800, step: 1600 }; // while it plays
-let playing = null;
-let hashing = null;
+const drawPanels = []; // one function per panel, which draws a view and a stage
+const highlighted = []; // the elements with a highlight
+const PLAY_MS = { iteration: 800, step: 1600 }; // how long the player shows each
+let playTimer = null;
+let hashTimer = null;
 
-function stageNow() {
+function currentStage() {
   return state.view.stages[state.step];
 }
 
@@ -22,21 +22,21 @@ function go(iteration, step = 0) {
   state.iteration = index;
   state.step = clamp(Math.round(Number(step)) || 0, 0, state.view.stages.length - 1);
   redraw();
-  clearTimeout(hashing); // browsers allow only so many changes in a while
-  hashing = setTimeout(writeHash, 250);
+  clearTimeout(hashTimer); // browsers limit how often it may change
+  hashTimer = setTimeout(writeHash, 250);
 }
 
 function redraw() {
-  const stage = stageNow();
+  const stage = currentStage();
   document.body.dataset.stage = stage.kind;
-  for (const draw of draws) draw(state.view, stage);
+  for (const draw of drawPanels) draw(state.view, stage);
   const step = STEPS.indexOf(stage.kind);
-  const heading = step < 0 ? `Iteration ${state.iteration}.` : `${step + 1} ${titled(stage.kind)}.`;
+  const heading = step < 0 ? `Iteration ${state.iteration}.` : `${step + 1} ${capitalise(stage.kind)}.`;
   byId("caption").replaceChildren(html("b", {}, heading), ` ${captionOf(state.view, stage)}`);
-  light(null);
+  highlight(null);
 }
 
-function titled(kind) {
+function capitalise(kind) {
   return kind[0].toUpperCase() + kind.slice(1);
 }
 
@@ -51,12 +51,12 @@ function readHash() {
   return Boolean(found);
 }
 
-// The bar of the six steps; the draft's has as many stops as there are passes.
+// The bar of the six steps. Draft has one stop per pass.
 function buildSteps() {
   const buttons = ["whole", ...STEPS].map((kind, i) => {
     const stops = html("span", { class: "stops" });
     const number = html("span", { class: "number" }, i ? String(i) : "");
-    const button = html("button", { type: "button" }, number, titled(kind), stops);
+    const button = html("button", { type: "button" }, number, capitalise(kind), stops);
     button.addEventListener("click", () => goTo(kind));
     byId("steps").append(button);
     return { kind, button, stops };
@@ -68,20 +68,20 @@ function buildSteps() {
       button.disabled = !own.length;
       if (isHere) button.setAttribute("aria-current", "step");
       else button.removeAttribute("aria-current");
-      const hasMore = own.length > 1 && isAt(stage, "mask"); // a pass does not tell of others
+      const hasMore = own.length > 1 && hasReached(stage, "mask"); // a pass does not show the later ones
       stops.textContent = hasMore ? `×${own.length}` : "";
     }
   };
 }
 
-// The first stage of a step; if that is where we are, the next.
+// Go to the first stage of a step, or to its next stage if the step is shown already.
 function goTo(kind) {
   const { stages } = state.view;
-  const hasMore = stageNow().kind === kind && stages[state.step + 1]?.kind === kind;
+  const hasMore = currentStage().kind === kind && stages[state.step + 1]?.kind === kind;
   go(state.iteration, hasMore ? state.step + 1 : stages.findIndex((stage) => stage.kind === kind));
 }
 
-// To the stage before or after, over the ends of an iteration.
+// Go to the previous or next stage, also across iterations.
 function goStep(by) {
   const step = state.step + by;
   if (step < 0) {
@@ -93,10 +93,10 @@ function goStep(by) {
   }
 }
 
-// On from iteration to iteration, or from step to step, until the end.
+// Start or stop playing: by iteration if a whole iteration is shown, otherwise by step.
 function play(isPlaying) {
-  clearInterval(playing);
-  playing = isPlaying ? setInterval(playOn, state.step ? EVERY_MS.step : EVERY_MS.iteration) : null;
+  clearInterval(playTimer);
+  playTimer = isPlaying ? setInterval(playOn, state.step ? PLAY_MS.step : PLAY_MS.iteration) : null;
   byId("play").setAttribute("aria-pressed", String(isPlaying));
   byId("play").setAttribute("aria-label", isPlaying ? "Pause" : "Play");
 }
@@ -117,21 +117,21 @@ const KEYS = {
   "]": () => goStep(1),
   Home: () => go(0),
   End: () => go(lastIteration),
-  " ": () => play(playing === null),
+  " ": () => play(playTimer === null),
   Escape: close,
 };
 
 function close() {
   for (const panel of document.querySelectorAll("header details")) panel.open = false;
   if (state.pinned !== null) pin(state.pinned);
-  light(null);
+  highlight(null);
 }
 
 function listenToKeys() {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const control = event.target.closest?.("button, summary, a");
-    if (control && event.key === " ") return; // it presses that
+    if (control && event.key === " ") return; // the key presses the control
     const node = event.target.closest?.("#tree .node");
     if (node && event.key === "Enter") pin(Number(node.dataset.row));
     if (!KEYS[event.key]) return;
@@ -140,23 +140,22 @@ function listenToKeys() {
   });
 }
 
-// Light up the row that is pointed at, by pointer, finger or focus, in every panel; null: the one that
-// a click keeps, or none.
-function light(target) {
+// Highlight a row and its ancestors in every panel, and show its details. null: the pinned row, if any.
+function highlight(target) {
   const shown = target ?? state.pinned;
-  for (const element of lit.splice(0)) element.classList.remove("lit", "above");
+  for (const element of highlighted.splice(0)) element.classList.remove("lit", "above");
   if (shown !== null) {
     const { parents } = state.view.tree;
     mark(shown, "lit");
     for (let row = parents[shown]; row >= 0; row = parents[row]) mark(row, "above");
   }
-  drawDetails(state.view, stageNow(), shown);
+  drawDetails(state.view, currentStage(), shown);
 }
 
 function mark(row, kind) {
   for (const element of document.querySelectorAll(`main [data-row="${row}"]`)) {
     element.classList.add(kind);
-    lit.push(element);
+    highlighted.push(element);
   }
 }
 
@@ -165,7 +164,7 @@ function pin(row) {
   for (const node of document.querySelectorAll("#tree .node")) {
     node.setAttribute("aria-selected", String(Number(node.dataset.row) === state.pinned));
   }
-  light(row);
+  highlight(row);
 }
 
 function pointedAt({ target }) {
@@ -177,12 +176,12 @@ function listenToPointing() {
   const main = document.querySelector("main");
   for (const kind of ["pointerover", "focusin"]) {
     main.addEventListener(kind, (event) => {
-      if (pointedAt(event) !== null) light(pointedAt(event));
+      if (pointedAt(event) !== null) highlight(pointedAt(event));
     });
   }
   for (const kind of ["pointerout", "focusout"]) {
     main.addEventListener(kind, (event) => {
-      if (pointedAt(event) !== null) light(null);
+      if (pointedAt(event) !== null) highlight(null);
     });
   }
   main.addEventListener("click", (event) => {
@@ -193,15 +192,15 @@ function listenToPointing() {
 
 function start() {
   buildAbout();
-  draws.push(buildSteps(), buildText(), buildTree(), buildMask(), buildCaches());
-  draws.push(buildThresholds(), buildTime(), buildDepths());
+  drawPanels.push(buildSteps(), buildText(), buildTree(), buildMask(), buildCaches());
+  drawPanels.push(buildThresholds(), buildTime(), buildDepths());
   byId("previous").addEventListener("click", () => go(state.iteration - 1));
   byId("next").addEventListener("click", () => go(state.iteration + 1));
-  byId("play").addEventListener("click", () => play(playing === null));
+  byId("play").addEventListener("click", () => play(playTimer === null));
   listenToPointing();
   listenToKeys();
   addEventListener("hashchange", readHash);
-  if (!readHash()) go(firstOfInterest());
+  if (!readHash()) go(firstWithAccepted());
   const resized = new ResizeObserver(() => {
     rooms.clear();
     redraw();

@@ -1,9 +1,9 @@
-// What there is of the whole run: its text, the numbers that the rule went by, each iteration's time
-// and tokens, and how deep trees were accepted. All is drawn once; a step only moves the marks.
+// The panels of the whole run: its text, the values that decide each tree, the time and tokens of each
+// iteration, and the acceptance by depth. Each is drawn once; a step only moves marks.
 
-const TURNS = /[\u202a-\u202e\u2066-\u2069]/; // the direction of all that follows
+const DIRECTION_MARKS = /[\u202a-\u202e\u2066-\u2069]/; // they set the direction of what follows
 
-// One element for each iteration, one in it for each token; what comes later is hidden.
+// One element per iteration, with one element per token. Later iterations are hidden.
 function buildText() {
   const place = byId("text");
   const prompt = html("span", { class: "prompt" }, data.prompt.text.join(""));
@@ -16,7 +16,7 @@ function buildText() {
   let last = -1;
   let fresh = prompt;
   return function drawText(view, stage) {
-    const isWritten = !view.tree || isAt(stage, "commit");
+    const isWritten = !view.tree || hasReached(stage, "commit");
     const now = isWritten ? view.index : view.index - 1;
     for (let i = Math.min(last, now) + 1; i <= Math.max(last, now); i++) {
       written[i].classList.toggle("later", i > now);
@@ -27,8 +27,8 @@ function buildText() {
     fresh.classList.add("new");
     const box = fresh.getBoundingClientRect();
     const { top, bottom, height } = place.getBoundingClientRect();
-    const isInSight = box.top >= top && box.bottom <= bottom;
-    if (!isInSight) place.scrollTop += box.bottom - top - 0.75 * height;
+    const isVisible = box.top >= top && box.bottom <= bottom;
+    if (!isVisible) place.scrollTop += box.bottom - top - 0.75 * height;
   };
 }
 
@@ -36,24 +36,27 @@ function elementOf(iteration, index) {
   const origins = originsOf(iteration);
   const tokens = iteration.tokens.map((id, i) => {
     const text = iteration.text[i];
-    const flags = { token: true, [origins[i]]: true, silent: text === "", turning: TURNS.test(text) };
+    const isDirectional = DIRECTION_MARKS.test(text);
+    const flags = { token: true, [origins[i]]: true, textless: !text, directional: isDirectional };
     return html("span", { class: classes(flags), "data-iteration": index }, text);
   });
   return html("span", { class: "later" }, ...tokens);
 }
 
-// Numbers that are known by name: how far they go, and where nothing is moved.
+const DEPTH_RATIO_BAND = [DEPTH_RATIO_BOUNDS.low, DEPTH_RATIO_BOUNDS.high];
+
+// Values with a known range. band: a range to mark.
 const CHARTS = [
   { names: ["D0"], low: 0, high: settings.D_max },
   { names: ["tau_h"], low: 0.4, high: 1 },
   { names: ["rho_deep"], low: 0.2, high: 0.9 },
-  { names: ["reach"], low: 0, high: 1, band: [REACH.careful, REACH.bolder] },
-  { names: ["memory", "draft"], title: "worth in tokens", low: 0, high: 0, band: [0, 0] },
+  { names: ["depth_ratio"], title: "depth ratio", low: 0, high: 1, band: DEPTH_RATIO_BAND },
+  { names: ["ngrams", "draft"], title: "net gain", low: 0, high: 0, band: [0, 0] },
 ];
 
 function buildThresholds() {
   const names = new Set(iterations.flatMap((iteration) => Object.keys(iteration.state ?? {})));
-  document.body.classList.toggle("settled", !names.size); // the mask has the room
+  document.body.classList.toggle("constant", !names.size); // the mask gets the space
   const known = CHARTS.filter((chart) => names.has(chart.names[0]));
   for (const name of known.flatMap((chart) => chart.names)) names.delete(name);
   const charts = [...known, ...[...names].map((name) => ({ names: [name] }))].map(chartOf);
@@ -63,18 +66,18 @@ function buildThresholds() {
   };
 }
 
-// Values that are words have a line for each word.
+// The chart of one or more state values over the run. Values that are words have a level per word.
 function chartOf({ names, title = names[0], low, high, band }) {
   const columns = names.map((name) => iterations.map((iteration) => iteration.state?.[name]));
-  const there = columns.flat().filter((value) => value !== undefined);
-  const choices = [...new Set(there.filter((value) => typeof value === "string"))].sort();
+  const present = columns.flat().filter((value) => value !== undefined);
+  const choices = [...new Set(present.filter((value) => typeof value === "string"))].sort();
   const heightOf = (value) => (choices.length ? -choices.indexOf(value) : value);
-  const heights = there.map(heightOf);
-  const least = heights.reduce((a, b) => Math.min(a, b), low ?? Infinity);
-  const most = heights.reduce((a, b) => Math.max(a, b), high ?? -Infinity);
-  const y = (height) => 3 + (34 * (most - height)) / (most - least || 1);
+  const heights = present.map(heightOf);
+  const min = heights.reduce((a, b) => Math.min(a, b), low ?? Infinity);
+  const max = heights.reduce((a, b) => Math.max(a, b), high ?? -Infinity);
+  const y = (height) => 3 + (34 * (max - height)) / (max - min || 1);
   const parts = columns.map((values, i) => {
-    const d = stairs(values.map((value) => value === undefined ? null : y(heightOf(value))));
+    const d = stepPath(values.map((value) => value === undefined ? null : y(heightOf(value))));
     return svg("path", { class: `line ${names[i]}`, d });
   });
   if (band) {
@@ -83,7 +86,7 @@ function chartOf({ names, title = names[0], low, high, band }) {
   }
   const now = html("div", { class: "now" });
   const value = html("span", {});
-  const ticks = choices.length ? choices : [rounded(most), rounded(least)];
+  const ticks = choices.length ? choices : [rounded(max), rounded(min)];
   const field = { viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img" };
   const isWide = names.length > 1 || choices.length;
   const element = html("figure", { class: classes({ wide: isWide }) },
@@ -103,7 +106,7 @@ function rounded(value) {
   return typeof value === "number" ? String(Number(value.toPrecision(2))) : value;
 }
 
-// What decided this tree; once it is adapted, what will decide the next one.
+// The value that decided this tree; in the step adapt also the value for the next tree.
 function valueNow(view, stage, name, isNamed) {
   const now = rounded(view.iteration.state?.[name] ?? "–");
   const next = rounded(iterations[view.index + 1]?.state?.[name] ?? now);
@@ -111,8 +114,8 @@ function valueNow(view, stage, name, isNamed) {
   return html("span", { class: `value ${name}` }, isNamed ? `${name} ${text}` : text);
 }
 
-// A height holds until the next one.
-function stairs(heights) {
+// A path of steps: each height lasts for one iteration.
+function stepPath(heights) {
   const width = 100 / heights.length;
   let path = "";
   heights.forEach((y, i) => {
@@ -124,26 +127,26 @@ function stairs(heights) {
   return path;
 }
 
-const WIDEST = 32; // pixels of an iteration, where there are few
+const MAX_BAR_WIDTH = 32; // pixels per iteration, for runs with few iterations
 const TIME = { kinds: ["draft", "verify", "other"], top: 0, height: 60 }; // in percent of the strip
 const TOKENS = { kinds: ["drafted", "retrieved", "bonus"], top: 66, height: 34 };
 
-// Time and tokens of every iteration as a strip, which is also the scrubber.
+// The strip with the time and tokens of every iteration, which is also the slider.
 function buildTime() {
   const scrub = byId("scrub");
   scrub.setAttribute("aria-valuemax", lastIteration);
-  scrub.style.maxWidth = `${WIDEST * iterations.length}px`;
+  scrub.style.maxWidth = `${MAX_BAR_WIDTH * iterations.length}px`;
   const times = iterations.map((iteration) => iteration.ms);
   const tokens = iterations.map((iteration) => {
     const origins = originsOf(iteration);
     return TOKENS.kinds.map((kind) => origins.filter((origin) => origin === kind).length);
   });
-  const usual = usualOf(times.map(sum));
-  const most = tokens.map(sum).reduce((a, b) => Math.max(a, b), 1);
-  byId("scale").textContent = `0–${milliseconds(usual)}`;
-  byId("most").textContent = `0–${most}`;
+  const maxTime = typicalMaximum(times.map(sum));
+  const maxTokens = tokens.map(sum).reduce((a, b) => Math.max(a, b), 1);
+  byId("scale").textContent = `0–${formatMs(maxTime)}`;
+  byId("most").textContent = `0–${maxTokens}`;
   const field = { viewBox: `0 0 ${iterations.length} 100`, preserveAspectRatio: "none" };
-  const bars = [...stack(times, usual, TIME), ...stack(tokens, most, TOKENS)];
+  const bars = [...stack(times, maxTime, TIME), ...stack(tokens, maxTokens, TOKENS)];
   scrub.prepend(svg("svg", { ...field, "aria-hidden": "true" }, ...bars));
   scrub.addEventListener("pointerdown", (event) => {
     scrub.setPointerCapture(event.pointerId);
@@ -161,47 +164,46 @@ function buildTime() {
   };
 }
 
-// The time that most iterations stay under: a first slow one does not flatten all others.
-function usualOf(totals) {
+// A time that most iterations stay under, so that a slow first one does not make all others flat.
+function typicalMaximum(totals) {
   const sorted = totals.slice().sort((a, b) => a - b);
   return 1.2 * sorted[Math.floor(0.95 * (sorted.length - 1))] || 1;
 }
 
-// A bar for each iteration, its parts one above the other: a path for each part, and one for a cap
-// over what is higher than is shown.
-function stack(rows, most, { kinds, top, height }) {
+// Stacked bars, one per iteration: one path per part, and one with a cap for each bar that is cut off.
+function stack(rows, max, { kinds, top, height }) {
   const width = rows.length > 200 ? 1 : 0.94;
   const paths = kinds.map(() => "");
   let caps = "";
   rows.forEach((values, i) => {
     let y = top + height;
     values.forEach((value, part) => {
-      const up = clamp((height * value) / most, 0, y - top).toFixed(2);
+      const up = clamp((height * value) / max, 0, y - top).toFixed(2);
       paths[part] += `M${i} ${y.toFixed(2)}v-${up}h${width}v${up}z`;
       y -= up;
     });
-    if (sum(values) > most) caps += `M${i} ${top}h${width}v3h-${width}z`;
+    if (sum(values) > max) caps += `M${i} ${top}h${width}v3h-${width}z`;
   });
   const parts = kinds.map((kind, part) => svg("path", { class: `bar-${kind}`, d: paths[part] }));
   return [...parts, svg("path", { class: "bar-cap", d: caps })];
 }
 
-let wanted = null; // an iteration to go to with the next picture, so that a fast drag skips some
+let draggedTo = null; // the iteration to show with the next frame; a fast drag skips iterations
 
 function goAt(scrub, event) {
   const { left, width } = scrub.getBoundingClientRect();
-  if (wanted === null) {
+  if (draggedTo === null) {
     requestAnimationFrame(() => {
-      if (wanted !== state.iteration || state.step) go(wanted);
-      wanted = null;
+      if (draggedTo !== state.iteration || state.step) go(draggedTo);
+      draggedTo = null;
     });
   }
-  wanted = clamp(Math.floor((iterations.length * (event.clientX - left)) / width), 0, lastIteration);
+  draggedTo = clamp(Math.floor((iterations.length * (event.clientX - left)) / width), 0, lastIteration);
 }
 
-// By depth, the share of the trees so far and that deep whose path got there.
+// By depth: of the trees so far with this depth, the share whose accepted path reaches it.
 function buildDepths() {
-  const counts = [{ reached: [], accepted: [] }]; // before each iteration, and after the last
+  const counts = [{ reached: [], accepted: [] }]; // before each iteration, and after the last one
   for (const { tree, path } of iterations) {
     const { reached, accepted } = counts[counts.length - 1];
     const next = { reached: reached.slice(), accepted: accepted.slice() };
@@ -211,9 +213,9 @@ function buildDepths() {
     }
     counts.push(next);
   }
-  const most = counts[counts.length - 1].reached.length - 1;
+  const maxDepth = counts[counts.length - 1].reached.length - 1;
   const bars = [];
-  for (let depth = 1; depth <= most; depth++) {
+  for (let depth = 1; depth <= maxDepth; depth++) {
     const bar = html("i", {});
     const share = html("span", { class: "share" });
     const well = html("div", { class: "well" }, bar);
@@ -221,15 +223,15 @@ function buildDepths() {
     byId("depths").append(column);
     bars.push({ bar, share, well });
   }
-  if (!bars.length) byId("depths").append(nothing("No tree has a depth."));
-  byId("depths").classList.toggle("many", most > 9);
+  if (!bars.length) byId("depths").append(emptyNote("No tree has a candidate."));
+  byId("depths").classList.toggle("many", maxDepth > 9);
   return function drawDepths(view, stage) {
-    const { reached, accepted } = counts[view.index + (isAt(stage, "accept") ? 1 : 0)];
+    const { reached, accepted } = counts[view.index + (hasReached(stage, "accept") ? 1 : 0)];
     bars.forEach(({ bar, share, well }, i) => {
-      const [there, taken] = [reached[i + 1] ?? 0, accepted[i + 1] ?? 0];
-      bar.style.height = there ? `${(100 * taken) / there}%` : "0";
-      share.textContent = there ? String(Math.round((100 * taken) / there)) : "–";
-      well.title = `depth ${i + 1}: ${taken} of ${there} trees so deep`;
+      const [nTrees, nAccepted] = [reached[i + 1] ?? 0, accepted[i + 1] ?? 0];
+      bar.style.height = nTrees ? `${(100 * nAccepted) / nTrees}%` : "0";
+      share.textContent = nTrees ? String(Math.round((100 * nAccepted) / nTrees)) : "–";
+      well.title = `Depth ${i + 1}: accepted in ${nAccepted} of ${nTrees} trees at least this deep`;
     });
   };
 }

@@ -1,5 +1,5 @@
-// What the rows of a tree are to the target's pass and to both caches: the mask, which says what each
-// row may see, and the caches, as strips of slots.
+// The rows of a tree in the target model's pass and in both caches: the mask, which shows the rows that
+// each row attends to, and the caches as strips of slots.
 
 const STRIP = { height: 23, label: 50, committed: 132, top: 17, below: 30 };
 
@@ -7,21 +7,21 @@ function buildMask() {
   const place = byId("mask");
   return function drawMask(view, stage) {
     const n = view.tree?.tokens.length;
-    const isMade = n && isAt(stage, "mask");
-    byId("mask-note").textContent = isMade ? `${n} × ${n}, positions` : "";
-    const why = n ? "Made when the tree has grown." : "The prompt’s pass has no tree, and no mask.";
-    place.replaceChildren(isMade ? maskOf(view, stage, roomOf(place)) : nothing(why));
+    const isMade = n && hasReached(stage, "mask");
+    byId("mask-note").textContent = isMade ? `${n} × ${n}, with positions` : "";
+    const why = n ? "The mask is made when the tree is complete." : "The prefill has no tree mask.";
+    place.replaceChildren(isMade ? maskOf(view, stage, roomOf(place)) : emptyNote(why));
   };
 }
 
-// Row i marks its path from the root; rows of one depth stand at one position, shown by the bracket
-// beside them.
+// Row i has marks for its path from the root. A bracket joins the rows of one depth, which have the
+// same position.
 function maskOf(view, stage, room) {
   const { tokens, parents } = view.tree;
   const n = tokens.length;
-  const [head, all, brackets] = [17, 32, 46]; // the heading, the columns of the text and of positions
+  const [head, all, brackets] = [17, 38, 46]; // heading, column of cached tokens, column of positions
   const high = clamp((room.height - head - 2) / n, 1, 26);
-  const labels = tokens.map((id) => shortened(visible(word(id)), 9));
+  const labels = tokens.map((id) => shorten(visible(textOf(id)), 9));
   const cellBeside = (left) => Math.min(high, (room.width - left - all - brackets) / n);
   const labelRoom = Math.max(...labels.map((label) => widthOf(label, 12))) + 8;
   const isLabelled = cellBeside(labelRoom) >= 12;
@@ -29,34 +29,34 @@ function maskOf(view, stage, room) {
   const cell = cellBeside(left);
   const x = left + all;
   const parts = [
-    svg("text", { x: left + all / 2 - 2, y: 12, class: "head" }, "text"),
+    svg("text", { x: left + all / 2 - 2, y: 12, class: "head" }, "cache"),
     svg("rect", { x: left, y: head, width: all - 4, height: n * cell, class: "all" }),
     svg("rect", { x, y: head, width: n * cell, height: n * cell, class: "field" }),
   ];
   const end = x + n * cell;
   const side = (cell - (cell > 6 ? 1 : 0.2 * cell)).toFixed(2);
-  let marks = ""; // all as one path, as there may be thousands
+  let marks = ""; // one path, because there may be thousands of marks
   tokens.forEach((id, row) => {
     const y = head + row * cell;
     const across = { x: left, y, width: end - left, height: cell, class: "band" };
     const down = { x: x + row * cell, y: head, width: cell, height: n * cell, class: "band down" };
     for (const band of [across, down]) parts.push(svg("rect", { ...band, "data-row": row }));
     if (isLabelled) {
-      const accepted = view.isAccepted.has(row) && isAt(stage, "accept");
+      const accepted = view.isAccepted.has(row) && hasReached(stage, "accept");
       const name = { x: left - 5, y: y + cell / 2 + 4, class: classes({ row: true, accepted }) };
       parts.push(svg("text", { ...name, "data-row": row }, labels[row]));
     }
-    for (let seen = row; seen >= 0; seen = parents[seen]) {
-      marks += `M${(x + seen * cell).toFixed(2)} ${y.toFixed(2)}h${side}v${side}h-${side}z`;
+    for (let column = row; column >= 0; column = parents[column]) {
+      marks += `M${(x + column * cell).toFixed(2)} ${y.toFixed(2)}h${side}v${side}h-${side}z`;
     }
   });
-  parts.push(svg("path", { class: "sees", d: marks }), ...positions(view, cell, end + 4, head));
-  const label = `Mask: ${counted(n, "row")} of the tree, each sees the text and its ancestors`;
-  const attributes = { role: "img", "aria-label": label };
+  parts.push(svg("path", { class: "attends", d: marks }), ...positions(view, cell, end + 4, head));
+  const label = "each attends to the cached tokens, its ancestors and itself";
+  const attributes = { role: "img", "aria-label": `Mask of ${formatCount(n, "row")}; ${label}` };
   return drawing(end + brackets, head + n * cell + 2, room.scale, attributes, ...parts);
 }
 
-// A bracket over the rows of each depth, with their position.
+// A bracket for the rows of each depth, with their position.
 function positions(view, cell, x, y) {
   const parts = [];
   for (let depth = 0; depth <= view.depth; depth++) {
@@ -82,32 +82,34 @@ function buildCaches() {
 
 function promptCaches({ iteration }) {
   const [target, draft] = iteration.cached;
-  const drafts = draft ? `, ${draft} in the draft’s` : "";
-  return nothing(`After the prompt: ${counted(target, "token")} in the target’s cache${drafts}.`);
+  const ofDraft = draft ? `, and the draft model’s has ${draft}` : "";
+  const ofTarget = `the target model’s cache has ${formatCount(target, "token")}`;
+  return emptyNote(`After the prefill, ${ofTarget}${ofDraft}.`);
 }
 
-// One above the other, so that slot n, the root's, is at the same place: what is committed, the root,
-// then the scratch rows; and what the commit moves.
+// The two caches, aligned at slot n, which is the root's: the committed tokens, the root, the other rows
+// of the tree, and the moves of the commit.
 function cachesOf(view, stage, room) {
   const { iteration, tree } = view;
   const width = Math.max(room.width, 260);
   const start = STRIP.label + STRIP.committed;
-  const most = Math.max(tree.tokens.length, nRun(view, { kind: "whole" }));
-  const plan = { view, stage, start, cell: clamp((width - start - 4) / most, 2, 52) };
+  const nSlots = Math.max(tree.tokens.length, nDraftSlots(view, { kind: "whole" }));
+  const plan = { view, stage, start, cell: clamp((width - start - 4) / nSlots, 2, 52) };
   const below = STRIP.top + STRIP.height + STRIP.below;
-  const rows = isAt(stage, "mask") ? tree.tokens.map((_, row) => row) : [];
-  const slots = new Array(nRun(view, stage)).fill(null); // null: better nodes took its place
+  const rows = hasReached(stage, "mask") ? tree.tokens.map((_, row) => row) : [];
+  const slots = new Array(nDraftSlots(view, stage)).fill(null); // null: the row is not in the final tree
   tree.slots.forEach((slot, row) => {
-    if (isRun(view, stage, row)) slots[slot] = row;
+    if (isRunByDraft(view, stage, row)) slots[slot] = row;
   });
   const every = Math.ceil(30 / plan.cell);
   const numbers = [];
   for (let slot = 0; slot < Math.max(rows.length, slots.length); slot += every) {
-    const x = start + (slot + 0.5) * plan.cell;
-    numbers.push(svg("text", { x, y: 12, class: "slot" }, String(view.n + slot)));
+    const number = String(view.n + slot);
+    const x = Math.min(start + (slot + 0.5) * plan.cell, width - 4.5 * number.length);
+    numbers.push(svg("text", { x, y: 12, class: "slot" }, number));
   }
-  const ofTree = counted(rows.length, "row");
-  const label = `Caches: ${view.n} committed in the target's, then ${ofTree} of the tree`;
+  const ofTree = formatCount(rows.length, "row");
+  const label = `Caches: ${view.n} committed tokens in the target model's, then ${ofTree} of the tree`;
   const attributes = { role: "img", "aria-label": label };
   return drawing(width, below + STRIP.height + STRIP.below, room.scale, attributes,
     arrowhead(), ...numbers,
@@ -127,12 +129,12 @@ function targetStrip(plan, rows, top) {
   const { view, stage } = plan;
   const { path, cached } = view.iteration;
   const parts = [...committed("target", top, `${view.n} committed`)];
-  parts.push(...rows.map((row) => slotOf(plan, row, row, top, isAt(stage, "verify"))));
-  if (!isAt(stage, "commit")) return parts;
-  const drop = droppedBy(view);
-  const note = drop > 0 ? `window drops ${drop}, then ${cached[0]}` : `then ${cached[0]}`;
+  parts.push(...rows.map((row) => slotOf(plan, row, row, top, hasReached(stage, "verify"))));
+  if (!hasReached(stage, "commit")) return parts;
+  const drop = nDroppedByWindow(view);
+  const note = drop > 0 ? `${cached[0]} after dropping ${drop}` : `${cached[0]} after commit`;
   parts.push(after(note, top), ...moves(plan, path, top));
-  if (drop > 0) { // the oldest tokens after the sinks
+  if (drop > 0) { // the oldest tokens that are not sinks
     const scale = (STRIP.committed - 3) / view.n;
     const x = STRIP.label + settings.window.sinks * scale;
     parts.push(svg("rect", { x, y: top, width: drop * scale, height: STRIP.height, class: "dropped" }));
@@ -142,25 +144,25 @@ function targetStrip(plan, rows, top) {
 
 function draftStrip(plan, slots, top) {
   const { view, stage } = plan;
-  const { draft_rows: read, path, cached } = view.iteration;
-  const note = read[0] > 1 ? `${view.nDraft} + ${read[0] - 1} read now` : `${view.nDraft} committed`;
+  const { draft_rows: rows, path, cached } = view.iteration;
+  const note = rows[0] > 1 ? `${view.nDraft} + ${rows[0] - 1} prefilled` : `${view.nDraft} committed`;
   const parts = [...committed("draft", top, note)];
   parts.push(...slots.map((row, slot) => slotOf(plan, row, slot, top, true)));
-  if (!isAt(stage, "commit")) return parts;
-  const kept = path.map((row) => view.tree.slots[row]).filter((slot) => slot >= 0);
-  return [...parts, after(`then ${cached[1]}`, top), ...moves(plan, kept, top)];
+  if (!hasReached(stage, "commit")) return parts;
+  const accepted = path.map((row) => view.tree.slots[row]).filter((slot) => slot >= 0);
+  return [...parts, after(`${cached[1]} after commit`, top), ...moves(plan, accepted, top)];
 }
 
 function idleDraft(view, top) {
-  const write = (x, note) => svg("text", { x, y: top + 16, class: "name" }, note);
+  const label = (x, note) => svg("text", { x, y: top + 16, class: "name" }, note);
   if (!settings.draft) {
-    return [write(0, "draft"), write(STRIP.label, "none: this method needs no draft")];
+    return [label(0, "draft"), label(STRIP.label, "none: this method uses no draft model")];
   }
-  const note = write(STRIP.label + STRIP.committed + 6, "not asked in this iteration");
+  const note = label(STRIP.label + STRIP.committed + 6, "not run in this iteration");
   return [...committed("draft", top, `${view.nDraft} committed`), note];
 }
 
-// A strip's name, and the committed tokens.
+// The name of a strip, and the box of its committed tokens.
 function committed(name, top, note) {
   const x = STRIP.label;
   const width = STRIP.committed - 3;
@@ -176,7 +178,7 @@ function after(note, top) {
   return svg("text", { ...middle, class: "after" }, note);
 }
 
-// One slot above the committed.
+// One slot after the committed ones.
 function slotOf({ view, cell, start }, row, slot, top, isWritten) {
   const x = start + slot * cell;
   const flags = { cell: true, written: isWritten, root: row === 0, gone: row === null };
@@ -184,15 +186,16 @@ function slotOf({ view, cell, start }, row, slot, top, isWritten) {
   const gap = cell > 5 ? 2 : 0.4;
   const box = { x, y: top, width: cell - gap, height: STRIP.height, rx: cell > 12 ? 3 : 0 };
   const group = svg("g", { class: classes(flags), "data-row": row }, svg("rect", box));
-  const most = Math.floor((cell - 5) / widthOf("0", 12));
-  const text = row === null ? "" : visible(word(view.tree.tokens[row]));
-  if (isWritten && text && (most >= 4 || text.length <= most)) {
-    group.append(svg("text", { x: x + (cell - gap) / 2, y: top + 16 }, shortened(text, most)));
+  const maxLength = Math.floor((cell - 5) / widthOf("0", 12));
+  const text = row === null ? "" : visible(textOf(view.tree.tokens[row]));
+  if (isWritten && text && (maxLength >= 4 || text.length <= maxLength)) {
+    group.append(svg("text", { x: x + (cell - gap) / 2, y: top + 16 }, shorten(text, maxLength)));
   }
   return group;
 }
 
-// Arrows from slots to where the commit moves them, one after another; what stays has a line below.
+// An arrow from each slot that the commit moves to its new place, and a line below the committed slots.
+// from: the slots of the accepted rows; entry i goes to slot n + i.
 function moves({ start, cell }, from, top) {
   const y = top + STRIP.height + 2;
   const end = start + from.length * cell - 2;

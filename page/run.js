@@ -1,19 +1,19 @@
-// The run as data, and the view of one iteration that all panels share. What is counted here is
-// counted of the data; what a rule decided is read from it (docs/page.md), never worked out again.
+// The data of the run, and the view of one iteration that all panels share. Decisions of a rule are
+// read from the data (docs/page.md) and never computed again; only counts are computed here.
 //
-// A stage is what is shown of an iteration: one of its steps, the draft's pass by pass, or the whole
-// of it. No panel shows what a later step decides.
+// A stage is what the page shows of an iteration: a draft pass, one of the other steps, or the whole
+// iteration. No panel shows what a later step decides.
 
 const data = JSON.parse(byId("data").textContent);
 const { iterations, settings } = data;
 const lastIteration = iterations.length - 1;
 const isSampled = Boolean(settings.sampling?.temperature);
-const ofRule = { ...data.base?.settings, ...settings }; // graft's trees are mostly its base's
-const REACH = { careful: 0.6, bolder: 0.8 }; // between them history moves nothing
+const ruleSettings = { ...data.base?.settings, ...settings }; // graft mostly uses its base
+const DEPTH_RATIO_BOUNDS = { low: 0.6, high: 0.8 }; // between them, history changes no threshold
 
-const STEPS = ["draft", "mask", "verify", "accept", "commit", "adapt"]; // as in the README
+const STEPS = ["draft", "mask", "verify", "accept", "commit", "adapt"]; // the steps of the README
 
-function word(id) {
+function textOf(id) {
   return data.vocabulary[id] ?? `#${id}`;
 }
 
@@ -23,7 +23,7 @@ function depthsOf(parents) {
   return depths;
 }
 
-// Everything about one iteration: its tree by row, what its caches held before it, its stages.
+// The view of one iteration: its tree by row, the cached tokens before it (n, nDraft), its stages.
 function viewOf(index) {
   const iteration = iterations[index];
   const [n, nDraft] = index ? iterations[index - 1].cached : [0, 0];
@@ -39,53 +39,53 @@ function viewOf(index) {
   view.isRetrieved = new Set(retrieved);
   view.isAccepted = new Set(iteration.path);
   view.leaf = iteration.path[iteration.path.length - 1];
-  view.trials = new Map(); // by row, of sampled text
-  for (const [row, chance, coin, left] of iteration.tried ?? []) {
-    view.trials.set(row, { chance, coin, left });
+  view.trials = new Map(); // row -> trial; empty for greedy text
+  for (const [row, p, uniform, remaining] of iteration.trials ?? []) {
+    view.trials.set(row, { p, uniform, remaining });
   }
   view.stages.push(...stagesOf(iteration));
   return view;
 }
 
-// The six steps of the README, the draft pass by pass.
+// The six steps, with one stage per draft pass.
 function stagesOf(iteration) {
   const stages = iteration.draft_rows.map((_, pass) => ({ kind: "draft", pass }));
-  if (iteration.tree.retrieved.length) stages.push({ kind: "draft", isMemory: true });
+  if (iteration.tree.retrieved.length) stages.push({ kind: "draft", isRetrieval: true });
   if (!stages.length) stages.push({ kind: "draft", isNothing: true });
   for (const kind of STEPS.slice(1)) stages.push({ kind });
   return stages;
 }
 
-// How far an iteration has come: whether the step of this kind is done, or being shown.
-function isAt(stage, kind) {
+// Whether the step of this kind is shown or already done.
+function hasReached(stage, kind) {
   return stage.kind === "whole" || STEPS.indexOf(stage.kind) >= STEPS.indexOf(kind);
 }
 
-// Whether a row is there already: the draft's pass 0 runs the root and gives depth 1.
-function isThere(view, stage, row) {
-  if (row === 0 || isAt(stage, "mask") || stage.isMemory) return true;
+// Whether a row is in the tree by this stage. Draft pass 0 runs the root, which gives depth 1.
+function isRowShown(view, stage, row) {
+  if (row === 0 || hasReached(stage, "mask") || stage.isRetrieval) return true;
   return !view.isRetrieved.has(row) && view.depths[row] <= stage.pass + 1;
 }
 
-// How many of the draft's slots, from the root's on, it has written by then.
-function nRun({ iteration }, stage) {
+// Number of draft cache slots, from the root's on, that are written by this stage.
+function nDraftSlots({ iteration }, stage) {
   const [first, ...rest] = iteration.draft_rows;
   if (first === undefined) return 0;
   const isDrafting = stage.pass !== undefined;
   return 1 + sum(isDrafting ? rest.slice(0, stage.pass) : rest);
 }
 
-function isRun(view, stage, row) {
+function isRunByDraft(view, stage, row) {
   const slot = view.tree.slots[row];
-  return slot >= 0 && slot < nRun(view, stage);
+  return slot >= 0 && slot < nDraftSlots(view, stage);
 }
 
-// How many tokens a window dropped from the target's cache.
-function droppedBy({ n, iteration }) {
+// Number of tokens that the window dropped from the target model's cache.
+function nDroppedByWindow({ n, iteration }) {
   return settings.window ? n + iteration.path.length - iteration.cached[0] : 0;
 }
 
-// Where the tokens of an iteration came from: the accepted rows, then the target.
+// The origin of each token of an iteration: drafted and retrieved rows, then the bonus token.
 function originsOf(iteration) {
   const retrieved = iteration.tree?.retrieved ?? [];
   const path = iteration.path ?? [0];
@@ -95,8 +95,8 @@ function originsOf(iteration) {
   });
 }
 
-// The first iteration at which there is something to see: a guess was accepted.
-function firstOfInterest() {
+// The first iteration with an accepted candidate; the page opens there.
+function firstWithAccepted() {
   const found = iterations.findIndex((iteration) => iteration.path?.length > 1);
   return found >= 0 ? found : Math.min(1, lastIteration);
 }

@@ -1,140 +1,180 @@
-// An iteration in words: the caption, step by step, which is also read aloud; the numbers of what is
-// pointed at; and what every word and colour means.
+// The texts about one iteration: the captions of its steps, the details of an iteration or a node, and
+// the meaning of gates and state values. Captions are also read aloud, so they are sentences.
 
-// What gates say that are no setting.
-const OTHER_GATES = {
+const OTHER_GATES = { // gates that are not named after a setting
   confidence: "more candidates than B(u)",
-  width: "more candidates than the shape has there",
-  shape: "more than the settled shape has",
-  rows: "no row was left, or better nodes took them",
-  limit: "no deeper: the text ends, a window is about to drop, or the run is strict",
+  width: "more candidates than the static tree has at this depth",
+  shape: "not in the static tree",
+  votes: "two of three votes ended the tree",
+  c_row: "the row costs more than its expected gain",
+  c_level: "another level costs more than its expected gain",
+  rows: "no row is left, or better nodes took the last ones",
+  limit: "no deeper level: the text ends, a window is about to drop tokens, or the run is strict",
 };
 const STATES = {
-  reach: "mean of accepted depth / depth over the window: " +
-    `bolder above ${REACH.bolder}, more careful below ${REACH.careful}`,
-  memory: "tokens that memory’s tree is expected to bring beyond its time",
-  draft: "tokens that the draft’s tree is expected to bring beyond its time",
-  chosen: "which of them made the tree",
+  depth_ratio: "accepted depth / tree depth, mean of the last W trees. " +
+    `Above ${DEPTH_RATIO_BOUNDS.high} D0 rises and tau_h and rho_deep fall, so trees get deeper. ` +
+    `Below ${DEPTH_RATIO_BOUNDS.low} it is the reverse`,
+  ngrams: "net gain of n-grams: expected tokens of the iteration minus the price of its time in tokens",
+  draft: "net gain of drafting: mean tokens of recent drafted iterations minus the price of their time",
+  source: "which of them made the tree",
 };
-const ACCEPTED_BY = {
-  token: "From the root, a child is kept if its coin is below its chance",
-  block: "From the chain’s end, the first row whose coin is below its chance is kept, with all above it",
-  traversal: "From the leaves, the first row whose coin is below its chance is kept, with all above it",
-  "the method's": "By an acceptance of the method’s own",
+const STATE_NAMES = {
+  ngrams: "the net gain of n-grams",
+  draft: "the net gain of drafting",
+  source: "the source",
+};
+const SOURCES_OF_RETRIEVED = {
+  auto: "n-grams",
+  lookup: "n-grams",
+  recycle: "the successor table",
+  graft: "the successor table",
+};
+const RULE_OF_ACCEPTANCE = {
+  token: "From the root down, a child is accepted if its uniform number is below its acceptance " +
+    "probability.",
+  block: "From the end of the chain up, the first row whose uniform number is below its acceptance " +
+    "probability ends the path.",
+  traversal: "From the leaves up, the first row whose uniform number is below its acceptance " +
+    "probability ends the path.",
+  "the method's": "The method has its own acceptance.",
 };
 
 function meaningOf(name) {
-  const settled = data.base?.meanings[name] ?? data.meanings[name];
-  return settled ?? OTHER_GATES[name] ?? STATES[name] ?? "its own gate";
+  const ofSetting = data.base?.meanings[name] ?? data.meanings[name];
+  return ofSetting ?? OTHER_GATES[name] ?? STATES[name] ?? "a gate of the method";
 }
 
-// A gate with the value that it had in this tree; graft's are mostly its base's.
+// A gate with its value in this tree. The gates of graft are mostly those of its base rule.
 function gateOf({ iteration }, name) {
   const own = name in data.meanings ? settings[name] : undefined;
   const value = iteration.state[name] ?? data.base?.settings[name] ?? own;
-  return value === undefined ? name : `${name} = ${plain(value)}`;
+  return value === undefined ? name : `${name} = ${formatValue(value)}`;
 }
 
-// Tokens one after another, as they stand in the text.
-function quoted(ids) {
-  return `“${ids.map((id) => visible(word(id))).join("")}”`;
+// Consecutive tokens, in quotation marks.
+function quote(ids) {
+  return `“${ids.map((id) => visible(textOf(id))).join("")}”`;
 }
 
 function captionOf(view, stage) {
-  return view.tree ? CAPTIONS[stage.kind](view, stage, view.iteration) : tellPrompt(view.iteration);
+  return view.tree ? CAPTIONS[stage.kind](view, stage, view.iteration) : prefillCaption(view.iteration);
 }
 
-function tellPrompt({ ms, tokens }) {
-  const prompt = `The target reads the prompt, ${counted(data.prompt.tokens.length, "token")}`;
-  const first = `its first token is ${quoted(tokens)}, the root of the first tree`;
-  return `${prompt}, in ${milliseconds(ms[1])}; ${first}.`;
+function prefillCaption({ ms, tokens }) {
+  const prompt = `the prompt of ${formatCount(data.prompt.tokens.length, "token")}`;
+  const first = `Its first token, ${quote(tokens)}, is the root of the first tree`;
+  return `The target model prefills ${prompt} in ${formatMs(ms[1])}. ${first}.`;
 }
 
 const CAPTIONS = {
   whole(view, stage, { ms, tokens, path }) {
-    const written = `one pass of the target writes ${quoted(tokens)}, ${milliseconds(sum(ms))}.`;
+    const added = `The iteration adds ${quote(tokens)} in ${formatMs(sum(ms))}.`;
     const nRetrieved = view.isRetrieved.size;
     const nDrafted = view.tree.tokens.length - 1 - nRetrieved;
-    if (nDrafted + nRetrieved === 0) return `No guess to check: ${written}`;
-    const guesses = [nDrafted && `${nDrafted} drafted`, nRetrieved && `${nRetrieved} retrieved`];
-    return `${guesses.filter(Boolean).join(" and ")}, ${path.length - 1} accepted: ${written}`;
+    if (nDrafted + nRetrieved === 0) {
+      return `The tree is only its root, so there is no candidate to verify. ${added}`;
+    }
+    let nodes = `${nDrafted + nRetrieved} nodes (${nDrafted} drafted, ${nRetrieved} retrieved)`;
+    if (!nRetrieved) nodes = formatCount(nDrafted, "drafted node");
+    if (!nDrafted) nodes = formatCount(nRetrieved, "retrieved node");
+    return `The target model accepts ${path.length - 1 || "none"} of ${nodes}. ${added}`;
   },
   draft(view, stage, { draft_rows: passes }) {
     const { pass } = stage;
-    if (stage.isNothing) return "Nothing is drafted: the tree is its root, the pending token.";
-    if (stage.isMemory) {
-      const n = counted(view.isRetrieved.size, "node");
-      return `${n} from memory, without a pass of the draft; the probability of each is an estimate.`;
+    if (stage.isNothing) return "Nothing is drafted. The tree is only its root, the pending token.";
+    if (stage.isRetrieval) {
+      const source = SOURCES_OF_RETRIEVED[settings.method];
+      const retrieval = source ? `Retrieval from ${source}` : "Retrieval";
+      const nodes = formatCount(view.isRetrieved.size, "node");
+      return `${retrieval} adds ${nodes}, without a pass of the draft model. Their p(u) is an estimate.`;
     }
-    const isKept = (depth, row) => depth === pass + 1 && !view.isRetrieved.has(row);
-    const kept = counted(view.depths.filter(isKept).length, "guess", "guesses");
+    const isAdded = (depth, row) => depth === pass + 1 && !view.isRetrieved.has(row);
+    const nAdded = view.depths.filter(isAdded).length;
+    const added = nAdded ? formatCount(nAdded, "candidate") : "no candidate";
     const listed = view.tree.dropped.filter(([row]) => view.depths[row] === pass).length;
     const isAll = view.tree.n_dropped === view.tree.dropped.length;
     const dropped = isAll || listed ? `${listed}${isAll ? "" : " or more"}` : "others";
-    const lacking = passes[0] > 1 ? `${counted(passes[0] - 1, "token")} it has not read yet, and ` : "";
-    const read = pass ? `${counted(passes[pass], "row")} at once` : `${lacking}the root`;
-    const reasons = rowsOfPass(view, pass).map((row) => whyBreadth(view, row)).filter(Boolean);
-    const why = reasons.length === 1 ? ` ${reasons[0]}.` : ""; // more have room beside the tree
-    const which = `Pass ${pass + 1} of ${passes.length}: the draft reads ${read}`;
-    return `${which}; ${kept} in the end kept, ${dropped} dropped.${why}`;
+    const uncached = passes[0] > 1 ? `${formatCount(passes[0] - 1, "uncached token")} and ` : "";
+    const rows = pass ? `${formatCount(passes[pass], "row")} at once` : `${uncached}the root`;
+    const reasons = rowsOfPass(view, pass).map((row) => reasonOfBreadth(view, row)).filter(Boolean);
+    const why = reasons.length === 1 ? ` ${reasons[0]}.` : ""; // the details list several reasons
+    const which = `Pass ${pass + 1} of ${passes.length}: the draft model runs ${rows}`;
+    return `${which}. The rule adds ${added} to the final tree and drops ${dropped}.${why}`;
   },
   mask(view) {
-    const rows = counted(view.tree.tokens.length, "row");
-    const at = counted(view.depth + 1, "position");
-    return `${rows} at ${at}: each sees the text and its own ancestors, and stands at its depth.`;
+    const n = view.tree.tokens.length;
+    if (n === 1) return "The root has one position. It attends to the cached tokens and itself.";
+    const positions = formatCount(view.depth + 1, "position");
+    const which = `The ${n} rows have ${positions}, one for each depth`;
+    return `${which}. Each row attends to the cached tokens, its ancestors and itself.`;
   },
   verify(view, stage, { ms }) {
-    const which = isSampled
-      ? "after every node it has a distribution; the likeliest token is shown, but the text is drawn"
-      : "its own next token after every node";
-    const rows = counted(view.tree.tokens.length, "row");
-    return `One pass of the target over ${rows}, ${milliseconds(ms[1])}: ${which}.`;
+    const rows = formatCount(view.tree.tokens.length, "row");
+    const prediction = isSampled
+      ? "It gives a distribution of the next token after every node; the most probable token is shown"
+      : "It gives the most probable next token after every node";
+    return `One pass of the target model over ${rows} takes ${formatMs(ms[1])}. ${prediction}.`;
   },
   accept(view, stage, { path, bonus }) {
-    const rows = path.length > 1 ? `kept: rows ${path.join(", ")}` : "kept: the root alone";
+    const rows = path.length > 1 ? `rows ${joinWithAnd(path)} are` : "only the root is";
+    const accepted = `${rows} accepted`;
     if (!isSampled) {
-      const how = "From the root, follow the child that the target itself would write";
-      return `${how}; ${rows}. ${quoted([bonus])} is the bonus.`;
+      const how = "The path starts at the root and follows the target model’s most probable tokens";
+      return `${how}. ${capitalise(accepted)}. ${quote([bonus])} is the bonus token.`;
     }
-    const how = ACCEPTED_BY[settings.acceptance] ?? ACCEPTED_BY.token;
-    const drawn = `${quoted([bonus])}, the bonus, is drawn from what the target has left`;
-    return `${how}: ${view.trials.size} tried; ${rows}. ${drawn}.`;
+    const how = RULE_OF_ACCEPTANCE[settings.acceptance] ?? RULE_OF_ACCEPTANCE.token;
+    const nTrials = view.trials.size;
+    const trials = `After ${formatCount(nTrials, "trial")}`;
+    const outcome = nTrials ? `${trials}, ${accepted}` : capitalise(accepted);
+    return `${how} ${outcome}. Then the bonus token ${quote([bonus])} is drawn.`;
   },
   commit(view, stage, { path, tokens }) {
-    const moved = path.filter((row, i) => row !== i).length;
-    const what = moved ? `${counted(moved, "row")} moved, the rest forgotten` : "nothing moves";
-    const drop = droppedBy(view);
-    const window = drop > 0 ? ` The window then drops ${drop} old tokens.` : "";
+    const nMoved = path.filter((row, i) => row !== i).length;
+    const nDiscarded = view.tree.tokens.length - path.length;
     const last = view.n + path.length - 1;
-    return `${quoted(tokens)} is added; slots ${view.n} to ${last} stay, ${what}.${window}`;
+    const slots = last > view.n ? `Slots ${view.n} to ${last} are` : `Slot ${last} is`;
+    const moves = `${formatCount(nMoved, "row")} moved and ${formatCount(nDiscarded, "row")} discarded`;
+    const drop = nDroppedByWindow(view);
+    const window = drop > 0 ? ` The window then drops ${formatCount(drop, "old token")}.` : "";
+    const committed = `${slots} committed${nDiscarded ? `, with ${moves}` : ""}`;
+    return `${quote(tokens)} is added to the text. ${committed}.${window}`;
   },
   adapt(view, stage, { state: now }) {
     const next = iterations[view.index + 1]?.state;
     const names = Object.keys(now);
-    if (!names.length) return `${settings.method} keeps to its settings; no history moves them.`;
+    if (!names.length) return `The settings of ${settings.method} do not change between trees.`;
     if (!next) return "The text ends here.";
-    const moved = names.filter((name) => name !== "reach" && now[name] !== next[name]);
-    const why = next.reach === undefined ? "" : `, as ${whyMoved(view, next.reach, moved.length > 0)}`;
-    if (!moved.length) return `Nothing moves for the next tree${why}.`;
-    const changes = moved.map((name) => `${name} ${plain(now[name])} → ${plain(next[name])}`);
-    return `For the next tree: ${changes.join(", ")}${why}.`;
+    const changed = names.filter((name) => name !== "depth_ratio" && now[name] !== next[name]);
+    const ratio = next.depth_ratio;
+    const reason = ratio === undefined ? "" : reasonOfChange(view, ratio, changed.length > 0);
+    const why = reason && `, because ${reason}`;
+    if (!changed.length) return `Nothing changes for the next tree${why}.`;
+    const changes = changed.map((name, i) => {
+      const verb = i ? "" : " changes";
+      const values = `from ${formatValue(now[name])} to ${formatValue(next[name])}`;
+      return `${STATE_NAMES[name] ?? name}${verb} ${values}`;
+    });
+    return `For the next tree, ${joinWithAnd(changes)}${why}.`;
   },
 };
 
-// The mean that moved dynatree's thresholds, and if it did not, what held them.
-function whyMoved(view, reach, hasMoved) {
-  const shown = `reach ${beside(reach, Object.values(REACH))}`;
-  if (!ofRule.history) return "history is off";
-  if (reach >= REACH.careful && reach <= REACH.bolder) {
-    return `${shown} is between ${REACH.careful} and ${REACH.bolder}`;
-  }
-  const isBolder = reach > REACH.bolder;
-  const moving = `${shown} is ${isBolder ? `above ${REACH.bolder}` : `below ${REACH.careful}`}`;
-  if (hasMoved) return moving;
-  const isTold = ({ tree }) => tree.tokens.length > 1; // a root alone tells nothing
-  const n = iterations.slice(1, view.index + 1).filter(isTold).length;
-  if (n < ofRule.W) return `history begins after W = ${ofRule.W} trees`;
-  return `${moving}, but they are at their bounds`;
+function joinWithAnd(parts) {
+  return parts.length < 2 ? parts.join() : `${parts.slice(0, -1).join(", ")} and ${parts.at(-1)}`;
+}
+
+// Why dynatree's thresholds changed with this mean depth ratio, or why they did not.
+function reasonOfChange(view, depthRatio, hasChanged) {
+  const { low, high } = DEPTH_RATIO_BOUNDS;
+  const shown = `the depth ratio ${roundUnlessEqual(depthRatio, [low, high])}`;
+  if (!ruleSettings.history) return "history is off";
+  if (depthRatio >= low && depthRatio <= high) return `${shown} is between ${low} and ${high}`;
+  const comparison = `${shown} is ${depthRatio > high ? `above ${high}` : `below ${low}`}`;
+  if (hasChanged) return comparison;
+  const hasNodes = ({ tree }) => tree.tokens.length > 1; // a root alone has no depth ratio
+  const nTrees = iterations.slice(1, view.index + 1).filter(hasNodes).length;
+  if (nTrees < ruleSettings.W) return `history begins after W = ${ruleSettings.W} trees`;
+  return `the thresholds are at their bounds, although ${comparison}`;
 }
 
 function rowsOfPass(view, pass) {
@@ -142,28 +182,28 @@ function rowsOfPass(view, pass) {
   return slots.map((_, row) => row).filter((row) => slots[row] >= 0 && view.depths[row] === pass);
 }
 
-// Which of dynatree's two bars gave B(u); nothing for a rule that has none.
-function whyBreadth({ tree, iteration }, row) {
-  const { B_mid, tau_l, adapt_breadth: isAdaptive } = ofRule;
+// Which of dynatree's two thresholds decided B(u); empty for a rule without them.
+function reasonOfBreadth({ tree, iteration }, row) {
+  const { B_mid, tau_l, adapt_breadth: isAdaptive } = ruleSettings;
   const { tau_h } = iteration.state;
   const c = tree.confidence[row];
   if (B_mid === undefined || c === null) return "";
-  const shown = `c(u) ${beside(c, [tau_l, tau_h])}`;
-  let [name, why] = ["B_mid", `tau_l ${plain(tau_l)} ≤ ${shown} < tau_h ${plain(tau_h)}`];
+  const shown = `c(u) ${roundUnlessEqual(c, [tau_l, tau_h])}`;
+  let [name, why] = ["B_mid", `tau_l ${formatValue(tau_l)} ≤ ${shown} < tau_h ${formatValue(tau_h)}`];
   if (!isAdaptive) why = "adapt_breadth is off";
-  else if (c >= tau_h) [name, why] = ["B_min", `${shown} ≥ tau_h ${plain(tau_h)}`];
-  else if (c < tau_l) [name, why] = ["B_max", `${shown} < tau_l ${plain(tau_l)}`];
-  if (ofRule[name] !== tree.breadth[row]) return ""; // its four digits are those of the bar
-  return `${why}: ${name} = ${counted(tree.breadth[row], "child", "children")}`;
+  else if (c >= tau_h) [name, why] = ["B_min", `${shown} ≥ tau_h ${formatValue(tau_h)}`];
+  else if (c < tau_l) [name, why] = ["B_max", `${shown} < tau_l ${formatValue(tau_l)}`];
+  if (ruleSettings[name] !== tree.breadth[row]) return ""; // c(u) rounds to the threshold
+  return `${why}, so B(u) = ${name} = ${tree.breadth[row]}`;
 }
 
-// A number in two digits, or where they are a bar's that it is held against, in all.
-function beside(value, bars) {
+// A number with two decimals, or with all digits if it would look equal to a threshold.
+function roundUnlessEqual(value, thresholds) {
   const text = value.toFixed(2);
-  return bars.includes(Number(text)) ? plain(value) : text;
+  return thresholds.includes(Number(text)) ? formatValue(value) : text;
 }
 
-// Of a row, or of the iteration if there is none.
+// Show the details of a row, or of the iteration if row is null.
 function drawDetails(view, stage, row) {
   const title = row === null ? ["Iteration"] : ["Node ", token(view.tree.tokens[row])];
   const parts = row === null ? iterationDetails(view, stage) : nodeDetails(view, stage, row);
@@ -178,76 +218,79 @@ function list(pairs) {
 }
 
 function token(id) {
-  return html("code", {}, visible(word(id)));
-}
-
-function gateSentence(view, name, verb) {
-  return html("p", {}, `${verb} `, html("b", {}, gateOf(view, name)), `: ${meaningOf(name)}.`);
+  return html("code", {}, visible(textOf(id)));
 }
 
 function nodeDetails(view, stage, row) {
-  const { p, believed, slots, confidence, breadth, target, stopped } = view.tree;
+  const { p, draft_p: draftP, slots, confidence, breadth, target, stopped } = view.tree;
   const depth = view.depths[row];
-  const wasRun = isRun(view, stage, row);
-  const isEstimated = row > 0 && (view.isRetrieved.has(row) || settings.method === "auto" || believed);
-  const ofDraft = believed?.[row] ?? null;
-  const kind = ofDraft === null ? ", estimated" : `, counted; draft ${probability(ofDraft)}`;
+  const wasRun = isRunByDraft(view, stage, row);
+  const isEstimated = row > 0 && (view.isRetrieved.has(row) || settings.method === "auto" || draftP);
+  const ofDraft = draftP?.[row] ?? null;
+  const kind = ofDraft === null ? ", estimated" : `, calibrated; draft ${formatProbability(ofDraft)}`;
   const parts = [
     list([
-      ["p(u)", probability(p[row]) + (isEstimated ? kind : "")],
-      ["c(u)", wasRun ? probability(confidence[row]) : "– not run"],
-      ["B(u)", wasRun ? plain(breadth[row] ?? "–") : "–"],
+      ["p(u)", formatProbability(p[row]) + (isEstimated ? kind : "")],
+      ["c(u)", wasRun ? formatProbability(confidence[row]) : "not run"],
+      ["B(u)", wasRun ? formatValue(breadth[row] ?? "–") : "–"],
       ["row, depth", `${row}, ${depth}`],
       ["position", `n+${depth} = ${view.n + depth}`],
       ["slots", `target ${view.n + row}, ${wasRun ? `draft ${view.n + slots[row]}` : "not run"}`],
     ]),
   ];
-  if (isAt(stage, "verify")) {
-    const says = isSampled ? "The target’s likeliest here: " : "The target’s choice here: ";
-    parts.push(html("p", {}, says, token(target[row]), ` ${whereIs(view, row)}`));
+  if (hasReached(stage, "verify")) {
+    const what = isSampled ? "Most probable next token: " : "Next token of the target model: ";
+    parts.push(html("p", {}, what, token(target[row]), ` ${placeInTree(view, row)}`));
   }
-  parts.push(html("p", {}, fateOf(view, stage, row)));
-  if (stopped[row]) parts.push(gateSentence(view, stopped[row], "Not expanded,"));
-  if (wasRun && whyBreadth(view, row)) parts.push(html("p", {}, `${whyBreadth(view, row)}.`));
+  parts.push(html("p", {}, outcomeOf(view, stage, row)));
+  if (stopped[row]) {
+    const gate = html("b", {}, gateOf(view, stopped[row]));
+    parts.push(html("p", {}, "Not expanded because of ", gate, `: ${meaningOf(stopped[row])}.`));
+  }
+  if (wasRun && reasonOfBreadth(view, row)) parts.push(html("p", {}, `${reasonOfBreadth(view, row)}.`));
   if (wasRun) parts.push(...droppedBelow(view, row));
   return parts;
 }
 
-function whereIs(view, row) {
+// Where the target model's prediction after a row is in the tree.
+function placeInTree(view, row) {
   const { tokens, target, dropped } = view.tree;
   const child = view.children[row].find((candidate) => tokens[candidate] === target[row]);
-  if (child !== undefined) return `= row ${child}`;
+  if (child !== undefined) return `(row ${child})`;
   if (view.dropped[row].some((i) => dropped[i][1] === target[row])) return "(dropped)";
-  return view.children[row].length ? "(not among its children)" : "";
+  return view.children[row].length ? "(not among the children)" : "";
 }
 
-function fateOf(view, stage, row) {
-  if (row === 0) return "The root: the pending token, the target’s own.";
+function outcomeOf(view, stage, row) {
+  if (row === 0) return "The root is the pending token, which the target model chose.";
   const source = view.isRetrieved.has(row) ? "Retrieved" : "Drafted";
-  if (!isAt(stage, "accept")) return `${source}.`;
+  if (!hasReached(stage, "accept")) return `${source}.`;
   const trial = view.trials.get(row);
-  if (trial) return `${source}; ${trialOf(trial)}.`;
+  if (trial) return `${source} and ${trialOutcome(trial)}`;
   if (view.isAccepted.has(row)) return `${source} and accepted.`;
-  const isReached = view.isAccepted.has(view.tree.parents[row]);
-  if (isReached && isSampled) return `${source}; not tried, an elder sibling was accepted.`;
-  return `${source}; not accepted${isReached ? "." : ", as a node above it is not."}`;
+  if (!view.isAccepted.has(view.tree.parents[row])) {
+    return `${source}, but not accepted, because a node above it was not.`;
+  }
+  if (isSampled) return `${source}, but not tried, because an earlier sibling was accepted.`;
+  return `${source}, but not accepted.`;
 }
 
-function trialOf({ chance, coin, left }) {
-  const isKept = coin < chance;
-  const fate = isKept ? "accepted" : `rejected, leaves ${probability(left)}`;
-  return `coin ${probability(coin)} ${isKept ? "<" : "≥"} chance ${probability(chance)}: ${fate}`;
+function trialOutcome({ p, uniform, remaining }) {
+  const [number, probability] = [uniform, p].map(formatProbability);
+  if (uniform < p) return `accepted: uniform number ${number} < acceptance probability ${probability}.`;
+  const comparison = `uniform number ${number} ≥ acceptance probability ${probability}`;
+  return `rejected: ${comparison}. The remaining mass is ${formatProbability(remaining)}.`;
 }
 
 function droppedBelow(view, row) {
   if (!view.dropped[row].length) return [];
   const below = view.dropped[row].map((i) => view.tree.dropped[i]);
   const entries = below.map(([, id, p, gate]) => {
-    return html("li", {}, token(id), ` ${probability(p)} `, html("b", {}, gateOf(view, gate)));
+    return html("li", {}, token(id), ` ${formatProbability(p)} `, html("b", {}, gateOf(view, gate)));
   });
   const gates = [...new Set(below.map(([, , , gate]) => gate))];
   return [
-    html("h3", {}, "Dropped below it"),
+    html("h3", {}, "Dropped candidates"),
     html("ul", { class: "dropped" }, ...entries),
     html("p", {}, `${gates.map((gate) => `${gate}: ${meaningOf(gate)}`).join("; ")}.`),
   ];
@@ -255,71 +298,78 @@ function droppedBelow(view, row) {
 
 function iterationDetails(view, stage) {
   const { iteration, tree } = view;
-  const [draft, verify, other] = iteration.ms.map(milliseconds);
-  const held = `${iteration.cached[0]}${iteration.cached[1] ? `, draft ${iteration.cached[1]}` : ""}`;
-  if (!tree) return [list([["draft", draft], ["verify", verify], ["other", other], ["cached", held]])];
-  const there = tree.tokens.map((_, row) => row).filter((row) => row && isThere(view, stage, row));
-  const nRetrieved = there.filter((row) => view.isRetrieved.has(row)).length;
+  const [draft, verify, other] = iteration.ms.map(formatMs);
+  const [target, ofDraft] = iteration.cached;
+  const cached = ofDraft ? `${target}, draft ${ofDraft}` : String(target);
+  if (!tree) return [list([["draft", draft], ["verify", verify], ["other", other], ["cached", cached]])];
+  const shown = tree.tokens.map((_, row) => row).filter((row) => row && isRowShown(view, stage, row));
+  const nRetrieved = shown.filter((row) => view.isRetrieved.has(row)).length;
   const passes = iteration.draft_rows.slice(0, (stage.pass ?? Infinity) + 1);
-  const pairs = [ // from which step on, what it is called, and what it is
-    ["draft", "drafted", there.length - nRetrieved],
+  const pairs = [ // the first step that shows it, its name, its value
+    ["draft", "drafted", shown.length - nRetrieved],
     ["draft", "retrieved", nRetrieved],
-    ["draft", "rows by pass", passes.join(" + ") || "none"],
+    ["draft", "rows per pass", passes.join(" + ") || "none"],
     ["accept", "accepted", iteration.path.length - 1],
     ["mask", "draft", draft],
     ["verify", "verify", verify],
     ["adapt", "other", other],
-    ["commit", "cached", held],
+    ["commit", "cached", cached],
   ];
-  const known = pairs.filter(([kind]) => isAt(stage, kind));
+  const known = pairs.filter(([kind]) => hasReached(stage, kind));
   const parts = [list(known.map(([, name, value]) => [name, String(value)]))];
-  if (isAt(stage, "mask") && tree.n_dropped) parts.push(droppedCounts(tree));
-  if (isAt(stage, "accept")) parts.push(...trialsOf(view));
+  if (hasReached(stage, "mask") && tree.n_dropped) parts.push(droppedCounts(tree));
+  if (hasReached(stage, "accept")) parts.push(...trialsOf(view));
   parts.push(...breadthsOf(view, stage));
   const n = iteration.path.length - iteration.tokens.length;
-  if (isAt(stage, "commit") && n > 0) {
-    parts.push(html("p", {}, `The text ends: ${counted(n, "token")} of the path and bonus cut off.`));
+  if (hasReached(stage, "commit") && n > 0) {
+    const cut = `the last ${formatCount(n, "token")} of the path and bonus`;
+    parts.push(html("p", {}, `The text ends here, without ${cut}.`));
   }
-  parts.push(html("p", { class: "hint" }, "Point at a node for its numbers; a click keeps them."));
+  parts.push(html("p", { class: "hint" }, "Point at a node to see its numbers. Click a node to pin it."));
   return parts;
 }
 
-// Why each row of a pass, or of them all, has so many children.
+// Why each row of a pass, or of all passes, has its number of children.
 function breadthsOf(view, stage) {
   if (!["whole", "draft"].includes(stage.kind)) return [];
   const passes = stage.pass === undefined ? view.iteration.draft_rows.keys() : [stage.pass];
   const rows = [...passes].flatMap((pass) => rowsOfPass(view, pass));
-  const entries = rows.filter((row) => whyBreadth(view, row)).map((row) => {
-    const why = ` ${whyBreadth(view, row)}`;
+  const entries = rows.filter((row) => reasonOfBreadth(view, row)).map((row) => {
+    const why = ` ${reasonOfBreadth(view, row)}`;
     return html("li", { "data-row": row }, token(view.tree.tokens[row]), why);
   });
   if (!entries.length) return [];
-  return [html("h3", {}, "Children"), html("ul", { class: "breadths" }, ...entries)];
+  return [html("h3", {}, "Number of children"), html("ul", { class: "breadths" }, ...entries)];
 }
 
-// Of sampled text: each child that was tried, in its order.
+// The trials of sampled text, in their order.
 function trialsOf(view) {
   if (!view.trials.size) return [];
-  const entries = [...view.trials].map(([row, trial]) => {
-    return html("li", {}, token(view.tree.tokens[row]), ` ${trialOf(trial)}`);
+  const entries = [...view.trials].map(([row, { p, uniform, remaining }]) => {
+    const isAccepted = uniform < p;
+    const [number, probability] = [uniform, p].map(formatProbability);
+    const comparison = `${number} ${isAccepted ? "<" : "≥"} ${probability}`;
+    const rest = isAccepted ? "accepted" : `rejected, remaining mass ${formatProbability(remaining)}`;
+    return html("li", {}, token(view.tree.tokens[row]), ` ${comparison}: ${rest}`);
   });
-  return [html("h3", {}, "Tried"), html("ol", { class: "tried" }, ...entries)];
+  const title = "Trials: uniform number, probability";
+  return [html("h3", {}, title), html("ol", { class: "trials" }, ...entries)];
 }
 
 function droppedCounts({ dropped, n_dropped: n }) {
   const counts = {};
   for (const [, , , gate] of dropped) counts[gate] = (counts[gate] ?? 0) + 1;
   const gates = Object.keys(counts).map((gate) => `${counts[gate]} by ${gate}`);
-  const listed = n > dropped.length ? ` of the likeliest ${dropped.length}` : "";
-  const what = `${counted(n, "candidate")} dropped:${listed} `;
+  const listed = n > dropped.length ? `, of the ${dropped.length} most probable` : "";
+  const what = `${formatCount(n, "candidate")} dropped${listed}: `;
   return html("p", {}, what, html("b", {}, gates.join(", ")), ".");
 }
 
-function readAloud(view, stage, row) {
-  const { tokens, p, target, stopped } = view.tree;
-  const name = `row ${row}, ${visible(word(tokens[row]))}, p ${probability(p[row])}`;
-  const parts = [name, fateOf(view, stage, row)];
-  if (isAt(stage, "verify")) parts.push(`the target says ${visible(word(target[row]))}`);
-  if (stopped[row]) parts.push(`not expanded, ${stopped[row]}`);
-  return parts.join("; ");
+function accessibleName(view, stage, row) {
+  const { p, stopped } = view.tree;
+  const [text, prediction] = [view.tree.tokens, view.tree.target].map((ids) => visible(textOf(ids[row])));
+  const parts = [`Row ${row}, ${text}, p(u) ${formatProbability(p[row])}.`, outcomeOf(view, stage, row)];
+  if (hasReached(stage, "verify")) parts.push(`The target model predicts ${prediction}.`);
+  if (stopped[row]) parts.push(`Not expanded because of ${stopped[row]}.`);
+  return parts.join(" ");
 }

@@ -1,4 +1,4 @@
-"""Tiny random GPT-NeoX models for the tests; everything is seeded."""
+"""Fixtures and helpers of the tests: tiny random GPT-NeoX models, trees and checkpoints, seeded."""
 
 import json
 import os
@@ -32,8 +32,8 @@ from verify import tree_inputs
 if "pretend_cuda" not in sys.modules:
     collect_ignore = ["pretend_cuda"]  # tests on a pretended device: python tests/pretend_cuda
 
-# Of the workers and programs that tests start: they share the cores, and a thread that spins while
-# it waits for another keeps that one from running
+# The workers and programs that tests start share the cores. A thread that spins while it waits for
+# another one would keep that one from running
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).parent.parent
@@ -43,24 +43,24 @@ Captured = pytest.CaptureFixture[str]
 
 
 def source_files() -> list[Path]:
-    """Return the project's Python files without its tests: those at the top and in its rooms. Those
-    of a virtual environment beside them are left out."""
-    rooms = [file.parent for file in ROOT.glob("*/__init__.py")]
-    return [file for folder in (ROOT, *sorted(rooms)) for file in sorted(folder.glob("*.py"))]
+    """Return the project's Python files at the top and in its packages, but no tests. A virtual
+    environment in the same folder is left out."""
+    packages = [file.parent for file in ROOT.glob("*/__init__.py")]
+    return [file for folder in (ROOT, *sorted(packages)) for file in sorted(folder.glob("*.py"))]
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Products this small only wait for a second thread, for 30 ms each on a busy machine."""
+    """Use one thread. A second one costs a wait in small products, of 30 ms on a busy machine."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is seen, whatever the machine has, but by tests marked cuda.
+    """Hide every GPU of the machine, except from tests marked cuda.
 
-    Where one is, no device named means cuda and Pythia, which would be fetched from the hub. The
-    variable is for the processes that a test starts: they choose for themselves.
+    With a GPU, the default device is cuda and the default models are Pythia, which would be fetched
+    from the hub. The environment variable hides the GPU from the processes that a test starts.
     """
     if not request.node.get_closest_marker("cuda"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -68,7 +68,7 @@ def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def pretend_one_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
-    """A GPU for what asks of it and computes nothing on it."""
+    """Report one GPU of this compute capability. Nothing can be computed on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -76,12 +76,12 @@ def pretend_one_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 
 
 def pretend_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record and replay passes of fixed shapes as CUDA graphs do."""
-    monkeypatch.setattr(cuda_graphs, "record", tape.record)
+    """Record and replay passes of fixed shapes on the CPU, as CUDA graphs do on a GPU."""
+    monkeypatch.setattr(cuda_graphs, "capture_graph", tape.record)
 
 
-class Remembering:
-    """Settings that keep every rule they hand out."""
+class RuleRecorder:
+    """Settings that record every rule they make."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -94,21 +94,23 @@ class Remembering:
 
 
 def random_settings(method: str, rng: random.Random) -> Settings:
-    """Small settings of every shape, switched-off parts included; KeyError if there is no such
-    method. They are drawn from the ranges, options and examples that the fields themselves name, so
-    a new method is covered by its line in the registry."""
+    """Draw small settings of a method; some switch parts of it off.
+
+    The ranges, options and examples are those of the fields' metadata, so a new method is covered
+    by its line in the registry. Raises KeyError if there is no such method.
+    """
     kind = METHODS[method]
     for _ in range(1000):
         values = {field.name: random_value(field, rng) for field in fields(kind)}
         try:
             return kind(**values)
-        except ValueError as error:  # as two thresholds out of order: draw again
+        except ValueError as error:  # such as two thresholds out of order: draw again
             refused = error
     raise refused
 
 
 def random_value(field: Field, rng: random.Random) -> object:
-    """One setting, often at an end of its range."""
+    """Draw the value of one setting, often at an end of its range."""
     if "parse" in field.metadata:
         return rng.choice(field.metadata["examples"])
     low = field.metadata["low"]
@@ -118,14 +120,14 @@ def random_value(field: Field, rng: random.Random) -> object:
     if field.type is float:
         value = rng.choice([low, field.default, 10 ** rng.uniform(-3, 0)])
         return min(max(value, low), high)
-    if high == MAX_ROWS:  # rows of a tree
+    if high == MAX_ROWS:  # a limit on the rows of a tree
         n_rows = rng.choice([1, 2, 3, 5, 8, 13, 32, 64])
         return max(n_rows, low)
     return rng.randint(low, min(low + 5, high))
 
 
 def top_k(logits: Tensor, k: int) -> Candidates:
-    """Return the k likeliest ids below rows of logits [n, V]."""
+    """Return the top-k candidates of each row of logits [n, V]."""
     logprobs, ids = torch.log_softmax(logits, dim=-1).sort(descending=True, stable=True)
     return Candidates(ids.numpy()[:, :k], logprobs.numpy()[:, :k])
 
@@ -133,14 +135,15 @@ def top_k(logits: Tensor, k: int) -> Candidates:
 def grow(
     rule: Rule, root: int, draft: Callable[..., Candidates], max_depth: int, vocab_size: int = 1000
 ) -> Tree:
-    """draft_tree.grow. A draft that has a sampler draws, so its rule is shown drawn levels."""
+    """Run draft_tree.grow. If the draft has a sampler, it draws its candidates, and the rule is
+    wrapped in DrawnRule."""
     if getattr(draft, "sampler", None):
         rule = DrawnRule(rule, draft, None)
     return draft_tree.grow(rule, root, draft, max_depth, vocab_size)
 
 
 def random_config(**changes: object) -> Config:
-    """A model of two layers and two heads of 16; `changes` override fields of Config."""
+    """Return a config of two layers, each with two heads of 16. `changes` override its fields."""
     config = Config(
         vocab_size=96,
         hidden_size=32,
@@ -156,7 +159,7 @@ def random_config(**changes: object) -> Config:
 
 
 def random_tensors(config: Config, seed: int) -> dict[str, Tensor]:
-    """Weights large enough for attention to matter and for greedy text to vary."""
+    """Return weights so large that attention matters and greedy text varies."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in published_shapes(config).items():
@@ -188,19 +191,19 @@ def noisy_pair(
     kind: type[GPTNeoX] = FastGPTNeoX,
     **changes: object,
 ) -> tuple[GPTNeoX, GPTNeoX]:
-    """A target, and as its draft the same with noise: often accepted, and often rejected."""
+    """Return a target and, as its draft, a noisy copy: it is often accepted and often rejected."""
     config = random_config(**changes)
     tensors, other = random_tensors(config, seed), random_tensors(config, seed + 1)
-    near = {name: (t + noise * other[name]).to(dtype) for name, t in tensors.items()}
+    noisy = {name: (t + noise * other[name]).to(dtype) for name, t in tensors.items()}
     target = random_model(seed, dtype, kind, **changes)
-    return target, kind.from_tensors(config, near)
+    return target, kind.from_tensors(config, noisy)
 
 
 class Stub(GPTNeoX):
-    """A plain model that knows nothing but a row's own token and position."""
+    """A reference model whose logits depend only on a row's own token and position."""
 
     def __init__(self, logits: Callable[[Tensor, Tensor], Tensor], vocab_size: int):
-        """logits: of tokens [n] and positions [n], [n, V]."""
+        """logits: maps tokens [n] and positions [n] to logits [n, V]."""
         super().__init__(random_config(vocab_size=vocab_size, num_hidden_layers=1))
         self.logits_of = logits
 
@@ -213,7 +216,7 @@ class Stub(GPTNeoX):
         return hidden
 
 
-WHERE = ("eos_ids", "inspect", "watcher")
+GENERATE_ARGUMENTS = ("eos_ids", "inspect", "observer")
 
 
 def generate(
@@ -222,35 +225,35 @@ def generate(
     prompt: list[int],
     settings: Settings,
     max_new_tokens: int,
-    **how: object,
+    **options: object,
 ) -> Iterator[Step]:
-    """Run engine.generate.generate with a GenerationConfig of these fields."""
-    rest = {name: how.pop(name) for name in WHERE if name in how}
-    config = GenerationConfig(settings, **how)
+    """Run engine.generate.generate. `options`: its arguments and the fields of GenerationConfig."""
+    rest = {name: options.pop(name) for name in GENERATE_ARGUMENTS if name in options}
+    config = GenerationConfig(settings, **options)
     return engine.generate.generate(target, draft, prompt, config, max_new_tokens, **rest)
 
 
 def fix_shapes(*models: FastGPTNeoX) -> None:
-    """Passes of few fixed shapes, as on CUDA; replayed after `pretend_capture`."""
+    """Give passes a few fixed shapes, as on CUDA. After pretend_capture they are replayed."""
     for model in models:
         model.has_fixed_shapes = True
 
 
 def published_json(config: Config) -> dict[str, object]:
-    """What config.json says of such a model."""
+    """Return the content of config.json for a model of this config."""
     raw = asdict(config)
     return {"model_type": "gpt_neox", "eos_token_id": list(raw.pop("eos_ids"))} | raw
 
 
 def write_checkpoint(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Path:
-    """A folder as published ones are, but for a tokenizer."""
+    """Write a checkpoint without a tokenizer to a folder, and return the folder."""
     (folder / "config.json").write_text(json.dumps(published_json(config)))
     save_file(tensors, folder / SINGLE)
     return folder
 
 
 def write_shards(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Path:
-    """The same in three files and their index, every layer spread over all of them."""
+    """Write a checkpoint as three shards and their index, each layer spread over all of them."""
     write_checkpoint(folder, config, {})
     (folder / SINGLE).unlink()
     weight_map = {}
@@ -263,7 +266,7 @@ def write_shards(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Pa
 
 
 def error_line(capsys: Captured, main: Callable[[list[str]], int], arguments: list[str]) -> str:
-    """The message of a command that must fail as every mistake does: one line, and status 2."""
+    """Return the error line of a command. Fails unless it prints one line and exits with 2."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err
@@ -278,7 +281,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def run(model: FastGPTNeoX, tokens: list[int]) -> Tensor:
-    """The oracle: the whole text in one causal pass over a fresh cache, logits [n, V]."""
+    """Return the logits [n, V] of one causal pass over a fresh cache. This is the oracle."""
     positions = torch.arange(len(tokens))
     cache = model.new_cache(len(tokens))
     return model.forward(torch.tensor(tokens), positions, cache)
@@ -291,17 +294,18 @@ def prefilled(model: GPTNeoX, tokens: list[int], capacity: int, *config: PassCon
 
 
 def append(model: GPTNeoX, tokens: list[int], cache: KVCache) -> Tensor:
-    """Append a few tokens to the cache in one pass; returns the logits [1, V] after the last."""
+    """Append tokens to the cache in one pass and return the logits [1, V] after the last one."""
     positions = torch.arange(cache.length, cache.length + len(tokens))
     logits = model.forward(torch.tensor(tokens), positions, cache)
     cache.commit(range(len(tokens)))
     return logits[-1:]
 
 
-def forget(model: GPTNeoX, cache: KVCache, start: int, n: int) -> None:
-    """FastCache.forget, also for the plain model, whose rotary pairs are ordered as published."""
+def remove_slots(model: GPTNeoX, cache: KVCache, start: int, n: int) -> None:
+    """Drop n slots of a cache from `start` on, as FastCache.remove_slots does. A reference model's
+    rotary pairs are ordered as published."""
     if isinstance(model, FastGPTNeoX):
-        cache.forget(start, n)
+        cache.remove_slots(start, n)
         return
     kept = cache.kv[:, :, :, start + n : cache.length].clone()
     kept[0] = rotate(kept[0], cache.rotary[n : n + 1].conj())
@@ -310,28 +314,28 @@ def forget(model: GPTNeoX, cache: KVCache, start: int, n: int) -> None:
 
 
 def make_tree(tokens: list[int], parents: list[int]) -> Tree:
-    """A tree by its two defining columns; what verifies one reads no other but the depths."""
+    """Build a tree from tokens and parents. Verification reads nothing else but the depths."""
     tree = Tree.from_root(tokens[0])
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         tree.add(token, parent, 0.0)
     return tree
 
 
-def random_tree(rng: random.Random, n_rows: int, n_ids: int = 90, deepest: int = 15) -> Tree:
-    """In breadth-first order; some have long chains, some large families."""
+def random_tree(rng: random.Random, n_rows: int, n_ids: int = 90, max_depth: int = 15) -> Tree:
+    """Return a random tree in breadth-first order, with either long chains or many siblings."""
     tree = Tree.from_root(rng.randrange(n_ids))
     is_bushy = rng.random() < 0.5
     while len(tree) < n_rows:
         row = rng.randrange(len(tree)) if is_bushy or rng.random() < 0.3 else len(tree) - 1
         siblings = [tree.tokens[i] for i, above in enumerate(tree.parents) if above == row]
         token = rng.randrange(n_ids)
-        if tree.depths[row] < deepest and token not in siblings:
+        if tree.depths[row] < max_depth and token not in siblings:
             tree.add(token, row, 0.0)
     return breadth_first(tree)
 
 
 def path_to(tree: Tree, row: int) -> list[int]:
-    """Rows from the root to this one."""
+    """Return the rows from the root to this one."""
     path = [row]
     while path[0]:
         path.insert(0, tree.parents[path[0]])
@@ -339,6 +343,6 @@ def path_to(tree: Tree, row: int) -> list[int]:
 
 
 def run_tree(model: FastGPTNeoX, cache: FastCache, tree: Tree) -> Tensor:
-    """The logits [N, V] of a tree's rows, as the loop asks for them."""
+    """Return the logits [N, V] of a tree's rows, by one pass as in the decoding loop."""
     tokens, positions, mask = tree_inputs(tree, cache.length)
     return model.forward(tokens, positions, cache, mask).clone()

@@ -1,6 +1,6 @@
-"""A copy of the project with the methods of docs/method.md in it, to the letter.
+"""Copies the project to a folder and adds the methods of docs/method.md, exactly as printed there.
 
-python tests/guide.py FOLDER && cd FOLDER && python -m pytest  # but for the copying of the copy
+python tests/guide.py FOLDER && cd FOLDER && python -m pytest
 """
 
 import re
@@ -13,25 +13,25 @@ PAGE = ROOT / "docs" / "method.md"
 REGISTRY = Path("methods") / "drafting.py"
 
 
-def files() -> dict[str, str]:
-    """The files that the page has, whole, by the name that it gives them."""
+def read_files() -> dict[str, str]:
+    """Return the source of each file that the page prints in full, by the file's path."""
     text = PAGE.read_text(encoding="utf-8")
     found = re.findall(r"`(\w+/\w+\.py)`:\n\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return dict(found)
 
 
-def registry() -> str:
-    """methods/drafting.py with the lines that the page adds to it."""
+def patched_registry() -> str:
+    """Return the source of methods/drafting.py with the lines that the page adds to it."""
     text = PAGE.read_text(encoding="utf-8")
     source = (ROOT / REGISTRY).read_text(encoding="utf-8")
     for diff in re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        source = patched(source, diff)
+        source = apply_diff(source, diff)
     return source
 
 
-def patched(source: str, diff: str) -> str:
-    """The source with every added line of the diff behind the line that the diff shows before; who
-    has followed the page has it already."""
+def apply_diff(source: str, diff: str) -> str:
+    """Return the source with each added line of a diff inserted after the line that precedes it in
+    the diff. A line that the source has already is not added again."""
     before = ""
     for line in diff.splitlines():
         if line.startswith("+") and f"\n{line[1:]}\n" not in source:
@@ -42,11 +42,12 @@ def patched(source: str, diff: str) -> str:
 
 
 def make_copy(folder: Path) -> None:
-    """The project with what the page adds, in a folder that is not there yet."""
-    left_out = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", ".venv", "venv", "env")
+    """Copy the project, with the page's additions, to a folder that does not exist yet."""
+    names = (".git", ".*_cache", "__pycache__", ".venv", "venv", "env", "enlarged")
+    left_out = shutil.ignore_patterns(*names)
     shutil.copytree(ROOT, folder, ignore=left_out)
-    (folder / REGISTRY).write_text(registry(), encoding="utf-8")
-    for name, source in files().items():
+    (folder / REGISTRY).write_text(patched_registry(), encoding="utf-8")
+    for name, source in read_files().items():
         place = folder / name
         assert not place.exists() or place.read_text(encoding="utf-8") == source, name
         place.parent.mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
-"""CUDA graphs without CUDA: a function's operators are recorded, and replayed on the same memory.
+"""A stand-in for CUDA graphs: records the operators of a function, and replays them on its memory.
 
-As in a CUDA graph, a replay runs the same operators on the same tensors, with Python's own values
-as they were at the capture. While recording, an operator that reads a value, or makes a tensor of
-host numbers, raises as it does in a capture.
+As in a CUDA graph, a replay runs the same operators on the same tensors. Python's own values stay
+as they were at the capture. As in a capture, an operator that reads a value, or makes a tensor of
+host numbers, raises RuntimeError while it is recorded.
 
     tape, result = record(run)
     tape.replay()  # computes the result again, without calling `run`
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.cuda_graphs import Result
+from engine.cuda_graphs import PassResult
 
 REFUSED = {"item", "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal"}
 REFUSED |= {"scalar_tensor", "lift_fresh", "exponential_"}
 
 
 class Tape(TorchDispatchMode):
-    """The operators of one function, each with its arguments and results."""
+    """The recorded operators of one function, each with its arguments and results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ class Tape(TorchDispatchMode):
         for func, args, kwargs, recorded in self.calls:
             found = func(*args, **kwargs)
             for old, new in zip(tensors(recorded), tensors(found), strict=True):
-                if old.data_ptr() != new.data_ptr():  # else it is a view, or computed in place
+                if old.data_ptr() != new.data_ptr():  # equal for a view, or if computed in place
                     old.copy_(new)
 
     def pool(self) -> None:
-        """A tape has no memory pool."""
+        """Return None, because a tape has no memory pool."""
 
 
 def tensors(found: object) -> list[Tensor]:
@@ -56,8 +56,8 @@ def tensors(found: object) -> list[Tensor]:
     return [each for each in results if isinstance(each, Tensor)]
 
 
-def record(run: Callable[[], Result], *_: object) -> tuple[Tape, Result]:
-    """Record a function, as engine.cuda_graphs.record captures it."""
+def record(run: Callable[[], PassResult], *_: object) -> tuple[Tape, PassResult]:
+    """Run and record a function. Replaces engine.cuda_graphs.capture_graph."""
     tape = Tape()
     with torch.inference_mode(), tape:
         result = run()

@@ -1,5 +1,6 @@
-"""Block and traversal beside the acceptance by token: what their laws do not tell, and how a run
-chooses one. Their laws: test_sampling.py.
+"""Tests of acceptance by block and by traversal: lengths, trials, overflows, and how a run chooses.
+
+Their distributions are tested in test_sampling.py.
 
     python -m pytest tests/test_acceptance.py
 """
@@ -10,7 +11,7 @@ import math
 import pytest
 import torch
 from conftest import generate, make_tree, random_model
-from law import CPU, PLAIN, Pair, draft, mean_length
+from enumeration import CPU, PLAIN, Pair, draft, mean_length
 from test_dynatree import PROMPT
 from test_sampling import N_IDS, OTHER, TARGET
 
@@ -33,28 +34,28 @@ from methods.static import Chain, ConfidentChain, SpecInfer
 
 
 def test_a_block_is_worth_more_than_its_tokens() -> None:
-    """The example of methods/acceptances.py, of two ids."""
+    """Check the example in the docstring of methods/acceptances.py."""
     target = torch.tensor([[1 / 3, 2 / 3]] * 2).double().log()
     found = [mean_length(Chain(K=2), target, target.flip(1), 3, by) for by in ACCEPTANCES.values()]
     assert found == pytest.approx([10 / 9, 11 / 9, 11 / 9])
 
 
 def test_a_chain_is_accepted_alike_by_block_and_by_traversal() -> None:
-    """Coin for coin: the same seeds give the same texts, in the same steps."""
+    """Check that the same seeds give the same texts in the same steps."""
     models = random_model(0), random_model(1, vocab_size=80)
     n_accepted = 0
     for settings, seed in itertools.product((Chain(K=4), ConfidentChain(K=6), Lookup()), range(2)):
         found = []
         for acceptance in ("block", "traversal"):
-            how = {"sampling": Sampling(0.5, 0.95, seed=seed), "acceptance": acceptance}
-            steps = list(generate(*models, PROMPT, settings, 40, **how))
+            options = {"sampling": Sampling(0.5, 0.95, seed=seed), "acceptance": acceptance}
+            steps = list(generate(*models, PROMPT, settings, 40, **options))
             found.append([step.tokens for step in steps])
             n_accepted += sum(len(step.path) - 1 for step in steps[1:])
         assert found[0] == found[1]
     assert n_accepted > 25
 
 
-def drafted(settings: Settings, seed: int) -> tuple[Parts, Tree]:
+def make_drafted_tree(settings: Settings, seed: int) -> tuple[Parts, Tree]:
     """Return a method's parts over the two tables, and a tree that it has drafted below token 0."""
     sampler = Sampling(1.0, seed=seed).sampler(CPU)
     parts = Pair(TARGET.float(), OTHER.float()).compose(settings, PLAIN, sampler, None, None)
@@ -63,31 +64,31 @@ def drafted(settings: Settings, seed: int) -> tuple[Parts, Tree]:
 
 @pytest.mark.parametrize("acceptance", ACCEPTANCES)
 def test_every_trial_is_reported(acceptance: str) -> None:
-    """The rows tried, in order: only the last accepted row's number, and by token those above it,
-    were below the probability."""
-    told: list[tuple[int, float, float, float]] = []
+    """Check that each row is tried once, and which trials succeed: by token, those of all accepted
+    rows; otherwise, only that of the last accepted row."""
+    trials: list[tuple[int, float, float, float]] = []
     settings = Chain(K=3) if acceptance == "block" else SpecInfer("2:2")
-    n_kept = n_rejected = 0
+    n_accepted = n_rejected = 0
     for seed in range(30):
-        parts, tree = drafted(settings, seed)
+        parts, tree = make_drafted_tree(settings, seed)
         parts.accept.accept = ACCEPTANCES[acceptance]
-        parts.accept.sampler.on_trial = lambda *trial: told.append(trial)
+        parts.accept.sampler.on_trial = lambda *trial: trials.append(trial)
         path, _ = parts.accept(tree, TARGET.float()[tree.tokens])
-        kept = [row for row, probability, number, _ in told if number < probability]
-        assert kept == (path[1:] if acceptance == "token" else path[1:][-1:])
-        assert all(0 <= number < 1 and 0 <= left <= 1 + 1e-6 for _, _, number, left in told)
-        tried = [row for row, *_ in told]
+        accepted = [row for row, probability, number, _ in trials if number < probability]
+        assert accepted == (path[1:] if acceptance == "token" else path[1:][-1:])
+        assert all(0 <= number < 1 and 0 <= left <= 1 + 1e-6 for _, _, number, left in trials)
+        tried = [row for row, *_ in trials]
         assert len(set(tried)) == len(tried)
-        n_kept += len(kept)
-        n_rejected += len(tried) - len(kept)
-        told.clear()
-    assert n_kept > 10 and n_rejected > 10
+        n_accepted += len(accepted)
+        n_rejected += len(tried) - len(accepted)
+        trials.clear()
+    assert n_accepted > 10 and n_rejected > 10
 
 
 @pytest.mark.parametrize("acceptance", ACCEPTANCES)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -> None:
-    """Row 1's token is the last that is committed, as likely as if the row were a leaf."""
+    """Check that the path ends before row 1. Its token may be the bonus token, as at a leaf."""
     tree = make_tree([0, 1, 2], [-1, 0, 1])
     logits = TARGET[:3].float()
     logits[1, 3] = value
@@ -101,10 +102,10 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
     assert abs(n_reached - 500 * p) < 5 * math.sqrt(500 * p * (1 - p))
 
 
-# How a run chooses.
+# The choice of a run.
 
 
-def test_by_default_it_is_by_the_kind_of_tree() -> None:
+def test_the_default_depends_on_the_kind_of_tree() -> None:
     rules = {name: make_rule(kind()) for name, kind in METHODS.items()}
     chosen = {n: choose_acceptance(rule, None) for n, rule in rules.items() if not rule.acceptance}
     chains, static = {"linear", "confident"}, {"specinfer", "sequoia"}
@@ -123,21 +124,19 @@ def test_by_default_it_is_by_the_kind_of_tree() -> None:
 )
 def test_a_method_that_its_settings_make_a_chain_is_accepted_as_one(settings: Settings) -> None:
     assert choose_acceptance(settings.make_rule(), None) is accept_by_block
-    _, tree = drafted(settings, 0)
+    _, tree = make_drafted_tree(settings, 0)
     assert len(tree) > 2 and tree.parents == list(range(-1, len(tree) - 1))
 
 
-def test_what_cannot_be_chosen_is_said() -> None:
-    with pytest.raises(ValueError, match="no acceptance is called 'blocks'; there are"):
+def test_an_invalid_choice_is_an_error() -> None:
+    with pytest.raises(ValueError, match="acceptance is 'blocks', it must be one of"):
         choose_acceptance(Chain().make_rule(), "blocks")
     with pytest.raises(ValueError, match="block is for chains"):
         choose_acceptance(METHODS["dynatree"]().make_rule(), "block")
     own = Chain().make_rule()
     own.acceptance = accept_by_token
     assert choose_acceptance(own, None) is accept_by_token
-    with pytest.raises(
-        ValueError, match="token has no effect: the method has an acceptance of its own"
-    ):
+    with pytest.raises(ValueError, match="token has no effect: the method has its own acceptance"):
         choose_acceptance(own, "token")
     with pytest.raises(ValueError, match="block is for sampled text"):
         next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance="block"))

@@ -1,4 +1,4 @@
-"""bench.py: every table end to end, fairness, exactness, resuming, and mistakes."""
+"""Tests of bench.py: every table end to end, fairness, exactness, resuming, and error messages."""
 
 import argparse
 import functools
@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, Captured, error_line, random_model
 from test_observing import Watching
-from test_results import difference_of, head_of, written
+from test_results import make_difference, make_head, write_results
 
 import bench
-from bench import Bench, Turn, main
+from bench import Bench, Job, main
 from benchmark import enlarged
 from benchmark.cases import TABLES, Case, Part, choose_cases, labels
-from benchmark.opening import OpenTable, open_table, with_columns
 from benchmark.options import build_parser
+from benchmark.prepare import PreparedTable, prepare_table, with_columns
 from benchmark.report import table_cells, text_frame
-from benchmark.results import Results, Text, digest_of, key_of, load
+from benchmark.results import Line, Results, digest_of, key_of, load
 from benchmark.step_times import measure_step_times
 from cli.errors import UsageError
 from cli.metrics import token_ids
@@ -38,19 +38,19 @@ from methods.static import Chain
 
 DRAFT = str(TINY / "draft")
 QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
-QUICK += ["--target", DRAFT, "--draft", DRAFT]  # where the text is of no matter
+QUICK += ["--target", DRAFT, "--draft", DRAFT]  # the smaller model for both; any text will do
 BRIEF = QUICK + ["--columns", "exact", "--methods", "ar,linear"]
 
 
 @pytest.fixture(autouse=True)
 def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single passes are timed once; what is made of the times, more often, is tested apart."""
+    """Time single passes only once, to save time."""
     quick = functools.partial(measure_step_times, n_rounds=1)
     monkeypatch.setattr(bench, "measure_step_times", quick)
 
 
 def run_bench(capsys: Captured, file: Path, *arguments: str) -> tuple[Results, str]:
-    """A table that must be measured: its results and what was printed."""
+    """Run bench.py, which must succeed, and return its results and what it printed."""
     status = main(list(arguments) + ["--output", str(file)])
     captured = capsys.readouterr()
     assert status == 0, captured.err
@@ -65,26 +65,28 @@ def cases_of(part: Part, *words: str) -> list[Case]:
     return choose_cases([part], parse(*words))
 
 
-def bench_of(
+def make_bench(
     pair: Pair, cases: list[Case], prompts: list[list[int]], folder: Path, *columns: str
 ) -> Bench:
-    """A table of these cases that is about to be measured."""
-    head = head_of(cases, n_prompts=len(prompts), columns=list(columns))
-    table = OpenTable(head, parse(), pair, {"builtin": prompts}, step_context=2, is_memory=False)
+    """Return a Bench that is ready to measure these cases."""
+    head = make_head(cases, n_prompts=len(prompts), columns=list(columns))
+    table = PreparedTable(
+        head, parse(), pair, {"builtin": prompts}, pass_context=2, is_memory_table=False
+    )
     file = folder / "r.jsonl"
     file.touch()
     return Bench(table, Results(head), file)
 
 
 SEVERAL = "linear,dynatree,dyspec,recycle,auto"
-SMALL = {  # what makes a table quick, beside QUICK
+SMALL = {  # options that make a table quick, in addition to QUICK
     "main": ["--target", str(TINY / "target")],
     "steps": ["--n-prompts", "1"],
     "length": ["--new-tokens", "4,9", "--methods", SEVERAL],
     "prompt": ["--prompt-tokens", "4,9", "--methods", SEVERAL],
     "sampling": ["--n-prompts", "1"],
-    "sweep": ["--methods", ",".join(TABLES["sweep"].parts[0].rows[::20])],  # some of the hundred
-    "memory": ["--n-prompts", "1", "--methods", "ar", "--threads", "1"],  # a process each
+    "sweep": ["--methods", ",".join(TABLES["sweep"].parts[0].rows[::20])],  # of a hundred rows
+    "memory": ["--n-prompts", "1", "--methods", "ar", "--threads", "1"],  # one process per text
 }
 
 
@@ -107,7 +109,7 @@ def test_every_table(table: str, capsys: Captured, tmp_path: Path) -> None:
     if table == "steps":
         assert results.step_times.rows == [1, 2, 4, 8, 16, 32, 64, 128]
     if hasattr(os, "getloadavg"):
-        assert f"load {head.load_before:.2f} as it began" in " ".join(printed.split())
+        assert f"load average {head.load_before:.2f} at the start" in " ".join(printed.split())
     assert head.machine["commit"]
     assert main(["--show", str(file)]) == 0
     assert capsys.readouterr().out == printed
@@ -116,9 +118,9 @@ def test_every_table(table: str, capsys: Captured, tmp_path: Path) -> None:
 def test_cases_take_turns_and_every_text_has_a_seed(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All cases on a prompt before the next, each time another one first; the seed is another for
-    every prompt and round, and the same for every method and call. Of sampled texts no ids
-    are kept, as none is held against another."""
+    """Check the order: every case on one prompt before the next prompt, each time another one
+    first. Check that the seed depends on prompt and round, not on method and call. No ids of
+    sampled texts are stored, because they are not compared."""
     written = []
 
     def note(steps: list[Step]) -> list[int]:
@@ -148,12 +150,12 @@ def test_cases_take_turns_and_every_text_has_a_seed(
 @pytest.mark.parametrize(
     ("n", "error", "status", "said"),
     [
-        (6, KeyboardInterrupt(), 130, "interrupted\nresults in .*; 3 texts are lacking"),
+        (6, KeyboardInterrupt(), 130, "interrupted\nresults in .*; 3 texts are missing"),
         (3, OutOfMemory("too large"), 2, "error: too large; these lower it: a 16-bit --dtype"),
         (1, OutOfMemory("too large"), 2, "error: too large"),
     ],
 )
-def test_what_ends_a_table_keeps_what_is_done(
+def test_an_interrupted_table_keeps_its_results(
     n: int,
     error: BaseException,
     status: int,
@@ -162,43 +164,44 @@ def test_what_ends_a_table_keeps_what_is_done(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """It is shown, and the command that is printed goes on with it, whatever the file's name."""
+    """Check that an interrupted table is shown, and that the printed command resumes it."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "-my results.jsonl"
     options = BRIEF + ["--repeats", "2"]
-    real = Bench.measure
+    real = Bench.measure_text
 
-    def measure(self: Bench, turn: Turn) -> Text:
+    def measure(self: Bench, turn: Job) -> Line:
         if len(self.results.texts) == n - 1:
             raise error
         return real(self, turn)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Bench, "measure", measure)
+        patch.setattr(Bench, "measure_text", measure)
         assert main(options + [f"--output={file.name}"]) == status
     captured = capsys.readouterr()
     assert re.search(said, captured.err) and "Traceback" not in captured.err
     assert ("exact" in captured.out) == file.exists() == (n > 1)
     if n == 1:
-        assert list(tmp_path.iterdir()) == [], "nothing was measured, and nothing is left"
+        assert list(tmp_path.iterdir()) == [], "a file is left although nothing was measured"
         return
     done = list(load(file).texts.values())
     assert len(done) == n - 1
-    line = next(line for line in captured.err.splitlines() if "to go on: " in line)
-    python, script, *words = shlex.split(line.partition("to go on: ")[2])
+    line = next(line for line in captured.err.splitlines() if "resume with: " in line)
+    python, script, *words = shlex.split(line.partition("resume with: ")[2])
     assert python == "python" and Path(script).resolve() == Path(bench.__file__).resolve()
     assert main(words) == 0
     resumed = load(file)
     whole, _ = run_bench(capsys, tmp_path / "whole.jsonl", *options)
     assert list(resumed.texts.values())[: n - 1] == done and resumed.ids == whole.ids
     assert list(resumed.texts) == list(whole.texts)
-    assert main(words) == 0 and load(file) == resumed, "nothing is measured again"
+    assert main(words) == 0 and load(file) == resumed, "a text was measured again"
 
 
-def test_a_table_goes_on_in_another_folder(
+def test_a_table_resumes_in_another_folder(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It was refused there, as its prompts and models were named from the first one."""
+    """Check that relative paths of prompts and models are resolved from the first folder. The table
+    was once refused in any other folder."""
     monkeypatch.chdir(tmp_path)
     Path("p.jsonl").write_text('{"prompt": "One text"}\n')
     models = ["--target", os.path.relpath(DRAFT), "--draft", os.path.relpath(DRAFT)]
@@ -213,7 +216,7 @@ def test_a_table_goes_on_in_another_folder(
 def test_a_full_disk_keeps_the_file_and_shows_the_table(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of the third text half a line is left, which --resume takes away."""
+    """Check that half a line, written before the disk was full, is removed by --resume."""
     file = tmp_path / "r.jsonl"
     real = Path.open
 
@@ -244,23 +247,24 @@ def test_a_full_disk_keeps_the_file_and_shows_the_table(
 def test_one_file_is_written_by_one_run(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two with one --output, or two that go on with one, left what one of them had measured."""
+    """Check that a second run on one file is refused, with --output and with --resume. Two runs
+    once lost the results of one of them."""
     file = tmp_path / "r.jsonl"
     run_bench(capsys, file, *BRIEF)
     assert "exists already" in error_line(capsys, main, [*BRIEF, f"--output={file}"])
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:2]))
-    real = Bench.measure
+    real = Bench.measure_text
 
-    def measure(self: Bench, turn: Turn) -> Text:
+    def measure(self: Bench, turn: Job) -> Line:
         if len(self.results.texts) == 1:
-            with file.open("a") as other:  # which another run writes in the meantime
+            with file.open("a") as other:  # as if another run wrote a line
                 other.write(lines[2])
         return real(self, turn)
 
-    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr(Bench, "measure_text", measure)
     assert main([f"--resume={file}"]) == 2
-    assert f"error: another run writes to {file}: let it end" in capsys.readouterr().err
+    assert f"error: {file}: another run writes to it; use --resume" in capsys.readouterr().err
     assert file.read_text() == "".join(lines[:3])
 
 
@@ -275,12 +279,12 @@ def change_head(file: Path, change: Callable[[dict], None]) -> None:
     ("message", "change"),
     [
         ("torch was 1.0 and is .*", lambda head: head["machine"].update(torch="1.0")),
-        ("the prompts were others", lambda head: head.update(prompts_sha256="0")),
-        ("the columns were others", lambda head: head.update(columns=["speedup"])),
-        ("the cases were others", lambda head: head["cases"][0].update(is_drawn=True)),
+        ("the prompts have changed", lambda head: head.update(prompts_sha256="0")),
+        ("the columns have changed", lambda head: head.update(columns=["speedup"])),
+        ("the cases have changed", lambda head: head["cases"][0].update(is_drawn=True)),
     ],
 )
-def test_resume_goes_on_under_the_same_conditions_alone(
+def test_resume_refuses_other_conditions(
     message: str, change: Callable[[dict], None], capsys: Captured, tmp_path: Path
 ) -> None:
     file = tmp_path / "r.jsonl"
@@ -288,25 +292,25 @@ def test_resume_goes_on_under_the_same_conditions_alone(
     change_head(file, change)
     before = file.read_bytes()
     line = error_line(capsys, main, ["--resume", str(file)])
-    assert re.search(f"--resume would mix two conditions: {message}$", line)
+    assert re.search(f"--resume: {message}; use the same conditions", line)
     assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("message", "change"),
     [
-        ("the target had an id 9999", lambda lines: lines[1].update(ids_of([9999]))),
+        ("the target has no id 9999", lambda lines: lines[1].update(ids_of([9999]))),
         ("--seed needs a --temperature", lambda lines: options_in(lines).update(seed=1)),
         ("argument --top-p: invalid float", lambda lines: options_in(lines).update(top_p="x")),
         ("have an unknown --resume", lambda lines: options_in(lines).update(resume="x")),
-        ("unknown table 'x'", lambda lines: options_in(lines).update(table="x")),
+        ("--table is 'x', it must be one of", lambda lines: options_in(lines).update(table="x")),
         ("--n-prompts: 0 is not a whole", lambda lines: options_in(lines).update(n_prompts=0)),
     ],
 )
-def test_a_file_from_anybody_does_not_go_on(
+def test_resume_refuses_an_invalid_file(
     message: str, change: Callable[[list], None], capsys: Captured, tmp_path: Path
 ) -> None:
-    """Its options are checked as those of the command line are."""
+    """Check that the options in a file are validated like those of the command line."""
     file = tmp_path / "r.jsonl"
     run_bench(capsys, file, *BRIEF, "--n-prompts", "1", "--methods", "ar")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -319,7 +323,7 @@ def options_in(lines: list[dict]) -> dict:
     return lines[0]["head"]["options"]
 
 
-def ids_of(ids: list[int]) -> Text:
+def ids_of(ids: list[int]) -> Line:
     return {"ids": ids, "ids_digest": digest_of(ids)}
 
 
@@ -332,12 +336,14 @@ def ids_of(ids: list[int]) -> Text:
         ("linear strict", "bfloat16", 1e-5, 1),
     ],
 )
-def test_a_text_that_is_not_its_references(
+def test_a_text_that_differs_from_its_reference(
     row: str, dtype: str, gap: float | None, status: int, capsys: Captured, tmp_path: Path
 ) -> None:
-    """In float32 an error, unless the target's own choice was a near-tie; of a strict row, whose
-    reference is strict ar, an error whatever the precision and the gap. gap: one that the file has
-    already, None: it is measured."""
+    """Check that a difference is an error in float32, unless the target's choice was a near-tie.
+    A difference of a strict row is an error at any precision and gap.
+
+    gap: the gap that the file has already; None: it is measured.
+    """
     file = tmp_path / "r.jsonl"
     results, _ = run_bench(capsys, file, *BRIEF, "--methods", row, "--dtype", dtype)
     lines = list(results.texts.values())
@@ -347,27 +353,27 @@ def test_a_text_that_is_not_its_references(
     text["ids"][2] += 1
     text |= ids_of(text["ids"])
     if gap is not None:
-        lines.append(difference_of(text, gap=gap))
-    written(file, lines, results.head)
+        lines.append(make_difference(text, gap=gap))
+    write_results(file, lines, results.head)
     assert main(["--resume", str(file)]) == status
     printed = " ".join(capsys.readouterr().out.split())
     reference = "ar strict rows=8" if "strict" in row else "ar"
-    where = "on 1 of 2 texts, the first on prompt 1, from token 2 at the earliest"
+    where = "on 1 of 2 texts (first prompt: 1, first token: 2,"
     assert f"{row} differs from {reference} {where}" in printed and "1/2" in printed
     ((key, difference),) = load(file).differences.items()
     assert key == key_of(text) and difference["at"] == 2
     assert gap in (None, difference["gap"])
     assert main(["--resume", str(file)]) == status
-    assert len(load(file).differences) == 1, "it is measured once"
+    assert len(load(file).differences) == 1, "the gap was measured twice"
 
 
 def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
-    """As if the line that has them had been taken out, and the text measured anew."""
+    """Check the error if the line with a text's ids was removed from the file."""
     file = tmp_path / "r.jsonl"
     results, _ = run_bench(capsys, file, *BRIEF)
     lines = list(results.texts.values())
     lines[-1]["ids_digest"] = "0"
-    written(file, lines, results.head)
+    write_results(file, lines, results.head)
     assert main(["--resume", str(file)]) == 2
     assert f"error: {file} has no line with the ids of digest 0\n" in capsys.readouterr().err
 
@@ -375,26 +381,26 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--table", "none"], "unknown table 'none'; there are main, "),
-        (["--table", "dyspec-4"], "is not here: it needs 768 rows a tree, and MAX_ROWS is 128"),
-        (["--output", "/dev/null"], "/dev/null exists already; name another, or go on with it"),
+        (["--table", "none"], "--table is 'none', it must be one of main, "),
+        (["--table", "dyspec-4"], "is not available: it needs trees of 768 rows"),
+        (["--output", "/dev/null"], "/dev/null exists already; use another name, or --resume"),
         (["--output", "none/" + "x" * 300], "cannot be written: File name too long"),
-        (["--methods", "none"], "unknown method 'none'; there are ar, "),
-        (["--methods", "ar,,fixed"], "a part of the list is empty"),
+        (["--methods", "none"], "method is 'none', it must be one of ar, "),
+        (["--methods", "ar,,fixed"], "an item of the list is empty"),
         (["--methods", "fixed,fixed"], "names a row twice"),
         (["--methods", "fixed X=1"], "has no 'X'"),
         (["--methods", "hf-ar D=1"], "hf-ar takes no settings"),
-        (["--methods", "linear window=5"], "linear window=5: window=5: 6 to 816"),
-        (["--methods", "linear block"], "linear block: greedy text has one acceptance"),
+        (["--methods", "linear window=5"], "linear window=5: window is 5, it must be from 6 to"),
+        (["--methods", "linear block"], "linear block: greedy text has only one acceptance"),
         (["--baseline", " "], "argument --baseline: is empty"),
         (["--columns", "exact,exact"], "'exact,exact' names a column twice"),
         (["--seed", "1000000000001"], "--seed: 1000000000001 is not a whole number from 0 to"),
-        (["--columns", "none"], "unknown column 'none'; there are throughput, "),
-        (["--columns", "exact,draft_nodes"], "unknown column 'draft_nodes': use drafted_per_iter"),
-        (["--columns", "spread"], "unknown column 'spread': use speedup"),
-        (["--peers"], "--peers is now --hf"),
-        (["--dataset", "none"], "unknown dataset 'none'; there are builtin, wikitext2"),
-        (["--prompts", "none.txt", "--dataset", "wikitext2"], "either --dataset or --prompts"),
+        (["--columns", "none"], "column is 'none', it must be one of throughput, "),
+        (["--columns", "exact,draft_nodes"], "'draft_nodes' was renamed; use drafted_per_iter"),
+        (["--columns", "spread"], "column 'spread' was renamed; use speedup"),
+        (["--peers"], "--peers is now called --hf"),
+        (["--dataset", "none"], "--dataset is 'none', it must be one of builtin, wikitext2"),
+        (["--prompts", "none.txt", "--dataset", "wikitext2"], "--prompts exclude each other"),
         (
             ["--table", "prompt", "--prompts", str(ROOT / "LICENSE")],
             "no prompt of 1000 tokens or more",
@@ -414,12 +420,12 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
             "--new-tokens: x is not a whole number from 1 to 1,000,000,000,000",
         ),
         (["--new-tokens", "9" * 12], "these lower it: a 16-bit --dtype, fewer --new-tokens"),
-        (["--prompt-tokens", "5,5"], "'5,5' names one twice"),
+        (["--prompt-tokens", "5,5"], "'5,5' has a number twice"),
         (["--seed", "1"], "--seed needs a --temperature above 0"),
-        (["--table", "steps", "--methods", "ar"], "runs no methods"),
-        (["--hf", "--temperature", "1"], "measured for speed alone, at temperature 0"),
-        (["--show", "none.jsonl", "--repeats", "2"], "--repeats has no effect beside --show"),
-        (["--resume", "none.jsonl"], "none.jsonl is not there"),
+        (["--table", "steps", "--methods", "ar"], "--methods has no effect with --table steps"),
+        (["--hf", "--temperature", "1"], "only greedy speed; use temperature 0"),
+        (["--show", "none.jsonl", "--repeats", "2"], "--repeats has no effect with --show"),
+        (["--resume", "none.jsonl"], "none.jsonl does not exist"),
     ],
 )
 def test_mistakes(
@@ -433,27 +439,28 @@ def test_mistakes(
     assert message in error_line(capsys, main, arguments)
 
 
-def test_what_the_memory_table_has_beside_on_a_gpu() -> None:
+def test_the_memory_table_has_more_columns_on_a_gpu() -> None:
     memory = with_columns(TABLES["memory"], None, is_cuda=True)
     assert memory.columns[-2:] == ["pools", "cuda_context"]
 
 
 def test_memory_is_measured_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="--table memory is measured by one process"):
-        open_table(parse("--table", "memory"))
+    with pytest.raises(UsageError, match="--table memory needs a single process"):
+        prepare_table(parse("--table", "memory"))
 
 
 def test_hf_rows_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     line = error_line(capsys, main, [*QUICK, "--hf"])
-    assert "hf-ar, hf-assisted, hf-lookup need transformers: pip install transformers" in line
+    assert "hf-ar, hf-assisted, hf-lookup need transformers; use pip install transformers" in line
 
 
-def test_set_up_is_told_apart_by_what_a_method_needs(
+def test_setup_time_counts_only_the_models_that_a_method_loads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With a stand-in for transformers, which repeats the prompt's first id and tells no draft."""
+    """Use a stand-in for transformers that repeats the prompt's first id. Its steps have no draft,
+    so its texts have no draft metrics."""
 
     class Repeating:
         def __init__(self, pair: Pair):
@@ -466,29 +473,30 @@ def test_set_up_is_told_apart_by_what_a_method_needs(
     load_s = {"target": 50.0, "draft": 100.0}
     pair = Pair(random_model(0), random_model(1), None, Path(), None, load_s)
     cases = cases_of(Part(("ar", "linear", "hf-ar"), prompt_tokens=(2,), new_tokens=(4,)))
-    table = bench_of(pair, cases, [[3, 1]], tmp_path)
+    table = make_bench(pair, cases, [[3, 1]], tmp_path)
     table.warm_up(cases)
     ar, linear, hf = table.setup_s.values()
     assert 20 <= hf < 50 <= ar < 100 <= linear
-    text = table.measure(Turn(cases[2], 0, 0))
+    text = table.measure_text(Job(cases[2], 0, 0))
     assert text["ids"] == [3] * 4 and text["throughput"] == 1000 and text["setup_s"] == hf
     assert not {"drafted_per_iter", "acceptance_rate", "draft_ms", "top1_match"} & text.keys()
 
 
 def test_a_table_over_a_drafter_that_is_no_model(tmp_path: Path) -> None:
-    """Its draft has no passes that could be timed alone, so nothing is predicted."""
+    """Check that nothing is predicted, because such a drafter has no passes that can be timed."""
     pair = Pair(random_model(0), Watching(), None, Path(), None, {"target": 1.0, "draft": 0.0})
     rows = ("ar", "linear", "dynatree")
     cases = cases_of(Part(rows, prompt_tokens=(2,), new_tokens=(9,)))
-    table = bench_of(pair, cases, [[3, 1]], tmp_path, "predicted", "exact")
+    table = make_bench(pair, cases, [[3, 1]], tmp_path, "predicted", "exact")
     table.measure_all()
     texts = table.results.texts.values()
     assert len({text["ids_digest"] for text in texts}) == 1 and len(texts) == 3
     assert not any("predicted_ms" in text for text in texts)
 
 
-def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:
-    """Strict ar at as many rows a pass, ar over that window: added once for each, after ar."""
+def test_references_of_strict_rows_and_rows_over_a_window() -> None:
+    """Check the references: strict ar with as many rows per pass, and ar over the same window. Each
+    is added once, after ar."""
     methods = "dynatree,dynatree strict,linear K=3 strict,linear window=64,ar rows=4 strict"
     cases = cases_of(Part(new_tokens=(4, 8)), "--methods", methods)
     assert [(case.row, case.reference, case.new_tokens) for case in cases[:7]] == [
@@ -504,9 +512,9 @@ def test_what_strict_rows_and_rows_over_a_window_are_held_against() -> None:
     assert [case.new_tokens for case in cases] == [4] * 9 + [8] * 9
 
 
-def test_what_speedups_are_over() -> None:
-    """Any row, told as --methods has it, and added if there is none such: at each size its own.
-    Texts are held against ar's all the same."""
+def test_the_baseline_of_speedups() -> None:
+    """Check that any row can be the baseline, and is added at every size if it is missing. Texts
+    are still compared with ar's."""
     cases = cases_of(Part(("ar", "linear"), new_tokens=(4, 8)), "--baseline", "hf-ar")
     assert labels(cases) == [f"{row} T={n}" for n in (4, 8) for row in ("ar", "hf-ar", "linear")]
     assert {case.reference for case in cases} == {"ar"}
@@ -514,38 +522,39 @@ def test_what_speedups_are_over() -> None:
     assert labels(strict) == ["ar", "ar strict rows=4", "linear K=3 strict"]
 
 
-def test_what_a_row_says_is_how_its_text_is_written() -> None:
-    """Strict or not, over a window, rebuilt, sampled and accepted."""
+def test_the_generation_config_of_a_row() -> None:
+    def config_of(row: str, top_p: float | None = None, **changes: object) -> GenerationConfig:
+        return Case(row, "", 1, 1, **({"temperature": 0.0} | changes)).generation_config(
+            top_p, seed=7
+        )
 
-    def written(row: str, top_p: float | None = None, **changes: object) -> GenerationConfig:
-        return Case(row, "", 1, 1, **({"temperature": 0.0} | changes)).config(top_p, seed=7)
-
-    assert written("linear strict") == GenerationConfig(Chain(), strict=True)
-    assert written("linear window=16 sinks=2") == GenerationConfig(Chain(), window=Window(16, 2))
+    assert config_of("linear strict") == GenerationConfig(Chain(), strict=True)
+    assert config_of("linear window=16 sinks=2") == GenerationConfig(Chain(), window=Window(16, 2))
     by_traversal = GenerationConfig(Chain(K=3), commit="rebuild", acceptance="traversal")
-    assert written("linear K=3 rebuild traversal") == by_traversal
-    assert written("linear K=3 rebuild", acceptance="traversal") == by_traversal
-    hot = written("linear", 0.9, temperature=0.8, draft_temperature=0.6)
+    assert config_of("linear K=3 rebuild traversal") == by_traversal
+    assert config_of("linear K=3 rebuild", acceptance="traversal") == by_traversal
+    hot = config_of("linear", 0.9, temperature=0.8, draft_temperature=0.6)
     assert hot.sampling == Sampling(0.8, 0.9, 7, 0.6, False)
-    drawn = written("linear", 0.9, is_drawn=True, draft_temperature=0.6)
+    drawn = config_of("linear", 0.9, is_drawn=True, draft_temperature=0.6)
     assert drawn.sampling == Sampling(0.0, 1.0, 7, 0.6, True)
 
 
-def test_rows_of_several_kinds_stand_in_one_table(capsys: Captured, tmp_path: Path) -> None:
-    """Each held against its own ar; predicted is what is written as forwards are timed, plainly."""
+def test_one_table_has_rows_of_several_kinds(capsys: Captured, tmp_path: Path) -> None:
+    """Check that each row is compared with its own ar. Only rows without strict and window have a
+    prediction, because passes are timed without them."""
     options = ["--methods", "linear,linear strict,linear window=64 sinks=2,linear rebuild"]
     options += ["--columns", "speedup,predicted,exact", "--n-prompts", "1"]
     results, printed = run_bench(capsys, tmp_path / "r.jsonl", *QUICK, *options)
     cells = {row[0]: row[1:] for row in table_cells(results)[1]}
     assert all(cells[label][2] == "1/1" for label in cells if label.startswith("linear"))
     assert {label for label in cells if cells[label][1]} == {"linear", "linear rebuild"}
-    assert "A strict row is held" in printed and "A row over a window is held" in printed
+    assert "A strict row is compared" in printed and "A row with a window is compared" in printed
 
 
 def test_the_enlarged_pair_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Captured
 ) -> None:
-    """Here the draft alone; what is there stays, and what fails is said."""
+    """Check, with the draft only, that existing files are reused and that a failure is reported."""
     monkeypatch.setattr(enlarged, "FOLDER", tmp_path / "enlarged")
     monkeypatch.setattr(enlarged, "SHAPES", {"draft": (256, 2)})
     monkeypatch.setattr(enlarged, "VOCABULARY", 4100)
@@ -554,25 +563,26 @@ def test_the_enlarged_pair_is_made_once(
     assert enlarged.enlarged_pair() == [folder]
     assert capfd.readouterr().err.count("making the enlarged pair") == 1
     monkeypatch.setattr(enlarged, "SHAPES", {"target": (641, 6)})
-    with pytest.raises(UsageError, match="could not be made; the line above says why"):
+    with pytest.raises(UsageError, match="could not be made; see the line above"):
         enlarged.enlarged_pair()
 
 
 def test_notes_before_a_table(capsys: Captured) -> None:
-    """Too few prompts, our own written on where lengths are compared, more than was trained for."""
+    """Check three notes: too few prompts, prompts extended by the target to compare lengths, and
+    more tokens than the target was trained for."""
     sizes = ["--n-prompts", "13", "--prompt-tokens", "4,80", "--new-tokens", "3000"]
     words = ["--table", "prompt", "--methods", "ar", "--target", DRAFT, "--draft", DRAFT]
-    table = open_table(parse(*words, *sizes))
+    table = prepare_table(parse(*words, *sizes))
     said = capsys.readouterr().err
     assert "note: builtin has 12 prompts, not 13\n" in said
-    assert "note: the target writes our own prompts on, to 80 tokens\n" in said
-    assert "warning: 3080 tokens with the prompt, and the target was trained" in said
+    assert "note: the target extends the builtin prompts to 80 tokens\n" in said
+    assert "warning: 3080 tokens in all; the target was trained" in said
     assert table.head.n_prompts == {"builtin": 12}
-    assert table.head.prompts == "builtin, written on by the target"
+    assert table.head.prompts == "builtin, extended by the target"
     assert [len(prompt) for prompt in table.prompts["builtin"]] == [80] * 12
 
 
-def test_what_can_be_asked_for_is_listed(capsys: Captured) -> None:
+def test_tables_and_columns_are_listed(capsys: Captured) -> None:
     assert main(["--tables"]) == 0
     listed = capsys.readouterr().out
     assert all(f"\n  {name} " in listed for name in ("ablation", "v2-1", "dyspec-5", "predicted"))

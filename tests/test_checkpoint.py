@@ -1,4 +1,4 @@
-"""Reading checkpoints: config, weights on disk, and errors that name the cause."""
+"""Tests of reading checkpoints: config, weights on disk, and errors that name the cause."""
 
 import copy
 import os
@@ -21,17 +21,17 @@ from conftest import (
     write_shards,
 )
 from safetensors import SafetensorError
-from test_foreign import mutated, mutated_header
+from test_untrusted import mutate, mutate_header
 from torch import Tensor
 
-from engine.checkpoint import EMBEDDING, HEAD, INDEX, SINGLE, CheckpointError, parse_config
+from engine.checkpoint import EMBEDDING, INDEX, OUTPUT_HEAD, SINGLE, CheckpointError, parse_config
 from engine.memory import OutOfMemory
-from engine.model import FastGPTNeoX, load_plain, open_checkpoint
+from engine.model import FastGPTNeoX, load_reference, open_checkpoint
 from gpt_neox import Config, GPTNeoX
 
 PREFIX = list(range(40, 50))
 Load = Callable[[Path], GPTNeoX]
-LOADERS = FastGPTNeoX.from_pretrained, load_plain
+LOADERS = FastGPTNeoX.from_pretrained, load_reference
 EACH_LOADER = pytest.mark.parametrize("load", LOADERS, ids=["fast", "plain"])
 Write = Callable[[Path, dict[str, Tensor]], None]
 Damage = Callable[[Path], object]
@@ -45,7 +45,7 @@ BOTH = NEWER | {"rotary_pct": 0.25, "rotary_emb_base": 500, "rope_scaling": None
 
 @pytest.mark.parametrize("raw", [PUBLISHED, NEWER, BOTH])
 def test_both_styles_of_config(raw: dict[str, object]) -> None:
-    """Where both stand the newer one is meant."""
+    """Check older and newer configs. In a config with the keys of both, the newer keys count."""
     found = Config.from_json(raw | {"eos_token_id": None}, {})
     assert found == random_config()
     assert (found.hidden_act, found.layer_norm_eps, found.eos_ids) == ("gelu", 1e-5, ())
@@ -65,14 +65,17 @@ EOS += [(None, [3, 4], (3, 4)), ([0, 1], [1, 9], (0, 1, 9))]
 def test_eos_ids_of_both_files_are_joined(
     eos: int | list[int] | None, generation: int | list[int] | None, ids: tuple[int, ...]
 ) -> None:
-    """An id of 0, Pythia's own, is an EOS, not an absent one. Fine-tunes as Dolly have theirs in
-    generation_config.json alone, and wrote on to the limit."""
+    """Check EOS ids from config.json and generation_config.json.
+
+    Pythia's EOS id is 0, which must not count as missing. Fine-tunes such as Dolly have EOS ids
+    only in generation_config.json. They were once ignored, so texts went on to the limit.
+    """
     raw, more = PUBLISHED | {"eos_token_id": eos}, {"eos_token_id": generation}
     assert Config.from_json(raw, more).eos_ids == ids
 
 
 def test_what_is_missing_has_the_defaults_of_transformers() -> None:
-    """Those of its GPTNeoXConfig 5.24, a quarter of each head rotated among them."""
+    """Check the defaults of GPTNeoXConfig 5.24, for example a rotary_pct of 0.25."""
     defaults = Config.from_json({"model_type": "gpt_neox"}, {})
     assert asdict(defaults) == {
         "vocab_size": 50432,
@@ -96,27 +99,27 @@ def test_what_is_missing_has_the_defaults_of_transformers() -> None:
     assert Config.from_json(SIZES | some, {}).rotary_emb_base == 500.0
 
 
-FOREIGN = [  # what is said -> of what
+UNSUPPORTED = [  # the error, the changes that cause it
     ("llama", {"model_type": "llama", "hidden_act": "silu"}),
     ("rope.* not supported: .*yarn", {"rope_parameters": ROPE | {"rope_type": "yarn"}}),
     ("rope.* not supported: .*linear", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
-    ("rope.* not supported: 5", {"rope_parameters": 5}),
+    ("rope_parameters is 5, it must be an object", {"rope_parameters": 5}),
     ("eos_ids is .*'x'", {"eos_token_id": "x"}),
     (r"eos_ids is .*\[1\]", {"eos_token_id": [[1]]}),
     ("quantised", {"quantization_config": {"quant_method": "gptq"}}),
     ("relu", {"hidden_act": "relu"}),
     (r"1\.5", {"rotary_pct": 1.5}),
     ("32.* 5 heads", {"num_attention_heads": 5}),
-    ("rotates 3 dimensions of a head", {"rotary_pct": 0.2}),
-    ("2 heads: no GPT-NeoX can have heads of this size", {"hidden_size": 30, "rotary_pct": 0.55}),
+    ("gives 3 rotary dimensions", {"rotary_pct": 0.2}),
+    ("2 heads: the size of a head must be", {"hidden_size": 30, "rotary_pct": 0.55}),
     ("num_hidden_layers is 1001", {"num_hidden_layers": 1001}),
     ("num_hidden_layers is 10+,", {"num_hidden_layers": 10**8}),
     ("use_parallel_residual is 'false'", {"use_parallel_residual": "false"}),
 ]
 
 
-@pytest.mark.parametrize("cause, changes", FOREIGN)
-def test_foreign_value_is_named(cause: str, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("cause, changes", UNSUPPORTED)
+def test_an_unsupported_value_is_named(cause: str, changes: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match=cause):
         parse_config(PUBLISHED | changes)
 
@@ -133,7 +136,7 @@ def write_several(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_legacy(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """With the buffers that old saves carry beside the weights."""
+    """Write a checkpoint with the buffers that old saves have in addition to the weights."""
     attention = "gpt_neox.layers.0.attention"
     buffers = {
         f"{attention}.bias": torch.ones(1, 1, 8, 8),
@@ -153,17 +156,19 @@ def test_every_layout_on_disk_is_the_same_model(write: Write, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fast", "plain"])
 @pytest.mark.parametrize("head", ["absent", "equal", "other"])
-@pytest.mark.parametrize("name", [HEAD, "lm_head.weight"])
+@pytest.mark.parametrize("name", [OUTPUT_HEAD, "lm_head.weight"])
 def test_tied_embeddings(
     name: str, head: str, kind: type[GPTNeoX], tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """A head that a save carries, and that is not the embedding, is used as transformers does, with
-    one note; it was dropped. Under either name."""
+    """Check that a stored head that differs from the embedding is used, with one warning.
+
+    transformers does so, too. The head was once dropped. It may have either name.
+    """
     tensors = random_tensors(random_config(tie_word_embeddings=True), 12)
     heads = {"equal": tensors[EMBEDDING], "other": 0.1 * torch.randn(96, 32)}
     stored = {name: heads[head].clone()} if head != "absent" else {}
     write_single(tmp_path, tensors | stored, tie_word_embeddings=True)
-    untied = tensors | {HEAD: heads.get(head, tensors[EMBEDDING])}
+    untied = tensors | {OUTPUT_HEAD: heads.get(head, tensors[EMBEDDING])}
     expected = run(GPTNeoX.from_tensors(random_config(), untied), PREFIX)
     assert_close(run(kind.from_pretrained(tmp_path), PREFIX), expected)
     opened = open_checkpoint(tmp_path, "cpu", torch.float32)
@@ -178,31 +183,31 @@ def test_tied_embeddings(
 
 @pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fast", "plain"])
 def test_the_head_may_have_its_newer_name(kind: type[GPTNeoX], tmp_path: Path) -> None:
-    """That of transformers since 5.14."""
+    """Check the name that transformers uses since 5.14."""
     tensors = random_tensors(random_config(), 12)
     expected = run(GPTNeoX.from_tensors(random_config(), tensors), PREFIX)
-    write_single(tmp_path, tensors | {"lm_head.weight": tensors.pop(HEAD)})
+    write_single(tmp_path, tensors | {"lm_head.weight": tensors.pop(OUTPUT_HEAD)})
     assert_close(run(kind.from_pretrained(tmp_path), PREFIX), expected)
 
 
 @EACH_LOADER
 def test_a_head_of_both_names_is_refused(load: Load, tmp_path: Path) -> None:
     tensors = random_tensors(random_config(), 12)
-    write_single(tmp_path, tensors | {"lm_head.weight": tensors[HEAD] + 1})
-    with pytest.raises(CheckpointError, match=f"{HEAD} a second time"):
+    write_single(tmp_path, tensors | {"lm_head.weight": tensors[OUTPUT_HEAD] + 1})
+    with pytest.raises(CheckpointError, match=f"{OUTPUT_HEAD} twice"):
         load(tmp_path)
 
 
 @EACH_LOADER
 def test_a_name_in_an_error_is_one_line(load: Load, tmp_path: Path) -> None:
-    """A tensor's name with an escape and a newline reached a caller's terminal as it was."""
+    """Check a name with control characters. They once reached the terminal unchanged."""
     write_single(tmp_path, random_tensors(random_config(), 14) | {"a\x1b[31m\nb": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"does not: a\\x1b\[31m\\nb"):
+    with pytest.raises(CheckpointError, match=r"has the tensor a\\x1b\[31m\\nb"):
         load(tmp_path)
 
 
 def test_no_attention_bias_is_a_zero_bias(tmp_path: Path) -> None:
-    """Only qkv and the attention's output lose their bias; the MLP keeps its own."""
+    """Check attention_bias=False: only qkv and the attention's output have no bias."""
     tensors = random_tensors(random_config(), 13)
     kept = dict(tensors)
     for name, tensor in tensors.items():
@@ -215,13 +220,13 @@ def test_no_attention_bias_is_a_zero_bias(tmp_path: Path) -> None:
     assert_close(run(FastGPTNeoX.from_pretrained(tmp_path), PREFIX), expected)
 
 
-EXTRA = "gpt_neox.layers.2.mlp.dense_h_to_4h.bias"  # of a deeper model
-TENSORS: dict[str, Callable[[dict[str, Tensor]], object]] = {  # what is said -> of what change
-    f"lacks .*{QKV}.weight": lambda tensors: tensors.pop(f"{QKV}.weight"),
-    f"lacks .*{HEAD}": lambda tensors: tensors.pop(HEAD),
+EXTRA = "gpt_neox.layers.2.mlp.dense_h_to_4h.bias"  # a tensor of a deeper model
+TENSORS: dict[str, Callable[[dict[str, Tensor]], object]] = {  # error: change
+    f"has no tensor .*{QKV}.weight": lambda tensors: tensors.pop(f"{QKV}.weight"),
+    f"has no tensor .*{OUTPUT_HEAD}": lambda tensors: tensors.pop(OUTPUT_HEAD),
     f"{QKV}.bias is .*config": lambda tensors: tensors.update({f"{QKV}.bias": torch.zeros(95)}),
-    f"{HEAD} is .*config": lambda tensors: tensors.update({HEAD: torch.zeros(32, 96)}),
-    f"does not: {EXTRA}": lambda tensors: tensors.update({EXTRA: torch.zeros(64)}),
+    f"{OUTPUT_HEAD} is .*config": lambda found: found.update({OUTPUT_HEAD: torch.zeros(32, 96)}),
+    f"has the tensor {EXTRA}": lambda tensors: tensors.update({EXTRA: torch.zeros(64)}),
 }
 
 
@@ -230,7 +235,8 @@ TENSORS: dict[str, Callable[[dict[str, Tensor]], object]] = {  # what is said ->
 def test_missing_misshapen_and_extra_tensors_are_named(
     cause: str, write: Write, tmp_path: Path
 ) -> None:
-    """A transpose has the right number of elements; a deeper model holds all of a shallower one."""
+    """Check the tensors that are easy to miss: a transpose has the right number of elements, and a
+    deeper model has all tensors of a shallower one."""
     tensors = random_tensors(random_config(), 14)
     TENSORS[cause](tensors)
     write(tmp_path, tensors)
@@ -238,12 +244,12 @@ def test_missing_misshapen_and_extra_tensors_are_named(
         FastGPTNeoX.from_pretrained(tmp_path)
 
 
-def cut_at(at: int) -> Damage:
-    """Leave the first so many bytes of a file, or all but so many."""
-    return lambda file: file.write_bytes(file.read_bytes()[:at])
+def cut_at(end: int) -> Damage:
+    """Return a function that keeps the first `end` bytes of a file; negative: all but the last."""
+    return lambda file: file.write_bytes(file.read_bytes()[:end])
 
 
-def say(content: str) -> Damage:
+def write_content(content: str) -> Damage:
     return lambda file: file.write_text(content)
 
 
@@ -252,35 +258,39 @@ def make_pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-def link_to(place: str) -> Damage:
+def link_to(target: str) -> Damage:
     def replace(file: Path) -> None:
         file.unlink()
-        file.symlink_to(place)
+        file.symlink_to(target)
 
     return replace
 
 
 SHARD = "model-1.safetensors"
-DAMAGE = {  # which file is damaged, and how -> cause
+DAMAGE = {  # file, damage, error
     "tail": (SINGLE, cut_at(-7), "model.safetensors cannot be read"),
     "header": (SINGLE, cut_at(100), "model.safetensors cannot be read"),
     "empty": (SINGLE, cut_at(0), "model.safetensors cannot be read"),
-    "weights": (SINGLE, Path.unlink, "holds neither model.safetensors nor"),
-    "config": ("config.json", Path.unlink, "config.json is not there"),
+    "weights": (SINGLE, Path.unlink, "has neither model.safetensors nor"),
+    "config": ("config.json", Path.unlink, "config.json does not exist"),
     "pipe": ("config.json", make_pipe, "config.json is a device or a pipe, not a file"),
     "zeros": ("config.json", link_to("/dev/zero"), "config.json is a device or a pipe"),
     "weights' pipe": (SINGLE, make_pipe, "model.safetensors is a device or a pipe"),
-    "generation": ("generation_config.json", say("{"), "generation_config.json is not JSON"),
-    "config's type": ("config.json", say("[]"), "config.json is not a JSON object"),
-    "shard": (SHARD, Path.unlink, "model-1.safetensors is not there"),
+    "generation": (
+        "generation_config.json",
+        write_content("{"),
+        "generation_config.json is not JSON",
+    ),
+    "config's type": ("config.json", write_content("[]"), "config.json is not a JSON object"),
+    "shard": (SHARD, Path.unlink, "model-1.safetensors does not exist"),
     "index": (INDEX, cut_at(40), "json is not JSON: Unterminated string"),
-    "no map": (INDEX, say('{"metadata": {}}'), "weight_map"),
+    "no map": (INDEX, write_content('{"metadata": {}}'), "weight_map"),
     "below": (
         INDEX,
-        say('{"weight_map": {"a": "../x.safetensors"}}'),
-        "no safetensors file in its",
+        write_content('{"weight_map": {"a": "../x.safetensors"}}'),
+        "not a safetensors file in its",
     ),
-    "pickle": (INDEX, say('{"weight_map": {"a": "x.bin"}}'), "no safetensors file in"),
+    "pickle": (INDEX, write_content('{"weight_map": {"a": "x.bin"}}'), "not a safetensors file in"),
 }
 
 
@@ -298,11 +308,12 @@ def test_damaged_folder_is_one_clear_line(
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX, SHARD])
 def test_a_mutated_folder_is_loaded_or_refused_by_both(name: str, tmp_path: Path) -> None:
-    """With nothing but a CheckpointError; an untrusted folder is no reason for a TypeError."""
+    """Check that both loaders agree, and that the only error is a CheckpointError (or OutOfMemory),
+    never a TypeError."""
     write_several(tmp_path, random_tensors(random_config(eos_ids=(0,)), 15))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 5], "bos_token_id": 0}')
     valid = (tmp_path / name).read_bytes()
-    change = mutated_header if name == SHARD else mutated
+    change = mutate_header if name == SHARD else mutate
     rng, outcomes = random.Random(name), set()
     for _ in range(50):
         (tmp_path / name).write_bytes(change(valid, rng))
@@ -313,44 +324,44 @@ def test_a_mutated_folder_is_loaded_or_refused_by_both(name: str, tmp_path: Path
             except (CheckpointError, OutOfMemory) as error:
                 ends.append(str(error))
         assert ends[0] == ends[1]
-        with suppress(OSError, ValueError, SafetensorError):  # of the core's own loading
+        with suppress(OSError, ValueError, SafetensorError):  # errors of the core's own loader
             GPTNeoX.from_pretrained(tmp_path)
         outcomes.add(isinstance(ends[0], str))
     assert True in outcomes and len(outcomes) == 1 + (name != SHARD)
 
 
-OTHERS = {  # what a folder or a path holds instead -> what is said of it
+OTHER_FILES = {  # name of the file that is there instead: error
     "gptq_model-4bit-128g.safetensors": "gptq_model.* is quantised: use the float weights",
     "model-00001-of-00002.safetensors": "is one of several: the index is needed too",
     "pythia.Q4_K_M.gguf": "is GGUF, for llama.cpp",
     "adapter.safetensors": "is named otherwise",
     "pytorch_model.bin": "has to be converted to safetensors",
-    "README.md": "holds neither model.safetensors nor model.safetensors.index.json$",
+    "README.md": "has neither model.safetensors nor model.safetensors.index.json$",
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_holds_other_weights_is_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_other_weights_are_named(name: str, tmp_path: Path) -> None:
     write_single(tmp_path, {})
     (tmp_path / SINGLE).rename(tmp_path / name)
     for load in LOADERS:
-        with pytest.raises(CheckpointError, match=OTHERS[name]):
+        with pytest.raises(CheckpointError, match=OTHER_FILES[name]):
             load(tmp_path)
-    said = "" if name == "README.md" else OTHERS[name]
-    with pytest.raises(CheckpointError, match=f"is a file, not a folder.*{said}"):
+    message = "" if name == "README.md" else OTHER_FILES[name]
+    with pytest.raises(CheckpointError, match=f"is a file, not a folder.*{message}"):
         FastGPTNeoX.from_pretrained(tmp_path / name)
 
 
 def test_the_folder_of_the_hub_s_cache_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "models--org--name"
     (folder / "snapshots").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="keeps org/name; name org/name"):
+    with pytest.raises(CheckpointError, match="is the cache folder of org/name; use org/name"):
         FastGPTNeoX.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("I8", torch.int8), ("U8", torch.uint8)])
 def test_only_floating_types_load(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Whole numbers were cast to float in silence: a quantised checkpoint then wrote nonsense."""
+    """Refuse integers. They were once cast to float, so a quantised checkpoint wrote nonsense."""
     tensors = random_tensors(random_config(), 15)
     write_single(tmp_path, tensors | {EMBEDDING: torch.zeros(96, 32, dtype=dtype)})
     with pytest.raises(CheckpointError, match=f"{EMBEDDING} is {name}; only floating types load"):
@@ -372,13 +383,14 @@ def test_every_floating_type_loads(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_a_model_of_many_positions_takes_memory_for_those_in_use() -> None:
-    """The rotary table was made for all of them: 10^9 ended in a RuntimeError of the allocator."""
+    """Check the size of the rotary table. It was once made for all positions, so a model of 10^9
+    positions ended in a RuntimeError of the allocator."""
     model = random_model(15, max_position_embeddings=10**7)
     assert len(model.new_cache(40).rotary) == 40
     assert torch.equal(run(model, PREFIX), run(random_model(15), PREFIX))
 
 
-REFUSALS = [  # of memory, and where
+REFUSALS = [  # function that gets no memory, its error
     ("engine.checkpoint.safe_open", OSError(12, "Cannot allocate memory")),
     ("engine.checkpoint.safe_open", SafetensorError("Cannot allocate memory (os error 12)")),
     ("engine.checkpoint.safe_open", RuntimeError("unable to mmap: Cannot allocate memory (12)")),
@@ -391,8 +403,8 @@ REFUSALS = [  # of memory, and where
 def test_memory_that_is_refused_is_named(
     place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process may have less than the machine, and only learns it when it asks. Where a matrix is
-    packed, it is no reason to try another kind."""
+    """Check each error of an allocation. A process may be allowed less memory than the machine has,
+    which shows only when it allocates. If packing a matrix fails, no other kind is tried."""
 
     def refuse(*_: object, **__: object) -> None:
         raise error
@@ -403,17 +415,17 @@ def test_memory_that_is_refused_is_named(
         patch.setattr("engine.linear.is_exact_in_half", lambda _: False)
         patch.setattr("engine.linear.MIN_ONEDNN_BYTES", 0)
         patch.setattr(place, refuse)
-        with pytest.raises(OutOfMemory, match=f"no memory for the weights of {tmp_path}"):
+        with pytest.raises(OutOfMemory, match=f"out of memory for the weights of {tmp_path}"):
             FastGPTNeoX.from_pretrained(tmp_path)
     monkeypatch.setattr("torch.zeros", refuse)
-    with pytest.raises(OutOfMemory, match="no memory for a cache of 20 tokens, 0.0 MB"):
+    with pytest.raises(OutOfMemory, match="out of memory for a cache of 20 tokens, 0.0 MB"):
         model.new_cache(20)
 
 
 def test_absurd_sizes_are_refused_before_allocation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 x 2 layers x 32 wide x 4 bytes x 1e12 tokens is 512,000 GB."""
+    """Check sizes: keys and values x 2 layers x 32 x 4 bytes x 1e12 tokens are 512,000 GB."""
     with pytest.raises(OutOfMemory, match="1000000000000 tokens .* 512,000.0 GB"):
         random_model(0).new_cache(10**12)
     write_single(tmp_path, random_tensors(random_config(), 1))
@@ -431,9 +443,10 @@ def test_the_dtype_may_be_named(tmp_path: Path) -> None:
 
 
 def test_a_fast_model_says_that_it_cannot_be_copied() -> None:
-    """Its packed matrices are memory of a library's own; a plain model can be."""
-    plain = random_model(0, kind=GPTNeoX)
+    """Check the error of copies: a library owns a fast model's packed matrices. A reference model
+    can be copied."""
+    reference = random_model(0, kind=GPTNeoX)
     for duplicate in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
-        assert torch.equal(run(duplicate(plain), PREFIX), run(plain, PREFIX))
+        assert torch.equal(run(duplicate(reference), PREFIX), run(reference, PREFIX))
         with pytest.raises(TypeError, match="cannot be copied or pickled; load it again"):
             duplicate(random_model(0))

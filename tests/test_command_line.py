@@ -1,4 +1,4 @@
-"""The command line: what it prints, and what it keeps when something ends it early."""
+"""Tests of the command line: its output, and what it keeps if something ends it early."""
 
 import json
 import random
@@ -37,12 +37,12 @@ from verify import NonFiniteLogits
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
 DRAFT = str(TINY / "draft")
-TWINS = ["--target", DRAFT, "--draft", DRAFT]  # quick, where the text is of no matter
+DRAFT_TWICE = ["--target", DRAFT, "--draft", DRAFT]  # quick, for tests that do not look at the text
 AR = ["--max-new-tokens", "20", "--method", "ar"]
 
 
 def run_json(capsys: Captured, options: list[str], status: int = 0) -> dict:
-    """The JSON of a run over PROMPT, which ends with this status."""
+    """Run the command on PROMPT and return its JSON. Fails unless it exits with this status."""
     found = main(["--prompt", PROMPT, "--json"] + options)
     captured = capsys.readouterr()
     assert found == status, captured.err
@@ -68,8 +68,8 @@ def test_json_has_everything(capsys: Captured) -> None:
     assert set(report["metrics"]) == set(Metrics.__dataclass_fields__)
 
 
-def test_what_is_asked_for_reaches_the_method(capsys: Captured) -> None:
-    """And is reported; a chain of 3 drafts 3 tokens per iteration. The text is always ar's."""
+def test_options_reach_the_method(capsys: Captured) -> None:
+    """Check that options are reported and have an effect. The text is always ar's."""
     expected = run_json(capsys, AR)["token_ids"]
     chain = run_json(capsys, AR[:2] + ["--method", "linear", "--set", "K=3"])
     assert chain["settings"]["K"] == 3 and 2 < chain["metrics"]["drafted_per_iter"] <= 3
@@ -79,7 +79,7 @@ def test_what_is_asked_for_reaches_the_method(capsys: Captured) -> None:
 
 
 def test_no_setting_of_a_method_is_reported_as_another(capsys: Captured) -> None:
-    """The stop texts once stood in the place of the setting `stop`."""
+    """Check that no names collide. The stop texts once overwrote the setting `stop`."""
     found = run_json(capsys, ["--max-new-tokens", "2", "--set", "costs=learned", "--stop", "x"])
     assert found["settings"]["costs"] == "learned" and found["settings"]["stop_texts"] == ["x"]
     names = found["settings"].keys() - asdict(METHODS["dynatree"]()).keys()
@@ -87,12 +87,12 @@ def test_no_setting_of_a_method_is_reported_as_another(capsys: Captured) -> None
         assert not names & asdict(method()).keys()
 
 
-NOTES = {  # options -> what is said of them before the text, if anything
-    "no instructions": (["--dtype", "bfloat16"], "no bfloat16 instructions"),
+NOTES = {  # options, and the note before the text if there is one
+    "no instructions": (["--dtype", "bfloat16"], "bfloat16 is slow"),
     "float32": (["--dtype", "float32"], ""),
-    "no draft": (["--method", "ar", "--draft", "./none"], "note: --method ar needs no draft"),
-    "window": (["--window", "64"], "not the text of full attention"),
-    "too long": (["--max-new-tokens", "1021"], "and the target was trained for 1024"),
+    "no draft": (["--method", "ar", "--draft", "./none"], "note: --method ar ignores --draft"),
+    "window": (["--window", "64"], "differs from full attention"),
+    "too long": (["--max-new-tokens", "1021"], "the target was trained for 1024"),
 }
 
 
@@ -100,20 +100,20 @@ NOTES = {  # options -> what is said of them before the text, if anything
 def test_notes(
     name: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options, told = NOTES[name]
+    options, expected = NOTES[name]
     (tmp_path / "cpuinfo").write_text("flags\t\t: sse avx512f\n")
     monkeypatch.setattr(models, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(Request, "decode", lambda *_: iter([Step([7], verify_ms=1.0)]))
     assert main(["--prompt", PROMPT] + options) == 0
     notes = re.findall("^(?:note|warning): .*", capsys.readouterr().err, re.MULTILINE)
-    assert len(notes) == bool(told) and told in "".join(notes)
+    assert len(notes) == bool(expected) and expected in "".join(notes)
 
 
 def test_sampled_text(capsys: Captured) -> None:
-    """The seed decides; a sampled text is not held against ar's."""
+    """Check that the seed decides the text. --compare compares only its speed with ar's."""
     hot = ["--temperature", "1", "--top-p", "0.9", "--max-new-tokens", "12"]
-    first, again = (run_json(capsys, hot + TWINS + ["--seed", "3"]) for _ in range(2))
-    other = run_json(capsys, hot + TWINS + ["--compare"])
+    first, again = (run_json(capsys, hot + DRAFT_TWICE + ["--seed", "3"]) for _ in range(2))
+    other = run_json(capsys, hot + DRAFT_TWICE + ["--compare"])
     assert first["token_ids"] == again["token_ids"] != other["token_ids"]
     sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "draft_temperature": None}
     assert first["settings"]["sampling"] == sampling | {"draws_greedy": False}
@@ -121,14 +121,14 @@ def test_sampled_text(capsys: Captured) -> None:
 
 
 def test_greedy_text_by_a_draft_at_a_temperature(capsys: Captured) -> None:
-    """Is held against ar's, and has no acceptance to choose."""
+    """Check that it is compared with ar's text, and that no acceptance is reported."""
     options = ["--method", "dyspec", "--draft-temperature", "0.6", "--compare"]
     found = run_json(capsys, options + ["--max-new-tokens", "12"])
     assert found["compare"]["exact"] and found["settings"]["acceptance"] is None
 
 
-def test_what_accepts_a_sampled_text_is_chosen(capsys: Captured) -> None:
-    """And said; ar, which it is compared with, has no chain to accept."""
+def test_the_acceptance_of_a_sampled_text_is_chosen(capsys: Captured) -> None:
+    """Check the report as well. --compare runs ar, which has no chain to accept."""
     hot = ["--method", "linear", "--temperature", "1", "--max-new-tokens", "24"]
     token = run_json(capsys, hot + ["--accept", "token", "--compare"])
     block = run_json(capsys, hot)
@@ -139,7 +139,7 @@ def test_what_accepts_a_sampled_text_is_chosen(capsys: Captured) -> None:
 
 
 def test_streaming_past_the_trained_positions(capsys: Captured) -> None:
-    """No warning; ar over the same window writes the same."""
+    """Check that there is no warning, and that the text is that of ar over the same window."""
     options = ["--max-new-tokens", "20", "--json"]
     long = ["--prompt", "in the beginning " * 700, "--window", "600", "--method", "ar"]
     short = ["--prompt", "in the beginning " * 60, "--window", "64", "--compare"]
@@ -153,7 +153,8 @@ def test_streaming_past_the_trained_positions(capsys: Captured) -> None:
 
 
 def test_a_text_ends_before_a_stop_text(capsys: Captured) -> None:
-    """Of several before the one that is complete first; what only begins like one is written."""
+    """Check that the stop text that is complete first ends the text. A beginning of a stop text is
+    written if the rest does not follow."""
     whole = run_json(capsys, ["--max-new-tokens", "40"])
     text = whole["text"]
     first, later = text[9:15], text[12:20]
@@ -170,7 +171,7 @@ def test_a_text_ends_before_a_stop_text(capsys: Captured) -> None:
 def test_a_text_ends_at_a_stop_text_that_is_a_special_token(
     capsys: Captured, tmp_path: Path
 ) -> None:
-    """As "### End" of Dolly, which the decoded text leaves out; ar ends there as well."""
+    """Check a stop text that decoding leaves out, like Dolly's "### End". ar ends there as well."""
     free = run_json(capsys, ["--max-new-tokens", "20"])["token_ids"]
     for folder in (TARGET, DRAFT):
         shutil.copytree(folder, tmp_path / Path(folder).name)
@@ -186,16 +187,16 @@ def test_a_text_ends_at_a_stop_text_that_is_a_special_token(
     assert found["text"] == tokenizer.decode(found["token_ids"][:-1])
     assert found["finish_reason"] == "stop" and special not in found["text"]
     line = error_line(capsys, main, ["--prompt", PROMPT, *options, f"\n{special}"])
-    assert line.endswith(f"use {special!r} alone")
+    assert line.endswith(f"use {special!r} by itself")
 
 
 def test_a_text_says_why_it_ended(capsys: Captured) -> None:
-    """To Python as the value of its generator."""
+    """Check the finish reason. In Python it is the value that the generator returns."""
     pair = load_pair(TARGET, DRAFT)
     found = []
 
-    def write(**how: object) -> Iterator[str]:
-        found.append((yield from stream_text(pair, PROMPT, max_new_tokens=20, **how)))
+    def write(**options: object) -> Iterator[str]:
+        found.append((yield from stream_text(pair, PROMPT, max_new_tokens=20, **options)))
 
     text = "".join(write())
     ids = pair.tokenizer.encode(text).ids
@@ -207,7 +208,7 @@ def test_a_text_says_why_it_ended(capsys: Captured) -> None:
 
 @pytest.mark.parametrize("stop", [None, 3, b"", b"ab", "", ["a", ""], ["a", 3], [None]])
 def test_a_stop_text_is_a_text(stop: object) -> None:
-    with pytest.raises(ValueError, match="a stop text is .*, it must be a string"):
+    with pytest.raises(ValueError, match="a stop text is .*, it must be a non-empty string"):
         stream_text(load_pair(DRAFT, None), PROMPT, "ar", stop=stop)
 
 
@@ -220,7 +221,7 @@ def test_a_stop_text_is_found_however_the_text_comes(stops: list[str]) -> None:
     for _ in range(300):
         text = "".join(rng.choices("abcd", k=12))
         expected = text
-        for end in range(len(text), 0, -1):  # at last the shortest text that ends in one
+        for end in range(len(text), 0, -1):  # the shortest match is the last
             lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
             if lengths:
                 expected = text[: end - max(lengths)]
@@ -236,7 +237,7 @@ def test_prompt_from_file_and_standard_input(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "prompt.txt"
-    file.write_text(f"{PROMPT}\n", encoding="utf-8")  # as an editor or echo leaves it
+    file.write_text(f"{PROMPT}\n", encoding="utf-8")  # as editors and echo write it
     expected = run_json(capsys, AR)["text"] + "\n"
     with file.open() as standard_input:
         monkeypatch.setattr(sys, "stdin", standard_input)
@@ -245,12 +246,12 @@ def test_prompt_from_file_and_standard_input(
             assert capsys.readouterr().out == expected
 
 
-def test_the_plain_model_writes_the_same(capsys: Captured) -> None:
-    """In as many iterations; --compare holds it against plain ar."""
+def test_the_reference_model_writes_the_same(capsys: Captured) -> None:
+    """Compare ids and iterations. With --compare, ar runs on the reference model as well."""
     report = run_json(capsys, ["--max-new-tokens", "40"])
-    plain = run_json(capsys, ["--max-new-tokens", "40", "--plain", "--compare"])
-    assert plain["token_ids"] == report["token_ids"] and plain["compare"]["exact"]
-    assert plain["metrics"]["iterations"] == report["metrics"]["iterations"]
+    reference = run_json(capsys, ["--max-new-tokens", "40", "--reference", "--compare"])
+    assert reference["token_ids"] == report["token_ids"] and reference["compare"]["exact"]
+    assert reference["metrics"]["iterations"] == report["metrics"]["iterations"]
 
 
 def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) 
     at = free["token_ids"].index(eos)
     assert ended["token_ids"] == free["token_ids"][: at + 1]
     assert ended["finish_reason"] == "eos"
-    assert ended["settings"]["eos_ids"] == [eos, 4095, 0]  # 0: of generation_config.json
+    assert ended["settings"]["eos_ids"] == [eos, 4095, 0]  # 0 is from generation_config.json
     tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
     assert ended["text"] == tokenizer.decode(free["token_ids"][:at])
     assert run_json(capsys, pair + ["--ignore-eos"])["token_ids"] == free["token_ids"]
@@ -276,10 +277,10 @@ def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) 
 # --compare
 
 
-def change(
+def corrupt_run(
     monkeypatch: pytest.MonkeyPatch, ids_at: int | None = None, logits_at: int | None = None
 ) -> None:
-    """Let what was written have another id, and the logits of a token another bit."""
+    """Change an id of the text, and a digest of logits, before the run is compared with ar."""
 
     def compare(request: Request, written: Tally, digests: Digests | None) -> Comparison:
         if ids_at is not None:
@@ -292,7 +293,7 @@ def change(
 
 
 STRICT, HALF = ["--strict"], ["--dtype", "bfloat16"]
-VERDICTS = {  # options, the token whose id and whose logits are wrong, status -> what is said
+VERDICTS = {  # options, tokens with a changed id and changed logits, status, message
     "equal": ([], None, None, 0, "the ids are equal"),
     "an id": ([], 4, None, 1, r"the ids differ from token 4 on \(top-2 gap .* not a tie\)"),
     "half": (HALF, 4, None, 0, "with --strict the ids are ar's"),
@@ -306,12 +307,12 @@ VERDICTS = {  # options, the token whose id and whose logits are wrong, status -
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_compare(name: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, ids_at, logits_at, status, told = VERDICTS[name]
-    change(monkeypatch, ids_at, logits_at)
-    arguments = ["--prompt", PROMPT, "--compare", "--max-new-tokens", "12"] + TWINS + options
+    options, ids_at, logits_at, status, message = VERDICTS[name]
+    corrupt_run(monkeypatch, ids_at, logits_at)
+    arguments = ["--prompt", PROMPT, "--compare", "--max-new-tokens", "12"] + DRAFT_TWICE + options
     assert main(arguments + ["--json"]) == status
     captured = capsys.readouterr()
-    assert re.search(told, captured.err.splitlines()[-1])
+    assert re.search(message, captured.err.splitlines()[-1])
     found = json.loads(captured.out)["compare"]
     assert (found["first_difference"], found["logits_difference"]) == (ids_at, logits_at)
     assert found["exact"] is (ids_at is None) and found["is_strict"] is ("--strict" in options)
@@ -331,39 +332,39 @@ def test_no_room_for_the_gap_does_not_lose_the_run(
     def no_room(pair: Pair) -> None:
         raise OutOfMemory("none")
 
-    change(monkeypatch, ids_at=4)
+    corrupt_run(monkeypatch, ids_at=4)
     monkeypatch.setattr(Pair, "float32_target", property(no_room))
-    assert main(["--prompt", PROMPT, "--compare", "--max-new-tokens", "9"] + TWINS) == 1
-    assert "differ from token 4 on (no room" in capsys.readouterr().err
+    assert main(["--prompt", PROMPT, "--compare", "--max-new-tokens", "9"] + DRAFT_TWICE) == 1
+    assert "differ from token 4 on (not enough memory" in capsys.readouterr().err
 
 
-# What ends a text early
+# Errors and interrupts during a text
 
 
-ENDS = {KeyboardInterrupt: 130, NonFiniteLogits: 2, KeyError: None}  # the last one is raised
+EXIT_STATUS = {KeyboardInterrupt: 130, NonFiniteLogits: 2, KeyError: None}  # None: it is raised
 
 
-@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize("kind", EXIT_STATUS)
 @pytest.mark.parametrize("is_json", [True, False])
-def test_what_ends_a_text_leaves_what_there_is(
+def test_an_error_keeps_the_text_so_far(
     kind: type[BaseException], is_json: bool, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run_json(capsys, ["--max-new-tokens", "40"] + TWINS)
+    whole = run_json(capsys, ["--max-new-tokens", "40"] + DRAFT_TWICE)
     real = models.generate
 
-    def ended(*args: object, **options: object) -> Iterator[Step]:
+    def fail_early(*args: object, **options: object) -> Iterator[Step]:
         steps = real(*args, **options)
         for _ in range(5):
             yield next(steps)
         raise kind("x")
 
-    monkeypatch.setattr(models, "generate", ended)
-    arguments = ["--prompt", PROMPT, "--max-new-tokens", "40"] + TWINS + ["--json"] * is_json
-    if ENDS[kind] is None:
+    monkeypatch.setattr(models, "generate", fail_early)
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "40"] + DRAFT_TWICE + ["--json"] * is_json
+    if EXIT_STATUS[kind] is None:
         with pytest.raises(kind):
             main(arguments)
     else:
-        assert main(arguments) == ENDS[kind]
+        assert main(arguments) == EXIT_STATUS[kind]
     captured = capsys.readouterr()
     assert " tokens/s, " in captured.err.splitlines()[1]
     assert captured.err.count("error: ") == (kind is NonFiniteLogits)
@@ -390,35 +391,36 @@ def test_ctrl_c_while_comparing_keeps_the_json(
 
 
 def test_no_step_is_kept(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a window memory is to stay as it is; every step, with its lists, was kept."""
+    """Check that only the last step stays in memory. All of them were once kept, with their lists,
+    so memory grew even with a window."""
     made: list[weakref.ref] = []
 
-    class Seen(Step):
-        """A step has no room for a weak reference."""
+    class WeakrefStep(Step):
+        """A step that allows weak references; Step has no slot for them."""
 
     def steps(*arguments: object, **options: object) -> Iterator[Step]:
         for token in range(100, 150):
-            step = Seen([token], verify_ms=1.0)
+            step = WeakrefStep([token], verify_ms=1.0)
             made.append(weakref.ref(step))
             yield step
-        assert sum(one() is not None for one in made) == 1, "the last"
+        assert sum(one() is not None for one in made) == 1, "only the last"
 
     monkeypatch.setattr(models, "generate", steps)
     assert len(run_json(capsys, ["--compare"])["token_ids"]) == 50
 
 
-def test_a_terminal_is_not_told_what_to_do(
+def test_control_characters_are_escaped_on_a_terminal(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "a\x1b[2J\x9bb\r\n\tc\xa0é\n"
     for is_terminal, expected in ((True, "a\\x1b[2J\\x9bb\\r\n\tc\xa0é\n"), (False, text)):
         monkeypatch.setattr(sys.stdout, "isatty", lambda answer=is_terminal: answer)
-        cli.main.put(text)
+        cli.main.print_text(text)
         assert capsys.readouterr().out == expected
 
 
 def test_text_for_python(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """stream_text is what the command line prints: as in the README, and with other options."""
+    """Compare stream_text with the command line, as in the README and with other options."""
     monkeypatch.chdir(ROOT)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     exec(re.search("^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)[1], {})
@@ -426,18 +428,18 @@ def test_text_for_python(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> N
     assert text == run_json(capsys, ["--max-new-tokens", "64"])["text"]
     pair = load_pair(TARGET, DRAFT)
     hot = ["--max-new-tokens", "12", "--method", "linear", "--temperature", "0.8"]
-    way = GenerationConfig(METHODS["linear"](), sampling=Sampling(0.8))
-    pieces = list(stream_text(pair, PROMPT, way, 12))
+    config = GenerationConfig(METHODS["linear"](), sampling=Sampling(0.8))
+    pieces = list(stream_text(pair, PROMPT, config, 12))
     assert len(pieces) > 3 and "".join(pieces) == run_json(capsys, hot)["text"]
     assert "".join(stream_text(pair, PROMPT, "linear", 12, temperature=0.8)) == "".join(pieces)
 
 
-def test_what_python_asks_for_is_checked() -> None:
-    """Words as the command line's; ids of numpy and torch are ids."""
+def test_arguments_from_python_are_checked() -> None:
+    """Check words as those of the command line. Ids may be numpy's or torch's."""
     pair = load_pair(TARGET, DRAFT, dtype="float32")
     assert load_pair(DRAFT, None, dtype="bfloat16").target.dtype == torch.bfloat16
     for refused in ({"device": "mps"}, {"dtype": "int8"}, {"draft_dtype": torch.int8}):
-        with pytest.raises(UsageError, match="there are"):
+        with pytest.raises(UsageError, match="it must be"):
             load_pair(TARGET, DRAFT, **refused)
     ids = pair.tokenizer.encode(PROMPT).ids
     texts = []
@@ -448,32 +450,32 @@ def test_what_python_asks_for_is_checked() -> None:
             )
         )
     assert texts[0] == texts[1] == texts[2]
-    models, way = (pair.target, pair.draft), GenerationConfig.parse("lookup")
-    steps = generate(*models, ids, way, 9, eos_ids=(i for i in [-1, texts[0][3]]))
+    models, config = (pair.target, pair.draft), GenerationConfig.parse("lookup")
+    steps = generate(*models, ids, config, 9, eos_ids=(i for i in [-1, texts[0][3]]))
     assert token_ids(steps) == texts[0][: texts[0].index(texts[0][3]) + 1]
-    for prompt, way, told in (
+    for prompt, config, message in (
         ("text", GenerationConfig.parse("ar"), "token ids"),
         (ids, "ar", "GenerationConfig.parse"),
     ):
-        with pytest.raises(ValueError, match=told):
-            next(generate(pair.target, pair.draft, prompt, way, 9))
+        with pytest.raises(ValueError, match=message):
+            next(generate(pair.target, pair.draft, prompt, config, 9))
 
 
-def test_a_long_prompt_shows_how_far_it_is(
+def test_a_long_prompt_has_a_progress_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    """On a terminal, until it has been read; a short one does not, nor one that a plain model
-    reads, which does not tell."""
-    told = []
-    monkeypatch.setattr(tqdm, "update", lambda bar, n: told.append((bar.total, n)))
+    """Check it on a terminal. There is none for a short prompt, nor for the reference model, which
+    does not report progress."""
+    updates = []
+    monkeypatch.setattr(tqdm, "update", lambda bar, n: updates.append((bar.total, n)))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr("cli.main.LONG_PROMPT", 700)
     long = "ship sail " * 400
-    assert main(["--prompt", long, "--max-new-tokens", "2", "--plain"]) == 0
+    assert main(["--prompt", long, "--max-new-tokens", "2", "--reference"]) == 0
     assert "prompt:" not in capsys.readouterr().err
     for words in ("a b c", long):
         assert main(["--prompt", words, "--max-new-tokens", "2"]) == 0
-    n_tokens = told[0][0]
-    assert n_tokens > 700 and len(told) > 1
-    assert sum(n for _, n in told) == n_tokens
+    n_tokens = updates[0][0]
+    assert n_tokens > 700 and len(updates) > 1
+    assert sum(n for _, n in updates) == n_tokens
     assert "prompt:" in capsys.readouterr().err

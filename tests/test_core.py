@@ -1,5 +1,5 @@
-"""Claims: the five files are the whole algorithm wherever they are copied to, and what makes it
-fast departs from them in nothing but speed."""
+"""Tests of the core: its five files work without the packages, and the fast engine writes the same
+texts with the same trees."""
 
 import ast
 import json
@@ -29,7 +29,7 @@ from conftest import (
     random_settings,
     run,
 )
-from law import Choices, difference, every_outcome, own_law, tiny_model
+from enumeration import Choices, difference, every_outcome, model_distribution, tiny_model
 from torch import Tensor
 
 import draft_tree
@@ -47,13 +47,13 @@ from methods.rules import are_retrieved
 from methods.sampler import GREEDY, Sampling
 from sampling import Sampler
 
-Pairs = list[tuple[GPTNeoX, GPTNeoX]]  # plain and fast
+Pairs = list[tuple[GPTNeoX, GPTNeoX]]  # (target, draft) of the reference and of the fast engine
 CORE = ("gpt_neox", "draft_tree", "sampling", "verify", "dynatree")
 PROMPTS = (
     "The harbour lay quiet under the morning fog, and",
     "= List of rivers =\n\n The longest of them",
 )
-# Hot: where a few ids are all that is likely, rounding says which others a tree has room for
+# High temperatures: if only a few ids were likely, rounding would decide which others a tree has
 SAMPLINGS = (GREEDY, Sampling(4.0, 0.95), Sampling(3.0, draft_temperature=4.0))
 
 
@@ -65,7 +65,7 @@ def copy_core(folder: Path) -> None:
 
 
 def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Run Python in a folder, with its own modules alone."""
+    """Run Python in a folder, without the modules of PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["OMP_NUM_THREADS"] = "1"  # as the tests themselves
     command = [sys.executable, *arguments]
@@ -74,9 +74,9 @@ def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_five_files_are_whole_by_themselves(capsys: Captured, tmp_path: Path) -> None:
-    """In a folder with nothing else their command line writes the clone's greedy text, and their
-    modules import no room."""
+def test_the_core_works_without_the_packages(capsys: Captured, tmp_path: Path) -> None:
+    """Run the core's command line in a folder with nothing else. It writes the greedy text of the
+    whole project, and imports none of the packages."""
     copy_core(tmp_path)
     for prompt in PROMPTS:
         words = ["--prompt", prompt, "--max-new-tokens", "60"]
@@ -87,8 +87,8 @@ def test_the_five_files_are_whole_by_themselves(capsys: Captured, tmp_path: Path
         assert alone.stdout == capsys.readouterr().out and len(alone.stdout) > 100
     listed = run_python(tmp_path, "-c", "import dynatree, sys; print(list(sys.modules))")
     names = {name.partition(".")[0] for name in ast.literal_eval(listed.stdout)}
-    rooms = {file.parent.name for file in ROOT.glob("*/__init__.py")} | {"bench"}
-    assert names >= set(CORE) and not names & rooms
+    packages = {file.parent.name for file in ROOT.glob("*/__init__.py")} | {"bench"}
+    assert names >= set(CORE) and not names & packages
 
 
 MISTAKES = [
@@ -107,7 +107,7 @@ if not torch.cuda.is_available():
 
 
 def test_the_cores_command_line_reports_mistakes_in_one_line(tmp_path: Path) -> None:
-    """In one process, as ten would take as long as all other tests of the core."""
+    """Report all mistakes in one process; ten processes would double the time of these tests."""
     copy_core(tmp_path)
     shutil.copytree(TINY / "target", tmp_path / "no-tokenizer")
     (tmp_path / "no-tokenizer" / "tokenizer.json").write_text("{")
@@ -119,15 +119,15 @@ def test_the_cores_command_line_reports_mistakes_in_one_line(tmp_path: Path) -> 
     assert found.stdout.split() == ["2"] * len(MISTAKES)
     lines = found.stderr.splitlines()
     assert len(lines) == len(MISTAKES)
-    for line, (_, said) in zip(lines, MISTAKES, strict=True):
-        assert line.startswith("error: ") and said in line
+    for line, (_, message) in zip(lines, MISTAKES, strict=True):
+        assert line.startswith("error: ") and message in line
 
 
-# The core's loop on plain models.
+# The core's loop on reference models.
 
 
 class Number:
-    """A random number of [0, 1), of which it is scripted how its one comparison ends."""
+    """A random number of [0, 1) whose one comparison has a scripted result."""
 
     def __init__(self, choices: Choices):
         self.choices = choices
@@ -141,7 +141,7 @@ class Number:
 
 
 class ScriptedSampler(Sampler):
-    """The core's sampler, of which every random choice is scripted."""
+    """The core's sampler with scripted random choices."""
 
     def __init__(self, choices: Choices, temperature: float, top_p: float):
         super().__init__(temperature, top_p)
@@ -159,7 +159,7 @@ class ScriptedSampler(Sampler):
 def test_sampled_text_has_the_targets_distribution(
     seed: int, temperature: float, top_p: float
 ) -> None:
-    """By enumeration of all that the sampler may draw, over several trees."""
+    """Enumerate all random choices over several trees, and add up the probabilities per text."""
     target, draft = tiny_model(seed, 3), tiny_model(seed + 1, 3)
     settings = DynaTree(B_min=1, B_max=2, tau_l=0.5, tau_h=0.6, rho_stop=0.05, W=1, D0=2, D_max=3)
 
@@ -172,7 +172,7 @@ def test_sampled_text_has_the_targets_distribution(
     found: dict[tuple[int, ...], float] = defaultdict(float)
     for text, probability in every_outcome(write):
         found[text] += probability
-    expected = own_law(target, 4, Sampling(temperature, top_p))
+    expected = model_distribution(target, 4, Sampling(temperature, top_p))
     assert difference(found, expected) < 1e-6
 
 
@@ -188,7 +188,8 @@ def test_draws_follow_probabilities_that_need_not_sum_to_one() -> None:
 
 @pytest.mark.parametrize("settings", [DynaTree(tau=0.001), Autoregressive()])
 def test_greedy_text_and_both_caches(settings: Settings) -> None:
-    """The ids of a whole pass for each token, and after each commit the caches of a prefill."""
+    """Compare each id with one pass over the whole sequence, and both caches after each commit with
+    a fresh prefill."""
     target, draft = noisy_pair(3, kind=GPTNeoX)
     text = [3, 1, 4, 1, 5]
     made: list[KVCache] = []
@@ -233,17 +234,17 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), WRONG)
-def test_arguments_are_checked(changes: dict[str, object], said: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_arguments_are_checked(changes: dict[str, object], message: str) -> None:
     target, draft = noisy_pair(3, kind=GPTNeoX)
     given = {"drafter": ModelDrafter(draft), "prompt": [1], "rule": DynaTree().make_rule()}
     given |= {"max_new_tokens": 5} | changes
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         next(dynatree.generate(target, **given))
 
 
 def test_a_rule_serves_one_text() -> None:
-    """Else history would leak from one prompt to the next, as in the paper's own code."""
+    """Refuse a used rule: its history would leak to the next prompt, as in the paper's code."""
     target, draft = noisy_pair(3, kind=GPTNeoX)
     rule = DynaTree().make_rule()
     list(dynatree.generate(target, ModelDrafter(draft), [1], rule, 5))
@@ -252,7 +253,7 @@ def test_a_rule_serves_one_text() -> None:
 
 
 def test_a_path_below_the_least_float_is_impossible() -> None:
-    """As a tiny temperature makes them; numpy must not warn of it."""
+    """Check log-probabilities as a tiny temperature gives them. numpy must not warn of overflow."""
     logprobs = numpy.array([[0, -3e38]], numpy.float32)
 
     def draft(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
@@ -263,38 +264,41 @@ def test_a_path_below_the_least_float_is_impossible() -> None:
     assert tree.parents == [-1, 0, 0, 1, 1, 2] and min(tree.path_logprobs) == logprobs.min()
 
 
-FINE = numpy.zeros((1, 2), numpy.int64), numpy.zeros((1, 2), numpy.float32)
-NO_CANDIDATES = [
+VALID = numpy.zeros((1, 2), numpy.int64), numpy.zeros((1, 2), numpy.float32)
+INVALID_CANDIDATES = [
     (None, "a drafter gave None, it must give Candidates"),
     ([[1, 2], [0.0, 0.0]], "it must give Candidates of two arrays"),
     ((torch.zeros(1, 2).long(), torch.zeros(1, 2)), "it must give Candidates of two arrays"),
-    ((FINE[0][0], FINE[1][0]), "gave int64 [2] and float32 [2], it must"),
+    ((VALID[0][0], VALID[1][0]), "gave int64 [2] and float32 [2], it must"),
     (
-        (FINE[0], FINE[1][:, :1]),
+        (VALID[0], VALID[1][:, :1]),
         "gave int64 [1, 2] and float32 [1, 1], it must give int64 and float32 [1, k]",
     ),
-    ((FINE[0][[0, 0]], FINE[1][[0, 0]]), "gave int64 [2, 2] and float32 [2, 2], it must"),
-    ((FINE[0][:, :0], FINE[1][:, :0]), "gave int64 [1, 0] and float32 [1, 0], it must"),
-    ((FINE[1], FINE[1]), "gave float32 [1, 2] and"),
-    ((FINE[0], FINE[0]), "and int64 [1, 2], it must"),
-    ((FINE[0] + 96, FINE[1]), "outside the target's ids, 0 to 95"),
-    ((FINE[0] - 1, FINE[1]), "outside the target's ids, 0 to 95"),
+    ((VALID[0][[0, 0]], VALID[1][[0, 0]]), "gave int64 [2, 2] and float32 [2, 2], it must"),
+    ((VALID[0][:, :0], VALID[1][:, :0]), "gave int64 [1, 0] and float32 [1, 0], it must"),
+    ((VALID[1], VALID[1]), "gave float32 [1, 2] and"),
+    ((VALID[0], VALID[0]), "and int64 [1, 2], it must"),
+    ((VALID[0] + 96, VALID[1]), "outside the target's ids, 0 to 95"),
+    ((VALID[0] - 1, VALID[1]), "outside the target's ids, 0 to 95"),
 ]
 
 
-@pytest.mark.parametrize(("found", "said"), NO_CANDIDATES, ids=[said for _, said in NO_CANDIDATES])
-def test_candidates_are_checked(found: object, said: str) -> None:
+@pytest.mark.parametrize(
+    ("found", "message"), INVALID_CANDIDATES, ids=[message for _, message in INVALID_CANDIDATES]
+)
+def test_candidates_are_checked(found: object, message: str) -> None:
     class Wrong(Drafter):
         def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> object:
             return found
 
     target = random_model(3, kind=GPTNeoX)
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         list(dynatree.generate(target, Wrong(), [1], DynaTree().make_rule(), 5))
 
 
 def test_a_log_probability_above_0_by_rounding_is_0() -> None:
-    """As a float32 softmax gives. It made paths likelier than their beginning."""
+    """Check values above 0, as a float32 softmax may give them. They once made a path likelier than
+    its parent's."""
 
     def draft(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
         logprobs = numpy.log(numpy.full((len(tokens), 1), 1.0000001, numpy.float32))
@@ -304,42 +308,42 @@ def test_a_log_probability_above_0_by_rounding_is_0() -> None:
     assert len(tree) > 3 and set(tree.path_logprobs) == {0.0}
 
 
-# What makes it fast.
+# The fast engine.
 
 
 @pytest.fixture(scope="module")
 def pairs() -> list[tuple[GPTNeoX, GPTNeoX]]:
-    """One random target and a draft that is often right, plain and fast."""
+    """Return a random target and a draft that is often right, as reference and as fast models."""
     return [noisy_pair(3, kind=kind) for kind in (GPTNeoX, FastGPTNeoX)]
 
 
-def without_clock(settings: Settings) -> Settings:
-    """The same, but for what goes by the time that iterations take."""
+def with_fixed_costs(settings: Settings) -> Settings:
+    """Return settings whose trees do not depend on measured times."""
     return replace(settings, costs="0.3:0.04:0.2:0.4") if isinstance(settings, Auto) else settings
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "top-p", "draft temperature"])
 @pytest.mark.parametrize("method", METHODS)
-def test_plain_is_fast(
+def test_the_fast_engine_writes_what_the_reference_writes(
     method: str, sampling: Sampling, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts of random settings step by step: tokens, trees, draft slots."""
-    plain, fast = pairs
+    """Compare tokens, trees and draft slots in every iteration, for random settings."""
+    reference, fast = pairs
     for number in range(3):
         rng = random.Random(f"{method} {number}")
-        settings = without_clock(random_settings(method, rng))
+        settings = with_fixed_costs(random_settings(method, rng))
         prompt = rng.choices(range(96), k=rng.randint(1, 30))
-        way = GenerationConfig(settings, sampling=sampling)
-        steps = compose.generate(*plain, prompt, settings, 30, sampling=sampling)
-        expected = [told(step.tokens, step.tree, step.path) for step in steps]
+        config = GenerationConfig(settings, sampling=sampling)
+        steps = compose.generate(*reference, prompt, settings, 30, sampling=sampling)
+        expected = [describe_step(step.tokens, step.tree, step.path) for step in steps]
         found = []
-        for step in engine.generate.generate(*fast, prompt, way, 30):
+        for step in engine.generate.generate(*fast, prompt, config, 30):
             tree = step.tree or Tree.from_root(prompt[-1])
-            found.append(told(step.tokens, tree, step.path or [0]))
+            found.append(describe_step(step.tokens, tree, step.path or [0]))
         assert found == expected, settings
 
 
-def told(tokens: list[int], tree: Tree, path: list[int]) -> tuple:
-    """What a step says, but for times."""
+def describe_step(tokens: list[int], tree: Tree, path: list[int]) -> tuple:
+    """Return everything that a step holds except times."""
     rows = tree.tokens, tree.parents, tree.draft_slots, are_retrieved(tree)
     return tokens, rows, path

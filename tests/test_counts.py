@@ -1,4 +1,4 @@
-"""What is measured and counted from a generation's steps, on steps and trees made by hand."""
+"""Tests of the metrics and counts of a generation, on steps and trees made by hand."""
 
 import math
 import random
@@ -8,7 +8,7 @@ import pytest
 from conftest import generate, make_tree, random_model
 from torch import Tensor
 
-from benchmark.counts import count_calibration, count_depths, count_passes, padded
+from benchmark.counts import count_calibration, count_depths, count_passes, pad_passes
 from cli.metrics import code_acceptance, measure, measure_acceptance, repetition, top1_match
 from draft_tree import DynaTree, Settings
 from engine.generate import Step
@@ -17,15 +17,15 @@ from engine.passes import Passes
 from methods.deagle import Deagle
 from methods.dyspec import DySpec
 from methods.rules import MixedTree
-from methods.static import Alone, Chain, Fixed
+from methods.static import Chain, Fixed, PaddedAutoregressive
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def over_a_chain(
+def make_chain_step(
     tokens: list[int], n_accepted: int, n_drafted: int, draft_ms: float, verify_ms: float
 ) -> Step:
-    """An iteration, with one millisecond of everything else."""
+    """Return an iteration over a chain, with one millisecond of other work."""
     rows = list(range(n_drafted + 1))
     return Step(
         tokens,
@@ -39,13 +39,13 @@ def over_a_chain(
 
 
 def test_metrics_worked_out_by_hand() -> None:
-    """Prefill's token, then 3 of 4 drafted accepted, then 0 of 1, then 2 of 4 but cut to one."""
+    """Check a prefill, then 3 of 4 drafted tokens accepted, 0 of 1, and 2 of 4 but cut to one."""
     first = Step([7], verify_ms=20.0)
     steps = [
         first,
-        over_a_chain([1, 2, 3, 4], n_accepted=3, n_drafted=4, draft_ms=2.0, verify_ms=5.0),
-        over_a_chain([1], n_accepted=0, n_drafted=1, draft_ms=1.0, verify_ms=4.0),
-        over_a_chain([2], n_accepted=2, n_drafted=4, draft_ms=3.0, verify_ms=6.0),
+        make_chain_step([1, 2, 3, 4], n_accepted=3, n_drafted=4, draft_ms=2.0, verify_ms=5.0),
+        make_chain_step([1], n_accepted=0, n_drafted=1, draft_ms=1.0, verify_ms=4.0),
+        make_chain_step([2], n_accepted=2, n_drafted=4, draft_ms=3.0, verify_ms=6.0),
     ]
     expected = {
         "new_tokens": 7,
@@ -79,12 +79,17 @@ def test_repetition_counts_four_grams(n_ids: int) -> None:
 
 
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
-@pytest.mark.parametrize("settings", [Alone(), Chain(K=3), DynaTree(tau=0.01), DySpec(N=16)])
+@pytest.mark.parametrize(
+    "settings", [PaddedAutoregressive(), Chain(K=3), DynaTree(tau=0.01), DySpec(N=16)]
+)
 def test_counted_passes_are_those_that_ran(
     settings: Settings, commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows that the prediction rests on are those of the forwards, catch-up included; also of
-    draft rows that were run and then cut from the tree (dyspec: 36.9 counted of 54.7)."""
+    """Compare the rows that the prediction counts with those of the forwards, catch-up included.
+
+    Draft rows that are cut from the tree after their run count as well. Once they did not:
+    of dyspec's 54.7 rows, 36.9 were counted.
+    """
     target, draft = random_model(0), random_model(1)
     ran = {id(target): [], id(draft): []}
     real = Passes.hidden
@@ -106,31 +111,31 @@ def test_counted_passes_are_those_that_ran(
 def test_passes_are_padded_as_their_own_model_pads_them() -> None:
     model = random_model(0)
     model.min_rows = 3
-    assert padded({1: 5, 2: 1, 4: 2}, model, min_rows=1) == {3: 6, 4: 2}
+    assert pad_passes({1: 5, 2: 1, 4: 2}, model, min_rows=1) == {3: 6, 4: 2}
     model.has_fixed_shapes = True
-    assert padded({3: 1, 5: 1, 8: 1, 200: 1}, model, min_rows=1) == {4: 1, 8: 2, 200: 1}
+    assert pad_passes({3: 1, 5: 1, 8: 1, 200: 1}, model, min_rows=1) == {4: 1, 8: 2, 200: 1}
 
 
-def step_of(path: list[int], predictions: list[int], **changes: object) -> Step:
-    """An iteration over the README's tree; of its tokens cat is 1, dog 2, sat 3 and ran 4."""
+def make_step(path: list[int], predictions: list[int], **changes: object) -> Step:
+    """Return an iteration over the README's tree, with the tokens cat 1, dog 2, sat 3 and ran 4."""
     probs = [1.0, 0.62, 0.33, 0.62 * 0.52, 0.62 * 0.33, 0.33 * 0.82]
     tree = make_tree([0, 1, 2, 3, 4, 4], [-1, 0, 0, 1, 1, 2])
     changes = {"path_logprobs": [math.log(p) for p in probs]} | changes
     return Step([1] * len(path), replace(tree, **changes), path, predictions=predictions)
 
 
-FIRST = Step([0])  # prefill's, without a tree
-CAT_RAN = step_of([0, 1, 4], [1, 4, 4, 9, 9, 9])  # and after dog it would be ran, too
-COW = step_of([0], [7, 9, 4, 9, 9, 9])
+FIRST = Step([0])  # prefill, without a tree
+CAT_RAN = make_step([0, 1, 4], [1, 4, 4, 9, 9, 9])  # the target predicts ran after dog as well
+COW = make_step([0], [7, 9, 4, 9, 9, 9])
 ALL = [True] * 6
-MIXED = MixedTree.of(COW.tree)
+MIXED = MixedTree.from_tree(COW.tree)
 
 
 def test_top1_match_counts_what_is_off_the_path() -> None:
-    """Of five tokens cat and its ran are accepted; dog's ran is what the target would say, too."""
+    """Check that off the path, the ran below dog counts, because the target predicts it there."""
     steps = [FIRST, replace(CAT_RAN, verify_ms=1.0), COW]
     assert measure(steps).acceptance_rate == 2 / 10
-    assert measure_acceptance(steps, Alone()) == {"top1_match": (3 + 1) / 10}
+    assert measure_acceptance(steps, PaddedAutoregressive()) == {"top1_match": (3 + 1) / 10}
     assert top1_match([FIRST]) == 0.0
 
 
@@ -148,15 +153,16 @@ def test_top1_match_counts_what_is_off_the_path() -> None:
 def test_the_codes_acceptance_is_table_3s(
     settings: Settings, tokens_per_iter: float, printed: float
 ) -> None:
-    """To the digits that the paper prints, of both: 102.2 % is 7.15 / 7."""
-    least = code_acceptance(settings, tokens_per_iter - 0.005) - 0.0005
-    most = code_acceptance(settings, tokens_per_iter + 0.005) + 0.0005
-    assert least <= printed <= most
-    assert all(code_acceptance(other, 3.0) is None for other in (Alone(), Chain(K=0), Deagle()))
+    """Compare to the digits that the paper prints of both numbers: 102.2 % is 7.15 / 7."""
+    low = code_acceptance(settings, tokens_per_iter - 0.005) - 0.0005
+    high = code_acceptance(settings, tokens_per_iter + 0.005) + 0.0005
+    assert low <= printed <= high
+    others = (PaddedAutoregressive(), Chain(K=0), Deagle())
+    assert all(code_acceptance(other, 3.0) is None for other in others)
 
 
 def test_depths_reached_tried_and_accepted() -> None:
-    lone_dog = step_of([0, 2], [2, 9, 9, 9, 9, 9], parents=[-1, 0, 0, 1, 1, 1])
+    lone_dog = make_step([0, 2], [2, 9, 9, 9, 9, 9], parents=[-1, 0, 0, 1, 1, 1])
     depths = count_depths([FIRST, CAT_RAN, COW, lone_dog])
     assert depths["drafted"] == [3, 3]
     assert depths["tried"] == [3, 1], "a path that ends where nothing was drafted is no failure"
@@ -165,20 +171,20 @@ def test_depths_reached_tried_and_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "drafted", "right"),
+    ("steps", "drafted", "matching"),
     [
         # cat 0.62 and dog 0.33; after cat sat 0.52 and ran 0.33; after dog ran 0.82
         ([CAT_RAN], {6: 2, 10: 1, 12: 1, 16: 1}, {6: 1, 12: 1, 16: 1}),
         ([CAT_RAN, COW], {6: 4, 10: 2, 12: 2, 16: 2}, {6: 1, 12: 1, 16: 2}),
-        # What was retrieved is not the draft's guess; a certain node is in the last bin
+        # Retrieved nodes do not count; a node of probability 1 is in the last bin
         ([replace(COW, tree=replace(MIXED, are_retrieved=ALL))], {}, {}),
         ([replace(CAT_RAN, tree=replace(CAT_RAN.tree, path_logprobs=[0.0] * 6))], {19: 5}, {19: 3}),
     ],
 )
 def test_matches_are_counted_by_the_probability_after_the_parent(
-    steps: list[Step], drafted: dict[int, int], right: dict[int, int]
+    steps: list[Step], drafted: dict[int, int], matching: dict[int, int]
 ) -> None:
     found = count_calibration([FIRST, *steps])
     assert {i: n for i, n in enumerate(found["drafted"]) if n} == drafted
-    assert {i: n for i, n in enumerate(found["top1_match"]) if n} == right
+    assert {i: n for i, n in enumerate(found["top1_match"]) if n} == matching
     assert len(found["drafted"]) == len(found["top1_match"]) == 20

@@ -1,7 +1,6 @@
-"""What only a GPU can tell: capture, replay, half precision there, and that attention obeys masks.
+"""Tests that need a GPU: capture, replay, half precision, and attention masks.
 
-Skipped without one; the same passes run eagerly, and with a capture that is only pretended, in the
-other tests.
+They are skipped without one. Other tests run the same passes eagerly, and with a pretended capture.
 """
 
 import pytest
@@ -14,12 +13,12 @@ from draft_tree import DynaTree, Settings
 from engine.layers import attend
 from engine.model import FastGPTNeoX
 from methods import METHODS
-from methods.static import Alone
+from methods.static import PaddedAutoregressive
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("default"),  # of a driver's, say
+    pytest.mark.filterwarnings("default"),  # a driver may warn
 ]
 TEXT = "The harbour lay quiet under the morning fog, and the boats that had gone out at dawn"
 Pair = tuple[FastGPTNeoX, FastGPTNeoX, list[int]]  # target, draft and a prompt
@@ -35,10 +34,10 @@ def pair() -> Pair:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_replays_write_what_eager_ar_writes(method: str, pair: Pair) -> None:
-    """Across two cache lengths, so that more than one set of graphs is used."""
+    """Compare texts across two cache lengths, so that more than one set of graphs is used."""
     target, draft, prompt = pair
     settings = METHODS[method]()
-    expected = token_ids(generate(target, None, prompt, Alone(), 300, graphs=False))
+    expected = token_ids(generate(target, None, prompt, PaddedAutoregressive(), 300, graphs=False))
     eager = generate(target, draft, prompt, settings, 40, graphs=False)
     assert token_ids(eager) == expected[:40]
     assert token_ids(generate(target, draft, prompt, settings, 300)) == expected
@@ -51,24 +50,25 @@ def test_replays_write_what_eager_ar_writes(method: str, pair: Pair) -> None:
 def test_the_text_is_the_one_the_cpu_writes(pair: Pair) -> None:
     target, draft, prompt = pair
     on_cpu = FastGPTNeoX.from_pretrained(TINY / "target")
-    expected = token_ids(generate(on_cpu, None, prompt, Alone(), 30))
+    expected = token_ids(generate(on_cpu, None, prompt, PaddedAutoregressive(), 30))
     assert token_ids(generate(target, draft, prompt, DynaTree(), 30)) == expected
 
 
 def test_an_odd_width_is_read_in_pairs_too() -> None:
-    """A row of the joined product was no whole number of pairs, and could not be turned."""
+    """Compare with the CPU. A row of the fused linear layer then has an odd length. The rotary
+    embedding once failed, because it takes pairs of a row."""
     config = random_config(intermediate_size=63)
     tensors = random_tensors(config, 3)
     on_cuda = {name: tensor.cuda() for name, tensor in tensors.items()}
     found = [
-        token_ids(generate(FastGPTNeoX.from_tensors(config, weights), None, [5, 7], Alone(), 8))
-        for weights in (tensors, on_cuda)
+        token_ids(generate(model, None, [5, 7], PaddedAutoregressive(), 8))
+        for model in (FastGPTNeoX.from_tensors(config, weights) for weights in (tensors, on_cuda))
     ]
     assert found[0] == found[1]
 
 
 def test_two_generations_at_once(pair: Pair) -> None:
-    """Each has its own cache, so neither replays over the other's."""
+    """Check that each generation has its own cache, so neither replays over the other's."""
     target, draft, prompt = pair
     prompts = prompt, prompt[:5]
     expected = [token_ids(generate(target, draft, p, DynaTree(), 60)) for p in prompts]
@@ -102,17 +102,17 @@ def test_a_replay_gives_the_eager_logits(n: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 7, 128])
 def test_attention_obeys_an_arbitrary_mask(n: int, dtype: torch.dtype) -> None:
-    """Pythia-2.8B's heads over 2,304 slots. A mask of another dtype than the queries' has been
-    silently wrong on some backends, so the error is held against exact arithmetic."""
+    """Compare with float64, with Pythia-2.8B's heads over 2,304 slots. Some backends have been
+    silently wrong if the mask has another dtype than the queries."""
     generator = torch.Generator("cuda").manual_seed(n)
     sizes = (n, 2304, 2304)
     q, k, v = (
         torch.randn(32, size, 80, generator=generator, device="cuda").to(dtype) for size in sizes
     )
-    seen = torch.rand(n, 2304, generator=generator, device="cuda") < 0.3
-    seen[:, 0] = True
-    seen[:, 1500:] = False  # as the slots that padding adds
-    bias = q.new_full((n, 2304), -torch.inf).masked_fill_(seen, 0.0)
+    mask = torch.rand(n, 2304, generator=generator, device="cuda") < 0.3
+    mask[:, 0] = True
+    mask[:, 1500:] = False  # like the slots that padding adds
+    bias = q.new_full((n, 2304), -torch.inf).masked_fill_(mask, 0.0)
     scores = q.double() @ k.double().transpose(1, 2) * 80**-0.5 + bias.double()
     expected = scores.softmax(-1) @ v.double()
     error = (attend(q, k, v, bias).double() - expected).abs().max()
@@ -120,9 +120,9 @@ def test_attention_obeys_an_arbitrary_mask(n: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("settings", [Alone(), DynaTree()])
+@pytest.mark.parametrize("settings", [PaddedAutoregressive(), DynaTree()])
 def test_half_precision_stays_close(settings: Settings, dtype: torch.dtype, pair: Pair) -> None:
-    """No claim of equal ids: that the first ones are shows that nothing is broken."""
+    """Check only the first ids. Half precision need not give equal ids, but nothing may break."""
     target, draft, prompt = pair
     expected = token_ids(generate(target, draft, prompt, settings, 8))
     half_target = FastGPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
@@ -136,12 +136,12 @@ def test_half_precision_stays_close(settings: Settings, dtype: torch.dtype, pair
 def test_strict_logits_are_ars_bit_for_bit(
     dtype: torch.dtype, has_graphs: bool, pair: Pair
 ) -> None:
-    """Across two cache lengths, of a tree and of a text that is run again by what was captured."""
+    """Compare across two cache lengths, also for a text that is run again with its old graphs."""
     prompt = (pair[2] * 20)[:235]
     target = FastGPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
     draft = FastGPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
     written = []
-    for settings in (DynaTree(), Alone(rows=64), DynaTree()):
+    for settings in (DynaTree(), PaddedAutoregressive(rows=64), DynaTree()):
         logits = []
         options = {"strict": True, "graphs": has_graphs, "inspect": logits.append}
         ids = token_ids(generate(target, draft, prompt, settings, 40, **options))

@@ -1,4 +1,4 @@
-"""beam and deagle: each vote true and false, the stop, the beam, the final choice."""
+"""Tests of beam and deagle: each vote, when the votes stop a tree, the beam, the verified rows."""
 
 import math
 from collections import Counter
@@ -9,36 +9,36 @@ import torch
 from conftest import grow
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
-from methods.deagle import Beam, Deagle, votes
+from methods.deagle import Beam, Deagle, cast_votes
 
 SETTINGS = Deagle()
 LITERAL = Deagle(length="literal")
 EXP = Deagle(votes=1, low=False, momentum=False)  # the columns of the paper's Table 4
 MOMENTUM = Deagle(votes=1, low=False, length="off")
 PROB = Deagle(votes=1, momentum=False, length="off")
-DYING = [1.0, 0.9, 0.1]  # one fall; E_2 = 1 + 0.1 * 0.111 / 0.889 = 1.01
+DYING = [1.0, 0.9, 0.1]  # one ratio below tau_rho; E_2 = 1 + 0.1 * 0.111 / 0.889 = 1.01
 
 
 @pytest.mark.parametrize(
-    ("sums", "settings", "expected"),  # S_0 to S_d; the votes cast: low, momentum, length
+    ("sums", "settings", "expected"),  # sums: S_0 to S_d. expected: votes low, momentum, length
     [
-        # S_d against 0.15
+        # low: S_d below 0.15
         ([1.0, 0.16], SETTINGS, (False, False, True)),  # E = 0.16 + 0.16 * 0.16 / 0.84 < 1
         ([1.0, 0.14], SETTINGS, (True, False, True)),
-        # ratios below 0.6, at two depths, not necessarily in a row
+        # momentum: ratios below 0.6 at two depths, which need not be consecutive
         ([1.0, 0.5, 0.4], SETTINGS, (False, False, False)),  # E = 0.9 + 0.4 * 0.8 / 0.2 = 2.5
         ([1.0, 0.5, 0.4, 0.2], SETTINGS, (False, True, True)),  # E = 1.1 + 0.2 = 1.3
         ([1.0, 0.9, 0.5, 0.25], SETTINGS, (False, True, True)),
-        ([1.0, 0.9, 0.8, 0.4], SETTINGS, (False, False, True)),  # one fall; E = 2.1 + 0.4 = 2.5
+        ([1.0, 0.9, 0.8, 0.4], SETTINGS, (False, False, True)),  # one ratio; E = 2.1 + 0.4 = 2.5
         # length: no vote while the sums do not fall
         ([1.0, 1.0], SETTINGS, (False, False, False)),
         ([1.0, 0.9, 0.95], SETTINGS, (False, False, False)),
         ([1.0, 0.9, 0.81], SETTINGS, (False, False, False)),  # E = 1.71 + 0.81 * 9 = 9
         ([1.0, 0.0], SETTINGS, (True, False, True)),
-        # literally it is always cast: Eq. 26 adds up distinct paths, and float32 rounds up
+        # literal length: always cast, because Eq. 26 is at most 1, also if float32 rounds up
         ([1.0, 0.95, 0.9], LITERAL, (False, False, True)),
         ([1.0, 1.0000001], LITERAL, (False, False, True)),
-        # each switched off
+        # votes switched off
         (DYING, SETTINGS, (True, False, True)),
         (DYING, Deagle(length="off"), (True, False, False)),
         (DYING, PROB, (True, False, False)),
@@ -47,13 +47,16 @@ DYING = [1.0, 0.9, 0.1]  # one fall; E_2 = 1 + 0.1 * 0.111 / 0.889 = 1.01
     ],
 )
 def test_votes(sums: list[float], settings: Deagle, expected: tuple[bool, bool, bool]) -> None:
-    assert votes(sums, settings) == expected
+    assert cast_votes(sums, settings) == expected
 
 
 def beam_tree(draft: FakeDraft, settings: Beam | Deagle) -> tuple[list[Path], int]:
-    """The beam written out node by node: its likeliest rows, the root first, and its depth."""
+    """Return the paths of the verified rows, the root's first, and the depth that was drafted.
+
+    The oracle: the paper's algorithm, literally, node by node.
+    """
     root = (ROOT,)
-    sums = [1.0]  # of each level's k best path probabilities (Eq. 24)
+    sums = [1.0]  # S_d, the sum of the k best path probabilities of level d (Eq. 24)
     beam = {root: 0.0}  # path -> log p(u), of the nodes to expand
     drafted: dict[Path, float] = {}  # of all levels
     depth = 0
@@ -70,7 +73,7 @@ def beam_tree(draft: FakeDraft, settings: Beam | Deagle) -> tuple[list[Path], in
         beam = {path: level[path] for path in likeliest}
         sums.append(sum(math.exp(value) for value in beam.values()))
         if isinstance(settings, Deagle):
-            is_over = sum(votes(sums, settings)) >= settings.votes
+            is_over = sum(cast_votes(sums, settings)) >= settings.votes
     likeliest = sorted(drafted, key=drafted.get, reverse=True)[: settings.N_max - 1]
     return [root] + likeliest, depth
 
@@ -89,7 +92,6 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_level_expands_the_k_likeliest_until_votes_stop_it(name: str) -> None:
-    """Against the paper written out node by node; the likeliest rows are verified."""
     settings = VARIANTS[name]
     if isinstance(settings, Deagle):
         settings = replace(settings, k=3, N_max=12, D_max=5)
@@ -101,7 +103,7 @@ def test_a_level_expands_the_k_likeliest_until_votes_stop_it(name: str) -> None:
         assert sorted(paths(tree)) == sorted(expected)
         assert draft.n_calls == depth
         n_levels[depth] += 1
-    if name in ("beam", "exp literal"):  # as deep as it is told; a vote that is always cast
+    if name in ("beam", "exp literal"):  # a fixed depth; a vote that is always cast
         assert n_levels == {4 if name == "beam" else 1: 30}
     else:
-        assert len(n_levels) > 2, f"the cases have become too tame: {n_levels}"
+        assert len(n_levels) > 2, f"the cases have too few depths: {n_levels}"

@@ -1,5 +1,5 @@
-"""A draft learns from text and target, goes on exactly after whatever ended it, and dynatree.py
-takes it, whose text stays the target's; a mistake is one line and costs nothing."""
+"""Tests of tools/distil.py: a draft learns, an interrupted run resumes exactly, dynatree.py can use
+the draft, and a mistake is one line and leaves no files."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import TINY, Captured, error_line, random_config, random_tensors, run
 from safetensors.torch import load_file
-from test_enlarge import contents
+from test_enlarge import read_all
 from tokenizers import Tokenizer
 
 from benchmark.prompts import BUILTIN
@@ -36,7 +36,7 @@ def arguments(text: str, out: Path, steps: int = 5) -> list[str]:
 
 
 def test_the_loss_is_the_divergence_from_the_target() -> None:
-    """By hand, each row read by itself as dynatree.py would."""
+    """Compare with the KL divergence of the logits that FastGPTNeoX gives each row alone."""
     rows = torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(0))
     models, probs = [], []
     for seed in (1, 2):
@@ -52,15 +52,16 @@ def test_the_loss_is_the_divergence_from_the_target() -> None:
 
 
 def loss(draft: FastGPTNeoX, text: str) -> float:
-    """Of what follows each token of a text's beginning, in nats."""
+    """Return the cross-entropy of the first 200 tokens of a file, in nats per token."""
     ids = Tokenizer.from_file(f"{TARGET}/tokenizer.json").encode(Path(text).read_text()).ids[:200]
     return torch.nn.functional.cross_entropy(run(draft, ids[:-1]), torch.tensor(ids[1:])).item()
 
 
 def require_learned(folder: Path, text: str) -> None:
+    """Fail unless the draft's loss is far below that of an untrained draft."""
     new = distil.new_draft(read_config(folder), torch.device("cpu"))
-    untaught = FastGPTNeoX.from_tensors(new.config, dict(new.named_parameters()))
-    assert loss(FastGPTNeoX.from_pretrained(folder), text) < loss(untaught, text) - 0.3
+    untrained = FastGPTNeoX.from_tensors(new.config, dict(new.named_parameters()))
+    assert loss(FastGPTNeoX.from_pretrained(folder), text) < loss(untrained, text) - 0.3
 
 
 def test_a_draft_learns_and_the_text_stays_the_targets(
@@ -69,7 +70,7 @@ def test_a_draft_learns_and_the_text_stays_the_targets(
     folder = tmp_path / "deep" / "draft"
     assert distil.main(arguments(text, folder, steps=40) + SHAPE) == 0
     require_learned(folder, text)
-    assert [file.name for file in folder.parent.iterdir()] == ["draft"]  # nothing beside it is left
+    assert [file.name for file in folder.parent.iterdir()] == ["draft"]  # no temporary files
     names = {file.name for file in folder.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json"}
     ids = {}
@@ -82,8 +83,8 @@ def test_a_draft_learns_and_the_text_stays_the_targets(
     assert ids["ar"] == ids["linear"] == ids["dynatree"] and len(ids["ar"]) == 60
 
 
-def end_after(n: int, options: list[str]) -> None:
-    """Ctrl-C, once a run has saved its n-th checkpoint; there is one of each step."""
+def interrupt_after(n: int, options: list[str]) -> None:
+    """Run with a checkpoint after every step, and interrupt after the n-th one as Ctrl-C does."""
     save, saved = distil.save_state, []
 
     def save_and_end(*state: object) -> None:
@@ -98,26 +99,26 @@ def end_after(n: int, options: list[str]) -> None:
         assert distil.main(options) == 130
 
 
-def test_an_interrupted_run_goes_on_exactly(text: str, tmp_path: Path, capsys: Captured) -> None:
+def test_an_interrupted_run_resumes_exactly(text: str, tmp_path: Path, capsys: Captured) -> None:
     assert distil.main(arguments(text, tmp_path / "whole", steps=8) + SHAPE) == 0
     options = arguments(text, tmp_path / "ended", steps=8) + SHAPE
-    end_after(4, options)
+    interrupt_after(4, options)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ended.training", "whole"]
     assert distil.main(options) == 0
-    assert "going on from step 4" in capsys.readouterr().err
+    assert "resuming at step 4" in capsys.readouterr().err
     expected, found = (
         load_file(tmp_path / name / "model.safetensors") for name in ("whole", "ended")
     )
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_that_is_no_use_stays(text: str, tmp_path: Path, capsys: Captured) -> None:
-    """Another command's, or one that is cut short or edited."""
+def test_an_unusable_checkpoint_is_not_deleted(text: str, tmp_path: Path, capsys: Captured) -> None:
+    """Check truncated and edited checkpoints, and one that another command has written."""
     options = arguments(text, tmp_path / "draft") + SHAPE
-    end_after(1, options)
+    interrupt_after(1, options)
     file = tmp_path / "draft.training"
     whole = file.read_bytes()
-    assert "of another command" in error_line(capsys, distil.main, [*options, "--steps", "9"])
+    assert "to another command" in error_line(capsys, distil.main, [*options, "--steps", "9"])
     edited = bytearray(whole)
     edited[len(whole) // 2] ^= 1
     for content in (b"", b"PK", whole[:100], whole[:-1], bytes(edited)):
@@ -139,11 +140,11 @@ def test_a_second_run_ends_before_it_learns(text: str, tmp_path: Path, capsys: C
         (["--text", "LATIN"], "is not UTF-8"),
         (["--out", "FULL"], "exists already"),
         (["--out", "SHORT/draft"], "SHORT"),
-        (["--hidden", "100"], "rotates 25 dimensions of a head, which are not pairs"),
-        (["--hidden", "10000000"], "would take"),
+        (["--hidden", "100"], "gives 25 rotary dimensions"),
+        (["--hidden", "10000000"], "needs"),
         (["--layers", "0"], "--layers"),
-        (["--context", "4000"], "there are 1024 positions"),
-        (["--rate", "nan"], "--rate nan"),
+        (["--context", "4000"], "it must be at most 1024"),
+        (["--rate", "nan"], "--rate is nan"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -152,11 +153,11 @@ def test_a_mistake_is_one_line(
     (tmp_path / "SHORT").write_text("A short text.")
     (tmp_path / "LATIN").write_bytes(b"caf\xe9 " * 500)
     (tmp_path / "FULL").mkdir()
-    before = contents(tmp_path)
+    before = read_all(tmp_path)
     words = [f"{tmp_path}/{word}" if word[0].isupper() else word for word in changes]
     options = arguments(text, tmp_path / "draft") + SHAPE + words
     assert message in error_line(capsys, distil.main, options)
-    assert contents(tmp_path) == before
+    assert read_all(tmp_path) == before
 
 
 def test_a_loss_that_is_no_number_ends_the_run(
@@ -165,12 +166,12 @@ def test_a_loss_that_is_no_number_ends_the_run(
     monkeypatch.setattr(distil, "divergence", lambda *_: torch.tensor(torch.nan))
     options = arguments(text, tmp_path / "draft") + SHAPE
     assert "--rate is too high" in error_line(capsys, distil.main, options)
-    assert not contents(tmp_path)
+    assert not read_all(tmp_path)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.skipif("pretend_cuda" in sys.modules, reason="a pretended one has no gradients")
+@pytest.mark.skipif("pretend_cuda" in sys.modules, reason="a pretended device has no gradients")
 def test_a_draft_learns_on_a_gpu(text: str, tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     options = arguments(text, folder, steps=40) + SHAPE

@@ -1,4 +1,4 @@
-"""Claim: what the documents say is there is there, and the code of docs/method.md does as it says.
+"""Tests that everything the documents name exists, and that the code of docs/method.md works.
 
 python -m pytest tests/test_docs.py
 """
@@ -19,32 +19,33 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def run_tests(folder: Path, *arguments: str) -> tuple[str, str]:
-    """What pytest says there, and its last line."""
+    """Run pytest in a folder and return the end of its output and its last line."""
     options = ["-n", "0", "-q", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *arguments]
-    said = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
-    return said[-3000:], said.splitlines()[-1]
+    output = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+    return output[-3000:], output.splitlines()[-1]
 
 
 def test_the_methods_of_the_page_pass_their_tests(tmp_path: Path) -> None:
-    """Copied to the letter; .ci/run holds the whole suite with them in the registry.
+    """Run the page's own tests on its code; .ci/run runs the whole suite with that code.
 
-    The page says that exact text does not prove a tree: the oracle finds its error, the text not.
+    The page says that an exact text does not prove that the tree is right. So a planted error must
+    fail the test of the tree, and not that of the text.
     """
     copy = tmp_path / "copy"
     guide.make_copy(copy)
-    own = [name for name in guide.files() if name.startswith("tests/")]
-    said, last = run_tests(copy, *own)
-    assert len(own) == 3 and re.match(r"\d+ passed", last), said
+    own = [name for name in guide.read_files() if name.startswith("tests/")]
+    output, last = run_tests(copy, *own)
+    assert len(own) == 3 and re.match(r"\d+ passed", last), output
     wide = copy / "methods" / "wide.py"
     right = wide.read_text(encoding="utf-8")
     wide.write_text(right.replace("level.logprobs", "level.path_logprobs"), encoding="utf-8")
-    said, last = run_tests(copy, "tests/test_wide.py")
-    assert "test_the_tree_is_the_one_defined" in said and last.startswith("1 failed, 1 passed")
+    output, last = run_tests(copy, "tests/test_wide.py")
+    assert "test_the_tree_is_the_one_defined" in output and last.startswith("1 failed, 1 passed")
 
 
 def is_defined(name: str, file: Path) -> bool:
-    """Whether a file has a function, class or value of this name; of Class.name the last."""
+    """Whether a file defines a function, class or value of this name, or `name` of Class.name."""
     name = name.split(".")[-1]
     pattern = rf"^\s*(?:(?:def|class) {name}\b|{name}(?:: .+)? =|{name}: )"
     return bool(re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE))
@@ -68,7 +69,7 @@ def test_tables_named_in_the_documents_exist() -> None:
 
 
 def test_a_results_file_is_cited_with_its_own_commit() -> None:
-    """The page of results named one that had not measured the file."""
+    """Compare with the commit in the file. The page once named another commit."""
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     cited = re.findall(r"\((results/\w+\.jsonl): [^)]*commit (\w+)\)", text)
     for file, commit in cited:
@@ -77,19 +78,19 @@ def test_a_results_file_is_cited_with_its_own_commit() -> None:
 
 
 def test_the_readmes_file_tree_is_the_projects() -> None:
-    """Everything it names exists, and no file or room at the top is left out."""
+    """Check that all named files exist and that no file or package at the top is missing."""
     section = README[README.index("## Reading order") :]
     blocks = re.findall(r"^```\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     named = re.findall(r"^([\w./]+)  ", "\n".join(blocks[:2]), re.MULTILINE)
     missing = [name for name in named if not (ROOT / name).exists()]
     files = [file.name for file in ROOT.glob("*.py")]
-    rooms = [f"{file.parent.name}/" for file in ROOT.glob("*/__init__.py")]
+    packages = [f"{file.parent.name}/" for file in ROOT.glob("*/__init__.py")]
     assert not missing and len(named) > 10
-    assert set(files + rooms) <= set(named)
+    assert set(files + packages) <= set(named)
 
 
 def test_links_lead_somewhere() -> None:
-    """Every relative link of a page, from where the page lies."""
+    """Check every relative link of a page, from the page's folder."""
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links {target}"

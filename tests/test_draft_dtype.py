@@ -1,5 +1,7 @@
-"""Which device and precision are taken where none is named, and what is said of a draft that
-overflows in its own. That none changes the text: test_exactness.py."""
+"""Tests of the default device and dtypes, and of the note if a draft overflows in its dtype.
+
+test_exactness.py tests that no dtype of the draft changes the text.
+"""
 
 import io
 import json
@@ -57,7 +59,7 @@ def test_the_drafts_dtype_by_default_and_what_to_try_if_it_overflows(
     way_out: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pythia-70M, the default draft, is known to overflow in the default target's float16."""
+    """Check both. Pythia-70M, the default draft, overflows in the default target's float16."""
     pretend_one_gpu(monkeypatch, capability)
     dtype = choose_draft_dtype(None, DTYPES[target], device)
     assert dtype == DTYPES[draft]
@@ -78,15 +80,15 @@ def test_both_dtypes_are_announced_and_reported(capsys: Captured) -> None:
         assert (settings["dtype"], settings["draft_dtype"]) == ("float32", draft_dtype)
         (line,) = [line for line in captured.err.splitlines() if "; cpu, float32" in line]
         assert line.endswith("draft bfloat16") == (draft_dtype == "bfloat16")
-        assert ("--draft, --draft-dtype have no effect" in captured.err) == (draft_dtype is None)
+        assert ("ignores --draft and --draft-dtype" in captured.err) == (draft_dtype is None)
 
 
 # A draft that overflows.
 
 
 @pytest.fixture
-def overflowing(tmp_path: Path) -> str:
-    """The embedded draft with logits that float16 has not, and the others have."""
+def overflowing_draft(tmp_path: Path) -> str:
+    """Return a copy of the embedded draft whose logits overflow only in float16."""
     folder = shutil.copytree(TINY / "draft", tmp_path / "draft")
     tensors = {name: t.float() for name, t in load_file(folder / "model.safetensors").items()}
     tensors["embed_out.weight"] *= 2.0**14
@@ -94,11 +96,11 @@ def overflowing(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_an_overflow_is_said_at_once(
-    overflowing: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+def test_an_overflow_is_reported_at_once(
+    overflowing_draft: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, before the text that was written without a draft, and on a line of its own."""
-    arguments = ["--prompt", PROMPT, "--max-new-tokens", "20", "--draft", overflowing]
+    """Check that there is one note, on its own line, before the text generated without a draft."""
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "20", "--draft", overflowing_draft]
     arguments += ["--target", str(TINY / "target"), "--draft-dtype"]
     assert main([*arguments, "float32"]) == 0
     text = capsys.readouterr().out
@@ -109,6 +111,6 @@ def test_an_overflow_is_said_at_once(
     assert main([*arguments, "float16"]) == 0
     (note,) = [line for line in terminal.getvalue().splitlines() if "not finite" in line]
     before, after = terminal.getvalue().split(f"\n{note}\n")
-    first = before.splitlines()[-1]  # what the first step wrote: prefill's token
+    first = before.splitlines()[-1]  # prefill's token
     assert first and text.startswith(first)
     assert after.startswith(text.removeprefix(first)) and len(after) > len(text)

@@ -1,7 +1,7 @@
-"""A draft temperature of its own: what it changes of the trees. That it changes no greedy text:
-test_exactness.py.
+"""Tests of the draft temperature: how it changes the trees.
 
-Ranked, a tree is the one that the draft's logits divided by it would give.
+A tree of top-k candidates is the tree of the draft's logits divided by the temperature.
+test_exactness.py tests that greedy text does not change.
 """
 
 import functools
@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import Stub, generate, random_settings
-from test_core import without_clock
+from test_core import with_fixed_costs
 from torch import Tensor
 
 from cli.options import has_temperature
@@ -24,23 +24,23 @@ from methods.rules import make_rule
 from methods.sampler import GREEDY, Sampling
 
 N_IDS = 40
-HEATS = (0.3, 0.6, 2.5)
+TEMPERATURES = (0.3, 0.6, 2.5)
 WITH_DRAFT = [*DRAFTING, "graft", "auto"]
 
 
 @functools.cache
 def table(seed: int) -> Tensor:
-    """Logits [V, V] of the next token after each token, peaked after some."""
+    """Return logits [V, V] of the next token after each token; some rows are peaked."""
     generator = torch.Generator().manual_seed(seed)
-    heat = 4 * torch.rand(N_IDS, 1, generator=generator)
-    return heat * torch.randn(N_IDS, N_IDS, generator=generator)
+    scale = 4 * torch.rand(N_IDS, 1, generator=generator)
+    return scale * torch.randn(N_IDS, N_IDS, generator=generator)
 
 
 def trees(settings: Settings, sampling: Sampling, divisor: float = 1.0) -> list[Tree]:
-    """Of a text by a draft that is nearly the target, its logits divided by so much."""
+    """Return the trees of a text. The draft is a noisy target, with logits divided by `divisor`."""
     target = Stub(lambda tokens, positions: table(0)[tokens], N_IDS)
-    near = (table(0) + 0.3 * table(1)) / divisor
-    draft = Stub(lambda tokens, positions: near[tokens], N_IDS)
+    noisy = (table(0) + 0.3 * table(1)) / divisor
+    draft = Stub(lambda tokens, positions: noisy[tokens], N_IDS)
     steps: list[Step] = list(generate(target, draft, [3, 1], settings, 40, sampling=sampling))
     return [step.tree for step in steps[1:]]
 
@@ -53,16 +53,16 @@ def assert_same(ours: list[Tree], theirs: list[Tree]) -> None:
 
 
 @pytest.mark.parametrize("method", WITH_DRAFT)
-def test_a_ranked_tree_is_that_of_the_divided_logits(method: str) -> None:
-    """Node for node, with its probabilities. Where the shape does not go by these, no node is
-    another at any temperature, which is why the command line refuses one there."""
+def test_a_top_k_tree_is_that_of_the_divided_logits(method: str) -> None:
+    """Compare nodes and probabilities. If the shape does not depend on probabilities, a temperature
+    changes no node, so the command line refuses it."""
     seen: Counter[str] = Counter()
     for number in range(9):
         rng = random.Random(number)
-        settings = without_clock(random_settings(method, rng) if number else METHODS[method]())
-        heat = HEATS[number % 3]
-        ours = trees(settings, Sampling(0.0, draft_temperature=heat))
-        assert_same(ours, trees(settings, GREEDY, divisor=heat))
+        settings = with_fixed_costs(random_settings(method, rng) if number else METHODS[method]())
+        temperature = TEMPERATURES[number % 3]
+        ours = trees(settings, Sampling(0.0, draft_temperature=temperature))
+        assert_same(ours, trees(settings, GREEDY, divisor=temperature))
         is_other = [t.tokens for t in ours] != [t.tokens for t in trees(settings, GREEDY)]
         seen["another shape"] += is_other
         assert has_temperature(make_rule(settings), draws=False) or not is_other, settings
@@ -70,14 +70,16 @@ def test_a_ranked_tree_is_that_of_the_divided_logits(method: str) -> None:
     assert (seen["another shape"] == 0) == is_fixed
 
 
-def test_sampled_text_by_a_ranking_method_has_one_too() -> None:
-    """Its trees are those of the divided logits, its text is sampled as without."""
+def test_sampled_text_of_a_top_k_method_has_a_draft_temperature() -> None:
+    """Check that it changes the trees, and not how the text is sampled."""
     cold, plain = Sampling(0.8, seed=2, draft_temperature=0.4), Sampling(0.8, seed=2)
     assert_same(trees(METHODS["opttree"](), cold), trees(METHODS["opttree"](), plain, divisor=0.4))
 
 
-def test_candidates_of_greedy_text_are_drawn_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From what the drafter keeps for each row's slot (DySpec, 5.1)."""
+def test_candidates_of_greedy_text_are_drawn_at_the_draft_temperature(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check the distribution that the drafter keeps for each row's slot (DySpec, 5.1)."""
     kept: list[list[Tensor]] = []
     commit = DrawnDrafter.commit
 

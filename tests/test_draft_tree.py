@@ -1,8 +1,8 @@
-"""Claim: grow, level by level, draws the tree of the paper's Algorithm 1, node for node.
+"""Tests that grow, level by level, builds the tree of the paper's Algorithm 1, node for node.
 
-The oracle is DRAFTTREE (Appendix D) taken literally: a queue, one node at a time, plain Python.
-Two amendments: the root is the pending token (p = 1, d = 0), and a child with p < tau is never
-added and never counted. The draft of both is one function of a node's path.
+The oracle is a literal transcription of DRAFTTREE (Appendix D): a queue, one node at a time, plain
+Python. It differs in two points: the root is the pending token (p = 1, d = 0), and a child with
+p < tau is neither added nor counted. Both use a draft whose logits depend only on a node's path.
 
     python -m pytest tests/test_draft_tree.py
 """
@@ -41,9 +41,9 @@ Path = tuple[int, ...]  # tokens from the root on
 
 
 class FakeDraft:
-    """Logits of the path alone, peaked below some paths and flat below others.
+    """A draft whose logits depend only on the path. They are peaked below some, flat below others.
 
-    As the draft of grow it follows the parents it is given, so a wrong parent gives other logits.
+    It finds a row's path by the parents that grow gives it, so a wrong parent gives other logits.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class FakeDraft:
         changed: dict[Path, Tensor] | None = None,
         sampler: DrawingSampler | None = None,
     ):
-        """changed: logits to give for some paths instead. sampler: draws all candidates; without
-        one they are the top k."""
+        """changed: other logits for some paths. sampler: draws all candidates; without one they
+        are the top k."""
         self.seed = seed
         self.changed = changed or {}
         self.sampler = sampler
         self.level: list[Path] = []  # the rows of the last call
-        self.ran: list[Path] = []  # of all calls
+        self.ran: list[Path] = []  # the rows of all calls
         self.n_calls = 0
-        self.probs: list[Tensor] = []  # as methods.drawn.DrawnDrafter keeps them
+        self.probs: list[Tensor] = []  # of all rows, as in methods.drawn.DrawnDrafter
 
     def logits(self, path: Path) -> Tensor:
         generator = torch.Generator().manual_seed(crc32(repr((self.seed, path)).encode()))
@@ -86,7 +86,7 @@ class FakeDraft:
 
 
 def is_expandable(s: DynaTree, depth: int, p: float) -> bool:
-    """Lines 17 to 25."""
+    """Whether a row may get children (lines 17 to 25)."""
     if not s.adapt_depth:
         return depth < s.D0
     if depth >= s.D_max or p < s.rho_stop:
@@ -94,8 +94,8 @@ def is_expandable(s: DynaTree, depth: int, p: float) -> bool:
     return depth < s.D0 or p >= s.rho_deep
 
 
-def branches(s: DynaTree, confidence: float) -> str:
-    """Line 27: the name of the setting that says how many children."""
+def branching_setting(s: DynaTree, confidence: float) -> str:
+    """Return the name of the setting that limits a row's children (line 27)."""
     if not s.adapt_breadth:
         return "B_mid"
     if confidence >= s.tau_h:
@@ -105,8 +105,8 @@ def branches(s: DynaTree, confidence: float) -> str:
     return "B_mid"
 
 
-def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]) -> Tree:
-    """Lines 11 to 30; `seen` counts what makes a case worth comparing."""
+def run_algorithm_1(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]) -> Tree:
+    """Return the tree of lines 11 to 30, and count in `seen` the kinds of cases to cover."""
     tree = Tree.from_root(ROOT)
     frontier = deque([0])
     while frontier and len(tree) < s.N_max:
@@ -115,11 +115,11 @@ def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]
         if depth >= max_depth or not is_expandable(s, depth, math.exp(above)):
             continue
         logprobs = torch.log_softmax(draft.logits(paths(tree)[row]), dim=-1)
-        name = branches(s, math.exp(logprobs.max()))
+        name = branching_setting(s, math.exp(logprobs.max()))
         breadth = getattr(s, name)
         n_before = len(tree)
         for token in logprobs.argsort(descending=True)[:breadth].tolist():
-            logprob = above + logprobs[token]  # float32 as in grow, or a threshold might flip
+            logprob = above + logprobs[token]  # float32, as in grow: rounding may cross a threshold
             if s.prune and math.exp(logprob) < s.tau:
                 continue
             if len(tree) == s.N_max:
@@ -136,7 +136,7 @@ def draft_tree(s: DynaTree, draft: FakeDraft, max_depth: int, seen: Counter[str]
 
 
 def paths(tree: Tree) -> list[Path]:
-    """Each row's tokens from the root on."""
+    """Return each row's tokens from the root on."""
     found: list[Path] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         above = ()
@@ -147,14 +147,14 @@ def paths(tree: Tree) -> list[Path]:
 
 
 def assert_same(tree: Tree, expected: Tree) -> None:
-    """The tree that grow drew is the oracle's, row for row."""
+    """Check that a tree is the oracle's, row for row."""
     assert tree.tokens == expected.tokens and tree.parents == expected.parents
     assert tree.depths == expected.depths
     assert tree.path_logprobs == pytest.approx(expected.path_logprobs, rel=1e-5, abs=1e-5)
 
 
 def random_case(seed: int) -> tuple[DynaTree, FakeDraft, int]:
-    """Settings, a draft, and the caller's depth limit."""
+    """Return settings, a draft, and the caller's depth limit."""
     rng = random.Random(seed)
     settings = replace(random_settings("dynatree", rng), calibrate=False, costs="off", history=True)
     max_depth = rng.choice([0, 1, 2, 3, 4, 127, 127, 127])
@@ -162,7 +162,7 @@ def random_case(seed: int) -> tuple[DynaTree, FakeDraft, int]:
 
 
 def assert_well_formed(tree: Tree) -> None:
-    """What every tree promises, whatever the rule: the comments on Tree's fields."""
+    """Check what the comments on Tree's fields state for every tree."""
     rows = paths(tree)
     assert len(set(rows)) == len(rows)  # siblings carry distinct tokens
     assert tree.parents[0] == -1
@@ -175,11 +175,11 @@ def assert_well_formed(tree: Tree) -> None:
     columns += [tree.path_logprobs]
     assert {len(column) for column in columns} == {len(tree)}
     kinds = [{type(entry) for entry in column} for column in columns]
-    assert kinds == [{int}] * 4 + [{float}]  # plain ones, none of NumPy's
+    assert kinds == [{int}] * 4 + [{float}]  # Python's types, not NumPy's
 
 
 def assert_slots_follow_the_runs(tree: Tree, ran: list[Path]) -> None:
-    """Slots count the runs; a node that ran has a parent that ran, so un-run nodes end a path."""
+    """Check that slots number the rows in the order of their runs, and that parents run first."""
     rows = paths(tree)
     slots = {path: slot for slot, path in enumerate(ran)}
     assert len(slots) == len(ran)  # nothing ran twice
@@ -193,31 +193,31 @@ def test_grow_draws_the_tree_of_algorithm_1() -> None:
     for seed in range(600):
         settings, draft, max_depth = random_case(seed)
         tree = grow(settings.make_rule(), ROOT, draft, max_depth)
-        assert_same(tree, draft_tree(settings, draft, max_depth, seen))
+        assert_same(tree, run_algorithm_1(settings, draft, max_depth, seen))
         assert_well_formed(tree)
         assert_slots_follow_the_runs(tree, draft.ran)
         assert draft.n_calls <= min(max_depth, settings.D_max, settings.N_max - 1)
-    assert len(seen) == 7, f"a kind of case never came up: {seen}"
-    assert min(seen.values()) >= 10, f"the cases have become too tame: {seen}"
+    assert len(seen) == 7, f"some kind of case is missing: {seen}"
+    assert min(seen.values()) >= 10, f"some kind of case is too rare: {seen}"
 
 
 def test_fixed_and_chain_are_algorithm_1_without_its_adaptive_parts() -> None:
-    """B children for every node down to depth D, and the draft's own greedy text."""
+    """Check fixed, with B children for every node above depth D, and the draft's greedy chain."""
     seen: Counter[str] = Counter()
     for seed in range(150):
         s, draft, max_depth = random_case(seed)
         static = replace(s, adapt_breadth=False, adapt_depth=False, prune=True)
         fixed = Fixed(D=s.D0, B=s.B_mid, tau=s.tau, N_max=s.N_max)
-        expected = draft_tree(static, draft, max_depth, seen)
+        expected = run_algorithm_1(static, draft, max_depth, seen)
         assert_same(grow(fixed.make_rule(), ROOT, draft, max_depth), expected)
         single = replace(static, B_min=1, B_mid=1, prune=False, N_max=128)
-        expected = draft_tree(single, draft, max_depth, Counter())
+        expected = run_algorithm_1(single, draft, max_depth, Counter())
         assert_same(grow(Chain(K=s.D0).make_rule(), ROOT, draft, max_depth), expected)
     assert seen["cut between siblings"] >= 10, seen
 
 
-class Even(FakeDraft):
-    """Two tokens of probability 0.5 and nothing else, exact in float32."""
+class HalfHalfDraft(FakeDraft):
+    """A draft with two tokens of probability 0.5, exact in float32."""
 
     def logits(self, path: Path) -> Tensor:
         logits = torch.full((VOCAB,), -math.inf)
@@ -243,19 +243,19 @@ class Even(FakeDraft):
 def test_at_its_threshold_a_candidate_passes_but_never_at_0(
     settings: Settings, n_rows: int
 ) -> None:
-    """The paper's bounds are p >= tau, rho_stop, rho_deep; c >= tau_h, and c >= tau_l is B_mid."""
-    assert len(grow(settings.make_rule(), ROOT, Even(0), 127)) == n_rows
+    """Check the paper's bounds: p >= tau, rho_stop, rho_deep; c >= tau_h, c >= tau_l for B_mid."""
+    assert len(grow(settings.make_rule(), ROOT, HalfHalfDraft(0), 127)) == n_rows
 
 
-class Wide(MethodRule):
-    """A fork's rule: all three candidates of every row."""
+class TernaryRule(MethodRule):
+    """A rule, as of a fork, that adds all three candidates of every row."""
 
 
 def test_of_what_is_drafted_the_best_or_the_first_are_kept() -> None:
-    """No test of exactness can see which: the text is right with any tree."""
-    cut = grow(Wide(3, 3, max_rows=8), ROOT, FakeDraft(2), 9)
-    best = grow(Wide(3, 3, max_rows=40, max_verified=8), ROOT, FakeDraft(2), 9)
-    every = grow(Wide(3, 3, max_rows=40), ROOT, FakeDraft(2), 9)
+    """Check which rows are verified. Tests of exactness cannot: the text is right for any tree."""
+    cut = grow(TernaryRule(3, 3, max_rows=8), ROOT, FakeDraft(2), 9)
+    best = grow(TernaryRule(3, 3, max_rows=40, max_verified=8), ROOT, FakeDraft(2), 9)
+    every = grow(TernaryRule(3, 3, max_rows=40), ROOT, FakeDraft(2), 9)
     likeliest = torch.tensor(every.path_logprobs).topk(8).indices.tolist()
     assert paths(cut) == paths(every)[:8]
     assert paths(best) == [paths(every)[row] for row in sorted(likeliest)] != paths(cut)
@@ -263,57 +263,57 @@ def test_of_what_is_drafted_the_best_or_the_first_are_kept() -> None:
     assert best.draft_slots == [slots[path] for path in paths(best)]
 
 
-NO_GATES = [numpy.ones(shape, dtype=bool) for shape in [(1, 3), (3,), (1, 3, 3)]]
-NO_GATES += [numpy.ones((3, 3)), None]
+INVALID_GATES = [numpy.ones(shape, dtype=bool) for shape in [(1, 3), (3,), (1, 3, 3)]]
+INVALID_GATES += [numpy.ones((3, 3)), None]
 
 
-@pytest.mark.parametrize("is_rank_0", [True, False])
-@pytest.mark.parametrize("gate", NO_GATES, ids=repr)
-def test_what_is_no_gate_is_an_error(gate: object, is_rank_0: bool) -> None:
-    """A shape that can be stretched to that of the candidates would let some pass unasked."""
+@pytest.mark.parametrize("is_add_gate", [True, False])
+@pytest.mark.parametrize("gate", INVALID_GATES, ids=repr)
+def test_an_invalid_gate_is_an_error(gate: object, is_add_gate: bool) -> None:
+    """Check shapes as well: one that broadcasts would let some candidates pass unchecked."""
 
-    class Gated(Wide):
+    class Gated(TernaryRule):
         def gates(self, level: Level, is_mine: bool) -> Gates:
-            return {"fine": True, "mine": gate if is_mine and level.depth == 1 else True}
+            return {"fine": True, "mine": gate if is_mine and level.row_depth == 1 else True}
 
         def add_gates(self, level: Level) -> Gates:
-            return self.gates(level, is_rank_0)
+            return self.gates(level, is_add_gate)
 
         def expand_gates(self, level: Level) -> Gates:
-            return self.gates(level, not is_rank_0)
+            return self.gates(level, not is_add_gate)
 
     with pytest.raises(ValueError, match="gate 'mine'"):
         grow(Gated(3, 3, max_rows=40), ROOT, FakeDraft(2), 127)
 
 
 WIDE = DynaTree(N_max=128, tau=0.0, rho_stop=0.0, rho_deep=0.01, D0=3, D_max=5)
-EVERY = slice(None)
+ALL_IDS = slice(None)
 
 
 @pytest.mark.parametrize("settings", [Chain(K=4), Fixed(D=3, B=3, tau=0.0), WIDE])
-@pytest.mark.parametrize(("ids", "value"), [(3, math.nan), (3, math.inf), (EVERY, -math.inf)])
+@pytest.mark.parametrize(("ids", "value"), [(3, math.nan), (3, math.inf), (ALL_IDS, -math.inf)])
 @pytest.mark.parametrize("row", [0, 1])
 def test_broken_logits_end_only_their_own_branch(
     settings: Settings, ids: int | slice, value: float, row: int
 ) -> None:
-    """topk ranks NaN above every number, so a broken row looks like a very confident one."""
+    """Check the other branches. topk ranks NaN first, so a broken row looks very confident."""
     whole = paths(grow(settings.make_rule(), ROOT, FakeDraft(1), 127))
-    above = whole[row]  # the path whose logits break
+    above = whole[row]  # the path with broken logits
     broken = FakeDraft(1).logits(above)
     broken[ids] = value
     tree = grow(settings.make_rule(), ROOT, FakeDraft(1, {above: broken}), 127)
     rest = [path for path in whole if path == above or path[: len(above)] != above]
-    assert len(rest) < len(whole)  # else nothing would have broken
+    assert len(rest) < len(whole)  # the broken row has children
     assert paths(tree) == rest
     assert_well_formed(tree)
 
 
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["top k", "drawn"])
 def test_confidence_is_0_where_the_draft_overflowed(is_drawn: bool) -> None:
-    """It was nan there, of which no rule could take a ceiling."""
+    """Check top-k and drawn candidates. It was once NaN, which a rule could not round up."""
     found = []
 
-    class Looking(MethodRule):
+    class ConfidenceRecorder(MethodRule):
         def add_gates(self, level: Level) -> Gates:
             found.append(level.confidence)
             return {}
@@ -321,31 +321,31 @@ def test_confidence_is_0_where_the_draft_overflowed(is_drawn: bool) -> None:
     sampler = Sampling(1.0).sampler(torch.device("cpu")) if is_drawn else None
     broken = FakeDraft(1).logits((ROOT,)).fill_(math.nan)
     for changed in ({}, {(ROOT,): broken}):
-        grow(Looking(2, 1, 3), ROOT, FakeDraft(1, changed, sampler), 1)
+        grow(ConfidenceRecorder(2, 1, 3), ROOT, FakeDraft(1, changed, sampler), 1)
     assert 0 < found[0] <= 1 and found[1] == 0
 
 
-def moved(rule: DynaTreeRule) -> dict[str, float]:
-    """The thresholds that history moves, as they stand."""
+def moved_thresholds(rule: DynaTreeRule) -> dict[str, float]:
+    """Return the current values of the thresholds that history moves."""
     now = rule.current
     return {"D0": now.D0, "tau_h": now.tau_h, "rho_deep": now.rho_deep}
 
 
-# Accepted / depth of one tree, and so the mean if W is 1
+# Depth ratio (accepted / depth) of one tree, which is the mean if W is 1
 HIGH = 1.0  # above 0.8
 LOW = 0.0  # below 0.6
 
 
 def record(rule: DynaTreeRule, ratio: float) -> None:
-    """Let the rule adapt to a chain of ten nodes, of which this share was accepted."""
+    """Adapt the rule to a chain of ten nodes, of which this share was accepted."""
     tree = Tree.from_root(ROOT)
     for row in range(10):
         tree.add(ROOT, row, 0.0)
     rule.adapt(tree, list(range(1 + round(10 * ratio))))
 
 
-# The setting, its start, then after a high mean, after a low one. The last two of each start beyond
-# a bound, where they stay, or move only the way that was asked for.
+# A setting, its initial value, and its value after a high and after a low mean. The last two of
+# each setting start outside its bounds; they stay there, or move in the right direction.
 MOVES = [
     ("D0", 5, 6, 4),
     ("D0", 7, 7, 6),
@@ -372,31 +372,31 @@ def test_history_moves_within_its_bounds(
     for step, expected in ((HIGH, after_high), (LOW, after_low)):
         rule = DynaTree(**{name: start}, W=1).make_rule()
         record(rule, step)
-        assert moved(rule)[name] == pytest.approx(expected)
+        assert moved_thresholds(rule)[name] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("W", [1, 4, 10])
 def test_history_looks_at_exactly_the_last_w_iterations(W: int) -> None:
-    """A mean from 0.6 to 0.8 moves nothing: ten times 3 of 5 accepted summed to 5.999999999999999,
-    and so read as below 0.6."""
+    """Check that a mean from 0.6 to 0.8 moves nothing. With 3 of 5 accepted ten times, the sum was
+    once 5.999999999999999, so the mean was below 0.6."""
     rng = random.Random(W)
     D0 = 60  # far from its bounds
     rule = DynaTree(D0=D0, D_max=127, W=W).make_rule()
     history = []
     for i in range(200):
-        # Long stretches of a kind, or the mean would hardly leave the middle
+        # In long stretches of one kind, because the mean of a mixture stays in the middle
         accepted = rng.choice([[0, 1, 6], [6, 7, 8], [9, 10], [8], [6]][i // 20 % 5])  # of 10
         history.append(accepted)
         record(rule, accepted / 10)
         if len(history) >= W:
             total = sum(history[-W:])
             D0 += (total > 8 * W) - (total < 6 * W)
-        assert moved(rule)["D0"] == D0, f"iteration {i}"
+        assert moved_thresholds(rule)["D0"] == D0, f"iteration {i}"
 
 
 @pytest.mark.parametrize(("tau_l", "rho_stop"), [(0.62, 0.41), (0.5, 0.3)])
 def test_history_keeps_the_thresholds_in_order(tau_l: float, rho_stop: float) -> None:
-    """Also where the bounds of tau_h and rho_deep, 0.5 and 0.3, would make two of them equal."""
+    """Check also where the bounds of tau_h and rho_deep, 0.5 and 0.3, would make two equal."""
     rule = DynaTree(tau_l=tau_l, tau_h=0.7, rho_stop=rho_stop, rho_deep=0.5, W=1).make_rule()
     for _ in range(10):
         record(rule, HIGH)
@@ -419,22 +419,22 @@ def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
         for _ in range(4):
             record(rule, HIGH if seed % 2 else LOW)
         after = grow(rule, ROOT, draft, 127)
-        as_moved = replace(settings, **moved(rule))
-        assert_same(after, draft_tree(as_moved, draft, 127, Counter()))
+        as_moved = replace(settings, **moved_thresholds(rule))
+        assert_same(after, run_algorithm_1(as_moved, draft, 127, Counter()))
         n_changed[seed % 2] += paths(before) != paths(after)
     assert min(n_changed) >= 5, n_changed
 
 
 @pytest.mark.parametrize("base", [*DRAFTING, "graft"])
 def test_a_tree_remembers_nothing_of_the_one_before(base: str) -> None:
-    """The same draft gives the same tree, whatever tree the rule has drawn in between."""
+    """Check that a draft gives the same tree again after the tree of another draft."""
     rule = METHODS[base]().make_rule()
     first, other, again = (paths(grow(rule, ROOT, FakeDraft(seed), 127)) for seed in (1, 2, 1))
     assert other != first == again
 
 
 def test_a_rule_of_more_rows_than_the_widest_pass_is_refused() -> None:
-    """On a CPU it would have run; on CUDA it failed in the middle of a text."""
+    """Check the error. Such a rule would run on a CPU, but fail on CUDA in the middle of a text."""
     with pytest.raises(ValueError, match="max_verified is 200, it must be at most 128"):
         MethodRule(max_branches=2, max_depth=7, max_rows=200)
 

@@ -1,4 +1,4 @@
-"""The loop: commit lengths, both caches, EOS and limit, non-finite logits, and what a Step says."""
+"""Tests of the decoding loop: commit lengths, both caches, the limit, non-finite logits, steps."""
 
 import random
 from collections.abc import Callable
@@ -29,29 +29,29 @@ from engine.model import FastGPTNeoX
 from methods import METHODS
 from methods.dyspec import DySpec
 from methods.sampler import GREEDY, DrawingSampler, Sampling
-from methods.static import Alone, Chain, Fixed, SpecInfer, StaticRule
+from methods.static import Chain, Fixed, PaddedAutoregressive, SpecInfer, StaticRule
 from verify import NonFiniteLogits
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def counting(position: int) -> int:
-    """The text of every target that is a stub."""
+def target_token(position: int) -> int:
+    """Return the token that a stub target writes after a position."""
     return position % 40
 
 
 def one_ahead(position: int) -> int:
-    """A draft that is never right."""
+    """Return the token of a draft that is never right."""
     return (position + 1) % 40
 
 
 def wrong_after_nine(position: int) -> int:
-    """A draft that is wrong after positions 9, 19, ..., and else right."""
-    return counting(position) if position % 10 < 9 else 41
+    """Return the token of a draft that is wrong only after positions 9, 19, 29, ..."""
+    return target_token(position) if position % 10 < 9 else 41
 
 
-def counter(follows: Callable[[int], int]) -> Stub:
-    """A model that knows nothing but positions: after position i comes token `follows(i)`."""
+def positional_stub(follows: Callable[[int], int]) -> Stub:
+    """Return a model whose next token after position i is `follows(i)`."""
 
     def logits(tokens: Tensor, positions: Tensor) -> Tensor:
         best = [follows(position) for position in positions.tolist()]
@@ -63,33 +63,33 @@ def counter(follows: Callable[[int], int]) -> Stub:
 @pytest.mark.parametrize(
     ("follows", "settings", "limit", "lengths"),
     [
-        (counting, Chain(K=4), 16, [5, 5, 5]),  # K accepted and the bonus
-        (counting, Fixed(D=3, B=2, tau=0.0), 15, [4, 4, 4, 2]),  # cut only by the limit
-        (counting, Fixed(N_max=1), 6, [1] * 5),  # a budget counts rows, root included
-        (one_ahead, Chain(K=4), 8, [1] * 7),  # the bonus alone
-        # The root stands at 5, guesses come from 5 on: right after 5, 6, 7, bonus; the root at 9:
-        # wrong at once; 10, 11, 12, bonus; ...
+        (target_token, Chain(K=4), 16, [5, 5, 5]),  # K accepted and the bonus
+        (target_token, Fixed(D=3, B=2, tau=0.0), 15, [4, 4, 4, 2]),  # cut only by the limit
+        (target_token, Fixed(N_max=1), 6, [1] * 5),  # a budget counts rows, root included
+        (one_ahead, Chain(K=4), 8, [1] * 7),  # only the bonus
+        # The first root is at position 5. The candidates after 5, 6 and 7 are right, then comes the
+        # bonus. The next root is at 9, where the candidate is wrong; those after 10 to 12 are right
         (wrong_after_nine, Chain(K=3), 16, [4, 1, 4, 4, 2]),
-        (counting, Chain(K=4), 1, []),  # no iteration
+        (target_token, Chain(K=4), 1, []),  # no iteration
     ],
 )
 def test_what_an_iteration_commits(
     follows: Callable[[int], int], settings: Settings, limit: int, lengths: list[int]
 ) -> None:
-    models = counter(counting), counter(follows)
+    models = positional_stub(target_token), positional_stub(follows)
     steps = list(generate(*models, PROMPT, settings, limit))
-    assert token_ids(steps) == [counting(4 + i) for i in range(limit)]
+    assert token_ids(steps) == [target_token(4 + i) for i in range(limit)]
     assert [len(step.tokens) for step in steps[1:]] == lengths
 
 
 @pytest.fixture
 def caches(monkeypatch: pytest.MonkeyPatch) -> list[FastCache]:
-    """Every cache that a model makes from now on; a target's comes before a draft's."""
+    """Record every cache that a model makes. A target's comes before its draft's."""
     made: list[FastCache] = []
     real = FastGPTNeoX.new_cache
 
-    def new_cache(*how: object) -> FastCache:
-        made.append(real(*how))
+    def new_cache(*arguments: object) -> FastCache:
+        made.append(real(*arguments))
         return made[-1]
 
     monkeypatch.setattr(FastGPTNeoX, "new_cache", new_cache)
@@ -103,9 +103,11 @@ RULES = [Chain(K=4), Fixed(D=4, B=3, tau=0.0), DynaTree(tau=0.001), DySpec(N=12,
 def test_both_caches_equal_a_fresh_prefill_after_every_commit(
     settings: Settings, caches: list[FastCache]
 ) -> None:
-    """Slots [0, length) hold exactly the committed tokens: all but the root in the target's cache,
-    never more than that in the draft's (mask, positions, rows kept and catch-up are all in it);
-    whether the accepted rows are kept or run again."""
+    """Compare slots [0, length) of both caches with a prefill of the committed tokens.
+
+    The target's cache has all of them, the draft's may have fewer. This finds errors of mask,
+    positions, commit and catch-up. commit="rebuild" runs the accepted rows again.
+    """
     models = noisy_pair()
     runs = []
     for commit in ("keep", "rebuild"):
@@ -120,11 +122,11 @@ def test_both_caches_equal_a_fresh_prefill_after_every_commit(
                 n = cache.length
                 fresh = prefilled(model, ids[: max(n, 1)], 64)
                 assert_close(cache.kv[..., :n, :], fresh.kv[..., :n, :])
-            assert step.cached == (caches[0].length, caches[1].length)
-            assert step.cached[0] == len(ids) - 1
+            assert step.cache_lengths == (caches[0].length, caches[1].length)
+            assert step.cache_lengths[0] == len(ids) - 1
             if step.draft_rows:
                 n_run = sum(step.tree.draft_slots[row] >= 0 for row in step.path)
-                assert step.cached[1] == n_before - 1 + n_run
+                assert step.cache_lengths[1] == n_before - 1 + n_run
     assert runs[0] == runs[1]
     moved = [path for _, path in runs[0] if path != list(range(len(path)))]
     assert moved or isinstance(settings, Chain)
@@ -133,16 +135,22 @@ def test_both_caches_equal_a_fresh_prefill_after_every_commit(
 @pytest.mark.parametrize(
     ("prompt", "settings", "limit", "commit", "message"),
     [
-        ([], Alone(), 5, "keep", "prompt must have at least one id"),
-        ([1], Alone(), 0, "keep", "max_new_tokens is 0, it must be"),
-        ([1], Alone(), 1.5, "keep", "max_new_tokens is 1.5, it must be"),
-        ([1], Alone(), float("nan"), "keep", "max_new_tokens is nan, it must be"),
-        ([1], Alone(), "5", "keep", "max_new_tokens is '5', it must be"),
-        ([1], Alone(), None, "keep", "max_new_tokens is None, it must be"),
-        ([1], Alone(), 5, "never", "commit never: there are keep, rebuild"),
+        ([], PaddedAutoregressive(), 5, "keep", "prompt must have at least one id"),
+        ([1], PaddedAutoregressive(), 0, "keep", "max_new_tokens is 0, it must be"),
+        ([1], PaddedAutoregressive(), 1.5, "keep", "max_new_tokens is 1.5, it must be"),
+        ([1], PaddedAutoregressive(), float("nan"), "keep", "max_new_tokens is nan, it must be"),
+        ([1], PaddedAutoregressive(), "5", "keep", "max_new_tokens is '5', it must be"),
+        ([1], PaddedAutoregressive(), None, "keep", "max_new_tokens is None, it must be"),
+        (
+            [1],
+            PaddedAutoregressive(),
+            5,
+            "never",
+            "commit is never, it must be one of keep, rebuild",
+        ),
         ([1], Chain(K=2), 5, "keep", "drafter is None, this rule needs a Drafter"),
-        ([0, 95, -1], Alone(), 5, "keep", "all from 0 to 95"),
-        ([96, 0], Alone(), 5, "keep", "all from 0 to 95"),
+        ([0, 95, -1], PaddedAutoregressive(), 5, "keep", "all from 0 to 95"),
+        ([96, 0], PaddedAutoregressive(), 5, "keep", "all from 0 to 95"),
     ],
 )
 def test_bad_calls(
@@ -153,17 +161,18 @@ def test_bad_calls(
 
 
 def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fits alone; taken lazily, both together would only fail when they are filled."""
+    """Check that the memory for both caches is required at the start. Each alone would fit, so the
+    error would come only when they are filled."""
     target = random_model(7)
     needed = cache_bytes(target, len(PROMPT) + 50 + 5)
     monkeypatch.setattr(memory, "free_host_memory", lambda: needed + needed // 2)
-    assert len(token_ids(generate(target, None, PROMPT, Alone(), 50))) == 50
+    assert len(token_ids(generate(target, None, PROMPT, PaddedAutoregressive(), 50))) == 50
     with pytest.raises(OutOfMemory, match="caches of 60 and 60 tokens"):
         next(generate(target, target, PROMPT, Chain(K=4), 50))
 
 
-def test_a_cache_is_given_back_if_the_drafts_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was captured over it is never destroyed, so it must be used again."""
+def test_a_cache_is_returned_if_the_drafts_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the target's cache is kept for reuse. Graphs over it are never destroyed."""
     target, draft = random_model(7), random_model(8)
     fix_shapes(target)
 
@@ -173,14 +182,14 @@ def test_a_cache_is_given_back_if_the_drafts_does_not_fit(monkeypatch: pytest.Mo
     monkeypatch.setattr(draft, "new_memory", no_room)
     with pytest.raises(OutOfMemory):
         next(generate(target, draft, PROMPT, Chain(K=4), 50))
-    assert len(target.kept) == 1
+    assert len(target.reusable) == 1
 
 
 # Logits that are not finite.
 
 
 def broken_at(token: int) -> FastGPTNeoX:
-    """random_model(7), which overflows where it reads this token."""
+    """Return random_model(7), changed so that it overflows where it reads this token."""
     tensors = random_tensors(random_config(), 7)
     tensors["gpt_neox.embed_in.weight"][token] = float("nan")
     return FastGPTNeoX.from_tensors(random_config(), tensors)
@@ -188,14 +197,14 @@ def broken_at(token: int) -> FastGPTNeoX:
 
 def text_of_seven() -> tuple[FastGPTNeoX, list[int]]:
     target = random_model(7)
-    return target, token_ids(generate(target, None, PROMPT, Alone(), 20))
+    return target, token_ids(generate(target, None, PROMPT, PaddedAutoregressive(), 20))
 
 
 def test_tokens_before_a_non_finite_row_are_kept() -> None:
-    """An accepted path may run into the overflow: what came before it was right, and is emitted."""
+    """Check an accepted path that runs into the overflow: its tokens before that are emitted."""
     target, text = text_of_seven()
     at = next(i for i in range(3, 20) if text[i] not in text[:i] + PROMPT)
-    for settings in (Alone(), Chain(K=19), Fixed(tau=0.0)):
+    for settings in (PaddedAutoregressive(), Chain(K=19), Fixed(tau=0.0)):
         got: list[int] = []
         with pytest.raises(NonFiniteLogits, match="bfloat16"):
             for step in generate(broken_at(text[at]), target, PROMPT, settings, 20):
@@ -207,15 +216,17 @@ def test_tokens_before_a_non_finite_row_are_kept() -> None:
 def test_an_overflow_in_the_prompt_is_an_error_too(
     prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the last token's logits are computed in prefill, but it has read all the others."""
+    """Check an overflow at any token. Prefill computes logits only for the last one, but that one
+    attends to all others."""
     monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", 2)
     with pytest.raises(NonFiniteLogits):
-        next(generate(broken_at(9), None, prompt, Alone(), 5))
+        next(generate(broken_at(9), None, prompt, PaddedAutoregressive(), 5))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_non_finite_draft_costs_acceptance_not_the_text(method: str) -> None:
-    """Whether it overflows in the middle of the text or in all of it; sampled text goes on too."""
+def test_a_non_finite_draft_changes_no_text(method: str) -> None:
+    """Check a draft that overflows in the middle of the text or in all of it. Greedy ids must be
+    the target's, and sampled text must reach its full length."""
     target, text = text_of_seven()
     rng = random.Random(method)
     for token in (text[4], PROMPT[0]):
@@ -227,12 +238,12 @@ def test_a_non_finite_draft_costs_acceptance_not_the_text(method: str) -> None:
             assert len(token_ids(steps)) == 20
 
 
-# What a rule is told, and a Step says.
+# Rules and steps.
 
 
 def test_generations_share_nothing() -> None:
-    """Two may be interleaved step by step. The paper's code leaks history from prompt to prompt, so
-    its results depend on their order."""
+    """Interleave two generations step by step. In the paper's code history leaks from prompt to
+    prompt, so its results depend on their order."""
     settings = DynaTree(W=2, tau=0.001, rho_stop=0.002)
     models = noisy_pair()
     alone = [(step.tokens, step.tree) for step in generate(*models, PROMPT, settings, 40)]
@@ -242,8 +253,8 @@ def test_generations_share_nothing() -> None:
             assert step.tokens == tokens and step.tree == tree
 
 
-def test_a_step_says_what_the_target_chose() -> None:
-    """After each row; and the rows of each of the draft's passes."""
+def test_a_step_has_the_targets_predictions() -> None:
+    """Check the target's best id after each row, and the number of rows of each draft pass."""
     first, *steps = generate(random_model(0), random_model(1), [3, 1, 4], SpecInfer("2:2"), 20)
     assert first.predictions == first.draft_rows == first.path == []
     assert steps[0].draft_rows == [4, 2]  # the prompt and the root, then two nodes
@@ -255,7 +266,7 @@ def test_a_step_says_what_the_target_chose() -> None:
 
 
 def test_a_rule_may_bring_its_own_acceptance() -> None:
-    """Of sampled text alone; prefill's token is chosen by it, too."""
+    """Check that sampled text uses it, the first token included, and greedy text does not."""
 
     class Cautious(Chain):
         def make_rule(self) -> StaticRule:

@@ -1,4 +1,4 @@
-"""Enlarging a checkpoint changes its shape and nothing that it computes, nor anything else."""
+"""Tests that an enlarged checkpoint computes the same, and that no other file changes."""
 
 import shutil
 from pathlib import Path
@@ -17,12 +17,12 @@ FITTING = ("--hidden", "256", "--layers", "2", "--vocab", "4096")  # for the sma
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A copy of the small draft, to be careful with."""
+    """Make a copy of the embedded draft, because an error could overwrite it."""
     return shutil.copytree(TINY / "draft", tmp_path / "small")
 
 
-def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder below, by name; links are not followed."""
+def read_all(folder: Path) -> dict[str, bytes | None]:
+    """Return the content of every file below a folder, by name; None for a folder or a link."""
     found = {}
     for place in sorted(folder.rglob("*")):
         is_file = place.is_file() and not place.is_symlink()
@@ -56,24 +56,24 @@ def test_logits_stay(role: str, hidden: int, layers: int, tmp_path: Path) -> Non
         ("deep/new", ["--layers", "1"], "no less than 2 layers"),
         ("deep/new", ["--vocab", "9"], "4096 ids"),
         ("deep/new", ["--hidden", "64000000"], "GB are free"),
-        ("deep/new", ["--hidden", "12800000000"], "which no GPT-NeoX can have"),
+        ("deep/new", ["--hidden", "12800000000"], "which GPT-NeoX cannot have"),
         ("small", [], "exists already"),
         ("link", [], "exists already"),
-        ("killed", [], "another run's"),
+        ("killed", [], "belongs to another run"),
         ("small/config.json/new", [], "cannot be written"),
     ],
 )
 def test_a_mistake_changes_nothing(
     place: str, sizes: list[str], message: str, small: Path, capsys: Captured
 ) -> None:
-    """It once wrote onto its own source, which was then nothing any more, and onto other models."""
+    """Compare all files before and after. Once the source, or another model, was overwritten."""
     around = small.parent
     (around / "link").symlink_to("nowhere")
     (around / "killed.unfinished").mkdir()
-    before = contents(around)
+    before = read_all(around)
     words = [str(small), f"{around}/{place}", *FITTING, *sizes]
     assert message in error_line(capsys, enlarge.main, words)
-    assert contents(around) == before
+    assert read_all(around) == before
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_mistake_changes_nothing(
 def test_nothing_half_made_is_left(
     error: BaseException, status: int, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = contents(small.parent)
+    before = read_all(small.parent)
 
     def write_half(tensors: object, file: Path, metadata: object) -> None:
         file.write_bytes(b"half")
@@ -91,19 +91,19 @@ def test_nothing_half_made_is_left(
 
     monkeypatch.setattr(folders, "save_file", write_half)
     assert enlarge.main([str(small), str(small.parent / "new"), *FITTING]) == status
-    assert contents(small.parent) == before
+    assert read_all(small.parent) == before
 
 
 @pytest.mark.parametrize("part", ["embed_in.weight", "layers.0.mlp.dense_h_to_4h.weight"])
 def test_weights_that_float16_cannot_hold_are_refused(
     part: str, small: Path, capsys: Captured
 ) -> None:
-    """They were written as infinite, at status 0."""
+    """Check the error. Such weights were once written as infinity, with exit status 0."""
     file, name = small / "model.safetensors", f"gpt_neox.{part}"
     tensors = {key: half.float() for key, half in load_file(file).items()}
     tensors[name].view(-1)[3] = -4 * torch.finfo(torch.float16).max
     save_file(tensors, file)
-    before = contents(small.parent)
+    before = read_all(small.parent)
     place = str(small.parent / "new")
     assert name in error_line(capsys, enlarge.main, [str(small), place, *FITTING])
-    assert contents(small.parent) == before
+    assert read_all(small.parent) == before

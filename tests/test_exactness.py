@@ -1,9 +1,8 @@
-"""The claim of the project: every method writes exactly the target's own greedy text.
+"""Tests of the project's main claim: every method writes exactly the target's own greedy text.
 
-Hundreds of seeded random cases: pairs (draft equal, noisy, adversarial, smaller, of another
-vocabulary), tree shapes and settings, prompt lengths, limits, EOS, both commits, in each of the
-ways a text may be decoded. The suite counts what it saw and fails if a case it is meant to cover
-never came up.
+There are hundreds of seeded random cases in several modes of decoding. They vary the draft (equal,
+noisy, adversarial, smaller, of another vocabulary), settings, prompt length, limit, EOS and commit.
+The suite counts the events that it should cover, and fails if one never occurs.
 """
 
 import functools
@@ -23,7 +22,7 @@ from conftest import (
     random_settings,
     random_tensors,
 )
-from test_tensor_parallel import small, with_ranks, write
+from test_tensor_parallel import with_ranks, write, write_small_checkpoint
 from torch import Tensor
 
 from cli.metrics import token_ids
@@ -31,22 +30,22 @@ from draft_tree import Settings
 from engine.cache import invariant_rows
 from engine.generate import Step
 from engine.model import FastGPTNeoX
-from engine.passes import Window, row_count
+from engine.passes import Window, round_up_rows
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.rules import are_retrieved, make_rule
 from methods.sampler import Sampling
-from methods.static import Alone, Chain, Fixed
+from methods.static import Chain, Fixed, PaddedAutoregressive
 from verify import cut
 
-# How many cases a method has in each way: gpt_neox.py's own model; passes of exactly the rows and
-# slots they need, or of the fixed shapes that graphs replay; over a window; candidates at a
-# temperature, the top k or drawn
-WAYS = {"plain": 8, "tight": 16, "fixed": 16, "window": 8, "top-k": 8, "drawn": 8}
+# Cases per method in each mode: the reference model of gpt_neox.py; passes of exactly the rows and
+# slots they need, or of the fixed shapes that graphs replay; a window; candidates at a temperature,
+# top-k or drawn
+MODES = {"plain": 8, "tight": 16, "fixed": 16, "window": 8, "top-k": 8, "drawn": 8}
 N_STRICT = 6
-# Of texts on two ranks, in turn
+# Options of the texts on two ranks, in turn
 ON_RANKS = [{}, {"commit": "rebuild"}, {"window": Window(16, 2)}, {"strict": True}]
-LONGEST = 32  # tokens of their texts
+MAX_TOKENS = 32  # tokens of a text
 VOCAB = 96
 DRAFTS = ("equal", "noise0.02", "half0.1", "noise0.3", "adversary", "small", "vocab48", "vocab112")
 N_TARGETS = 7
@@ -56,61 +55,63 @@ Tensors = dict[str, Tensor]  # a model's weights
 Changes = dict[str, object]  # fields of Config that differ from conftest's
 
 
-# The pairs: random targets whose text is worth comparing, and a draft of each kind.
+# The pairs: random targets with varied text, and a draft of each kind.
 
 
-def build(tensors: Tensors, kind: type[GPTNeoX] = FastGPTNeoX, **changes: object) -> GPTNeoX:
-    """A model of its own copy of the weights, as a model consumes what it is given."""
+def build_model(tensors: Tensors, kind: type[GPTNeoX] = FastGPTNeoX, **changes: object) -> GPTNeoX:
+    """Build a model from a copy of the weights, because a model consumes its weights."""
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     return kind.from_tensors(random_config(**changes), copies)
 
 
-def best(logits: Tensor) -> int:
-    """The likeliest id, by more than rounding moves one of these logits [V]."""
+def argmax_no_tie(logits: Tensor) -> int:
+    """Return the likeliest id by logits [V]. Fails if rounding could change it."""
     first, second = logits.topk(2).values.tolist()
-    assert first - second > 3e-5, "a tie, which may be decided otherwise in a tree"
+    assert first - second > 3e-5, "a tie, which a tree may decide differently"
     return int(logits.argmax())
 
 
-def greedy(target: FastGPTNeoX, prompt: list[int], n: int) -> list[int]:
-    """The oracle: the whole text again for every token, no cache reused, no tree."""
+def generate_greedy(target: FastGPTNeoX, prompt: list[int], n: int) -> list[int]:
+    """Return n greedy tokens. This oracle prefills the whole sequence for each, without a tree."""
     ids = list(prompt)
     for _ in range(n):
         logits = target.prefill(ids, target.new_cache(len(ids)))[0]  # [V]
-        ids.append(best(logits))
+        ids.append(argmax_no_tie(logits))
     return ids[len(prompt) :]
 
 
 @torch.inference_mode()
-def stream(
+def generate_streaming(
     target: FastGPTNeoX, prompt: list[int], window: Window, n: int
 ) -> tuple[list[int], Tensor]:
-    """The oracle over a window: one token at a time, a drop whenever the cache is full. The text,
-    and the logits [V] after it."""
+    """Return n greedy tokens over a window, and the logits [V] after them.
+
+    This oracle runs one token at a time, and drops slots whenever the cache is full.
+    """
     slack = max(window.size // 4, 1)
     full = window.sinks + window.size + slack
     n_tokens = len(prompt) + n
     cache = target.new_cache(min(full, n_tokens))
     text = list(prompt)
-    for n_read, token in enumerate(text, 1):  # which grows meanwhile
+    for n_read, token in enumerate(text, 1):  # the loop appends to it
         logits = append(target, [token], cache)[0].clone()
         if cache.length == full:
-            cache.forget(window.sinks, slack)
+            cache.remove_slots(window.sinks, slack)
         if n_read == len(text) < n_tokens:
-            text.append(best(logits))
+            text.append(argmax_no_tie(logits))
     return text[len(prompt) :], logits
 
 
 @functools.cache
 def varied_targets() -> list[tuple[Tensors, Changes]]:
-    """Random targets whose greedy text has at least 10 distinct ids in 48."""
+    """Return random targets whose greedy text has at least 10 distinct ids in 48."""
     found = []
     for seed in range(100):
         changes: Changes = {"use_parallel_residual": seed % 3 > 0, "max_position_embeddings": 128}
         if seed % 2:
             changes["max_position_embeddings"] = 24  # most texts run past the trained range
         tensors = random_tensors(random_config(**changes), seed)
-        text = greedy(build(tensors, **changes), [seed % VOCAB], 48)
+        text = generate_greedy(build_model(tensors, **changes), [seed % VOCAB], 48)
         if len(set(text)) >= 10:
             found.append((tensors, changes))
         if len(found) == N_TARGETS:
@@ -125,28 +126,28 @@ def make_draft(
     seed: int,
     model: type[GPTNeoX] = FastGPTNeoX,
 ) -> GPTNeoX:
-    """A draft for this target: equal, noisy, in half precision too, adversarial, with another
-    padded vocabulary, or another model of another size."""
+    """Return a draft for this target: an equal model, a noisy one (also in half precision), an
+    adversarial one, one with another padded vocabulary, or a smaller random model."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "small":
         changes = changes | {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
         tensors = random_tensors(random_config(**changes), seed)
     elif kind == "adversary":  # its best candidates are the target's worst
         tensors = tensors | {"embed_out.weight": -tensors["embed_out.weight"]}
-    elif kind.startswith("vocab"):  # cut to so many ids, or filled up with loud random ones
+    elif kind.startswith("vocab"):  # cut to this size, or padded with large random rows
         size = int(kind.removeprefix("vocab"))
         changes = changes | {"vocab_size": size}
         extra = 3 * torch.randn(max(size - VOCAB, 0), 32, generator=generator)
         longer = {n: torch.cat([t, extra])[:size] for n, t in tensors.items() if "embed" in n}
         tensors = tensors | longer
-    elif kind != "equal":  # noise as a share of each tensor's own spread
+    elif kind != "equal":  # noise relative to each tensor's standard deviation
         scale = float(kind.removeprefix("half").removeprefix("noise"))
         noise = {n: torch.randn(t.shape, generator=generator) for n, t in tensors.items()}
         tensors = {n: t + scale * t.std() * noise[n] for n, t in tensors.items()}
     if kind.startswith("half"):
         dtype = (torch.float16, torch.bfloat16)[seed % 2]
         tensors = {n: t.to(dtype) for n, t in tensors.items()}
-    return build(tensors, model, **changes)
+    return build_model(tensors, model, **changes)
 
 
 # The random cases.
@@ -154,64 +155,64 @@ def make_draft(
 
 @dataclass(frozen=True)
 class Case:
-    """One random pair with everything that generate is asked for."""
+    """A random pair, with the arguments and options of generate."""
 
     target: GPTNeoX
     draft: GPTNeoX
     prompt: list[int]
     settings: Settings
     limit: int
-    eos_ids: list[int]  # none, or one of the ids that the target writes
+    eos_ids: list[int]  # empty, or one of the ids that the target writes
     commit: str
-    greedy: list[int]  # the target's own text, as long as the limit
-    more: dict[str, object] = field(default_factory=dict)  # options of generate
+    greedy: list[int]  # the target's own text, of `limit` tokens
+    options: dict[str, object] = field(default_factory=dict)  # of generate
 
     def write(self) -> list[Step]:
-        """The steps of its text."""
-        options = {"eos_ids": self.eos_ids, "commit": self.commit, **self.more}
+        """Return the steps of its text."""
+        options = {"eos_ids": self.eos_ids, "commit": self.commit, **self.options}
         pair = self.target, self.draft
         return list(generate(*pair, self.prompt, self.settings, self.limit, **options))
 
 
 @functools.cache
-def greedy_text(number: int) -> tuple[list[int], list[int]]:
-    """A random prompt and what its target writes after it; every method is to write the same."""
+def random_prompt_and_text(number: int) -> tuple[list[int], list[int]]:
+    """Return a random prompt and its target's greedy text, which every method must write."""
     rng = random.Random(number)
     tensors, changes = varied_targets()[number % N_TARGETS]
     prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 1, 4, 19]))]
-    return prompt, greedy(build(tensors, **changes), prompt, LONGEST)
+    return prompt, generate_greedy(build_model(tensors, **changes), prompt, MAX_TOKENS)
 
 
-def random_case(method: str, way: str, number: int) -> Case:
-    """Seeded by all three; the kinds of target and draft go round with the number."""
-    rng = random.Random(f"{method} {way} {number}")
+def random_case(method: str, mode: str, number: int) -> Case:
+    """Return a case seeded by all arguments. The number selects the kinds of target and draft."""
+    rng = random.Random(f"{method} {mode} {number}")
     tensors, changes = varied_targets()[number % N_TARGETS]
-    kind = GPTNeoX if way == "plain" else FastGPTNeoX
-    target = build(tensors, kind, **changes)
+    kind = GPTNeoX if mode == "plain" else FastGPTNeoX
+    target = build_model(tensors, kind, **changes)
     draft = make_draft(DRAFTS[number % len(DRAFTS)], tensors, changes, number, kind)
     settings = random_settings(method, rng)
-    prompt, text = greedy_text(number)
-    more: dict[str, object] = {} if way == "plain" else {"graphs": number % 2 == 1}
-    if way == "window":
+    prompt, text = random_prompt_and_text(number)
+    options: dict[str, object] = {} if mode == "plain" else {"graphs": number % 2 == 1}
+    if mode == "window":
         size = max(make_rule(settings).max_verified, rng.choice([1, 5, 16, 24]))
-        more["window"] = Window(size, rng.choice([0, 1, 4]))
+        options["window"] = Window(size, rng.choice([0, 1, 4]))
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 40, 90]))]
-        text, _ = stream(target, prompt, more["window"], LONGEST)
-    elif way in ("top-k", "drawn"):
-        heat = (0.3, 0.6, 2.5)[number % 3]
-        more["sampling"] = Sampling(0.0, 1.0, number, heat, draws_greedy=way == "drawn")
-    limit = rng.choice([LONGEST, LONGEST] + list(range(1, 21)))
+        text, _ = generate_streaming(target, prompt, options["window"], MAX_TOKENS)
+    elif mode in ("top-k", "drawn"):
+        temperature = (0.3, 0.6, 2.5)[number % 3]
+        options["sampling"] = Sampling(0.0, 1.0, number, temperature, draws_greedy=mode == "drawn")
+    limit = rng.choice([MAX_TOKENS, MAX_TOKENS] + list(range(1, 21)))
     text = text[:limit]
     eos_ids = [] if number % 3 else rng.sample(text, 1)
-    commit = rng.choice(["keep", "keep", "rebuild"]) if way != "plain" else "keep"
+    commit = rng.choice(["keep", "keep", "rebuild"]) if mode != "plain" else "keep"
     for model in (target, draft) if kind is FastGPTNeoX else ():
-        model.has_fixed_shapes = way == "fixed"
+        model.has_fixed_shapes = mode == "fixed"
         model.min_rows = 1 + number % 2  # one row may be padded to two
-    return Case(target, draft, prompt, settings, limit, eos_ids, commit, text, more)
+    return Case(target, draft, prompt, settings, limit, eos_ids, commit, text, options)
 
 
-def note(seen: Counter, step: Step, case: Case) -> None:
-    """Count what one iteration shows; its path spells what it committed."""
+def count_events(seen: Counter, step: Step, case: Case) -> None:
+    """Count the events of one iteration, and check that its path gives its tokens."""
     tree, path = step.tree, step.path
     accepted = [tree.tokens[row] for row in path[1:]]
     assert path[0] == 0 and step.tokens == (accepted + [step.bonus])[: len(step.tokens)]
@@ -224,19 +225,18 @@ def note(seen: Counter, step: Step, case: Case) -> None:
     seen["eos in path"] += is_eos and len(step.tokens) < len(path)
     seen["eos as bonus"] += is_eos and len(step.tokens) == len(path)
     settings = case.settings
-    if (
-        isinstance(settings, Fixed) and max(tree.depths) and settings.tau == 0
-    ):  # between two children
+    if isinstance(settings, Fixed) and max(tree.depths) and settings.tau == 0:
         is_full = len(tree) == settings.N_max
+        # The budget ends between two children
         seen["N_max cut"] += is_full and tree.depths.count(max(tree.depths)) % settings.B > 0
 
 
 @functools.cache
-def run_cases(method: str, way: str) -> Counter:
-    """All random cases of one method; raises where the text differs. Returns what was seen."""
+def run_cases(method: str, mode: str) -> Counter:
+    """Run all random cases of a method in one mode and count events. Fails if a text differs."""
     seen: Counter = Counter()
-    for number in range(WAYS[way]):
-        case = random_case(method, way, number)
+    for number in range(MODES[mode]):
+        case = random_case(method, mode, number)
         steps = case.write()
         assert token_ids(steps) == cut(case.greedy, case.eos_ids, case.limit), number
         n_tokens = len(case.prompt) + case.limit
@@ -245,78 +245,78 @@ def run_cases(method: str, way: str) -> Counter:
         seen["prompt of one"] += len(case.prompt) == 1
         seen["budget of one row"] += make_rule(case.settings).max_verified == 1 and method != "ar"
         rule = make_rule(case.settings)
-        if way == "drawn" and rule.draws_candidates:
+        if mode == "drawn" and rule.draws_candidates:
             seen["drawn trees"] += sum(len(step.tree) > 1 for step in steps[1:])
-        if window := case.more.get("window"):
-            assert max(max(step.cached) for step in steps) <= window.full
-            seen["dropped"] += n_tokens > 2 * window.full
+        if window := case.options.get("window"):
+            assert max(max(step.cache_lengths) for step in steps) <= window.max_length
+            seen["dropped"] += n_tokens > 2 * window.max_length
         left = case.limit - 1
         for step in steps[1:]:
             assert max(step.tree.depths) < left or left == 1 and not max(step.tree.depths)
             left -= len(step.tokens)
-            note(seen, step, case)
+            count_events(seen, step, case)
     return seen
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_writes_ars_text(
-    method: str, way: str, monkeypatch: pytest.MonkeyPatch
+    method: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token for token, whatever the draft and the tree's shape."""
+    """Compare token for token, with drafts of all kinds and trees of all shapes."""
     pretend_capture(monkeypatch)
-    run_cases(method, way)
+    run_cases(method, mode)
 
 
 def test_the_cases_cover_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_capture(monkeypatch)
     seen: Counter = Counter()
-    for method, way in itertools.product(METHODS, WAYS):
-        seen.update(run_cases(method, way))
+    for method, mode in itertools.product(METHODS, MODES):
+        seen.update(run_cases(method, mode))
     assert len(seen) == 17 and min(seen.values()) > 0, seen
 
 
 @functools.cache
 def strict_pair(number: int) -> tuple[FastGPTNeoX, FastGPTNeoX]:
-    """Whose trials of how many rows are steady are made once."""
+    """Return a pair. It is cached, so its smallest batch-invariant row count is tried only once."""
     tensors, changes = varied_targets()[number % N_TARGETS]
     halved = {name: tensor.to(DTYPES[number % 3]) for name, tensor in tensors.items()}
-    return build(halved, **changes), make_draft("noise0.02", tensors, changes, number)
+    return build_model(halved, **changes), make_draft("noise0.02", tensors, changes, number)
 
 
-def rows_of(settings: Settings) -> int:
-    """Of a pass of a run with these settings, where all have as many."""
+def rows_per_pass(settings: Settings) -> int:
+    """Return the rows of every pass, in a strict run that gives all passes equally many."""
     rule = make_rule(settings)
-    return row_count(max(rule.max_verified, rule.min_rows))
+    return round_up_rows(max(rule.max_verified, rule.min_rows))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_strict_method_writes_ars_bits(method: str) -> None:
-    """All of the logits that the text was chosen from, in half precision too; around the end of a
-    block of attention, and far before it."""
+    """Compare all logits of the text, also in half precision. The text is near the end of a block
+    of attention, or far before it."""
     for number in range(N_STRICT):
         rng = random.Random(f"{method} {number}")
         target, draft = strict_pair(number)
         prompt = [rng.randrange(VOCAB) for _ in range((3, 250)[number % 2])]
         own = random_settings(method, rng)
-        how: dict[str, object] = {"strict": True, "commit": rng.choice(["keep", "rebuild"])}
+        options: dict[str, object] = {"strict": True, "commit": rng.choice(["keep", "rebuild"])}
         if number % 3 == 2:
-            how["window"] = Window(max(rows_of(own), 40), 4)
-        # ar's passes have one row, unless only as many rows as the run's have the same bits
-        rows = 1 if invariant_rows(target) else rows_of(own)
+            options["window"] = Window(max(rows_per_pass(own), 40), 4)
+        # ar's passes have one row, or as many as the run's if only those are batch-invariant
+        rows = 1 if invariant_rows(target) else rows_per_pass(own)
         found = []
-        for settings in (Alone(rows=rows), own):
+        for settings in (PaddedAutoregressive(rows=rows), own):
             logits: list[Tensor] = []
-            how["inspect"] = logits.append
-            ids = token_ids(generate(target, draft, prompt, settings, LONGEST, **how))
+            options["inspect"] = logits.append
+            ids = token_ids(generate(target, draft, prompt, settings, MAX_TOKENS, **options))
             found.append((ids, torch.cat(logits)))
         (ar_ids, ar_logits), (ids, logits) = found
         assert ids == ar_ids and torch.equal(logits, ar_logits), number
 
 
 def write_all(target: FastGPTNeoX, folder: Path) -> list[list[int]]:
-    """Return a text of every method, and one that is sampled. Rank 0 alone has the draft, which is
-    the same model: its logits are the target's but for rounding."""
+    """Return a text of every method, and a sampled one. Only rank 0 has the draft. It is the same
+    model, so its logits differ from the target's only by rounding."""
     draft = FastGPTNeoX.from_pretrained(folder)
     rng = random.Random(0)
     found = []
@@ -328,5 +328,5 @@ def write_all(target: FastGPTNeoX, folder: Path) -> list[list[int]]:
 
 
 def test_texts_on_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
-    expected = write_all(FastGPTNeoX.from_pretrained(small(tmp_path)), tmp_path)
+    expected = write_all(FastGPTNeoX.from_pretrained(write_small_checkpoint(tmp_path)), tmp_path)
     assert with_ranks(2, tmp_path, write_all) == expected

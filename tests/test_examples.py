@@ -1,10 +1,11 @@
-"""Claim: every example in a module's docstring runs as it stands.
+"""Tests that every example in a module's docstring runs as printed.
 
-An example is a paragraph that is indented by four spaces. ruff takes the indent away where nothing
-else follows the first paragraph. So one that does not end as prose does, in . or : or a comma, is
-an example too, unless it is a list. If two spaces stand between words in it, it is a table or a
-drawing. Lines of python or torchrun are command lines, made short by more options. Anything else is
-Python: it has the names of its module, and what examples take for given (`common` and `OWN`).
+An example is a paragraph that is indented by four spaces. ruff removes the indent if nothing else
+follows the first paragraph. So a paragraph that does not end in a full stop, colon or comma is an
+example too, unless it is a list. A paragraph with two spaces between words is a table or a drawing.
+
+Lines that begin with python or torchrun are command lines, which get further options to be quick.
+All others are Python. They can use the names of their module, `common` and `NAMES_BY_FILE`.
 
     python -m pytest tests/test_examples.py
 """
@@ -27,9 +28,9 @@ import pytest
 import torch
 from conftest import ROOT, TINY, pretend_capture, source_files, top_k
 from safetensors.torch import load_file
-from test_hub import SINGLE, Hub, golden, hub  # noqa: F401
+from test_hub import SINGLE, Hub, golden_files, hub  # noqa: F401
 from test_prompts import bucket  # noqa: F401
-from test_torchrun import launched
+from test_torchrun import launch_ranks
 
 from benchmark import prompts
 from benchmark.cases import Case
@@ -49,7 +50,7 @@ from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
 from gpt_neox import GPTNeoX
 from methods.dyspec import DySpec
-from methods.sequoia import parse_chances
+from methods.sequoia import parse_rank_probs
 from methods.static import Fixed
 from verify import tree_inputs
 
@@ -57,7 +58,7 @@ Names = dict[str, object]
 
 
 def paragraphs(file: Path) -> list[str]:
-    """Return the paragraphs of a module's docstring after the first."""
+    """Return the paragraphs of a module's docstring except the first."""
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False) or ""
     return [paragraph.strip("\n") for paragraph in doc.split("\n\n")[1:]]
 
@@ -73,7 +74,7 @@ def examples(file: Path) -> list[str]:
 
 
 def name_of(file: str) -> str:
-    """Return the name by which a file is imported."""
+    """Return the module name of a file."""
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -85,8 +86,8 @@ FILES = [str(file.relative_to(ROOT)) for file in source_files() if examples(file
 FILES = [pytest.param(f, marks=ON_CUDA if f == "tools/gpu_facts.py" else ()) for f in FILES]
 
 
-def test_no_example_is_passed_over() -> None:
-    """Prose is no Python; and where there are two spaces in a row, it is none either."""
+def test_no_example_is_missed() -> None:
+    """Check that no paragraph that is not taken for an example is valid Python."""
     n_others = 0
     for file in source_files():
         for paragraph in paragraphs(file):
@@ -99,13 +100,13 @@ def test_no_example_is_passed_over() -> None:
 
 @pytest.fixture(scope="module")
 def common() -> Names:
-    """Return what examples take for given: the embedded pair, and a text with all of its parts."""
+    """Return the names that examples use: the embedded models, one generation and its parts."""
     pair = load_pair(TINY / "target", TINY / "draft", device="cpu")
     ids = pair.tokenizer.encode("The ship sailed at dawn").ids
     request = Request(pair, ids, GenerationConfig(DynaTree()), 20)
     trace = Trace(pair.tokenizer, DynaTree())
     steps = []
-    for step in request.decode(watcher=trace):
+    for step in request.decode(observer=trace):
         trace.add(step)
         steps.append(step)
     step = steps[1]
@@ -141,22 +142,22 @@ def common() -> Names:
     )
 
 
-def draft_at_random(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+def draft_randomly(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
     return top_k(torch.randn(len(tokens), 9), k)
 
 
-def plain_pair() -> Names:
+def load_reference_pair() -> Names:
     models = {role: GPTNeoX.from_pretrained(TINY / role) for role in ("target", "draft")}
     return models | {"DySpec": DySpec}
 
 
-def unfilled() -> Names:
+def empty_model() -> Names:
     with torch.device("meta"):
         return {"model": FastGPTNeoX(read_config(TINY / "draft"))}
 
 
-def layer_of_a_rank() -> Names:
-    """Return a layer, rows for it, and another rank that has the same values."""
+def load_layer() -> Names:
+    """Return a layer, rows for it, and collectives like those of two ranks with equal values."""
     model = FastGPTNeoX.from_pretrained(TINY / "target")
     layer, hidden = model.gpt_neox.layers[0], model.config.hidden_size
     collectives = {"all_reduce": lambda x: x.mul_(2), "all_gather": None, "gather_objects": None}
@@ -164,9 +165,9 @@ def layer_of_a_rank() -> Names:
     return collectives | {"layer": layer, "x": torch.randn(3, hidden), "both": both}
 
 
-# By file, what only this module's examples take for given
-OWN: dict[str, Callable[[], Names]] = {
-    "draft_tree.py": lambda: {"root": 7, "drafter": SimpleNamespace(draft=draft_at_random)},
+# The names that only one module's examples use, by file
+NAMES_BY_FILE: dict[str, Callable[[], Names]] = {
+    "draft_tree.py": lambda: {"root_token": 7, "drafter": SimpleNamespace(draft=draft_randomly)},
     "benchmark/cases.py": lambda: {"build_parser": bench_parser},
     "benchmark/columns.py": lambda: {"texts": text_frame(load("results/main_cpu.jsonl"))},
     "benchmark/counts.py": lambda: {
@@ -179,7 +180,7 @@ OWN: dict[str, Callable[[], Names]] = {
         "case": Case("dynatree", "builtin", 7, 20, 0.0),
         "args": bench_parser().parse_args(["--threads", "1"]),
     },
-    "benchmark/opening.py": lambda: {"build_parser": bench_parser},
+    "benchmark/prepare.py": lambda: {"build_parser": bench_parser},
     "benchmark/report.py": lambda: {"load": load},
     "cli/errors.py": lambda: {
         "execute": lambda args: 0,
@@ -195,7 +196,7 @@ OWN: dict[str, Callable[[], Names]] = {
     },
     "engine/checkpoint.py": lambda: {"read_config": read_config},
     "engine/generate.py": lambda: {"DynaTree": DynaTree},
-    "engine/layers.py": unfilled,
+    "engine/layers.py": empty_model,
     "engine/memory.py": lambda: {"n_bytes": 1000},
     "engine/scores.py": lambda: {"hidden": torch.zeros(3, 8)},
     "engine/linear.py": lambda: {
@@ -203,13 +204,13 @@ OWN: dict[str, Callable[[], Names]] = {
         "bias": torch.zeros(5),
         "x": torch.randn(3, 8),
     },
-    "engine/tensor_parallel.py": layer_of_a_rank,
+    "engine/tensor_parallel.py": load_layer,
     "engine/generation_config.py": lambda: {"DynaTree": DynaTree},
-    "methods/calibration.py": lambda: {"drafter": ModelDrafter(plain_pair()["draft"])},
-    "methods/compose.py": plain_pair,
+    "methods/calibration.py": lambda: {"drafter": ModelDrafter(load_reference_pair()["draft"])},
+    "methods/compose.py": load_reference_pair,
     "methods/settings.py": lambda: {
         "dataclass": dataclass,
-        "parse_chances": parse_chances,
+        "parse_rank_probs": parse_rank_probs,
     },
 }
 NETWORK = {
@@ -217,8 +218,8 @@ NETWORK = {
     "benchmark/prompts.py": "hub",
     "benchmark/pg19.py": "bucket",
 }
-NEEDS = {"benchmark/figures.py": "seaborn", "benchmark/plot.py": "seaborn"}
-SHORT = {  # options of command lines, which come last and so count
+EXTRA_PACKAGES = {"benchmark/figures.py": "seaborn", "benchmark/plot.py": "seaborn"}
+QUICK_OPTIONS = {  # appended to command lines, so they override earlier options
     "dynatree.py": "--max-new-tokens 8 --threads 1",
     "bench.py": "--n-prompts 1 --prompt-tokens 12 --new-tokens 6 --repeats 1 --columns exact",
     "tools/distil.py": "--steps 2 --batch 2 --context 16 --device cpu",
@@ -229,7 +230,7 @@ SHORT = {  # options of command lines, which come last and so count
 
 def publish(at: Hub, folder: Path) -> None:
     """Serve the files that examples fetch."""
-    at.add("EleutherAI/pythia-70m", golden(SINGLE), "step3000")
+    at.add("EleutherAI/pythia-70m", golden_files(SINGLE), "step3000")
     file = folder / prompts.WIKITEXT_ZIP
     with zipfile.ZipFile(file, "w") as archive:
         for name in (prompts.WIKITEXT_FILE, prompts.SCRIPT_FILE):
@@ -238,13 +239,13 @@ def publish(at: Hub, folder: Path) -> None:
     at.add(prompts.WIKITEXT_REPOSITORY, files, kind="datasets")
 
 
-class Transformed:
-    """A model of transformers that says one token."""
+class FakeTransformer:
+    """A stand-in for a model of transformers, which generates one token."""
 
-    def to(self, device: torch.device) -> "Transformed":
+    def to(self, device: torch.device) -> "FakeTransformer":
         return self
 
-    def eval(self) -> "Transformed":
+    def eval(self) -> "FakeTransformer":
         return self
 
     def generate(self, ids: torch.Tensor, streamer: object, **options: object) -> None:
@@ -252,20 +253,20 @@ class Transformed:
         streamer.put(ids[0, :1])
 
 
-def nothing(*arguments: object, **options: object) -> Transformed:
-    return Transformed()
+def make_fake(*arguments: object, **options: object) -> FakeTransformer:
+    return FakeTransformer()
 
 
 TRANSFORMERS = SimpleNamespace(
-    AutoModelForCausalLM=SimpleNamespace(from_pretrained=nothing),
-    GenerationConfig=nothing,
-    logging=SimpleNamespace(set_verbosity_error=nothing, disable_progress_bar=nothing),
+    AutoModelForCausalLM=SimpleNamespace(from_pretrained=make_fake),
+    GenerationConfig=make_fake,
+    logging=SimpleNamespace(set_verbosity_error=make_fake, disable_progress_bar=make_fake),
 )
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a working folder with the files that examples name."""
+    """Make a working folder with the files that examples read, and return it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmark.options.ROOT", tmp_path)
     (tmp_path / "models").mkdir()
@@ -279,25 +280,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_command(line: str) -> None:
-    """Run a command line, of python in this process."""
+    """Run an example's command line, in this process if it is a python command."""
     command, program, *words = shlex.split(line, comments=True)
     if command == "torchrun":
         assert program == "--nproc-per-node"
         count, program, *words = words
-        run_on_ranks(int(count), program, *words, *SHORT.get(program, "").split())
+        run_on_ranks(int(count), program, *words, *QUICK_OPTIONS.get(program, "").split())
         return
     if program == "-m":
         program, *words = words
     words = [word for pattern in words for word in glob(pattern) or [pattern]]  # as a shell does
     module = "cli.main" if program == "dynatree.py" else name_of(program)
-    arguments = [*words, *SHORT.get(program, "").split()]
+    arguments = [*words, *QUICK_OPTIONS.get(program, "").split()]
     assert importlib.import_module(module).main(arguments) == 0
 
 
 def run_on_ranks(count: int, *words: str) -> None:
     """Run a program of the project under torchrun."""
-    with launched(count, *words) as launch:
-        status, _, lines = launch.ended()
+    with launch_ranks(count, *words) as launch:
+        status, _, lines = launch.wait()
     assert status == 0, lines
 
 
@@ -306,7 +307,7 @@ def is_command(example: str) -> bool:
 
 
 def run_python(file: str, given: Names) -> None:
-    """Run a module's examples that are Python."""
+    """Run the Python examples of a module. given: names that they use, besides the module's."""
     names = given | vars(importlib.import_module(name_of(file))) | {"__name__": file}
     for example in examples(ROOT / file):
         if not is_command(example):
@@ -321,8 +322,8 @@ def test_examples_run(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    if file in NEEDS:
-        pytest.importorskip(NEEDS[file])
+    if file in EXTRA_PACKAGES:
+        pytest.importorskip(EXTRA_PACKAGES[file])
     if file in NETWORK:
         served = request.getfixturevalue(NETWORK[file])
         if isinstance(served, Hub):
@@ -333,7 +334,7 @@ def test_examples_run(
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
         run_on_ranks(2, "tests/test_examples.py", file)
     else:
-        run_python(file, common | OWN.get(file, dict)())
+        run_python(file, common | NAMES_BY_FILE.get(file, dict)())
     for example in filter(is_command, examples(ROOT / file)):
         for line in example.splitlines():
             if not line.startswith("#"):

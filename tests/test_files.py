@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and by one process at a time."""
+"""Tests that files are written completely or not at all, and by one process at a time."""
 
 import os
 import stat
@@ -10,12 +10,12 @@ import pytest
 from cli.files import locked, require_writable, write_whole
 
 
-def names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
 def test_what_is_written_is_there_and_nothing_else(tmp_path: Path) -> None:
-    """Nor is a file of the user's overwritten that is called almost the same."""
+    """Check that a user's file with a similar name is not overwritten."""
     (tmp_path / ".a.part").write_text("mine")
     require_writable(tmp_path / "a")
     write_whole(tmp_path / "a", "é\n")
@@ -23,28 +23,29 @@ def test_what_is_written_is_there_and_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"\xc3\xa9\n"
     assert (tmp_path / "b").read_bytes() == b"\xff"
     assert (tmp_path / ".a.part").read_text() == "mine"
-    assert names(tmp_path) == [".a.part", "a", "b"]
+    assert list_names(tmp_path) == [".a.part", "a", "b"]
 
 
-def test_a_link_stays_a_link_and_who_may_read_it_stays(tmp_path: Path) -> None:
+def test_a_link_and_the_permissions_of_its_file_stay(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a").write_text("old")
     (tmp_path / "there" / "a").chmod(0o640)
     (tmp_path / "link").symlink_to("there/a")
     write_whole(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "there" / "a").read_text() == "new" and names(tmp_path / "there") == ["a"]
+    assert (tmp_path / "there" / "a").read_text() == "new"
+    assert list_names(tmp_path / "there") == ["a"]
     assert stat.S_IMODE((tmp_path / "there" / "a").stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize("write", [lambda file: write_whole(file, "new"), require_writable])
 def test_what_is_no_file_is_not_replaced(write: Callable[[Path], None], tmp_path: Path) -> None:
-    """A rename onto a device takes the device away."""
+    """Check special files and folders. Renaming a file onto a device would remove the device."""
     os.mkfifo(tmp_path / "fifo")
     for name in ("fifo", ".", "none/a"):
         with pytest.raises(OSError):
             write(tmp_path / name)
-    assert names(tmp_path) == ["fifo"] and stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+    assert list_names(tmp_path) == ["fifo"] and stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -58,17 +59,17 @@ def test_a_failure_leaves_the_old_file_whole(
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(type(error)):
         write_whole(tmp_path / "a", "new")
-    assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_text() == "old" and list_names(tmp_path) == ["a"]
 
 
 def test_a_second_writer_is_kept_out(tmp_path: Path) -> None:
-    """Through a link, too. What one that was killed has left beside the file keeps nobody out."""
+    """Check the lock, also through a link. Files that a killed process has left do not lock."""
     (tmp_path / "link").symlink_to("a")
     for left in (".a.lock", ".a.0123.part"):
         (tmp_path / left).touch()
     with locked(tmp_path / "a"):
-        assert names(tmp_path) == [".a.lock", "link"]
+        assert list_names(tmp_path) == [".a.lock", "link"]
         for name in ("a", "link"):
             with pytest.raises(BlockingIOError), locked(tmp_path / name):
-                raise AssertionError("let in")
-    assert names(tmp_path) == ["link"], "no lock is left behind"
+                raise AssertionError("locked twice")
+    assert list_names(tmp_path) == ["link"], "no lock is left behind"

@@ -1,7 +1,7 @@
-"""Claims: the fused layers compute what the plain ones do, each matrix is where products.py says it
-is, and what min_invariant_rows says of this machine is true.
+"""Tests of fused layers against the reference model, and of the linear layer of each matrix.
 
-The plain model, gpt_neox.py alone, is the oracle; that it is right the golden files tell.
+Also checks on this machine that passes of min_invariant_rows or more are batch-invariant.
+The oracle is the reference model of gpt_neox.py, which the golden files test.
 """
 
 import platform
@@ -19,12 +19,12 @@ from conftest import (
     GOLDEN,
     TINY,
     assert_close,
-    forget,
     make_tree,
     prefilled,
     random_config,
     random_tensors,
     random_tree,
+    remove_slots,
     run_tree,
 )
 from pytest import MonkeyPatch
@@ -41,50 +41,52 @@ from gpt_neox import Config, GPTNeoX, read_config
 Weights = tuple[Config, dict[str, Tensor]]
 CPU = torch.device("cpu")
 ROW_COUNTS = (1, 2, 3, 8, 33, 128)
-# How far the logits of fused and plain layers may lie apart, and either's from the plain ones in
-# float32; in half precision in shares of the largest. Measured was half of that or less: 2.7e-5;
-# 0.012 and 0.022; 0.0015 and 0.0025
+# The largest allowed differences between logits: of the fused layers from the reference, and of
+# either from the reference in float32. In half precision they are relative to the largest logit.
+# Measured differences are half of these or less: 2.7e-5; 0.012 and 0.022; 0.0015 and 0.0025
 BOUNDS = {
     torch.float32: (1e-4, 1e-4),
     torch.bfloat16: (0.024, 0.044),
     torch.float16: (0.003, 0.005),
 }
 on_x86_linux = pytest.mark.skipif(
-    platform.machine() != "x86_64" or sys.platform != "linux", reason="plain products may serve"
+    platform.machine() != "x86_64" or sys.platform != "linux", reason="torch's product may be used"
 )
 
 
-def published(folder: Path) -> Weights:
-    """Every number exact in float16."""
+def load_weights(folder: Path) -> Weights:
+    """Return a checkpoint's weights, which are all exact in float16."""
     config = read_config(folder)
     return config, dict(load_tensors(folder, config, CPU, torch.float32))
 
 
-def inexact(folder: Path) -> Weights:
-    """The same but for numbers that float16 has not."""
-    config, tensors = published(folder)
+def load_inexact_weights(folder: Path) -> Weights:
+    """Return a checkpoint's weights, scaled so that they are not exact in float16."""
+    config, tensors = load_weights(folder)
     return config, {name: 1.01 * tensor for name, tensor in tensors.items()}
 
 
-def drawn(**changes: object) -> Weights:
+def random_weights(**changes: object) -> Weights:
     config = random_config(**changes)
     return config, random_tensors(config, 3)
 
 
 SOURCES: dict[str, Callable[[], Weights]] = {
-    folder.name: partial(published, folder) for folder in [*GOLDEN, TINY / "draft"]
+    folder.name: partial(load_weights, folder) for folder in [*GOLDEN, TINY / "draft"]
 }
 SOURCES |= {
-    "inexact target": partial(inexact, TINY / "target"),
-    "odd and without bias": partial(drawn, intermediate_size=63, attention_bias=False),
-    "sequential and tied": partial(drawn, use_parallel_residual=False, tie_word_embeddings=True),
+    "inexact target": partial(load_inexact_weights, TINY / "target"),
+    "odd and without bias": partial(random_weights, intermediate_size=63, attention_bias=False),
+    "sequential and tied": partial(
+        random_weights, use_parallel_residual=False, tie_word_embeddings=True
+    ),
 }
 
 
 def build(
     weights: Weights, dtype: torch.dtype = torch.float32, kind: type[GPTNeoX] = FastGPTNeoX
 ) -> GPTNeoX:
-    """A model of its own copy of the weights."""
+    """Return a model with its own copy of the weights."""
     config, tensors = weights
     copies = {name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
     return kind.from_tensors(config, copies)
@@ -92,8 +94,8 @@ def build(
 
 @torch.inference_mode()
 def all_logits(model: GPTNeoX) -> Tensor:
-    """Of a prompt, and over it of trees of all widths, then of tokens over a shifted cache: what
-    every row of them is followed by, [rows, V]."""
+    """Return the logits [rows, V] of a prompt, of trees of all ROW_COUNTS after it, and of 60
+    tokens over a shifted cache."""
     rng = random.Random(0)
     n_ids = model.config.vocab_size
     prompt = [rng.randrange(n_ids) for _ in range(40)]
@@ -101,7 +103,7 @@ def all_logits(model: GPTNeoX) -> Tensor:
     found = [model.prefill(prompt, cache)]
     for n in ROW_COUNTS:
         found.append(run_tree(model, cache, random_tree(rng, n, n_ids)))
-    forget(model, cache, 3, 5)
+    remove_slots(model, cache, 3, 5)
     following = torch.arange(60)
     found.append(model.forward(following, cache.length + following, cache))
     return torch.cat(found)
@@ -117,11 +119,12 @@ def test_fused_layers_compute_what_plain_ones_do(source: Callable[[], Weights]) 
         unit = 1.0 if dtype == torch.float32 else float(exact.abs().max())
         for one, other, bound in ((fused, plain, apart), (fused, exact, off), (plain, exact, off)):
             difference = float((one - other).abs().max()) / unit
-            assert difference <= bound, dtype  # and so none is nan
+            assert difference <= bound, dtype  # False also if one is nan
 
 
-def test_tf32_is_off_before_a_layer_is_looked_at() -> None:
-    """On CUDA norms are folded by a float32 product, which some environments let keep 10 bits."""
+def test_tf32_is_off_before_a_layer_is_read() -> None:
+    """Check the precision of float32 products. On CUDA they fold norms into matrices, and some
+    environments enable TF32, which keeps 10 bits."""
 
     class Watching(dict):
         def __getitem__(self, name: str) -> Tensor:
@@ -135,7 +138,7 @@ def test_tf32_is_off_before_a_layer_is_looked_at() -> None:
     assert seen == {"highest"}
 
 
-KINDS = [  # dtype, whether it is exact in float16, [out, in] around the sizes that decide
+KINDS = [  # dtype, whether it is exact in float16, [out, in] near the size limits, expected class
     (torch.float32, True, (96, 64), FbgemmLinear),
     (torch.float32, True, (512, 512), FbgemmLinear),
     (torch.float32, True, (513, 512), FbgemmLinear),
@@ -151,10 +154,10 @@ KINDS = [  # dtype, whether it is exact in float16, [out, in] around the sizes t
 
 @on_x86_linux
 @pytest.mark.parametrize(("dtype", "is_exact", "shape", "kind"), KINDS, ids=str)
-def test_each_matrix_has_its_product(
+def test_each_matrix_has_its_linear_layer(
     dtype: torch.dtype, is_exact: bool, shape: tuple[int, int], kind: type
 ) -> None:
-    """With another one a pass would be right, and slower."""
+    """Check the class, because any other one would also be right, only slower."""
     weight = torch.ones(shape, dtype=dtype)
     if not is_exact:
         weight[0, 0] = 1e-9
@@ -177,11 +180,11 @@ def linears_of(model: FastGPTNeoX) -> list[Linear]:
 
 
 @pytest.mark.parametrize("refused", [PACKING, MULTIPLYING], ids=["packing", "multiplying"])
-@pytest.mark.parametrize("source", [published, inexact])
-def test_where_operators_are_refused_the_plain_product_serves(
+@pytest.mark.parametrize("source", [load_weights, load_inexact_weights])
+def test_refused_operators_are_replaced_by_torchs_product(
     source: Callable[[Path], Weights], refused: list[str], monkeypatch: MonkeyPatch
 ) -> None:
-    """As by a processor or a build of torch that has none of them."""
+    """Simulate a processor or a build of torch that has none of the operators."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError("not on this processor")
@@ -197,25 +200,25 @@ def test_where_operators_are_refused_the_plain_product_serves(
     assert_close(all_logits(model), expected)
 
 
-def test_a_norm_is_folded_into_the_matrix_behind_it() -> None:
-    """As where every launch costs; float16 can overflow there."""
-    chance = torch.Generator().manual_seed(0)
-    norm = Affine(*torch.randn(2, 32, generator=chance))
-    after = Affine(torch.randn(48, 32, generator=chance), torch.randn(48, generator=chance))
-    x = F.layer_norm(torch.randn(5, 32, generator=chance), [32])
+def test_a_norm_is_folded_into_the_matrix_after_it() -> None:
+    """Compare the folded matrix, which a GPU uses, with norm and matrix. float16 can overflow."""
+    generator = torch.Generator().manual_seed(0)
+    norm = Affine(*torch.randn(2, 32, generator=generator))
+    after = Affine(torch.randn(48, 32, generator=generator), torch.randn(48, generator=generator))
+    x = F.layer_norm(torch.randn(5, 32, generator=generator), [32])
     assert_close(F.linear(x, *fold(norm, after)), F.linear(x * norm.weight + norm.bias, *after))
     large = Affine(200 * after.weight.half(), after.bias.half())
     fold(norm, large)
-    with pytest.raises(CheckpointError, match="norm before it is not finite in torch.float16"):
+    with pytest.raises(CheckpointError, match="overflows torch.float16 when its layer norm"):
         fold(Affine(400 * norm.weight, norm.bias), large)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_rows_are_alike_at_every_count_that_is_steady(dtype: torch.dtype) -> None:
-    """Bit for bit, over the end of a block of attention; of a model whose matrices are stored in
-    float16 or, in bfloat16, packed."""
-    model = build(published(TINY / "draft"), dtype)
+def test_rows_are_equal_at_every_batch_invariant_count(dtype: torch.dtype) -> None:
+    """Compare the bits of rows in passes of different sizes, after a prompt longer than one block
+    of strict attention. The matrices are stored in float16 or, for bfloat16, packed."""
+    model = build(load_weights(TINY / "draft"), dtype)
     rng = random.Random(0)
     prompt = [rng.randrange(4096) for _ in range(300)]
     cache = prefilled(model, prompt, 428, PassConfig(128, is_strict=True))
@@ -227,6 +230,6 @@ def test_rows_are_alike_at_every_count_that_is_steady(dtype: torch.dtype) -> Non
         return run_tree(model, cache, tree)[1:]
 
     whole = of_children(list(range(127)))
-    for n in (*range(1, 20), 31, 32, 33, 63, 64, 65, 126):  # few are padded to what is steady
+    for n in (*range(1, 20), 31, 32, 33, 63, 64, 65, 126):  # few rows are padded to min_rows
         rows = rng.sample(range(127), n)
         assert torch.equal(of_children(rows), whole[rows]), n

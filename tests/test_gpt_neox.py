@@ -1,7 +1,7 @@
-"""The model's claims: right numbers, a cache that never lies, and errors that name the cause.
+"""Tests of the models: golden logits, cached and padded passes, ranking, and errors.
 
-The golden files were computed by an independent implementation. All else compares the model with
-itself, run in a way that leaves no room for the bug in question: whole text, fresh cache.
+The golden files were computed by an independent implementation. All other tests compare the model
+with itself, run so that it cannot have the bug in question: the whole sequence over a fresh cache.
 """
 
 import gc
@@ -36,9 +36,9 @@ from safetensors.torch import load_file
 from engine.cache import FastCache, cache_bytes
 from engine.model import FastGPTNeoX
 from engine.passes import PassConfig
-from engine.scores import FEW, Ranking, ReadScores, Scores, rank
+from engine.scores import SMALL_K, RankedScores, Ranking, Scores, rank_logits
 from gpt_neox import EMBEDDING, GPTNeoX
-from methods.static import Alone
+from methods.static import PaddedAutoregressive
 
 Overflow = Callable[[FastGPTNeoX, FastCache], object]
 
@@ -52,7 +52,7 @@ FULL_ROTARY = {
 PREFIX = list(range(40, 50))
 # Siblings at every level, and a path, 0 2 5 6, whose rows are neither a slice nor evenly spaced.
 TREE = make_tree([7, 30, 31, 32, 33, 34, 35], [-1, 0, 0, 1, 1, 2, 5])
-LONE = make_tree([7], [-1])
+ROOT_ONLY = make_tree([7], [-1])
 
 
 BOTH = pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fast", "plain"])
@@ -61,8 +61,8 @@ BOTH = pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fast", "pla
 @BOTH
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_golden_logits(folder: Path, kind: type[GPTNeoX]) -> None:
-    """Rotary layout, the per-head order of qkv, GELU and residual kind are all as published; and
-    one pass over a whole tree gives each node the logits of its own path."""
+    """Check rotary layout, per-head order of qkv, GELU and kind of residual, which must be as
+    published. One pass over a tree must give each node the logits of its own path."""
     model, data = kind.from_pretrained(folder), load_file(folder / "golden.safetensors")
     prompt = data["input_ids"].tolist()
     assert_close(run(model, prompt), data["logits"])
@@ -75,7 +75,7 @@ def test_golden_logits(folder: Path, kind: type[GPTNeoX]) -> None:
 def test_cached_equals_whole(
     chunk: int, changes: dict[str, object], monkeypatch: MonkeyPatch
 ) -> None:
-    """Where a text was cut into passes is invisible in its logits and in the cache it leaves."""
+    """Check that logits and cache do not depend on how a sequence is divided into passes."""
     model = random_model(1, **changes)
     tokens = random.Random(0).sample(range(96), 20)
     whole = prefilled(model, tokens, 24)
@@ -91,7 +91,7 @@ def test_cached_equals_whole(
 
 
 ROWS = torch.arange(3)  # tokens and positions alike
-OVERFLOWS = {  # one slot more than a cache of 12 has after a prefix of 10
+OVERFLOWS = {  # they need one slot more than a cache of 12 has after a prefix of 10
     "advance": lambda model, cache: cache.advance(3),
     "forward": lambda model, cache: model.forward(ROWS, ROWS, cache),
     "prefill": lambda model, cache: model.prefill([1, 2, 3], cache),
@@ -100,7 +100,7 @@ OVERFLOWS = {  # one slot more than a cache of 12 has after a prefix of 10
 
 @pytest.mark.parametrize("overflow", OVERFLOWS.values(), ids=OVERFLOWS)
 def test_overflow_is_an_error_before_it_happens(overflow: Overflow) -> None:
-    """It names both numbers, and is no lack of memory, for which there would be advice."""
+    """Check that it names both numbers. It is no OutOfMemory, whose advice would not help."""
     model = random_model(8)
     cache = prefilled(model, PREFIX, 12)
     before = cache.kv.clone()
@@ -115,10 +115,10 @@ def test_overflow_is_an_error_before_it_happens(overflow: Overflow) -> None:
 def test_non_finite_row_stays_alone(
     value: float, bad_row: int, path: list[int], kind: type[GPTNeoX]
 ) -> None:
-    """A masked slot still enters attention as 0 x value, and 0 x NaN is NaN.
+    """Check that other rows stay finite, although a masked slot enters attention as 0 x value.
 
-    So one overflowed draft token would turn the whole pass into NaN, and every later pass whose
-    masked slots reach the ones it left behind.
+    0 x NaN is NaN. So one draft token that overflows could turn the whole pass into NaN, and later
+    passes as well, if their masked slots include its slot.
     """
     tensors = random_tensors(random_config(), 9)
     tensors[EMBEDDING][90] = value
@@ -144,7 +144,7 @@ SETTINGS = [SEQUENTIAL, {"layer_norm_eps": 0.5}, {"rotary_emb_base": 100.0}, {"r
 
 @pytest.mark.parametrize("changes", SETTINGS + [{"hidden_act": "gelu_fast"}], ids=str)
 def test_no_setting_is_ignored(changes: dict[str, object]) -> None:
-    """All golden files have one layer_norm_eps; none has gelu_new, another name of gelu_fast."""
+    """Check settings that no two golden files vary. gelu_fast is another name of gelu_new."""
     logits = run(random_model(16, **changes), PREFIX)
     assert (logits - run(random_model(16), PREFIX)).abs().max() > 1e-3
     if "hidden_act" in changes:
@@ -154,8 +154,8 @@ def test_no_setting_is_ignored(changes: dict[str, object]) -> None:
 @BOTH
 @pytest.mark.parametrize("part", [1, 2], ids=["keys", "values"])
 def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int, kind: type[GPTNeoX]) -> None:
-    """The cache may hold nothing infinite, but once stored such keys and values as 0 and went on:
-    finite logits, wrong text, and no hint that float16 was the cause."""
+    """Check that the logits are not finite either. The cache must not hold infinity, but it once
+    held 0 instead: the text was wrong, with no hint that float16 was the cause."""
     tensors = random_tensors(random_config(), 0)
     qkv = tensors["gpt_neox.layers.0.attention.query_key_value.weight"]
     qkv.view(2, 3, 16, 32)[:, part] *= 3e4
@@ -165,21 +165,27 @@ def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int, kind: type
     assert model.prefill(ids.tolist(), model.new_cache(12)).isnan().all()
 
 
-# Passes that are padded, as one row on a CPU in half precision and all of them on CUDA; replays of
-# them are held to the CPU's numbers by tests/pretend_cuda.
+# Padded passes: those of one row on a CPU in half precision, and all on CUDA. tests/pretend_cuda
+# compares their replays with the CPU.
 
 
 @pytest.mark.parametrize("n_prefix", [10, 246, 253])
 def test_padding_changes_no_logits_and_no_kept_slot(n_prefix: int) -> None:
-    """Rows to two or to eight, slots to 256 or 512; rows added may even lie beyond those slots. A
-    short pass after a long one once saw the long one's last slots."""
+    """Compare padded passes with others. Rows are padded to 2 or 8, slots to 256 or 512; padding
+    rows may be beyond those slots. A short pass once attended to the last slots of an earlier long
+    one."""
     prefix = [i % 90 for i in range(n_prefix)]
     plain, two_rows, fixed = (random_model(6, max_position_embeddings=300) for _ in range(3))
     two_rows.min_rows = 2
     fix_shapes(fixed)
     for model in (two_rows, fixed):
         cache, plain_cache = (prefilled(m, prefix, n_prefix + 20) for m in (model, plain))
-        for tree, length in ((TREE, n_prefix), (LONE, n_prefix), (TREE, n_prefix), (LONE, 4)):
+        for tree, length in (
+            (TREE, n_prefix),
+            (ROOT_ONLY, n_prefix),
+            (TREE, n_prefix),
+            (ROOT_ONLY, 4),
+        ):
             cache.rewind(length)
             plain_cache.rewind(length)
             assert_close(run_tree(model, cache, tree), run_tree(plain, plain_cache, tree))
@@ -189,7 +195,7 @@ def test_padding_changes_no_logits_and_no_kept_slot(n_prefix: int) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 2, 129, 255, 257])
 def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
-    """The widest of every length, and the narrowest, at the end of the cache."""
+    """Run a wide and a narrow pass at the end of caches of several lengths."""
     for is_shaped, n in ((True, min(capacity, 65)), (True, 1), (False, 1)):
         model = random_model(6)
         model.has_fixed_shapes, model.min_rows = is_shaped, 4
@@ -202,7 +208,7 @@ def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
 def test_the_memory_of_a_closed_cache_is_used_again(
     monkeypatch: MonkeyPatch,
 ) -> None:
-    """Nothing is captured twice, and capturing leaves what the cache holds alone."""
+    """Check that nothing is captured twice, and that a capture does not change the cache."""
     pretend_capture(monkeypatch)
     model = random_model(6, max_position_embeddings=20)
     fix_shapes(model)
@@ -226,15 +232,15 @@ def test_the_memory_of_a_closed_cache_is_used_again(
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 def test_a_model_that_is_dropped_is_gone(is_on_gpu: bool, monkeypatch: MonkeyPatch) -> None:
-    """Its weights may be all the memory there is. It lived until Python looked for cycles, which
-    its caches, and on a GPU what was captured, made of it."""
+    """Check that no cycle of references keeps it, because its weights may fill the memory. Its
+    caches once made a cycle, and so did captured graphs on a GPU."""
     pretend_capture(monkeypatch)
     model = random_model(seed=0)
     if is_on_gpu:
         fix_shapes(model)
     gc.disable()
     try:
-        list(generate(model, None, [1, 2, 3], Alone(), 8))
+        list(generate(model, None, [1, 2, 3], PaddedAutoregressive(), 8))
         gone = weakref.ref(model)
         del model
         assert gone() is None
@@ -242,37 +248,38 @@ def test_a_model_that_is_dropped_is_gone(is_on_gpu: bool, monkeypatch: MonkeyPat
         gc.enable()
 
 
-# What comes to the host with a pass.
+# The results of a pass that the host reads.
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])
-@pytest.mark.parametrize(("are_logprobs", "heat"), [(False, 1.0), (True, 1.0), (True, 0.5)])
-@pytest.mark.parametrize("k", [0, 1, 3, FEW, FEW + 1, 40])
-def test_what_the_host_is_told_of_each_row(
-    k: int, are_logprobs: bool, heat: float, is_on_device: bool
+@pytest.mark.parametrize(("are_logprobs", "temperature"), [(False, 1.0), (True, 1.0), (True, 0.5)])
+@pytest.mark.parametrize("k", [0, 1, 3, SMALL_K, SMALL_K + 1, 40])
+def test_results_of_each_row_for_the_host(
+    k: int, are_logprobs: bool, temperature: float, is_on_device: bool
 ) -> None:
-    """Against a sort: the best id, of equals the first, and candidates, no more than there are ids;
-    the logits stay as they are, for whoever samples. A device ranks in its own way."""
+    """Compare the best id (the first of equals) and the candidates with a sort. There are no more
+    candidates than ids. The logits must not change, because sampling uses them. A device ranks by
+    other code."""
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(k))
-    logits[1:3] = logits[1:3].round()  # with equals
+    logits[1:3] = logits[1:3].round()  # so that some are equal
     logits[3, 7], logits[4, 9] = torch.nan, torch.inf
     before = logits.clone()
-    ranking = Ranking(k, are_logprobs, temperature=heat)
+    ranking = Ranking(k, are_logprobs, temperature=temperature)
     hidden = torch.zeros(len(logits), 1)
     scores = Scores(hidden, logits)
     if is_on_device:
-        scores = ReadScores(hidden, logits, rank(logits, ranking), ranking)
+        scores = RankedScores(hidden, logits, rank_logits(logits, ranking), ranking)
     best, highest = scores.argmax(), scores.highest[0]
     if are_logprobs:
-        ids, found = scores.top(k, heat)
+        ids, found = scores.top_candidates(k, temperature)
     else:
-        ids = scores.best(k)
+        ids = scores.top_ids(k)
         found = numpy.take_along_axis(logits.numpy(), ids, axis=1)
     assert scores.logits is logits
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
-    assert scores.finite() == [True, True, True, False, False, True]
-    shift = logits.amax(dim=-1, keepdim=True) if heat != 1 else 0.0
-    values = torch.log_softmax((logits - shift) / heat, dim=-1) if are_logprobs else logits
+    assert scores.finite_rows() == [True, True, True, False, False, True]
+    shift = logits.amax(dim=-1, keepdim=True) if temperature != 1 else 0.0
+    values = torch.log_softmax((logits - shift) / temperature, dim=-1) if are_logprobs else logits
     for row in (0, 1, 2, 5):
         ranked = sorted(range(30), key=lambda i, row=row: -float(logits[row, i]))
         assert best[row] == ranked[0]
@@ -281,23 +288,23 @@ def test_what_the_host_is_told_of_each_row(
         candidates = ids[row].tolist()
         assert found[row].tolist() == values[row, candidates].tolist()
         assert len(set(candidates)) == min(k, 30)
-        assert k > FEW or candidates == ranked[:k]
+        assert k > SMALL_K or candidates == ranked[:k]
 
 
 def test_no_more_ids_than_there_are() -> None:
-    """Of a vocabulary of 96: a k above it raised an error of torch's."""
+    """Check k above the vocabulary size, 96. It once raised an error in torch."""
     model = random_model(6)
     cache = model.new_cache(1)
     model.forward(torch.tensor([7]), torch.tensor([0]), cache)
     scores = cache.scores
-    assert sorted(scores.best(100)[0]) == list(range(96)) and len(scores.best(3)[0]) == 3
+    assert sorted(scores.top_ids(100)[0]) == list(range(96)) and len(scores.top_ids(3)[0]) == 3
 
 
 @pytest.mark.parametrize("is_shaped", [False, True], ids=["tight", "fixed"])
-def test_a_prompt_is_read_with_what_follows_each_token(
+def test_prefill_reports_the_likeliest_ids_after_each_token(
     is_shaped: bool, monkeypatch: MonkeyPatch
 ) -> None:
-    """Chunk by chunk: the ids, and the k likeliest ids after each of them."""
+    """Check the callback of each chunk: its ids, and the k likeliest ids after each of them."""
     monkeypatch.setattr("engine.cache.PREFILL_CHUNK", 4)
     model = random_model(6)
     expected = run(model, PREFIX).topk(3).indices.tolist()
@@ -305,10 +312,10 @@ def test_a_prompt_is_read_with_what_follows_each_token(
     found: list[tuple[int, list[int]]] = []
 
     def read(ids: list[int], scores: Scores) -> None:
-        candidates = scores.best(3)
+        candidates = scores.top_ids(3)
         found.extend(zip(ids, candidates.tolist(), strict=True))
 
-    cache = model.new_cache(20, PassConfig(ranking=Ranking(3), shows_prompt=True))
+    cache = model.new_cache(20, PassConfig(ranking=Ranking(3), reports_prompt=True))
     cache.on_pass.append(read)
     model.prefill(PREFIX, cache)
     assert found == list(zip(PREFIX, expected, strict=True))

@@ -1,8 +1,8 @@
-"""Claim: tools/gpu_check.sh keeps to its seconds, and whatever a step does the others are taken and
-what was measured stays.
+"""Tests that tools/gpu_check.sh keeps its time limit, and that a failing or hanging step neither
+stops the other steps nor loses their results.
 
-Here a stand-in for Python takes the steps. That the true ones run is shown by the dry run, all of
-them in tests/pretend_cuda, and in CI those that need no GPU.
+The steps are run by a stand-in for Python. The real steps are run by the dry run: all of them in
+tests/pretend_cuda, and in CI those that need no GPU.
 """
 
 import os
@@ -34,13 +34,14 @@ def start(folder: Path, *words: str, python: str = sys.executable) -> subprocess
     own = os.environ | {"PYTHON": python}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     how = {"cwd": folder, "env": own, "start_new_session": True} | pipes
-    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # be it ignored here
-    return subprocess.Popen(command, preexec_fn=heed, **how)
+    # The script must react to Ctrl-C even if this process ignores it
+    reset_sigint = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(command, preexec_fn=reset_sigint, **how)
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One that has no more than the script, and the stand-in."""
+    """Make a project folder that has only the script and the stand-in for Python."""
     for room in ("tools", "results", "models"):
         (tmp_path / room).mkdir()
     shutil.copy(ROOT / "tools" / "gpu_check.sh", tmp_path / "tools")
@@ -72,7 +73,7 @@ def test_refused_in_one_line(words: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("lacking", ["pytest", "tqdm"])
-def test_what_is_not_installed_is_named(
+def test_a_missing_package_is_named(
     lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = f'raise ModuleNotFoundError("no {lacking}", name="{lacking}")'
@@ -84,7 +85,7 @@ def test_what_is_not_installed_is_named(
 
 
 def run(project: Path, *words: str) -> tuple[list[str], list[str]]:
-    """The steps that were taken, and the errors."""
+    """Run the script with the stand-in, and return the steps that were run and the errors."""
     process = start(project, *words, python="./python")
     lines = process.communicate(timeout=60)[0].splitlines()
     assert process.returncode == 1
@@ -101,10 +102,10 @@ def test_no_step_can_stop_another(project: Path, monkeypatch: pytest.MonkeyPatch
     tables = {f"{table}.jsonl" for table in ("pair", "strict", "eager", "main", "memory")}
     assert {file.name for file in folder.iterdir()} == tables | {"facts.json", "log.txt"}
     assert (folder / "log.txt").read_text().endswith("error: facts: failed\n")
-    assert not list((project / "models").iterdir()), "the pair of 6 GB is gone"
+    assert not list((project / "models").iterdir()), "the enlarged pair, 6 GB, was not deleted"
 
 
-def test_what_no_time_is_left_for_is_skipped(
+def test_steps_without_time_left_are_skipped(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HANGING", "")
@@ -114,7 +115,8 @@ def test_what_no_time_is_left_for_is_skipped(
 
 
 def test_ctrl_c_keeps_what_was_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is left that runs: its output would stay open."""
+    """Check also that no process goes on: it would keep the output open, so communicate would time
+    out."""
     monkeypatch.setenv("HANGING", "eager.jsonl")
     process = start(project, "--dry", "--keep", "kept", python="./python")
     while "== table eager" not in process.stdout.readline():

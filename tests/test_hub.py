@@ -1,4 +1,4 @@
-"""Hub names, with the hub's own client and a hub on the loopback: what is asked for, said, kept."""
+"""Tests of hub names with the real client and a local hub: requests, messages and the cache."""
 
 import hashlib
 import json
@@ -12,13 +12,13 @@ from io import BytesIO
 from pathlib import Path
 from urllib.parse import quote
 
-import huggingface_hub.hf_api  # before any test, as its logger keeps the stderr that there is then
+import huggingface_hub.hf_api  # before any test, because its logger keeps the stderr of that time
 import pytest
 import torch
 from conftest import Captured, error_line
 from huggingface_hub import constants
 from pytest import MonkeyPatch
-from test_interrupts import ended, started, wait_for
+from test_interrupts import interrupt, start, wait_for
 
 from benchmark import prompts
 from cli.errors import UsageError
@@ -36,14 +36,14 @@ Files = dict[str, bytes]
 
 
 class Hub(ThreadingHTTPServer):
-    """As much of the protocol as the client asks for; every request is written down."""
+    """A server with the part of the hub's protocol that the client uses. Records all requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.pages: dict[str, bytes] = {}  # by path
-        self.status = 200  # of all of them
-        self.is_stalling = False  # weights break off, and the connection stays open
-        self.asked: list[str] = []
+        self.status = 200  # of every page
+        self.is_stalling = False  # the weights are never sent to their end
+        self.requests: list[str] = []
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
 
     def add(self, name: str, files: Files, *revisions: str, kind: str = "models") -> str:
@@ -58,10 +58,10 @@ class Hub(ThreadingHTTPServer):
             self.pages[f"/{folder}/resolve/{commit}/{file}"] = content
         return commit
 
-    def fetched(self) -> list[str]:
-        """The files whose content was asked for since the last call, in order."""
-        gets = [line for line in self.asked if line.startswith("GET") and "/resolve/" in line]
-        self.asked.clear()
+    def pop_fetched(self) -> list[str]:
+        """Return the files that were downloaded since the last call, in order."""
+        gets = [line for line in self.requests if line.startswith("GET") and "/resolve/" in line]
+        self.requests.clear()
         return [line.rpartition("/")[2] for line in gets]
 
 
@@ -69,15 +69,15 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Nothing on stderr: there the tests read what a user would."""
+        """Print nothing, because the tests read stderr as a user would."""
 
     def do_GET(self) -> None:
         hub: Hub = self.server
-        hub.asked.append(f"{self.command} {self.path}")
+        hub.requests.append(f"{self.command} {self.path}")
         body = hub.pages.get(self.path, b"")
-        n_lacking = 9 if hub.is_stalling and self.path.endswith(WEIGHTS) else 0
+        n_missing = 9 if hub.is_stalling and self.path.endswith(WEIGHTS) else 0
         self.send_response(hub.status if body else 404)
-        self.send_header("Content-Length", str(len(body) + n_lacking))
+        self.send_header("Content-Length", str(len(body) + n_missing))
         self.send_header("ETag", hashlib.sha256(body).hexdigest())
         self.send_header("X-Repo-Commit", self.path.split("/")[-2])
         if not body:
@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Hub]:
-    """An empty hub, and the client set as HF_ENDPOINT and HF_HOME would have set it at import."""
+    """Start an empty hub, and set the client as HF_ENDPOINT and HF_HOME would at its import."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with Hub() as hub:
@@ -107,63 +107,66 @@ def hub(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Hub]:
         hub.shutdown()
 
 
-def golden(name: str) -> Files:
-    """A golden checkpoint as a published repository has it, with files that nothing reads."""
+def golden_files(name: str) -> Files:
+    """Return the files of a golden checkpoint and, as in published repositories, unused ones."""
     files = {file.name: file.read_bytes() for file in (GOLDEN / name).iterdir()}
     del files["golden.safetensors"]
     return files | {"README.md": b"words", "pytorch_model.bin": b"pickle", "tokenizer.json": b"{}"}
 
 
-LAYOUTS = {  # files -> what is fetched before the weights are announced, and then
-    "single": (golden(SINGLE), [], [WEIGHTS]),
-    "sharded": (golden(SHARDED), [INDEX], SHARDS),
-    "both": (golden(SHARDED) | golden(SINGLE), [], [WEIGHTS]),
+LAYOUTS = {  # files -> the files fetched before the download is announced, and those fetched after
+    "single": (golden_files(SINGLE), [], [WEIGHTS]),
+    "sharded": (golden_files(SHARDED), [INDEX], SHARDS),
+    "both": (golden_files(SHARDED) | golden_files(SINGLE), [], [WEIGHTS]),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_repository_is_announced_and_fetched_once(hub: Hub, layout: str) -> None:
-    """Old repositories hold the same weights twice or more; only what is loaded is asked for."""
+    """Check that only files that are loaded are fetched, because old repositories hold the weights
+    in several formats."""
     files, index, weights = LAYOUTS[layout]
     hub.add("org/name", files)
     said = []
-    folder = find_checkpoint("org/name", lambda line: said.append((line, hub.fetched())))
+    folder = find_checkpoint("org/name", lambda line: said.append((line, hub.pop_fetched())))
     n_bytes = sum(len(files[file]) for file in weights)
     line = f"fetching org/name: {n_bytes / 1e6:.1f} MB into {constants.HF_HUB_CACHE}"
     assert said == [(line, ["config.json", "tokenizer.json", *index])]
-    assert hub.fetched() == weights
+    assert hub.pop_fetched() == weights
     FastGPTNeoX.from_pretrained(folder)
-    assert find_checkpoint("org/name", pytest.fail) == folder and hub.fetched() == []
+    assert find_checkpoint("org/name", pytest.fail) == folder and hub.pop_fetched() == []
 
 
-def test_the_eos_ids_of_a_fine_tune_come_with_it(hub: Hub) -> None:
-    """Dolly has them in generation_config.json alone, which most repositories lack."""
-    hub.add("org/name", golden(SINGLE) | {"generation_config.json": b'{"eos_token_id": 50277}'})
+def test_the_eos_ids_of_a_fine_tune_are_read(hub: Hub) -> None:
+    """Check generation_config.json: Dolly has its EOS ids only there; most repositories lack it."""
+    hub.add(
+        "org/name", golden_files(SINGLE) | {"generation_config.json": b'{"eos_token_id": 50277}'}
+    )
     found = FastGPTNeoX.from_pretrained("org/name").config.eos_ids
     assert found == (*read_config(GOLDEN / SINGLE).eos_ids, 50277)
-    assert hub.fetched().count("generation_config.json") == 1
+    assert hub.pop_fetched().count("generation_config.json") == 1
 
 
 def test_revisions(hub: Hub) -> None:
-    """A branch, a tag with a slash, a commit: each its own files, main where none is named."""
-    step_commit = hub.add("org/name", golden("sequential_residual"), "step1", "tags/v1")
-    main_commit = hub.add("org/name", golden(SINGLE))
+    """Check a branch, a tag with a slash and a commit; main is the default."""
+    step_commit = hub.add("org/name", golden_files("sequential_residual"), "step1", "tags/v1")
+    main_commit = hub.add("org/name", golden_files(SINGLE))
     assert find_checkpoint("org/name").name == main_commit
     for revision in ("step1", "tags/v1", step_commit):
         assert find_checkpoint(f"org/name@{revision}").name == step_commit
-    assert hub.fetched().count(WEIGHTS) == 2
+    assert hub.pop_fetched().count(WEIGHTS) == 2
     with pytest.raises(CheckpointError, match="404"):
         find_checkpoint("org/name@step2")
 
 
 LLAMA = {"config.json": b'{"model_type": "llama"}', WEIGHTS: b"weights"}
-PICKLED = golden(SINGLE)
+PICKLED = golden_files(SINGLE)
 del PICKLED[WEIGHTS]
-REFUSED = [  # a repository's files, what the hub answers -> the reason
-    (PICKLED, 200, "holds neither model.safetensors nor"),
+REFUSED = [  # a repository's files, the hub's status -> the reason in the error
+    (PICKLED, 200, "has neither model.safetensors nor"),
     (LLAMA, 200, "llama"),
-    (golden(SINGLE), 403, "403"),
-    (golden(SINGLE), 500, "500"),
+    (golden_files(SINGLE), 403, "403"),
+    (golden_files(SINGLE), 500, "500"),
 ]
 
 
@@ -175,14 +178,14 @@ def test_a_repository_is_refused_before_its_weights(
     hub.status = status
     with pytest.raises(CheckpointError, match=cause):
         find_checkpoint("org/name", pytest.fail)
-    assert not {WEIGHTS, "pytorch_model.bin"} & set(hub.fetched())
+    assert not {WEIGHTS, "pytorch_model.bin"} & set(hub.pop_fetched())
 
 
-def test_without_a_network_the_cache_serves_and_a_part_does_not(
+def test_without_a_network_a_complete_cache_is_used(
     hub: Hub, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
-    """Of the hub's address the line shows no password."""
-    hub.add("org/name", golden(SHARDED), "step1")
+    """Check also that an incomplete cache is refused, in a line without the address's password."""
+    hub.add("org/name", golden_files(SHARDED), "step1")
     folders = {name: find_checkpoint(name) for name in ("org/name", "org/name@step1")}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     secret = hub.endpoint.replace("//", "//user:password@")
@@ -196,18 +199,19 @@ def test_without_a_network_the_cache_serves_and_a_part_does_not(
         assert "without a network: python dynatree.py --target models/tiny/target" in line
 
 
-def test_an_endpoint_that_is_no_address_is_one_line(monkeypatch: MonkeyPatch) -> None:
-    """And nothing on stdout, where the client prints what it cannot import."""
+def test_an_invalid_endpoint_ends_in_one_line(monkeypatch: MonkeyPatch) -> None:
+    """Check also that stdout is empty, because the client prints failed imports there."""
     monkeypatch.setenv("HF_ENDPOINT", "http://[::1")
-    with started("dynatree.py", "--prompt", "a", "--method", "ar", "--target", "org/name") as run:
+    with start("dynatree.py", "--prompt", "a", "--method", "ar", "--target", "org/name") as run:
         out, err = run.communicate()
     assert run.returncode == 2 and out == ""
     assert "cannot be fetched: Invalid IPv6 URL" in err.splitlines()[-1]
 
 
 def test_a_damaged_file_in_the_cache_says_what_to_delete(hub: Hub) -> None:
-    """The cache's folder holds links: without the file behind it, it is fetched again."""
-    hub.add("org/name", golden(SINGLE))
+    """Check that deleting the named file is enough. A cache's folder holds only links, so the file
+    behind the link must be named."""
+    hub.add("org/name", golden_files(SINGLE))
     folder = find_checkpoint("org/name")
     os.truncate(folder / WEIGHTS, 300)
     with pytest.raises(CheckpointError, match=WEIGHTS) as caught:
@@ -217,29 +221,29 @@ def test_a_damaged_file_in_the_cache_says_what_to_delete(hub: Hub) -> None:
     FastGPTNeoX.from_pretrained("org/name")
 
 
-def test_a_misspelt_draft_is_told_before_the_target_is_fetched(hub: Hub) -> None:
-    """A target may be gigabytes."""
-    hub.add("org/target", golden(SINGLE))
+def test_a_misspelt_draft_is_refused_before_the_target_is_fetched(hub: Hub) -> None:
+    """Check the order, because a target may be gigabytes."""
+    hub.add("org/target", golden_files(SINGLE))
     with pytest.raises(CheckpointError, match="'org/drat'.*404"):
         load_pair("org/target", "org/drat", torch.device("cpu"), torch.float32)
-    assert WEIGHTS not in hub.fetched()
+    assert WEIGHTS not in hub.pop_fetched()
 
 
 def test_ctrl_c_ends_a_download_at_once(hub: Hub, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """Of the program as a user starts it, who has only the environment to set."""
-    hub.add("org/name", golden(SINGLE))
+    """Interrupt the program in a process of its own, configured by the environment."""
+    hub.add("org/name", golden_files(SINGLE))
     hub.is_stalling = True
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-    with started("dynatree.py", "--prompt", "a", "--method", "ar", "--target", "org/name") as run:
+    with start("dynatree.py", "--prompt", "a", "--method", "ar", "--target", "org/name") as run:
         wait_for(run.stderr, "fetching org/name: 0.4 MB")
-        while WEIGHTS not in hub.fetched():
+        while WEIGHTS not in hub.pop_fetched():
             time.sleep(0.05)
-        assert "%|" not in ended(run)[1]
+        assert "%|" not in interrupt(run)[1]
 
 
 def test_wikitext(hub: Hub) -> None:
-    """Fetched once; a mistake is one line that names the other datasets."""
+    """Check that the archive is fetched once, and that an error names the other datasets."""
     text, archive = "word " * 50, BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr(prompts.WIKITEXT_FILE, text)
@@ -252,7 +256,7 @@ def test_wikitext(hub: Hub) -> None:
     hub.status = 200
     for name, expected in (("wikitext2", text), ("wikitext2-script", text.upper())):
         assert prompts.load_prompts(name, None) == [expected.strip()]
-    assert hub.fetched() == [prompts.WIKITEXT_ZIP]
+    assert hub.pop_fetched() == [prompts.WIKITEXT_ZIP]
     hub.add(where, {prompts.WIKITEXT_ZIP: b"no zip"}, kind="datasets")
     with pytest.raises(UsageError, match="not the WikiText-2 archive.*--prompts FILE"):
         prompts.load_prompts("wikitext2", None)

@@ -1,6 +1,6 @@
-"""Ctrl-C, sent as a terminal sends it, to the whole group of processes, at any time; and SIGTERM.
+"""Tests of Ctrl-C, SIGTERM and SIGHUP, sent to the whole process group as a terminal does.
 
-Whenever it comes, the status is 130, there is no traceback, and what was written is kept.
+At any time, the exit status is 130, there is no traceback, and what was written is kept.
 """
 
 import json
@@ -26,9 +26,12 @@ TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "1900", "--th
 
 
 @contextmanager
-def started(*options: str, at_ctrl_c: signal.Handlers = signal.SIG_DFL) -> Iterator:
-    """Python with a command line, in a group of its own, as a shell starts it; whatever this suite
-    does at Ctrl-C: behind a script's & it ignores it."""
+def start(*options: str, at_ctrl_c: signal.Handlers = signal.SIG_DFL) -> Iterator:
+    """Run Python with a command line in its own process group, as a shell does.
+
+    at_ctrl_c: the handler, set explicitly because this suite may itself ignore Ctrl-C, as a command
+    behind a script's & does.
+    """
     command = [sys.executable, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     begin = partial(signal.signal, signal.SIGINT, at_ctrl_c)
@@ -42,18 +45,18 @@ def started(*options: str, at_ctrl_c: signal.Handlers = signal.SIG_DFL) -> Itera
 
 
 def wait_for(stream: IO[str], word: str) -> str:
-    """Read lines until one has this word."""
+    """Read lines until one has this word, and return it."""
     for line in stream:
         if word in line:
             return line
     raise AssertionError(f"there was no {word!r}")
 
 
-def ended(process: subprocess.Popen, number: int = signal.SIGINT) -> tuple[str, str]:
-    """What is left of stdout and stderr, of a process that this signal interrupts."""
+def interrupt(process: subprocess.Popen, number: int = signal.SIGINT) -> tuple[str, str]:
+    """Send a signal to a process and wait for its end. Return the rest of stdout and stderr."""
     os.killpg(process.pid, number)
     out, err = process.communicate()
-    assert process.returncode in (130, -signal.SIGINT), err  # a shell says 130 of both
+    assert process.returncode in (130, -signal.SIGINT), err  # a shell reports 130 for both
     assert "Traceback" not in err and "Exception ignored" not in err, err
     return out, err
 
@@ -62,30 +65,30 @@ def ended(process: subprocess.Popen, number: int = signal.SIGINT) -> tuple[str, 
     ("script", "at"), [("dynatree.py", " torch._utils"), ("bench.py", " cli.errors")]
 )
 def test_while_importing(script: str, at: str) -> None:
-    """A second's work, of which each line could end in a traceback."""
-    with started("-X", "importtime", script) as process:
+    """Interrupt the imports, which take a second. Each of their lines could end in a traceback."""
+    with start("-X", "importtime", script) as process:
         wait_for(process.stderr, at)
-        ended(process)
+        interrupt(process)
 
 
 def test_while_loading() -> None:
-    with started("dynatree.py", *TEXT, "--json") as process:
+    with start("dynatree.py", *TEXT, "--json") as process:
         wait_for(process.stderr, "target ")
-        assert ended(process) == ("", "")
+        assert interrupt(process) == ("", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_json_and_page_are_kept(number: signal.Signals, tmp_path: Path) -> None:
-    """A kill is the same, also where Ctrl-C is ignored; and a terminal that is closed, of which
-    the kernel and the shell each send a hang-up."""
+    """Check Ctrl-C, and a kill where Ctrl-C is ignored. If a terminal is closed, the kernel and the
+    shell each send a hang-up."""
     page = tmp_path / "page.html"
-    options = ["--json", "--show-tree", "--page", str(page)]
+    options = ["--json", "--show-tree", "--html", str(page)]
     at_ctrl_c = signal.SIG_IGN if number == signal.SIGTERM else signal.SIG_DFL
-    with started("dynatree.py", *TEXT, *options, at_ctrl_c=at_ctrl_c) as process:
+    with start("dynatree.py", *TEXT, *options, at_ctrl_c=at_ctrl_c) as process:
         wait_for(process.stderr, "iteration 5:")
         if number == signal.SIGHUP:
             os.killpg(process.pid, number)
-        out, err = ended(process, number)
+        out, err = interrupt(process, number)
     report = json.loads(out)
     assert report["finish_reason"] is None
     assert report["interrupted"] and 5 < len(report["token_ids"]) < 1900
@@ -95,7 +98,7 @@ def test_json_and_page_are_kept(number: signal.Signals, tmp_path: Path) -> None:
 
 
 def test_while_a_module_changes_it_into_another_error() -> None:
-    """As torch's compiler may while it is imported: that is no mistake in code."""
+    """Check that it is still an interrupt. torch's compiler may change it while it is imported."""
 
     def execute(args: Namespace) -> int:
         try:
@@ -107,10 +110,10 @@ def test_while_a_module_changes_it_into_another_error() -> None:
     assert run_command_line(execute, Parser(prog="x"), []) == 130
 
 
-def test_one_that_is_ignored_stays_so() -> None:
-    """As under nohup, or behind a script's &."""
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """Check a process that ignores Ctrl-C, as under nohup or behind a script's &."""
     options = ["--json", "--show-tree", "--max-new-tokens", "30"]
-    with started("dynatree.py", *TEXT, *options, at_ctrl_c=signal.SIG_IGN) as process:
+    with start("dynatree.py", *TEXT, *options, at_ctrl_c=signal.SIG_IGN) as process:
         wait_for(process.stderr, "iteration 2:")
         os.killpg(process.pid, signal.SIGINT)
         out, _ = process.communicate()
@@ -121,10 +124,10 @@ def test_bench_keeps_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     options = ["--methods", "linear", "--columns", "exact", "--threads", "1"]
     options += ["--n-prompts", "4", "--new-tokens", "250", "--output", str(file)]
-    with started("bench.py", *options) as process:
+    with start("bench.py", *options) as process:
         wait_for(process.stderr, "target ")
         while process.poll() is None and file.read_bytes().count(b"\n") < 2:
             time.sleep(0.05)
-        _, err = ended(process)
+        _, err = interrupt(process)
     assert 2 <= len(file.read_text().splitlines()) < 9
     assert "--resume" in err.splitlines()[-1]

@@ -1,23 +1,23 @@
-"""lookup: what is copied, against a plain search; and that it follows what is committed."""
+"""Tests of lookup: its copies against a plain search, and its index against the committed text."""
 
 import math
 import random
 from collections import Counter
 
 import pytest
-from conftest import Remembering, generate, grow, random_model
+from conftest import RuleRecorder, generate, grow, random_model
 
 from draft_tree import Tree
-from engine.passes import WHOLE_TEXT, Window
+from engine.passes import FULL_ATTENTION, Window
 from methods.lookup import COPY_PROBS, Lookup
 from methods.rules import are_retrieved
 
 
 def literal_copy(text: list[int], n: int, n_tokens: int) -> tuple[list[int], int, int]:
-    """The definition: search backwards for each end of the text, copy one token after another.
+    """Search backwards for each suffix of a text, and copy token by token what followed it.
 
-    text: the pending root last. Returns the copied tokens, none if no end occurred before, how many
-    tokens that end has, and where the copy begins.
+    text: the pending root last. Returns the copied tokens (none if no suffix occurred before), the
+    length of that suffix, and the index at which the copy begins.
     """
     for length in range(min(n, len(text) - 1), 0, -1):
         for first in reversed(range(len(text) - length)):
@@ -30,7 +30,7 @@ def literal_copy(text: list[int], n: int, n_tokens: int) -> tuple[list[int], int
 
 
 def assert_chain(tree: Tree, root: int, copied: list[int]) -> None:
-    """The root and what was copied below it, each node with its one child."""
+    """Check that a tree is the root and the copied tokens in a chain, all marked as retrieved."""
     n_rows = 1 + len(copied)
     assert tree.tokens == [root] + copied
     assert tree.parents == list(range(-1, n_rows - 1))
@@ -58,18 +58,18 @@ def test_a_copy_is_what_a_plain_search_finds() -> None:
             for i in range(n_tokens):
                 p.append(p[-1] * COPY_PROBS[min(length + i, 3) - 1])
             assert [math.exp(logprob) for logprob in tree.path_logprobs] == pytest.approx(p)
-        seen[f"end of {length}"] += 1
+        seen[f"suffix of {length}"] += 1
         seen["copies itself"] += length > 0 and place + n_tokens > len(text)
         seen["no room"] += max_depth == 0
         seen["cut by depth"] += 0 < max_depth < settings.K and length > 0
         seen["shorter than n"] += len(text) <= settings.n
-    wanted = [f"end of {length}" for length in range(7)]
+    wanted = [f"suffix of {length}" for length in range(7)]
     wanted += ["copies itself", "no room", "cut by depth", "shorter than n"]
     assert min(seen[what] for what in wanted) >= 5, seen
 
 
-def test_a_copy_is_no_longer_than_what_agrees_before_it_deserves() -> None:
-    """Beyond the n that are looked up, and not beyond the beginning of the text or K."""
+def test_trust_limits_a_copy_by_the_tokens_that_agree_before_it() -> None:
+    """Check agreeing tokens beyond the n that are looked up, up to the start of the text."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     for n_agreeing in (1, 2, 5, 6):
         for trust in (0, 1, 2):
@@ -84,17 +84,18 @@ def test_a_copy_is_no_longer_than_what_agrees_before_it_deserves() -> None:
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 2
 
 
-@pytest.mark.parametrize("window", [WHOLE_TEXT, Window(24, 4)], ids=["whole", "window"])
+@pytest.mark.parametrize("window", [FULL_ATTENTION, Window(24, 4)], ids=["whole", "window"])
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
 def test_the_text_is_followed_as_it_is_committed(window: Window, commit: str) -> None:
-    """Bonus tokens too, and what has left the window: all but the pending root."""
-    settings = Remembering(Lookup(n=3, K=6))
+    """Check that the rule's text has bonus tokens and tokens outside the window, and all but the
+    pending root."""
+    settings = RuleRecorder(Lookup(n=3, K=6))
     text = list(PROMPT)
     n_full = n_partly = 0
     steps = generate(random_model(7), None, PROMPT, settings, 90, commit=commit, window=window)
     for step in steps:
         text += step.tokens
-        if step.tree and len(text) < len(PROMPT) + 90:  # else it may have been cut
+        if step.tree and len(text) < len(PROMPT) + 90:  # the last step may be cut
             assert settings.rules[-1].text == text[:-1]
             n_full += max(step.tree.depths) == 6
             n_partly += 0 < len(step.path) - 1 < max(step.tree.depths)

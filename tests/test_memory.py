@@ -1,4 +1,4 @@
-"""What is free on the host: of all memory, and within a container's limits."""
+"""Tests of free_host_memory: the machine's free memory and the limits of containers."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from engine.memory import free_host_memory
 
 GIB = 2**30
-GROUPS = {  # what our group and the one around it may take, take, keep for files -> what is free
+# Control groups, ours is a/b -> free bytes. Each group: its limit, its use, cached files of the use
+GROUPS = {
     "none": ({}, 8 * GIB),
     "no limit": ({"a/b": ("max", 5000, 0)}, 8 * GIB),
     "ours": ({"a/b": (9000, 5000, 300)}, 4300),
@@ -25,21 +26,22 @@ GROUPS = {  # what our group and the one around it may take, take, keep for file
 def test_a_containers_limit_and_those_around_it(
     groups: dict[str, tuple], free: int, tmp_path: Path
 ) -> None:
-    """MemAvailable is the machine's: within a container the process was killed for what it took."""
+    """Check that the limits of all enclosing groups count. MemAvailable is the whole machine's, so
+    a process that relied on it was killed in a container."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:  {8 * 2**20} kB\n")
     (tmp_path / "proc/self/cgroup").write_text("4:memory:/old\n0::/a/b\n")
-    for name, (most, used, kept) in groups.items():
+    for name, (limit, used, cached) in groups.items():
         folder = tmp_path / "sys/fs/cgroup" / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {kept}\nactive_file 7\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\nactive_file 7\n")
     assert free_host_memory(tmp_path) == free
 
 
-def test_a_system_that_tells_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert free_host_memory(tmp_path) == everything >= free_host_memory() > 0
-    monkeypatch.delattr(os, "sysconf")  # as on Windows, where no model was loaded
+    monkeypatch.delattr(os, "sysconf")  # as on Windows, where loading a model failed without it
     assert free_host_memory(tmp_path) > everything

@@ -1,7 +1,6 @@
-"""A user's mistakes: one line that names the cause, status 2, and nothing else. A mistake in code
-has its traceback.
+"""Tests that a user's mistake ends in status 2 and one line that names the cause, and nothing else.
 
-Also the checkpoints that are unusual but right, which must pass.
+An error in the code ends in a traceback. Checkpoints that are unusual but valid must work.
 """
 
 import json
@@ -25,7 +24,7 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from cli.errors import say
+from cli.errors import print_line
 from cli.main import main
 from cli.models import encode, load_tokenizer
 from draft_tree import Tree
@@ -34,17 +33,18 @@ from methods.static import StaticRule
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
 DRAFT = str(TINY / "draft")
-Files = dict[str, str | Callable[[Path], None]]  # what is written to a file, or what changes it
+Files = dict[str, str | Callable[[Path], None]]  # file name -> its text, or a function to change it
 
 
-def test_foreign_text_is_shown_and_not_obeyed(capsys: Captured) -> None:
-    """An escape in a file's name turned the terminal red, a newline made two lines of one."""
+def test_control_characters_are_escaped(capsys: Captured) -> None:
+    """Check that untrusted text cannot control the terminal. An escape sequence in a file's name
+    once turned it red, and a newline made two lines of one."""
     for text, line in (
         ("naïve 日本 'a b' \\n", "naïve 日本 'a b' \\n"),
         ("a\x1b[31mb\udcff", "a\\x1b[31mb\\udcff"),
         ("two\nlines\r\u2028or more", "two\\nlines\\r\\u2028or more"),
     ):
-        say(text)
+        print_line(text)
         assert capsys.readouterr().err == f"{line}\n"
 
 
@@ -55,14 +55,15 @@ def plant_nan(file: Path) -> None:
 
 
 def scale(file: Path) -> None:
-    """Weights that are finite, but whose products overflow in float16."""
+    """Scale weights so that they are finite, but their products overflow in float16."""
     tensors = load_file(file)
     tensors["gpt_neox.layers.0.attention.query_key_value.weight"] *= 30000
     save_file(tensors, file)
 
 
 def change(**parts: object) -> Callable[[Path], None]:
-    """Return what changes parts of a JSON file; a part may be a function of what was there."""
+    """Return a function that changes parts of a JSON file. A part is the new value, or a function
+    of the old one."""
 
     def write(file: Path) -> None:
         content = json.loads(file.read_text())
@@ -73,8 +74,8 @@ def change(**parts: object) -> Callable[[Path], None]:
     return write
 
 
-# Steps of a tokenizer that make a text 2 ** 40 times as long, or repeat the prompt: the first took
-# all memory and heeded no signal, the second ended in SIGABRT where memory is limited
+# Parts of a tokenizer that make a text 2**40 times as long, or repeat it 400,000 times. The first
+# took all memory and could not be interrupted. The second ended in SIGABRT if memory was limited
 TWICE = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
 DOUBLING = {"type": "Sequence", "normalizers": [TWICE] * 40}
 ONCE = {"Sequence": {"id": "A", "type_id": 0}}
@@ -83,12 +84,12 @@ REPEATING |= {"pair": [], "special_tokens": {}}
 
 
 A = "--prompt a"
-PAIRS = (f"{A} --target model --draft {DRAFT}", f"{A} --target {TARGET} --draft model")
-AS_TARGET, AS_DRAFT = PAIRS
+TARGET_AND_DRAFT = (f"{A} --target model --draft {DRAFT}", f"{A} --target {TARGET} --draft model")
+AS_TARGET, AS_DRAFT = TARGET_AND_DRAFT
 GGUF, OTHER = {"x.gguf": "GGUF"}, {"x": "a prompt", "y": '{"format":{"name":"x"}}'}
-NO_MODEL = f"{A} --target no-such-folder"  # a place is refused before anything is loaded
-# Arguments, as a shell splits them; what is in files of the working folder, where model/ is a copy
-# of the embedded draft; words of the line
+MISSING_TARGET = f"{A} --target no-such-folder"  # output files are checked before models are loaded
+# Arguments as on a command line; files in the working folder, where model/ is a copy of the
+# embedded draft; words that the error line must contain
 MISTAKES = [
     ("", {}, "--prompt"),
     (A + " --prompt-file b", {}, "--prompt"),
@@ -97,55 +98,67 @@ MISTAKES = [
     ("--prompt=", {}, "--prompt: is empty"),
     ("--prompt \udcff", {}, "UTF-8"),
     ("--prompt-file no/such/file", {}, "no/such/file"),
-    ("--prompt-file /dev/zero", {}, "/dev/zero is longer than a prompt"),
+    ("--prompt-file /dev/zero", {}, "/dev/zero is larger than 4 MB, the limit of a prompt"),
     ("--prompt-file .", {}, "cannot be read"),
     ("--prompt-file -", {}, "the prompt is empty"),
-    (A + " --max-new-tokens 0", {}, "--max-new-tokens 0"),
+    (A + " --max-new-tokens 0", {}, "--max-new-tokens is 0"),
     (A + " --max-new-tokens 99999999999999999999", {}, "these lower it: a 16-bit"),
     (A + " --method magic", {}, "dynatree"),
     (A + " --set width=3", {}, "tau_h"),
     (A + " --device tpu", {}, "cuda:N"),
     (A + " --device cuda", {}, "--device cpu"),
-    (A + " --device cpu --no-graphs", {}, "only cuda has graphs"),
-    (A + " --plain --strict", {}, "--plain has no strict passes"),
-    (A + " --dtype int8", {}, "--dtype int8: there are float32, "),
-    (A + " --method ar --draft-dtype int8", {}, "--draft-dtype int8: there are float32, "),
-    (A + " --temperature -1", {}, "--temperature -1.0 is not a positive"),
-    (A + " --temperature 1 --top-p 0", {}, "--top-p 0.0 is not a positive number"),
+    (A + " --device cpu --no-graphs", {}, "has no effect on cpu"),
+    (A + " --reference --strict", {}, "--reference: no --strict"),
+    (A + " --dtype int8", {}, "--dtype is int8, it must be one of float32, "),
+    (
+        A + " --method ar --draft-dtype int8",
+        {},
+        "--draft-dtype is int8, it must be one of float32, ",
+    ),
+    (A + " --temperature -1", {}, "--temperature is -1.0, it must be a positive"),
+    (A + " --temperature 1 --top-p 0", {}, "--top-p is 0.0, it must be"),
     (A + " --seed 1", {}, "--seed needs a --temperature above 0"),
-    (A + " --draft-temperature 0", {}, "--draft-temperature 0.0 is not a positive"),
-    (A + " --draft-temperature 1 --method linear", {}, "shapes the trees of linear"),
+    (A + " --draft-temperature 0", {}, "--draft-temperature is 0.0, it must be a positive"),
+    (A + " --draft-temperature 1 --method linear", {}, "the trees of linear do not depend"),
     (A + " --draft-temperature 1 --top-p .9", {}, "--top-p needs a --temperature"),
     (A + " --accept token", {}, "--accept token needs a --temperature above 0"),
     (A + " --method ar --temperature 1 --accept token", {}, "token has no effect: "),
-    (A + " --window 817", {}, "window=817: 64 to 816"),
+    (A + " --window 817", {}, "window is 817, it must be from 64 to 816"),
     (A + " --sinks 4", {}, "sinks=4 needs a window"),
-    (A + " --threads 0", {}, "--threads 0"),
+    (A + " --threads 0", {}, "--threads is 0"),
     (A + " --fast", {}, "--fast"),
     (A + " --debug", {}, "--debug"),
-    (A + " --target ./none --draft ./gone", {}, "'./none' is not a folder, and no hub name; './go"),
+    (
+        A + " --target ./none --draft ./gone",
+        {},
+        "'./none' is neither a folder nor a hub name; './go",
+    ),
     (A + " --target a/b/c --method ar", {}, "a/b/c"),
     (A + " --target x --method ar", {"x": "a"}, "'x' is a file, not a folder"),
-    (A + f" --target {TARGET}", {}, "--target also needs --draft: the method drafts; --method"),
+    (
+        A + f" --target {TARGET}",
+        {},
+        "--target also needs --draft; without a draft model use --method",
+    ),
     (A + " --target . --method ar", {"x": "a"}, "json"),
     (A + " --target . --method ar", GGUF, "x.gguf is GGUF, for llama.cpp"),
     (A + " --target x.gguf --method ar", GGUF, "x.gguf is GGUF, for llama.cpp"),
-    (NO_MODEL + " --page no/such/folder/x", {}, "No such file"),
-    (NO_MODEL + " --trace /dev/full", {}, "not a regular file"),
-    (NO_MODEL + " --page x --trace ./x", {}, "--page and --trace must not be one file"),
-    ("--prompt-file x --page x --target no-such-folder", OTHER, "not overwritten"),
-    (NO_MODEL + " --trace y", OTHER, "not overwritten"),
+    (MISSING_TARGET + " --html no/such/folder/x", {}, "No such file"),
+    (MISSING_TARGET + " --trace /dev/full", {}, "not a regular file"),
+    (MISSING_TARGET + " --html x --trace ./x", {}, "--html and --trace must be different files"),
+    ("--prompt-file x --html x --target no-such-folder", OTHER, "not overwritten"),
+    (MISSING_TARGET + " --trace y", OTHER, "not overwritten"),
     (AS_TARGET + " --dtype float16", {"model/model.safetensors": scale}, "use bfloat16 or float32"),
 ]
-DAMAGE = [  # of a target, or of a draft, which has this file of its own; more in test_checkpoint.py
+DAMAGE = [  # a file, how it is damaged, words of the error line; more in test_checkpoint.py
     ("model.safetensors", plant_nan, "embed_out.weight"),
     ("config.json", '{"model_type": "llama"}', "llama"),
     ("tokenizer.json", Path.unlink, "tokenizer.json"),
-    ("tokenizer.json", change(normalizer=DOUBLING), "its normalizer may make a text 4,096 times"),
-    ("tokenizer.json", change(post_processor=REPEATING), "its post_processor may make a text 4"),
+    ("tokenizer.json", change(normalizer=DOUBLING), "its normalizer can make a text 4,096 times"),
+    ("tokenizer.json", change(post_processor=REPEATING), "its post_processor can make a text 4"),
 ]
 for name, damage, words in DAMAGE:
-    MISTAKES += [(pair, {f"model/{name}": damage}, words) for pair in PAIRS]
+    MISTAKES += [(pair, {f"model/{name}": damage}, words) for pair in TARGET_AND_DRAFT]
 DIFFERING = {
     "normalizer": change(normalizer={"type": "NFC"}),
     "pre_tokenizer": change(pre_tokenizer={"type": "Whitespace"}),
@@ -160,16 +173,16 @@ for part, damage in DIFFERING.items():
 def test_a_mistake_is_one_line(
     arguments: str, files: Files, words: str, capsys: Captured, folder: Path
 ) -> None:
-    """And no file is made or changed."""
+    """Check also that no file is created or changed."""
     put_files(folder, files)
-    before = contents(folder)
+    before = read_all(folder)
     assert words in error_line(capsys, main, arguments.split(" "))
-    assert contents(folder) == before
+    assert read_all(folder) == before
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Make a working folder, and a standard input that has nothing."""
+    """Make a working folder, and make standard input empty."""
     monkeypatch.chdir(tmp_path)
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
@@ -177,7 +190,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def put_files(folder: Path, files: Files) -> None:
-    """Write files, or change those of a model."""
+    """Write files to a folder, or change those of a copied model."""
     for name, content in files.items():
         if name.startswith("model/") and not (folder / "model").exists():
             shutil.copytree(DRAFT, folder / "model")
@@ -187,11 +200,11 @@ def put_files(folder: Path, files: Files) -> None:
             (folder / name).write_text(content)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_all(folder: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-LACKS = [  # what ends a run that there is no memory for, and words of the line
+MEMORY_ERRORS = [  # an exception that means a lack of memory, and words of the error line
     (MemoryError(), "; these lower it: a 16-bit --dtype"),
     (torch.OutOfMemoryError("no room"), "no room; these lower it"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes."), "9 bytes.; these"),
@@ -200,7 +213,7 @@ LACKS = [  # what ends a run that there is no memory for, and words of the line
 
 
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a run end in an error."""
+    """Make every run raise an error."""
 
     def fail(*arguments: object) -> None:
         raise error
@@ -208,7 +221,7 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cli.main.prepare", fail)
 
 
-@pytest.mark.parametrize(("error", "words"), LACKS)
+@pytest.mark.parametrize(("error", "words"), MEMORY_ERRORS)
 def test_a_lack_of_memory_is_one_line(
     error: Exception, words: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +235,7 @@ def test_a_lack_of_memory_is_one_line(
 def test_a_mistake_in_code_has_its_traceback(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a file that nobody named and that is not there."""
+    """Include FileNotFoundError for a file that the user did not name."""
     fail_with(error, monkeypatch)
     with pytest.raises(type(error)) as raised:
         main(["--prompt", "a"])
@@ -230,7 +243,8 @@ def test_a_mistake_in_code_has_its_traceback(
 
 
 def test_a_full_cache_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that grows larger trees than it said got the advice of a 16-bit dtype."""
+    """Check the error for a rule whose trees exceed its max_rows. The message once advised a 16-bit
+    dtype."""
 
     def add_more(rule: StaticRule, tree: Tree) -> Tree:
         for token in range(300):
@@ -239,24 +253,24 @@ def test_a_full_cache_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(StaticRule, "finish_tree", add_more)
     sets = [word for value in ("N_max=4", "tau=0") for word in ("--set", value)]
-    for more in ([], ["--plain"]):
+    for more in ([], ["--reference"]):
         arguments = ["--prompt", "a", "--method", "fixed", "--max-new-tokens", "8", *sets, *more]
         with pytest.raises(IndexError, match=r"the cache has \d+ slots, \d+ are needed"):
             main(arguments)
 
 
-def test_what_a_gpu_has_not(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_lacks(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_one_gpu(monkeypatch, capability=(7, 5))
-    for option, value, told in (
+    for option, value, message in (
         ("--device", "cuda:1", "cuda:0"),
-        ("--dtype", "bfloat16", "--dtype bfloat16: Pretended GPU has none"),
-        ("--draft-dtype", "bfloat16", "--draft-dtype bfloat16: Pretended GPU has none"),
+        ("--dtype", "bfloat16", "--dtype bfloat16: Pretended GPU does not support it"),
+        ("--draft-dtype", "bfloat16", "--draft-dtype bfloat16: Pretended GPU does not support it"),
     ):
-        assert told in error_line(capsys, main, ["--prompt", "a", option, value])
+        assert message in error_line(capsys, main, ["--prompt", "a", option, value])
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_head_that_is_kept_is_told_in_one_note(capsys: Captured, tmp_path: Path) -> None:
+def test_a_separate_head_of_a_tied_config_is_one_note(capsys: Captured, tmp_path: Path) -> None:
     shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
     raw = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -271,7 +285,7 @@ def test_a_head_that_is_kept_is_told_in_one_note(capsys: Captured, tmp_path: Pat
 
 
 def test_tokenizers_may_differ_in_length_and_padding(tmp_path: Path) -> None:
-    """Training code leaves both in a file."""
+    """Check that truncation and padding, which training code may leave in a file, are ignored."""
     shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
@@ -285,7 +299,7 @@ def test_tokenizers_may_differ_in_length_and_padding(tmp_path: Path) -> None:
 
 
 def test_a_draft_may_lack_what_was_added_to_the_target(capsys: Captured, tmp_path: Path) -> None:
-    """As Pythia's the tokens that Dolly added; the text is the target's own."""
+    """Check that tokens added to the target only are allowed, as Dolly added some to Pythia's."""
     pair = [str(tmp_path / "target"), str(tmp_path / "draft")]
     for folder, source in zip(pair, (TARGET, DRAFT), strict=True):
         shutil.copytree(source, folder)
@@ -300,7 +314,7 @@ def test_a_draft_may_lack_what_was_added_to_the_target(capsys: Captured, tmp_pat
     assert main([*arguments, pair[1]]) == 0
     assert capsys.readouterr().out == expected
     other = Tokenizer.from_file(f"{DRAFT}/tokenizer.json")
-    other.add_special_tokens(["### Other"])  # of the draft, with an id of the target's own token
+    other.add_special_tokens(["### Other"])  # a draft token whose id is another token in the target
     other.save(f"{pair[1]}/tokenizer.json")
     assert error_line(capsys, main, [*arguments, pair[1]]).endswith("tokenizers differ: vocabulary")
 
@@ -312,9 +326,9 @@ def test_what_overflows_in_float16_runs_in_float32(tmp_path: Path) -> None:
 
 
 def test_prompt_id_past_the_vocabulary(capsys: Captured, tmp_path: Path) -> None:
-    """A tokenizer with more entries than the model has embeddings."""
+    """Use a tokenizer with more entries than the model has embeddings."""
     config = random_config(vocab_size=20)
     write_checkpoint(tmp_path, config, random_tensors(config, 0))
     shutil.copy(f"{TARGET}/tokenizer.json", tmp_path)
     arguments = ["--prompt", PROMPT, "--method", "ar", "--target", str(tmp_path)]
-    assert "knows 20 ids" in error_line(capsys, main, arguments)
+    assert "has only 20 ids" in error_line(capsys, main, arguments)

@@ -1,4 +1,4 @@
-"""What a target shows: the same hidden states on every kind of pass; and wrappers in one order."""
+"""Tests that every kind of pass shows the same hidden states, and of the order of wrappers."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import fix_shapes, generate, noisy_pair, pretend_capture, random_model
 from numpy import ndarray
-from test_tensor_parallel import small, with_ranks
+from test_tensor_parallel import with_ranks, write_small_checkpoint
 from torch import Tensor
 
 from draft_tree import Candidates, Settings, Tree
@@ -30,7 +30,7 @@ PROMPT = [3, 14, 15, 92, 65]
 
 
 class Watching(HiddenDrafter):
-    """Proposes the next ids, and keeps the state of every committed token."""
+    """A drafter that proposes the next ids and records the state of every committed token."""
 
     def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -49,38 +49,38 @@ class Watching(HiddenDrafter):
         self.committed.append(states[path] if len(states) == len(tree) else states)
 
 
-def states_of(target: GPTNeoX, settings: Settings, **way: object) -> tuple[list[int], Tensor]:
-    """A text, and the target's state of each of its tokens but the last one."""
+def states_of(target: GPTNeoX, settings: Settings, **options: object) -> tuple[list[int], Tensor]:
+    """Return a text without its last token, and the target's state [n, hidden] of each token."""
     drafter, text = Watching(), list(PROMPT)
-    for step in generate(target, drafter, PROMPT, settings, 24, **way):
+    for step in generate(target, drafter, PROMPT, settings, 24, **options):
         text += step.tokens
     return text[:-1], torch.cat(drafter.committed)[: len(text) - 1]
 
 
 def own_states(model: GPTNeoX, text: list[int]) -> Tensor:
-    """The same by one pass of a plain model."""
+    """Return the states [n, hidden] of a text by one pass of a reference model."""
     positions = torch.arange(len(text))
     return model.hidden(torch.tensor(text), positions, model.new_cache(len(text)))
 
 
 @pytest.mark.parametrize("is_shaped", [False, True], ids=["tight", "fixed"])
-@pytest.mark.parametrize("way", [{}, {"strict": True}, {"commit": "rebuild"}])
+@pytest.mark.parametrize("options", [{}, {"strict": True}, {"commit": "rebuild"}])
 @pytest.mark.parametrize("settings", [Chain(K=3), Fixed(D=2, B=3, tau=0.0), Graft(base="linear")])
 def test_hidden_states_are_shown_by_every_pass(
-    settings: Settings, way: dict, is_shaped: bool, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, options: dict, is_shaped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded, captured, strict and rebuilt ones; also below a rule that reads the target."""
+    """Check padded, captured, strict and rebuilt passes, and a rule that reads the target's ids."""
     pretend_capture(monkeypatch)
-    target, plain = random_model(5), random_model(5, kind=GPTNeoX)
+    target, reference = random_model(5), random_model(5, kind=GPTNeoX)
     if is_shaped:
         fix_shapes(target)
-    text, states = states_of(target, settings, **way)
-    torch.testing.assert_close(states, own_states(plain, text), atol=1e-4, rtol=0)
-    assert states_of(plain, settings)[0] == text
+    text, states = states_of(target, settings, **options)
+    torch.testing.assert_close(states, own_states(reference, text), atol=1e-4, rtol=0)
+    assert states_of(reference, settings)[0] == text
 
 
 def test_hidden_states_are_shown_by_a_fast_model_in_the_cores_loop() -> None:
-    """Without engine.generate, by FastGPTNeoX.hidden."""
+    """Check FastGPTNeoX.hidden, which compose.generate calls without the engine's loop."""
     target, drafter, text = random_model(5), Watching(), list(PROMPT)
     for step in compose_generate(target, drafter, PROMPT, Chain(K=3), 24):
         text += step.tokens
@@ -89,8 +89,8 @@ def test_hidden_states_are_shown_by_a_fast_model_in_the_cores_loop() -> None:
     torch.testing.assert_close(states, expected, atol=1e-4, rtol=0)
 
 
-def test_a_window_shows_what_was_read() -> None:
-    """Of each token once, though the cache has dropped some."""
+def test_a_window_shows_each_token_once() -> None:
+    """Check that all states are shown, although the cache has dropped some tokens."""
     text, states = states_of(random_model(5), Chain(K=3), window=Window(16, 2))
     assert len(states) == len(text) and states.isfinite().all()
 
@@ -101,16 +101,17 @@ def text_and_states(target: FastGPTNeoX, folder: Path) -> tuple[list[int], ndarr
 
 
 def test_hidden_states_are_shown_by_ranks(tmp_path: Path) -> None:
-    """Each rank has all of a state, and rank 0 shows it."""
-    folder = small(tmp_path)
+    """Check that rank 0 shows whole states, not its shard of them."""
+    folder = write_small_checkpoint(tmp_path)
     text, states = with_ranks(2, folder, text_and_states)
     expected = own_states(GPTNeoX.from_pretrained(folder), text)
     torch.testing.assert_close(torch.from_numpy(states), expected, atol=1e-4, rtol=0)
 
 
 def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
-    """Gates of cost see drawn values and calibrated probabilities, and the acceptance reads what
-    the drafter below the calibration drew from."""
+    """Check the order of the wrappers. Cost gates must get drawn values and calibrated
+    probabilities. The acceptance must read the distributions of the drafter below the
+    calibration."""
     target, draft = noisy_pair(3, kind=GPTNeoX)
     base = "dyspec:N=6:calibrate=on:costs=learned"
     parts = compose(target, draft, Graft(base=base), Sampling(1.0))

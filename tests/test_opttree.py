@@ -1,4 +1,4 @@
-"""opttree: the paper's algorithm taken literally, and what its threshold means."""
+"""Tests of opttree against the paper's algorithm taken literally, and of its threshold delta."""
 
 import math
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import grow
-from test_draft_tree import ROOT, Even, FakeDraft, Path, assert_well_formed, paths
+from test_draft_tree import ROOT, FakeDraft, HalfHalfDraft, Path, assert_well_formed, paths
 
 from methods.opttree import OptTree
 
@@ -14,9 +14,11 @@ DEPTH = 6
 
 
 def literal_tree(draft: FakeDraft, settings: OptTree) -> tuple[list[Path], int]:
-    """Draft a layer: n children of each node of the layer before, of all of them the n likeliest.
-    Add up the n likeliest of all layers: E(A). Stop if that is no more than delta above the last
-    E(A). Returns the root and these n, and how many layers were drafted."""
+    """Run the paper's algorithm literally, and return the tree's paths and the layers drafted.
+
+    A layer is the n likeliest children of the layer before. E(A) is the sum of p(u) over the n
+    likeliest nodes of all layers. Drafting stops when a layer adds delta or less to it.
+    """
     n = settings.N - 1
     root = (ROOT,)
     layer = {root: 0.0}  # path -> log p
@@ -58,10 +60,11 @@ def test_the_tree_is_the_papers(n_rows: int, delta: float) -> None:
 
 
 def test_it_stops_by_what_the_last_level_added() -> None:
-    """Eight nodes: the levels add two of p .5, four of .25 and two of .125; delta or less ends."""
+    """Check how many levels are drafted for eight nodes in a uniform binary tree. The levels add
+    two nodes of p = 0.5, four of 0.25 and two of 0.125, so their gains are 1, 1, 0.25 and 0."""
     n_drafted = []
     for delta in (0.0, 0.2, 0.25, 0.99, 1.0):
-        draft = Even(0)
+        draft = HalfHalfDraft(0)
         grow(OptTree(N=9, delta=delta).make_rule(), ROOT, draft, 127)
         n_drafted.append(draft.n_calls)
     assert n_drafted == [4, 4, 3, 3, 1]

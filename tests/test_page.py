@@ -1,7 +1,8 @@
-"""The page of --page in a real browser: what it shows is the run, and nothing in it is obeyed.
+"""Tests of the page of --html in a real browser: it shows the run, and text in it stays text.
 
-Needs a Chromium on this machine, and `pip install -r requirements-browser.txt`. docs/example.html
-is made by the command that stands on it; docs/page.png is that page at #7, a node pointed at.
+They need a Chromium on this machine, and `pip install -r requirements-browser.txt`. To make
+docs/example.html again, run the command that its Settings panel shows. docs/page.png is that page
+at #7, 1280 x 720, with the pointer on the node `·said` of depth 2.
 """
 
 import itertools
@@ -36,7 +37,7 @@ HOSTILE = "<img src=x onerror=hacked=1></script><script>hacked=1</script>"
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
     with playwright.sync_playwright() as driver:
-        # --no-sandbox: as root, which containers are, there is none; the pages are our own
+        # --no-sandbox: root, as in containers, has no sandbox, and the pages are our own
         chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
         chromium.close()
@@ -44,17 +45,18 @@ def browser() -> Iterator:
 
 @pytest.fixture
 def opened(browser: object, tmp_path: Path) -> Iterator[Callable]:
-    """Opens the page of a trace; at the end, nothing may have gone wrong."""
-    wrong = []
+    """Return a function that opens the page of a trace. At the end, check that the browser logged
+    nothing and requested only the page."""
+    events = []
     file = tmp_path / "run.html"
 
     def open_page(content: dict, size: dict = LAPTOP, scheme: str = "light") -> object:
         file.write_text(as_page(content))
         page = browser.new_page(viewport=size, color_scheme=scheme, offline=True)
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("dialog", lambda dialog: wrong.append("a dialog"))
-        page.on("request", lambda request: wrong.append(request.url))
+        page.on("console", lambda message: events.append(message.text))
+        page.on("pageerror", lambda error: events.append(str(error)))
+        page.on("dialog", lambda dialog: events.append("a dialog"))
+        page.on("request", lambda request: events.append(request.url))
         page.goto(file.as_uri())
         page.wait_for_function("() => document.documentElement.dataset.ready === '1'")
         return page
@@ -62,12 +64,12 @@ def opened(browser: object, tmp_path: Path) -> Iterator[Callable]:
     yield open_page
     for context in browser.contexts:
         context.close()
-    assert set(wrong) == {file.as_uri()}  # all that may be asked for
+    assert set(events) == {file.as_uri()}
 
 
 @pytest.fixture
 def traced(capsys: Captured, tmp_path: Path) -> Callable[..., dict]:
-    """The trace of a run of the embedded pair."""
+    """Return a function that runs the embedded pair and returns its trace."""
 
     def trace(*options: str) -> dict:
         file = tmp_path / "run.json"
@@ -79,8 +81,8 @@ def traced(capsys: Captured, tmp_path: Path) -> Callable[..., dict]:
 
 
 def go(page: object, iteration: int, stage: int | str = 0) -> int:
-    """stage: 0 is the whole, then the draft's passes and the other steps; or the first of a kind.
-    Returns where it is."""
+    """Show a stage of an iteration, and return its number. 0 is the whole iteration; the draft
+    passes and the other steps follow. A name means the first stage of this kind."""
     if isinstance(stage, str):
         go(page, iteration)
         kinds = page.evaluate("dynatree.state.view.stages.map((stage) => stage.kind)")
@@ -90,19 +92,19 @@ def go(page: object, iteration: int, stage: int | str = 0) -> int:
 
 
 def widest(content: dict) -> int:
-    """The iteration with the most nodes."""
+    """Return the iteration with the most nodes."""
     sizes = [len(i["tree"]["tokens"]) if "tree" in i else 0 for i in content["iterations"]]
     return sizes.index(max(sizes))
 
 
-# All that the panels show, as it stands there
+# What the panels show
 SHOWN = """() => {
   const all = (where) => [...document.querySelectorAll(where)];
   const rowOf = (element) => Number(element.dataset.row);
-  const isSeen = (token) => token.checkVisibility({ visibilityProperty: true });
+  const isVisible = (token) => token.checkVisibility({ visibilityProperty: true });
   const nodes = all('#tree .node').sort((a, b) => rowOf(a) - rowOf(b));
   return {
-    text: all('#text .token').filter(isSeen).map((token) => token.textContent).join(''),
+    text: all('#text .token').filter(isVisible).map((token) => token.textContent).join(''),
     framed: all('#text .new').map((element) => element.textContent).join(''),
     origins: all('#text .token').map((token) => token.classList[1]),
     rows: nodes.map(rowOf),
@@ -110,7 +112,7 @@ SHOWN = """() => {
     retrieved: nodes.filter((node) => node.matches('.retrieved')).map(rowOf),
     notes: nodes.map((node) => node.querySelector('.note').textContent),
     bonus: all('#tree .bonus-node .label').length,
-    sees: document.querySelector('#mask .sees')?.getAttribute('d') ?? '',
+    attends: document.querySelector('#mask .attends')?.getAttribute('d') ?? '',
     bold: all('#mask .row.accepted').length,
     target: all('#caches .cell.written rect').filter((r) => r.y.baseVal.value < 40).length,
     moves: all('#caches .move').length,
@@ -132,8 +134,8 @@ RUNS = {
 def test_every_step_shows_what_is_known_by_then(
     options: list[str], opened: Callable, traced: Callable
 ) -> None:
-    """What the trace says, and nothing that a later step decides: text, accepted rows, mask and
-    caches stood there from the first pass of the draft on."""
+    """Compare every stage with the trace. No stage shows what a later step decides. The page once
+    showed text, accepted rows, mask and caches from the first draft pass on."""
     content = traced(*options)
     iterations = content["iterations"]
     written = ""
@@ -156,7 +158,7 @@ def test_every_step_shows_what_is_known_by_then(
 
 
 def check_tree(shown: dict, content: dict, at: int, stage: int, last: int) -> None:
-    """One stage of an iteration with a tree; the last five are mask to adapt, 0 is the whole."""
+    """Check one stage of an iteration with a tree; the last five are mask to adapt, 0 is all."""
     found = content["iterations"][at]
     tree, path = found["tree"], found["path"]
     n = len(tree["tokens"])
@@ -167,38 +169,38 @@ def check_tree(shown: dict, content: dict, at: int, stage: int, last: int) -> No
     assert shown["retrieved"] == [row for row in rows if row in tree["retrieved"]]
     assert shown["accepted"] == (path if is_known["accept"] else [])
     assert shown["bonus"] == is_known["accept"] and (shown["bonus"] or not shown["bold"])
-    sees = {(row, above) for row in rows for above in path_to(tree_of(found), row)}
-    assert seen(shown["sees"]) == (sees if is_known["mask"] else set())
+    attended = {(row, above) for row in rows for above in path_to(tree_of(found), row)}
+    assert marks(shown["attends"]) == (attended if is_known["mask"] else set())
     assert shown["target"] == (n if is_known["verify"] else 0)
-    assert ("target says" in shown["aloud"]) == is_known["verify"]
+    assert ("target model predicts" in shown["aloud"]) == is_known["verify"]
     assert ("accepted" in shown["names"]) == is_known["accept"]
     slots = [tree["slots"][row] for row in path if tree["slots"][row] >= 0]
     moved = [row for moving in (path, slots) for i, row in enumerate(moving) if i != row]
     assert shown["moves"] == (len(moved) if is_known["commit"] else 0)
     notes = dict(zip(rows, shown["notes"], strict=True))
-    if stage == last - 3:  # verify; what the target says is of one colour, also in retrieved nodes
+    if stage == last - 3:  # verify; all predictions have one colour, also in retrieved nodes
         assert shown["chips"] == 1
         for row, target in enumerate(tree["target"]):
             word = content["vocabulary"][str(target)].replace(" ", "·").replace("\n", "↵")
             assert notes[row][:5] == f"→{word}"[:5]
     elif stage == last - 2:  # accept
-        for row, chance, coin, _ in found["tried"]:
-            assert notes[row][-1] == ("✓" if coin < chance else "✗")
-            assert (row in path) == (coin < chance)
+        for row, p, number, _ in found["trials"]:
+            assert notes[row][-1] == ("✓" if number < p else "✗")
+            assert (row in path) == (number < p)
 
 
 def drafted_by(found: dict, stage: int) -> list[int]:
-    """The rows that are there at a stage of the draft: a depth with each pass, then memory's."""
+    """Return the rows at a stage of the draft: one depth more per pass, then the retrieved rows."""
     tree = found["tree"]
     if stage > len(found["draft_rows"]) and tree["retrieved"]:
         return list(range(len(tree["tokens"])))
     n_passes = min(stage, len(found["draft_rows"]))
-    there = [row for row, depth in enumerate(tree_of(found).depths) if depth <= n_passes]
-    return [row for row in there if row not in tree["retrieved"]]
+    rows = [row for row, depth in enumerate(tree_of(found).depths) if depth <= n_passes]
+    return [row for row in rows if row not in tree["retrieved"]]
 
 
-def seen(path: str) -> set[tuple[int, int]]:
-    """Row and column of each mark of the drawn mask."""
+def marks(path: str) -> set[tuple[int, int]]:
+    """Return row and column of each mark of the drawn mask."""
     corners = [tuple(map(float, corner)) for corner in re.findall(r"M(\S+) ([\d.]+)h", path)]
     columns = sorted({x for x, _ in corners})
     rows = sorted({y for _, y in corners})
@@ -206,14 +208,14 @@ def seen(path: str) -> set[tuple[int, int]]:
 
 
 def origins(found: dict) -> list[str]:
-    """Who wrote each token of an iteration."""
+    """Return the origin of each token of an iteration."""
     retrieved = found["tree"]["retrieved"] if "tree" in found else []
     rows = found.get("path", [0])[1:]
     kinds = ["retrieved" if row in retrieved else "drafted" for row in rows]
     return (kinds + ["bonus"])[: len(found["tokens"])]
 
 
-def test_one_moves_by_keys_clicks_and_address(opened: Callable, traced: Callable) -> None:
+def test_keys_clicks_and_the_address_change_the_stage(opened: Callable, traced: Callable) -> None:
     content = traced()
     last = len(content["iterations"]) - 1
     page = opened(content)
@@ -239,11 +241,11 @@ def test_one_moves_by_keys_clicks_and_address(opened: Callable, traced: Callable
     page.wait_for_function("() => dynatree.state.iteration > 2")
 
 
-def test_the_page_says_why(opened: Callable, traced: Callable) -> None:
-    """In the open: which bar gave a row its children, and what moved a threshold."""
+def test_captions_explain_breadth_and_thresholds(opened: Callable, traced: Callable) -> None:
+    """Check which threshold decided B(u) of the root, and why a threshold changed."""
     content = traced("--set", "W=1", "--max-new-tokens", "60")
     iterations = content["iterations"]
-    told = set()
+    reasons = set()
     page = opened(content)
     caption = page.locator("#caption")
     for at, (found, following) in enumerate(itertools.pairwise(iterations[1:]), start=1):
@@ -251,22 +253,25 @@ def test_the_page_says_why(opened: Callable, traced: Callable) -> None:
         go(page, at, "draft")
         if found["draft_rows"]:
             breadth = found["tree"]["breadth"][0]
-            bar = {1: f"≥ tau_h {before['tau_h']:g}: B_min", 2: ": B_mid", 3: "< tau_l 0.4: B_max"}
-            assert f"{bar[breadth]} = {breadth} child" in caption.inner_text()
+            name = {1: "B_min", 2: "B_mid", 3: "B_max"}[breadth]
+            bound = {1: f"≥ tau_h {before['tau_h']:g}", 2: "", 3: "< tau_l 0.4"}[breadth]
+            assert f"{bound}, so B(u) = {name} = {breadth}." in caption.inner_text()
         go(page, at, "adapt")
         for name in ("D0", "tau_h", "rho_deep"):
-            moved = f"{name} {before[name]:g} → {after[name]:g}"
-            assert (moved in caption.inner_text()) == (before[name] != after[name])
-        if "→" in caption.inner_text():
-            reach = after["reach"]
-            bar = "above 0.8" if reach > 0.8 else "below 0.6"
-            assert caption.inner_text().endswith(f", as reach {reach:.2f} is {bar}.")
-            told.add(bar)
-    assert told == {"above 0.8", "below 0.6"}
+            change = rf"\b{name}( changes)? from {before[name]:g} to {after[name]:g}\b"
+            has_changed = re.search(change, caption.inner_text()) is not None
+            assert has_changed == (before[name] != after[name])
+        if " changes from " in caption.inner_text():
+            ratio = after["depth_ratio"]
+            bound = "above 0.8" if ratio > 0.8 else "below 0.6"
+            reason = f", because the depth ratio {ratio:.2f} is {bound}."
+            assert caption.inner_text().endswith(reason)
+            reasons.add(bound)
+    assert reasons == {"above 0.8", "below 0.6"}
 
 
 def test_a_node_shows_the_numbers_of_the_trace(opened: Callable, traced: Callable) -> None:
-    """And every gate is explained."""
+    """Check the details of every node, and that the glossary explains every gate."""
     content = traced("--max-new-tokens", "60")
     at = widest(content)
     tree = content["iterations"][at]["tree"]
@@ -292,8 +297,8 @@ def test_a_node_shows_the_numbers_of_the_trace(opened: Callable, traced: Callabl
     assert all(entry[3] in words for entry in tree["dropped"])
 
 
-def test_sums_over_the_run_are_the_traces(opened: Callable, traced: Callable) -> None:
-    """By depth, of the trees up to the one that is shown."""
+def test_acceptance_by_depth_is_that_of_the_trace(opened: Callable, traced: Callable) -> None:
+    """Count the trees up to the shown one."""
     content = traced()
     reached: Counter[int] = Counter()
     accepted: Counter[int] = Counter()
@@ -306,13 +311,14 @@ def test_sums_over_the_run_are_the_traces(opened: Callable, traced: Callable) ->
     shown = page.locator("#depths .well").evaluate_all(bars)
     for depth, (title, share) in enumerate(shown, start=1):
         n = reached[depth]
-        assert title == f"depth {depth}: {accepted[depth]} of {n} trees so deep"
+        trees = f"{accepted[depth]} of {n} trees at least this deep"
+        assert title == f"Depth {depth}: accepted in {trees}"
         assert share == pytest.approx(accepted[depth] / max(n, 1), abs=0.05)
     assert len(shown) >= len(reached) > 1
 
 
 def test_outside_text_is_text(opened: Callable, traced: Callable) -> None:
-    """In the prompt, in what was written, and in every name that comes from outside."""
+    """Put HTML into the prompt, the generated text, and every name that a user or a file gives."""
     content = traced("--prompt", HOSTILE)
     content["vocabulary"] = {i: HOSTILE for i in content["vocabulary"]}
     content["settings"]["target"] = HOSTILE
@@ -333,10 +339,10 @@ def test_outside_text_is_text(opened: Callable, traced: Callable) -> None:
     [(LAPTOP, "light"), (HALL, "dark"), (LARGE, "light"), (PHONE, "dark")],
     ids=["laptop", "hall", "150", "phone"],
 )
-def test_nothing_sticks_out(size: dict, scheme: str, opened: Callable, traced: Callable) -> None:
-    """The root and the path's end are in sight, on a laptop all of a tree of five levels, which
-    stays where it is whatever the caption says. Letters are no smaller than 12 pixels, in a tree
-    that is made to fit 11."""
+def test_everything_fits(size: dict, scheme: str, opened: Callable, traced: Callable) -> None:
+    """Check that the root and the end of the path are visible; on a laptop, a whole tree of five
+    levels. The tree does not move with the caption, and captions have at most three lines on a
+    laptop. Text has at least 12 pixels, 11 in a tree that was shrunk."""
     content = traced("--method", "specinfer", "--temperature", "0.9", "--max-new-tokens", "40")
     tops = set()
     page = opened(content, size, scheme)
@@ -351,13 +357,15 @@ def test_nothing_sticks_out(size: dict, scheme: str, opened: Callable, traced: C
             tops.add(page.evaluate("tree.offsetTop"))
             if size == LAPTOP:
                 assert page.evaluate("tree.scrollWidth <= tree.clientWidth"), (at, kind)
+                assert page.evaluate("caption.scrollHeight <= caption.clientHeight"), (at, kind)
     for where, least in (("#tree *", 10.99), ("body *:not(#tree *)", 11.99)):
         assert page.evaluate(SMALLEST, where) >= least
     assert len(tops) == 1
 
 
 def test_on_paper_everything_is_whole(opened: Callable, traced: Callable) -> None:
-    """Mask and caches were cut, and in the dark all was dark. Printing draws nothing anew."""
+    """Print without drawing anything again. Mask and caches once were cut, and a dark page stayed
+    dark."""
     content = traced("--method", "dyspec")
     page = opened(content, HALL, "dark")
     page.add_init_script("ResizeObserver = class { observe() {} }")
@@ -372,12 +380,12 @@ def test_on_paper_everything_is_whole(opened: Callable, traced: Callable) -> Non
 
 
 def is_inside(page: object, what: str, where: str) -> bool:
-    """Whether one element is wholly seen within another."""
+    """Whether one element is completely inside another."""
     own, place = page.evaluate(BOXES, [what, where])
     return all(inner >= outer - 1 for inner, outer in zip(own, place, strict=True))
 
 
-# Two frames later: what a new caption has resized is then drawn again
+# After two frames, because a resized panel is drawn again
 BOXES = """async (names) => {
   const frame = () => new Promise((done) => requestAnimationFrame(done));
   await frame().then(frame);
@@ -391,8 +399,8 @@ SMALLEST = """(where) => Math.min(...[...document.querySelectorAll(where)]
   .map((e) => parseFloat(getComputedStyle(e).fontSize) * (e.getScreenCTM?.()?.a ?? 1)))"""
 
 
-def test_who_does_not_see_is_told(opened: Callable, traced: Callable) -> None:
-    """Whatever can be focused has a name, and what changes is said."""
+def test_screen_readers_get_names_and_captions(opened: Callable, traced: Callable) -> None:
+    """Check that every focusable element has a name, and that the live caption changes."""
     content = traced()
     page = opened(content)
     go(page, widest(content))
@@ -403,7 +411,7 @@ def test_who_does_not_see_is_told(opened: Callable, traced: Callable) -> None:
         ".map((e) => e.outerHTML.slice(0, 80))"
     )
     assert nameless == []
-    said = page.locator("[aria-live]").first
-    before = said.text_content()
+    caption = page.locator("[aria-live]").first
+    before = caption.text_content()
     page.keyboard.press("ArrowLeft")
-    assert said.text_content() != before
+    assert caption.text_content() != before

@@ -1,4 +1,4 @@
-"""Claim: peak memory is of one text alone, in a process that ends with its parent."""
+"""Tests that peak memory is measured for one text, in a process that ends with its parent."""
 
 import os
 import signal
@@ -12,37 +12,37 @@ import pytest
 from conftest import ROOT
 
 from benchmark.cases import Case
-from benchmark.memory import in_own_process, measure_memory
+from benchmark.memory import measure_memory, run_in_new_process
 from benchmark.options import build_parser
 from cli import models
 from dynatree import Step
 from engine.generation_config import GenerationConfig
 from engine.memory import OutOfMemory
 from engine.passes import Window
-from methods.static import Alone, Chain
+from methods.static import Chain, PaddedAutoregressive
 
 
-def kill_oneself() -> dict:
+def kill_self() -> dict:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_measured_process_that_is_killed() -> None:
     with pytest.raises(OutOfMemory, match="was killed"):
-        in_own_process(kill_oneself)
+        run_in_new_process(kill_self)
 
 
 def sleep_long(file: Path) -> dict:
-    """Tell one's own number, and that Ctrl-C is not for this process."""
+    """Check that Ctrl-C does not end this process, write its id to a file, and sleep."""
     os.kill(os.getpid(), signal.SIGINT)
     file.write_text(str(os.getpid()))
     time.sleep(60)
     return {}
 
 
-def is_running(number: int) -> bool:
-    """Whether there is such a process that has not ended."""
+def is_running(pid: int) -> bool:
+    """Whether a process exists and has not ended."""
     try:
-        return "\nState:\tZ" not in Path(f"/proc/{number}/status").read_text()
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
 
@@ -50,12 +50,12 @@ def is_running(number: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_measured_process_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
-    """Whatever ends that: SIGTERM left it behind, at work for minutes."""
+    """Check both signals, because SIGTERM once left the child at work for minutes."""
     file = tmp_path / "number"
     code = "from pathlib import Path; import signal\n"
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # behind & it is ignored
-    code += "from test_peak_memory import sleep_long, in_own_process\n"
-    code += f"in_own_process(sleep_long, Path({str(file)!r}))"
+    code += "from test_peak_memory import sleep_long, run_in_new_process\n"
+    code += f"run_in_new_process(sleep_long, Path({str(file)!r}))"
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     pipe = subprocess.DEVNULL
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=pipe) as parent:
@@ -71,8 +71,8 @@ def test_a_measured_process_ends_with_its_parent(number: signal.Signals, tmp_pat
 
 
 def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strict, over a window, without a draft; the caches of a window are what it fills, however
-    long the text."""
+    """Check the generation config of a strict row, a row over a window and a row without a draft.
+    The caches of a window have the same size however long the text is."""
     real = models.generate
     seen = []
 
@@ -90,6 +90,6 @@ def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(ids) == n
     assert needed[0] == needed[1] < needed[2]
     assert seen[1:] == [
-        (False, GenerationConfig(Alone(), window=Window(8, 4))),
+        (False, GenerationConfig(PaddedAutoregressive(), window=Window(8, 4))),
         (True, GenerationConfig(Chain(), strict=True)),
     ]

@@ -1,4 +1,4 @@
-"""Figures: which ones a file gives, that each shows the file's numbers, and where they go."""
+"""Tests of figures: which ones a file gives, the numbers that they show, and their files."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import ROOT, Captured, error_line
-from test_results import MACHINE, head_of, written
+from test_results import MACHINE, make_head, write_results
 
 from benchmark.cases import SYMBOLS, Case
 from benchmark.plot import main
-from benchmark.results import CASE, Results, Text, load
+from benchmark.results import CASE_COLUMNS, Line, Results, load
 from cli.metrics import Metrics
 from methods import METHODS
 
-figures = pytest.importorskip("benchmark.figures")  # which need seaborn
+figures = pytest.importorskip("benchmark.figures")  # it needs seaborn
 draw = figures.draw
 
 if TYPE_CHECKING:
@@ -37,26 +37,29 @@ BARS = {""} | TREES
 LINES = {"", "_speedup", "_progress", "_acceptance"} | TREES
 
 
-def case_of(row: str, place: str) -> Case:
-    """A row at a place such as "on pg19 T=10"."""
+def make_case(row: str, place: str) -> Case:
+    """Return the case of a row at a place such as "on pg19 T=10"."""
     names = {symbol: name for name, symbol in SYMBOLS.items()}
     case = Case(row, place.removeprefix("on ").partition("=")[0], 150, 128, 0.0)
     return replace(case, **{names[w[0]]: json.loads(w[2:]) for w in place.split() if "=" in w})
 
 
-def results_of(
+def make_results(
     names: Sequence[str] = NAMES,
     places: Sequence[str] = ("",),
-    change: Callable[[int, Text], object] = lambda i, text: None,
+    change: Callable[[int, Line], object] = lambda i, text: None,
     **head: object,
 ) -> Results:
-    """These rows at these places, on four prompts in two rounds; the first row's throughputs are
-    50, 51, 54 and 59, the next one's 51, 52, ... change: what is done to each line."""
-    cases = [case_of(name, place) for place, name in product(places, names)]
-    found = Results(head_of(cases, 4, **({"options": {"repeats": 2}, "table": "main"} | head)))
+    """Return results of these rows at these places, on four prompts in two rounds.
+
+    The first row's throughputs are 50, 51, 54 and 59, the next one's 51, 52, ... `change` edits
+    each line of the file.
+    """
+    cases = [make_case(name, place) for place, name in product(places, names)]
+    found = Results(make_head(cases, 4, **({"options": {"repeats": 2}, "table": "main"} | head)))
     for i, case in enumerate(cases):
         for prompt, repeat in product(range(4), range(2)):
-            line = dict(zip(CASE, case.key, strict=True)) | {"prompt": prompt}
+            line = dict(zip(CASE_COLUMNS, case.key, strict=True)) | {"prompt": prompt}
             line |= {"round": repeat, "throughput": 50.0 + i + prompt**2, "tokens_per_iter": 2.0}
             line |= {"acceptance_rate": 0.5, "drafted_per_iter": 2.0, "iterations": 5}
             line |= {"draft_passes": 3.0, "ids_digest": "0"}
@@ -69,93 +72,93 @@ def results_of(
     return found
 
 
-def marked(axis: "Axes") -> list[list[float]]:
-    """The points that are not in the background."""
+def marked_points(axis: "Axes") -> list[list[float]]:
+    """Return the points that are not in the background."""
     (line,) = [line for line in axis.lines if line.get_marker() == "."]
     return line.get_xydata().tolist()
 
 
-def texts(figure: "Figure") -> list[str]:
+def shown_texts(figure: "Figure") -> list[str]:
     return [text.get_text() for axis in figure.axes for text in axis.texts]
 
 
 @pytest.mark.parametrize(
     ("results", "endings"),
     [
-        (results_of(), BARS),
-        (results_of(places=("on pg19", "on a/../b")), BARS),
-        (results_of(("ar",)), {""}),
-        (results_of(("ar", "linear"), ("T=10", "T=20")), LINES),
-        (results_of(("ar", "linear"), ("t=0.6", "t=1.0")), LINES - {"_calibration"}),
+        (make_results(), BARS),
+        (make_results(places=("on pg19", "on a/../b")), BARS),
+        (make_results(("ar",)), {""}),
+        (make_results(("ar", "linear"), ("T=10", "T=20")), LINES),
+        (make_results(("ar", "linear"), ("t=0.6", "t=1.0")), LINES - {"_calibration"}),
         (
-            results_of(("ar", "linear"), ("L=4 T=1", "L=4 T=2", "L=5 T=1", "L=5 T=2")),
+            make_results(("ar", "linear"), ("L=4 T=1", "L=4 T=2", "L=5 T=1", "L=5 T=2")),
             {f"_{size}{kind}" for size in "LT" for kind in LINES - TREES} | TREES,
         ),
-        (results_of(GRID), BARS | {"_settings"}),
-        (results_of(MANY, ("T=10", "T=20")), {"_settings"}),
+        (make_results(GRID), BARS | {"_settings"}),
+        (make_results(MANY, ("T=10", "T=20")), {"_settings"}),
         (load(STEPS), {""}),
     ],
 )
 def test_what_is_drawn_follows_from_what_varies(results: Results, endings: set[str]) -> None:
-    """And nothing of a label is in a file's name."""
+    """Check the endings of the figures' names. They contain no label."""
     assert set(draw(results)) == endings
 
 
 def test_bars_are_medians_and_whiskers_quartiles() -> None:
-    figure = draw(results_of(places=("on a", "on b")))[""]
+    figure = draw(make_results(places=("on a", "on b")))[""]
     speed, speedup, _, other_speed, *_ = figure.axes
     assert [bar.get_width() for bar in speed.patches] == [52.5, 53.5, 54.5, 55.5]
     assert [bar.get_width() for bar in other_speed.patches] == [56.5, 57.5, 58.5, 59.5]
     assert (speed.get_ylabel(), other_speed.get_ylabel()) == ("on a", "on b")
     whisker = speed.lines[0].get_xdata()
     assert (min(whisker), max(whisker)) == (50.75, 55.25)
-    assert texts(figure)[:5] == ["52.5", "53.5", "54.5", "55.5", "1.00x"]
+    assert shown_texts(figure)[:5] == ["52.5", "53.5", "54.5", "55.5", "1.00x"]
     assert speedup.patches[1].get_width() == pytest.approx((52 / 51 + 55 / 54) / 2)
     assert [tick.get_text() for tick in speed.get_yticklabels()] == list(NAMES)
 
 
-def test_memory_beside_ar() -> None:
-    def as_memory(i: int, text: Text) -> None:
+def test_memory_compared_with_ar() -> None:
+    def as_memory(i: int, text: Line) -> None:
         for name in ("throughput", "tokens_per_iter"):
             del text[name]
         text |= {"peak_mb": 300.0 + i, "weights_and_caches_mb": 100.0}
 
-    shown = texts(draw(results_of(change=as_memory))[""])
+    shown = shown_texts(draw(make_results(change=as_memory))[""])
     assert shown[:4] == ["300", "301", "302", "303"] and shown[8:10] == ["+0.0%", "+0.3%"]
 
 
-def test_shares_are_of_ten_or_more_with_their_counts() -> None:
-    """Each greedy text counts once, as a second round writes it again; sampled ones say nothing of
-    calibration."""
+def test_rates_are_of_ten_or_more_and_have_their_counts() -> None:
+    """Check that each greedy text counts once, because a second round repeats it. Sampled texts do
+    not count for calibration."""
 
-    def as_sampled(i: int, text: Text) -> None:
+    def as_sampled(i: int, text: Line) -> None:
         if text["row"] == "linear" and text["temperature"]:
             text["calibration"] = {"drafted": [999, 0, 0], "top1_match": [0, 0, 0]}
             del text["depths"]
 
-    results = results_of(places=("t=0.0", "t=0.6"), change=as_sampled)
+    results = make_results(places=("t=0.0", "t=0.6"), change=as_sampled)
     found = draw(results)
     linear = found["_depth"].axes[0]
-    assert marked(linear) == [[1, 0.75], [2, 1 / 3]]  # two trees of four prompts are too few
+    assert marked_points(linear) == [[1, 0.75], [2, 1 / 3]]  # two trees of four prompts are too few
     assert [text.get_text() for text in linear.texts] == ["160", "120"]
-    assert marked(found["_position"].axes[0]) == [[1, 0.75], [2, 0.5], [3, 0.4]]
-    chances = found["_calibration"].axes[0]
-    assert marked(chances) == [[1 / 6, 0.5], [0.5, 1.0]]
-    assert [bar.get_height() for bar in chances.patches] == [0.9, 0.08, 0.02]
+    assert marked_points(found["_position"].axes[0]) == [[1, 0.75], [2, 0.5], [3, 0.4]]
+    calibration = found["_calibration"].axes[0]
+    assert marked_points(calibration) == [[1 / 6, 0.5], [0.5, 1.0]]
+    assert [bar.get_height() for bar in calibration.patches] == [0.9, 0.08, 0.02]
 
 
 def test_lines_by_size_have_medians_and_speedups() -> None:
-    """And ticks where something was measured alone."""
-    figure = draw(results_of(("ar", "linear"), ("T=10", "T=20")))[""]
-    ar, linear = (marked(axis) for axis in figure.axes)
+    """Check that there are ticks only at sizes that were measured."""
+    figure = draw(make_results(("ar", "linear"), ("T=10", "T=20")))[""]
+    ar, linear = (marked_points(axis) for axis in figure.axes)
     assert ar == [[10, 52.5], [20, 54.5]] and linear == [[10, 53.5], [20, 55.5]]
-    assert texts(figure) == ["1.00x", "1.00x", "1.02x", "1.02x"]
+    assert shown_texts(figure) == ["1.00x", "1.00x", "1.02x", "1.02x"]
     assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["10", "20"]
 
 
 def test_a_papers_table_is_drawn_as_the_paper_reads_it() -> None:
-    """With prefill, as its columns are, and over the baseline that was asked for."""
-    results = results_of(
+    """Check speeds that include prefill, like the paper's columns, and another baseline."""
+    results = make_results(
         ("ar", "linear"),
         ("L=10", "L=20"),
         change=lambda i, text: text.update(end_to_end=text["throughput"] / 2),
@@ -163,34 +166,34 @@ def test_a_papers_table_is_drawn_as_the_paper_reads_it() -> None:
         options={"repeats": 2, "baseline": "linear"},
     )
     found = draw(results)
-    assert marked(found[""].axes[1]) == [[10, 26.75], [20, 27.75]]
-    assert texts(found[""]) == ["0.98x", "0.98x", "1.00x", "1.00x"]
-    assert found[""].get_suptitle().endswith("figures: median x linear; grey: other rows")
+    assert marked_points(found[""].axes[1]) == [[10, 26.75], [20, 27.75]]
+    assert shown_texts(found[""]) == ["0.98x", "0.98x", "1.00x", "1.00x"]
+    assert found[""].get_suptitle().endswith("numbers: median x linear; grey: other rows")
     assert found[""].get_supxlabel().endswith("Speeds include prefill.")
-    assert found["_speedup"].get_supylabel() == "x linear on the same prompt"
+    assert found["_speedup"].get_supylabel() == "speedup over linear"
 
 
 def test_a_sweep_puts_each_run_at_its_settings() -> None:
-    """In whatever order they are named, and those that are left to the defaults."""
-    figure = draw(results_of((*GRID, "fixed B=2 rebuild")))["_settings"]
+    """Check settings in any order, and settings that are left at their defaults."""
+    figure = draw(make_results((*GRID, "fixed B=2 rebuild")))["_settings"]
     speedup = figure.axes[0]
     assert [tick.get_text() for tick in speedup.get_xticklabels()] == ["3", "4", "5"]
     assert [tick.get_text() for tick in speedup.get_yticklabels()] == ["B=2", "B=3", "B=2 rebuild"]
     cells = [f"{value:.2f}" for value in speedup.collections[0].get_array().filled(0).ravel()]
     assert cells == ["1.02", "1.06", "1.10", "1.04", "1.08", "0.00", "0.00", "0.00", "1.11"]
-    assert set(texts(figure)[-6:]) == {"15"}  # five iterations of three draft passes
+    assert set(shown_texts(figure)[-6:]) == {"15"}  # five iterations of three draft passes
 
 
 def test_a_method_has_one_colour() -> None:
-    bars = draw(results_of(("ar", "dynatree", "dynatree W=5", "linear")))[""].axes[0].patches
+    bars = draw(make_results(("ar", "dynatree", "dynatree W=5", "linear")))[""].axes[0].patches
     painted = [bar.get_facecolor() for bar in bars]
     assert len(set(painted)) == 3 and painted[1] == painted[2]
     assert len({figures.METHOD_COLOURS[method] for method in METHODS}) == len(METHODS)
 
 
 def test_a_table_that_has_only_begun_is_drawn() -> None:
-    """Of the last row one text, or all and one of the row before."""
-    results = results_of()
+    """Check one text of the last row, and all of them with one of the row before."""
+    results = make_results()
     every = list(results.texts.items())
     for n in (9, 1):
         results.texts = dict(every[-n:])
@@ -198,24 +201,25 @@ def test_a_table_that_has_only_begun_is_drawn() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
-def test_anybodys_labels_and_figures_can_be_drawn(tmp_path: Path) -> None:
-    """Characters that no font has, no formula, no end, no folder; 0 is what one token leaves."""
+def test_extreme_labels_and_numbers_can_be_drawn(tmp_path: Path) -> None:
+    """Draw labels with characters that no font has, an invalid formula, 5,000 characters and paths.
+    A metric may be 0, as after one token."""
     words = ("\x1b[2J", "a$\\frac$", "x" * 5000, "漢字", "../..", "_", "{0}")
     values = cycle((0.0, 1e-12, 1e12))
 
-    def extreme(i: int, text: Text) -> None:
+    def extreme(i: int, text: Line) -> None:
         value = next(values)
         text |= {name: value for name in text.keys() & METRIC_NAMES}
         if text["round"]:
             del text["throughput"]
 
-    results = results_of(
+    results = make_results(
         ("ar", "linear", "dynatree"),
         [f"on {word}" for word in words],
         extreme,
         machine=MACHINE | {"processor": "".join(words)},
     )
-    written(tmp_path / "r.jsonl", list(results.texts.values()), results.head)
+    write_results(tmp_path / "r.jsonl", list(results.texts.values()), results.head)
     assert main([str(tmp_path / "r.jsonl")]) == 0
     names = {f"r{ending}.png" for ending in BARS}
     assert {file.name for file in tmp_path.iterdir()} == names | {"r.jsonl"}
@@ -224,11 +228,11 @@ def test_anybodys_labels_and_figures_can_be_drawn(tmp_path: Path) -> None:
 
 def test_no_figure_overwrites_another(tmp_path: Path, capsys: Captured) -> None:
     files = [tmp_path / "a.jsonl", tmp_path / "a.txt"]
-    results = results_of(("ar", "linear"))
+    results = make_results(("ar", "linear"))
     for file in files:
-        written(file, list(results.texts.values()), results.head)
+        write_results(file, list(results.texts.values()), results.head)
     line = error_line(capsys, main, [str(file) for file in files])
-    assert f" is to be a figure of {files[1]}" in line and not list(tmp_path.glob("*.png"))
+    assert f" would be a figure of {files[1]}" in line and not list(tmp_path.glob("*.png"))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +240,7 @@ def test_no_figure_overwrites_another(tmp_path: Path, capsys: Captured) -> None:
     [
         (["empty.jsonl"], "no texts yet"),
         ([str(STEPS), "--output", "empty.jsonl"], "cannot be written"),
-        (["many.jsonl"], "no figure shows"),
+        (["many.jsonl"], "no figure: "),
     ],
 )
 def test_mistakes(
@@ -247,9 +251,9 @@ def test_mistakes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    many = ["ar", *(f"specinfer widths=2:{n + 1}" for n in range(figures.CROWD))]
-    for name, results in {"many": results_of(many), "empty": results_of(())}.items():
-        written(Path(f"{name}.jsonl"), list(results.texts.values()), results.head)
+    many = ["ar", *(f"specinfer widths=2:{n + 1}" for n in range(figures.MAX_NAMES))]
+    for name, results in {"many": make_results(many), "empty": make_results(())}.items():
+        write_results(Path(f"{name}.jsonl"), list(results.texts.values()), results.head)
     assert word in error_line(capsys, main, arguments)
 
 
@@ -260,8 +264,8 @@ def test_without_seaborn_one_line_says_how_to_install_it(
     assert "pip install seaborn==" in error_line(capsys, main, [str(STEPS)])
 
 
-def test_what_a_user_has_set_is_no_trouble(tmp_path: Path) -> None:
-    """A notebook's shells name a backend that may not be there; a matplotlibrc, LaTeX."""
+def test_a_users_matplotlib_settings_are_ignored(tmp_path: Path) -> None:
+    """Check a backend that does not exist, as notebooks may set, and a matplotlibrc with LaTeX."""
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
     command = [sys.executable, "-m", "benchmark.plot", str(STEPS), "--output", str(tmp_path)]
     own = {"MATPLOTLIBRC": str(tmp_path), "MPLBACKEND": "none"}

@@ -1,4 +1,4 @@
-"""The tables: every row is a case, every published figure stands beside its row."""
+"""Tests of the tables: every row is a valid case, and every published figure belongs to a row."""
 
 import argparse
 import shlex
@@ -24,8 +24,8 @@ from benchmark.cases import (
 )
 from benchmark.columns import COLUMNS
 from benchmark.hf import HF_METHODS
-from benchmark.opening import PAIRS, check_options, describe_preset, name_models
 from benchmark.options import build_parser
+from benchmark.prepare import PAIRS, check_options, describe_preset, resolve_pair
 from benchmark.report import by_label
 from benchmark.results import load
 from cli.errors import UsageError
@@ -37,7 +37,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def chosen(name: str, *words: str) -> tuple[list[Part], list[Case]]:
-    """The parts and cases that --table NAME asks for, its options checked."""
+    """Return the parts and cases of --table NAME with these options, which are checked."""
     args = parse("--table", name, *words)
     parts = choose_parts(args)
     cases = choose_cases(parts, args)
@@ -47,8 +47,8 @@ def chosen(name: str, *words: str) -> tuple[list[Part], list[Case]]:
 
 @pytest.mark.parametrize("name", TABLES | PRESETS)
 def test_every_table_is_valid(name: str) -> None:
-    """Its rows, settings, sizes and columns, with what it is by default and on our own prompts; and
-    every published figure is of a row, a size and a column that the table has."""
+    """Check a table's rows, settings, sizes and columns, with its own and with the builtin prompts.
+    Every published figure must have a row, a size and a column of the table."""
     parts, cases = chosen(name)
     keys = {case.key: case for case in cases}
     assert len(keys) == len(set(labels(cases))) == len(cases) and (
@@ -58,7 +58,7 @@ def test_every_table_is_valid(name: str) -> None:
     assert set(table_of(name).columns) <= set(COLUMNS)
     assert CONTROL not in {case.row for case in cases}
     for case in cases:
-        case.config().make_rule()
+        case.generation_config().make_rule()
         assert ("ar", *case.key[1:]) in keys and (case.reference, *case.key[1:]) in keys
     for part in parts:
         for (row, *size), figures in part.published.items():
@@ -68,8 +68,8 @@ def test_every_table_is_valid(name: str) -> None:
     assert {case.dataset for case in moved} <= {"builtin"} and len(moved) <= len(cases)
 
 
-def test_a_case_is_named_by_what_tells_it_from_the_others() -> None:
-    """Of datasets that each have one size, no size is named."""
+def test_labels_name_only_what_differs() -> None:
+    """Check the labels of cases. If each dataset has one size, no label names a size."""
     one = Case("ar", "a", 1, 2, 0.0)
     assert places([one, replace(one, row="linear")]) == ["", ""]
     hot = replace(one, temperature=0.6)
@@ -81,7 +81,7 @@ def test_a_case_is_named_by_what_tells_it_from_the_others() -> None:
 
 
 def test_dynatrees_tables_have_their_papers_sizes() -> None:
-    """450 configurations of v1, and ar and its figure's linear at each length."""
+    """Check the cases of v1-4: 450 configurations, and ar and two linear rows at each length."""
     _, cases = chosen("v1-4")
     assert len([case for case in cases if case.method == "fixed"]) == 450 and len(cases) == 465
     assert [case.row for case in cases[:3]] == ["ar", "linear K=6", "linear K=7"]
@@ -93,9 +93,12 @@ def number(cell: str) -> float:
     return float(cell.partition("±")[0].rstrip("x"))
 
 
-def test_v2s_tables_agree_where_they_print_what_follows_from_another() -> None:
-    """Tokens per second, over ar's as a ratio of means, and milliseconds per token; tokens per
-    iteration, which are T over the mean of the iterations: none is copied wrong."""
+def test_v2s_published_figures_are_consistent() -> None:
+    """Find figures that were copied wrong, by columns that follow from others.
+
+    Milliseconds per token and the speedup follow from tokens per second. Tokens per iteration are T
+    over the mean number of iterations.
+    """
     tables = [chosen(name)[1] for name in ("v2-1", "v2-2", "v2-3")]
     speed, latency, efficiency = [
         {label: case.published for label, case in zip(labels(cases), cases, strict=True)}
@@ -113,16 +116,19 @@ def test_v2s_tables_agree_where_they_print_what_follows_from_another() -> None:
 
 @pytest.mark.parametrize("name", ["dyspec-1", "dyspec-2", "dyspec-3"])
 def test_dyspecs_tables_draft_and_accept_as_the_papers_methods(name: str) -> None:
-    """Greedy children were drawn by the baselines, too, where Sequoia's script takes the likeliest;
-    sampled ones were accepted by traversal beside a paper's figures of acceptance by token."""
+    """Check draft temperature and acceptance of each row.
+
+    The baselines once drew the candidates of greedy text, where Sequoia's script takes the top k.
+    Sampled rows were once accepted by traversal, while the paper's figures are for token.
+    """
     drafted = [case for case in chosen(name)[1] if case.method != "ar"]
     assert len(drafted) == 6 and {case.draft_temperature for case in drafted} <= {None, 0.6}
     assert [(c.row, c.temperature) for c in drafted if c.is_drawn] == [("dyspec N=64", 0.0)]
     for case in drafted:
-        assert case.config().acceptance == ("token" if case.temperature else None)
+        assert case.generation_config().acceptance == ("token" if case.temperature else None)
         assert not case.temperature or case.draft_temperature == 0.6
     own = chosen(name, "--methods", "sequoia traversal", "--temperature", "0.6")[1][1]
-    assert own.acceptance is None and own.config().acceptance == "traversal"
+    assert own.acceptance is None and own.generation_config().acceptance == "traversal"
 
 
 ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
@@ -154,46 +160,49 @@ SIXTH += [f"fixed D={depth} B=2 tau=0.05 L=200" for depth in (6, 7)]
         ("dyspec-1", "--prompts c4.jsonl", COLD + HOT),
     ],
 )
-def test_a_papers_figures_stand_beside_its_own_prompts_and_sizes_alone(
+def test_published_figures_are_shown_only_for_their_own_prompts_and_sizes(
     name: str, words: str, rows: list[str]
 ) -> None:
-    """They stood beside other lengths, datasets and numbers of prompts. A file may hold prompts of
-    a dataset that is not here; of models, machine and precision, which no table sets, a note tells.
-    The title says if none is left."""
+    """Check which rows keep their published figures.
+
+    Figures were once shown for other lengths, datasets and numbers of prompts. A file of prompts
+    counts as a paper's dataset if the project does not have that one. Models, machine and precision
+    do not matter here, because no table sets them. The title says so if no figure is left.
+    """
     parts, cases = chosen(name, *shlex.split(words))
     named = zip(labels(cases), cases, strict=True)
     assert sorted(label for label, case in named if case.published) == sorted(rows)
     title = describe_preset(name, cases, parts, [])
-    assert title.endswith("or rows: none is shown") == (not rows)
+    assert title.endswith("are for other prompts, sizes or rows") == (not rows)
 
 
 def offline(monkeypatch: MonkeyPatch, *unfetched: str) -> None:
-    """Let these datasets not be had, and any other be texts of its own."""
+    """Make fetching these datasets fail, and any other dataset return short texts."""
 
     def load(dataset: str, *_: object) -> list[str]:
         if dataset in unfetched:
             raise UsageError(f"{dataset} cannot be fetched")
         return [f"{dataset} is what text {n} of it begins with, and so it goes on" for n in "abc"]
 
-    monkeypatch.setattr("benchmark.opening.load_prompts", load)
+    monkeypatch.setattr("benchmark.prepare.load_prompts", load)
 
 
 BRIEF = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
 
 
-def test_our_own_prompts_stand_in_for_a_datasets(
+def test_builtin_prompts_replace_datasets_that_cannot_be_fetched(
     monkeypatch: MonkeyPatch, capsys: Captured, tmp_path: Path
 ) -> None:
-    """One line says so, file and title say whose they are; and it goes on with them where the
-    dataset can be fetched again."""
+    """Check the note, the results file and its title. A resumed run keeps the builtin prompts,
+    although the datasets can be fetched by then."""
     offline(monkeypatch, "wikitext2", "pg19")
     file = tmp_path / "r.jsonl"
     assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
-    notes = [line for line in capsys.readouterr().err.splitlines() if "stand in for" in line]
-    assert len(notes) == 1 and notes[0].startswith("note: our own prompts stand in for wikitext2, ")
+    notes = [line for line in capsys.readouterr().err.splitlines() if "prompts replace" in line]
+    assert len(notes) == 1 and notes[0].startswith("note: builtin prompts replace wikitext2, ")
     assert "(rows on pg19 are left out): wikitext2 cannot be fetched; pg19 cannot" in notes[0]
     whole = load(file)
-    title = PRESETS["v2-1"].title + "; on our own prompts instead of wikitext2, pg19"
+    title = PRESETS["v2-1"].title + "; with builtin prompts instead of wikitext2, pg19"
     assert whole.head.title == title
     rows = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
     assert labels(whole.head.cases) == rows
@@ -205,11 +214,11 @@ def test_our_own_prompts_stand_in_for_a_datasets(
     assert list(again.texts) == list(whole.texts) and again.head == whole.head
 
 
-def test_they_stand_in_for_what_lacks_alone(
+def test_builtin_prompts_replace_only_the_missing_dataset(
     monkeypatch: MonkeyPatch, capsys: Captured, tmp_path: Path
 ) -> None:
-    """What can be fetched is measured as ever, each part with its own rows and baseline; what was
-    asked for by name is an error, and so is what lacks when a table is to go on."""
+    """Check that the other part keeps its dataset, its rows and its baseline. A missing dataset is
+    an error if --dataset names it, or if a resumed table needs it."""
     offline(monkeypatch, "wikitext2")
     file = tmp_path / "r.jsonl"
     assert main(["--table", "v2-1", *BRIEF, "--output", str(file)]) == 0
@@ -219,16 +228,17 @@ def test_they_stand_in_for_what_lacks_alone(
     for label, texts in found.items():
         assert len(texts) == 2 and texts.has_baseline.all() != label.startswith("ar ")
         assert texts.is_compared.all() != label.startswith("ar ")
-    asked = ["--table", "v2-1", *BRIEF, "--dataset", "wikitext2", "--output", str(tmp_path / "s")]
-    assert main(asked) == 2
+    named = ["--table", "v2-1", *BRIEF, "--dataset", "wikitext2", "--output", str(tmp_path / "s")]
+    assert main(named) == 2
     assert "error: wikitext2 cannot be fetched" in capsys.readouterr().err
     offline(monkeypatch, "pg19")
     assert main(["--resume", str(file)]) == 2
-    assert "error: --resume would mix two conditions: the prompts" in capsys.readouterr().err
+    assert "error: --resume: the prompts have changed" in capsys.readouterr().err
 
 
 def test_which_part_a_dataset_keeps() -> None:
-    """The one that is on it, or that a script's reading is of; of what no part is on, the first."""
+    """Check --dataset and --prompts: the part on that dataset is kept, or else the first part. The
+    script's version of wikitext2 counts as wikitext2."""
     (part,) = choose_parts(parse("--table", "v1-5", "--dataset", "wikitext2-script"))
     assert part == replace(PRESETS["v1-5"].parts[1], dataset="wikitext2-script")
     first, second = PRESETS["v2-1"].parts
@@ -240,15 +250,15 @@ def test_which_part_a_dataset_keeps() -> None:
 
 
 def test_a_pair_by_name(monkeypatch: MonkeyPatch) -> None:
-    """It is kept as the two models that it is."""
-    found = name_models(parse("--pair", "pythia"))
+    """Check that --pair is resolved to a target and a draft."""
+    found = resolve_pair(parse("--pair", "pythia"))
     assert (found.pair, found.target, found.draft) == (None, *PYTHIA)
-    found = name_models(parse("--table", "enlarged", "--pair", "embedded"))
+    found = resolve_pair(parse("--table", "enlarged", "--pair", "embedded"))
     assert (found.target, found.draft) == ("models/tiny/target", "models/tiny/draft")
     monkeypatch.setitem(PAIRS, "enlarged", lambda: ["large", "small"])
     for words in (["--pair", "enlarged"], ["--table", "enlarged"]):
-        assert name_models(parse(*words)).target == "large"
+        assert resolve_pair(parse(*words)).target == "large"
     own = parse("--target", "a", "--draft", "b", "--table", "enlarged")
-    assert name_models(own).target == "a"
-    with pytest.raises(UsageError, match="give either --pair or --target and --draft"):
+    assert resolve_pair(own).target == "a"
+    with pytest.raises(UsageError, match="--pair excludes --target and --draft"):
         chosen("main", "--pair", "pythia", "--draft", "b")

@@ -1,4 +1,4 @@
-"""Prompts: our own, files', PG-19's (WikiText-2: test_hub.py); each mistake is one UsageError."""
+"""Tests of prompts: files and PG-19 (WikiText-2: test_hub.py). A mistake is one UsageError."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ from conftest import TINY, random_model
 from pytest import MonkeyPatch
 
 from benchmark import pg19
-from benchmark.prompts import cut_prompts, lengthened, load_prompts, paragraphs, script_prompts
+from benchmark.prompts import cut_prompts, extend_prompts, load_prompts, paragraphs, script_prompts
 from cli.errors import UsageError
 from cli.models import Pair, load_tokenizer
 
@@ -22,7 +22,7 @@ WIKITEXT = f" \n = Title = \n \n {LONG}\n more of it \n \n = = Part = = \n \n sh
 
 
 def test_files(tmp_path: Path) -> None:
-    """Lines end at line feeds alone: U+2028, U+0085, a form feed may stand inside a JSON text."""
+    """Check that only line feeds end a line. JSON strings may contain U+2028, U+0085 or U+001C."""
     texts = ["One.", "a\u2028b", "a\x85b", "\x1cc"]
     lines = [json.dumps({"prompt": text, "id": 3}, ensure_ascii=False) for text in texts]
     file = tmp_path / "prompts.jsonl"
@@ -37,8 +37,8 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_paragraphs_are_joined_up_to_a_blank_line_or_a_heading() -> None:
-    """As DynaTree's own script has them a short one belongs to the next, 800 characters of each,
-    ten of them."""
+    """Check also the prompts of DynaTree's own script: a short paragraph belongs to the next, and
+    there are ten prompts of 800 characters."""
     assert paragraphs(WIKITEXT) == [f"{LONG.strip()}\nmore of it", LONG.strip()]
     assert script_prompts(WIKITEXT) == [f"{LONG}\n  more of it", f"short \n  {LONG.strip()}"]
     assert script_prompts(f" {'x' * 900} \n \n" * 12) == ["x" * 800] * 10
@@ -75,33 +75,33 @@ def test_cut_prompts_are_spread_over_the_dataset() -> None:
     assert cut == [whole[0][:5], whole[2][:5]]
     assert cut_prompts(texts, tokenizer, 4096, 999, 9) == whole, "all there are"
     long = max(whole, key=len)
-    assert cut_prompts(texts, tokenizer, 4096, 999, 1, shortest=len(long)) == [long]
+    assert cut_prompts(texts, tokenizer, 4096, 999, 1, min_tokens=len(long)) == [long]
 
 
-def test_a_short_prompt_goes_on_with_what_the_target_samples() -> None:
+def test_a_short_prompt_is_extended_by_sampling_from_the_target() -> None:
     pair = Pair(random_model(0), random_model(1), None, Path(), None, {})
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7]]
-    short, long, other = lengthened(prompts, pair, 8)
+    short, long, other = extend_prompts(prompts, pair, 8)
     assert short[:3] == [3, 1, 4] and len(short) == 8
-    assert long == [1, 5, 9, 2, 6, 5, 3, 5], "cut, as any prompt"
+    assert long == [1, 5, 9, 2, 6, 5, 3, 5], "cut, like any prompt"
     assert other[:2] == [2, 7] and len(other) == 8
-    assert lengthened(prompts, pair, 8) == [short, long, other], "the same every time"
-    assert lengthened([[3, 1, 4]], pair, 20)[0][:8] == short, "a longer one begins as a shorter"
+    assert extend_prompts(prompts, pair, 8) == [short, long, other], "the same every time"
+    assert extend_prompts([[3, 1, 4]], pair, 20)[0][:8] == short, "a longer one begins as a shorter"
 
 
 class Bucket(SimpleHTTPRequestHandler):
-    """As much of PG-19's host as is asked for. It sends the whole of a file for a part, as a host
+    """A stand-in for PG-19's host. It answers a request for a part with the whole file, as a host
     may."""
 
-    asked: list[tuple[str, str | None]] = []  # path and part of every request
-    n_lacking = 0  # bytes that every answer is short of
+    requests: list[tuple[str, str | None]] = []  # path and range
+    n_missing = 0  # bytes missing from every answer
 
     def log_message(self, *_: object) -> None:
-        self.asked.append((self.path, self.headers["Range"]))
+        self.requests.append((self.path, self.headers["Range"]))
 
     def send_header(self, name: str, value: str) -> None:
         if name == "Content-Length":
-            value = str(int(value) + self.n_lacking)
+            value = str(int(value) + self.n_missing)
         super().send_header(name, value)
 
 
@@ -111,14 +111,14 @@ BOOKS = {"test/1.txt": b"One. " * 9, "test/2.txt": "ééé".encode(), "test/3.tx
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Path]:
-    """The folder that the host serves."""
+    """Start the host and return the folder that it serves."""
     (tmp_path / LISTING).parent.mkdir(parents=True)
     (tmp_path / "deepmind-gutenberg" / "test").mkdir(parents=True)
     names = [{"name": name} for name in ("test/", *BOOKS)]
     (tmp_path / LISTING).write_text(json.dumps({"items": names}))
     for name, content in BOOKS.items():
         (tmp_path / "deepmind-gutenberg" / name).write_bytes(content)
-    monkeypatch.setattr(Bucket, "asked", [])
+    monkeypatch.setattr(Bucket, "requests", [])
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     handler = partial(Bucket, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -129,17 +129,17 @@ def bucket(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Path]:
 
 
 def test_openings_of_books(bucket: Path, monkeypatch: MonkeyPatch) -> None:
-    """So many bytes of each and no half character, of as many books as are asked for."""
+    """Check that each has at most N_BYTES, no partial character, and n_books limits the books."""
     monkeypatch.setattr(pg19, "N_BYTES", 5)
     assert load_prompts("pg19", None) == ["One. ", "éé", "Three"]
     assert load_prompts("pg19", None, n_books=2) == ["One. ", "éé"]
-    listing, *books = Bucket.asked[:4]
+    listing, *books = Bucket.requests[:4]
     assert listing == (f"/{LISTING}?prefix=test/", None)
     assert books == [(f"/deepmind-gutenberg/{name}", "bytes=0-4") for name in BOOKS]
 
 
-def test_books_that_cannot_be_had(bucket: Path, monkeypatch: MonkeyPatch) -> None:
-    """Each is one line that names where and the other datasets."""
+def test_books_that_cannot_be_fetched(bucket: Path, monkeypatch: MonkeyPatch) -> None:
+    """Check that each error is one line with the address and the other datasets."""
 
     def error() -> str:
         with pytest.raises(UsageError) as found:
@@ -150,7 +150,7 @@ def test_books_that_cannot_be_had(bucket: Path, monkeypatch: MonkeyPatch) -> Non
         return line
 
     with monkeypatch.context() as patch:
-        patch.setattr(Bucket, "n_lacking", 3)
+        patch.setattr(Bucket, "n_missing", 3)
         assert "cannot be fetched: IncompleteRead" in error()
     book = bucket / "deepmind-gutenberg" / "test" / "2.txt"
     book.write_bytes(b"\xe9\xe9\xe9\xe9")

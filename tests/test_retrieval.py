@@ -1,4 +1,4 @@
-"""recycle and graft: table, merging and refilling, tails, checkpoints, budget."""
+"""Tests of recycle and graft: table, merging, tails, checkpoints, budget."""
 
 import math
 import random
@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from conftest import (
-    Remembering,
+    RuleRecorder,
     generate,
     grow,
     make_tree,
@@ -26,30 +26,30 @@ from methods.cost_gates import CostGates
 from methods.deagle import Deagle
 from methods.drafting import DRAFTING
 from methods.retrieval import (
-    P_TINY,
+    TINY_PAIR_SUCCESSOR_PROBS,
     Graft,
     GraftRule,
     Recycle,
     SuccessorTable,
     parse_base,
     parse_checkpoints,
-    parse_successors,
+    parse_successor_probs,
 )
 from methods.rules import MixedTree, are_retrieved, make_rule
 from methods.sequoia import Sequoia
 from methods.static import Chain, StaticRule
 
-RANK_PROBS = parse_successors(P_TINY)
+RANK_PROBS = parse_successor_probs(TINY_PAIR_SUCCESSOR_PROBS)
 
 
 def full_table(n_ids: int = 32, seed: int = 0, k: int = len(RANK_PROBS)) -> SuccessorTable:
-    """Every token has k successors, all different."""
+    """Return a table in which every token has k different successors."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n_ids, n_ids, generator=generator)
     return dict(enumerate(logits.topk(k).indices.tolist()))
 
 
-def test_the_table_holds_the_last_reading_of_each_token() -> None:
+def test_the_table_has_the_last_successors_of_each_token() -> None:
     rule = Recycle().make_rule()
     best = numpy.array([[5, 6], [6, 7], [7, 8], [8, 9]])
     rule.observe_target([3, 1, 3, 2], best)
@@ -59,13 +59,13 @@ def test_the_table_holds_the_last_reading_of_each_token() -> None:
 
 
 def agree_at_the_root(table: SuccessorTable, token: int) -> None:
-    """Let the table's best guess after ROOT be this token, and none of its others there."""
+    """Make this token the first successor of ROOT in the table."""
     others = [other for other in table[ROOT] if other != token]
     table[ROOT] = [token, *others][: len(RANK_PROBS)]
 
 
-def assert_holds(merged: Tree, drafted: Tree) -> None:
-    """What was drafted is there, in its old order and with its old slots; the rest is retrieved."""
+def assert_contains(merged: Tree, drafted: Tree) -> None:
+    """Check that drafted rows are there in order, with their slots, and others are retrieved."""
     found = paths(merged)
     kept = [path for path, is_new in zip(found, are_retrieved(merged), strict=True) if not is_new]
     assert kept == paths(drafted)
@@ -74,7 +74,7 @@ def assert_holds(merged: Tree, drafted: Tree) -> None:
 
 
 def assert_in_order(merged: Tree) -> None:
-    """Rows by depth, and no grafted row before a drafted sibling."""
+    """Check that rows are ordered by depth, and no grafted row is before a drafted sibling."""
     depths = [len(path) - 1 for path in paths(merged)]
     assert merged.depths == depths == sorted(depths)
     for row, parent in enumerate(merged.parents):
@@ -86,8 +86,8 @@ def assert_in_order(merged: Tree) -> None:
 @pytest.mark.parametrize("at", ["root", "tail"])
 @pytest.mark.parametrize("name", DRAFTING)
 def test_the_base_keeps_to_its_own_settings(name: str, at: str) -> None:
-    """Its budget while growing, the best of it that it keeps, and its depth are its own; the rest
-    of graft's budget is grafted, whenever the table offers that many nodes."""
+    """Check that the base has its own budgets and depth. The rest of graft's budget is grafted if
+    the table has that many nodes."""
     rng = random.Random(name)
     for _ in range(10):
         own = random_settings(name, rng)
@@ -98,18 +98,18 @@ def test_the_base_keeps_to_its_own_settings(name: str, at: str) -> None:
         graft.table = full_table()
         tree = grow(rule, ROOT, FakeDraft(5), 127)
         assert len(tree) == 96
-        if make_rule(own).max_verified > 1:  # of which the draft alone would not run the root
-            assert_holds(tree, drafted)
+        if make_rule(own).max_verified > 1:  # with one row, the base alone would not run the root
+            assert_contains(tree, drafted)
 
 
-def test_without_grafting_the_target_is_not_asked() -> None:
+def test_without_grafting_no_successors_are_read() -> None:
     rule = Graft(base="linear", graft=False).make_rule()
     assert rule.target_top_k == 0
     assert not any(are_retrieved(grow(rule, ROOT, FakeDraft(5), 127)))
 
 
 def test_checkpoints_stop_the_drafting() -> None:
-    """At their depths, and nowhere else, if the best path is below the threshold there."""
+    """Check that drafting stops only at their depths, if the best path is below the threshold."""
     stopped_at = Counter()
     for seed in range(60):
         chain = grow(Chain(K=6).make_rule(), ROOT, FakeDraft(seed), 127)
@@ -123,13 +123,13 @@ def test_checkpoints_stop_the_drafting() -> None:
         tree = grow(rule, ROOT, draft, 127)
         assert draft.n_calls == expected
         kept = [path for path in paths(tree) if path in paths(chain)]
-        assert kept[: expected + 1] == paths(chain)[: expected + 1]  # that level is kept itself
+        assert kept[: expected + 1] == paths(chain)[: expected + 1]  # that level is kept
         stopped_at[expected] += 1
     assert min(stopped_at[depth] for depth in (2, 4, 6)) >= 5, stopped_at
 
 
-def test_checkpoints_and_bases_are_read_as_they_are_written() -> None:
-    """A value of a base may have colons of its own."""
+def test_checkpoints_and_bases_are_parsed() -> None:
+    """Check also that a value in a base may contain colons."""
     assert parse_checkpoints("1@0.5:3@0.3:12@.25") == {1: 0.5, 3: 0.3, 12: 0.25}
     assert parse_checkpoints("off") == {}
     assert parse_base("deagle:k=2:N_max=5") == Deagle(k=2, N_max=5)
@@ -139,13 +139,13 @@ def test_checkpoints_and_bases_are_read_as_they_are_written() -> None:
     assert parse_base("sequoia:p=0.6:0.2:N=3") == Sequoia(p="0.6:0.2", N=3)
 
 
-# What is grafted, below the root or below the ends of the branches.
+# Grafted nodes, below the root or below the ends of the branches.
 
 
-def literal_graft(
+def graft_literally(
     drafted: Tree, table: SuccessorTable, n_levels: int, at: str
 ) -> dict[Path, float]:
-    """All that the table knows there, level by level, with the log-probabilities."""
+    """Return all paths that the table gives there, level by level, with log-probabilities."""
     offered = {}
     for row, top in enumerate(paths(drafted)):
         if row in drafted.parents if at == "tail" else row > 0:
@@ -164,26 +164,26 @@ def literal_graft(
 def assert_likeliest(
     tree: Tree, drafted: Tree, offered: dict[Path, float], n_rows: int
 ) -> set[Path]:
-    """What was added to the drafted tree is the best of what was offered, up to n_rows."""
+    """Check that the likeliest of the offered paths were added, up to n_rows. Return these."""
     added = set(paths(tree)) - set(paths(drafted))
     assert len(added) == min(n_rows - len(drafted), len(offered))
     assert len(set(paths(tree))) == len(tree)
-    assert_holds(tree, drafted)
+    assert_contains(tree, drafted)
     assert_in_order(tree)
     if not added:
         return added
     for path, logprob in zip(paths(tree), tree.path_logprobs, strict=True):
         if path in added:
             assert logprob == pytest.approx(offered[path], abs=1e-4)
-    least = min(offered[path] for path in added)
+    lowest = min(offered[path] for path in added)
     for path in set(offered) - added:
-        assert offered[path] <= least + 1e-4
+        assert offered[path] <= lowest + 1e-4
     return added
 
 
 @pytest.mark.parametrize("at", ["root", "tail"])
-def test_what_is_grafted_is_the_likeliest_that_the_table_knows(at: str) -> None:
-    """What was drafted already merges with it, and the next one takes its place."""
+def test_the_likeliest_nodes_of_the_table_are_grafted(at: str) -> None:
+    """Check that a drafted node is not grafted again; the next likeliest takes its place."""
     rng = random.Random(at)
     seen: Counter = Counter()
     for seed in range(150):
@@ -198,11 +198,11 @@ def test_what_is_grafted_is_the_likeliest_that_the_table_knows(at: str) -> None:
         rule = settings.make_rule()
         rule.table = full_table(seed=seed, k=3)
         for token in rng.sample(range(32), rng.choice([0, 10, 31])):
-            del rule.table[token]  # as if it had never been read
+            del rule.table[token]  # as if no pass had run this token
         if seed % 3 == 0 and len(drafted) > 1 and ROOT in rule.table:
             agree_at_the_root(rule.table, drafted.tokens[1])
         tree = grow(rule, ROOT, FakeDraft(seed), max_depth)
-        found = literal_graft(drafted, rule.table, levels, at)
+        found = graft_literally(drafted, rule.table, levels, at)
         new = {path: p for path, p in found.items() if path not in paths(drafted)}
         offered = {path: p for path, p in new.items() if len(path) - 1 <= max_depth}
         added = assert_likeliest(tree, drafted, offered, n_rows)
@@ -221,7 +221,7 @@ def test_what_is_grafted_is_the_likeliest_that_the_table_knows(at: str) -> None:
 
 
 def test_the_base_learns_from_its_own_nodes() -> None:
-    """History once took a grafted level for a drafted one, and a draft that was right for wrong."""
+    """Check depth ratios. Once grafted levels counted as drafted, so a right draft seemed wrong."""
     rule = Graft(base="dynatree:D_max=2:D0=1", checkpoints="off", at="tail").make_rule()
     rule.table = full_table()
     tree = grow(rule, ROOT, FakeDraft(5), 127)
@@ -230,22 +230,23 @@ def test_the_base_learns_from_its_own_nodes() -> None:
     path = path_to(tree, drafted[-1])
     below = [row for row in range(len(tree)) if tree.parents[row] == path[-1]]
     assert are_retrieved(tree)[below[0]]
-    for committed, reach in ((path + below[:1], 1.0), (path[:2], 0.5), (path[:1], 0.0)):
+    for committed, ratio in ((path + below[:1], 1.0), (path[:2], 0.5), (path[:1], 0.0)):
         rule.adapt(tree, committed)
-        assert rule.rule.depth_ratios[-1] == reach
+        assert rule.rule.depth_ratios[-1] == ratio
 
 
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
 def test_the_table_reads_candidates_before_another_pass_overwrites_them(
     commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes of fixed shapes share one buffer of logits, and rebuild is a pass more."""
+    """Compare with passes of other shapes. Those of fixed shapes share one buffer of logits, which
+    the additional pass of rebuild overwrites."""
     pretend_capture(monkeypatch)
     tables = []
     for is_shaped in (False, True):
         target = random_model(7)
         target.has_fixed_shapes = is_shaped
-        settings = Remembering(Recycle(N=8))
+        settings = RuleRecorder(Recycle(N=8))
         steps = list(generate(target, None, [3, 1, 4, 1, 5], settings, 40, commit=commit))
         assert any(len(step.path) > 2 for step in steps)
         tables.append(settings.rules[-1].table)
@@ -253,7 +254,7 @@ def test_the_table_reads_candidates_before_another_pass_overwrites_them(
 
 
 def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
-    """The draft's only node at depth 1 is unlikely; a candidate that was not added is no reason."""
+    """Check that a candidate that was not added does not count. The added one is unlikely."""
     logits = torch.tensor([[-9.0, 1.0, 0.9, 0.8]])
 
     def draft(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
@@ -272,8 +273,8 @@ def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
     assert max(grow(rule, ROOT, draft, 3).depths) == 1
 
 
-def test_chances_by_rank_say_how_many_successors_there_are() -> None:
-    """Of two each token keeps two, and a flat second rank makes a bushier tree."""
+def test_each_token_has_as_many_successors_as_p_has_ranks() -> None:
+    """Check two ranks. A second rank that is nearly as likely gives a bushier tree."""
     table = full_table(k=8)
     for p, n_below_root in (("0.5:0.4", 2), ("0.9:0.01", 1)):
         rule = Recycle(N=4, p=p).make_rule()
@@ -283,14 +284,14 @@ def test_chances_by_rank_say_how_many_successors_there_are() -> None:
         assert tree.parents.count(0) == n_below_root and len(tree) == 4
 
 
-def test_a_stop_over_graft_learns_from_all_rows() -> None:
-    """The time of an iteration is that of drafted and grafted rows together."""
+def test_cost_gates_over_graft_learn_from_all_rows() -> None:
+    """Check that drafted and grafted rows are recorded, because both take time."""
     rule = Graft(base="dynatree:costs=learned").make_rule()
-    told = []
-    rule.account.take = lambda tokens, n_rows, n_levels, ms: told.append(n_rows)
+    recorded = []
+    rule.tracker.record = lambda tokens, n_rows, n_levels, ms: recorded.append(n_rows)
     rule.begin_tree(0, 9)
-    tree = MixedTree.of(make_tree([0, 1], [-1, 0]))
+    tree = MixedTree.from_tree(make_tree([0, 1], [-1, 0]))
     for token in (2, 3):
         tree.add_retrieved(token, 0, -1.0)
     rule.adapt(tree, [0, 1])
-    assert told == [4]
+    assert recorded == [4]

@@ -1,4 +1,4 @@
-"""Sampling: the committed text is distributed as the target's own samples, whatever the draft."""
+"""Tests of sampling: with any draft, the text is distributed as the target's own samples are."""
 
 import itertools
 import math
@@ -12,7 +12,15 @@ import numpy
 import pytest
 import torch
 from conftest import Stub, generate, make_tree, random_model, random_settings, top_k
-from law import CPU, PLAIN, Learn, difference, law, mean_length, target_law
+from enumeration import (
+    CPU,
+    PLAIN,
+    Learn,
+    difference,
+    mean_length,
+    method_distribution,
+    target_distribution,
+)
 from torch import Tensor
 
 import methods.sampler
@@ -29,7 +37,7 @@ from methods.auto import Auto
 from methods.calibration import CalibratedDrafter
 from methods.compose import Parts
 from methods.cost_gates import CostGates
-from methods.costs import Account
+from methods.costs import CostTracker
 from methods.dyspec import DySpec
 from methods.lookup import Lookup
 from methods.opttree import OptTree
@@ -37,7 +45,7 @@ from methods.retrieval import Graft
 from methods.rules import MethodRule, RuleWrapper, make_rule
 from methods.sampler import Sampling
 from methods.sequoia import Sequoia
-from methods.static import Alone, Chain, ConfidentChain, Fixed, SpecInfer
+from methods.static import Chain, ConfidentChain, Fixed, PaddedAutoregressive, SpecInfer
 
 Draw = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 N_IDS = 5
@@ -45,13 +53,13 @@ N_DRAWS = 20_000
 
 
 def logits_table(seed: int) -> Tensor:
-    """A bigram model: logits [V, V] of the next token after each token."""
+    """Return a bigram model: logits [V, V] of the next token after each token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(N_IDS, N_IDS, generator=generator).double() * 1.5
 
 
 TARGET, OTHER = logits_table(0), logits_table(1)
-# Certain of what the target never writes, and the reverse
+# Proposes only tokens whose logits are at most the median of the target's
 DISJOINT = torch.where(TARGET > TARGET.median(), -1e4, 5.0)
 # Never proposes two of the ids
 ZEROS = OTHER.index_fill(1, torch.tensor([1, 3]), -torch.inf)
@@ -60,14 +68,14 @@ DRAFTS["fewer ids"] = OTHER[:3, :3]
 DRAFTS["more ids"] = torch.cat([OTHER, OTHER[:2]])[:, [0, 1, 2, 3, 4, 0, 1]]
 DRAFTS["overflown"] = OTHER.clone()
 DRAFTS["overflown"][2], DRAFTS["overflown"][3, 1] = torch.nan, torch.inf
-# Of three ids only: whole trees of two drawn levels, in every combination of all their draws
+# With only three ids, all draws of whole trees with two levels can be enumerated
 FEW_TARGET = TARGET[:3, :3]
 FEW_DRAFTS = {"few other": OTHER[:3, :3], "few zeros": ZEROS[:3, :3], "few flat": OTHER[:3, :3] / 4}
-# The last: the draft's distribution, warped otherwise
-HEATS = [Sampling(0.6), Sampling(1.0, 0.5), Sampling(1.0, draft_temperature=0.4)]
+# The last one has another temperature for the draft's distribution
+SAMPLINGS = [Sampling(0.6), Sampling(1.0, 0.5), Sampling(1.0, draft_temperature=0.4)]
 
 
-# The parts.
+# Warping and drawing.
 
 
 def test_warping_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
@@ -85,11 +93,12 @@ def test_warping_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
 
 
 def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, where many ids are equally likely; all are ranked only if a few do not do."""
+    """Compare bit for bit, with many equally likely ids. All ids are sorted only if the first few
+    do not suffice."""
     n_ranked: Counter = Counter()
-    real = methods.sampler.likeliest
+    real = methods.sampler.stable_top_k
 
-    def likeliest(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def counting(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         n_ranked[k] += 1
         return real(probs, k)
 
@@ -101,13 +110,14 @@ def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.Mo
         probs = torch.softmax(sharpness * steps, dim=-1)
         kept = sampler.keep_top_p(probs, 3000)
         with monkeypatch.context() as patch:
-            patch.setattr(methods.sampler, "likeliest", likeliest)
+            patch.setattr(methods.sampler, "stable_top_k", counting)
             assert sampler.keep_top_p(probs, few).equal(kept)
     assert n_ranked[few] == 16 and 4 <= n_ranked[3000] <= 12, n_ranked
 
 
 def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
-    """Pearson's chi-square at five standard deviations; nothing impossible was drawn."""
+    """Fail if something impossible was drawn, or if Pearson's chi-square is more than five standard
+    deviations too high."""
     assert all(expected.get(outcome, 0.0) > 0 for outcome in counts)
     parts = [(counts[outcome] - mean) ** 2 / mean for outcome, mean in expected.items() if mean]
     freedom = len(parts) - 1
@@ -115,16 +125,16 @@ def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
 
 
 PLAIN_SAMPLER = PLAIN.sampler(CPU)
-DRAWS = [PLAIN_SAMPLER.draw_by_points, PLAIN_SAMPLER.draw_by_race]
+DRAWS = [PLAIN_SAMPLER.draw_by_inverse_cdf, PLAIN_SAMPLER.draw_by_exponential_race]
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_draws_are_without_replacement_and_what_is_no_draw_has_no_chance(draw: Draw) -> None:
+def test_draws_are_without_replacement_and_padding_has_probability_0(draw: Draw) -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2]).expand(N_DRAWS, N_IDS)
-    ids, chances = draw(probs, 4)
+    ids, drawn_probs = draw(probs, 4)
     drawn = ids.tolist()
     assert all(sorted(row[:3]) == [1, 3, 4] for row in drawn)
-    assert chances[:, :3].equal(probs.gather(1, ids[:, :3])) and not chances[:, 3].any()
+    assert drawn_probs[:, :3].equal(probs.gather(1, ids[:, :3])) and not drawn_probs[:, 3].any()
     expected = {}
     for first, second in itertools.permutations([1, 3, 4], 2):
         left = 1 - probs[0, first]
@@ -133,8 +143,8 @@ def test_draws_are_without_replacement_and_what_is_no_draw_has_no_chance(draw: D
 
 
 @pytest.mark.parametrize("k", [2, 5, 9])
-def test_what_is_proposed_is_what_draw_draws(k: int) -> None:
-    """With its log-probabilities, and the draft's distribution: warped by its own temperature."""
+def test_propose_returns_what_draw_several_draws(k: int) -> None:
+    """Check ids and log-probabilities, and that the draft's temperature warps its distribution."""
     sampling = Sampling(1.0, top_p=0.9, seed=3, draft_temperature=0.5)
     logits = logits_table(4).float()
     sampler = sampling.sampler(CPU)
@@ -142,13 +152,14 @@ def test_what_is_proposed_is_what_draw_draws(k: int) -> None:
     ids, logprobs = sampler.propose(probs, k)
     expected = Sampling(0.5, top_p=0.9).sampler(CPU).target_distribution(logits)
     torch.testing.assert_close(probs, expected)
-    drawn, chances = sampling.sampler(CPU).draw_several(probs, min(k, N_IDS))
+    drawn, drawn_probs = sampling.sampler(CPU).draw_several(probs, min(k, N_IDS))
     assert ids.tolist() == drawn.tolist()
-    numpy.testing.assert_allclose(numpy.exp(logprobs), chances, rtol=1e-6)
+    numpy.testing.assert_allclose(numpy.exp(logprobs), drawn_probs, rtol=1e-6)
 
 
-def test_a_rejection_that_rounding_alone_allows_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left of the residual: the child is the only token the target can write."""
+def test_rounding_alone_rejects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a child that is the target's only possible token, so that the residual after a
+    rejection is empty. Its ratio is just below 1 by rounding."""
     tree = make_tree([0, 1], [-1, 0])
     tree.draft_slots = [0, -1]
     sampler = PLAIN.sampler(CPU)
@@ -158,11 +169,11 @@ def test_a_rejection_that_rounding_alone_allows_is_none(monkeypatch: pytest.Monk
     assert path == [0, 1], "its probability is above every random number"
 
 
-# Every text is as likely as from the target alone: by enumeration (law.py).
+# The distribution of texts is the target's, by enumeration (enumeration.py).
 
 
-class Ranked(Fixed):
-    """fixed that gets the top k also where the text is sampled, as beam does."""
+class TopKFixed(Fixed):
+    """fixed with top-k candidates for sampled text too, as beam has them."""
 
     def make_rule(self) -> Rule:
         rule = super().make_rule()
@@ -171,8 +182,8 @@ class Ranked(Fixed):
 
 
 @dataclass(frozen=True)
-class Known:
-    """graft or auto, when it has read every token; graft over a rule that draws."""
+class Primed:
+    """Settings of graft or auto whose rule has already observed the successors of every token."""
 
     settings: Graft | Auto
     n_ids: int = N_IDS
@@ -186,7 +197,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Copied:
-    """The two tokens that followed 0 before; no draft has a say."""
+    """Settings whose rule copies the two tokens that followed token 0 before, without a draft."""
 
     def make_rule(self) -> Rule:
         rule = Lookup(K=2).make_rule()
@@ -197,15 +208,15 @@ class Copied:
 CHAINS = {
     "drawn chain": Chain(K=2),
     "stops by what was drawn": ConfidentChain(K=2, p_min=0.3),
-    "ranked chain": Ranked(D=2, B=1, tau=0.0),
+    "ranked chain": TopKFixed(D=2, B=1, tau=0.0),
     "copied": Copied(),
 }
 RULES = CHAINS | {
     "drawn siblings": DySpec(N=4, D_max=1, t=0.001, exact=False),  # up to three
     "those of value": DySpec(N=4, D_max=1, t=0.3, exact=False),
-    "ranked": Ranked(D=2, B=3, tau=0.0),
-    "grafted beside drawn": Known(Graft(base="linear:K=1", N=4, D_max=1, checkpoints="off")),
-    "grafted below drawn": Known(Graft(base="linear:K=1", N=4, at="tail")),
+    "ranked": TopKFixed(D=2, B=3, tau=0.0),
+    "grafted beside drawn": Primed(Graft(base="linear:K=1", N=4, D_max=1, checkpoints="off")),
+    "grafted below drawn": Primed(Graft(base="linear:K=1", N=4, at="tail")),
 }
 FEW_RULES = {
     "best of all drawn": DySpec(N=3, D_max=2),  # more is drawn than verified
@@ -214,12 +225,12 @@ FEW_RULES = {
     "above tau": Fixed(D=2, B=2, tau=0.2),
     "three below one": SpecInfer("1:3"),
     "settled shape": Sequoia(N=6, D_max=2, p="0.6:0.3:0.1"),
-    "grafted, best": Known(Graft(base="dyspec:N=3:D_max=2", checkpoints="1@0.4", N=5), 3),
-    "grafted, tail": Known(Graft(base="dyspec:N=4:D_max=1", N=5, at="tail"), 3),
-    "grafted, confident": Known(
+    "grafted, best": Primed(Graft(base="dyspec:N=3:D_max=2", checkpoints="1@0.4", N=5), 3),
+    "grafted, tail": Primed(Graft(base="dyspec:N=4:D_max=1", N=5, at="tail"), 3),
+    "grafted, confident": Primed(
         Graft(base="dynatree:B_mid=1:B_max=2:tau_l=0.6:D0=1:D_max=2", checkpoints="1@0.4", N=5), 3
     ),
-    "remembered beside drawn": Known(Auto(N=5, D_max=2, costs="0.3:0.04:0.2:0.01"), 3),
+    "remembered beside drawn": Primed(Auto(N=5, D_max=2, costs="0.3:0.04:0.2:0.01"), 3),
 }
 CASES = [
     (by, rule)
@@ -237,20 +248,23 @@ def error_of(
     target: Tensor = FEW_TARGET,
     learn: Learn | None = None,
 ) -> float:
-    """Return how far texts of n_tokens are from the target's distribution."""
-    found = law(settings, target, draft, n_tokens, acceptance, sampling, learn)
-    return difference(found, target_law(target, n_tokens, sampling))
+    """Return the total variation between a method's texts of n_tokens and the target's."""
+    found = method_distribution(settings, target, draft, n_tokens, acceptance, sampling, learn)
+    return difference(found, target_distribution(target, n_tokens, sampling))
 
 
 @pytest.mark.parametrize(("by", "rule"), CASES)
-def test_the_law_is_the_targets_and_no_less_is_kept_than_by_token(by: str, rule: str) -> None:
-    """Whatever the draft says, and however it is warped. Of ranked rows no more is kept either, of
-    drawn ones below one another somewhere strictly."""
+def test_an_acceptance_is_exact_and_accepts_no_less_than_token(by: str, rule: str) -> None:
+    """Check the distribution for every draft and sampling, and the mean accepted length.
+
+    Every acceptance accepts at least as much as token: of top-k rows equally much, and of drawn
+    rows below drawn rows more for at least one draft.
+    """
     settings, target, tables = (RULES | FEW_RULES)[rule], TARGET, DRAFTS
     if rule in FEW_RULES:
         target, tables = FEW_TARGET, FEW_DRAFTS
     gains = []
-    for (name, draft), other in zip(tables.items(), itertools.cycle(HEATS), strict=False):
+    for (name, draft), other in zip(tables.items(), itertools.cycle(SAMPLINGS), strict=False):
         for sampling in (PLAIN, other):
             error = error_of(settings, draft, 3, ACCEPTANCES[by], sampling, target)
             assert error < 2e-8, (name, sampling)
@@ -265,9 +279,8 @@ def test_the_law_is_the_targets_and_no_less_is_kept_than_by_token(by: str, rule:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_leaves_the_targets_law(method: str) -> None:
-    """With what random settings of small trees it may have; a new one is tested by its line in the
-    registry."""
+def test_every_method_is_exact(method: str) -> None:
+    """Check random settings with small trees. A new method needs only its line in the registry."""
     rng = random.Random(method)
     n_done = 0
     for _ in range(1000):
@@ -275,13 +288,13 @@ def test_every_method_leaves_the_targets_law(method: str) -> None:
         rule = make_rule(settings)
         if n_done < 4 and (not rule.draws_candidates or rule.max_rows <= 5):
             draft = rng.choice(list(FEW_DRAFTS.values()))
-            assert error_of(settings, draft, 3, None, rng.choice(HEATS)) < 2e-8
+            assert error_of(settings, draft, 3, None, rng.choice(SAMPLINGS)) < 2e-8
             n_done += 1
     assert n_done == 4
 
 
-def test_what_a_budget_cuts_off_does_not_choose_among_drawn_nodes() -> None:
-    """Graft's own rows are fewer than those of its base, whose threshold form has a budget."""
+def test_a_row_budget_does_not_choose_among_drawn_nodes() -> None:
+    """Check graft with fewer rows than its base, whose threshold form has a row budget."""
     base = "dyspec:exact=off:t=0.2:N=6:D_max=3"
     rule = Graft(base=base, N=4, checkpoints="off", graft=False)
     draft = torch.eye(4, dtype=torch.float64).log()  # certain, but for the root
@@ -290,63 +303,69 @@ def test_what_a_budget_cuts_off_does_not_choose_among_drawn_nodes() -> None:
 
 
 def test_a_stop_by_what_a_level_adds_does_not_choose_among_drawn_nodes() -> None:
-    """opttree, which therefore ranks. If it drew, of four rows: a (.6) first goes on for sure, the
-    second child is worth .4. If that is b (.3), level 2 adds .5 and level 3 is drafted, whose row
-    takes b's; if it is c (.1), level 2 adds .3 and c is tried."""
+    """Check opttree, which has top-k candidates for this reason.
+
+    Suppose it drew. Let its four rows begin with the root and a (0.6), whose own child is certain.
+    The second drawn child then has the value 0.4. If it is b (0.3), level 2 adds 0.5, so level 3 is
+    drafted, and its row replaces b. If it is c (0.1), level 2 adds 0.3, and c is verified.
+    """
     draft = torch.tensor([[0.0, 0.6, 0.3, 0.1]] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
     target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
     assert error_of(OptTree(N=4, D_max=3, delta=0.4), draft, 4, target=target) < 2e-8
 
 
-def test_a_stop_by_cost_does_not_choose_among_drawn_nodes() -> None:
-    """dyspec of three rows, whose a goes on for sure: what follows takes its sibling's. If a row
-    were worth its time by what this tree's own draws have kept, that would be so where the sibling
-    is b, and not where it is c."""
+def test_a_cost_gate_does_not_choose_among_drawn_nodes() -> None:
+    """Check dyspec with three rows. The child of a is certain, so it takes the row of a's sibling.
+
+    If the net gain of a row depended on this tree's own draws, this would happen if the sibling is
+    b, but not if it is c.
+    """
     draft = torch.tensor([[0.0, 0.6, 0.3, 0.1]] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
     target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
     settings = DySpec(N=3, D_max=3, costs="1e-9:0.277:1e-9:1e-9")
     assert error_of(settings, draft, 4, target=target) < 2e-8
 
 
-def test_a_stops_last_level_is_settled_before_the_tree() -> None:
-    """dyspec of four rows: which of the first level are kept goes by whether there is a second one.
-    Were that drafted for what this tree's own draws promise, the law would be 0.8 % off."""
+def test_cost_gates_choose_the_last_level_before_the_tree() -> None:
+    """Check dyspec with four rows. Which rows of the first level are kept depends on whether there
+    is a second one. If the tree's own draws decided that, the total variation would be 0.008."""
     draft = [[0.4, 0, 0.6, 0], [0.1, 0.9, 0, 0], [0.3, 0.7, 0, 0], [0.15, 0, 0.2, 0.65]]
     target = torch.tensor([[0.29, 0.22, 0.2, 0.29]] * 4).log()
     settings = DySpec(N=4, D_max=2, costs="1e-9:1e-9:1e-9:0.5")
     assert error_of(settings, torch.tensor(draft).log(), 4, target=target) < 1e-7
 
 
-# Nor does what a method has learned.
+# What a method has learned does not bias the text.
 
 
-def learned(seed: int) -> Learn:
-    """Return what gives the parts of a method a random state: calibration, shares, costs."""
+def random_learning(seed: int) -> Learn:
+    """Return a function that gives the parts of a method a random state: calibration, shares and
+    costs."""
     rng = random.Random(seed)
     weights = rng.uniform(-2, 2), rng.uniform(0.1, 3)
     shares = [rng.uniform(0.05, 1) for _ in range(64)]
-    level_yield, costs = rng.uniform(0.1, 0.98), [10 ** rng.uniform(-3, -0.3) for _ in range(4)]
+    level_gain, costs = rng.uniform(0.1, 0.98), [10 ** rng.uniform(-3, -0.3) for _ in range(4)]
 
     def learn(parts: Parts) -> None:
         if isinstance(parts.drafter, CalibratedDrafter):
-            parts.drafter.weights = parts.drafter.first = weights
+            parts.drafter.weights = parts.drafter.initial = weights
         rule = parts.rule
         while isinstance(rule, RuleWrapper):
             if isinstance(rule, CostGates):
                 rule.shares = numpy.array(shares[: len(rule.shares)])
-                rule.level_yield = level_yield
+                rule.level_gain = level_gain
             rule = rule.rule
-        for account in accounts_of(parts.rule):
-            account.costs.weights = numpy.array([1.0, *costs])
-            account.drafting.tokens = 9.0  # so that it drafts
+        for tracker in trackers_of(parts.rule):
+            tracker.model.costs = numpy.array([1.0, *costs])
+            tracker.drafting.tokens = 9.0  # so that it drafts
 
     return learn
 
 
-def accounts_of(rule: Rule) -> list[Account]:
-    """Return the accounts of cost of a rule and of what it wraps."""
-    own = [rule.account] if hasattr(rule, "account") else []
-    return own + (accounts_of(rule.rule) if isinstance(rule, RuleWrapper) else [])
+def trackers_of(rule: Rule) -> list[CostTracker]:
+    """Return the cost trackers of a rule and of the rules that it wraps."""
+    own = [rule.tracker] if hasattr(rule, "tracker") else []
+    return own + (trackers_of(rule.rule) if isinstance(rule, RuleWrapper) else [])
 
 
 SMALL = {
@@ -366,30 +385,31 @@ GIVEN = "0.01:0.1:0.01:0.1"
 def test_what_was_learned_does_not_bias_the_text(
     method: str, calibrate: str, costs: str, is_base: bool
 ) -> None:
-    """From random states, by every rule that draws and learns, and by graft over it."""
+    """Check random learned states of every rule that draws and learns, and of graft over it."""
     values = SMALL[method] | {"calibrate": calibrate == "on", "costs": costs}
     name = method.split()[-1]
-    settings: Settings | Known = METHODS[name](**values)
+    settings: Settings | Primed = METHODS[name](**values)
     if is_base:
         base = ":".join([name, *(f"{key}={value}" for key, value in values.items())])
-        settings = Known(Graft(base=base, checkpoints="1@0.6", N=5), 3)
+        settings = Primed(Graft(base=base, checkpoints="1@0.6", N=5), 3)
     for seed in range(2):
         rng = random.Random(f"{method} {calibrate} {costs} {is_base} {seed}")
         draft = rng.choice(list(FEW_DRAFTS.values()))
-        error = error_of(settings, draft, 3, learn=learned(rng.randrange(10**6)))
+        error = error_of(settings, draft, 3, learn=random_learning(rng.randrange(10**6)))
         assert error < 2e-7, seed
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_auto_has_learned_does_not_bias_the_text(seed: int) -> None:
-    settings = Known(Auto(N=5, D_max=2, costs=GIVEN), 3)
+    settings = Primed(Auto(N=5, D_max=2, costs=GIVEN), 3)
     draft = list(FEW_DRAFTS.values())[seed % len(FEW_DRAFTS)]
-    assert error_of(settings, draft, 3, learn=learned(seed)) < 2e-7
+    assert error_of(settings, draft, 3, learn=random_learning(seed)) < 2e-7
 
 
 def test_a_later_sibling_is_not_added_without_its_earlier_one() -> None:
-    """Shares by place may rise. Then cost cut the first drawn candidate and not the second one,
-    which was accepted as if it had been drawn from all the draft says: total variation 0.098."""
+    """Check shares that rise from one place to the next. The cost gate once cut the first drawn
+    candidate and not the second. That one was accepted as if it had been drawn from the draft's
+    whole distribution: total variation 0.098."""
     draft = torch.tensor([[0.6, 0.25, 0.15]] * 3).double().log()
     target = torch.tensor([[0.2, 0.5, 0.3]] * 3).double().log()
 
@@ -401,20 +421,21 @@ def test_a_later_sibling_is_not_added_without_its_earlier_one() -> None:
 
 
 def test_a_checkpoint_does_not_look_at_a_drawn_row_that_may_be_displaced() -> None:
-    """A calibrated probability above what was known before the draw: total variation 0.019."""
+    """Check a calibrated probability that is above the value known before the draw. Using it gave a
+    total variation of 0.019."""
     draft = torch.tensor([[0.2, 0.5, 0.3]] * 3).double().log()
     target = torch.tensor([[0.01, 0.55, 0.44]] * 3).double().log()
     base = "dyspec:N=3:D_max=3:calibrate=on"
     settings = Graft(base=base, checkpoints="1@0.7", graft=False)
 
     def learn(parts: Parts) -> None:
-        parts.drafter.weights = parts.drafter.first = (1.386, 0.856)
+        parts.drafter.weights = parts.drafter.initial = (1.386, 0.856)
 
     assert error_of(settings, draft, 3, target=target, learn=learn) < 1e-7
 
 
 class Second(MethodRule):
-    """A fork's mistake: of two drawn candidates, the second alone."""
+    """A fork's faulty rule: of two drawn candidates it adds only the second."""
 
     draws_candidates = True
 
@@ -423,7 +444,7 @@ class Second(MethodRule):
 
 
 def test_a_rule_may_cut_drawn_candidates_only_as_a_suffix() -> None:
-    """Its total variation would be 0.53. Of the top k any may be cut."""
+    """Refuse another cut, whose total variation would be 0.53. Any top-k candidate may be cut."""
 
     @dataclass(frozen=True)
     class Seconds(Settings):
@@ -441,10 +462,12 @@ def test_a_rule_may_cut_drawn_candidates_only_as_a_suffix() -> None:
 
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_that_compete_for_a_budget_leave_the_law_alone(seed: int, is_exact: bool) -> None:
-    """Which rows a branch has depends on what was drawn in others, and theirs on its own: what was
-    rejected by the look of its branch says something of the others. Of three ids, after each of
-    which two are possible."""
+def test_rows_that_compete_for_a_budget_do_not_bias_the_text(seed: int, is_exact: bool) -> None:
+    """Check branches that compete for rows, with two possible ids after each.
+
+    The rows of a branch depend on the draws of the others, and the reverse. So a rejection in one
+    branch gives information about the others.
+    """
     draft = 2 * logits_table(seed)[:3, :3]
     draft[torch.arange(3), torch.randint(3, (3,))] = -torch.inf
     settings = DySpec(N=5, D_max=3, t=0.05, exact=is_exact)
@@ -452,8 +475,8 @@ def test_rows_that_compete_for_a_budget_leave_the_law_alone(seed: int, is_exact:
         assert error_of(settings, draft, 4, accept_by_traversal, sampling) < 2e-8
 
 
-def test_a_long_text_follows_the_targets_law() -> None:
-    """What comes after each token, of 2,000 that were drawn by the generator itself."""
+def test_a_long_text_follows_the_targets_distribution() -> None:
+    """Check which tokens follow each token, in 2,000 tokens by the random generator itself."""
     sampling = Sampling(0.8, 0.95, seed=5)
     target, draft = (
         Stub(lambda tokens, positions, table=table: table[tokens].float(), N_IDS)
@@ -468,7 +491,8 @@ def test_a_long_text_follows_the_targets_law() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_seed_gives_the_same_text(method: str) -> None:
-    """auto by given costs, as it learns from a clock. A tiny temperature is greedy."""
+    """Compare texts by seed, and a tiny temperature with greedy. auto gets fixed costs, because it
+    would learn them from a clock."""
     settings = Auto(costs="0.3:0.04:0.2:0.4") if method == "auto" else METHODS[method]()
     target = random_model(0)
     draft = random_model(1, vocab_size=80)
@@ -478,24 +502,25 @@ def test_the_same_seed_gives_the_same_text(method: str) -> None:
 
     one, again, other = (text(Sampling(1.0, top_p=0.9, seed=seed)) for seed in (1, 1, 2))
     assert one == again != other
-    greedy = token_ids(generate(target, None, [3, 1, 4], Alone(), 30))
+    greedy = token_ids(generate(target, None, [3, 1, 4], PaddedAutoregressive(), 30))
     assert text(Sampling(1e-6)) == greedy
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": "0.8"}, "temperature '0.8' is not a positive number"),
-        ({"temperature": math.nan}, "temperature nan is not"),
-        ({"temperature": 1e-46}, "temperature 1e-46 is not a positive number of float32"),
-        ({"temperature": 1e39}, r"temperature 1e\+39 is not a positive number of float32"),
-        ({"temperature": 0.0, "draws_greedy": True}, "greedy text need a draft-temperature"),
-        ({"temperature": 1.0, "top_p": 1.5}, r"top-p 1.5 is outside \(0, 1\]"),
-        ({"temperature": 1.0, "seed": -1}, "seed -1 is not a whole number"),
-        ({"temperature": 1.0, "seed": 1.0}, "seed 1.0 is not a whole number"),
+        ({"temperature": "0.8"}, "temperature is '0.8', it must be a positive float32"),
+        ({"temperature": math.nan}, "temperature is nan, it must"),
+        ({"temperature": 1e-46}, "temperature is 1e-46, it must be a positive float32"),
+        ({"temperature": 1e39}, r"temperature is 1e\+39, it must be a positive float32"),
+        ({"temperature": 0.0, "draws_greedy": True}, "greedy text needs a draft-temperature"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top-p is 1.5, it must be above 0 and at most 1"),
+        ({"temperature": 1.0, "seed": -1}, "seed is -1, it must be an integer"),
+        ({"temperature": 1.0, "seed": 1.0}, "seed is 1.0, it must be an integer"),
     ],
 )
 def test_settings_are_checked(values: dict[str, float], message: str) -> None:
-    """What is 0 in float32 once gave id 0 every time: 0 / 0 is NaN."""
+    """Check invalid values. A temperature that is 0 in float32 once gave id 0 every time, because
+    0 / 0 is NaN."""
     with pytest.raises(ValueError, match=message):
         Sampling(**values)

@@ -1,4 +1,4 @@
-"""sequoia: the best shape, against the paper's own recursion; the tree of that shape."""
+"""Tests of sequoia: its shape against the paper's recursion, and its trees against the shape."""
 
 import math
 
@@ -8,20 +8,22 @@ from conftest import grow
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, paths
 from torch import Tensor
 
-from methods.sequoia import Chances, Sequoia, SequoiaRule, Shape, plan
+from methods.sequoia import RankProbs, Sequoia, SequoiaRule, TreeShape, plan_shape
 
 FALLING = (0.7, 0.12, 0.04, 0.02)
-RISING = (0.1, 0.5, 0.2)  # a rank may be worth less than the next, which needs it all the same
+RISING = (0.1, 0.5, 0.2)  # rank 1 is likelier than rank 0, but needs it as its earlier sibling
 ZEROS = (0.4, 0.0, 0.3)
-CHANCES = [FALLING, RISING, ZEROS, (0.9,), (0.0,), (0.5, 0.5)]
+RANK_PROBS = [FALLING, RISING, ZEROS, (0.9,), (0.0,), (0.5, 0.5)]
 
 
-def papers_length(n_rows: int, max_depth: int, chances: Chances) -> float:
-    """Section 4.1 taken literally: T[n][d][b], the expected tokens of a tree of n rows, the root
-    among them, d levels of rows at most, whose root has b children. Its last child gets some rows,
-    the tree with one child less the others."""
+def papers_length(n_rows: int, max_depth: int, rank_probs: RankProbs) -> float:
+    """Return the expected tokens of the best tree, by the recursion of section 4.1.
+
+    T[n][d][b] is the best of n rows, the root included, on at most d levels, if the root has b
+    children. The last child gets some of the rows, and the tree without that child the others.
+    """
     n_levels = max_depth + 1
-    n_ranks = len(chances)
+    n_ranks = len(rank_probs)
     t = [[[-math.inf] * (n_ranks + 1) for _ in range(n_levels + 1)] for _ in range(n_rows + 1)]
     for depth in range(1, n_levels + 1):
         t[1][depth][0] = 1.0
@@ -30,39 +32,40 @@ def papers_length(n_rows: int, max_depth: int, chances: Chances) -> float:
             for b in range(1, n_ranks + 1):
                 for last in range(1, n):
                     others = t[n - last][depth][b - 1]
-                    value = others + chances[b - 1] * max(t[last][depth - 1])
+                    value = others + rank_probs[b - 1] * max(t[last][depth - 1])
                     t[n][depth][b] = max(t[n][depth][b], value)
     return max(max(t[n][n_levels]) for n in range(1, n_rows + 1))
 
 
-def measure(shape: Shape, chances: Chances) -> tuple[float, int]:
-    """The expected tokens of an iteration, every chance to be accepted added up, and the depth."""
+def measure(shape: TreeShape, rank_probs: RankProbs) -> tuple[float, int]:
+    """Return the expected tokens of an iteration and the depth of a shape. The expected tokens are
+    the sum of the nodes' acceptance probabilities."""
     reached, depths = {0: 1.0}, {0: 0}
     for node, family in enumerate(shape):
-        for p, child in zip(chances, family, strict=False):
+        for p, child in zip(rank_probs, family, strict=False):
             reached[child] = reached[node] * p
             depths[child] = depths[node] + 1
     return sum(reached.values()), max(depths.values())
 
 
-@pytest.mark.parametrize("chances", CHANCES)
+@pytest.mark.parametrize("rank_probs", RANK_PROBS)
 @pytest.mark.parametrize("max_depth", [1, 2, 3, 7])
-def test_the_shape_is_the_papers_optimum(max_depth: int, chances: Chances) -> None:
+def test_the_shape_is_the_papers_optimum(max_depth: int, rank_probs: RankProbs) -> None:
     for n_rows in (1, 2, 3, 4, 7, 12, 20):
-        best = papers_length(n_rows, max_depth, chances)
-        shape = plan(n_rows - 1, max_depth, chances)
-        length, depth = measure(shape, chances)
+        best = papers_length(n_rows, max_depth, rank_probs)
+        shape = plan_shape(n_rows - 1, max_depth, rank_probs)
+        length, depth = measure(shape, rank_probs)
         assert length == pytest.approx(best, abs=1e-9)
         assert len(shape) <= n_rows and depth <= max_depth
-        assert max(len(family) for family in shape) <= len(chances)
+        assert max(len(family) for family in shape) <= len(rank_probs)
         children = [child for family in shape for child in family]
         assert children == list(range(1, len(shape))), "breadth-first, each once"
-        if chances == FALLING:
+        if rank_probs == FALLING:
             assert len(shape) == min(n_rows, sum(4**depth for depth in range(max_depth + 1)))
 
 
 class Choosy(FakeDraft):
-    """A FakeDraft that gives some of the paths only one or two tokens, and one of them none."""
+    """A FakeDraft with only one, two or no possible tokens after some paths."""
 
     def logits(self, path: Path) -> Tensor:
         logits = super().logits(path)
@@ -73,10 +76,11 @@ class Choosy(FakeDraft):
         return logits.index_fill(0, impossible, -math.inf)
 
 
-def shaped_tree(draft: FakeDraft, shape: Shape) -> list[Path]:
-    """Node by node: the likeliest tokens, one for each child that the shape has here."""
+def shaped_tree(draft: FakeDraft, shape: TreeShape) -> list[Path]:
+    """Return the paths of a tree that is built node by node: the likeliest tokens, one for each
+    child in the shape."""
     queue = [((ROOT,), 0)]
-    for path, node in queue:  # which grows meanwhile
+    for path, node in queue:  # the loop appends to it
         best = torch.log_softmax(draft.logits(path), -1).sort(descending=True)
         for rank, child in enumerate(shape[node]):
             if best.values[rank] > -math.inf:
@@ -85,10 +89,11 @@ def shaped_tree(draft: FakeDraft, shape: Shape) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", [FakeDraft, Choosy])
-@pytest.mark.parametrize("chances", [FALLING, RISING, (0.5, 0.5)])
-def test_the_tree_has_that_shape(kind: type[FakeDraft], chances: Chances) -> None:
-    """Node by node, also where tokens lack: the rows that the draft runs then have a gap."""
-    shape = plan(23, 5, chances)
+@pytest.mark.parametrize("rank_probs", [FALLING, RISING, (0.5, 0.5)])
+def test_the_tree_has_that_shape(kind: type[FakeDraft], rank_probs: RankProbs) -> None:
+    """Compare node by node, also with too few possible tokens: some nodes of the shape then have no
+    row."""
+    shape = plan_shape(23, 5, rank_probs)
     n_rows = set()
     for seed in range(30):
         draft = kind(seed)
@@ -100,7 +105,8 @@ def test_the_tree_has_that_shape(kind: type[FakeDraft], chances: Chances) -> Non
 
 
 def test_settings_make_the_rule() -> None:
-    """Of p .6, .3 at depth 2: the nodes are worth .6, .36, .3, and .18 twice."""
+    """Check p = 0.6, 0.3 with two levels. The nodes add 0.6, 0.36, 0.3, 0.18 and 0.18 expected
+    tokens."""
     assert Sequoia(N=6, D_max=2, p="0.6:3e-1").make_rule().shape == [
         [1, 2],
         [3, 4],

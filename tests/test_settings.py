@@ -1,4 +1,4 @@
-"""A method's settings: what may be set, from Python and as text, and the one line that says so."""
+"""Tests of a method's settings: values from Python and as text, and errors for wrong ones."""
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,7 +14,7 @@ from methods.settings import MethodSettings, choice, read_values, text
 
 @dataclass(frozen=True)
 class Given(MethodSettings):
-    """Settings of each kind."""
+    """Settings with a field of each kind."""
 
     p: float = setting(1, 0, 1, "a share")
     least: float = setting(0.25, 0.0, 1.0, "a smaller one")
@@ -24,7 +24,7 @@ class Given(MethodSettings):
     chance: str = text("0.5", float, "a text")
 
 
-WRONG = [  # values, from Python -> what is said
+WRONG = [  # values from Python, error
     *[({name: "1"}, f"{name} is '1', it must be of type") for name in ("p", "n", "is_on")],
     *[({name: None}, f"{name} is None, it must be of type") for name in ("p", "n", "is_on", "at")],
     ({"p": True}, "p is True, it must be of type float"),
@@ -46,57 +46,59 @@ def test_an_old_name_is_refused_with_the_new_one(word: str) -> None:
         read_values(METHODS["dynatree"], [word])
 
 
-@pytest.mark.parametrize(("values", "said"), WRONG)
-def test_what_is_wrong_in_python_is_named(values: dict[str, object], said: str) -> None:
+@pytest.mark.parametrize(("values", "message"), WRONG)
+def test_what_is_wrong_in_python_is_named(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         Given(**values)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-WRONG_TOGETHER = [  # of a method: values -> what is said, beside each
+WRONG_TOGETHER = [  # method, values, error
     ("dynatree", {"tau_l": 0.6, "tau_h": 0.6}, "must have B_min <= B_mid"),
     ("dynatree", {"rho_stop": 0.2, "rho_deep": 0.2}, "must have B_min <= B_mid"),
     ("dynatree", {"B_min": 3, "B_mid": 2}, "must have B_min <= B_mid"),
     ("dynatree", {"B_mid": 5, "B_max": 4}, "must have B_min <= B_mid"),
     ("dynatree", {"D0": 7, "D_max": 6}, "must have B_min <= B_mid"),
-    ("specinfer", {"widths": "128"}, "129 rows, 128 is the most"),
+    ("specinfer", {"widths": "128"}, "129 rows, it must have at most 128"),
     *(("specinfer", {"widths": word}, "whole numbers") for word in ("", "3:0:1", "3:1.5", "3,2")),
     *(("recycle", {"p": word}, "from 0 to 1") for word in ("", "1.5")),
-    *(("graft", {"p": word}, "none above the one") for word in ("0.5:0.6", "0.5:0.0")),
-    ("graft", {"p": ":".join(["0.01"] * 33)}, "33 successors, 32 is the most"),
+    *(("graft", {"p": word}, "at most the one before") for word in ("0.5:0.6", "0.5:0.0")),
+    ("graft", {"p": ":".join(["0.01"] * 33)}, "33 successors, it must have at most 32"),
     *(("sequoia", {"p": word}, "from 0 to 1") for word in ("", "0.6:", "1.5", "-0.1", "nan")),
     ("deagle", {"votes": 3, "length": "off"}, "could never stop"),
     ("deagle", {"low": False, "momentum": False}, "could never stop"),
-    ("graft", {"checkpoints": "1"}, "'1' is not DEPTH@P"),
-    ("graft", {"checkpoints": "0@0.5"}, "1 or more"),
+    ("graft", {"checkpoints": "1"}, "'1' must have the form DEPTH@P"),
+    ("graft", {"checkpoints": "0@0.5"}, "at least 1"),
     ("graft", {"checkpoints": "1@1.5"}, "from 0 to 1"),
-    ("graft", {"base": "recycle"}, "no drafting method is called 'recycle'; there are"),
-    ("graft", {"base": "linear:K"}, "no drafting method is called 'linear:K'"),
+    ("graft", {"base": "recycle"}, "the base is 'recycle', it must be one of"),
+    ("graft", {"base": "linear:K"}, "the base is 'linear:K', it must be one of"),
     ("graft", {"base": "linear:K=x"}, "base=linear:K=x: K=x: K takes"),
     ("graft", {"base": "linear:B=2"}, "B=2: this method has no 'B'"),
     ("graft", {"base": "linear:K=500"}, "K is 500, it must be from 0 to 127"),
 ]
 
 
-@pytest.mark.parametrize(("method", "values", "said"), WRONG_TOGETHER)
-def test_what_a_method_cannot_be_set_to(method: str, values: dict[str, object], said: str) -> None:
+@pytest.mark.parametrize(("method", "values", "message"), WRONG_TOGETHER)
+def test_what_a_method_cannot_be_set_to(
+    method: str, values: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         METHODS[method](**values)
     line = str(caught.value)
-    assert said in line
-    if said.startswith("must have"):
+    assert message in line
+    if message.startswith("must have"):
         assert all(f"{name}={value}" in line for name, value in values.items())
 
 
 def test_a_setting_is_of_the_type_that_is_annotated() -> None:
-    """Whatever its default was written as; a whole number where a float is due becomes one."""
+    """Check that a whole number, also as a default, becomes a float if the annotation is float."""
     for found in (Given(), Given(p=1), Given(**read_values(Given, ["p=1"]))):
         assert found == Given(p=1.0) and type(found.p) is float
     assert type(Given(least=0).least) is float and type(Given(n=5).n) is int
     assert Given(least=0.0, n=0, is_on=False).n == 0
 
 
-ASSIGNED = [  # words -> the values that they give, or what is said
+ASSIGNED = [  # words; their values, or the error
     (["p = 0.8", "n=0"], {"p": 0.8, "n": 0}),
     (["is_on=off"], {"is_on": False}),
     (["is_on=TRUE"], {"is_on": True}),

@@ -1,4 +1,4 @@
-"""confident and specinfer, node for node; linear and fixed are in test_draft_tree.py."""
+"""Tests of the trees of confident and specinfer; test_draft_tree.py tests linear and fixed."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def confident_chain(draft: FakeDraft, settings: ConfidentChain) -> list[Path]:
-    """Token by token: add the likeliest, and stop if the draft gave it less than p_min."""
+    """Return the paths of the chain, which ends with the first token less likely than p_min."""
     path = (ROOT,)
     chain = [path]
     while len(chain) <= settings.K:
@@ -33,13 +33,14 @@ def test_a_confident_chain_ends_with_its_first_unsure_token() -> None:
         settings = ConfidentChain(K=4, p_min=(0.3, 0.6, 0.9)[seed % 3])
         tree = grow(settings.make_rule(), ROOT, draft, 127)
         assert paths(tree) == confident_chain(draft, settings)
-        assert draft.n_calls == max(tree.depths), "a pass whose token nobody asked for"
+        assert draft.n_calls == max(tree.depths), "a draft pass was not needed"
         lengths[max(tree.depths)] += 1
     assert set(lengths) == {1, 2, 3, 4}, lengths
 
 
-def test_a_drawn_chain_goes_by_what_was_drawn() -> None:
-    """By the token's own probability, in the distribution it was drawn from; it is added anyway."""
+def test_a_drawn_chain_ends_by_the_drawn_token() -> None:
+    """Check that the drawn token's own probability decides, not the likeliest token's. The token is
+    added in any case."""
     n_ended = 0
     for seed in range(40):
         sampler = Sampling(0.5, seed=seed).sampler(CPU)
@@ -57,7 +58,7 @@ def test_a_drawn_chain_goes_by_what_was_drawn() -> None:
 
 
 def widest_tree(draft: FakeDraft, widths: list[int]) -> list[Path]:
-    """Breadth-first: the likeliest children of every node, as many as its depth says."""
+    """Return the paths of a tree, breadth first, with widths[depth] likeliest children per node."""
     level = [(ROOT,)]
     tree = list(level)
     for width in widths:
@@ -71,8 +72,8 @@ def widest_tree(draft: FakeDraft, widths: list[int]) -> list[Path]:
 
 
 @pytest.mark.parametrize("widths", [[3, 2, 1, 1], [1, 1, 3, 1, 1], [2, 4, 3], [1], [1, 126]])
-def test_specinfer_is_as_wide_as_it_is_told(widths: list[int]) -> None:
-    """And no more rows are asked for than that tree has; a vocabulary may have too few ids."""
+def test_specinfer_has_the_widths_of_its_setting(widths: list[int]) -> None:
+    """Check also that max_rows is the exact number of rows, unless the vocabulary is too small."""
     word = ":".join([str(width) for width in widths])
     for seed in range(5):
         draft = FakeDraft(seed)

@@ -1,4 +1,4 @@
-"""Streaming: the rolling cache. That a tree's text over it is ar's: test_exactness.py."""
+"""Tests of the rolling cache of a window. test_exactness.py compares texts over it with ar's."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from conftest import (
     random_model,
     random_tensors,
 )
-from test_exactness import stream
+from test_exactness import generate_streaming
 
 from cli.metrics import token_ids
 from draft_tree import Tree
 from dynatree import ModelDrafter
-from engine.generate import PlannedModel
+from engine.generate import ConfiguredModel
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import PassConfig, Window
 from engine.scores import Ranking
@@ -28,18 +28,21 @@ from methods.static import Chain
 @pytest.mark.parametrize(
     "changes", [{}, {"use_parallel_residual": False}, {"rotary_pct": 1.0}], ids=str
 )
-def test_what_nobody_saw_is_dropped_without_a_trace(sinks: int, changes: dict[str, object]) -> None:
-    """What is left is a fresh prefill of the others, at their new positions: in every layer, or if
-    there are sinks, which they had seen from afar, in the first."""
+def test_dropped_slots_leave_no_trace(sinks: int, changes: dict[str, object]) -> None:
+    """Compare all layers with a fresh prefill of the other tokens at their new positions.
+
+    With sinks, compare only the first layer. Later ones differ, because the tokens attended to the
+    sinks over a larger distance.
+    """
     model = random_model(3, **changes)
     tokens = torch.randint(96, (30,), generator=torch.Generator().manual_seed(3))
     mask = torch.ones(30, 30, dtype=torch.bool).tril()
-    mask[sinks + 10 :, sinks : sinks + 10] = False  # nobody but they themselves saw these ten
+    mask[sinks + 10 :, sinks : sinks + 10] = False  # only these ten attend to each other
     cache = model.new_cache(30)
     model.forward(tokens, torch.arange(30), cache, mask)
     cache.advance(30)
-    for _ in range(2):  # in two moves, as a token goes that lives through two drops
-        cache.forget(sinks, 5)
+    for _ in range(2):  # in two drops, so that the later tokens move twice
+        cache.remove_slots(sinks, 5)
     fresh = prefilled(model, tokens[:sinks].tolist() + tokens[sinks + 10 :].tolist(), 30)
     layers = slice(1 if sinks else None)
     assert cache.length == 20
@@ -55,31 +58,31 @@ def test_a_window_of_nothing(size: int, sinks: int) -> None:
 
 
 def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches of one size, whatever the prompt and the limit."""
+    """Check that caches have one size for every prompt and limit."""
     target, draft = random_model(7), random_model(8)
     capacities = []
     new_cache = FastGPTNeoX.new_cache
 
-    def noted(self: FastGPTNeoX, capacity: int, use: PassConfig) -> FastCache:
+    def record_capacity(self: FastGPTNeoX, capacity: int, config: PassConfig) -> FastCache:
         capacities.append(capacity)
-        return new_cache(self, capacity, use)
+        return new_cache(self, capacity, config)
 
-    monkeypatch.setattr(FastGPTNeoX, "new_cache", noted)
+    monkeypatch.setattr(FastGPTNeoX, "new_cache", record_capacity)
     for limit in (100, 300):
         steps = generate(target, draft, [3] * limit, Chain(K=3), limit, window=Window(64, 4))
         assert len(token_ids(steps)) == limit
     assert capacities == [64 + 4 + 64 // 4 + 4] * 4  # and the rows of a tree
 
 
-@pytest.mark.parametrize("n_lacking", [3, 30, 200])
-def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_lacking: int) -> None:
-    """However much it has to catch up with, it then is where one is that read token by token."""
+@pytest.mark.parametrize("n_uncached", [3, 30, 200])
+def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_uncached: int) -> None:
+    """Compare a draft that has caught up with one that ran token by token."""
     config = random_config()
     draft = FastGPTNeoX.from_tensors(config, random_tensors(config, 1))
     ranking = Ranking(96, are_logprobs=True)
-    plan = PassConfig(ranking=ranking, window=Window(12, 2), is_draft=True)
-    drafter = ModelDrafter(PlannedModel(draft, plan, 240, 4))
-    text = torch.randint(96, (n_lacking + 9,), generator=torch.Generator().manual_seed(2)).tolist()
+    pass_config = PassConfig(ranking=ranking, window=Window(12, 2), is_draft=True)
+    drafter = ModelDrafter(ConfiguredModel(draft, pass_config, 240, 4))
+    text = torch.randint(96, (n_uncached + 9,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         drafter.start(text[:9], 240, 96)
         drafter.draft(text[8:9], None, 96)
@@ -87,5 +90,5 @@ def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_lacking: int) ->
         tree.draft_slots = [0]
         drafter.commit(tree, [0], text[9:])
         candidates = drafter.draft(text[-1:], None, 96)
-        _, expected = stream(draft, text, Window(12, 2), 0)
+        _, expected = generate_streaming(draft, text, Window(12, 2), 0)
     assert candidates.tokens[0].tolist() == expected.argsort(descending=True).tolist()

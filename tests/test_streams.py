@@ -1,6 +1,7 @@
-"""A program as a shell starts it: how it begins, and what becomes of its output.
+"""Tests of programs started by a shell: missing packages, and output that is closed or full.
 
-What can still be written is; what cannot is one line and a status, never Python's own complaint.
+A program writes what can still be written. A failure is one line and an exit status, never one of
+Python's own messages.
 """
 
 import io
@@ -25,7 +26,7 @@ TEXT = (
 
 
 def run(command: str, **variables: str) -> subprocess.CompletedProcess:
-    """A command line of bash, whose python is ours."""
+    """Run a command line of bash, in which `python` is this interpreter."""
     shell = ["bash", "-o", "pipefail", "-c", f'python() {{ "{sys.executable}" "$@"; }}; {command}']
     found = {"cwd": ROOT, "capture_output": True, "text": True, "env": os.environ | variables}
     return subprocess.run(shell, **found)
@@ -49,11 +50,11 @@ def test_output_that_ends_early(command: str, status: int, n_lines: int, words: 
     assert len(done.stderr.splitlines()) == n_lines, done.stderr
 
 
-def test_a_page_outlives_the_reader_of_the_object(tmp_path: Path) -> None:
+def test_a_page_is_written_even_if_the_report_has_no_reader(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    done = run(f"python dynatree.py {TEXT} --json --page {file} | true")
+    done = run(f"python dynatree.py {TEXT} --json --html {file} | true")
     assert done.returncode == 1 and " tokens/s, " in done.stderr
-    assert len(done.stderr.splitlines()) == 3  # the last says where the page is
+    assert len(done.stderr.splitlines()) == 3  # the last one names the page's file
     assert file.read_text().startswith("<!doctype html>")
 
 
@@ -69,8 +70,8 @@ def test_a_full_stderr_ends_no_run(
     assert bool(capsys.readouterr().out) == (status == 0)
 
 
-def test_a_character_that_the_output_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text ended in an error where the locale is an old one."""
+def test_a_character_that_the_output_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check an output in ASCII, as an old locale has it. Such a text once ended in an error."""
     ids = load_tokenizer(TINY / "target").encode("naïve").ids
     monkeypatch.setattr(Request, "decode", lambda *_: iter([Step(ids, verify_ms=1.0)]))
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -97,7 +98,7 @@ def test_packages_that_are_not_installed(program: str) -> None:
 def test_only_what_is_required_is_said_to_be_missing(
     name: str, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A typo in a fork's own file is an exception, with its traceback."""
+    """Check required and other modules. A typo in a fork's own file keeps its traceback."""
     line = f"raise ModuleNotFoundError({name!r}, name={name!r})\n"
     (tmp_path / "some_program.py").write_text(line)
     monkeypatch.syspath_prepend(tmp_path)
@@ -107,7 +108,7 @@ def test_only_what_is_required_is_said_to_be_missing(
         run_program("some_program")
     if "typo" not in name:
         assert ended.value.code == 2
-        line = f"error: {name}; pip install -r requirements.txt brings all\n"
+        line = f"error: {name}; pip install -r requirements.txt installs all\n"
         assert capsys.readouterr().err == line
 
 
@@ -121,7 +122,8 @@ def test_huge_pages_are_asked_for_unless_the_user_has_chosen(tmp_path: Path) -> 
 
 
 def test_an_import_changes_nothing_of_the_process() -> None:
-    """A fork that takes a function of this project keeps its own signals, hooks and memory."""
+    """Check that a program which imports this project keeps its own signals, hooks, environment and
+    garbage collector."""
     look = "def look():\n  return sys.excepthook, signal.getsignal(2), dict(os.environ), "
     look += "gc.get_freeze_count(), gc.get_threshold()\n"
     program = f"import gc, os, signal, sys, torch\n{look}before = look()\n"

@@ -1,5 +1,7 @@
-"""Strict: the logits of a tree's rows are ar's, bit for bit, in every dtype. Of every method's
-text: test_exactness.py."""
+"""Tests of strict passes: the logits of a tree's rows are ar's, bit for bit, in every dtype.
+
+test_exactness.py tests the strict texts of every method.
+"""
 
 import random
 
@@ -23,9 +25,9 @@ from engine.passes import PassConfig
 from methods.static import Chain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Around the first near position, the ends of blocks, and where a block is left
+# Around the number of recent positions, the ends of blocks, and where old slots fill a block
 LENGTHS = [1, 14, 15, 16, 17, 31, 33, 48, 254, 256, 257, 270, 271, 272, 512, 527]
-SHAPES = [  # sizes of heads: 16, 32, 64, 80, 256
+SHAPES = [  # head sizes 16, 32, 64, 80, 256
     {"hidden_size": 32},
     {"hidden_size": 64, "use_parallel_residual": False},
     {"hidden_size": 128, "rotary_pct": 0.25},
@@ -36,7 +38,7 @@ WIDE = {"hidden_size": 320, "intermediate_size": 1280, "num_attention_heads": 4,
 
 
 def decode(model: FastGPTNeoX, cache: FastCache, tokens: list[int]) -> Tensor:
-    """The logits [n, V] after each of these tokens, one after the other, as ar has them."""
+    """Return the logits [n, V] after each token. Each has a pass of its own, as in ar."""
     return torch.cat([append(model, [token], cache).clone() for token in tokens])
 
 
@@ -44,11 +46,11 @@ def decode(model: FastGPTNeoX, cache: FastCache, tokens: list[int]) -> Tensor:
 def assert_rows_are_their_paths(
     model: FastGPTNeoX, length: int, n_rows: int, rng: random.Random
 ) -> None:
-    """Some rows of a random tree of as many have every bit of their paths decoded alone, and leave
-    the same keys and values in the cache."""
+    """Compare some paths of a random tree with the same tokens decoded one by one. Logits, and keys
+    and values in the cache, must have equal bits."""
     prompt = [rng.randrange(90) for _ in range(length)]
     cache = prefilled(model, prompt, length + 140, PassConfig(n_rows, is_strict=True))
-    tree = random_tree(rng, n_rows, deepest=strict.MAX_DEPTH)
+    tree = random_tree(rng, n_rows, max_depth=strict.MAX_DEPTH)
     for leaf in (n_rows - 1, rng.randrange(n_rows)):
         cache.rewind(length)
         logits = run_tree(model, cache, tree)
@@ -76,15 +78,15 @@ def test_a_row_is_its_path_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_two_threads(dtype: torch.dtype) -> None:
-    """In products of the embedded target's sizes, and few of them: each is a wait, if another
-    process is at work. Without the trial of how many rows are steady, which is hundreds."""
+    """Check linear layers of the embedded target's sizes in a few passes, because each one may wait
+    for another process. The trial of row counts is skipped, because it makes hundreds of passes."""
     torch.set_num_threads(2)
     model = random_model(7, dtype, max_position_embeddings=700, **WIDE)
-    model.strict_facts["min_rows"] = None
+    model.invariance_results["min_rows"] = None
     assert_rows_are_their_paths(model, 30, 4, random.Random(2))
 
 
-def test_trees_are_no_deeper_than_what_is_near() -> None:
+def test_trees_are_no_deeper_than_the_recent_positions() -> None:
     target = random_model(7)
     _, *steps = generate(target, target, [3, 1, 4], Chain(K=30), 60, strict=True)
     assert max(max(step.tree.depths) for step in steps) == strict.MAX_DEPTH
@@ -92,29 +94,29 @@ def test_trees_are_no_deeper_than_what_is_near() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strict_attention_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
-    """Both against float64, over contexts of one block and of four."""
+    """Compare both with float64, over contexts of one block and of four."""
     generator = torch.Generator().manual_seed(0)
     for length in (200, 1000):
         q = torch.randn(4, 16, 40, generator=generator).to(dtype)
         k, v = (2 * torch.randn(2, 4, 1024, 40, generator=generator)).to(dtype)
         positions = torch.full((16,), length)
-        seen = torch.arange(1024) <= length
-        bias = torch.zeros(1024).masked_fill_(~seen, -torch.inf)
+        is_attended = torch.arange(1024) <= length
+        bias = torch.zeros(1024).masked_fill_(~is_attended, -torch.inf)
         scores = q.double() @ k.double().transpose(1, 2) * 40**-0.5 + bias.double()
         expected = scores.softmax(-1) @ v.double()
-        near = strict.recent_slots(positions, None)
-        sight = strict.build_strict_mask(positions, near, 1024)
-        ours = strict.attend_by_position(q, k, v, sight).double()
+        recent = strict.recent_slots(positions, None)
+        mask = strict.build_strict_mask(positions, recent, 1024)
+        ours = strict.attend_by_position(q, k, v, mask).double()
         plain = layers.attend(q, k, v, bias.to(dtype).expand(16, -1)).double()
         assert (ours - expected).abs().mean() <= 1.1 * (plain - expected).abs().mean()
 
 
-@pytest.mark.parametrize("steady", [1, 5, None])
-def test_a_strict_pass_of_too_many_rows_is_refused(steady: int | None) -> None:
-    """Cropped to the run's rows it once gave two logits for five rows. From how many rows on all
-    bits are the same is the processor's: 5 where it has AMX."""
+@pytest.mark.parametrize("min_rows", [1, 5, None])
+def test_a_strict_pass_of_too_many_rows_is_refused(min_rows: int | None) -> None:
+    """Refuse more rows than the cache was made for. Such a pass once returned two logits for five
+    rows. The number of batch-invariant rows depends on the processor; it is 5 with AMX."""
     model = random_model(7)
-    model.strict_facts["min_rows"] = steady
+    model.invariance_results["min_rows"] = min_rows
     cache = model.new_cache(300, PassConfig(2, is_strict=True))
     n = max(2, cache.config.min_rows) + 1
     with pytest.raises(ValueError, match=f"a strict pass has {n} rows, it must have at most"):

@@ -1,4 +1,4 @@
-"""The recorded captures of tape.py find what a CUDA graph would get wrong."""
+"""Tests that tape.py finds the errors that a CUDA graph would make."""
 
 import pytest
 import tape
@@ -7,7 +7,7 @@ from conftest import fix_shapes, generate, pretend_capture, random_model
 from torch import Tensor
 
 from cli.metrics import token_ids
-from engine.cuda_graphs import FixedPasses, Result, Shape
+from engine.cuda_graphs import FixedPasses, PassResult, PassShape
 from engine.model import FastGPTNeoX
 from methods.static import Chain
 
@@ -30,19 +30,21 @@ def test_a_replay_reads_tensors_anew_and_keeps_pythons_values() -> None:
 RUN = FixedPasses.run
 
 
-def read_by_the_host(passes: FixedPasses, model: FastGPTNeoX, shape: Shape) -> Result:
-    int(shape.inputs(passes.buffer, passes.kv.dtype).start)
+def read_by_the_host(passes: FixedPasses, model: FastGPTNeoX, shape: PassShape) -> PassResult:
+    int(shape.view_inputs(passes.buffer, passes.kv.dtype).start)
     return RUN(passes, model, shape)
 
 
-def write_where_the_capture_wrote(passes: FixedPasses, model: FastGPTNeoX, shape: Shape) -> Result:
-    start = shape.inputs(passes.staged, passes.kv.dtype).start.numpy()[0].item()
-    shape.inputs(passes.buffer, passes.kv.dtype).start.fill_(start)
+def write_where_the_capture_wrote(
+    passes: FixedPasses, model: FastGPTNeoX, shape: PassShape
+) -> PassResult:
+    start = shape.view_inputs(passes.staging, passes.kv.dtype).start.numpy()[0].item()
+    shape.view_inputs(passes.buffer, passes.kv.dtype).start.fill_(start)
     return RUN(passes, model, shape)
 
 
 def write(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a text by passes of fixed shapes, replayed."""
+    """Return the token ids of a text whose passes are replayed."""
     pretend_capture(monkeypatch)
     target, draft = random_model(1), random_model(2)
     fix_shapes(target, draft)

@@ -1,4 +1,4 @@
-"""Streaming text and drawing trees."""
+"""Tests of streamed text and of drawn trees."""
 
 import io
 import math
@@ -24,7 +24,7 @@ def tokenizer() -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], sizes: list[int]) -> list[str]:
-    """What a stream prints when the ids arrive in groups of these sizes, in turn."""
+    """Return what a stream prints if the ids arrive in groups of these sizes, in turn."""
     stream = TextStream(tokenizer)
     shown = []
     rest = list(ids)
@@ -37,7 +37,8 @@ def pieces(tokenizer: Tokenizer, ids: list[int], sizes: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [5, 2, 1], [100]])
 def test_streamed_text_equals_the_decoded_ids(tokenizer: Tokenizer, sizes: list[int]) -> None:
-    """Characters of two to four bytes span tokens and iterations; no replacement flashes by."""
+    """Check characters of two to four bytes, which span tokens and iterations. No replacement
+    character may be printed."""
     ids = tokenizer.encode(TEXT).ids
     assert any(INCOMPLETE in tokenizer.decode([i]) for i in ids), "no character spans two tokens"
     shown = pieces(tokenizer, ids, sizes)
@@ -52,10 +53,9 @@ def test_text_is_shown_as_soon_as_it_is_final(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_ids_add_up(tokenizer: Tokenizer, seed: int) -> None:
-    """Random ids are mostly broken UTF-8, single bytes even more so; what is shown is still exactly
-    what decoding gives."""
+    """Check random ids, which are mostly invalid UTF-8: the printed text is the decoded one."""
     rng = random.Random(seed)
-    n_ids = 257 if seed % 4 < 2 else tokenizer.get_vocab_size()  # one id for each byte comes first
+    n_ids = 257 if seed % 4 < 2 else tokenizer.get_vocab_size()  # the first ids are single bytes
     ids = rng.choices(range(n_ids), k=200)
     if seed % 2:  # every other text ends in half a character
         ids.append(tokenizer.token_to_id("Ã"))  # byte C3, in GPT-2's alphabet of bytes
@@ -77,7 +77,7 @@ def example(tokenizer: Tokenizer) -> MixedTree:
 
 
 def test_a_drawn_tree(tokenizer: Tokenizer, example: Tree) -> None:
-    """A token is on one line, whatever is in it; colours tell accepted from rejected."""
+    """Check one line per token, whatever characters it has, and the colours of accepted nodes."""
     bonus = tokenizer.encode("\n").ids[0]
     plain = draw_tree(example, [0, 1, 4], bonus, tokenizer, is_colored=False).splitlines()
     assert plain == [
@@ -106,10 +106,11 @@ def test_colours_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_marks_of_drawn_trees_are_explained_once(capsys: Captured) -> None:
-    """Each tree said "0 retrieved, marked +", and nothing what * and the number are."""
+    """Check the legend. Each tree once had "0 retrieved, marked +" and no line that explained * and
+    the numbers."""
     text = ["--prompt", "the sea, the sea, the", "--max-new-tokens", "12", "--show-tree"]
     for method, is_retrieving in (("dynatree", False), ("lookup", True)):
         assert main([*text, "--method", method]) == 0
-        told = capsys.readouterr().err
-        assert told.count("* accepted, + retrieved") == 1
-        assert (" retrieved)" in told) == is_retrieving
+        output = capsys.readouterr().err
+        assert output.count("* accepted, + retrieved") == 1
+        assert (" retrieved)" in output) == is_retrieving

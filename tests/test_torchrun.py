@@ -1,4 +1,4 @@
-"""Commands under torchrun, started and ended as users do it, and nothing left running."""
+"""Tests of commands under torchrun, started and ended as users do. No process is left running."""
 
 import json
 import os
@@ -21,19 +21,19 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 class Launch:
-    """A command on several ranks, in a group of its own, as a shell starts it."""
+    """A command on several ranks, in its own process group, as a shell starts it."""
 
     def __init__(self, count: int, words: list[str]):
         port = free_port()
-        self.mark = f"MASTER_PORT={port}"  # in the environment of its ranks alone
+        self.mark = f"MASTER_PORT={port}"  # in the environment of its ranks only
         run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
         run += ["--master-port", str(port), *words]
-        how = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
-        how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(run, start_new_session=True, **how)
+        options = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(run, start_new_session=True, **options)
 
     def kill(self, *ranks: int) -> int:
-        """Those that still run; returns how many."""
+        """Kill those of these ranks that still run, and return their number."""
         n_killed = 0
         for file in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -45,21 +45,21 @@ class Launch:
                 n_killed += 1
         return n_killed
 
-    def ended(self) -> tuple[int, str, list[str]]:
-        """The exit status, stdout, and the lines of stderr, torchrun's own among them."""
+    def wait(self) -> tuple[int, str, list[str]]:
+        """Wait for the end. Return the exit status, stdout, and the lines of stderr."""
         out, err = self.process.communicate(timeout=600)
         assert not self.kill(0, 1, 2)
-        assert "forcefully exiting" not in err  # torchrun, out of patience with a rank
+        assert "forcefully exiting" not in err  # torchrun does this if a rank does not end
         return self.process.returncode, out, err.splitlines()
 
 
-def errors(lines: list[str]) -> list[str]:
-    """Those that a command of ours ends with."""
+def error_lines(lines: list[str]) -> list[str]:
+    """Return the lines in which this project's commands report errors."""
     return [line for line in lines if line.startswith("error: ")]
 
 
 @contextmanager
-def launched(count: int, *words: str) -> Iterator[Launch]:
+def launch_ranks(count: int, *words: str) -> Iterator[Launch]:
     launch = Launch(count, list(words))
     try:
         yield launch
@@ -70,55 +70,55 @@ def launched(count: int, *words: str) -> Iterator[Launch]:
 
 
 def test_a_table_that_is_interrupted_and_goes_on(tmp_path: Path) -> None:
-    """Rank 0 alone keeps and shows what there is, and names the command that goes on; at the end
-    every text is ar's, a strict one and one over a window too."""
+    """Check that only rank 0 saves and prints results, and names the command that resumes. At the
+    end every text is ar's, also a strict one and one over a window."""
     file = tmp_path / "results.jsonl"
     file_lines: list[str] = []
     methods = "ar,dynatree,linear strict,graft rebuild window=64"
     words = ["--methods", methods, "--columns", "predicted,exact", "--n-prompts", "2"]
     words += ["--new-tokens", "60", "--threads", "1", "--output", str(file)]
-    with launched(2, "bench.py", *words) as launch:
+    with launch_ranks(2, "bench.py", *words) as launch:
         while launch.process.poll() is None and len(file_lines) < 3:
             time.sleep(0.05)
             file_lines = file.read_text().splitlines() if file.exists() else []
         os.killpg(launch.process.pid, signal.SIGINT)
-        _, out, lines = launch.ended()
-    assert "UNFINISHED" in out and not errors(lines), lines
+        _, out, lines = launch.wait()
+    assert "UNFINISHED" in out and not error_lines(lines), lines
     (last,) = [line for line in lines if line.startswith("results in ")]
     resume = f"bench.py --resume={file}"
-    assert last.endswith(f" texts are lacking; to go on: torchrun --nproc-per-node 2 {resume}")
-    with launched(2, *resume.split()) as launch:
-        status, out, lines = launch.ended()
+    assert last.endswith(f" texts are missing; resume with: torchrun --nproc-per-node 2 {resume}")
+    with launch_ranks(2, *resume.split()) as launch:
+        status, out, lines = launch.wait()
     assert status == 0 and len(lines) == 2, lines
     assert "; 2 ranks on cpu, float32" in lines[0]
-    assert "Every greedy text is ar's" in out and out.count("2/2") == 3
+    assert "Every greedy text is identical to ar's" in out and out.count("2/2") == 3
     assert [other.name for other in tmp_path.iterdir()] == ["results.jsonl"]
     assert json.loads(file_lines[0])["head"]["machine"]["ranks"] == 2
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["Ctrl-C", "a rank is killed"])
 def test_what_was_written_is_kept(is_killed: bool) -> None:
-    """Of a rank that has gone rank 0 says so, unless torchrun's SIGTERM is there before that."""
+    """Check that rank 0 reports a rank that has ended, unless torchrun's SIGTERM comes first."""
     words = [*TEXT, "--max-new-tokens", "1900", "--show-tree"]
-    with launched(2, "dynatree.py", *words) as launch:
+    with launch_ranks(2, "dynatree.py", *words) as launch:
         wait_for(launch.process.stderr, "iteration 5")
         if is_killed:
             assert launch.kill(1) == 1
         else:
             os.killpg(launch.process.pid, signal.SIGINT)
-        status, out, lines = launch.ended()
+        status, out, lines = launch.wait()
     report = json.loads(out)
     assert report["interrupted"] and 5 < len(report["token_ids"]) < 1900
     if is_killed:
-        gone = "error: rank 1 has gone; torchrun says how that one ended"
-        assert status == 1 and set(errors(lines)) <= {gone}
+        gone = "error: rank 1 has ended; torchrun reports why"
+        assert status == 1 and set(error_lines(lines)) <= {gone}
     else:
-        assert any(" tokens/s, " in line for line in lines) and not errors(lines)
+        assert any(" tokens/s, " in line for line in lines) and not error_lines(lines)
 
 
-def test_a_mistake_is_said_once() -> None:
-    with launched(3, "dynatree.py", *TEXT) as launch:
-        status, out, lines = launch.ended()
+def test_a_mistake_is_reported_once() -> None:
+    with launch_ranks(3, "dynatree.py", *TEXT) as launch:
+        status, out, lines = launch.wait()
     assert status == 1 and out == ""
-    (line,) = errors(lines)
+    (line,) = error_lines(lines)
     assert "cannot be split evenly over 3 ranks" in line

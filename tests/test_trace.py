@@ -1,4 +1,4 @@
-"""--trace and --page: the data is what the rules decided and what the run did."""
+"""Tests that the data of --trace and --html is what the rules decided and what the run did."""
 
 import itertools
 import json
@@ -30,27 +30,28 @@ TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]
 
 
 def write(
-    settings: Settings, seed: int, n: int = 24, draft: GPTNeoX | None = None, **how: object
+    settings: Settings, seed: int, n: int = 24, draft: GPTNeoX | None = None, **options: object
 ) -> list[Step]:
-    """By a draft as good as it gets, so that trees are deep, unless there is another one."""
+    """Write a text and return its steps. By default the draft is the target, so trees are deep."""
     models = random_model(seed), draft or random_model(seed)
     steps = []
-    for step in generate(*models, [1, 2, 3, seed], settings, n, **how):
-        if "watcher" in how:
-            how["watcher"].add(step)
+    for step in generate(*models, [1, 2, 3, seed], settings, n, **options):
+        if "observer" in options:
+            options["observer"].add(step)
         steps.append(step)
     return steps
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, 1.0, 1)])
 @pytest.mark.parametrize("method", METHODS)
-def test_who_watches_changes_nothing(method: str, sampling: Sampling) -> None:
-    """The ids, and every tree; of auto only where the clock has no say."""
+def test_a_trace_changes_nothing(method: str, sampling: Sampling) -> None:
+    """Compare the ids and trees of a run with and without a trace. auto's random settings have
+    fixed costs, so its trees do not depend on the clock."""
     settings = random_settings(method, random.Random(method))
     plain = write(settings, 1, sampling=sampling)
-    watched = write(settings, 1, sampling=sampling, watcher=Trace(TOKENIZER, settings))
-    assert token_ids(plain) == token_ids(watched)
-    for one, other in zip(plain[1:], watched[1:], strict=True):
+    traced = write(settings, 1, sampling=sampling, observer=Trace(TOKENIZER, settings))
+    assert token_ids(plain) == token_ids(traced)
+    for one, other in zip(plain[1:], traced[1:], strict=True):
         assert (one.path, one.tree.tokens) == (other.path, other.tree.tokens)
         assert one.tree.parents == other.tree.parents
 
@@ -59,14 +60,14 @@ def test_who_watches_changes_nothing(method: str, sampling: Sampling) -> None:
 def test_the_trace_is_the_run(method: str) -> None:
     settings = METHODS[method]()
     trace = Trace(TOKENIZER, settings)
-    steps = write(settings, 2, watcher=trace)
+    steps = write(settings, 2, observer=trace)
     content = json.loads(json.dumps(trace.as_json([1, 2], {})))
     assert len(content["iterations"]) == len(steps) and "tree" not in content["iterations"][0]
     for found, step in zip(content["iterations"][1:], steps[1:], strict=True):
         tree = found["tree"]
         for name in ("tokens", "path", "draft_rows", "bonus"):
             assert found[name] == getattr(step, name)
-        assert found["cached"] == list(step.cached)
+        assert found["cached"] == list(step.cache_lengths)
         assert (tree["tokens"], tree["parents"]) == (step.tree.tokens, step.tree.parents)
         probs = [math.exp(logprob) for logprob in step.tree.path_logprobs]
         assert tree["p"] == pytest.approx(probs, rel=1e-3)
@@ -78,30 +79,31 @@ def test_the_trace_is_the_run(method: str) -> None:
         assert {str(i) for i in named} <= content["vocabulary"].keys()
 
 
-def iterations(settings: Settings, seed: int, **how: object) -> list[dict]:
+def iterations(settings: Settings, seed: int, **options: object) -> list[dict]:
     trace = Trace(TOKENIZER, settings)
-    write(settings, seed, watcher=trace, **how)
+    write(settings, seed, observer=trace, **options)
     return trace.iterations[1:]
 
 
-def test_beside_what_is_counted_stands_what_the_draft_says() -> None:
-    """By rows that the first tree has either way: the same draft, and another chance."""
+def test_a_calibrated_tree_also_has_the_drafts_own_probabilities() -> None:
+    """Compare the rows that the first tree has with and without calibration. They have the same
+    draft probability and another acceptance probability."""
     kind = METHODS["dynatree"]
-    believed = iterations(kind(), 3)[0]
-    counted = iterations(kind(calibrate=True), 3)[0]
-    assert believed["tree"]["believed"] is None
-    expected = dict(zip(paths(tree_of(believed)), believed["tree"]["p"], strict=True))
-    found = dict(zip(paths(tree_of(counted)), counted["tree"]["believed"], strict=True))
+    plain = iterations(kind(), 3)[0]
+    calibrated = iterations(kind(calibrate=True), 3)[0]
+    assert plain["tree"]["draft_p"] is None
+    expected = dict(zip(paths(tree_of(plain)), plain["tree"]["p"], strict=True))
+    found = dict(zip(paths(tree_of(calibrated)), calibrated["tree"]["draft_p"], strict=True))
     shared = expected.keys() & found.keys()
     assert len(shared) > 3
     assert {path: found[path] for path in shared} == pytest.approx(
         {path: expected[path] for path in shared}, rel=2e-3
     )
-    assert counted["tree"]["p"] != counted["tree"]["believed"]
+    assert calibrated["tree"]["p"] != calibrated["tree"]["draft_p"]
 
 
 def test_dynatrees_gates_have_their_reasons() -> None:
-    """By the numbers beside them, for every node and every candidate of many trees."""
+    """Check the gate of every node and every candidate of many trees against its numbers."""
     s = DynaTree(tau=0.02, D0=2, D_max=4, N_max=6, rho_stop=0.05, history=False)
     seen: Counter[str] = Counter()
     for found in itertools.chain(*(iterations(s, seed) for seed in range(12))):
@@ -129,18 +131,18 @@ def test_dynatrees_gates_have_their_reasons() -> None:
             assert reasons[gate], (gate, row, tree)
             confidence = tree["confidence"][row]
             assert breadth == 1 + (confidence < 0.9) + (confidence < 0.4)
-            seen["both gates"] += gate == "confidence" and p < 0.02  # the first is named
+            seen["both gates"] += gate == "confidence" and p < 0.02  # the first one is named
     assert set(seen) >= {"tau", "confidence", "N_max", "stopped D_max", "stopped rho_deep"}
     assert seen["both gates"]
 
 
 def tree_of(found: dict) -> Tree:
-    """Of an iteration of a trace."""
+    """Return the tree of an iteration of a trace."""
     return make_tree(found["tree"]["tokens"], found["tree"]["parents"])
 
 
 def test_all_that_is_dropped_is_counted() -> None:
-    """The likeliest are listed; below every row that was run stand as many candidates as k."""
+    """Check that each row that was run has k candidates, and that only the likeliest are listed."""
     settings = METHODS["dyspec"](N=24, D_max=3)
     k = settings.make_rule().max_branches
     for found in iterations(settings, 3):
@@ -150,13 +152,13 @@ def test_all_that_is_dropped_is_counted() -> None:
         assert len(tree["dropped"]) == min(tree["n_dropped"], MAX_DROPPED)
 
 
-def test_history_is_told_as_it_moves() -> None:
-    """Before each tree: what adapt made of the trees before it."""
+def test_history_is_traced_as_it_moves() -> None:
+    """Check the thresholds before each tree. `adapt` has moved them after earlier trees."""
     settings = METHODS["dynatree"](W=3)
     seen = [found["state"] for found in iterations(settings, 1, n=60)]
     assert seen[0] == {"D0": 5, "tau_h": 0.9, "rho_deep": 0.5}
     assert {state["D0"] for state in seen} > {5}
-    assert all(0 <= state["reach"] <= 1 for state in seen[1:])
+    assert all(0 <= state["depth_ratio"] <= 1 for state in seen[1:])
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,8 @@ def test_history_is_told_as_it_moves() -> None:
     [("linear", "K"), ("fixed", "D"), ("specinfer", "widths"), ("dyspec", "D_max")],
 )
 def test_the_last_level_is_named_by_its_setting(method: str, gate: str) -> None:
-    """fixed's said D_max, which it has not; specinfer's rows, which is ar's."""
+    """Check some methods' own settings. fixed once named D_max, which it does not have, and
+    specinfer named rows, which is a setting of ar."""
     settings = METHODS[method](**{"D_max": 2} if method == "dyspec" else {})
     tree = iterations(settings, 1)[0]["tree"]
     assert tree["stopped"][-1] == gate and tree["slots"][-1] < 0
@@ -182,26 +185,26 @@ def test_grafts_gates_are_its_bases() -> None:
 
 
 @pytest.mark.parametrize("method", ["opttree", "dynatree", "dyspec", "graft"])
-def test_what_was_tried_decided_the_path(method: str) -> None:
-    """Of sampled text: chance and coin of every child whose turn it was, and no other's."""
+def test_the_trials_decide_the_path(method: str) -> None:
+    """Check that the trials of sampled text have every child that was tried, and no other."""
     settings = METHODS[method]()
     trace = Trace(TOKENIZER, settings)
-    how = {"sampling": Sampling(0.8, 1.0, 2), "acceptance": "token", "watcher": trace}
+    options = {"sampling": Sampling(0.8, 1.0, 2), "acceptance": "token", "observer": trace}
     n_rejected = 0
-    steps = write(settings, 1, 40, random_model(2), **how)
+    steps = write(settings, 1, 40, random_model(2), **options)
     for step, found in zip(steps[1:], trace.iterations[1:], strict=True):
         path = [0]
-        for row, chance, coin, left in found["tried"]:
-            assert step.tree.parents[row] == path[-1] and 0 <= left <= 1 and 0 <= chance <= 1
-            if coin < chance:
+        for row, p, number, remaining in found["trials"]:
+            assert step.tree.parents[row] == path[-1] and 0 <= remaining <= 1 and 0 <= p <= 1
+            if number < p:
                 path.append(row)
         assert path == step.path
-        n_rejected += len(found["tried"]) + 1 - len(path)
+        n_rejected += len(found["trials"]) + 1 - len(path)
     assert n_rejected > 3
 
 
-def test_what_was_drawn_is_not_taken_for_the_best_guess() -> None:
-    """c(u) is the draft's best, which the only child need not be."""
+def test_confidence_is_that_of_the_likeliest_token_not_of_the_drawn_one() -> None:
+    """Check c(u), the probability of the draft's likeliest token. The drawn child may differ."""
     shares = []
     for found in iterations(METHODS["linear"](), 1, sampling=Sampling(1.0, 1.0, 3)):
         tree = found["tree"]
@@ -212,19 +215,20 @@ def test_what_was_drawn_is_not_taken_for_the_best_guess() -> None:
 
 
 def test_a_draft_that_overflows_leaves_json() -> None:
-    """NaN is no JSON: the page would not have opened."""
+    """Check a draft that gives NaN. NaN is not JSON, so the page would not open."""
     settings = DynaTree()
     trace = Trace(TOKENIZER, settings)
     draft = random_model(1)
     draft.gpt_neox.final_layer_norm.weight.fill_(torch.nan)
-    write(settings, 1, 4, draft, watcher=trace)
+    write(settings, 1, 4, draft, observer=trace)
     text = json.dumps(trace.as_json([1, 2, 3], {}), allow_nan=False)
     assert json.loads(text)["iterations"][1]["tree"]["confidence"] == [None]
 
 
 @pytest.mark.parametrize(("text", "is_ended"), [("a\U0001f600", False), ("the end", True)])
 def test_the_last_token_is_shown_as_in_json(text: str, is_ended: bool) -> None:
-    """Half a character is; what ends the text is not, whether its tokenizer calls it special."""
+    """Check that half a character is shown. An EOS token is not, even if the tokenizer does not
+    call it special."""
     ids = TOKENIZER.encode(text).ids
     if not is_ended:
         del ids[-1]
@@ -244,34 +248,34 @@ def data_of(page: str) -> dict:
 def test_page_trace_and_json_say_the_same(capsys: Captured, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     trace = tmp_path / "run.json"
-    assert main([*TEXT, "--json", "--compare", "--page", str(page), "--trace", str(trace)]) == 0
+    assert main([*TEXT, "--json", "--compare", "--html", str(page), "--trace", str(trace)]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert f"trace written to {trace}\npage written to {page}\n" in captured.err
     content = json.loads(trace.read_text())
     assert data_of(page.read_text()) == content and report.items() <= content.items()
-    assert content["format"] == {"name": "dynatree-trace", "version": 2}
+    assert content["format"] == {"name": "dynatree-trace", "version": 3}
     assert content["meanings"] == meanings(METHODS["dynatree"]())
     pieces = [piece for found in content["iterations"] for piece in found["text"]]
     assert "".join(pieces) == report["text"]
     assert "".join(content["prompt"]["text"]) == "The ship sailed at dawn"
     ids = [i for found in content["iterations"] for i in found["tokens"]]
     assert ids == report["token_ids"]
-    assert content["command"][0] == "dynatree.py" and "--page" in content["command"]
+    assert content["command"][0] == "dynatree.py" and "--html" in content["command"]
 
 
 def test_nothing_in_the_data_ends_the_script(capsys: Captured, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     hostile = "</script><img src=x onerror=alert(1)><!--<script>"
-    assert main(["--prompt", hostile, "--max-new-tokens", "2", "--page", str(page)]) == 0
+    assert main(["--prompt", hostile, "--max-new-tokens", "2", "--html", str(page)]) == 0
     text = page.read_text()
     assert "<img" not in text and "<!--<script>" not in text
     assert "".join(data_of(text)["prompt"]["text"]) == hostile
 
 
 def test_the_text_is_not_lost_under_a_page(tmp_path: Path) -> None:
-    """A file that stdout goes to would be another file, once renamed over."""
-    command = [sys.executable, "dynatree.py", *TEXT, "--page", "/dev/stdout"]
+    """Refuse to write a page to the file of stdout. Replacing that file would lose the text."""
+    command = [sys.executable, "dynatree.py", *TEXT, "--html", "/dev/stdout"]
     with open(tmp_path / "out", "wb") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -283,7 +287,7 @@ def test_own_pages_are_written_again_and_a_full_disk_leaves_the_older(
 ) -> None:
     page = tmp_path / "run.html"
     page.touch()
-    arguments = [*TEXT, "--page", str(page), "--method"]
+    arguments = [*TEXT, "--html", str(page), "--method"]
     for method in ("ar", "dynatree"):
         assert main([*arguments, method]) == 0
         assert data_of(page.read_text())["settings"]["method"] == method

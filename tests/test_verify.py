@@ -1,6 +1,6 @@
-"""Claim: the target sees each node as if its path stood alone, and the accepted path is greedy's.
+"""Tests of the inputs of verification and of greedy acceptance.
 
-The trees are random and built by hand here, so nothing depends on how drafting grows them.
+The trees are random or built by hand, so nothing depends on drafting.
 
     python -m pytest tests/test_verify.py
 """
@@ -21,7 +21,7 @@ def children_of(tree: Tree, row: int) -> list[int]:
 
 
 def walk(tree: Tree, best: list[int]) -> list[int]:
-    """From the root, step to the child that carries the predicted token while there is one."""
+    """Return the path from the root through children that have the predicted token."""
     path = []
     following = [0]
     while following:
@@ -36,7 +36,7 @@ def test_accept_greedy_is_the_walk_from_the_root() -> None:
     seen: Counter[str] = Counter()
     for _ in range(300):
         tree = random_tree(rng, rng.randint(1, 24), n_ids=8)
-        best = []  # mostly a child's token, or no path would be long
+        best = []  # often a child's token, so that there are long paths
         for row in range(len(tree)):
             tokens = [tree.tokens[child] for child in children_of(tree, row)]
             best.append(rng.choice(tokens or [0]) if rng.random() < 0.6 else rng.randint(0, 8))
@@ -66,8 +66,8 @@ def test_never_a_token_past_eos_and_never_more_than_asked(
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
-def test_a_node_sees_its_own_path(length: int) -> None:
-    """Its position is what it would have if only its path had been written."""
+def test_a_node_attends_to_its_own_path(length: int) -> None:
+    """Check mask and positions. A node's position is that of a sequence which ends with it."""
     rng = random.Random(length)
     for _ in range(50):
         tree = random_tree(rng, rng.randint(1, 24))
@@ -75,13 +75,13 @@ def test_a_node_sees_its_own_path(length: int) -> None:
         assert tokens.tolist() == tree.tokens
         assert mask.shape == (len(tree), len(tree))
         for row in range(len(tree)):
-            seen = path_to(tree, row)
-            assert mask[row].nonzero().flatten().tolist() == seen
-            assert positions[row] == length + len(seen) - 1
+            path = path_to(tree, row)
+            assert mask[row].nonzero().flatten().tolist() == path
+            assert positions[row] == length + len(path) - 1
 
 
 def test_a_path_ends_before_a_row_that_is_not_finite() -> None:
-    """Its token may be the bonus token; a root that is not finite has no next token."""
+    """Check that the row's token may be the bonus token. A root that is not finite is an error."""
     tree = make_tree([1, 2, 3], [-1, 0, 1])
     logits = torch.eye(5)[[2, 3, 4]]
     assert accept_greedy(tree, logits) == ([0, 1, 2], [2, 3, 4])

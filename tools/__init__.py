@@ -1,8 +1,8 @@
-"""Scripts beside the project.
+"""Scripts for checkpoints and for GPUs.
 
-distil        a draft for a target, trained on text
-enlarge       a checkpoint of a larger shape that computes what a small one does
-folders       of both: where they write, all of it or nothing
-gpu_check.sh  everything that only a GPU can tell, in one command of a known length
-gpu_facts     of that, what bench.py cannot tell
+distil        trains a draft model for a target on text
+enlarge       makes a checkpoint of a larger shape that computes what a small one does
+folders       writes the new folders of both, whole or not at all
+gpu_check.sh  runs all tests and measurements that need a GPU, in one command
+gpu_facts     measures on a GPU what bench.py does not
 """

@@ -1,17 +1,17 @@
-"""A draft for your target: a small GPT-NeoX that learns to guess what the target would write.
+"""Trains a draft model for a target: a small GPT-NeoX that imitates the target's predictions.
 
     python tools/distil.py --target my-target --text *.txt --layers 2 --hidden 128 --out my-draft
     python dynatree.py --target my-target --draft my-draft --prompt "The ship sailed at dawn"
 
-A draft is accepted for saying what the target says. So it does not learn from the token that comes
-next in the text, but from all that the target thinks of it: the loss is the Kullback-Leibler
-divergence from the target to the draft, at every token (Hinton et al. 2015; for drafts Zhou et al.
-2024, DistillSpec). However little it learns, the text is the target's own: a draft only guesses.
+A draft token is accepted if the target agrees with it. So the draft model learns from the target's
+distribution and not from the next token of the text. The loss is the Kullback-Leibler divergence
+from the target to the draft model at every token (Hinton et al. 2015; DistillSpec, Zhou et al.
+2024). The generated text is exact however little the draft model has learned.
 
-A run that was ended goes on from its checkpoint by the same command, to the same weights, as what
-a step learns from depends on its number alone.
+The same command resumes an interrupted run from its checkpoint. The final weights are the same,
+because the batch of a step depends only on the step's number.
 
-Shapes: B rows, T tokens of each, V vocabulary.
+Shapes: B rows of T tokens, V vocabulary.
 """
 
 import sys
@@ -38,28 +38,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import Parser, UsageError, reserved, run_command_line, say, writing
+from cli.errors import Parser, UsageError, print_line, reserved, run_command_line, writing
 from cli.files import require_writable, write_whole
 from cli.models import choose_device, choose_dtype, has_instructions, set_threads
 from cli.tokens import encode, load_tokenizer
 from engine.checkpoint import find_checkpoint, parse_config, read_json, read_text
 from engine.memory import require_memory
-from engine.model import load_plain, weight_bytes
+from engine.model import load_reference, weight_bytes
 from gpt_neox import Config, GPTNeoX, Transformer, rotary_table, rotate
-from tools.folders import halved, new_folder, read_unchanged, write_checkpoint
+from tools.folders import new_folder, read_unchanged, to_half, write_checkpoint
 
-HEAD_SIZE = 64  # about
-STD = 0.02  # of the first weights, GPT-2's and Pythia's
-RATE = 2e-3  # of learning, at hidden size 128; it falls with the root of that
-WARM_UP = 50  # steps in which it rises
-LONGEST_GRADIENT = 1.0  # by its norm; a longer one is cut to it
+HEAD_SIZE = 64  # approximate
+STD = 0.02  # of the initial weights, as in GPT-2 and Pythia
+RATE = 2e-3  # learning rate at hidden size 128; proportional to 1 / sqrt(hidden size)
+WARM_UP = 50  # steps in which the learning rate rises
+MAX_GRADIENT_NORM = 1.0  # larger gradients are scaled down to it
 SAVE_S = 120.0  # seconds between two checkpoints
 MAX_BYTES = 2**30  # of a file of text
-PIECE = 2**16  # characters; what the tokenizer makes of one takes 100 times as much
+PIECE = 2**16  # characters per tokenizer call, whose result takes 100 times their memory
 
 
 def read_ids(file: Path, folder: Path, config: Config) -> Tensor:
-    """A text as the target's ids [n] int64, behind an end of text if there is such an id. Raises
+    """Return a text as ids [n] int64, after an end-of-text id if the target has one. Raises
     CheckpointError and UsageError."""
     text, tokenizer = read_text(file, MAX_BYTES), load_tokenizer(folder)
     parts = [torch.tensor(config.eos_ids[:1], dtype=torch.int64)]
@@ -70,8 +70,10 @@ def read_ids(file: Path, folder: Path, config: Config) -> Tensor:
 
 
 def run_batch(transformer: Transformer, rows: Tensor, rotary: Tensor) -> Tensor:
-    """Run a batch of texts [B, T] without a cache and return the last hidden states [B, T, hidden];
-    gpt_neox.Transformer.forward runs one text over a cache."""
+    """Run sequences [B, T] without a cache and return the last hidden states [B, T, hidden].
+
+    gpt_neox.Transformer.forward runs one sequence over a cache.
+    """
     x = transformer.embed_in(rows)
     for layer in transformer.layers:
         attention = layer.attention
@@ -90,7 +92,7 @@ def run_batch(transformer: Transformer, rows: Tensor, rotary: Tensor) -> Tensor:
 
 
 def draft_json(target: dict, args: Namespace) -> dict:
-    """config.json of the draft: the target's, of another size."""
+    """Return the draft model's config.json: the target's with other sizes."""
     return target | {
         "hidden_size": args.hidden,
         "num_hidden_layers": args.layers,
@@ -102,51 +104,51 @@ def draft_json(target: dict, args: Namespace) -> dict:
 
 
 def new_draft(config: Config, device: torch.device) -> GPTNeoX:
-    """A model that has learned nothing. Raises OutOfMemory, and CheckpointError for sizes that no
-    tensor has."""
+    """Return an untrained model. Raises OutOfMemory, and CheckpointError for impossible sizes."""
     need = 4 * weight_bytes(config, torch.float32)  # weights, gradients, AdamW's two averages
     require_memory(need, device, "training a draft of these sizes")
-    chance = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     draft = GPTNeoX(config)
     for name, weight in draft.named_parameters():
         if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=STD, generator=chance)
+            torch.nn.init.normal_(weight, std=STD, generator=generator)
         elif name.endswith("bias"):
             torch.nn.init.zeros_(weight)
     return draft.to(device)
 
 
 def logprobs(model: GPTNeoX, rows: Tensor) -> Tensor:
-    """What the model thinks of the token after each of rows [B, T]: float32 [B * T, V]."""
-    turns = rotary_table(model.config, rows.shape[1], model.device)
+    """Return next-token log-probabilities, float32 [B * T, V], for rows [B, T]."""
+    rotary = rotary_table(model.config, rows.shape[1], model.device)
     is_fast = bool(has_instructions(torch.bfloat16, model.device))
     with torch.autocast(model.device.type, torch.bfloat16, enabled=is_fast):
-        logits = model.embed_out(run_batch(model.gpt_neox, rows, turns))
+        logits = model.embed_out(run_batch(model.gpt_neox, rows, rotary))
     return logits.float().log_softmax(-1).flatten(0, 1)
 
 
 def divergence(draft: GPTNeoX, target: GPTNeoX, rows: Tensor) -> Tensor:
-    """Kullback-Leibler from the target to the draft on rows [B, T], in nats per token."""
+    """Return the divergence from the target to the draft on rows [B, T], in nats per token."""
     with torch.no_grad():
         wanted = logprobs(target, rows)
     return F.kl_div(logprobs(draft, rows), wanted, reduction="batchmean", log_target=True)
 
 
 def draw_rows(text: Tensor, step: int, args: Namespace) -> Tensor:
-    """What a step learns from: [B, T], each row from anywhere in the text [n]."""
-    chance = torch.Generator().manual_seed(step)
-    starts = torch.randint(len(text) - args.context + 1, (args.batch, 1), generator=chance)
+    """Return the batch of a step, [B, T]: rows at random places of the text [n]."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - args.context + 1, (args.batch, 1), generator=generator)
     return text[starts + torch.arange(args.context)]
 
 
 def rate_at(step: int, args: Namespace) -> float:
-    """The learning rate: half a wave of the cosine, down to 0, after a short rise."""
-    rise = min((step + 1) / WARM_UP, 1.0)
-    return args.rate * rise * (1 + math.cos(math.pi * step / args.steps)) / 2
+    """Return the learning rate of a step: a linear warm-up, then a cosine decay to 0."""
+    warm_up = min((step + 1) / WARM_UP, 1.0)
+    return args.rate * warm_up * (1 + math.cos(math.pi * step / args.steps)) / 2
 
 
 def train(draft: GPTNeoX, target: GPTNeoX, text: Tensor, file: Path, args: Namespace) -> None:
-    """Take the steps that its checkpoint lacks. Raises UsageError if the draft fails to learn."""
+    """Train, from the checkpoint in `file` if it exists. Raises UsageError for a loss that is not
+    finite."""
     optimizer = torch.optim.AdamW(draft.parameters(), betas=(0.9, 0.98), weight_decay=0.1)
     first = load_state(file, draft, optimizer, args) if file.exists() else 0
     saved_at = time.monotonic()
@@ -157,7 +159,7 @@ def train(draft: GPTNeoX, target: GPTNeoX, text: Tensor, file: Path, args: Names
             raise UsageError(f"the loss of step {step} is {loss.item()}: --rate is too high")
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), LONGEST_GRADIENT)
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), MAX_GRADIENT_NORM)
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, args)
         optimizer.step()
@@ -171,8 +173,7 @@ def train(draft: GPTNeoX, target: GPTNeoX, text: Tensor, file: Path, args: Names
 def save_state(
     file: Path, draft: GPTNeoX, optimizer: torch.optim.Optimizer, step: int, args: Namespace
 ) -> None:
-    """Write all that the coming steps need, behind its digest; whole, or what was there stays.
-    Raises OSError."""
+    """Write a checkpoint: a digest, then all that later steps need. Raises OSError."""
     state = {"command": args.command, "step": step}
     state |= {"draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
     written = io.BytesIO()
@@ -184,37 +185,37 @@ def save_state(
 def load_state(
     file: Path, draft: GPTNeoX, optimizer: torch.optim.Optimizer, args: Namespace
 ) -> int:
-    """Return the step to go on with. Raises UsageError if the file was cut or edited, or is of
-    another command."""
+    """Load a checkpoint and return the next step. Raises UsageError if the file is damaged or
+    belongs to another command."""
     with file.open("rb") as opened:
         digest, content = opened.read(sha256().digest_size), opened.read()
     if sha256(content).digest() != digest:
-        raise UsageError(f"{file} is damaged: delete it to begin anew")
+        raise UsageError(f"{file} is damaged: delete it to start again")
     state = torch.load(io.BytesIO(content), map_location=draft.device, weights_only=True)
     command = state["command"]
     if command != args.command:
-        raise UsageError(f"{file} is of another command, give that or delete it: {command}")
+        raise UsageError(f"{file} belongs to another command; run that or delete it: {command}")
     draft.load_state_dict(state["draft"])
     optimizer.load_state_dict(state["optimizer"])
-    say(f"going on from step {state['step']:,}")
+    print_line(f"resuming at step {state['step']:,}")
     return state["step"]
 
 
 def execute(args: Namespace) -> int:
     for name in ("layers", "hidden", "steps", "batch", "context"):
         if getattr(args, name) < 1:
-            raise UsageError(f"--{name} {getattr(args, name)}: 1 or more")
+            raise UsageError(f"--{name} is {getattr(args, name)}, it must be at least 1")
     if args.rate is not None and not 0 < args.rate <= 1:
-        raise UsageError(f"--rate {args.rate}: above 0, and at most 1")
+        raise UsageError(f"--rate is {args.rate}, it must be above 0 and at most 1")
     device = choose_device(args.device)
     set_threads(args.threads, device)
     out = new_folder(args.out)
-    folder = find_checkpoint(args.target, say)
+    folder = find_checkpoint(args.target, print_line)
     raw = draft_json(read_json(folder / "config.json"), args)
     config = parse_config(raw)
     if args.context > config.max_position_embeddings:
         raise UsageError(
-            f"--context {args.context}: there are {config.max_position_embeddings} positions"
+            f"--context is {args.context}, it must be at most {config.max_position_embeddings}"
         )
     args.rate = args.rate or RATE * (128 / config.hidden_size) ** 0.5
     text = torch.cat([read_ids(Path(file), folder, config) for file in args.text])
@@ -225,13 +226,13 @@ def execute(args: Namespace) -> int:
         with writing(file):
             require_writable(file)  # before the work
         draft = new_draft(config, device)
-        target = load_plain(folder, device, choose_dtype(None, device))
+        target = load_reference(folder, device, choose_dtype(None, device))
         train(draft, target, text, file, args)
-        tensors = {name: halved(name, w.detach()) for name, w in draft.named_parameters()}
+        tensors = {name: to_half(name, w.detach()) for name, w in draft.named_parameters()}
         files = read_unchanged(folder) | {"config.json": json.dumps(raw, indent=2).encode()}
         write_checkpoint(out, tensors, files)
         file.unlink()
-    say(f"{out}: what it is worth, --compare tells (docs/distil.md)")
+    print_line(f"draft model written to {out}; measure it with --compare (docs/distil.md)")
     return 0
 
 
@@ -239,17 +240,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="tools/distil.py", description=__doc__ and __doc__.splitlines()[0])
     parser.less_memory = "--batch, --context"
     add = parser.add_argument
-    add("--target", required=True, metavar="MODEL", help="folder, or hub NAME or NAME@REVISION")
-    add("--text", nargs="+", required=True, metavar="FILE", help="to learn from, UTF-8")
-    add("--out", required=True, metavar="FOLDER", help="where the draft goes: a new folder")
-    add("--layers", type=int, required=True, metavar="N", help="of the draft")
-    add("--hidden", type=int, required=True, metavar="N", help="its hidden size")
-    add("--steps", type=int, default=2000, metavar="N", help="of training (2000)")
-    add("--batch", type=int, default=8, metavar="N", help="rows of a step (8)")
-    add("--context", type=int, default=512, metavar="N", help="tokens of a row (512)")
-    add("--rate", type=float, metavar="X", help="learning rate (by hidden size)")
-    add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
-    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
+    add("--target", required=True, metavar="MODEL", help="folder or hub NAME[@REVISION]")
+    add("--text", nargs="+", required=True, metavar="FILE", help="text files to train on, UTF-8")
+    add("--out", required=True, metavar="FOLDER", help="new folder of the draft model")
+    add("--layers", type=int, required=True, metavar="N", help="layers of the draft model")
+    add("--hidden", type=int, required=True, metavar="N", help="hidden size of the draft model")
+    add("--steps", type=int, default=2000, metavar="N", help="training steps (default 2000)")
+    add("--batch", type=int, default=8, metavar="N", help="rows per step (default 8)")
+    add("--context", type=int, default=512, metavar="N", help="tokens per row (default 512)")
+    add("--rate", type=float, metavar="X", help="learning rate (default by hidden size)")
+    add("--device", help="cpu, cuda or cuda:N (default cuda if available)")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
     words = sys.argv[1:] if arguments is None else arguments
     parser.set_defaults(command=shlex.join(["python", parser.prog, *words]))
     return run_command_line(execute, parser, arguments)

@@ -1,4 +1,4 @@
-"""A new checkpoint's folder: where it may go, what it takes over, and all of it or nothing.
+"""The folder of a new checkpoint, written whole or not at all.
 
 folder = new_folder("my-draft")
 write_checkpoint(folder, tensors, read_unchanged(source) | {"config.json": b"{}"})
@@ -23,26 +23,26 @@ LARGEST = torch.finfo(torch.float16).max
 
 
 def new_folder(text: str) -> Path:
-    """Where a checkpoint goes. Raises UsageError for what is there already."""
+    """Return the absolute path of a new checkpoint. Raises UsageError if it exists already."""
     folder = Path(text).absolute()
     if os.path.lexists(folder):
-        raise UsageError(f"{text} exists already, and stays; name a new folder")
+        raise UsageError(f"{text} exists already; use a new folder")
     part = unfinished(folder)
     if os.path.lexists(part):
-        raise UsageError(f"{part} is another run's; if none is at work, it was killed: delete it")
+        raise UsageError(f"{part} belongs to another run; delete it if that run has ended")
     return folder
 
 
 def unfinished(folder: Path) -> Path:
-    """What is to become this folder, as long as it is being written."""
+    """Return the path at which a folder is written until it is complete."""
     return folder.with_name(f"{folder.name}.unfinished")
 
 
 def write_checkpoint(
     folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes]
 ) -> None:
-    """Weights by published name, and files by name, config.json among them; nothing is left of what
-    fails. Raises UsageError."""
+    """Write tensors by published name and files by name, which include config.json. Leaves nothing
+    if it fails. Raises UsageError."""
     part = unfinished(folder)
     try:
         part.mkdir(parents=True)
@@ -50,7 +50,8 @@ def write_checkpoint(
             save_file(dict(tensors), part / "model.safetensors", metadata={"format": "pt"})
             for name, content in files.items():
                 (part / name).write_bytes(content)
-            shutil.copymode(part / "config.json", part / "model.safetensors")  # else its owner's
+            # safetensors makes its file readable by its owner only
+            shutil.copymode(part / "config.json", part / "model.safetensors")
             part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -59,14 +60,14 @@ def write_checkpoint(
 
 
 def read_unchanged(source: Path) -> dict[str, bytes]:
-    """What a checkpoint takes over of its source as it is, by file name. Raises CheckpointError."""
+    """Return the files to copy from a source checkpoint, by name. Raises CheckpointError."""
     names = [name for name in UNCHANGED if name == TOKENIZER or (source / name).exists()]
     return {name: read_bytes(source / name) for name in names}
 
 
-def halved(name: str, large: Tensor) -> Tensor:
-    """In float16. Raises UsageError if that is infinite somewhere."""
-    most = float(torch.linalg.vector_norm(large, torch.inf))
-    if not most <= LARGEST:  # nor nan
-        raise UsageError(f"{name} would reach {most:.3g}, float16 ends at {LARGEST:.0f}")
+def to_half(name: str, large: Tensor) -> Tensor:
+    """Return a tensor in float16. Raises UsageError if a value overflows."""
+    largest = float(torch.linalg.vector_norm(large, torch.inf))
+    if not largest <= LARGEST:  # also true for nan
+        raise UsageError(f"{name} would reach {largest:.3g}, the largest float16 is {LARGEST:.0f}")
     return large.half()

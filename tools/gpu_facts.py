@@ -1,15 +1,15 @@
-"""What a GPU makes of this project's passes, as far as bench.py cannot tell it.
+"""Measurements of a GPU that bench.py does not make.
 
-attention   the kernel that torch takes, which must be the one that is meant
-products    each of a layer's, by rows: its time, and whether a row's bits depend on how many rows
-            there are beside it, or on its place among them
-launches    what little things take: a kernel, a replay, a read, an upload
-passes      by rows: the captured graph alone, without the host
+attention   the attention kernel that torch selects
+products    each linear layer, by number of rows: its time, and whether a row's bits depend on the
+            number of rows or on the row's place among them
+launches    the time of a kernel, a graph replay, a read and an upload
+passes      the captured graph of a pass without the host, by number of rows
 
     python tools/gpu_facts.py --target my-target --draft my-target --output facts.json
 
-Each record is printed and written as soon as it is measured. A device's times are those between two
-events around what runs there.
+Each record is printed and written as soon as it is measured. Device times are the times between two
+CUDA events.
 
 Shapes: n rows, S cache slots, H heads, D head size.
 """
@@ -35,16 +35,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from benchmark.step_times import forward_of, open_cache
-from cli.errors import Parser, UsageError, run_command_line, say, writing
+from benchmark.step_times import make_forward, open_cache
+from cli.errors import Parser, UsageError, print_line, run_command_line, writing
 from cli.files import write_whole
 from cli.models import open_pair
 from cli.options import add_model_options
-from engine.cuda_graphs import record, shape_of
+from engine.cuda_graphs import capture_graph, make_shape
 from engine.model import FastGPTNeoX
-from engine.passes import ROW_COUNTS, SLOT_STEP, additive_mask, causal_mask, slot_count
+from engine.passes import ROW_COUNTS, SLOT_STEP, additive_mask, causal_mask, round_up_slots
 
-MEANT = SDPBackend.EFFICIENT_ATTENTION.name  # what engine.cuda_graphs.choose_kernels leaves
+EXPECTED_KERNEL = SDPBackend.EFFICIENT_ATTENTION.name  # as engine.cuda_graphs chooses
 N_REPLAYS = 20  # between two events
 
 Record = dict[str, str | int | float | bool]
@@ -52,7 +52,7 @@ Record = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True)
 class Lab:
-    """What is measured, and at which sizes."""
+    """The models and sizes to measure."""
 
     models: dict[str, FastGPTNeoX]  # target and draft
     device: torch.device
@@ -60,7 +60,7 @@ class Lab:
     slots: tuple[int, ...] = (512, 2304)  # S
 
     def replay_ms(self, replay: Callable[[], object]) -> float:
-        """Milliseconds of one replay, of several in a row; one before pays for its upload."""
+        """Return the mean milliseconds of a replay, after one that uploads the graph."""
         replay()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -71,19 +71,19 @@ class Lab:
         return begin.elapsed_time(end) / N_REPLAYS
 
     def device_us(self, runs: Sequence[Callable[[], object]]) -> float:
-        """Microseconds of one of these runs, all in one graph."""
+        """Return the mean microseconds of these runs in one graph."""
 
         def run_all() -> None:
             for run in runs:
                 run()
 
-        run_all()  # kernels are chosen and loaded, which no capture may do
-        replay = record(run_all, None, self.device)[0].replay
+        run_all()  # loads the kernels, which is not allowed during capture
+        replay = capture_graph(run_all, None, self.device)[0].replay
         return self.replay_ms(replay) * 1e3 / len(runs)
 
 
 def attention(lab: Lab) -> Iterator[Record]:
-    """What torch says it takes for a layer's n rows over S slots."""
+    """Yield the kernel that torch selects for n rows over S slots."""
     for name, model in lab.models.items():
         like, head_size = model.gpt_neox.embed_in.weight, model.config.head_size
         for n_slots in lab.slots:
@@ -95,10 +95,10 @@ def attention(lab: Lab) -> Iterator[Record]:
 
 
 def products(lab: Lab) -> Iterator[Record]:
-    """Those that a layer has, and the head's."""
+    """Yield the measurements of each linear layer, by number of rows."""
     for name, model in lab.models.items():
         hidden, inner = model.config.hidden_size, model.config.intermediate_size
-        sizes = dict.fromkeys(("qkv_and_inner", "qkv", "inner", "dense"), hidden)  # that each reads
+        sizes = dict.fromkeys(("qkv_and_inner", "qkv", "inner", "dense"), hidden)  # inputs of each
         sizes |= {"dense_and_out": hidden + inner, "out": inner}
         layers = model.gpt_neox.layers
         groups = {what: [getattr(layer, what, None) for layer in layers] for what in sizes}
@@ -111,9 +111,9 @@ def products(lab: Lab) -> Iterator[Record]:
 
 
 def product_by_rows(lab: Lab, group: list[Callable], x: Tensor) -> Iterator[Record]:
-    """Of x [n, in]; `group` has every layer's, taken in turn, as no cache of the device holds all
-    their matrices."""
-    first_rows: dict[int, Tensor] = {}  # what the first row gives, by n
+    """Yield the measurements of one linear layer on rows of x [n, in]. group: this layer of every
+    block, which run in turn so that the weights do not stay in the device's cache."""
+    first_rows: dict[int, Tensor] = {}  # result of the first row, by n
     for n in lab.rows:
         y = group[0](x[:n])
         first_rows[n] = y[0]
@@ -124,11 +124,11 @@ def product_by_rows(lab: Lab, group: list[Callable], x: Tensor) -> Iterator[Reco
 
 
 def launches(lab: Lab) -> Iterator[Record]:
-    """The first by events, the others by the host's clock."""
+    """Yield the times of small operations: the first by events, the others by the host's clock."""
     x = torch.zeros(32, 2560, dtype=torch.bfloat16, device=lab.device)
     bump = partial(x.add_, 1)
     yield {"us": lab.device_us([bump] * 200), "what": "a small kernel after another in a graph"}
-    replay = record(bump, None, lab.device)[0].replay
+    replay = capture_graph(bump, None, lab.device)[0].replay
     staged = torch.zeros(2**14, dtype=torch.uint8, pin_memory=True)
     buffer = torch.zeros_like(staged, device=lab.device)
 
@@ -140,10 +140,10 @@ def launches(lab: Lab) -> Iterator[Record]:
         buffer.copy_(staged, non_blocking=True)
         read()
 
-    runs = {"a replay of one kernel, for the host": replay}
-    runs |= {"the same, and its result read": read, "the same, after 16 kB went up": upload}
+    runs = {"a replay of one kernel, host time": replay}
+    runs |= {"a replay and a read": read, "a 16 kB upload, a replay and a read": upload}
     for what, run in runs.items():
-        read()  # whatever was asked for is done
+        read()  # waits for all earlier work
         start = time.perf_counter()
         for _ in range(100):
             run()
@@ -151,35 +151,36 @@ def launches(lab: Lab) -> Iterator[Record]:
 
 
 def passes(lab: Lab) -> Iterator[Record]:
-    """Of n rows over S slots."""
+    """Yield the time of the captured graph of n rows over S slots."""
     for name, model in lab.models.items():
         for n_slots in lab.slots:
             with open_cache(model, n_slots - SLOT_STEP) as cache:
                 for n in lab.rows:
-                    forward_of(model, cache, n)()  # so that the graph reads this pass
-                    shape = shape_of(n, slot_count(cache.length + n), cache.config)
+                    make_forward(model, cache, n)()  # so that the graph reads this pass
+                    shape = make_shape(n, round_up_slots(cache.length + n), cache.config)
                     ms = lab.replay_ms(cache.passes.captured[shape][0].replay)
                     yield {"model": name, "slots": n_slots, "rows": n, "device_ms": ms}
 
 
 def execute(args: Namespace) -> int:
-    pair, _ = open_pair(args, is_drafting=True, say=say)
+    pair, _ = open_pair(args, is_drafting=True, announce=print_line)
     lab = Lab({"target": pair.target, "draft": pair.draft}, pair.target.device)
     if lab.device.type != "cuda":
-        raise UsageError("these are facts of a GPU, and torch sees none")
+        raise UsageError("torch finds no CUDA device, and these facts need one")
     if args.dry:
         lab = Lab(lab.models, lab.device, rows=(1, 32), slots=(512,))
     kept: dict[str, list[Record]] = {}
-    for ask in (attention, products, launches, passes):
-        kept[ask.__name__] = []
-        for found in ask(lab):
-            print(ask.__name__, json.dumps(found), flush=True)
-            kept[ask.__name__].append(found)
+    for measure in (attention, products, launches, passes):
+        kept[measure.__name__] = []
+        for found in measure(lab):
+            print(measure.__name__, json.dumps(found), flush=True)
+            kept[measure.__name__].append(found)
             with writing(args.output):
                 write_whole(Path(args.output), json.dumps(kept, indent=1) + "\n")
-    others = {found["kernel"] for found in kept["attention"]} - {MEANT}
+    others = {found["kernel"] for found in kept["attention"]} - {EXPECTED_KERNEL}
     if others:
-        say(f"error: attention is not {MEANT} everywhere, but {', '.join(sorted(others))}")
+        found = ", ".join(sorted(others))
+        print_line(f"error: attention uses {found}, it must use only {EXPECTED_KERNEL}")
         return 1
     return 0
 
@@ -187,6 +188,6 @@ def execute(args: Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="tools/gpu_facts.py", description=__doc__ and __doc__.splitlines()[0])
     add_model_options(parser)
-    parser.add_argument("--output", required=True, metavar="FILE", help="the records, as JSON")
-    parser.add_argument("--dry", action="store_true", help="few sizes: does it run?")
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSON file of the records")
+    parser.add_argument("--dry", action="store_true", help="measure only a few sizes")
     return run_command_line(execute, parser, arguments)

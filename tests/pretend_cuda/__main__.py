@@ -1,4 +1,4 @@
-"""python tests/pretend_cuda ARGUMENTS: python ARGUMENTS, with a pretended CUDA device."""
+"""A launcher: `python tests/pretend_cuda ARGUMENTS` runs Python with a pretended CUDA device."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """scaled_dot_product_attention, counted as the kernel that a GPU would choose.
 
 The rules are those of torch's sdp_utils.cpp for compute capability 9.0, without dropout and
-gradients. Whichever it is, the host's own function computes the values.
+gradients. The host's own function computes the values in every case.
 """
 
 import torch
@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
 def fused_sdp_choice(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
 ) -> int:
-    """torch._fused_sdp_choice: the number of an SDPBackend."""
+    """Return the number of an SDPBackend, as torch._fused_sdp_choice does."""
     if not isinstance(query, CudaTensor):
         return host_choice(query, key, value, attn_mask)
     name = choose(query, key, value, attn_mask).name
@@ -43,7 +43,7 @@ def fused_sdp_choice(
 
 
 def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Operation:
-    """The first of the kernels that are enabled and take these tensors."""
+    """Return the first kernel that is enabled and takes these tensors."""
     backends = torch.backends.cuda
     is_half = query.dtype != torch.float32
     if backends.cudnn_sdp_enabled() and is_half and query.shape[2] > 1:

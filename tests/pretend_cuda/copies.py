@@ -1,8 +1,7 @@
 """Copies between host and device, and the host's pinned memory.
 
-A copy from or to pinned memory that is not waited for is made later. Until the host has waited, it
-must leave memory alone that is copied from, and what it reads of memory that is copied to is not
-yet there.
+A non-blocking copy from or to pinned memory is pending until the host waits for it. Until then the
+host must not write to memory that is copied from, and memory that is copied to holds poison.
 """
 
 from collections.abc import Callable
@@ -12,12 +11,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .runtime import require_own
-from .tensors import CudaTensor, mapped, poison, unwrap, wrap
+from .tensors import CudaTensor, map_nested, poison, unwrap, wrap
 from .timeline import project_line, timeline
 
 aten = torch.ops.aten
-COPIES = {aten.copy_.default, aten._to_copy.default}  # the only two that may cross
-PINNED: dict[int, StorageWeakRef] = {}  # the pinned memory there is, by storage
+COPIES = {aten.copy_.default, aten._to_copy.default}  # the operators that copy between devices
+PINNED: dict[int, StorageWeakRef] = {}  # all pinned memory, by the address of its storage
 
 
 def is_pinned(tensor: Tensor) -> bool:
@@ -25,30 +24,30 @@ def is_pinned(tensor: Tensor) -> bool:
     return storage is not None and not storage.expired()
 
 
-def on_host(func: Callable, args: tuple, kwargs: dict) -> object:
-    """An operation of the host alone, which here may ask for pinned memory."""
+def run_on_host(func: Callable, args: tuple, kwargs: dict) -> object:
+    """Run an operation on the host. Its result may be in pinned memory."""
     if not kwargs.get("pin_memory"):
         return func(*args, **kwargs)
-    require_own()  # the current device's context pins it
+    require_own()  # memory is pinned by the context of the current device
     tensor = func(*args, **kwargs | {"pin_memory": False})
     storage = StorageWeakRef(tensor.untyped_storage())
     PINNED[storage.cdata] = storage
     return tensor
 
 
-class OpenTransfer:
-    """A copy of pinned memory that the host has not waited for."""
+class PendingTransfer:
+    """A copy from or to pinned memory that the host has not waited for."""
 
     def __init__(self, host: Tensor, arriving: Tensor | None, moment: int):
-        """arriving: what the copy brings to the host; None if it reads there."""
-        self.host = host  # kept until then, as torch's own allocator does
+        """arriving: the values that are copied to the host; None for a copy to the device."""
+        self.host = host  # not freed while the copy is pending, as in torch's own allocator
         self.content = host.clone()
         self.arriving = arriving
         self.moment = moment
         self.line = project_line()
 
     def settle(self) -> None:
-        """The copy is made: raise if the host has written meanwhile."""
+        """Complete the copy. Raises RuntimeError if the host has written to its memory."""
         if not torch.equal(as_bytes(self.host), as_bytes(self.content)):
             raise RuntimeError(
                 f"pinned memory was written to before the copy at {self.line} was waited for"
@@ -62,42 +61,42 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def copy(func: Callable, args: tuple, kwargs: dict) -> object:
-    """copy_ or _to_copy between host and device."""
+    """Run copy_ or _to_copy between host and device."""
     timeline.forbid_capture("copy between host and device")
     if func is aten._to_copy.default:
         if isinstance(args[0], CudaTensor):
-            return wait_down(func(args[0].inner, **mapped(unwrap, kwargs)))
-        note_copy_up(args[0], kwargs.get("dtype"), not kwargs.get("non_blocking"))
-        return wrap(func(args[0], **mapped(unwrap, kwargs)))
+            return download(func(args[0].inner, **map_nested(unwrap, kwargs)))
+        record_upload(args[0], kwargs.get("dtype"), not kwargs.get("non_blocking"))
+        return wrap(func(args[0], **map_nested(unwrap, kwargs)))
     destination, source = args[:2]
     is_waiting = args[2:] != (True,) and not kwargs.get("non_blocking")
     if isinstance(source, CudaTensor):
         if is_waiting or not is_pinned(destination):
-            return destination.copy_(wait_down(source.inner))
+            return destination.copy_(download(source.inner))
         value = torch.empty_like(destination).copy_(source.inner)
         poison(destination)
         moment = timeline.submit("d2h", "pinned")
-        timeline.open.append(OpenTransfer(destination, value, moment))
+        timeline.open.append(PendingTransfer(destination, value, moment))
         return destination
-    note_copy_up(source, destination.dtype, is_waiting)
+    record_upload(source, destination.dtype, is_waiting)
     destination.inner.copy_(source)
     return destination
 
 
-def note_copy_up(source: Tensor, dtype: torch.dtype | None, is_waiting: bool) -> None:
-    """Count a copy to the device, and remember it if it is made later."""
+def record_upload(source: Tensor, dtype: torch.dtype | None, is_waiting: bool) -> None:
+    """Count a copy to the device, and record it if it is pending."""
     if is_waiting:
         timeline.submit("h2d", "waits")
         timeline.wait("copy to device")
     elif is_pinned(source) and source.is_contiguous() and dtype in (None, source.dtype):
         moment = timeline.submit("h2d", "pinned")
-        timeline.open.append(OpenTransfer(source, None, moment))
-    else:  # the host prepares what is copied, and the driver takes it from there
+        timeline.open.append(PendingTransfer(source, None, moment))
+    else:  # the values go through another buffer, so the host may write to its memory at once
         timeline.submit("h2d", "staged")
 
 
-def wait_down(value: Tensor) -> Tensor:
-    """What comes to the host, at once."""
+def download(value: Tensor) -> Tensor:
+    """Count a blocking copy of this value to the host, and return it."""
     timeline.submit("d2h")
     timeline.wait("copy to host")
     return value

@@ -1,8 +1,8 @@
-"""Puts the pretended device into this process's torch.
+"""Installation of the pretended device in this process's torch.
 
-torch keeps one guard for each kind of device in a table, whose place for CUDA is empty in a build
-without it. The guard of the meta device, which does nothing, goes there; so torch's own C++ runs as
-in a build with CUDA, and dispatch.py sees what it asks for.
+torch has a table with one guard for each kind of device. In a build without CUDA, the place for
+CUDA is empty. The guard of the meta device, which does nothing, is put there. Then torch's own C++
+runs as in a build with CUDA, and dispatch.py sees the operations that it calls.
 """
 
 import atexit
@@ -17,21 +17,21 @@ from .dispatch import MODE
 from .graphs import CUDAGraph
 from .timeline import timeline
 
-VERSIONS = ("2.11", "2.12", "2.13")  # of torch, whose inside this knows
+VERSIONS = ("2.11", "2.12", "2.13")  # of torch, whose internals this file relies on
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 N_DEVICE_TYPES = 21
-CPU = 0  # places in the table
+CPU = 0  # indices of the table
 CUDA = 1
 META = 14
 
 
 def install() -> None:
-    """Pretend from now on."""
+    """Replace torch's CUDA functions by those of the pretended device, for the whole process."""
     version = ".".join(torch.__version__.split(".")[:2])
     assert version in VERSIONS, f"torch {version}: pretends with {', '.join(VERSIONS)} only"
     put_guard()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) by operations we see
-    torch._C._host_emptyCache = lambda: None  # which torch.cuda.graph calls
+    torch._C._set_only_lift_cpu_tensors(True)  # makes torch.tensor(..., device=) dispatch
+    torch._C._host_emptyCache = lambda: None  # torch.cuda.graph calls it
     for name, function in (runtime.FUNCTIONS | {"CUDAGraph": CUDAGraph}).items():
         setattr(torch.cuda, name, function)
     for name, function in nccl.FUNCTIONS.items():

@@ -1,7 +1,7 @@
-"""Every operation of torch on its way: checked, counted, and carried out or captured.
+"""Dispatch of every operation of torch: it is checked, counted, and run or captured.
 
-A TorchDispatchMode sees them all, those of the host alone too. An operation that is made of others
-is taken apart first, as a GPU would run it.
+A TorchDispatchMode receives all operations, also those on host tensors only. An operation that is
+composed of others is decomposed first, as on a GPU.
 """
 
 from collections.abc import Callable
@@ -12,34 +12,34 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .copies import COPIES, copy, on_host
+from .copies import COPIES, copy, run_on_host
 from .runtime import require_own
-from .tensors import CudaTensor, is_cuda, mapped, poison, tensors_in, unwrap, wrap
+from .tensors import CudaTensor, is_cuda, map_nested, poison, tensors_in, unwrap, wrap
 from .timeline import project_line, timeline
 
 aten = torch.ops.aten
-FRESH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-N_KERNELS = dict.fromkeys(FRESH, 0) | {"_unsafe_view": 0}  # of an operation, where not one
+UNINITIALIZED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+N_KERNELS = dict.fromkeys(UNINITIALIZED, 0) | {"_unsafe_view": 0}  # of an operation, if not one
 N_KERNELS |= {"_local_scalar_dense": 0, "topk": 22, "sort": 4, "eye": 2, "nonzero": 3}  # 50,304 ids
-READING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-STAND_INS = {aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype)}  # what CUDA alone has
+DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+CUDA_ONLY = {aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype)}  # not on CPUs
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What has to be known of one."""
+    """The properties of an operation that its dispatch depends on."""
 
     name: str
     n_kernels: int = 1
-    is_composite: bool = False  # made of others
+    is_composite: bool = False  # composed of other operations
     is_view: bool = False
-    is_reading: bool = False  # its result, or the shape of that, is content on the host
-    takes_scalar: bool = False
-    written: tuple[int | str, ...] = ()  # arguments, by place or name
+    is_data_dependent: bool = False  # the host needs its result, or the shape of it
+    takes_scalar: bool = False  # an argument may be a scalar on the host
+    written: tuple[int | str, ...] = ()  # arguments that it writes to, by index or name
 
 
 @cache
-def operation(func: torch._ops.OpOverload) -> Operation:
+def describe_operation(func: torch._ops.OpOverload) -> Operation:
     name = func.name().removeprefix("aten::").split(".")[0]
     schema = func._schema
     written = tuple(
@@ -55,7 +55,7 @@ def operation(func: torch._ops.OpOverload) -> Operation:
             func.name(), "CompositeImplicitAutograd"
         ),
         is_view=has_alias and not written,
-        is_reading=not READING.isdisjoint(func.tags),
+        is_data_dependent=not DATA_DEPENDENT.isdisjoint(func.tags),
         takes_scalar=torch.Tag.pointwise in func.tags or name == "fill_",
         written=written,
     )
@@ -64,7 +64,7 @@ def operation(func: torch._ops.OpOverload) -> Operation:
 class PretendedDevice(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip what nobody asks for here would cost a quarter of the time
+        return False  # nothing here uses dynamo, and skipping it takes a quarter of the time
 
     def __torch_dispatch__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
@@ -76,21 +76,21 @@ MODE = PretendedDevice()
 
 
 def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
-    """Carry out one operation, wherever its tensors are."""
+    """Run one operation, on whichever device its tensors are."""
     tensors = tensors_in([args, kwargs])
     hosts = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
-    # In inference mode, where `to` is not taken apart before it comes here, one has it by place
+    # In inference mode `to` arrives here without being decomposed, its device as second argument
     target = args[1] if func is aten.to.device else kwargs.get("device")
     is_ours = len(hosts) < len(tensors)
     if not is_ours and not is_cuda(target):
-        return on_host(func, args, kwargs)
+        return run_on_host(func, args, kwargs)
     if is_cuda(target):
         require_own(target)
-    known = operation(func)
-    if known.name == "_conj":  # that a wrapper is conjugate cannot be noted on it
+    operation = describe_operation(func)
+    if operation.name == "_conj":  # a wrapper cannot be marked as conjugate
         with torch.inference_mode(args[0].is_inference()):
             return dispatch(aten._conj_physical.default, args, kwargs)
-    if known.is_composite:
+    if operation.is_composite:
         with MODE:
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
@@ -98,13 +98,13 @@ def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
     if func in COPIES and is_crossing(func, args, target):
         return copy(func, args, kwargs)
     if target is not None and not is_cuda(target):
-        return on_host(func, mapped(unwrap, args), kwargs)
+        return run_on_host(func, map_nested(unwrap, args), kwargs)
     if is_ours:
         for host in hosts:
-            check_mixing(known, args, host)
-    if known.is_reading:
-        timeline.wait(known.name)
-    return run(func, known, args, kwargs)
+            check_mixing(operation, args, host)
+    if operation.is_data_dependent:
+        timeline.wait(operation.name)
+    return run(func, operation, args, kwargs)
 
 
 def is_crossing(func: Callable, args: tuple, target: torch.device | None) -> bool:
@@ -115,78 +115,81 @@ def is_crossing(func: Callable, args: tuple, target: torch.device | None) -> boo
     return target is not None and is_ours != is_cuda(target)
 
 
-def check_mixing(known: Operation, args: tuple, host: Tensor) -> None:
-    """Raise where torch does not let a host tensor and a CUDA tensor meet."""
-    if not known.takes_scalar or host.ndim or (known.written and args[0] is host):
+def check_mixing(operation: Operation, args: tuple, host: Tensor) -> None:
+    """Raise RuntimeError if torch does not let this host tensor meet a CUDA tensor."""
+    if not operation.takes_scalar or host.ndim or (operation.written and args[0] is host):
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
-            f"and cpu! ({known.name}, host tensor {tuple(host.shape)}, at {project_line()})"
+            f"and cpu! ({operation.name}, host tensor {tuple(host.shape)}, at {project_line()})"
         )
 
 
-def run(func: Callable, known: Operation, args: tuple, kwargs: dict) -> object:
-    """An operation on the device alone."""
-    func = STAND_INS.get(func, func)
-    if known.name == "detach_":  # there is no graph of gradients to leave
+def run(func: Callable, operation: Operation, args: tuple, kwargs: dict) -> object:
+    """Run or capture an operation on the device."""
+    func = CUDA_ONLY.get(func, func)
+    if operation.name == "detach_":  # there is no graph of gradients
         return args[0]
-    if known.is_view:
-        return mapped(wrap, func(*mapped(unwrap, args), **mapped(unwrap, kwargs)))
+    if operation.is_view:
+        return map_nested(wrap, func(*map_nested(unwrap, args), **map_nested(unwrap, kwargs)))
     if kwargs.get("generator") is not None:
         timeline.forbid_capture("a generator that the graph does not know")
-    launch(known, args, kwargs)
-    if known.written:
-        return write(func, known, args, kwargs)
-    return make(func, known, args, kwargs)
+    launch(operation, args, kwargs)
+    if operation.written:
+        return write(func, operation, args, kwargs)
+    return make(func, operation, args, kwargs)
 
 
-def launch(known: Operation, args: tuple, kwargs: dict) -> None:
-    """Count its kernels. Those that have not run before are chosen, by type and shape, and loaded,
-    and libraries open what they need for them; which no capture may do."""
-    n = n_kernels(known, args)
+def launch(operation: Operation, args: tuple, kwargs: dict) -> None:
+    """Count the kernels of an operation. In a capture, raise if they have not run before.
+
+    In its first run on such types and shapes, a GPU chooses and loads kernels, and libraries
+    prepare for them. A capture does not permit this.
+    """
+    n = count_kernels(operation, args)
     if n == 0:
         return
     given = [(tensor.dtype, tensor.shape) for tensor in tensors_in([args, kwargs])]
-    kernel = (known.name, *given, kwargs.get("dtype"))
+    kernel = (operation.name, *given, kwargs.get("dtype"))
     if timeline.capture is None:
         timeline.loaded.add(kernel)
-        timeline.submit("kernel", known.name, n)
+        timeline.submit("kernel", operation.name, n)
         return
     if kernel not in timeline.loaded:
-        timeline.forbid_capture(f"first run of {known.name}")
-    timeline.count("node", known.name, n)
-    timeline.capture.nodes[known.name] += n
+        timeline.forbid_capture(f"first run of {operation.name}")
+    timeline.count("node", operation.name, n)
+    timeline.capture.nodes[operation.name] += n
 
 
-def n_kernels(known: Operation, args: tuple) -> int:
-    """Kernels of an operation, as torch's own code for CUDA has them."""
-    if known.name == "cat" and len({part.dtype for part in args[0]}) > 1:
-        return len(args[0])  # each is copied by itself
-    if known.name == "addmm" and len(args[1]) == 1:
-        return 2  # the bias is copied first; with more rows the product adds it
-    return known.n_kernels
+def count_kernels(operation: Operation, args: tuple) -> int:
+    """Return the number of kernels that torch's own CUDA code launches."""
+    if operation.name == "cat" and len({part.dtype for part in args[0]}) > 1:
+        return len(args[0])  # each part is copied by its own kernel
+    if operation.name == "addmm" and len(args[1]) == 1:
+        return 2  # the bias is copied first; with more rows, the matrix product adds it
+    return operation.n_kernels
 
 
-def write(func: Callable, known: Operation, args: tuple, kwargs: dict) -> object:
-    """An operation that writes to its arguments."""
+def write(func: Callable, operation: Operation, args: tuple, kwargs: dict) -> object:
+    """Run or capture an operation that writes to its arguments, and return these."""
     if timeline.capture is None:
-        func(*mapped(unwrap, args), **mapped(unwrap, kwargs))
+        func(*map_nested(unwrap, args), **map_nested(unwrap, kwargs))
     else:
         timeline.capture.record(func, args, kwargs)
-    written = [kwargs.get(key) if isinstance(key, str) else args[key] for key in known.written]
+    written = [kwargs.get(key) if isinstance(key, str) else args[key] for key in operation.written]
     return written[0] if len(written) == 1 else tuple(written)
 
 
-def make(func: Callable, known: Operation, args: tuple, kwargs: dict) -> object:
-    """An operation that makes its results."""
-    result = mapped(wrap, func(*mapped(unwrap, args), **mapped(unwrap, kwargs)))
+def make(func: Callable, operation: Operation, args: tuple, kwargs: dict) -> object:
+    """Run or capture an operation that makes new tensors."""
+    result = map_nested(wrap, func(*map_nested(unwrap, args), **map_nested(unwrap, kwargs)))
     made = [outer for outer in tensors_in([result]) if outer.owner is None]
     capture = timeline.capture
-    if capture and made:  # else it is the same memory under another name
-        if known.name in FRESH:
+    if capture and made:  # nothing is made if the result shares the memory of an argument
+        if operation.name in UNINITIALIZED:
             capture.record(poison, tuple(made), {})
         else:
             capture.record(func, args, kwargs, [outer.inner for outer in made])
-    elif known.name in FRESH:
+    elif operation.name in UNINITIALIZED:
         for outer in made:
             poison(outer.inner)
     return result

@@ -1,10 +1,11 @@
-"""CUDA graphs: what a capture records, and what a replay does with it.
+"""CUDA graphs: captures, which record operations, and replays, which run them.
 
-A capture carries out nothing: what writes to a tensor is recorded, and so is what makes one, which
-is poison afterwards. A replay runs what was recorded on the same memory, so a Python value stays
-what it was then. Results lie in the memory of the pool, where a graph that was captured earlier may
-write too. All other memory is the program's to keep; a graph that has lost some of it can only
-raise.
+A capture computes nothing. It records the operations that write to a tensor or make one, and the
+tensors that were made hold poison afterwards. A replay runs the operations on the same memory, with
+Python values as they were at the capture.
+
+Results are in the memory of a pool, where graphs that were captured earlier may write, too. The
+program must keep all other memory that a graph uses. If some was freed, a replay raises.
 """
 
 import weakref
@@ -16,22 +17,22 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .tensors import CudaTensor, mapped, memory, owner_of, poison, tensors_in, unwrap
+from .tensors import CudaTensor, map_nested, memory, owner_of, poison, tensors_in, unwrap
 from .timeline import project_line, timeline
 
-POOLS: dict[tuple[int, int], list["CUDAGraph"]] = {}  # the graphs of each, in order of capture
+POOLS: dict[tuple[int, int], list["CUDAGraph"]] = {}  # each pool's graphs, in order of capture
 
 
 class CUDAGraph:
-    """One graph, captured by `with torch.cuda.graph(graph):`, which stays torch's own."""
+    """A graph, captured by torch's own context manager `with torch.cuda.graph(graph):`."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[Callable, tuple, dict, Sequence[Tensor]]] = []
         self.nodes: Counter[str] = Counter()  # kernels by name
-        self.made: list[Tensor] = []  # while it is captured, the memory of all results
-        self.results: list[weakref.ref[CudaTensor]] = []  # those that somebody may still read
-        self.watched: dict[int, weakref.ref[CudaTensor]] = {}  # owners of memory from outside
-        self.lost = ""  # what used memory that was freed since
+        self.made: list[Tensor] = []  # during the capture, the memory of all results
+        self.results: list[weakref.ref[CudaTensor]] = []  # those that are still referenced
+        self.watched: dict[int, weakref.ref[CudaTensor]] = {}  # owners of memory not of the pool
+        self.stale_use = ""  # the operation whose memory was freed after the capture, and its line
         self.peak = 0
         self.is_spoiled = False
         self.is_done = False
@@ -42,8 +43,8 @@ class CUDAGraph:
         timeline.count("capture")
         timeline.capture = self
 
-    def own(self, outer: CudaTensor) -> None:
-        """A result; zeros while the capture lasts, so that an index is a valid one."""
+    def add_result(self, outer: CudaTensor) -> None:
+        """Add a result. It holds zeros during the capture, so that an index is valid."""
         outer.inner.zero_()
         self.made.append(outer.inner)
         self.results.append(weakref.ref(outer))
@@ -51,20 +52,22 @@ class CUDAGraph:
     def record(
         self, func: Callable, args: tuple, kwargs: dict, results: Sequence[Tensor] = ()
     ) -> None:
-        """results: the memory of what it makes, if it makes anything."""
+        """Record an operation. results: the memory of the tensors that it makes."""
         for tensor in tensors_in([args, kwargs]):
             if isinstance(tensor, CudaTensor):
                 self.watch(owner_of(tensor), func)
-        self.operations.append((func, mapped(kept, args), mapped(kept, kwargs), results))
+        self.operations.append(
+            (func, map_nested(freeze, args), map_nested(freeze, kwargs), results)
+        )
 
     def watch(self, owner: CudaTensor, func: Callable) -> None:
-        """Notice when memory is freed that a replay would use."""
+        """Call `invalidate` when memory that a replay would use is freed."""
         if owner.graph is not self and id(owner) not in self.watched:
             user = f"{func} at {project_line()}"
-            self.watched[id(owner)] = weakref.ref(owner, partial(self.lose, user))
+            self.watched[id(owner)] = weakref.ref(owner, partial(self.invalidate, user))
 
-    def lose(self, user: str, _: object) -> None:
-        self.lost = user
+    def invalidate(self, user: str, _: object) -> None:
+        self.stale_use = user
         self.operations.clear()
 
     def capture_end(self) -> None:
@@ -85,8 +88,8 @@ class CUDAGraph:
     def replay(self) -> None:
         if timeline.capture is not None or not self.is_done:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        if self.lost:
-            raise RuntimeError(f"a replay uses memory that was freed since: {self.lost}")
+        if self.stale_use:
+            raise RuntimeError(f"a replay uses memory that was freed since: {self.stale_use}")
         timeline.submit("replay")
         timeline.count("replayed", n=self.nodes.total())
         with _disable_current_modes(), torch.inference_mode():
@@ -96,7 +99,7 @@ class CUDAGraph:
                 for result, new in zip(results, news, strict=True):
                     result.copy_(new)
             graphs = POOLS[self.id]
-            for graph in graphs[graphs.index(self) + 1 :]:  # whose results may lie where this works
+            for graph in graphs[graphs.index(self) + 1 :]:  # their results may use the same memory
                 for result in graph.results:
                     if result() is not None:
                         poison(result().inner)
@@ -105,13 +108,13 @@ class CUDAGraph:
         return self.id
 
     def reset(self) -> None:
-        """Destroy it."""
+        """Destroy the graph."""
         self.operations.clear()
         self.is_done = False
 
 
-def kept(value: object) -> object:
-    """An argument as it is recorded: a host tensor, a scalar then, with the value it has now."""
+def freeze(value: object) -> object:
+    """Return an argument as it is recorded: of a host tensor, which is a scalar, a copy."""
     if isinstance(value, Tensor) and not isinstance(value, CudaTensor):
         return value.clone()
     return unwrap(value)

@@ -1,9 +1,10 @@
-"""nccl between processes that each pretend a device of their own: on top of gloo.
+"""A pretended nccl, on top of gloo, between processes that each have a pretended device.
 
-A collective of nccl is an operation of the device: nobody waits for it, a capture records it and a
-replay carries it out. Where ranks would wait for each other for ever on a GPU, an error is raised:
-if not all of them come to a collective within seconds or if they come to different ones, and if a
-communicator is destroyed while there are graphs with its collectives.
+A collective of nccl is an operation of the device: the host does not wait for it, a capture records
+it, and a replay runs it. Where ranks would hang on a GPU, this module raises an error:
+
+- not all ranks reach a collective within seconds, or they reach different ones
+- a communicator is destroyed while graphs with its collectives exist
 """
 
 import zlib
@@ -20,22 +21,22 @@ from .graphs import CUDAGraph
 from .tensors import CudaTensor, tensors_in
 from .timeline import project_line, timeline
 
-LIMIT = timedelta(seconds=20)  # for all ranks to come to a collective of nccl
-NCCL: dict[dist.ProcessGroup, "Communicator"] = {}  # what there is of it, by gloo's group
+LIMIT = timedelta(seconds=20)  # until all ranks have reached a collective of nccl
+NCCL: dict[dist.ProcessGroup, "Communicator"] = {}  # by gloo's group
 host_new_group = dist.new_group
 host_all_gather = dist.all_gather
 host_destroy = dist.destroy_process_group
 
 
 class Communicator:
-    """What nccl has for a group."""
+    """The nccl communicator of a group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
-        self.captured: dict[CUDAGraph, list[str]] = {}  # the collectives of each, in order
+        self.captured: dict[CUDAGraph, list[str]] = {}  # its collectives, in order
 
     def submit(self, host: Callable, args: tuple, options: dict) -> None:
-        """A collective is asked of the device; host: torch.distributed's function for it."""
+        """Submit a collective to the device. host: torch.distributed's function for it."""
         name = f"nccl {host.__name__}"
         what = f"{name} of {[(tensor.shape, tensor.dtype) for tensor in tensors_in(args)]}"
         graph = timeline.capture
@@ -54,7 +55,7 @@ class Communicator:
             host(*args, group=self.group, **options)
 
     def require_same(self, what: list[str]) -> None:
-        """Raise unless every rank has come to the same collectives."""
+        """Raise RuntimeError unless every rank has reached the same collectives."""
         with _disable_current_modes():
             own = torch.tensor([zlib.crc32(str(what).encode())])
             marks = [torch.zeros_like(own) for _ in range(dist.get_world_size(self.group))]
@@ -63,8 +64,8 @@ class Communicator:
             raise RuntimeError(f"not every rank has come to {what[0]}, as one has")
 
 
-def stand_in(host: Callable) -> Callable:
-    """A collective of torch.distributed, for tensors of the device as well."""
+def wrap_collective(host: Callable) -> Callable:
+    """Return a collective of torch.distributed that also takes tensors of the device."""
 
     @wraps(host)
     def collective(*args: object, group: dist.ProcessGroup | None = None, **options) -> object:
@@ -93,15 +94,15 @@ def destroy_process_group() -> None:
     for communicator in NCCL.values():
         n_graphs = sum(graph.is_done for graph in communicator.captured)
         if n_graphs:
-            # On a GPU there is no error that could be caught
+            # A GPU would hang and raise nothing
             raise AssertionError(f"nccl would wait for ever for {n_graphs} graphs to be gone")
     NCCL.clear()
     host_destroy()
 
 
 FUNCTIONS = {  # of torch.distributed
-    "all_gather": stand_in(host_all_gather),
-    "all_reduce": stand_in(dist.all_reduce),
+    "all_gather": wrap_collective(host_all_gather),
+    "all_reduce": wrap_collective(dist.all_reduce),
     "destroy_process_group": destroy_process_group,
     "new_group": new_group,
 }

@@ -1,4 +1,4 @@
-"""pytest's part: no test ends before the device has been waited for, and none sees another's."""
+"""A pytest plugin: each test ends with the device idle and leaves nothing for the next test."""
 
 from collections.abc import Generator
 
@@ -10,8 +10,8 @@ from .timeline import timeline
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A transfer that nobody waited for must not have gone wrong, and all that comes after a test
-    would run on the stream that it leaves."""
+    """Wait for the device after a test, so that an error of an open transfer is raised. Then check
+    the current stream, because later tests would run on it."""
     result = yield
     timeline.settle()
     assert Stream.current is DEFAULT_STREAM, "the test ends on the stream of a capture"
@@ -19,7 +19,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """What a capture that failed leaves behind; and no test warms up for another."""
+    """Reset what a failed capture leaves behind. Also forget which kernels have run, so that every
+    test warms up for itself."""
     timeline.open.clear()
     timeline.loaded.clear()
     timeline.capture = None

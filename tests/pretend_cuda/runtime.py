@@ -1,4 +1,4 @@
-"""What stands in for torch.cuda: its functions, streams and events, under their own names."""
+"""Stand-ins for torch.cuda's functions, streams and events, under their own names."""
 
 import os
 import time
@@ -15,7 +15,7 @@ CAPABILITY = (9, 0)
 
 
 class Event:
-    """A moment of the device; complete once the host has waited for it, or for something later."""
+    """A moment of the device, completed when the host waits for it or for a later one."""
 
     def __init__(self, enable_timing: bool = False):
         self.moment = 0
@@ -31,14 +31,15 @@ class Event:
             timeline.wait("Event.synchronize", self.moment)
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds."""
+        """Return the milliseconds from this event to another. Raises RuntimeError unless both are
+        completed."""
         if max(self.moment, end.moment) > timeline.done:
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return (end.seconds - self.seconds) * 1e3
 
 
 class Stream:
-    """Everything is done in the order in which it is asked for, on whichever stream."""
+    """A stream. The operations of all streams run in the order of their submission."""
 
     current: "Stream"
 
@@ -51,7 +52,7 @@ Stream.current = DEFAULT_STREAM
 
 
 class StreamContext:
-    """torch.cuda.stream: within it, another stream is the current one."""
+    """torch.cuda.stream: makes another stream the current one inside a `with` block."""
 
     def __init__(self, stream: Stream | None):
         self.stream = stream
@@ -64,12 +65,12 @@ class StreamContext:
         Stream.current = self.before
 
 
-CURRENT = {"device": 0}  # the index of what is meant by "cuda"
+CURRENT = {"device": 0}  # the index that "cuda" means
 
 
 @contextmanager
 def use_device(device: torch.device | str) -> Iterator[None]:
-    """torch.cuda.device: within it, another device is the current one."""
+    """Make another device the current one inside a `with` block (torch.cuda.device)."""
     before = CURRENT["device"]
     set_device(device)
     try:
@@ -83,21 +84,21 @@ def set_device(device: torch.device | str) -> None:
 
 
 def index_of(device: torch.device | str) -> int:
-    """Without an index, and by the name that the guard that stands in for CUDA's gives it, the
-    current one's."""
+    """Return a device's index, or the current device's if there is none or -1. The device guard,
+    which stands in for CUDA's, gives the index -1."""
     index = torch.device(device).index
     return CURRENT["device"] if index in (None, -1) else index
 
 
 def require_own(device: torch.device | str = "cuda") -> None:
-    """Raise if it is another rank's."""
+    """Raise AssertionError if a device is another rank's."""
     index = index_of(device)
     if index != own_device().index:
         raise AssertionError(f"cuda:{index} is another rank's device, at {project_line()}")
 
 
 class Generator(torch._C.Generator):
-    """Draws on the host, wherever it was asked to be."""
+    """A generator on the host, whatever its device."""
 
     def __new__(cls, device: torch.device | str = "cpu") -> "Generator":
         return super().__new__(cls)
@@ -113,7 +114,7 @@ def mem_get_info(device: torch.device | str = "cuda") -> tuple[int, int]:
 
 
 def memory_snapshot() -> list[dict]:
-    """A segment for each pool, none of it unused."""
+    """Return one segment for each pool, which is used completely."""
     sizes = {(0, 0): memory.allocated} | memory.pools
     index = own_device().index
     return [
@@ -122,7 +123,7 @@ def memory_snapshot() -> list[dict]:
     ]
 
 
-FUNCTIONS = {  # of torch.cuda
+FUNCTIONS = {  # these replace attributes of torch.cuda
     "Event": Event,
     "Stream": Stream,
     "_lazy_init": lambda: None,

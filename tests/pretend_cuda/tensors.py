@@ -1,6 +1,6 @@
-"""A tensor on the device, and the device's memory.
+"""Tensors on the pretended device, and its memory.
 
-outer = wrap(torch.ones(3))   # cuda:0, or under torchrun that of the rank
+outer = wrap(torch.ones(3))   # on cuda:0, under torchrun on the rank's own device
 outer.inner                   # the CPU tensor with its values
 """
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from .graphs import CUDAGraph
 
 CAPACITY = 80 * 10**9  # bytes
-POISON = 0x5A5A5A5A  # an index far out of range
-LISTS = (list, tuple)  # what arguments and results come in
+POISON = 0x5A5A5A5A  # as an index far out of range
+LISTS = (list, tuple)  # the containers of arguments and results
 
 
 @cache
 def own_device() -> torch.device:
-    """The only one that this process may use: under torchrun each has one of its own."""
+    """Return the only device that this process may use; under torchrun each rank has its own."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
@@ -33,13 +33,13 @@ class CudaTensor(torch.Tensor):
     """A tensor on the device; `inner` is the CPU tensor that holds its values."""
 
     inner: Tensor
-    owner: "CudaTensor | None"  # whose memory this is a view of; None if it has its own
-    graph: "CUDAGraph | None"  # of an owner: the capture that it is a result of
+    owner: "CudaTensor | None"  # the tensor that this is a view of; None if it is no view
+    graph: "CUDAGraph | None"  # if it is no view: the capture that made it
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "CudaTensor":
         if inner.is_inference() != torch.is_inference_mode_enabled():
-            # A view of a tensor that was made in the other mode is of that mode, too
+            # A view of a tensor must be made in the tensor's own mode
             with torch.inference_mode(inner.is_inference()):
                 return CudaTensor(inner)
         outer = torch.Tensor._make_wrapper_subclass(
@@ -70,22 +70,22 @@ class CudaTensor(torch.Tensor):
 
 
 class Memory:
-    """Of the device, in bytes."""
+    """The device's memory, in bytes."""
 
     def __init__(self) -> None:
         self.capacity = CAPACITY  # a test may make the device smaller
         self.allocated = 0
         self.peak = 0
-        self.pools: dict[tuple[int, int], int] = {}  # what graphs keep for their results, by pool
+        self.pools: dict[tuple[int, int], int] = {}  # bytes that graphs reserve, by pool
         self.owners: dict[int, weakref.ref[CudaTensor]] = {}  # by storage
 
     @property
     def reserved(self) -> int:
-        """With what only graphs may use."""
+        """Allocated bytes and those that only graphs may use."""
         return self.allocated + sum(self.pools.values())
 
-    def take(self, outer: CudaTensor) -> None:
-        """A tensor with memory of its own: until it is freed. Raises torch.OutOfMemoryError."""
+    def allocate(self, outer: CudaTensor) -> None:
+        """Count the memory of a tensor until it is freed. Raises torch.OutOfMemoryError."""
         storage = outer.inner.untyped_storage()
         size = storage.nbytes()
         capture = timeline.capture
@@ -103,9 +103,9 @@ class Memory:
         if capture:
             capture.peak = max(capture.peak, self.allocated)
         self.owners[storage._cdata] = weakref.ref(outer)
-        weakref.finalize(outer, self.give_back, storage._cdata, size).atexit = False
+        weakref.finalize(outer, self.free, storage._cdata, size).atexit = False
 
-    def give_back(self, storage: int, size: int) -> None:
+    def free(self, storage: int, size: int) -> None:
         self.allocated -= size
         del self.owners[storage]
 
@@ -114,7 +114,7 @@ memory = Memory()
 
 
 def wrap(inner: object) -> object:
-    """A result as a tensor of the device, which takes memory unless it is a view."""
+    """Return a result as a tensor of the device, and count its memory unless it is a view."""
     if not isinstance(inner, Tensor):
         return inner
     outer = CudaTensor(inner)
@@ -122,21 +122,21 @@ def wrap(inner: object) -> object:
     if known:
         outer.owner = known()
     else:
-        memory.take(outer)
+        memory.allocate(outer)
         outer.owner = None
         outer.graph = timeline.capture
         if timeline.capture:
-            timeline.capture.own(outer)
+            timeline.capture.add_result(outer)
     return outer
 
 
 def owner_of(outer: CudaTensor) -> CudaTensor:
-    """The tensor whose memory it views, or itself."""
+    """Return the tensor that this is a view of, or itself."""
     return outer if outer.owner is None else outer.owner
 
 
 def unwrap(value: object) -> object:
-    """An argument as the host's operation takes it."""
+    """Return an argument for the host's operation: a tensor's inner one, cpu for cuda."""
     if isinstance(value, CudaTensor):
         return value.inner
     if isinstance(value, torch.device) and is_cuda(value):
@@ -145,12 +145,13 @@ def unwrap(value: object) -> object:
 
 
 def is_cuda(device: torch.device | str | int | None) -> bool:
-    """Meta, too: the guard that stands in for CUDA's gives devices its own name."""
+    """Whether a device is cuda. "meta" counts, because the guard that stands in for CUDA's is the
+    meta device's."""
     return device is not None and torch.device(device).type in ("cuda", "meta")
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill with what nobody should read."""
+    """Fill a tensor with values that are wrong wherever they are read."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(torch.nan)
     elif tensor.dtype in (torch.int32, torch.int64):
@@ -159,18 +160,18 @@ def poison(tensor: Tensor) -> None:
         tensor.fill_(1)
 
 
-def mapped(change: Callable[[object], object], value: object) -> object:
-    """An argument changed, or of a list or of named arguments each."""
+def map_nested(change: Callable[[object], object], value: object) -> object:
+    """Return a value changed by a function, which is applied inside lists, tuples and dicts."""
     if isinstance(value, dict):
-        return {name: mapped(change, element) for name, element in value.items()}
+        return {name: map_nested(change, element) for name, element in value.items()}
     if isinstance(value, LISTS):
-        changed = [mapped(change, element) for element in value]
+        changed = [map_nested(change, element) for element in value]
         return tuple(changed) if isinstance(value, tuple) else changed
     return change(value)
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """The tensors among arguments, and in lists of them."""
+    """Return the tensors among arguments, including those in nested lists and dicts."""
     found = []
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, Tensor):

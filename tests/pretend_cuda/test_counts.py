@@ -1,7 +1,7 @@
-"""Claim: an iteration asks no more of the device than the table says.
+"""Limits on the launches, waits and copies of an iteration of each method.
 
-Launches, waits and copies are what an iteration costs on a fast GPU beside its passes; how much,
-only a GPU can tell. Where they come from: python tests/pretend_cuda -m pretend_cuda.counts
+On a fast GPU these are the cost of an iteration in addition to its passes. Their time can only be
+measured on a GPU. To list where they come from: python tests/pretend_cuda -m pretend_cuda.counts
 """
 
 import pytest
@@ -10,11 +10,11 @@ from engine.model import FastGPTNeoX
 from methods import METHODS
 from methods.sampler import GREEDY, Sampling
 
-from .counts import count_iterations, load_pair, pythia
+from .counts import count_iterations, count_pythia_kernels, load_pair
 
 pytestmark = pytest.mark.cuda
-# Of an iteration, in the mean over a text and rounded; a greedy text unless it says sampled
-MOST = """
+# Rounded means per iteration over one text; greedy unless the name says sampled
+LIMITS = """
                    launches    waits    copies up
 ar                      0.0      1.0          1.0
 linear                  0.0      5.8          5.8
@@ -45,7 +45,7 @@ PYTHIA = {"target, 32 rows": 402, "draft level": 97, "iteration": 996, "ar": 466
 
 
 TABLE = {}
-for row in MOST.strip().splitlines()[1:]:
+for row in LIMITS.strip().splitlines()[1:]:
     *name, launches, waits, copies = row.split()
     TABLE[" ".join(name)] = {"kernel": launches, "sync": waits, "h2d": copies}
 
@@ -56,24 +56,24 @@ def pair() -> tuple[FastGPTNeoX, FastGPTNeoX, list[int]]:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_an_iteration_asks_for_little(
+def test_an_iteration_stays_within_the_limits(
     name: str, pair: tuple[FastGPTNeoX, FastGPTNeoX, list[int]]
 ) -> None:
     method = name.removesuffix(" sampled")
     sampling = Sampling(0.8, 0.95, seed=1) if method != name else GREEDY
     counts = count_iterations(pair, method, sampling)
-    for kind, most in TABLE[name].items():
-        found = round(counts.of_each(kind), 1)
-        assert found <= float(most), f"{found} of {kind}:\n{counts.lines()}"
+    for kind, limit in TABLE[name].items():
+        found = round(counts.per_iteration(kind), 1)
+        assert found <= float(limit), f"{found} of {kind}:\n{counts.format_sites()}"
     staged = sum(n for site, n in counts.sites.items() if site[:2] == ("h2d", "pinned"))
-    n_events = counts.of_each("event") * counts.n_iterations
+    n_events = counts.per_iteration("event") * counts.n_iterations
     assert round(n_events) == staged, "one for what is staged, none to time"
 
 
 def test_the_table_has_only_methods() -> None:
-    """But not all of them: a method that somebody adds has no limit until it is given a row."""
+    """Allow methods without a row: a new method has no limit until it gets one."""
     assert {name.removesuffix(" sampled") for name in TABLE} <= set(METHODS)
 
 
 def test_passes_of_the_default_pair_have_few_kernels() -> None:
-    assert pythia() == PYTHIA
+    assert count_pythia_kernels() == PYTHIA

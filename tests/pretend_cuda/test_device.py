@@ -1,4 +1,4 @@
-"""Planted mistakes: what raises or goes wrong on a GPU must do so on the pretended device."""
+"""Tests that mistakes which fail on a GPU also fail on the pretended device."""
 
 import gc
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.cuda_graphs import record
+from engine.cuda_graphs import capture_graph
 
 from .timeline import timeline
 
@@ -16,15 +16,15 @@ Run = Callable[[], object]
 ones, zeros = (partial(make, device="cuda") for make in (torch.ones, torch.zeros))
 
 
-def captured(run: Run, warm_up: Run | None = None) -> torch.cuda.CUDAGraph:
-    """It runs once before it is captured, or what warms up in its place does."""
+def warm_up_and_capture(run: Run, warm_up: Run | None = None) -> torch.cuda.CUDAGraph:
+    """Capture a function as a graph. Before, run `warm_up` once, by default the function."""
     (warm_up or run)()
-    return record(run, None, torch.device("cuda"))[0]
+    return capture_graph(run, None, torch.device("cuda"))[0]
 
 
 def test_a_replay_computes_with_what_memory_holds_now() -> None:
-    """Through views, and by indices that are results; but with Python values and host scalars as
-    they were. A capture carries out nothing."""
+    """Check a replay through views, and by indices that are results. Python values and host scalars
+    stay as they were at the capture. A capture computes nothing."""
     place, factor, state = zeros(1).long(), torch.tensor(3.0), {"n": 2}
     cache = zeros(2, 4)
 
@@ -32,8 +32,8 @@ def test_a_replay_computes_with_what_memory_holds_now() -> None:
         cache.unbind(0)[1].index_add_(0, place + 1, ones(1) * factor)
         cache[0, : state["n"]].add_(1)
 
-    graph = captured(run)
-    assert cache.tolist() == [[1, 1, 0, 0], [0, 3, 0, 0]], "of the warm-up"
+    graph = warm_up_and_capture(run)
+    assert cache.tolist() == [[1, 1, 0, 0], [0, 3, 0, 0]], "only the warm-up has run"
     place.fill_(2)
     factor.fill_(7.0)
     state["n"] = 3
@@ -41,7 +41,7 @@ def test_a_replay_computes_with_what_memory_holds_now() -> None:
     assert cache.tolist() == [[2, 2, 0, 0], [0, 3, 0, 3]]
 
 
-FORBIDDEN = {  # in a capture; x: ones [3] on the device
+FORBIDDEN = {  # operations that no capture may do; x: ones [3] on the device
     "item": lambda x: x[0].item(),
     "boolean index": lambda x: x[x > 0],
     "synchronize": lambda x: torch.cuda.synchronize(),
@@ -53,25 +53,26 @@ FORBIDDEN = {  # in a capture; x: ones [3] on the device
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_a_capture_that_waits_copies_or_draws_fails(name: str) -> None:
-    """And leaves its stream, as plugin.py asserts: torch's own way stays there."""
+    """Check that the capture fails. plugin.py asserts that it leaves its stream, on which torch's
+    own context manager stays."""
     x = ones(3)
     with pytest.raises(RuntimeError, match="when stream is capturing"):
-        captured(lambda: FORBIDDEN[name](x))
+        warm_up_and_capture(lambda: FORBIDDEN[name](x))
 
 
 def test_what_has_not_run_before_a_capture_fails_there() -> None:
-    """On the same type and shape: its kernels would be chosen and loaded there."""
+    """Check that a warm-up on other types or shapes does not count, as other kernels are loaded."""
     x = ones(3, 3)
     for warm_up in (list, lambda: x.half() @ x.half(), lambda: x[:2] @ x):
         with pytest.raises(RuntimeError, match="first run of mm at tests/pretend_cuda"):
-            captured(lambda: x @ x, warm_up)
+            warm_up_and_capture(lambda: x @ x, warm_up)
 
 
 def test_a_capture_is_in_inference_mode_and_collects_nothing() -> None:
-    """Torch up to 2.10 can capture outside of it only as long as it has not captured inside
-    (pytorch issue 166792). What a collection frees would spoil the capture."""
+    """Check both. After a capture in inference mode, torch up to 2.10 cannot capture outside of it
+    (pytorch issue 166792). Memory that a collection frees would spoil the capture."""
     found: list[tuple[bool, bool]] = []
-    captured(lambda: found.append((torch.is_inference_mode_enabled(), gc.isenabled())))
+    warm_up_and_capture(lambda: found.append((torch.is_inference_mode_enabled(), gc.isenabled())))
     assert found == [(False, True), (True, False)] and gc.isenabled()
 
 
@@ -99,7 +100,8 @@ def test_which_copies_wait() -> None:
 
 
 def test_what_is_not_there_yet() -> None:
-    """Memory that nobody has written to, and pinned memory until its copy is waited for."""
+    """Check that memory is poison before it is written to, and pinned memory before the host has
+    waited for its copy."""
     assert torch.empty(3, device="cuda").isnan().all()
     host = torch.zeros(2, pin_memory=True)
     host.copy_(ones(2), non_blocking=True)

@@ -1,25 +1,25 @@
-"""Planted mistakes: what hangs or raises between two GPUs must raise between pretended devices."""
+"""Tests with planted mistakes: what hangs or raises between GPUs raises on pretended devices."""
 
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import on_ranks
+from test_ranks import run_in_processes
 
 from engine.ranks import Ranks
 
-from .test_device import captured
+from .test_device import warm_up_and_capture
 
 pytestmark = pytest.mark.cuda
 
 
 def mistakes(ranks: Ranks) -> None:
-    """Each of two ranks makes them."""
+    """Make each mistake on both ranks and check the error."""
     own, other = (torch.device("cuda", index) for index in (ranks.rank, 1 - ranks.rank))
     x = torch.ones(3, device=own)
     wrong = [partial(torch.ones, 3, device=other)]
-    if ranks.rank:  # the first device is current until another is chosen
+    if ranks.rank:  # device 0 is the current one until set_device
         wrong += [partial(torch.ones, 3, device="cuda"), partial(torch.ones, 3, pin_memory=True)]
     for mistake in wrong:
         with pytest.raises(AssertionError, match="another rank's device"):
@@ -29,10 +29,10 @@ def mistakes(ranks: Ranks) -> None:
     group = dist.new_group(backend="nccl")
     add_up = partial(dist.all_reduce, x, group=group)
     with pytest.raises(torch.AcceleratorError, match="first run"):
-        captured(add_up, warm_up=list)  # which would connect the devices
+        warm_up_and_capture(add_up, warm_up=list)  # a first run would connect the devices
     add_up()
-    graph = captured(add_up, warm_up=list)
-    assert x.tolist() == [2.0] * 3  # nothing was added up meanwhile
+    graph = warm_up_and_capture(add_up, warm_up=list)
+    assert x.tolist() == [2.0] * 3  # a capture adds up nothing
     graph.replay()
     assert x.tolist() == [4.0] * 3
     for tensor, of in ((x, ranks.group), (torch.ones(3), group)):
@@ -49,4 +49,4 @@ def mistakes(ranks: Ranks) -> None:
 
 
 def test_mistakes() -> None:
-    assert on_ranks(2, mistakes) == [None, None]
+    assert run_in_processes(2, mistakes) == [None, None]

@@ -1,6 +1,6 @@
-"""Claim: what a replay computes is what the CPU computes, whatever was replayed before it.
+"""Tests that a replay computes what the CPU computes, whatever was replayed before it.
 
-By logits, which show what greedy text hides: with the end of the mask left as it was, sixty tokens
+They compare logits, because greedy text hides errors: with a wrong end of the mask, sixty tokens
 came out the same.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.cache import FastCache
 from engine.model import FastGPTNeoX
 from engine.passes import PassConfig
-from engine.scores import Ranking, ReadScores
+from engine.scores import RankedScores, Ranking
 from methods.dyspec import DySpec
 from methods.sampler import Sampling
 
@@ -31,7 +31,7 @@ def make_model(device: str) -> FastGPTNeoX:
 
 
 def open_cache(model: FastGPTNeoX, config: PassConfig | None = None) -> FastCache:
-    """A cache with the prefix, whose passes are captured on CUDA."""
+    """Return a cache that holds PREFIX; on CUDA its passes are captured."""
     cache = model.new_cache(400, config)
     model.prefill(PREFIX, cache)
     cache.capture(10)
@@ -39,7 +39,7 @@ def open_cache(model: FastGPTNeoX, config: PassConfig | None = None) -> FastCach
 
 
 def run_tree(model: FastGPTNeoX, cache: FastCache, n: int) -> Tensor:
-    """Logits of n rows: two below the last token, all others below the first of them."""
+    """Return the logits of n rows: two below the last token, all others below the first of them."""
     mask = torch.eye(n, dtype=torch.bool)
     mask[2:, 0] = True
     depths = torch.ones(n, dtype=torch.int64)
@@ -49,7 +49,7 @@ def run_tree(model: FastGPTNeoX, cache: FastCache, n: int) -> Tensor:
 
 
 def test_a_pass_sees_nothing_of_the_one_before_it() -> None:
-    """Passes long and short, of many rows and few, each beside one on the CPU."""
+    """Compare long and short, wide and narrow passes with those of the CPU."""
     on_cuda = make_model("cuda")
     on_cpu = make_model("cpu")
     captured = open_cache(on_cuda)
@@ -61,31 +61,31 @@ def test_a_pass_sees_nothing_of_the_one_before_it() -> None:
 
 
 def test_what_is_drawn_from_is_not_ranked() -> None:
-    """Nor is anything of it read."""
+    """Check that if the logits are only drawn from, they are neither ranked nor read."""
     model = make_model("cuda")
     cache = open_cache(model, PassConfig(ranking=Ranking(is_read=False)))
     with timeline.traced() as sites:
         model.forward(torch.tensor([5]), torch.tensor([cache.length]), cache)
     asked = Counter(kind for kind, *_ in sites.elements())
     assert (
-        not isinstance(cache.scores, ReadScores)
+        not isinstance(cache.scores, RankedScores)
         and asked["replay"] == asked["h2d"] == 1
         and not asked["sync"]
     )
 
 
 def test_a_draft_is_ranked_at_its_temperature() -> None:
-    """A graph is of one."""
+    """Check that graphs are captured for the temperature, because each ranks at only one."""
     target, draft = make_model("cuda"), make_model("cuda")
     cold = Sampling(0.0, draft_temperature=0.6)
     list(generate(target, draft, PREFIX[:20], DySpec(), 10, sampling=cold))
     for model, temperature in ((target, 1.0), (draft, 0.6)):
-        shapes = model.kept[0].captured
+        shapes = model.reusable[0].captured
         assert {shape.ranking.temperature for shape in shapes} == {temperature}
 
 
 def test_no_timed_pass_is_the_first_of_its_graph() -> None:
-    """The first launch of a graph has to upload it."""
+    """Check that each graph is replayed after its capture, because a first launch uploads it."""
     model = make_model("cuda")
     before = timeline.counts.copy()
     cache = open_cache(model)
@@ -94,7 +94,7 @@ def test_no_timed_pass_is_the_first_of_its_graph() -> None:
 
 
 def test_a_cache_that_is_gone_is_not_replayed() -> None:
-    """Planted: the graphs outlive the memory that they were captured over."""
+    """Check the error if a graph outlives the memory that it was captured over."""
     model = make_model("cuda")
     cache = open_cache(model)
     graph, _ = next(iter(cache.passes.captured.values()))

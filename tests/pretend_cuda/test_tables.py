@@ -1,7 +1,7 @@
-"""Claim: the benchmark's tables and tools/gpu_check.sh run on a CUDA device; every text is exact.
+"""Tests that the benchmark's tables and tools/gpu_check.sh run on a CUDA device with exact texts.
 
-The figures mean nothing here; that they are there does. A process of its own, as the memory table
-takes for each method, pretends too.
+The figures of a pretended device mean nothing, so only their presence is tested. The memory table
+starts a process for each method, which has a pretended device as well.
 """
 
 import json
@@ -29,7 +29,7 @@ TINY += ["--prompt-tokens", "12", "--new-tokens", "6"]
 TABLES = {
     "main": [],
     "steps": [],
-    "memory": ["--methods", "ar"],  # a process each
+    "memory": ["--methods", "ar"],  # one process per method
 }
 
 
@@ -49,7 +49,7 @@ def test_a_table(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_gpu_check(tmp_path: Path) -> None:
-    """Dry: every step is taken, one of the tests among them, and what it measured is kept."""
+    """Check that a dry run does every step, one of the tests among them, and keeps its results."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
     command = ["bash", "tools/gpu_check.sh", "--dry", "--keep", str(tmp_path), "--seconds", "3000"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -59,7 +59,7 @@ def test_gpu_check(tmp_path: Path) -> None:
     assert {file.stem for file in tmp_path.glob("*.json*")} == names
     main_table = load(tmp_path / "main.jsonl")
     assert {case.row for case in main_table.head.cases} == {*METHODS, CONTROL}
-    assert not main_table.n_lacking
+    assert not main_table.n_missing
     assert main_table.head.machine["processor"] == "NVIDIA Pretended H100"
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert [record["rows"] for record in facts["passes"]] == [1, 32] * 2
@@ -68,12 +68,12 @@ def test_gpu_check(tmp_path: Path) -> None:
 def test_another_attention_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Planted: cuDNN's is allowed, as where choose_kernels is not called. All is measured before
-    that is said."""
+    """Allow cuDNN's attention, as if choose_kernels had not been called. The error comes after all
+    measurements, so that they are not lost."""
     file = tmp_path / "facts.json"
     arguments = [*TINY[:6], "--dry", "--output", str(file)]
     assert gpu_facts.main(arguments) == 0
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     assert gpu_facts.main(arguments) == 1
-    assert "error: attention is not EFFICIENT_ATTENTION everywhere" in capsys.readouterr().err
+    assert "it must use only EFFICIENT_ATTENTION" in capsys.readouterr().err
     assert json.loads(file.read_text())["passes"]

@@ -1,8 +1,8 @@
-"""What the host asks of the device, in order, and how much of it the host has waited for.
+"""The host's requests to the device, in order, and how many of them the host has waited for.
 
-All is carried out at once, where a GPU would lag behind. So the order is kept: `now` counts what
-was asked for, `done` how much of that is known to be done, and a transfer of pinned memory stays
-open until `done` has come past it.
+Every request is carried out at once, while a GPU would lag behind. So the order is recorded: `now`
+counts the requests, and `done` those that are known to be done. A transfer of pinned memory stays
+open until `done` has reached it.
 
     timeline.wait("synchronize")   # done = now
     timeline.counts["sync"]        # 1
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .copies import OpenTransfer
+    from .copies import PendingTransfer
     from .graphs import CUDAGraph
 
 HERE = f"{Path(__file__).parent}/"
@@ -26,16 +26,16 @@ ROOT = f"{Path(__file__).parents[2]}/"
 
 
 class Timeline:
-    """Of the one device that there is."""
+    """The timeline of the only device."""
 
     def __init__(self) -> None:
         self.now = 0
         self.done = 0
-        self.open: list[OpenTransfer] = []
-        self.capture: CUDAGraph | None = None  # what records, in place of the device
-        self.loaded: set[object] = set()  # the kernels that have run outside of captures
+        self.open: list[PendingTransfer] = []
+        self.capture: CUDAGraph | None = None  # the graph that records operations, if one does
+        self.loaded: set[object] = set()  # kernels that have run outside captures
         self.counts: Counter[str] = Counter()  # by kind
-        self.sites: Counter[tuple[str, str, str]] | None = None  # by kind, what and line
+        self.sites: Counter[tuple[str, str, str]] | None = None  # by kind, operation and line
 
     def count(self, kind: str, what: str = "", n: int = 1) -> None:
         self.counts[kind] += n
@@ -43,19 +43,19 @@ class Timeline:
             self.sites[kind, what, project_line()] += n
 
     def submit(self, kind: str, what: str = "", n: int = 1) -> int:
-        """Something is asked of the device; returns its moment."""
+        """Count a request to the device and return its moment."""
         self.count(kind, what, n)
         self.now += 1
         return self.now
 
     def wait(self, what: str, moment: int | None = None) -> None:
-        """The host waits for the device: for all, or all up to a moment."""
+        """Wait for the device: for all requests, or those up to a moment."""
         self.forbid_capture(what)
         self.count("sync", what)
         self.settle(moment)
 
     def forbid_capture(self, what: str) -> None:
-        """Raise in one, which fails then."""
+        """Raise torch.AcceleratorError if there is a capture, which then fails."""
         if self.capture is not None:
             self.capture.is_spoiled = True
             raise torch.AcceleratorError(
@@ -64,7 +64,7 @@ class Timeline:
             )
 
     def settle(self, moment: int | None = None) -> None:
-        """Everything up to a moment is done, or all."""
+        """Complete all requests, or those up to a moment."""
         self.done = max(self.done, self.now if moment is None else moment)
         settled = [transfer for transfer in self.open if transfer.moment <= self.done]
         self.open = [transfer for transfer in self.open if transfer.moment > self.done]
@@ -73,7 +73,7 @@ class Timeline:
 
     @contextmanager
     def traced(self) -> Iterator[Counter[tuple[str, str, str]]]:
-        """Also count by what was done and by the project's line."""
+        """Count by operation and by the project's line as well, inside a `with` block."""
         self.sites = Counter()
         try:
             yield self.sites
@@ -82,7 +82,7 @@ class Timeline:
 
 
 def project_line() -> str:
-    """The innermost line of the project on the stack, the pretended device left out."""
+    """Return the innermost line of the project on the stack, outside the pretended device."""
     frame = sys._getframe(1)
     while frame:
         file = frame.f_code.co_filename

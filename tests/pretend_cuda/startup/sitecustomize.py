@@ -1,6 +1,7 @@
-"""What Python runs first where this folder is on PYTHONPATH: pretend a CUDA device, or say why not.
+"""The start-up file of Python when this folder is on PYTHONPATH: it pretends a CUDA device.
 
-It ends the process by SystemExit: what else is raised here is printed, and all goes on without.
+It ends the process by SystemExit, because Python prints any other exception of this file and goes
+on.
 """
 
 import sys

@@ -1,14 +1,15 @@
-"""The distribution of sampled text by enumeration, over all random numbers.
+"""The distribution of sampled text, computed by enumerating all random choices.
 
-Sampling is exact if every text is as likely as from the target alone. Where both models are tables,
-logits of the next token by the last one, that is no estimate: all trees that can be drafted are
-drafted, each is accepted in every way it can be, and the probabilities are added up.
+Sampling is exact if a method writes every text with the target's own probability. Here both models
+are tables: the logits of the next token depend only on the last token. So the probability of each
+text can be computed: every possible tree is drafted, each is accepted in every possible way, and
+the probabilities are added up.
 
-    found = law(Chain(K=2), target_table, draft_table, 3)
-    assert difference(found, target_law(target_table, 3)) < 1e-7
+    found = method_distribution(Chain(K=2), target_table, draft_table, 3)
+    assert difference(found, target_distribution(target_table, 3)) < 1e-7
 
-What it may find wrong is an acceptance, or a rule that looks at what was drawn. A method starts
-fresh, or from what `learn` makes of its parts: what it has learned must not bias the text.
+This finds an acceptance that is wrong, and a rule whose choices depend on what was drawn. `learn`
+may change a method's parts first, to check that a state it has learned does not bias the text.
 """
 
 import functools
@@ -34,14 +35,14 @@ from verify import Acceptance
 CPU = torch.device("cpu")
 PLAIN = Sampling(1.0)
 Text = tuple[int, ...]
-Law = dict[Text, float]
+Distribution = dict[Text, float]
 Result = TypeVar("Result")
-Learn = Callable[[Parts], None]  # changes what the parts of a method have learned
+Learn = Callable[[Parts], None]  # changes the learned state of a method's parts
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models that are tables: logits [V, V] by the token before."""
+    """A target and a draft that are tables [V, V]: row i has the logits after token i."""
 
     target: Tensor
     draft: Tensor
@@ -54,7 +55,7 @@ class Pair:
         acceptance: DrawnAcceptance | None,
         learn: Learn | None,
     ) -> Parts:
-        """Return a method's parts over these models, all random numbers from this sampler."""
+        """Return a method's parts over these models; all random choices are the sampler's."""
         draft = Stub(lambda tokens, positions: self.draft[tokens], len(self.draft))
         target = Stub(lambda tokens, positions: self.target[tokens], len(self.target))
         parts = compose(target, draft, settings, given_sampler(sampling, sampler))
@@ -66,14 +67,14 @@ class Pair:
 
 
 def given_sampler(sampling: Sampling, sampler: DrawingSampler) -> SimpleNamespace:
-    """Return sampled text's Sampling whose sampler is this one."""
+    """Return an object that can replace a Sampling that is not greedy; its sampler is given."""
     top_k_temperature = sampling.top_k_temperature
     found = {"is_greedy": False, "draws_candidates": True, "top_k_temperature": top_k_temperature}
     return SimpleNamespace(**found, sampler=lambda _: sampler)
 
 
 @torch.inference_mode()
-def law(
+def method_distribution(
     settings: Settings,
     target_table: Tensor,
     draft_table: Tensor,
@@ -81,33 +82,32 @@ def law(
     acceptance: DrawnAcceptance | None = None,
     sampling: Sampling = PLAIN,
     learn: Learn | None = None,
-) -> Law:
+) -> Distribution:
     """Return the probability of each text of n_tokens that a method may write after token 0.
 
-    It is written as dynatree.generate does: a tree below the last token, no deeper than what is
-    left to write, the accepted path and its bonus, the next tree, ... but each with fresh parts, or
-    with what `learn` makes of them.
+    Iterates as dynatree.generate does, with one difference: every tree is made by new parts, which
+    `learn` may change.
 
     Args:
-        target_table, draft_table: [V, V]; in float64 the result is right to 1e-8 or so. The draft
-            may have fewer ids, or more.
+        target_table, draft_table: [V, V]; in float64 the error is about 1e-8. The draft may have
+            fewer ids than the target, or more.
         acceptance: None for the method's own.
 
-    All random numbers must be the sampler's. The number of cases grows fast: a few ids, and trees
-    of a few drawn nodes, are what it is for.
+    All random choices must be made by the sampler. The number of cases grows fast, so the
+    vocabulary must be a few ids and a tree a few drawn nodes.
     """
     pair = Pair(finite(target_table), draft_table)
     step = partial(every_step, pair, settings, acceptance, sampling, learn)
 
     @functools.cache
-    def after(root: int, n_left: int) -> Law:
-        """Return the probabilities of texts of n_left tokens."""
+    def after(root: int, n_left: int) -> Distribution:
+        """Return the probability of each continuation of n_left tokens after `root`."""
         if n_left < 1:
             return {(): 1.0}
-        found: Law = defaultdict(float)
-        for new, chance in step(root, n_left):
+        found: Distribution = defaultdict(float)
+        for new, probability in step(root, n_left):
             for rest, p in after(new[-1], n_left - len(new)).items():
-                found[new + rest] += chance * p
+                found[new + rest] += probability * p
         return found
 
     return dict(after(0, n_tokens))
@@ -122,10 +122,10 @@ def mean_length(
     acceptance: DrawnAcceptance | None = None,
     sampling: Sampling = PLAIN,
 ) -> float:
-    """Return the mean number of drafted tokens that the first of those trees has accepted."""
+    """Return the mean number of accepted drafted tokens of the first tree after token 0."""
     pair = Pair(target_table, draft_table)
     found = every_step(pair, settings, acceptance, sampling, None, 0, n_tokens)
-    return sum(chance * (len(new) - 1) for new, chance in found)
+    return sum(probability * (len(new) - 1) for new, probability in found)
 
 
 def every_step(
@@ -137,7 +137,10 @@ def every_step(
     root: int,
     n_left: int,
 ) -> Iterator[tuple[Text, float]]:
-    """Yield what one tree may commit where n_left tokens are to be written, and its probability."""
+    """Yield the tokens that one iteration may write after `root`, and their probability.
+
+    n_left: tokens that are still to be written; a tree is not deeper than that allows.
+    """
     vocab_size = len(pair.target)
 
     def drafting(choices: Choices) -> tuple[Tree, Parts]:
@@ -150,13 +153,13 @@ def every_step(
         parts.accept.sampler = Scripted(sampling, choices)
         return commit(parts.accept, tree, pair.target)
 
-    for drafted, chance in every_outcome(drafting):
-        for new, chance_below in every_outcome(partial(verifying, *drafted)):
-            yield new, chance * chance_below
+    for drafted, probability in every_outcome(drafting):
+        for new, p_below in every_outcome(partial(verifying, *drafted)):
+            yield new, probability * p_below
 
 
 def draft(parts: Parts, root: int, max_depth: int, vocab_size: int) -> Tree:
-    """Return a tree below this token."""
+    """Draft a tree below a token."""
     if parts.drafter:
         parts.drafter.start([root], max_depth + parts.rule.max_rows + 2, vocab_size)
     draft_level = parts.drafter and parts.drafter.draft
@@ -164,44 +167,47 @@ def draft(parts: Parts, root: int, max_depth: int, vocab_size: int) -> Tree:
 
 
 def commit(accept: Acceptance, tree: Tree, table: Tensor) -> Text:
-    """Return the tokens that are accepted of a tree, and the bonus."""
+    """Accept a tree and return the accepted tokens, the bonus token last."""
     path, tokens = accept(tree, table[tree.tokens])
-    assert path[0] == 0 and len(tokens) == len(path), "a token after each row, from the root on"
+    assert path[0] == 0 and len(tokens) == len(path), "one token for each row, the root first"
     for above, row, token in zip(path, path[1:], tokens, strict=False):
-        assert tree.parents[row] == above, "the rows are a path"
-        assert tree.tokens[row] == token, "the tokens are the path's"
+        assert tree.parents[row] == above, "the rows are not a path"
+        assert tree.tokens[row] == token, "the tokens are not the path's"
     return tuple(tokens)
 
 
 def finite(table: Tensor) -> Tensor:
-    """Return a target's table whose impossible tokens have finite logits: it has not overflowed."""
+    """Return a target's table with finite logits; -inf would count as an overflow."""
     return table.clamp(min=-1e30)
 
 
-def target_law(target_table: Tensor, n_tokens: int, sampling: Sampling = PLAIN) -> Law:
+def target_distribution(
+    target_table: Tensor, n_tokens: int, sampling: Sampling = PLAIN
+) -> Distribution:
     """Return the probability of each text of n_tokens that the target writes after token 0."""
     table = Stub(lambda tokens, positions: finite(target_table)[tokens], len(target_table))
-    return own_law(table, n_tokens, sampling)
+    return model_distribution(table, n_tokens, sampling)
 
 
-def own_law(model: Model, n_tokens: int, sampling: Sampling) -> Law:
-    """Return the same for any model."""
+def model_distribution(model: Model, n_tokens: int, sampling: Sampling) -> Distribution:
+    """Return the probability of each text of n_tokens that any model writes after token 0."""
     sampler = sampling.sampler(CPU)
-    found: Law = {(): 1.0}
+    found: Distribution = {(): 1.0}
     for _ in range(n_tokens):
         longer = {}
-        for text, chance in found.items():
+        for text, probability in found.items():
             tokens = [0, *text]
             logits = model.prefill(tokens, model.new_cache(len(tokens)))
             probs = sampler.target_distribution(logits)[0]
             for token, p in enumerate(probs.tolist()):
-                longer[*text, token] = chance * p
+                longer[*text, token] = probability * p
         found = longer
     return found
 
 
 def tiny_model(seed: int, n_ids: int) -> GPTNeoX:
-    """Return a model of one layer and two heads whose weights make some texts likelier."""
+    """Return a float64 model of one layer and two heads, whose random weights are large enough for
+    some texts to be much likelier than others."""
     torch.manual_seed(seed)
     model = GPTNeoX(Config(n_ids, 8, 1, 2, 16, 16, 1.0, 10000.0))
     for weight in model.parameters():
@@ -213,47 +219,50 @@ def tiny_model(seed: int, n_ids: int) -> GPTNeoX:
 def difference_by_generate(
     target: Model, draft: Model, settings: Settings, n_tokens: int, sampling: Sampling
 ) -> float:
-    """Return how far the distribution of what generate writes is from the target's: by models, and
-    over what a rule learns from one tree to the next. For fewer ids and tokens yet."""
+    """Return the total variation between the distribution of `generate` and the target's own.
+
+    Unlike method_distribution, this covers real models and what a rule learns from tree to tree.
+    It has more cases, so it can take even fewer ids and tokens.
+    """
 
     def write(choices: Choices) -> Text:
         given = given_sampler(sampling, Scripted(sampling, choices))
         steps = generate(target, draft, [0], settings, n_tokens, sampling=given)
         return tuple(token for step in steps for token in step.tokens)
 
-    found: Law = defaultdict(float)
-    for text, chance in every_outcome(write):
-        found[text] += chance
-    return difference(found, own_law(target, n_tokens, sampling))
+    found: Distribution = defaultdict(float)
+    for text, probability in every_outcome(write):
+        found[text] += probability
+    return difference(found, model_distribution(target, n_tokens, sampling))
 
 
-def difference(one: Law, other: Law) -> float:
-    """Return their total variation: 0 if each text is as likely in both, 1 if none is possible in
-    both."""
+def difference(one: Distribution, other: Distribution) -> float:
+    """Return the total variation distance: 0 if the distributions are equal, 1 if they have no
+    text in common."""
     return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in one | other) / 2
 
 
 class Choices:
-    """Choices that a script makes, and the probability of each."""
+    """A source of scripted choices, which records the probability of each."""
 
     def __init__(self, script: list[int]):
-        """script: which of its options each choice takes."""
+        """script: the option that each choice takes, an index among the possible ones."""
         self.script = script
         self.n_options: list[int] = []
-        self.chances: list[float] = []
+        self.probabilities: list[float] = []
 
-    def choose(self, chances: list[float]) -> int:
-        """Return one of the possible options, as the script says; the first past its end."""
-        possible = [i for i, chance in enumerate(chances) if chance > 0]
+    def choose(self, probabilities: list[float]) -> int:
+        """Return the option that the script says, or the first possible one after its end."""
+        possible = [i for i, probability in enumerate(probabilities) if probability > 0]
         place = len(self.n_options)
         self.n_options.append(len(possible))
         chosen = possible[self.script[place] if place < len(self.script) else 0]
-        self.chances.append(chances[chosen])
+        self.probabilities.append(probabilities[chosen])
         return chosen
 
 
 class Scripted(DrawingSampler):
-    """A sampler whose every choice is scripted."""
+    """A sampler whose random choices are all scripted."""
 
     def __init__(self, sampling: Sampling, choices: Choices):
         super().__init__(sampling, CPU)
@@ -264,7 +273,7 @@ class Scripted(DrawingSampler):
         return ids, probs.gather(1, ids)
 
     def draw_row(self, probs: list[float], k: int) -> list[int]:
-        """Each draw is from what the earlier ones leave; when nothing is left, impossible ids."""
+        """Draw k ids without replacement; impossible ids follow when no possible one is left."""
         drawn: list[int] = []
         for _ in range(k):
             left = [0.0 if i in drawn else p for i, p in enumerate(probs)]
@@ -275,37 +284,37 @@ class Scripted(DrawingSampler):
                 drawn.append(next(i for i in range(len(probs)) if i not in drawn))
         return drawn
 
-    def uniform(self) -> "Coin":
-        return Coin(self.choose)
+    def uniform(self) -> "ScriptedUniform":
+        return ScriptedUniform(self.choose)
 
 
-class Coin:
-    """Uniform on [0, 1), compared once."""
+class ScriptedUniform:
+    """A number uniform on [0, 1) that can be compared only once."""
 
     def __init__(self, choose: Callable[[list[float]], int]):
         self.choose = choose
         self.is_known = False
 
-    def __lt__(self, chance: float) -> bool:
-        assert not self.is_known, "one coin for two rows"
+    def __lt__(self, probability: float) -> bool:
+        assert not self.is_known, "two rows share one uniform number"
         self.is_known = True
-        chance = min(max(0.0, float(chance)), 1.0)  # of nan 0: no coin is below it
-        return self.choose([chance, 1 - chance]) == 0
+        probability = min(max(0.0, float(probability)), 1.0)  # nan becomes 0, as x < nan is False
+        return self.choose([probability, 1 - probability]) == 0
 
 
 def every_outcome(trial: Callable[[Choices], Result]) -> Iterator[tuple[Result, float]]:
-    """Yield what `trial` returns and its probability, for all choices in all combinations."""
+    """Yield each result of `trial` and its probability, for all combinations of choices."""
     script: list[int] | None = []
     while script is not None:
         choices = Choices(script)
         result = trial(choices)
-        yield result, math.prod(choices.chances)
+        yield result, math.prod(choices.probabilities)
         n_unscripted = len(choices.n_options) - len(script)
         script = next_script(script + [0] * n_unscripted, choices.n_options)
 
 
 def next_script(taken: list[int], n_options: list[int]) -> list[int] | None:
-    """The next combination, counting up from the last choice; None after the last one."""
+    """Return the next combination, counting up from the last choice; None after the last one."""
     for i in reversed(range(len(taken))):
         if taken[i] + 1 < n_options[i]:
             return taken[:i] + [taken[i] + 1]

@@ -1,7 +1,7 @@
-"""Files that somebody else wrote or cut short, mutated at random: what they say, or one line.
+"""Tests that an untrusted file, mutated at random, is either read correctly or refused.
 
-A run may end in two ways: status 0, and then nothing of the file was taken for what it is not; or
-status 2 and one line.
+A run may end in two ways: with status 0, if everything in the file was read correctly, or with
+status 2 and a one-line error.
 """
 
 import errno
@@ -30,21 +30,21 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import bench
-from benchmark.results import KEY, digest_of, load
+from benchmark.results import KEY_COLUMNS, digest_of, load
 from cli.main import main
 from cli.tokens import LONGEST_GROWTH, growth
 from engine.checkpoint import INDEX, SINGLE, InvalidFile, read_config, read_text
 from gpt_neox import Config
 
-# A mark's text takes its place in the JSON, as no value of Python's can
-MARKS = {"@inf": "1e999", "@nan": "NaN", "@long": "9" * 5000, "@deep": "[" * 10**5}
-MARKS |= {"@nested": '{"a":' * 10**5, "@half": '"\\ud800"', "@control": '"\\u001b[31m\\n"'}
-ODD = (10**8, 10**9, 10**20, -(10**30), 2**63, 1e300, 1e-300, -1, 0, 1, 7, 2.5, *MARKS)
+# JSON text that no Python value is written as; it replaces its mark in the file
+RAW_VALUES = {"@inf": "1e999", "@nan": "NaN", "@long": "9" * 5000, "@deep": "[" * 10**5}
+RAW_VALUES |= {"@nested": '{"a":' * 10**5, "@half": '"\\ud800"', "@control": '"\\u001b[31m\\n"'}
+ODD = (10**8, 10**9, 10**20, -(10**30), 2**63, 1e300, 1e-300, -1, 0, 1, 7, 2.5, *RAW_VALUES)
 ODD += (None, True, False, "", "false", "9", "ar", "../x", [], {}, [[]], {"a": 1}, ["x"])
 
 
-def place(value: list | dict, rng: random.Random) -> tuple[list | dict, int | str]:
-    """Where a value stands: in a list or an object, at an index or a key; as often high as deep."""
+def random_place(value: list | dict, rng: random.Random) -> tuple[list | dict, int | str]:
+    """Return a list or object inside `value`, and an index or key of it, at a random depth."""
     found = []
     while isinstance(value, list | dict) and value:
         key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
@@ -53,8 +53,8 @@ def place(value: list | dict, rng: random.Random) -> tuple[list | dict, int | st
     return rng.choice(found)
 
 
-def mutated(text: bytes, rng: random.Random) -> bytes:
-    """A JSON file with one thing wrong: cut short, a byte, a value that is another or lacks."""
+def mutate(text: bytes, rng: random.Random) -> bytes:
+    """Return a JSON file with one error: it is cut short, or a byte or a value is changed."""
     how = rng.choice(["odd", "odd", "odd", "drop", "nest", "move", "cut", "flip"])
     at = rng.randrange(len(text))
     if how == "cut":
@@ -62,35 +62,36 @@ def mutated(text: bytes, rng: random.Random) -> bytes:
     if how == "flip":
         return text[:at] + rng.randbytes(1) + text[at + 1 :]
     content = json.loads(text)
-    holder, key = place(content, rng)
+    holder, key = random_place(content, rng)
     if how == "drop":
         del holder[key]
     elif how == "nest":
         holder[key] = [holder[key]]
     elif how == "move":
-        other, at = place(content, rng)
+        other, at = random_place(content, rng)
         holder[key] = deepcopy(other[at])
     else:
         holder[key] = rng.choice(ODD)
     changed = json.dumps(content)
-    for mark, raw in MARKS.items():
+    for mark, raw in RAW_VALUES.items():
         changed = changed.replace(f'"{mark}"', raw)
     return changed.encode()
 
 
-def mutated_header(content: bytes, rng: random.Random) -> bytes:
-    """The same of what begins a safetensors file, whose length comes before it in 8 bytes."""
+def mutate_header(content: bytes, rng: random.Random) -> bytes:
+    """Return a safetensors file with an error in its JSON header or in the header's length, which
+    is stored in the first 8 bytes."""
     n = int.from_bytes(content[:8], "little")
-    header = mutated(content[8 : 8 + n], rng)
-    n_told = rng.choice([len(header)] * 9 + [0, 1, len(content), 2**31, 2**40, 2**63])
-    return n_told.to_bytes(8, "little") + header + content[8 + n :]
+    header = mutate(content[8 : 8 + n], rng)
+    n_claimed = rng.choice([len(header)] * 9 + [0, 1, len(content), 2**31, 2**40, 2**63])
+    return n_claimed.to_bytes(8, "little") + header + content[8 + n :]
 
 
 VOCABULARY = {word: i for i, word in enumerate(("<|endoftext|>", "<unk>", "the", "ship", "sailed"))}
 
 
 def write(folder: Path) -> None:
-    """A model that is small, and whose header is not."""
+    """Write a small model with a tokenizer. Notes make the header of the weights larger."""
     write_checkpoint(folder, random_config(eos_ids=(0,)), {})
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -103,7 +104,7 @@ def write(folder: Path) -> None:
 
 
 def run(folder: Path, capsys: Captured) -> list[int] | None:
-    """The ids of a run that goes well; None of one that ends in one line."""
+    """Run ar with the model and return the ids, or None if it ends in a one-line error."""
     limits = ["--max-new-tokens", "3", "--method", "ar", "--json"]
     status = main(["--prompt", "the ship", "--target", str(folder), *limits])
     printed = capsys.readouterr()
@@ -116,8 +117,8 @@ def run(folder: Path, capsys: Captured) -> list[int] | None:
     return None
 
 
-def require_meant(raw: dict, config: Config) -> None:
-    """Assert that config.json says what was taken from it, by rules of this test's own."""
+def assert_read_correctly(raw: dict, config: Config) -> None:
+    """Assert that a Config has the values of config.json, which this oracle reads by itself."""
     rope = raw.pop("rope_parameters", None) or {}
     for key, name in (("rotary_pct", "partial_rotary_factor"), ("rotary_emb_base", "rope_theta")):
         if name in rope:
@@ -131,12 +132,12 @@ def require_meant(raw: dict, config: Config) -> None:
 
 
 ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 10000.0}
-KINDS = {  # the file, what it says beside, how it is mutated
-    "published": ("config.json", {}, mutated),
-    "newer": ("config.json", {"rope_parameters": ROPE}, mutated),
-    "index": (INDEX, {}, mutated),
-    "tokenizer": ("tokenizer.json", {}, mutated),
-    "header": (SINGLE, {}, mutated_header),
+KINDS = {  # the file, keys that are added to it, how it is mutated
+    "published": ("config.json", {}, mutate),
+    "newer": ("config.json", {"rope_parameters": ROPE}, mutate),
+    "index": (INDEX, {}, mutate),
+    "tokenizer": ("tokenizer.json", {}, mutate),
+    "header": (SINGLE, {}, mutate_header),
 }
 
 
@@ -145,7 +146,7 @@ KINDS = {  # the file, what it says beside, how it is mutated
 def test_a_mutated_file_is_read_right_or_refused(
     kind: str, tmp_path: Path, capsys: Captured
 ) -> None:
-    """And takes no more memory than the model."""
+    """Check also that no claimed size makes the process allocate gigabytes."""
     name, more, change = KINDS[kind]
     write(tmp_path)
     if kind == "index":
@@ -164,15 +165,15 @@ def test_a_mutated_file_is_read_right_or_refused(
         if ids is None:
             continue
         found = read_config(tmp_path)
-        require_meant(json.loads((tmp_path / "config.json").read_text()), found)
+        assert_read_correctly(json.loads((tmp_path / "config.json").read_text()), found)
         if kind != "tokenizer" and found == config:
             assert ids == expected
     assert outcomes == {True, False}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # KB
 
 
-def results_file(table: str) -> list[dict]:
-    """The lines of one with everything that one can have, of two texts with three ids each."""
+def results_lines(table: str) -> list[dict]:
+    """Return the lines of a results file with every kind of line, and two texts of three ids."""
     found = load(ROOT / "results" / "enlarged_cpu.jsonl")
     steps = load(ROOT / "results" / "steps_cpu.jsonl").step_times
     columns = [*found.head.columns, "predicted", "setup", "speedup_mean", "end_to_end_speedup"]
@@ -180,12 +181,12 @@ def results_file(table: str) -> list[dict]:
     for text, ids in zip(texts, ([1, 2, 3], [1, 3, 2]), strict=True):
         text |= {"ids": ids, "ids_digest": digest_of(ids), "predicted_ms": 10.0}
     lines = [{"head": asdict(replace(found.head, table=table, columns=columns))}]
-    difference = {name: texts[1][name] for name in KEY} | {"at": 1, "gap": None}
+    difference = {name: texts[1][name] for name in KEY_COLUMNS} | {"at": 1, "gap": None}
     return [*lines, {"step_times": asdict(steps)}, *texts, {"difference": difference}]
 
 
-def printable(content: bytes, kind: str, file: Path, capsys: Captured) -> str:
-    """The line that refuses a results file; empty of one that is shown."""
+def show_or_refuse(content: bytes, kind: str, file: Path, capsys: Captured) -> str:
+    """Show a results file and return the error line; empty if the file was not refused."""
     file.write_bytes(content)
     status = bench.main(["--show", str(file), "--format", kind])
     captured = capsys.readouterr()
@@ -203,31 +204,32 @@ def printable(content: bytes, kind: str, file: Path, capsys: Captured) -> str:
 def test_a_mutated_results_file_is_shown_or_refused(
     table: str, kind: str, capsys: Captured, tmp_path: Path
 ) -> None:
-    """Whatever is wrong is one line, and nothing in it is obeyed by a terminal."""
+    """Check that a file with any error is refused in one line, without control characters."""
     rng = random.Random(f"{table} {kind}")
-    valid = [json.dumps(line).encode() for line in results_file(table)]
+    valid = [json.dumps(line).encode() for line in results_lines(table)]
     outcomes = set()
     for _ in range(200):
         at = rng.randrange(len(valid))
-        lines = [*valid[:at], mutated(valid[at], rng), *valid[at + 1 :]]
-        line = printable(b"\n".join(lines) + b"\n", kind, tmp_path / "r.jsonl", capsys)
+        lines = [*valid[:at], mutate(valid[at], rng), *valid[at + 1 :]]
+        line = show_or_refuse(b"\n".join(lines) + b"\n", kind, tmp_path / "r.jsonl", capsys)
         outcomes.add(line == "")
     assert outcomes == {True, False}
 
 
-PAIRS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
-WORDS = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "absent"}
-ODD_TOKENIZERS = [  # what is odd in the file -> what is said
-    ({"model": PAIRS | {"continuing_subword_prefix": "##"}}, "is not a tokenizer"),
-    ({"model": WORDS}, "cannot encode the prompt: WordLevel error: Missing [UNK]"),
+BPE_MODEL = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+WORD_MODEL = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "absent"}
+ODD_TOKENIZERS = [  # the invalid part of the file -> the error message
+    ({"model": BPE_MODEL | {"continuing_subword_prefix": "##"}}, "is not a tokenizer"),
+    ({"model": WORD_MODEL}, "cannot encode the prompt: WordLevel error: Missing [UNK]"),
 ]
 
 
 @pytest.mark.parametrize(("odd", "said"), ODD_TOKENIZERS)
-def test_a_tokenizer_that_gives_up_ends_in_one_line(
+def test_a_tokenizer_that_panics_ends_in_one_line(
     odd: dict, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What a library in Rust raises is no Exception, and it has said so itself before."""
+    """Check panics of the tokenizer library, which is in Rust: they are no Exception, and the
+    library prints a message of its own first."""
     write(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | odd))
@@ -247,7 +249,7 @@ def test_a_text_that_grows_with_every_step() -> None:
 
 
 def test_a_template_that_repeats_the_text() -> None:
-    """What real ones have is let through: a text once, special tokens around it."""
+    """Check that a usual template, the text once between special tokens, is allowed."""
     text, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "[CLS]"}}
     for single, grows in (([special, text, special], False), ([text] * 400_000, True)):
         step = {"type": "TemplateProcessing", "single": single, "pair": [text] * 9}
@@ -256,19 +258,19 @@ def test_a_template_that_repeats_the_text() -> None:
             assert (growth(part) > LONGEST_GROWTH) == grows
 
 
-NO_FILES: dict[str, Callable[[Path], object]] = {  # what is said -> of what
+INVALID_TEXT_FILES: dict[str, Callable[[Path], object]] = {  # error message -> how to make the file
     "is a folder": Path.mkdir,
     "is a link to nothing": lambda file: file.symlink_to("nothing"),
-    "is not there": lambda file: None,
+    "does not exist": lambda file: None,
     "utf-8": lambda file: file.write_bytes(b"\xe9"),
     "larger than": lambda file: file.write_bytes(b" " * 1001),
 }
 
 
-@pytest.mark.parametrize("said", NO_FILES)
-def test_what_is_no_text_file_is_named(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", INVALID_TEXT_FILES)
+def test_an_invalid_text_file_is_named(said: str, tmp_path: Path) -> None:
     file = tmp_path / "f.json"
-    NO_FILES[said](file)
+    INVALID_TEXT_FILES[said](file)
     with pytest.raises(InvalidFile, match=said) as caught:
         read_text(file, max_bytes=1000)
     assert str(caught.value).startswith(str(file))
@@ -277,7 +279,8 @@ def test_what_is_no_text_file_is_named(said: str, tmp_path: Path) -> None:
 def test_a_file_without_permission_is_not_called_absent(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are opened by a library that says "No such file"; root may read everything."""
+    """Check the message, because the library that opens weights reports "No such file". Root may
+    read every file, so for root the refusal is simulated."""
     write(tmp_path)
     (tmp_path / SINGLE).chmod(0)
 

@@ -1,0 +1,81 @@
+"""Tests that a file imports only its own package and lower layers, without import cycles."""
+
+import ast
+import importlib
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, source_files
+
+# The core's five files, which import no package
+CORE = [{"gpt_neox", "draft_tree"}, {"verify"}, {"sampling"}, {"dynatree"}]
+PACKAGES = [{"methods"}, {"engine"}, {"cli"}, {"benchmark"}, {"bench"}, {"tools"}]
+LAYERS = CORE + PACKAGES
+LAYER = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+
+
+def project_modules() -> dict[str, Path]:
+    """Return the project's files by module name."""
+    found = {}
+    for file in source_files():
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        if parts[0] in LAYER:
+            found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+def find_imports(file: Path) -> set[str]:
+    """Return the modules that a file imports anywhere, except for annotations only."""
+    found, tree = set(), ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_imports_point_down_without_cycles() -> None:
+    """Check that the core's five files import no package, with one exception: the last lines of
+    dynatree start the command line. methods must not import engine."""
+    files = project_modules()
+    below = {name: find_imports(file) & set(files) for name, file in files.items()}
+    below["dynatree"] = {name for name in below["dynatree"] if not name.startswith("cli")}
+    assert "draft_tree" in below["dynatree"] and "gpt_neox" in below["engine.model"]
+    list(TopologicalSorter(below).static_order())  # raises CycleError
+    for name, others in below.items():
+        package = name.split(".")[0]
+        for other in {other.split(".")[0] for other in others} - {package}:
+            assert LAYER[other] < LAYER[package], f"{name} imports {other}"
+            assert package != "methods" or other != "engine", f"{name}: {other}"
+
+
+def test_each_package_lists_its_files() -> None:
+    """Check that each __init__ names every file, and no removed one. Methods that a user adds need
+    not be named."""
+    packages = [file.parent for file in ROOT.glob("*/__init__.py")]
+    assert {"engine", "methods", "cli", "benchmark", "tools"} <= {
+        package.name for package in packages
+    }
+    for package in packages:
+        doc = importlib.import_module(package.name).__doc__
+        said = set(re.findall(r"^(\w+)  +\S", doc, re.MULTILINE))
+        files = {file.stem for file in package.glob("*.py")} - {"__init__"}
+        assert said == files or (said < files and package.name == "methods"), package.name
+
+
+def test_a_virtual_environment_in_the_clone_is_not_the_projects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check source_files, which once included the files of such an environment."""
+    package = ".venv/lib/python3.11/site-packages/other"
+    for name in ("bench.py", "cli/__init__.py", "venv/x.py", f"{package}/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr("conftest.ROOT", tmp_path)
+    assert source_files() == [tmp_path / "bench.py", tmp_path / "cli" / "__init__.py"]
