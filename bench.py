@@ -213,7 +213,7 @@ class Bench:
         is_greedy, is_first = case.temperature == 0, job.round == 0
         if is_first or not is_greedy:  # every round of greedy text has the same counts
             found["depths"] = count_depths(steps)
-        if is_first and is_greedy:  # share of candidates that are the target's best token
+        if is_first and is_greedy:  # sampled text accepts other tokens than the best
             found["calibration"] = count_calibration(steps)
         times = self.results.step_times  # of passes that are not strict and have no window
         if times and not config.strict and config.window == FULL_ATTENTION:

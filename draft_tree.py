@@ -205,7 +205,7 @@ class Rule:
         self.max_rows = max_rows
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
-        """Begin a tree and return how many levels to draft. max_depth: the most levels that the
+        """Begin a tree and return how many levels to draft, at most max_depth: the levels that the
         rest of the text has room for."""
         return min(max_depth, self.max_depth)
 

@@ -96,7 +96,7 @@ class Config:
         published = dict(raw)
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # transformers 5 or 4
         if not isinstance(rope, dict):
-            raise ValueError(f"rope_parameters is {rope!r:.80}, it must be an object")
+            raise ValueError(f"rope_parameters or rope_scaling is {rope!r:.80}, not an object")
         if rope.get("rope_type", rope.get("type")) not in ROPE_TYPES:  # the new key or the old one
             raise ValueError(f"scaled rotary embeddings (rope) are not supported: {rope!r:.80}")
         # None, here and in the file, leaves the default of a field, except for EOS ids
@@ -368,8 +368,8 @@ class GPTNeoX(nn.Module):
             tokens, positions: [n] int64.
             mask: [n, m] bool over the newest m slots; the last n are these rows' own. Every row
                 attends to all older slots. None: each row attends to the rows before it and to
-                itself. For a tree m = n. For a level of a draft tree m > n, because the mask also
-                has columns for the earlier levels in the cache.
+                itself. For a tree, and the first level of a draft tree, m = n. For later levels
+                m > n, because the mask also has columns for the earlier ones.
 
         Raises IndexError if the cache is too small.
         """

@@ -33,7 +33,7 @@ def tree_inputs(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
     A row attends to its ancestors and itself. Its position is `length` plus its depth, so siblings
     have one position. With this mask and position, a row's logits equal those of decoding its path
-    token by token.
+    token by token, up to rounding.
     """
     mask = numpy.eye(len(tree), dtype=bool)
     for row, parent in enumerate(tree.parents[1:], start=1):

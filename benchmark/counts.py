@@ -64,7 +64,7 @@ def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
     """Return three counts for each depth 1, 2, ...
 
     drafted   trees that reach the depth
-    tried     accepted paths that reach the depth before, and have a drafted child at this one
+    tried     accepted paths that reach the depth before, and have a child at this one
     accepted  accepted paths that reach the depth
     """
     trees = [step for step in steps if step.tree]

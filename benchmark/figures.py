@@ -140,7 +140,7 @@ def figures_by_name(texts: pd.DataFrame) -> dict[str, sns.FacetGrid | None]:
         found[ending] = size_lines(texts, size, metric)
     if not sizes:
         found[""] = bars(texts)
-    title = "Share of the trees with this depth whose accepted path reaches it; numbers: trees"
+    title = "Share of the trees that reach a depth whose accepted path reaches it; numbers: trees"
     found["_depth"] = depth_lines(texts, "drafted", title)
     title = "Acceptance rate by depth, of paths accepted up to the depth before; numbers: paths"
     found["_position"] = depth_lines(texts, "tried", title)
@@ -200,7 +200,7 @@ def depth_lines(texts: pd.DataFrame, total: str, title: str) -> sns.FacetGrid | 
     """Draw the share of accepted paths by depth.
 
     total: "drafted" for the share of trees that reach the depth, or "tried" for the share of paths
-        that were accepted up to the depth before and have a drafted child. If the second is equal
+        that were accepted up to the depth before and have a child there. If the second is equal
         at all depths, the acceptance probability does not depend on the depth.
     """
     points = pool_counts(texts, "depths", "accepted", total)
@@ -210,14 +210,14 @@ def depth_lines(texts: pd.DataFrame, total: str, title: str) -> sns.FacetGrid | 
 
 
 def calibration_lines(texts: pd.DataFrame) -> sns.FacetGrid | None:
-    """Draw the acceptance rate of nodes by their probability given the parent (DySpec's Figure 2,
-    DEAGLE's Eq. 15). A node counts as accepted if it is the target's best token after its parent,
-    so only greedy texts are used."""
+    """Draw the share of nodes that are the target's best token after their parent, by their
+    probability given the parent (DySpec's Figure 2, DEAGLE's Eq. 15). The parent need not be
+    accepted. Only greedy texts are used, because sampled ones accept other tokens, too."""
     points = pool_counts(texts[texts["temperature t"] == 0], "calibration", "top1_match", "drafted")
-    points = points.rename(columns={"share accepted": ACCEPTANCE})
+    points = points.rename(columns={"share accepted": "top-1 match"})
     points["predicted probability"] = (points["at"] + 0.5) / (points["at"].max() + 1)
-    title = "Acceptance rate by predicted probability; bars: distribution of predictions"
-    grid = small_multiples(title, points, "predicted probability", ACCEPTANCE)
+    title = "Top-1 match by predicted probability; bars: distribution of predictions"
+    grid = small_multiples(title, points, "predicted probability", "top-1 match")
     for name, panel in grid.axes_dict.items() if grid else ():
         own = points[points.name == name]
         x, height = own["predicted probability"], own.n / own.n.sum()

@@ -45,7 +45,7 @@ from engine.ranks import Ranks, is_launched
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
-# Not in a results file: the other options decide what is measured
+# Not in a results file: they do not change what is measured; --pair is recorded as its two models
 UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair")
 
 
@@ -141,7 +141,7 @@ def check_options(
     if args.pair and (args.target or args.draft):
         raise UsageError("--pair excludes --target and --draft; use one or the other")
     if args.table == "steps" and cases:
-        raise UsageError("--methods has no effect with --table steps")
+        raise UsageError("--methods and --hf have no effect with --table steps")
     if table.is_memory_table and is_launched():
         raise UsageError(f"--table {args.table} needs a single process; use python, not torchrun")
     if any(case.is_hf for case in cases):
@@ -212,7 +212,7 @@ def fetch_texts(
         first, *others = failed
         left_out = f" (rows on {', '.join(others)} are left out)" * bool(others)
         reasons = "; ".join(failed.values())
-        note = f"note: builtin prompts replace {first}, so no published figures are shown"
+        note = f"note: builtin prompts replace {first}, without its published figures"
         print_line(f"{note}{left_out}: {reasons}")
     return texts, [*unfetched, *failed]
 

@@ -256,7 +256,7 @@ def describe_differences(texts: pd.DataFrame) -> str:
     n_ties = sum(is_near_tie(one) for one in different.gap)
     return (
         f"{label} differs from {f'{reference} {place}'.strip()} on {len(different)} of "
-        f"{texts.is_compared.sum()} texts (first prompt: {different.prompt.min()}, first token: "
+        f"{texts.is_compared.sum()} texts (first prompt: {different.prompt.min()}, earliest token: "
         f"{first}, top-2 gap in float32: {gap}, near-ties: {n_ties})."
     )
 

@@ -53,7 +53,7 @@ from methods.sampler import GREEDY
 WARM_UP_STEPS = 8
 LONG_PROMPT = 2000  # tokens
 DESCRIPTION = "Generate text by tree speculative decoding: dynatree.py --prompt TEXT [options]"
-EXIT_STATUS = "exit status: 1 --compare found different ids, 2 invalid input, 130 interrupted"
+EXIT_STATUS = "exit status: 1 wrong ids (--compare) or closed stdout, 2 error, 130 interrupted"
 
 
 def build_parser() -> Parser:
@@ -80,9 +80,10 @@ def build_parser() -> Parser:
 
 
 def add_input_options(group: argparse._ArgumentGroup) -> None:
+    file = "UTF-8 file, without its last newline; - is stdin"
     prompt = group.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 file to continue; - is stdin")
+    prompt.add_argument("--prompt-file", metavar="FILE", help=file)
     add = group.add_argument
     limit = "maximum number of new tokens (default 128)"
     add("--max-new-tokens", type=int, default=128, metavar="N", help=limit)
@@ -106,7 +107,7 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     config = choose_config(args)
     is_drafting = config.make_rule().max_depth > 0
     if args.reference and (ranks or not config.works_on_reference_model):
-        raise UsageError("--reference: no --strict, --window or torchrun; remove them")
+        raise UsageError("--reference: no --strict, --window, --no-graphs, rebuild or torchrun")
     text = read_prompt(args.prompt, args.prompt_file)
     require_places(args.html, args.trace)
     if (args.draft or args.draft_dtype) and not is_drafting:

@@ -302,7 +302,8 @@ def open_pair(
     announce(announcement(found))
     for each in {dtype, draft_dtype} if draft else {dtype}:
         if has_instructions(each, device) is False:
-            print_line(f"note: {dtype_name(each)} is slow without processor instructions for it")
+            slow = f"this processor has no {dtype_name(each)} instructions, so it is slow"
+            announce(f"note: {slow}")
     pair = load_pair(target, draft, device, dtype, draft_dtype, announce, ranks, is_reference)
     return pair, found | {"threads": torch.get_num_threads()}
 

@@ -26,11 +26,11 @@ MAX_PROMPT_BYTES = 4_000_000  # a long novel, about 500 times the positions of P
 def add_model_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that `open_pair` reads."""
     add = parser.add_argument
-    add("--target", metavar="MODEL", help="folder or hub NAME[@REVISION]")
+    add("--target", metavar="MODEL", help="folder or hub NAME[@REVISION] (default by device)")
     add("--draft", metavar="MODEL", help="smaller model with the same tokenizer")
     add("--device", help="cpu, cuda or cuda:N (default cuda if available)")
     add("--dtype", help=f"{', '.join(DTYPES)} (default by device)")
-    draft_dtype = "dtype of the draft model (default: as --dtype)"
+    draft_dtype = "dtype of the draft (default by --dtype and device)"
     add("--draft-dtype", metavar="DTYPE", help=draft_dtype)
     add("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
 
@@ -47,9 +47,9 @@ def add_method_options(parser: argparse._ActionsContainer) -> None:
     listing = "print the methods and their settings, and exit"
     parser.add_argument("--list-methods", action=ListMethods, help=listing)
     add_word(parser, "--set", metavar="NAME=VALUE", help="setting of the method (repeatable)")
-    window = "attend to the latest N tokens only (default: all)"
+    window = "keep the latest N to N + N / 4 tokens (default all)"
     add_word(parser, "--window", type="window={}".format, metavar="N", help=window)
-    sinks = "with --window: also to the first N tokens (default 4)"
+    sinks = "with --window: also keep the first N (default 4)"
     add_word(parser, "--sinks", type="sinks={}".format, metavar="N", help=sinks)
     strict = "batch-invariant logits: exact in every dtype"
     add_word(parser, "--strict", action="append_const", const="strict", help=strict)

@@ -50,7 +50,7 @@ class TracedLevel:
 class Candidate:
     """A drafted candidate, and the gates that dropped or stopped it."""
 
-    slot: int  # the parent's slot in the draft model's cache
+    slot: int  # the parent's draft slot, counted from the root's
     token: int
     p: float  # of its path
     draft_p: float  # the draft model's probability of the token, without calibration

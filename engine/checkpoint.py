@@ -46,7 +46,8 @@ OTHER_WEIGHTS = {  # patterns of file names: what the file is and what to do
 }
 MAX_FILE_BYTES = 2**26  # limit for any file that is read whole
 MAX_JSON_BYTES = 2**22  # limit for a config or index; the largest have some hundred thousand bytes
-# The hub's client raises these if a server's answer is not a hub's
+# The hub's client also raises these: for answers of other servers, and ImportError for a package
+# that a proxy needs
 CLIENT_ERRORS = (TypeError, LookupError, AttributeError, ImportError)
 
 
@@ -223,7 +224,7 @@ def load_tensors(
         with open_tensors(file) as tensors:
             for name, stored_name in check_tensors(tensors, shapes, file):
                 if name in files:
-                    raise CheckpointError(f"{file} has the tensor {name} twice")
+                    raise CheckpointError(f"{file}: the tensor {name} is stored a second time")
                 files[name] = file, stored_name
     for name in shapes:
         if name not in files:
@@ -306,7 +307,7 @@ def check_tensors(
         shape = tuple(tensors.get_slice(name).get_shape())
         if shape != shapes[published]:
             expected = tuple(shapes[published])
-            raise CheckpointError(f"{file}: {name} is {shape}, config.json has {expected}")
+            raise CheckpointError(f"{file}: {name} is {shape}, by config.json {expected}")
         yield published, name
 
 
@@ -384,7 +385,7 @@ def read_bytes(file: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 
 def require_file(file: Path) -> int:
-    """Return the size in bytes of a regular file that can be open_tensors. Raises InvalidFile."""
+    """Return the size in bytes of a regular file that can be opened. Raises InvalidFile."""
     try:
         found = os.stat(file)
         if stat.S_ISREG(found.st_mode):

@@ -78,7 +78,9 @@ def load_weights(
             expected[axis] = shard.size(expected[axis])
         if list(tensor.shape) != expected:
             found = tuple(tensor.shape)
-            raise CheckpointError(f"{published} is {found}, config.json has {tuple(expected)}")
+            raise CheckpointError(
+                f"{published} is {found}, by config.json it must be {tuple(expected)}"
+            )
         owner, _, part = name.rpartition(".")
         weight = nn.Parameter(tensor, requires_grad=False)
         setattr(module.get_submodule(owner), part, weight)

@@ -137,7 +137,7 @@ def rank_logits(logits: Tensor, ranking: Ranking) -> Tensor:
     values = logits
     if ranking.are_logprobs:
         values = log_probabilities(logits, ranking.temperature)
-    if k > SMALL_K:  # of equal values, topk may take any, so it cannot give the highest
+    if k > SMALL_K:  # of equal values topk may take any, but the first id is needed
         parts = [*top_k_by_repeated_max(values, 1), values.topk(k)]
     else:
         if k > 1 and values is logits:

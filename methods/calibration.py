@@ -35,7 +35,7 @@ INITIAL_TOP_K, INITIAL_DRAWN = (0.0, 0.5), (0.0, 1.0)  # a and b
 PRIOR = (1.0, 0.0, 4.0)  # evidence that the initial a and b stand for
 MIN_SLOPE = 0.05  # of b, so that a likelier candidate never gets a lower acceptance probability
 MAX_STEP = 2.0  # change of the log-odds at x by one Newton step
-FORGETTING = 0.002  # share of the evidence that each iteration forgets
+FORGETTING = 0.002  # by which each iteration moves a, b and the evidence to their initial values
 MIN_PROB = 1e-6  # p and 1 - p are raised to it before taking logs
 
 

@@ -213,8 +213,8 @@ class GraftRule(RuleWrapper):
         gates = super().expand_gates(level)
         threshold = self.checkpoints.get(level.row_depth + 1)
         if threshold:
-            # A drawn candidate counts with its value, which is known before the draw, because rows
-            # below may take its place in the tree
+            # A drawn candidate counts with p(u), but with no more than its value, which is known
+            # before the draw, because rows below may take its place in the tree
             known = numpy.minimum(level.path_logprobs, values_of(level))
             likely = known[self.is_added]
             is_likely = likely.max(initial=-math.inf) >= log_threshold(threshold)

@@ -39,7 +39,7 @@ class SharedSettings(MethodSettings):
     costs: str = text(
         "off",
         require_costs,
-        "draft and verify only what pays, by learned costs or by tree:row:drafting:level",
+        "off, learned or tree:row:drafting:level: draft and verify only what pays",
         ("off", *EXAMPLE_COSTS),
     )
 

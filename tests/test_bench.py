@@ -358,7 +358,7 @@ def test_a_text_that_differs_from_its_reference(
     assert main(["--resume", str(file)]) == status
     printed = " ".join(capsys.readouterr().out.split())
     reference = "ar strict rows=8" if "strict" in row else "ar"
-    where = "on 1 of 2 texts (first prompt: 1, first token: 2,"
+    where = "on 1 of 2 texts (first prompt: 1, earliest token: 2,"
     assert f"{row} differs from {reference} {where}" in printed and "1/2" in printed
     ((key, difference),) = load(file).differences.items()
     assert key == key_of(text) and difference["at"] == 2
@@ -422,7 +422,10 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
         (["--new-tokens", "9" * 12], "these lower it: a 16-bit --dtype, fewer --new-tokens"),
         (["--prompt-tokens", "5,5"], "'5,5' has a number twice"),
         (["--seed", "1"], "--seed needs a --temperature above 0"),
-        (["--table", "steps", "--methods", "ar"], "--methods has no effect with --table steps"),
+        (
+            ["--table", "steps", "--methods", "ar"],
+            "--methods and --hf have no effect with --table steps",
+        ),
         (["--hf", "--temperature", "1"], "only greedy speed; use temperature 0"),
         (["--show", "none.jsonl", "--repeats", "2"], "--repeats has no effect with --show"),
         (["--resume", "none.jsonl"], "none.jsonl does not exist"),

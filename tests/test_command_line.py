@@ -88,7 +88,7 @@ def test_no_setting_of_a_method_is_reported_as_another(capsys: Captured) -> None
 
 
 NOTES = {  # options, and the note before the text if there is one
-    "no instructions": (["--dtype", "bfloat16"], "bfloat16 is slow"),
+    "no instructions": (["--dtype", "bfloat16"], "no bfloat16 instructions"),
     "float32": (["--dtype", "float32"], ""),
     "no draft": (["--method", "ar", "--draft", "./none"], "note: --method ar ignores --draft"),
     "window": (["--window", "64"], "differs from full attention"),

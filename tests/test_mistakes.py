@@ -109,6 +109,9 @@ MISTAKES = [
     (A + " --device cuda", {}, "--device cpu"),
     (A + " --device cpu --no-graphs", {}, "has no effect on cpu"),
     (A + " --reference --strict", {}, "--reference: no --strict"),
+    (A + " --page x", {}, "--page is now called --html"),
+    (A + " --plain", {}, "--plain is now called --reference"),
+    (A + " --list-methods none", {}, "there is no method 'none'; choose from ar, linear"),
     (A + " --dtype int8", {}, "--dtype is int8, it must be one of float32, "),
     (
         A + " --method ar --draft-dtype int8",

@@ -208,11 +208,11 @@ def test_notes_name_slower_rows_and_different_texts(results: Results, lines: lis
     slower, _, difference = notes(results)
     assert slower == "Slower than ar on the median prompt: hf-assisted (0.50x)."
     assert difference == (
-        "fixed differs from ar on 1 of 3 texts (first prompt: 2, first token: 2, top-2 gap in "
+        "fixed differs from ar on 1 of 3 texts (first prompt: 2, earliest token: 2, top-2 gap in "
         "float32: at most 2.5e-01, near-ties: 0)."
     )
     unknown = notes(make_results(lines))[2]  # as if interrupted before the texts were compared
-    assert "first token: unknown, top-2 gap in float32: unknown, near-ties: 0" in unknown
+    assert "earliest token: unknown, top-2 gap in float32: unknown, near-ties: 0" in unknown
     lines[-2] |= {"ids": [1, 2, 3], "ids_digest": digest_of([1, 2, 3])}
     exact = "Every greedy text is identical to ar's, token for token."
     assert notes(make_results(lines))[2] == exact
@@ -371,7 +371,7 @@ INVALID = {  # the error message -> how to make the file invalid
         make_difference(lines[1] | {"prompt": 7})
     ),
     "line 11: at is missing": lambda lines: lines.append({"difference": lines[1]}),
-    "line 11: step_times have a time that is not above 0": lambda lines: lines.append(
+    "line 11: step_times have a number that is not above 0": lambda lines: lines.append(
         {"step_times": STEPS | {"copy_gb_s": 0}}
     ),
     "line 11: step_times need two or more increasing rows": lambda lines: lines.append(
