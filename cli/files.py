@@ -11,6 +11,7 @@ import glob
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,8 +38,11 @@ def write_whole(file: Path, content: bytes | str) -> None:
 
 
 def require_writable(file: Path) -> None:
-    """Raise OSError if `write_whole` could not write this file. Leaves no new file."""
-    _, probe = places(file)
+    """Raise OSError if `write_whole` could not write this file, or if the file is write-protected,
+    which a rename would not respect. Leaves no new file."""
+    place, probe = places(file)
+    if place.exists() and not place.stat().st_mode & stat.S_IWUSR:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
     probe.touch()
     probe.unlink()
 

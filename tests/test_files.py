@@ -48,6 +48,15 @@ def test_what_is_no_file_is_not_replaced(write: Callable[[Path], None], tmp_path
     assert list_names(tmp_path) == ["fifo"] and stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
+def test_a_write_protected_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "kept.html"
+    file.write_text("old")
+    file.chmod(0o444)
+    with pytest.raises(PermissionError, match="kept.html"):
+        require_writable(file)
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_failure_leaves_the_old_file_whole(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
