@@ -156,7 +156,7 @@ class Bench:
         times or predicts speeds from them."""
         head, target, draft = self.results.head, self.pair.target, self.pair.draft
         is_shown = head.table == "steps" or "predicted" in head.columns
-        is_user_drafter = isinstance(draft, Drafter)  # docs/method.md, Add a drafter
+        is_user_drafter = isinstance(draft, Drafter)  # in place of a draft model
         if is_shown and not is_user_drafter and self.results.step_times is None:
             graphs = not self.args.no_graphs
             times = measure_step_times(target, draft, self.pass_context, graphs)

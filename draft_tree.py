@@ -126,7 +126,7 @@ def grow(rule: "Rule", root_token: int, draft: Draft, max_depth: int, vocab_size
             path_logprobs = numpy.array(parent_logprobs, numpy.float32) + logprobs
         level = Level(depth, tokens, logprobs, path_logprobs)
         is_added = passing(level, rule.add_gates(level))
-        is_expanded = passing(level, rule.expand_gates(level))  # used if they are added
+        is_expanded = passing(level, rule.expand_gates(level))  # of those that are added
         level_rows = frontier
         frontier, parent_indices = [], []
         # i is an index into level_rows, rank a column. The order is breadth-first: parent by parent

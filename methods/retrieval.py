@@ -23,7 +23,7 @@ nodes, below the root or below the ends of the branches:
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from heapq import heappop, heappush
 
 import numpy
@@ -69,7 +69,7 @@ def parse_successor_probs(word: str) -> RankProbs:
     return rank_probs
 
 
-def successor_setting() -> str:
+def successor_setting() -> Field:
     """Return the dataclass field of `p`, a setting of both methods."""
     examples = (TINY_PAIR_SUCCESSOR_PROBS, "0.6:0.2", "0.3:0.3:0.1", "1.0")
     meaning = "probabilities of successors by rank, as many as the table has per token"

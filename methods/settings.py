@@ -8,7 +8,7 @@ settings = Sequoia(**read_values(Sequoia, ["p=0.7:0.2"]))
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 
 from draft_tree import Settings
 
@@ -36,19 +36,19 @@ class MethodSettings(Settings):
             raise ValueError(f"{name}={value}: {error}") from error
 
 
-def choice(default: str, options: Sequence[str], meaning: str) -> str:
+def choice(default: str, options: Sequence[str], meaning: str) -> Field:
     """Return the dataclass field of a setting that is one of several words."""
 
     def parse(word: str) -> None:
         if word not in options:
-            raise ValueError(f"there are {', '.join(options)}")
+            raise ValueError(f"it must be one of {', '.join(options)}")
 
     return text(default, parse, meaning, options)
 
 
 def text(
     default: str, parse: Callable[[str], object], meaning: str, examples: Sequence[str] = ()
-) -> str:
+) -> Field:
     """Return the dataclass field of a setting that is written as a word, such as 4:2:1.
 
     Args:

@@ -35,7 +35,7 @@ WRONG = [  # values from Python, error
     ({"p": math.nan}, "p is nan, it must be from 0 to 1"),
     ({"n": 10}, "n is 10, it must be from 0 to 9"),
     ({"n": -1}, "n is -1, it must be from 0 to 9"),
-    ({"at": "top"}, "at=top: there are root, tail"),
+    ({"at": "top"}, "at=top: it must be one of root, tail"),
     ({"chance": "x"}, "chance=x: could not convert"),
 ]
 
