@@ -54,6 +54,7 @@ from dynatree import Drafter
 from methods.drawn import DrawnDrafter
 from methods.rules import MethodRule, are_retrieved
 from methods.sampler import DrawingSampler
+from sampling import path_tokens
 from verify import finite_rows
 
 # accept(tree, target_probs [N, V], sampler, draft_probs) -> the accepted rows, the root first, and
@@ -113,7 +114,7 @@ def accept_by_token(
             residual = rest / mass
             if d is not None:
                 child_probs = remove_token(token, d)
-    return path, path_tokens(tree, path, residual, sampler)
+    return path, [*path_tokens(tree, path), sampler.draw(residual)]
 
 
 def accept_by_block(
@@ -127,7 +128,7 @@ def accept_by_block(
     """
     g = len(tree) - 1
     if g == 0:
-        return [0], path_tokens(tree, [0], target_probs[0], sampler)
+        return [0], [sampler.draw(target_probs[0])]
     rows = [draft_probs_of(tree, row, target_probs[0], draft_probs) for row in range(1, g + 1)]
     d = torch.stack(rows)  # [g, V]
     drafted = torch.tensor(tree.tokens[1:], device=target_probs.device).unsqueeze(1)  # [g, 1]
@@ -146,7 +147,7 @@ def accept_by_block(
         probability = remaining_weight(weights[n], masses[n])
     path = list(range(n + 1))
     residual = rests[n] / masses[n] if n < last and masses[n] else target_probs[n]
-    return path, path_tokens(tree, path, residual, sampler)
+    return path, [*path_tokens(tree, path), sampler.draw(residual)]
 
 
 def accept_by_traversal(
@@ -186,7 +187,7 @@ def accept_by_traversal(
         return ([row], residual) if is_accepted else None
 
     path, residual = visit(0, 1.0, 0.0)
-    return path, path_tokens(tree, path, residual, sampler)
+    return path, [*path_tokens(tree, path), sampler.draw(residual)]
 
 
 ACCEPTANCES = {"token": accept_by_token, "block": accept_by_block, "traversal": accept_by_traversal}
@@ -276,13 +277,6 @@ def remove_token(token: int, probs: Tensor) -> Tensor:
     rest = probs.clone()
     rest[token].zero_()
     return rest / rest.sum()
-
-
-def path_tokens(
-    tree: Tree, path: list[int], residual: Tensor, sampler: DrawingSampler
-) -> list[int]:
-    """Return the tokens of a path and the bonus token, drawn from the residual [V]."""
-    return [tree.tokens[row] for row in path[1:]] + [sampler.draw(residual)]
 
 
 def remaining_weight(weight: float, mass: float) -> float:
