@@ -257,7 +257,8 @@ class Transformer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, tokens: Tensor, rotary: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-        """Return the last hidden state [n, hidden] of tokens [n]; nan in a row that overflowed.
+        """Return the last hidden states [n, hidden] of tokens [n], before the final norm; nan in a
+        row that overflowed.
 
         Args:
             rotary: [n, R / 2], of the rows' positions.
@@ -267,7 +268,7 @@ class Transformer(nn.Module):
         x = self.embed_in(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, rotary, kv[:, i], mask)
-        return self.final_layer_norm(x)
+        return x
 
 
 def rotary_table(config: Config, n_positions: int, device: torch.device) -> Tensor:
@@ -378,7 +379,8 @@ class GPTNeoX(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
     ) -> Tensor:
-        """Run n rows as `forward` does and return their last hidden states [n, hidden]."""
+        """Run n rows as `forward` does and return their last hidden states [n, hidden], before the
+        final norm."""
         n = len(tokens)
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool).tril()
@@ -392,7 +394,7 @@ class GPTNeoX(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, V] of last hidden states [n, hidden]."""
-        return self.embed_out(hidden).float()
+        return self.embed_out(self.gpt_neox.final_layer_norm(hidden)).float()
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
         """Run and keep the next tokens of the sequence, in chunks, and return the logits [1, V]

@@ -58,8 +58,9 @@ def fuse(model: nn.Module, tensors: Mapping[str, Tensor], shard: Shard = UNSHARD
         load_weights(layers[i], f"gpt_neox.layers.{i}.", tensors, shard)
         layers[i] = FusedLayer(layers[i], config, shard)
     model.gpt_neox.layers = layers
+    norm = model.gpt_neox.final_layer_norm
     model.gpt_neox = FusedTransformer(model.gpt_neox, shard)
-    model.embed_out = Head(model.embed_out.weight, config.vocab_size, shard)
+    model.embed_out = Head(norm, model.embed_out.weight, config.vocab_size, shard)
 
 
 def load_weights(
@@ -105,7 +106,6 @@ class FusedTransformer(nn.Module):
         self.shard = shard
         self.embed_in = transformer.embed_in
         self.layers = transformer.layers
-        self.final_layer_norm = transformer.final_layer_norm
         self.overflow_value = overflow_value(self.embed_in.weight.dtype)
 
     def forward(
@@ -116,7 +116,7 @@ class FusedTransformer(nn.Module):
         start: int | Tensor,
         mask: Tensor | StrictMask,
     ) -> Tensor:
-        """Return the last hidden states [n, hidden] of tokens [n].
+        """Return the last hidden states [n, hidden] of tokens [n], before the final norm.
 
         Args:
             rotary: [n, R / 2] complex64, of the rows' positions.
@@ -127,7 +127,6 @@ class FusedTransformer(nn.Module):
         x = self.shard.embed(tokens, self.embed_in.weight)  # [n, hidden], layers add to it in place
         for layer, layer_kv in zip(self.layers, kv.unbind(1), strict=True):
             x = layer(x, rotary, layer_kv, start, mask)
-        x = self.final_layer_norm(x)
         if self.overflow_value:
             stored = written_kv(kv, start, len(x))
             has_overflowed = stored.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_value  # [n]
@@ -279,12 +278,12 @@ class FusedLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """The output head: logits [n, V] from x [n, hidden], in float32 on CUDA. Each rank computes
-    the logits of some ids."""
+    """The final norm and the output matrix: logits [n, V] from last hidden states [n, hidden], in
+    float32 on CUDA. Each rank computes the logits of some ids."""
 
-    def __init__(self, weight: Tensor, vocab_size: int, shard: Shard):
+    def __init__(self, norm: nn.LayerNorm, weight: Tensor, vocab_size: int, shard: Shard):
         super().__init__()
-        self.vocab_size, self.shard = vocab_size, shard
+        self.norm, self.vocab_size, self.shard = norm, vocab_size, shard
         weight = weight.detach()
         is_mixed = weight.is_cuda and weight.dtype != torch.float32
         self.linear = MixedLinear(weight) if is_mixed else make_linear(weight, None)
@@ -296,7 +295,7 @@ class Head(nn.Module):
         return self.linear.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shard.concatenate(self.linear(x))[:, : self.vocab_size]
+        return self.shard.concatenate(self.linear(self.norm(x)))[:, : self.vocab_size]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

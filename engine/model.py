@@ -120,9 +120,13 @@ class FastGPTNeoX(GPTNeoX):
         """Run and commit the next tokens of the sequence as GPTNeoX.prefill does."""
         return cache.prefill(tokens)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [n, V] of last hidden states [n, hidden], in float32."""
+        return self.embed_out(hidden).float()
+
     def score(self, x: Tensor, config: PassConfig) -> Scores:
         """Return the scores of last hidden states [n, hidden]."""
-        return make_scores(x, self.embed_out(x).float()[:, : config.n_ids], config.ranking)
+        return make_scores(x, self.logits(x)[:, : config.n_ids], config.ranking)
 
     def free_reusable(self) -> None:
         """Free the memory of closed caches."""

@@ -219,7 +219,7 @@ def test_a_draft_that_overflows_leaves_json() -> None:
     settings = DynaTree()
     trace = Trace(TOKENIZER, settings)
     draft = random_model(1)
-    draft.gpt_neox.final_layer_norm.weight.fill_(torch.nan)
+    draft.embed_out.norm.weight.fill_(torch.nan)
     write(settings, 1, 4, draft, observer=trace)
     text = json.dumps(trace.as_json([1, 2, 3], {}), allow_nan=False)
     assert json.loads(text)["iterations"][1]["tree"]["confidence"] == [None]

@@ -88,7 +88,7 @@ def run_batch(transformer: Transformer, rows: Tensor, rotary: Tensor) -> Tensor:
         else:
             x = x + attended
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return transformer.final_layer_norm(x)
+    return x
 
 
 def draft_json(target: dict, args: Namespace) -> dict:
@@ -122,8 +122,8 @@ def logprobs(model: GPTNeoX, rows: Tensor) -> Tensor:
     rotary = rotary_table(model.config, rows.shape[1], model.device)
     is_fast = bool(has_instructions(torch.bfloat16, model.device))
     with torch.autocast(model.device.type, torch.bfloat16, enabled=is_fast):
-        logits = model.embed_out(run_batch(model.gpt_neox, rows, rotary))
-    return logits.float().log_softmax(-1).flatten(0, 1)
+        logits = model.logits(run_batch(model.gpt_neox, rows, rotary))
+    return logits.log_softmax(-1).flatten(0, 1)
 
 
 def divergence(draft: GPTNeoX, target: GPTNeoX, rows: Tensor) -> Tensor:
