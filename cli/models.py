@@ -31,6 +31,7 @@ from cli.tokens import (
 from dynatree import Drafter
 from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint
 from engine.driver import Driver
+from engine.eagle_head import is_head, load_head
 from engine.generate import Step, generate
 from engine.generation_config import GenerationConfig
 from engine.memory import memory_for, read_system_file
@@ -123,7 +124,7 @@ class Pair:
     """A target model with its tokenizer, and a draft model unless the method needs none."""
 
     target: GPTNeoX  # fast unless --reference; a Driver if several ranks compute it
-    draft: GPTNeoX | Drafter | None
+    draft: GPTNeoX | Drafter | None  # a GPTNeoX may be an EAGLE head
     tokenizer: Tokenizer
     target_folder: Path
     draft_folder: Path | None
@@ -257,6 +258,11 @@ def embedded_pair() -> tuple[str, str]:
     return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
 
 
+def embedded_head() -> str:
+    """Return the folder of the embedded target's EAGLE head, relative to the working folder."""
+    return os.path.relpath(TINY / "eagle")
+
+
 def require_graphs(args: argparse.Namespace) -> None:
     """Raise UsageError if --no-graphs has no effect on --device."""
     device = choose_device(args.device)
@@ -350,17 +356,25 @@ def load_pair(
     with memory_for("the tokenizer"):
         target_folder, draft_folder = find_both(target, draft, announce)
         tokenizer = load_tokenizer(target_folder)
-        if draft_folder:
+        if draft_folder and not is_head(draft_folder):
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     start = time.perf_counter()
     target_model = load_model(target, device, dtype, ranks, is_reference)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
-    draft_model = None
-    if draft_folder:
-        start = time.perf_counter()
-        draft_model = load_model(draft_folder, device, draft_dtype, is_reference=is_reference)
-        load_s["draft"] = time.perf_counter() - start
-    return Pair(target_model, draft_model, tokenizer, target_folder, draft_folder, load_s, ranks)
+    pair = Pair(target_model, None, tokenizer, target_folder, None, load_s, ranks)
+    return with_draft(pair, draft_folder, draft_dtype, is_reference) if draft_folder else pair
+
+
+def with_draft(pair: Pair, folder: Path, dtype: torch.dtype, is_reference: bool = False) -> Pair:
+    """Return the pair with the draft model or EAGLE head of a folder. Raises CheckpointError and
+    OutOfMemory."""
+    start, device = time.perf_counter(), pair.target.device
+    if is_head(folder):
+        draft = load_head(folder, pair.target_folder, device, dtype, is_reference)
+    else:
+        draft = load_model(folder, device, dtype, is_reference=is_reference)
+    load_s = pair.load_s | {"draft": time.perf_counter() - start}
+    return replace(pair, draft=draft, draft_folder=folder, load_s=load_s)
 
 
 def find_both(

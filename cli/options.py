@@ -27,7 +27,8 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that `open_pair` reads."""
     add = parser.add_argument
     add("--target", metavar="MODEL", help="folder or hub NAME[@REVISION] (default by device)")
-    add("--draft", metavar="MODEL", help="smaller model with the same tokenizer")
+    draft = "smaller model of the same tokenizer, or folder of an EAGLE head"
+    add("--draft", metavar="MODEL", help=draft)
     add("--device", help="cpu, cuda or cuda:N (default cuda if available)")
     add("--dtype", help=f"{', '.join(DTYPES)} (default by device)")
     draft_dtype = "dtype of the draft (default by --dtype and device)"

@@ -11,6 +11,7 @@ scores        the results of a pass that the host reads
 generate      the core's loop with windows, strict passes, graphs and timing
 generation_config  all options of a generation: method, settings, sampling, window
 checkpoint    finding, fetching, checking and loading a checkpoint
+eagle_head    checkpoints of EAGLE heads, and heads with fast passes
 memory        checks of free memory before an allocation
 tensor_parallel  one rank's shard of a model, and the collectives that combine results
 ranks         several processes of one command, and their collectives

@@ -219,17 +219,31 @@ def load_tensors(
 
     Raises CheckpointError if a tensor is missing, extra or misshapen, or if a file is truncated.
     """
-    shapes, files = published_shapes(config), {}
+    shapes = published_shapes(config)
+    # A tied head may be stored as well
+    allowed = {OUTPUT_HEAD: shapes[EMBEDDING], **shapes}
+    return StoredTensors(find_tensors(folder, shapes, allowed), device, dtype, shard)
+
+
+def find_tensors(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], allowed: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[Path, str]]:
+    """Return the file and the stored name of each tensor of a folder, by published name.
+
+    shapes: of the tensors that must be there; allowed: of all that may be there. Raises
+    CheckpointError.
+    """
+    files = {}
     for file in weight_files(folder):
         with open_tensors(file) as tensors:
-            for name, stored_name in check_tensors(tensors, shapes, file):
+            for name, stored_name in check_tensors(tensors, allowed, file):
                 if name in files:
                     raise CheckpointError(f"{file}: the tensor {name} is stored a second time")
                 files[name] = file, stored_name
     for name in shapes:
         if name not in files:
             raise CheckpointError(f"{folder} has no tensor {name}")
-    return StoredTensors(files, device, dtype, shard)
+    return files
 
 
 @dataclass(frozen=True)
@@ -294,7 +308,6 @@ def check_tensors(
 ) -> Iterator[tuple[str, str]]:
     """Yield the published and the stored name of each tensor to load. Raises CheckpointError if a
     tensor is unknown, or if its type or shape is wrong."""
-    shapes = {OUTPUT_HEAD: shapes[EMBEDDING], **shapes}  # a tied head may be stored as well
     for name in tensors.keys():
         published = ALIASES.get(name, name)
         if LEGACY_BUFFERS.search(name):

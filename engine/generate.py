@@ -29,6 +29,7 @@ from engine.scores import Ranking
 from gpt_neox import KVCache, Model
 from methods.acceptances import Accept
 from methods.compose import Kit, Parts, compose
+from methods.eagle import head_of
 from methods.observing import HiddenDrafter, HiddenModel
 from methods.rules import MethodRule, RuleWrapper
 from methods.sampler import Sampling, TemperedDrafter
@@ -256,7 +257,7 @@ def configure_models(
     does not use it."""
     rule = config.make_rule()
     n_ids = target.config.vocab_size
-    reads_hidden = rule.max_depth > 0 and isinstance(draft, HiddenDrafter)
+    reads_hidden = rule.max_depth > 0 and bool(isinstance(draft, HiddenDrafter) or head_of(draft))
     if is_fast(target):
         pass_config = PassConfig(
             rule.max_verified,

@@ -124,7 +124,7 @@ class FusedTransformer(nn.Module):
             start: the first slot to write, or all slots to write, [n] int64.
             mask: [n, S], 0 or -inf; or a StrictMask.
         """
-        x = self.shard.embed(tokens, self.embed_in.weight)  # [n, hidden], layers add to it in place
+        x = self.shard.embed(tokens, self.embed_in)  # [n, hidden], layers add to it in place
         for layer, layer_kv in zip(self.layers, kv.unbind(1), strict=True):
             x = layer(x, rotary, layer_kv, start, mask)
         if self.overflow_value:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # Weights and biases split along the output axis. A head's query, key and value rows are adjacent
 COLUMN_PARALLEL = ("attention.query_key_value", "mlp.dense_h_to_4h", "embed_in", "embed_out")
@@ -86,13 +86,14 @@ class Shard:
         self.all_gather(list(stacked.unbind()), x)
         return stacked
 
-    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return the embeddings [n, hidden] of tokens [n]. table: this rank's rows of the matrix.
+    def embed(self, tokens: Tensor, embedding: nn.Module) -> Tensor:
+        """Return the embeddings [n, hidden] of tokens [n]. embedding: has this rank's rows.
 
         The sum is exact, because only one rank has a token's embedding and the others add 0.
         """
         if self.world_size == 1:
-            return F.embedding(tokens, table)
+            return embedding(tokens)
+        table = embedding.weight
         ids = tokens - self.rank * len(table)
         is_here = (ids >= 0) & (ids < len(table))  # [n]
         x = F.embedding(ids.where(is_here, 0), table)

@@ -5,8 +5,9 @@
 
 From the inside out:
 
-    drafter  gives drawn or top-k candidates; then calibrated (calibration.py), so that all
-             readers of its candidates get acceptance probabilities
+    drafter  gives drawn or top-k candidates; over an EAGLE head (eagle.py), gets the target's
+             hidden states; then calibrated (calibration.py), so that all readers of its
+             candidates get acceptance probabilities
     rule     the method's own, which may have cost gates; then traced (cli/trace.py), so that the
              trace gets the same levels as the rule; then given drawn levels (drawn.py)
     target   observed by a drafter that reads hidden states, and by a rule that reads the target's
@@ -25,6 +26,7 @@ from gpt_neox import Model
 from methods.acceptances import Accept, choose_acceptance
 from methods.calibration import CalibratedDrafter
 from methods.drawn import DrawnDrafter, DrawnRule
+from methods.eagle import EagleDrafter, head_of
 from methods.observing import HiddenDrafter, HiddenModel, ObservedModel
 from methods.rules import make_rule
 from methods.sampler import GREEDY, Sampling, TemperedDrafter
@@ -65,7 +67,8 @@ def compose(
     """Return the parts of a method.
 
     Args:
-        draft: a model, or a Drafter, whose own candidates are used even if text is sampled.
+        draft: a model, which may be an EAGLE head; or a Drafter, whose own candidates are used
+            even if text is sampled.
         acceptance: a name of methods.acceptances.ACCEPTANCES; None for the method's default.
         kit: the classes to use.
         trace: trace(rule, calibrated) returns the rule, traced. calibrated: the drafter that
@@ -75,19 +78,21 @@ def compose(
     """
     rule = make_rule(settings)
     sampler = sampling.sampler(target.device)
-    drafter = calibrated = None
+    proposing = calibrated = None  # `proposing` chooses the candidates
     if rule.max_depth and draft is not None:
         if isinstance(draft, Drafter):
-            drafter = draft
-            if isinstance(draft, HiddenDrafter):
-                target = kit.hidden(target, draft)
+            proposing = draft
         elif rule.draws_candidates and sampling.draws_candidates:
-            drafter = DrawnDrafter(draft, sampler, rule.n_drawn)
+            proposing = DrawnDrafter(draft, sampler, rule.n_drawn)
         else:
-            drafter = kit.drafter(draft, sampling.top_k_temperature)
-    proposing = drafter
+            proposing = kit.drafter(draft, sampling.top_k_temperature)
+    drafter = proposing
+    if drafter and not isinstance(drafter, HiddenDrafter) and (head := head_of(draft)):
+        drafter = EagleDrafter(drafter, head)
+    if isinstance(drafter, HiddenDrafter):
+        target = kit.hidden(target, drafter)
     if drafter and rule.is_calibrated:
-        drafter = calibrated = CalibratedDrafter(drafter, isinstance(drafter, DrawnDrafter))
+        drafter = calibrated = CalibratedDrafter(drafter, isinstance(proposing, DrawnDrafter))
     if rule.target_top_k or rule.reads_prompt:
         target = kit.observed(target, rule)
     if trace:

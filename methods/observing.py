@@ -54,13 +54,13 @@ def prefill_by_forward(model: Model, tokens: list[int], cache: KVCache) -> Tenso
 
 
 class HiddenDrafter(Drafter):
-    """A drafter that reads the target's last hidden states, as EAGLE's head does."""
+    """A drafter that reads the target's last hidden states, as that of an EAGLE head does."""
 
     def observe_hidden(self, hidden: Tensor) -> None:
         """Receive the states [n, hidden] of one pass of the target, on the target's device.
 
-        They are those of the next n tokens of the prompt, or of the rows of a tree. A later pass
-        may overwrite the tensor.
+        They are the states before the final norm, of the next n tokens of the prompt or of the rows
+        of a tree. A later pass may overwrite the tensor.
         """
         raise NotImplementedError
 

@@ -12,13 +12,14 @@ import pytest
 import tape
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import draft_tree
 import engine.generate
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree
 from engine import cuda_graphs
 from engine.checkpoint import INDEX, SINGLE, published_shapes
+from engine.eagle_head import FastHead
 from engine.generate import Step
 from engine.generation_config import GenerationConfig
 from engine.model import FastCache, FastGPTNeoX
@@ -26,6 +27,7 @@ from engine.passes import PassConfig
 from gpt_neox import Config, GPTNeoX, KVCache, rotate
 from methods import METHODS
 from methods.drawn import DrawnRule
+from methods.eagle import EagleHead
 from methods.rules import breadth_first
 from verify import tree_inputs
 
@@ -197,6 +199,32 @@ def noisy_pair(
     noisy = {name: (t + noise * other[name]).to(dtype) for name, t in tensors.items()}
     target = random_model(seed, dtype, kind, **changes)
     return target, kind.from_tensors(config, noisy)
+
+
+def make_head(
+    tensors: dict[str, Tensor],
+    seed: int,
+    kind: type[EagleHead] = FastHead,
+    scale: float = 0.3,
+    **changes: object,
+) -> EagleHead:
+    """Return a head for the target with these weights, which random_config(**changes) describes.
+
+    It runs the target's first layer over the embeddings plus noise. The noise has this standard
+    deviation, relative to the embeddings and to the states.
+    """
+    config = random_config(**changes | {"num_hidden_layers": 1})
+    weights = {name: tensors[name].clone() for name in published_shapes(config)}
+    head = kind.from_tensors(config, weights)
+    n = config.hidden_size
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(n, 2 * n, generator=generator) * scale * n**-0.5
+    bias = torch.randn(n, generator=generator) * scale * n**-0.5
+    dtype = tensors["embed_out.weight"].dtype
+    fc = nn.Linear(2 * n, n, dtype=dtype)
+    fc.weight.data, fc.bias.data = (torch.eye(n, 2 * n) + noise).to(dtype), bias.to(dtype)
+    head.add_state_input(fc.requires_grad_(False))
+    return head
 
 
 class Stub(GPTNeoX):

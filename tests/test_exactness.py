@@ -1,15 +1,15 @@
 """Tests of the project's main claim: every method writes exactly the target's own greedy text.
 
 There are hundreds of seeded random cases in several modes of decoding. They vary the draft (equal,
-noisy, adversarial, smaller, of another vocabulary), settings, prompt length, limit, EOS and commit.
-The suite counts the events that it should cover, and fails if one never occurs.
+noisy, adversarial, smaller, of another vocabulary, an EAGLE head), settings, prompt length, limit,
+EOS and commit. The suite counts the events that it should cover, and fails if one never occurs.
 """
 
 import functools
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import torch
 from conftest import (
     append,
     generate,
+    make_head,
     pretend_capture,
     random_config,
     random_settings,
@@ -28,11 +29,14 @@ from torch import Tensor
 from cli.metrics import token_ids
 from draft_tree import Settings
 from engine.cache import invariant_rows
+from engine.checkpoint import load_tensors, read_config
+from engine.eagle_head import FastHead
 from engine.generate import Step
 from engine.model import FastGPTNeoX
 from engine.passes import Window, round_up_rows
 from gpt_neox import GPTNeoX
 from methods import METHODS
+from methods.eagle import EagleHead, ReferenceHead
 from methods.rules import are_retrieved, make_rule
 from methods.sampler import Sampling
 from methods.static import Chain, Fixed, PaddedAutoregressive
@@ -41,15 +45,19 @@ from verify import cut
 # Cases per method in each mode: the reference model of gpt_neox.py; passes of exactly the rows and
 # slots they need, or of the fixed shapes that graphs replay; a window; candidates at a temperature,
 # top-k or drawn
-MODES = {"plain": 8, "tight": 16, "fixed": 16, "window": 8, "top-k": 8, "drawn": 8}
+MODES = {"plain": 9, "tight": 18, "fixed": 18, "window": 9, "top-k": 9, "drawn": 9}
 N_STRICT = 6
 # Options of the texts on two ranks, in turn
 ON_RANKS = [{}, {"commit": "rebuild"}, {"window": Window(16, 2)}, {"strict": True}]
 MAX_TOKENS = 32  # tokens of a text
 VOCAB = 96
-DRAFTS = ("equal", "noise0.02", "half0.1", "noise0.3", "adversary", "small", "vocab48", "vocab112")
+DRAFTS = (
+    *("equal", "noise0.02", "half0.1", "noise0.3", "adversary", "small", "vocab48", "vocab112"),
+    "head",
+)
 N_TARGETS = 7
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEADS = {GPTNeoX: ReferenceHead, FastGPTNeoX: FastHead}  # by the kind of the target
 
 Tensors = dict[str, Tensor]  # a model's weights
 Changes = dict[str, object]  # fields of Config that differ from conftest's
@@ -127,7 +135,9 @@ def make_draft(
     model: type[GPTNeoX] = FastGPTNeoX,
 ) -> GPTNeoX:
     """Return a draft for this target: an equal model, a noisy one (also in half precision), an
-    adversarial one, one with another padded vocabulary, or a smaller random model."""
+    adversarial one, one with another padded vocabulary, a smaller random one, or an EAGLE head."""
+    if kind == "head":
+        return make_head(tensors, seed, HEADS[model], **changes)
     generator = torch.Generator().manual_seed(seed)
     if kind == "small":
         changes = changes | {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -222,6 +232,7 @@ def count_events(seen: Counter, step: Step, case: Case) -> None:
     seen["second sibling"] += any(tree.parents[row] in tree.parents[1:row] for row in path[1:])
     seen["accepted grafted"] += any(are_retrieved(tree)[row] for row in path)
     seen["moved row"] += path != list(range(len(path)))
+    seen["accepted of a head"] += isinstance(case.draft, EagleHead) and len(path) > 1
     seen["eos in path"] += is_eos and len(step.tokens) < len(path)
     seen["eos as bonus"] += is_eos and len(step.tokens) == len(path)
     settings = case.settings
@@ -273,7 +284,7 @@ def test_the_cases_cover_what_they_should(monkeypatch: pytest.MonkeyPatch) -> No
     seen: Counter = Counter()
     for method, mode in itertools.product(METHODS, MODES):
         seen.update(run_cases(method, mode))
-    assert len(seen) == 17 and min(seen.values()) > 0, seen
+    assert len(seen) == 18 and min(seen.values()) > 0, seen
 
 
 @functools.cache
@@ -281,7 +292,8 @@ def strict_pair(number: int) -> tuple[FastGPTNeoX, FastGPTNeoX]:
     """Return a pair. It is cached, so its smallest batch-invariant row count is tried only once."""
     tensors, changes = varied_targets()[number % N_TARGETS]
     halved = {name: tensor.to(DTYPES[number % 3]) for name, tensor in tensors.items()}
-    return build_model(halved, **changes), make_draft("noise0.02", tensors, changes, number)
+    kind = ("noise0.02", "head")[number % 2]
+    return build_model(halved, **changes), make_draft(kind, tensors, changes, number)
 
 
 def rows_per_pass(settings: Settings) -> int:
@@ -315,15 +327,18 @@ def test_every_strict_method_writes_ars_bits(method: str) -> None:
 
 
 def write_all(target: FastGPTNeoX, folder: Path) -> list[list[int]]:
-    """Return a text of every method, and a sampled one. Only rank 0 has the draft. It is the same
-    model, so its logits differ from the target's only by rounding."""
-    draft = FastGPTNeoX.from_pretrained(folder)
+    """Return texts of every method and sampled ones, with two drafts that only rank 0 has: the same
+    model, whose logits differ from the target's only by rounding, and an EAGLE head."""
+    config = read_config(folder)
+    tensors = load_tensors(folder, config, torch.device("cpu"), torch.float32)
+    head = make_head(dict(tensors), seed=0, **asdict(config))
     rng = random.Random(0)
     found = []
-    for i, method in enumerate(METHODS):
-        settings = random_settings(method, rng)
-        found.append(write(target, draft, settings, **ON_RANKS[i % len(ON_RANKS)]))
-    found.append(write(target, draft, Chain(), sampling=Sampling(temperature=0.9, seed=3)))
+    for draft in (FastGPTNeoX.from_pretrained(folder), head):
+        for i, method in enumerate(METHODS):
+            settings = random_settings(method, rng)
+            found.append(write(target, draft, settings, **ON_RANKS[i % len(ON_RANKS)]))
+        found.append(write(target, draft, Chain(), sampling=Sampling(temperature=0.9, seed=3)))
     return found
 
 

@@ -45,13 +45,15 @@ from cli.trace import Trace
 from draft_tree import Candidates, DynaTree
 from dynatree import ModelDrafter
 from engine.checkpoint import read_config
+from engine.eagle_head import load_head
 from engine.generate import generate
 from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, rotary_table
+from methods.compose import generate as compose_generate
 from methods.dyspec import DySpec
 from methods.sequoia import parse_rank_probs
-from methods.static import Fixed
+from methods.static import Chain, Fixed
 from verify import tree_inputs
 
 Names = dict[str, object]
@@ -146,6 +148,9 @@ def draft_randomly(tokens: list[int], parents: list[int] | None, k: int) -> Cand
     return top_k(torch.randn(len(tokens), 9), k)
 
 
+ROWS = torch.arange(6).reshape(2, 3)  # two sequences
+
+
 def load_reference_pair() -> Names:
     models = {role: GPTNeoX.from_pretrained(TINY / role) for role in ("target", "draft")}
     return models | {"DySpec": DySpec}
@@ -208,6 +213,13 @@ NAMES_BY_FILE: dict[str, Callable[[], Names]] = {
     "engine/generation_config.py": lambda: {"DynaTree": DynaTree},
     "methods/calibration.py": lambda: {"drafter": ModelDrafter(load_reference_pair()["draft"])},
     "methods/compose.py": load_reference_pair,
+    "methods/eagle.py": lambda: (
+        {"generate": compose_generate, "Chain": Chain} | {"Path": Path, "load_head": load_head}
+    ),
+    "tools/batches.py": lambda: (
+        {"model": load_reference_pair()["target"], "rows": ROWS} | {"rotary_table": rotary_table}
+    ),
+    "tools/own_text.py": lambda: {"target": load_reference_pair()["target"], "prompts": ROWS},
     "methods/settings.py": lambda: {
         "dataclass": dataclass,
         "parse_rank_probs": parse_rank_probs,

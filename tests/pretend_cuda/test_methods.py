@@ -11,6 +11,7 @@ from conftest import TINY, generate
 
 from cli.main import main
 from cli.metrics import token_ids
+from engine.eagle_head import load_head
 from engine.model import FastGPTNeoX
 from engine.passes import Window
 from methods import METHODS
@@ -26,6 +27,8 @@ OPTIONS = {
     "window": {"window": Window(64, sinks=4)},
     "sampled": {"sampling": Sampling(0.8, 0.9, seed=3)},
     "long prompt": {},
+    "head": {},
+    "sampled head": {"sampling": Sampling(0.8, 0.9, seed=3)},
 }
 N_TOKENS = {"window": 100, "long prompt": 20}  # others: 60
 on_cuda = pytest.fixture(lambda: load_pair("cuda"), scope="module", name="on_cuda")
@@ -34,6 +37,8 @@ on_cpu = pytest.fixture(lambda: load_pair("cpu"), scope="module", name="on_cpu")
 
 def write(pair: Pair, method: str, case: str) -> list[int]:
     target, draft, prompt = pair
+    if "head" in case:
+        draft = load_head(TINY / "eagle", TINY / "target", target.device, target.dtype)
     if case == "long prompt":
         prompt = prompt * 30  # longer than a chunk of prefill and any fixed shape
     n_tokens = N_TOKENS.get(case, 60)

@@ -1,0 +1,266 @@
+"""Tests that an EAGLE head runs as methods/eagle.py defines it, and of its checkpoint.
+
+test_exactness.py tests the texts over a head, of all methods and in all modes.
+
+    python -m pytest tests/test_eagle.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    TINY,
+    Captured,
+    error_line,
+    fix_shapes,
+    generate,
+    make_head,
+    path_to,
+    pretend_capture,
+    random_config,
+    random_model,
+    random_tensors,
+)
+from enumeration import PLAIN, difference_by_generate, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dynatree
+from cli.main import main
+from cli.metrics import token_ids
+from draft_tree import DynaTree, Settings
+from engine.checkpoint import CheckpointError
+from engine.eagle_head import FastHead, load_head
+from engine.model import FastGPTNeoX
+from engine.passes import Window
+from gpt_neox import GPTNeoX
+from methods.compose import compose
+from methods.dyspec import DySpec
+from methods.eagle import EagleHead, ReferenceHead, head_of
+from methods.static import Chain, Fixed, PaddedAutoregressive, SpecInfer
+
+PROMPT = [3, 14, 15, 92, 65, 35, 89]
+CPU = torch.device("cpu")
+TREE = Fixed(D=3, B=2, tau=0.0)
+HEAD, TARGET = TINY / "eagle", TINY / "target"
+
+
+def random_pair(
+    kind: type[GPTNeoX] = FastGPTNeoX, seed: int = 3, scale: float = 0.3, **changes: object
+) -> tuple[GPTNeoX, EagleHead]:
+    """Return a random target and a head for it. scale: of the noise in the head's fc. `changes`
+    override fields of the config."""
+    head_kind = FastHead if kind is FastGPTNeoX else ReferenceHead
+    tensors = random_tensors(random_config(**changes), seed)
+    return random_model(seed, kind=kind, **changes), make_head(
+        tensors, seed, head_kind, scale, **changes
+    )
+
+
+def ar_ids(target: GPTNeoX, n: int) -> list[int]:
+    return token_ids(generate(target, None, PROMPT, PaddedAutoregressive(), n))
+
+
+def head_states(head: ReferenceHead, tokens: list[int], states: Tensor) -> Tensor:
+    """Return the head's predictions [n, hidden] by one pass over a text. states: the states before
+    its tokens."""
+    head.next_states = states
+    head.prefill(tokens, head.new_cache(len(tokens)))
+    return head.predicted
+
+
+def target_states(target: GPTNeoX, tokens: list[int]) -> Tensor:
+    positions = torch.arange(len(tokens))
+    return target.hidden(torch.tensor(tokens), positions, target.new_cache(len(tokens)))
+
+
+def path_logprob(target: GPTNeoX, head: ReferenceHead, text: list[int], path: list[int]) -> float:
+    """Return the head's log-probability of a path below the text's last token, by plain runs: the
+    committed tokens on the target's states, then the path's on the head's own."""
+    found = 0.0
+    states = torch.cat([torch.zeros(1, 32), target_states(target, text[:-1])])
+    for i, token in enumerate(path):
+        predicted = head_states(head, text + path[:i], states)[-1:]
+        states = torch.cat([states, predicted])
+        found += head.logits(predicted).log_softmax(-1)[0, token].item()
+    return found
+
+
+@pytest.mark.parametrize("has_fixed_shapes", [False, True], ids=["tight", "fixed"])
+def test_a_nodes_probability_is_that_of_its_path(
+    has_fixed_shapes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare each row with plain runs of its path. This also fails if the tokens of a pass follow
+    the states of other tokens, which would not change the text."""
+    pretend_capture(monkeypatch)
+    target, head = random_pair()
+    if has_fixed_shapes:
+        fix_shapes(target, head)
+    reference = random_pair(GPTNeoX)
+    text, n_rows = list(PROMPT), 0
+    for step in generate(target, head, PROMPT, TREE, 20):
+        tree = step.tree
+        for row in range(1, len(tree) if tree else 0):
+            path = [tree.tokens[each] for each in path_to(tree, row)[1:]]
+            expected = path_logprob(*reference, text, path)
+            assert tree.path_logprobs[row] == pytest.approx(expected, abs=1e-3)
+            n_rows += 1
+        text += step.tokens
+    assert n_rows > 50
+
+
+def test_every_token_follows_one_state() -> None:
+    """Check that each pass uses up the states, and that one waits for every uncached token."""
+    target, head = random_pair(GPTNeoX)
+    parts = compose(target, head, TREE)
+    for _ in dynatree.generate(*parts[:2], PROMPT, parts.rule, 20, accept=parts.accept):
+        assert len(head.next_states) == 0
+        assert sum(map(len, parts.drafter.states)) == len(parts.drafter.drafter.uncached)
+
+
+def test_the_reference_model_writes_the_same_trees() -> None:
+    found = []
+    for kind in (GPTNeoX, FastGPTNeoX):
+        steps = list(generate(*random_pair(kind), PROMPT, TREE, 30))
+        found.append([(s.tokens, s.tree and s.tree.tokens, s.path) for s in steps])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": Window(700, 4)}, {"commit": "rebuild"}])
+@pytest.mark.parametrize("n_prompt", [1, 2, 600, 1100])
+def test_prompts_of_several_passes(n_prompt: int, options: dict) -> None:
+    """Check texts and trees after prompts of one token, and of more than a prefill's chunk. With
+    one window, trees equal those of a prompt that other passes have run."""
+    target, head = random_pair(max_position_embeddings=2048)
+    prompt = [(7 * i) % 96 for i in range(n_prompt)]
+    steps = list(generate(target, head, prompt, TREE, 20, **options))
+    window = {"window": options["window"]} if "window" in options else {}
+    expected = token_ids(generate(target, None, prompt, PaddedAutoregressive(), 20, **window))
+    assert token_ids(steps) == expected
+    assert len(head.next_states) == 0 and steps[1].draft_rows[0] == n_prompt + 1
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e30, float("nan")])
+def test_a_head_that_overflows_changes_no_text(scale: float) -> None:
+    target, head = random_pair(scale=scale)
+    assert token_ids(generate(target, head, PROMPT, TREE, 24)) == ar_ids(target, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_head_may_have_another_dtype(dtype: torch.dtype) -> None:
+    target = random_model(3)
+    tensors = {name: t.to(dtype) for name, t in random_tensors(random_config(), 3).items()}
+    steps = list(generate(target, make_head(tensors, 3), PROMPT, TREE, 24))
+    assert token_ids(steps) == ar_ids(target, 24)
+
+
+def test_a_drafter_over_a_head_is_like_the_head() -> None:
+    target, head = random_pair()
+    by_head = [step.path for step in generate(target, head, PROMPT, TREE, 24)]
+    drafter = dynatree.ModelDrafter(random_pair()[1])
+    assert [step.path for step in generate(target, drafter, PROMPT, TREE, 24)] == by_head
+
+
+def test_a_head_of_another_target_changes_no_text() -> None:
+    target, _ = random_pair()
+    _, head = random_pair(seed=4)
+    assert token_ids(generate(target, head, PROMPT, TREE, 24)) == ar_ids(target, 24)
+
+
+@pytest.mark.parametrize("settings", [Chain(K=2), SpecInfer("2:1"), DySpec(N=3), DynaTree(N_max=4)])
+def test_the_distribution_of_sampled_text_is_the_targets(settings: Settings) -> None:
+    """Enumerate all random choices over a head on a tiny target (enumeration.py)."""
+    target = tiny_model(1, 3)
+    tensors = target.state_dict()
+    head = make_head(tensors, 0, ReferenceHead, **vars(target.config))
+    assert head_of(head) is head
+    assert difference_by_generate(target, head, settings, 3, PLAIN) < 1e-7
+
+
+# Checkpoints.
+
+
+@pytest.fixture
+def head_folder(tmp_path: Path) -> Path:
+    """Return a copy of the embedded head's folder, to be changed."""
+    folder = tmp_path / "head"
+    folder.mkdir()
+    for file in HEAD.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 640}, "whose hidden_size is 640, while "),
+        ({"vocab_size": 50304}, "whose vocab_size is 50304, while "),
+        ({"rotary_pct": 0.5}, "whose rotary_pct is 0.5, while "),
+        ({"target_digest": "0" * 64}, "whose weights differ from those of"),
+        ({"target_digest": None}, "whose weights differ from those of"),
+        ({"target": 7, "target_digest": 7}, "is a head of 7, whose weights differ from"),
+        ({"hidden_size": "big"}, "head: hidden_size is 'big', which GPT-NeoX cannot have"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(
+    changes: dict, message: str, head_folder: Path, capsys: Captured
+) -> None:
+    edit_json(head_folder / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_head(head_folder, TARGET, CPU, torch.float32)
+    options = ["--target", str(TARGET), "--draft", str(head_folder), "--prompt", "a"]
+    assert message in error_line(capsys, main, options)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "target", "target_digest"])
+def test_a_config_without_a_key_is_refused(name: str, head_folder: Path) -> None:
+    file = head_folder / "config.json"
+    raw = json.loads(file.read_text())
+    del raw[name]
+    file.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=f"config.json has no {name}"):
+        load_head(head_folder, TARGET, CPU, torch.float32)
+
+
+def test_damaged_weights_are_refused(head_folder: Path) -> None:
+    file = head_folder / "model.safetensors"
+    whole, tensors = file.read_bytes(), load_file(file)
+    cases = {"has no tensor fc.bias": {n: t for n, t in tensors.items() if n != "fc.bias"}}
+    cases["has the tensor fc.extra"] = tensors | {"fc.extra": tensors["fc.bias"].clone()}
+    cases["fc.bias is not finite"] = tensors | {"fc.bias": tensors["fc.bias"] * torch.inf}
+    cases["fc.bias"] = tensors | {"fc.bias": torch.zeros(7)}
+    for message, changed in cases.items():
+        save_file(changed, file)
+        with pytest.raises(CheckpointError, match=message):
+            load_head(head_folder, TARGET, CPU, torch.float32)
+    for content in (b"", whole[: len(whole) // 2]):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError):
+            load_head(head_folder, TARGET, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_embedded_head_writes_ars_text(dtype: str, capsys: Captured) -> None:
+    """Check the head that ships with the project, and that it is of use."""
+    options = ["--target", str(TARGET), "--draft", str(HEAD), "--dtype", dtype, "--json"]
+    options += ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "60", "--strict"]
+    assert main([*options, "--compare", "--method", "linear", "--set", "K=4"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["compare"]["exact"]
+    assert report["metrics"]["tokens_per_iter"] > 2.5
+
+
+def test_the_reference_command_line_takes_a_head(capsys: Captured) -> None:
+    options = ["--target", str(TARGET), "--draft", str(HEAD), "--prompt", "The ship", "--json"]
+    found = []
+    for more in ([], ["--reference"]):
+        assert main([*options, "--max-new-tokens", "30", *more]) == 0
+        report = json.loads(capsys.readouterr().out)
+        found.append((report["token_ids"], report["metrics"]["tokens_per_iter"]))
+    assert found[0] == found[1]
