@@ -1,8 +1,13 @@
 """Scripts for checkpoints and for GPUs.
 
-distil        trains a draft model for a target on text
+distil        trains a draft model or an EAGLE head for a target on text
+draft_training  the training of a draft model
+eagle_training  the training of an EAGLE head
+own_text      text that a target writes itself, for the training of a head
+training      the training loop of both, which can be resumed
+batches       batches of sequences on the layers of gpt_neox.py
 enlarge       makes a checkpoint of a larger shape that computes what a small one does
-folders       writes the new folders of both, whole or not at all
+folders       writes new checkpoints, whole or not at all
 gpu_check.sh  runs all tests and measurements that need a GPU, in one command
 gpu_facts     measures on a GPU what bench.py does not
 """
