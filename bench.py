@@ -67,7 +67,7 @@ from cli.compare import first_difference, top2_gap
 from cli.errors import UsageError, print_line, run_command_line
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
-from cli.models import Request, overflow_note
+from cli.models import Pair, Request, overflow_note
 from dynatree import Drafter
 from engine.driver import run_on_ranks
 from engine.generate import Step  # dynatree.Step with times and counts
@@ -95,7 +95,7 @@ class Bench:
 
     def __init__(self, table: PreparedTable, results: Results, file: Path):
         """table: cases, loaded models, and prompts, cut to the largest prompt_tokens."""
-        self.args, self.pair = table.args, table.pair
+        self.args, self.pair, self.eagle_pair = table.args, table.pair, table.eagle_pair
         self.is_memory_table = table.is_memory_table
         self.prompts = table.prompts  # ids of each prompt, by dataset
         self.pass_context = table.pass_context  # number of cached tokens when passes are timed
@@ -135,21 +135,26 @@ class Bench:
         once. Record their time, and that of loading the models, as the set-up time."""
         if any(case.is_hf for case in cases):
             self.hf = HuggingFace(self.pair)
-        steps = []
+        notes = {}  # keys, in order: one for each draft that overflows
         for case in dict.fromkeys(cases):  # without repeats
             start = time.perf_counter()
-            steps += self.generate(Job(case, prompt=0, round=0), WARM_UP_STEPS)
+            steps = self.generate(Job(case, prompt=0, round=0), WARM_UP_STEPS)
             self.setup_s[case] = time.perf_counter() - start + self.load_seconds(case)
-        if any(step.draft_overflowed for step in steps):  # its logits were not finite
-            print_line(overflow_note(self.pair.draft))
+            if any(step.draft_overflowed for step in steps):  # its logits were not finite
+                notes[overflow_note(self.pair_of(case).draft)] = None
+        for note in notes:
+            print_line(note)
 
     def load_seconds(self, case: Case) -> float:
         """Return the seconds that it took to load the models of a case."""
         if case.is_hf:
             return self.hf.load_s
-        rule = case.generation_config().make_rule()
-        runs_draft = rule.max_depth > 0  # levels of the draft model
-        return self.pair.load_s["target"] + (self.pair.load_s["draft"] if runs_draft else 0.0)
+        load_s = self.pair_of(case).load_s
+        return load_s["target"] + (load_s["draft"] if case.is_drafting else 0.0)
+
+    def pair_of(self, case: Case) -> Pair:
+        """Return the pair that generates the texts of a case."""
+        return self.eagle_pair if case.uses_head else self.pair
 
     def time_passes(self) -> None:
         """Time single passes of target and draft over 1, 2, 4, ... tokens, if the table shows these
@@ -174,7 +179,7 @@ class Bench:
         seed, graphs = self.seed_of(job), not self.args.no_graphs
         config = case.generation_config(top_p=self.args.top_p, seed=seed, graphs=graphs)
         # A request without EOS ids generates all new tokens
-        request = Request(self.pair, prompt_ids, config, case.new_tokens)
+        request = Request(self.pair_of(case), prompt_ids, config, case.new_tokens)
         return list(islice(request.decode(), n_steps))
 
     def prompt_ids(self, job: Job) -> list[int]:
@@ -215,8 +220,10 @@ class Bench:
             found["depths"] = count_depths(steps)
         if is_first and is_greedy:  # sampled text accepts other tokens than the best
             found["calibration"] = count_calibration(steps)
-        times = self.results.step_times  # of passes that are not strict and have no window
-        if times and not config.strict and config.window == FULL_ATTENTION:
+        # Times of passes of target and draft model that are not strict and have no window
+        times = self.results.step_times
+        is_timed = not (case.uses_head or config.strict or config.window != FULL_ATTENTION)
+        if times and is_timed:
             found["predicted_ms"] = predict_text_ms(times, config, self.pair, steps)
         return found
 

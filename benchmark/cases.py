@@ -26,6 +26,7 @@ from methods import METHODS
 from methods.sampler import GREEDY, Sampling
 
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}  # in labels
+HEAD = "head"  # word of a row that drafts with the EAGLE head of --head
 CONTROL = "ar rows=16"  # in half precision, shows what rounding changes without any drafting
 Size = tuple[int, int, float]  # prompt tokens, new tokens, temperature
 
@@ -34,7 +35,7 @@ Size = tuple[int, int, float]  # prompt tokens, new tokens, temperature
 class Case:
     """A row of a table: a method with its settings, on one dataset's prompts, at one size."""
 
-    row: str  # words for GenerationConfig.parse, or one of hf.HF_METHODS
+    row: str  # words for GenerationConfig.parse and HEAD, or one of hf.HF_METHODS
     dataset: str
     prompt_tokens: int  # maximum; a prompt may be shorter
     new_tokens: int
@@ -59,12 +60,22 @@ class Case:
         """Whether transformers generates the texts."""
         return self.method in HF_METHODS
 
+    @property
+    def uses_head(self) -> bool:
+        """Whether an EAGLE head drafts, and not the draft model."""
+        return HEAD in self.row.split()
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether a draft model or an EAGLE head runs."""
+        return not self.is_hf and self.generation_config().make_rule().max_depth > 0
+
     def generation_config(
         self, top_p: float | None = None, seed: int = 0, graphs: bool = True
     ) -> GenerationConfig:
         """Return the generation config, which rows of transformers do not have. Raises ValueError
         for a row that this version cannot parse."""
-        words = self.row.split() + ([self.acceptance] if self.acceptance else [])
+        words = config_words(self.row) + ([self.acceptance] if self.acceptance else [])
         sampling = GREEDY
         if self.temperature or self.draft_temperature:
             top_p = top_p if self.temperature and top_p is not None else 1.0
@@ -72,6 +83,14 @@ class Case:
                 self.temperature, top_p, seed, self.draft_temperature, self.is_drawn
             )
         return replace(GenerationConfig.parse(*words), sampling=sampling, graphs=graphs)
+
+
+def config_words(row: str) -> list[str]:
+    """Return the words of a row for GenerationConfig.parse: all but HEAD."""
+    words = row.split()
+    if HEAD in words:
+        words.remove(HEAD)  # a second one stays, and is refused
+    return words
 
 
 def places(cases: Sequence[Case]) -> list[str]:
@@ -120,10 +139,14 @@ class Part:
 class Table:
     """A table of tables.toml."""
 
-    title: str
+    title: str  # may have a place for the drafter's name
     columns: Sequence[str]
     parts: Sequence[Part]
     is_memory_table: bool = False  # measures peak memory, each text in a new process
+
+    def title_with(self, drafter: str) -> str:
+        """Return the title with the name of the drafter in its place."""
+        return self.title.replace("{drafter}", drafter)
 
 
 def read_part(found: dict) -> Part:
@@ -269,9 +292,11 @@ def parse_row(text: str) -> str:
         known = ", ".join([*METHODS, *HF_METHODS])
         raise UsageError(f"method is {method!r}, it must be one of {known}")
     try:
-        GenerationConfig.parse(*row.split()).make_rule()
+        rule = GenerationConfig.parse(*config_words(row)).make_rule()
     except ValueError as error:
         raise UsageError(f"{text!r}: {error}") from error
+    if HEAD in words and not rule.max_depth:
+        raise UsageError(f"{text!r}: {method} uses no draft model; remove {HEAD}")
     return row
 
 
@@ -281,7 +306,7 @@ def reference_of(row: str) -> str:
     words = ["ar"]
     if "strict" in row.split():
         words.append("strict")
-        n_rows = strict_reference(GenerationConfig.parse(*row.split()).settings).rows
+        n_rows = strict_reference(GenerationConfig.parse(*config_words(row)).settings).rows
         if n_rows > 1:
             words.append(f"rows={n_rows}")
     words += [word for word in row.split() if word.partition("=")[0] in NUMBER_OPTIONS]

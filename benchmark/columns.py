@@ -44,6 +44,7 @@ NUMBERS = {  # by column: title, metric, format
     "drafted_per_iter": ("drafted/iter", "drafted_per_iter", "{:.1f}"),
     "iterations": ("iters", "iterations", "{:.0f}"),
     "draft_passes": ("passes", "draft_passes", "{:.2f}"),
+    "draft_pass": ("draft ms/pass", "draft_pass_ms", "{:.2f}"),
     "draft": ("draft ms", "draft_ms", "{:.2f}"),
     "verify": ("verify ms", "verify_ms", "{:.2f}"),
     "other": ("other ms", "other_ms", "{:.2f}"),

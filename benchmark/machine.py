@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 def describe_machine(pair: Pair, models: dict, has_hf: bool) -> dict[str, str | int | None]:
     """Return the processor, versions, models and commit. models: the report of open_pair."""
     machine = versions() | models
-    for role in ("target", "draft"):
+    for role in {"target", "draft", "head"} & machine.keys():
         machine[role] = path_from_root(machine[role])
     if has_hf:
         machine["transformers"] = version("transformers")

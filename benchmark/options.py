@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from benchmark.cases import PRESETS, TABLES, UNAVAILABLE
+from benchmark.cases import HEAD, PRESETS, TABLES, UNAVAILABLE
 from benchmark.columns import BASE_COLUMNS, MEANS, SPEEDUPS
 from benchmark.hf import HF_METHODS
 from benchmark.machine import ROOT
@@ -40,7 +40,8 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--table", default="main", metavar="T", help="table, see --tables (default main)")
     add("--tables", action="store_true", help="list tables and columns, and exit")
-    words = " ".join(f"[{word}]" for word in (*FLAGS, "window=N", "sinks=S") if word != "keep")
+    options = (*FLAGS, "window=N", "sinks=S", HEAD)
+    words = " ".join(f"[{word}]" for word in options if word != "keep")
     rows = f'table rows, each "method NAME=VALUE ... {words}" (default: the table\'s)'
     add("--methods", metavar="M,...", help=rows)
     add("--columns", metavar="C,...", help="columns to show, see --tables (default: the table's)")
@@ -59,6 +60,8 @@ def build_parser() -> Parser:
     add("--repeats", type=rounds, default=1, metavar="N", help="rounds over prompts (default 1)")
     add("--pair", choices=PAIRS, help="target and draft by name")
     add_model_options(parser)
+    head = "EAGLE head of rows with the word head (default: the embedded one)"
+    add("--head", metavar="FOLDER", help=head)
     add_graphs_option(parser)
     add("--output", metavar="FILE", help="results file (default results/run_<time>_<table>.jsonl)")
     add("--resume", metavar="FILE", help="continue the interrupted run of a results file")
@@ -157,7 +160,7 @@ def describe_tables() -> str:
     sections = {
         "tables of this project:": {name: table.title for name, table in TABLES.items()},
         "tables of the papers, shown with published figures:": {
-            name: table.title for name, table in PRESETS.items()
+            name: table.title_with("your --draft") for name, table in PRESETS.items()
         },
         "unavailable tables of the papers, and what they need:": UNAVAILABLE,
         "columns, with their titles:": {n: column.title for n, column in BASE_COLUMNS.items()}

@@ -10,10 +10,12 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from benchmark.cases import (
+    HEAD,
     PRESETS,
     Case,
     Part,
@@ -26,7 +28,7 @@ from benchmark.cases import (
 from benchmark.columns import require_columns
 from benchmark.enlarged import enlarged_pair
 from benchmark.hf import HF_METHODS, check_vocabularies, require_transformers
-from benchmark.machine import describe_machine, one_minute_load
+from benchmark.machine import describe_machine, one_minute_load, path_from_root
 from benchmark.prompts import DATASETS, cut_prompts, extend_prompts, load_prompts
 from benchmark.results import FORMAT, Head, Results
 from cli.errors import UsageError, print_line
@@ -35,13 +37,18 @@ from cli.models import (
     Pair,
     choose_device,
     choose_dtype,
+    default_models,
+    embedded_head,
     embedded_pair,
     open_pair,
     require_graphs,
     warn_of_length,
+    with_draft,
 )
 from cli.options import choose_sampling, require_fit
+from engine.eagle_head import is_head
 from engine.ranks import Ranks, is_launched
+from methods.eagle import head_of
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
@@ -59,6 +66,7 @@ class PreparedTable:
     prompts: Prompts
     pass_context: int  # cached tokens at which single passes are timed
     is_memory_table: bool  # measures peak memory, each text in a new process
+    eagle_pair: Pair | None = None  # with the EAGLE head as its draft, if a row uses it
 
 
 def prepare_table(
@@ -77,11 +85,16 @@ def prepare_table(
     parts = choose_parts(args, unfetched, is_half)
     check_options(args, table, parts, choose_cases(parts, args))
     args = make_paths_absolute(resolve_pair(args))
+    require_head(args, choose_cases(parts, args))
     load_before = one_minute_load()
     texts, unfetched = fetch_texts(args, parts, unfetched)
     parts = choose_parts(args, unfetched, is_half)  # again, without what could not be fetched
     cases = choose_cases(parts, args)
     pair, models = open_pair(args, is_drafting=True, announce=print_line, ranks=ranks)
+    eagle_pair = None
+    if any(case.uses_head for case in cases):
+        models["head"] = args.head or embedded_head()
+        eagle_pair = with_draft(pair, Path(models["head"]), pair.draft.dtype)
     check_vocabularies([case.method for case in cases], pair)
     check_lengths(cases, pair)
     chosen = {part.dataset: choose_prompts(texts[part.dataset], pair, part) for part in parts}
@@ -90,7 +103,9 @@ def prepare_table(
     head = Head(
         format=FORMAT,
         table=args.table,
-        title=describe_preset(args.table, cases, parts, unfetched),
+        title=describe_preset(
+            args.table, cases, parts, unfetched, describe_drafts(cases, pair, models)
+        ),
         columns=list(table.columns),
         options=recorded_options(args),
         unfetched=unfetched,
@@ -106,7 +121,7 @@ def prepare_table(
     first = parts[0]
     max_length = max(len(prompt) for ids in prompts.values() for prompt in ids)
     pass_context = min(max_length, first.prompt_tokens[0]) + first.new_tokens[0] // 2
-    return PreparedTable(head, args, pair, prompts, pass_context, table.is_memory_table)
+    return PreparedTable(head, args, pair, prompts, pass_context, table.is_memory_table, eagle_pair)
 
 
 def with_columns(table: Table, option: str | None, is_cuda: bool) -> Table:
@@ -177,9 +192,22 @@ def resolve_pair(args: argparse.Namespace) -> argparse.Namespace:
     return replace_options(args, pair=None, target=target, draft=draft)
 
 
+def require_head(args: argparse.Namespace, cases: Sequence[Case]) -> None:
+    """Raise UsageError if rows need an EAGLE head that is not given, or if --head has no effect."""
+    uses_head = any(case.uses_head for case in cases)
+    if args.head and not uses_head:
+        raise UsageError(f"--head {args.head} has no effect: no row has the word {HEAD}")
+    if args.head and not (os.path.isdir(args.head) and is_head(Path(args.head))):
+        raise UsageError(f"--head {args.head} is no folder of an EAGLE head")
+    if uses_head and not args.head:
+        target = args.target or default_models(choose_device(args.device))[0]
+        if os.path.abspath(target) != os.path.abspath(embedded_pair()[0]):
+            raise UsageError(f"rows with the word {HEAD} need --head FOLDER, a head of the target")
+
+
 def make_paths_absolute(args: argparse.Namespace) -> argparse.Namespace:
     """Return the options with absolute paths of files, so that --resume works in every folder."""
-    given = {option: getattr(args, option) for option in ("prompts", "target", "draft")}
+    given = {option: getattr(args, option) for option in ("prompts", "target", "draft", "head")}
     paths = {option: os.path.abspath(f) for option, f in given.items() if f and os.path.exists(f)}
     return replace_options(args, **paths)
 
@@ -218,19 +246,34 @@ def fetch_texts(
 
 
 def describe_preset(
-    name: str, cases: Sequence[Case], parts: Sequence[Part], unfetched: Sequence[str]
+    name: str, cases: Sequence[Case], parts: Sequence[Part], unfetched: Sequence[str], drafter: str
 ) -> str:
     """Return the title of a paper's table, also saying if builtin prompts replace its dataset or if
-    no published figure matches a case. Return an empty string for other tables."""
+    no published figure matches a case. Return an empty string for other tables.
+
+    drafter: the name of the drafts, for titles that have a place for it.
+    """
     if name not in PRESETS:
         return ""
-    table = PRESETS[name]
+    title = PRESETS[name].title_with(drafter)
     if unfetched:
-        return f"{table.title}; with builtin prompts instead of {', '.join(unfetched)}"
+        return f"{title}; with builtin prompts instead of {', '.join(unfetched)}"
     is_published = any(case.published for case in cases)
-    if not is_published and any(part.published for part in table.parts):
-        return f"{table.title}; its published figures are for other prompts, sizes or rows"
-    return table.title
+    if not is_published and any(part.published for part in PRESETS[name].parts):
+        return f"{title}; its published figures are for other prompts, sizes or rows"
+    return title
+
+
+def describe_drafts(cases: Sequence[Case], pair: Pair, models: dict) -> str:
+    """Return the kinds and names of the drafts that the cases use. models: as open_pair reports."""
+    drafting = [case for case in cases if case.is_drafting]
+    kind = "EAGLE head" if head_of(pair.draft) else "draft model"
+    names = []
+    if not all(case.uses_head for case in drafting):
+        names.append(f"the {kind} {path_from_root(models['draft'])}")
+    if any(case.uses_head for case in drafting):
+        names.append(f"the EAGLE head {path_from_root(models['head'])}")
+    return " and ".join(names) or "no draft"
 
 
 def choose_prompts(texts: list[str], pair: Pair, part: Part) -> tuple[list[list[int]], str]:

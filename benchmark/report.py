@@ -34,6 +34,7 @@ def text_frame(results: Results) -> pd.DataFrame:
     label, place, reference  of the text's case
     baseline_NAME            the baseline's metrics on the same prompt in the same round
     has_baseline             whether these were measured; False for the baseline itself
+    draft_pass_ms            milliseconds of drafting per pass of the draft
     speedup, predicted       x ar as measured, and as predicted from the times of single passes
     is_compared              whether the text must equal that of a reference, which was measured
     is_different             whether its ids differ from the reference's
@@ -50,6 +51,7 @@ def text_frame(results: Results) -> pd.DataFrame:
     for name, found in of_cases.items():
         texts[name] = [found[order[key[: len(CASE_COLUMNS)]]] for key in keys]
     texts["key"] = keys
+    texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
     return with_difference(with_baseline(texts, results.head.baseline), results)
 
 
@@ -130,7 +132,8 @@ def caption(results: Results) -> str:
         temperature = sizes_text(head.cases, "temperature") + draft_text(head.cases)
         n_rounds = 1 + max((int(key[-1]) for key in results.texts), default=0)
         what = f"{prompts_text(head)}, temperature {temperature}, rounds: {n_rounds}"
-    where = f"{head.machine['target']} and {head.machine['draft']}, {machine_text(head.machine)}"
+    models = [head.machine[role] for role in ("target", "draft", "head") if role in head.machine]
+    where = f"{' and '.join(map(str, models))}, {machine_text(head.machine)}"
     if head.load_before is not None:
         where += f", load average {head.load_before:.2f} at the start"
     found = f"{head.table}: {what}. {where}."

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, Captured, error_line, random_model
+from safetensors.torch import load_file
 from test_observing import Watching
 from test_results import make_difference, make_head, write_results
 
@@ -37,6 +38,7 @@ from methods.sampler import Sampling
 from methods.static import Chain
 
 DRAFT = str(TINY / "draft")
+HEAD = TINY / "eagle"
 QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
 QUICK += ["--target", DRAFT, "--draft", DRAFT]  # the smaller model for both; any text will do
 BRIEF = QUICK + ["--columns", "exact", "--methods", "ar,linear"]
@@ -87,6 +89,7 @@ SMALL = {  # options that make a table quick, in addition to QUICK
     "sampling": ["--n-prompts", "1"],
     "sweep": ["--methods", ",".join(TABLES["sweep"].parts[0].rows[::20])],  # of a hundred rows
     "memory": ["--n-prompts", "1", "--methods", "ar", "--threads", "1"],  # one process per text
+    "heads": ["--n-prompts", "1", "--target", str(TINY / "target")],
 }
 
 
@@ -391,6 +394,11 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
         (["--methods", "fixed X=1"], "has no 'X'"),
         (["--methods", "hf-ar D=1"], "hf-ar takes no settings"),
         (["--methods", "linear window=5"], "linear window=5: window is 5, it must be from 6 to"),
+        (["--methods", "lookup head"], "lookup head': lookup uses no draft model; remove head"),
+        (["--methods", "linear head head"], "linear head head"),
+        (["--head", "none"], "--head none has no effect: no row has the word head"),
+        (["--methods", "linear head", *QUICK], "need --head FOLDER, a head of the target"),
+        (["--methods", "linear head", "--head", DRAFT], "is no folder of an EAGLE head"),
         (["--methods", "linear block"], "linear block: greedy text has only one acceptance"),
         (["--baseline", " "], "argument --baseline: is empty"),
         (["--columns", "exact,exact"], "'exact,exact' names a column twice"),
@@ -495,6 +503,40 @@ def test_a_table_over_a_drafter_that_is_no_model(tmp_path: Path) -> None:
     texts = table.results.texts.values()
     assert len({text["ids_digest"] for text in texts}) == 1 and len(texts) == 3
     assert not any("predicted_ms" in text for text in texts)
+
+
+def test_rows_over_a_head_and_over_the_draft_model(capsys: Captured, tmp_path: Path) -> None:
+    """Check that the rows of one table use their own drafts, and that memory counts the head."""
+    options = ["--columns", "draft_pass,exact,predicted", "--n-prompts", "1", "--new-tokens", "30"]
+    pair = ["--draft", DRAFT, "--methods", "linear K=4,linear K=4 head"]
+    results, printed = run_bench(capsys, tmp_path / "a.jsonl", *options, *pair)
+    swapped = ["--draft", str(HEAD), "--methods", "linear K=4"]
+    alone, _ = run_bench(capsys, tmp_path / "b.jsonl", *options, *swapped)
+    own, of_head = [t["iterations"] for t in results.texts.values() if t["row"] != "ar"]
+    assert own != of_head == next(t["iterations"] for t in alone.texts.values() if t["draft_ms"])
+    assert "models/tiny/draft and models/tiny/eagle" in " ".join(printed.split())
+    cells = {row[0]: row[1:] for row in table_cells(results)[1]}
+    assert cells["ar"][0] == "" and float(cells["linear K=4 head"][0]) > 0
+    assert cells["linear K=4"][2] and not cells["linear K=4 head"][2]
+
+
+def test_memory_counts_the_weights_of_a_head(capsys: Captured, tmp_path: Path) -> None:
+    """Compare with the sizes: the embedding and output matrix, one layer and fc, in float32."""
+    options = ["--table", "memory", "--threads", "1", "--n-prompts", "1", "--new-tokens", "4"]
+    options += ["--prompt-tokens", "4", "--methods", "linear K=1,linear K=1 head"]
+    found, _ = run_bench(capsys, tmp_path / "c.jsonl", *options, "--draft", DRAFT)
+    _, by_draft, by_head = [t["weights_and_caches_mb"] for t in found.texts.values()]
+    n_own = sum(tensor.numel() for tensor in load_file(HEAD / "model.safetensors").values())
+    n_head = n_own + 2 * 4096 * 320 + 2 * 320  # and the target's final norm
+    n_draft = sum(tensor.numel() for tensor in load_file(f"{DRAFT}/model.safetensors").values())
+    assert by_head - by_draft == pytest.approx(4e-6 * (n_head - n_draft), abs=0.05)
+
+
+def test_a_table_over_a_head_names_it(capsys: Captured, tmp_path: Path) -> None:
+    options = ["--table", "deagle-2", "--draft", str(HEAD), "--methods", "beam k=2 N_max=4 D_max=2"]
+    options += ["--dataset", "builtin", "--n-prompts", "1", "--new-tokens", "8"]
+    _, printed = run_bench(capsys, tmp_path / "r.jsonl", *options, "--temperature", "0")
+    assert "here: the EAGLE head models/tiny/eagle, WikiText-2" in " ".join(printed.split())
 
 
 def test_references_of_strict_rows_and_rows_over_a_window() -> None:

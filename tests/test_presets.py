@@ -172,7 +172,7 @@ def test_published_figures_are_shown_only_for_their_own_prompts_and_sizes(
     parts, cases = chosen(name, *shlex.split(words))
     named = zip(labels(cases), cases, strict=True)
     assert sorted(label for label, case in named if case.published) == sorted(rows)
-    title = describe_preset(name, cases, parts, [])
+    title = describe_preset(name, cases, parts, [], "a drafter")
     assert title.endswith("are for other prompts, sizes or rows") == (not rows)
 
 
