@@ -294,6 +294,7 @@ def test_fewer_devices_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 # Public methods that only the calling rank runs. They run no pass and change no cache's length, or
 # only BROADCAST_METHODS call them
 LOCAL_METHODS = {
+    "before_pass",
     "from_pretrained",
     "from_tensors",
     "new_memory",
