@@ -532,6 +532,16 @@ def test_memory_counts_the_weights_of_a_head(capsys: Captured, tmp_path: Path) -
     assert by_head - by_draft == pytest.approx(4e-6 * (n_head - n_draft), abs=0.05)
 
 
+def test_passes_of_a_head_are_timed(capsys: Captured, tmp_path: Path) -> None:
+    """Check that tables can time and predict a head's passes, which need states."""
+    few = ["--n-prompts", "1", "--new-tokens", "8", "--draft", str(HEAD)]
+    steps, _ = run_bench(capsys, tmp_path / "a.jsonl", *few, "--table", "steps")
+    assert min(steps.step_times.draft_ms) > 0
+    options = ["--methods", "linear", "--columns", "predicted,exact"]
+    results, _ = run_bench(capsys, tmp_path / "b.jsonl", *few, *options)
+    assert all(text["predicted_ms"] > 0 for text in results.texts.values())
+
+
 def test_a_table_over_a_head_names_it(capsys: Captured, tmp_path: Path) -> None:
     options = ["--table", "deagle-2", "--draft", str(HEAD), "--methods", "beam k=2 N_max=4 D_max=2"]
     options += ["--dataset", "builtin", "--n-prompts", "1", "--new-tokens", "8"]
