@@ -54,7 +54,7 @@ def prefill_by_forward(model: Model, tokens: list[int], cache: KVCache) -> Tenso
 
 
 class HiddenDrafter(Drafter):
-    """A drafter that reads the target's last hidden states, as that of an EAGLE head does."""
+    """A drafter that reads the target's last hidden states, such as EagleDrafter (eagle.py)."""
 
     def observe_hidden(self, hidden: Tensor) -> None:
         """Receive the states [n, hidden] of one pass of the target, on the target's device.

@@ -30,7 +30,9 @@ from tools.batches import Attend, run_layer, run_layers
 from tools.training import autocast_for, draw_rows, saved_dtype, train
 
 RATE = 4e-3  # learning rate at hidden size 128; proportional to 1 / sqrt(hidden size)
-N_PASSES = 2  # with two, levels 3 to 5 of a tree are predicted as well as level 2
+# With two, levels 3 to 5 of a tree had almost the divergence of level 2 (0.72 and 0.71 nats after
+# 100 steps, as measured for the embedded head)
+N_PASSES = 2
 STATE_WEIGHT = 0.1  # of the smooth L1 distance of states
 N_SCALE = 8  # sequences from which TrainableHead takes its scale
 
@@ -39,9 +41,10 @@ class TrainableHead(nn.Module):
     """The trained part of a head: fc and one layer.
 
     At first, fc returns the embedding and ignores the state, and the layer is the target's first
-    one. From there it learns much faster than from random weights. The inputs of fc are scaled to
-    a root mean square of 1, because states may be much larger than embeddings (90 times in the
-    embedded target), and the size of Adam's steps does not depend on that.
+    one. The inputs of fc are scaled to a root mean square of 1, because states may be much larger
+    than embeddings (90 times in the embedded target), and the size of Adam's steps does not depend
+    on that. Together they lowered the divergence of the embedded head after 100 steps from 2.0 to
+    0.7 nats.
     """
 
     @torch.no_grad()
