@@ -71,7 +71,7 @@ from cli.models import Pair, Request, overflow_note
 from dynatree import Drafter
 from engine.driver import run_on_ranks
 from engine.generate import Step  # dynatree.Step with times and counts
-from engine.passes import FULL_ATTENTION
+from engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
 from engine.ranks import Ranks
 
 LOG_S = 30.0  # seconds between two progress lines where stderr is not a terminal
@@ -157,14 +157,15 @@ class Bench:
         return self.eagle_pair if case.uses_head else self.pair
 
     def time_passes(self) -> None:
-        """Time single passes of target and draft over 1, 2, 4, ... tokens, if the table shows these
-        times or predicts speeds from them."""
+        """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
+        of the cases, if the table shows these times or predicts speeds from them."""
         head, target, draft = self.results.head, self.pair.target, self.pair.draft
         is_shown = head.table == "steps" or "predicted" in head.columns
         is_user_drafter = isinstance(draft, Drafter)  # in place of a draft model
         if is_shown and not is_user_drafter and self.results.step_times is None:
             graphs = not self.args.no_graphs
-            times = measure_step_times(target, draft, self.pass_context, graphs)
+            max_rows = largest_pass(head.cases)
+            times = measure_step_times(target, draft, self.pass_context, max_rows, graphs)
             self.writer.add({"step_times": asdict(times)})
 
     def generate(self, job: Job, n_steps: int | None = None) -> list[Step]:
@@ -256,6 +257,12 @@ class Bench:
         if digest not in self.results.ids:
             raise UsageError(f"{self.writer.file} has no line with the ids of digest {digest}")
         return self.results.ids[digest]
+
+
+def largest_pass(cases: Sequence[Case]) -> int:
+    """Return the rows of the largest pass of these cases, padded as passes on CUDA are."""
+    rules = [case.generation_config().make_rule() for case in cases if not case.is_hf]
+    return round_up_rows(max([SMALL_PASS, *(rule.max_verified for rule in rules)]))
 
 
 def progress_bar(jobs: Sequence[Job]) -> tqdm:

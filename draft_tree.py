@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy
 from numpy import ndarray
 
-MAX_ROWS = 128  # rows of the largest tree that a setting may ask for
+MAX_ROWS = 1024  # rows of the largest tree that a setting may ask for
 
 
 @dataclass(slots=True)

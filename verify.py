@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from draft_tree import Tree
@@ -35,11 +36,24 @@ def tree_inputs(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor]:
     have one position. With this mask and position, a row's logits equal those of decoding its path
     token by token, up to rounding.
     """
-    mask = numpy.eye(len(tree), dtype=bool)
-    for row, parent in enumerate(tree.parents[1:], start=1):
-        mask[row] |= mask[parent]  # the parent's row is complete, because it comes earlier
-    tokens, depths = numpy.array(tree.tokens), numpy.array(tree.depths)
-    return torch.from_numpy(tokens), torch.from_numpy(depths + length), torch.from_numpy(mask)
+    tokens, positions = numpy.array(tree.tokens), numpy.array(tree.depths) + length
+    mask = ancestor_mask(tree.parents)
+    return torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(mask)
+
+
+def ancestor_mask(parents: list[int]) -> ndarray:
+    """Return the bool mask [N, N] with which a row attends to its ancestors and itself.
+
+    Each row is first built as one int, whose bit i says whether the row attends to row i. This
+    takes one operation per row, also in a tree of 1,000 rows.
+    """
+    n, n_bytes = len(parents), (len(parents) + 7) // 8
+    rows = [1]  # the root attends to itself
+    for row, parent in enumerate(parents[1:], start=1):
+        rows.append(rows[parent] | 1 << row)  # the parent's int is complete: it comes earlier
+    packed = b"".join([row.to_bytes(n_bytes, "little") for row in rows])
+    packed = numpy.frombuffer(packed, numpy.uint8).reshape(n, n_bytes)
+    return numpy.unpackbits(packed, axis=1, count=n, bitorder="little").view(bool)
 
 
 def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:

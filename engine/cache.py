@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.cuda_graphs import FixedPasses
+from engine.cuda_graphs import FixedPasses, buffer_rows
 from engine.layers import rotate_
 from engine.memory import OutOfMemory, format_bytes, free_memory, memory_for, require_memory
-from engine.passes import ROW_COUNTS, PassConfig, Passes, round_up_slots
+from engine.passes import ROW_COUNTS, SMALL_PASS, PassConfig, Passes, round_up_slots
 from engine.scores import Scores
-from engine.strict import MAX_DEPTH, is_place_invariant, min_invariant_rows
+from engine.strict import MAX_DEPTH, MAX_STRICT_ROWS, is_place_invariant, min_invariant_rows
 from gpt_neox import PREFILL_CHUNK, KVCache
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class FastCache(KVCache):
         if config.is_strict:
             min_rows = strict_min_rows(model, max(config.max_rows, min_rows))
         self.config = config._replace(min_rows=min_rows)
-        self.passes = find_reusable(model, capacity)
+        self.passes = find_reusable(model, capacity, self.config)
         if self.passes:
             model.reusable.remove(self.passes)
             self.passes.is_replaying = False  # until `capture` has been called for this cache
@@ -59,12 +59,15 @@ class FastCache(KVCache):
         self.rows: list[int] = []  # row counts of these passes; a prefill counts as one
 
     def capture(self, shortest: int) -> None:
-        """Capture the passes over this cache as CUDA graphs, for all lengths from `shortest` on. On
-        a CPU, do nothing. Raises OutOfMemory."""
+        """Capture the small passes over this cache as CUDA graphs, for all lengths from `shortest`
+        on. Other passes are captured when they first run. On a CPU, do nothing. Raises
+        OutOfMemory."""
         model, began = self.model, time.perf_counter()
         if not model.has_fixed_shapes:
             return
-        lengths = range(shortest, self.capacity + 1)
+        # Few passes of a large tree run at the end of its many scratch slots
+        n_seldom = max(self.config.n_scratch - SMALL_PASS, 0)
+        lengths = range(shortest, max(self.capacity - n_seldom, shortest) + 1)
         try:
             model.n_graphs += self.passes.capture(model, lengths, self.length, self.config)
         except torch.OutOfMemoryError as error:
@@ -131,7 +134,7 @@ class FastCache(KVCache):
         """Run and commit the next tokens of the sequence as GPTNeoX.prefill does. A chunk also ends
         where the window drops tokens. Returns the logits [1, V] after the last token."""
         n = len(tokens)
-        if self.config.is_draft and n <= min(ROW_COUNTS[-1], self.max_commit):
+        if self.config.is_draft and n <= min(SMALL_PASS, self.max_commit):
             positions = torch.arange(self.length, self.length + n)
             scores = self.forward(torch.tensor(tokens), positions, n_last=1)
             self.advance(n)
@@ -217,20 +220,20 @@ def strict_min_rows(model: "FastGPTNeoX", n: int) -> int:
 
     This is the number from which on passes are batch-invariant. If there is none, all passes have
     the same number of rows, for which a row's bits do not depend on its place. If ROW_COUNTS has no
-    such number either, returns the largest one; then bits may differ.
+    such number up to MAX_STRICT_ROWS either, returns MAX_STRICT_ROWS; then bits may differ.
     """
     invariant = invariant_rows(model)
     if invariant:
         return invariant
     results = model.invariance_results
     for count in ROW_COUNTS:
-        if count < n:
+        if not n <= count <= MAX_STRICT_ROWS:
             continue
         if count not in results:
             results[count] = all(model.shard.gather_values(is_place_invariant(model, count)))
         if results[count]:
             return count
-    return ROW_COUNTS[-1]
+    return MAX_STRICT_ROWS
 
 
 def invariant_rows(model: "FastGPTNeoX") -> int | None:
@@ -247,7 +250,7 @@ def invariant_rows(model: "FastGPTNeoX") -> int | None:
 def allocate_passes(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> Passes:
     """Return passes over new memory for `capacity` tokens. Raises OutOfMemory."""
     # choose_capacity is a collective, so it comes before the lines that may raise on one rank only
-    n_slots = count_slots(model, choose_capacity(model, capacity), config)
+    n_slots = count_slots(model, choose_capacity(model, capacity, config), config)
     what = f"a cache of {capacity} tokens"
     n_bytes = cache_bytes(model, capacity, config)
     require_memory(n_bytes, model.device, what)
@@ -256,11 +259,11 @@ def allocate_passes(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> 
     with memory_for(f"{what}, {format_bytes(n_bytes)}"), torch.inference_mode(is_inference):
         kv, rotary = model.new_memory(n_slots)
         if model.has_fixed_shapes:
-            return FixedPasses(kv, rotary, model.config.vocab_size)
+            return FixedPasses(kv, rotary, buffer_rows(config), model.config.vocab_size)
         return Passes(kv, rotary)
 
 
-def choose_capacity(model: "FastGPTNeoX", capacity: int) -> int:
+def choose_capacity(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> int:
     """Return the number of tokens to allocate memory for, at least `capacity`.
 
     On CUDA this is the number of positions that the model was trained for. Otherwise every longer
@@ -271,21 +274,27 @@ def choose_capacity(model: "FastGPTNeoX", capacity: int) -> int:
         return capacity
     max_capacity = max(capacity, model.config.max_position_embeddings)
     free = min(model.shard.gather_values(free_memory(model.device)))
-    return capacity if cache_bytes(model, max_capacity) > free / 2 else max_capacity
+    return capacity if cache_bytes(model, max_capacity, config) > free / 2 else max_capacity
 
 
-def find_reusable(model: "FastGPTNeoX", capacity: int) -> FixedPasses | None:
-    """Return passes that a closed cache has left and that have room for `capacity` tokens, if there
-    are any."""
-    n_slots = count_slots(model, capacity)
-    return next((passes for passes in model.reusable if passes.kv.shape[3] >= n_slots), None)
+def find_reusable(
+    model: "FastGPTNeoX", capacity: int, config: PassConfig | None = None
+) -> FixedPasses | None:
+    """Return passes that a closed cache has left and that have room for `capacity` tokens and the
+    rows of the config, if there are any."""
+    config = config or PassConfig()
+    n_slots, n_rows = count_slots(model, capacity, config), buffer_rows(config)
+    for passes in model.reusable:
+        if passes.kv.shape[3] >= n_slots and len(passes.logits) >= n_rows:
+            return passes
+    return None
 
 
 def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig | None = None) -> int:
     """Return how many slots a cache needs, including those that padding rows write to."""
     config = config or PassConfig()
     if model.has_fixed_shapes:
-        return round_up_slots(capacity + ROW_COUNTS[-1])
+        return round_up_slots(capacity + buffer_rows(config))
     n_slots = capacity + max(config.min_rows, model.min_rows) - 1
     return round_up_slots(n_slots) if config.is_strict else n_slots  # strict attention reads blocks
 
@@ -303,7 +312,7 @@ def require_caches(needs: Sequence[tuple["FastGPTNeoX", int, PassConfig]]) -> No
     """
     n_bytes = 0
     for model, capacity, config in needs:
-        if not find_reusable(model, capacity):
+        if not find_reusable(model, capacity, config):
             model.free_reusable()
             n_bytes += cache_bytes(model, capacity, config)
     sizes = " and ".join(str(capacity) for _, capacity, _ in needs)

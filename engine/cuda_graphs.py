@@ -4,13 +4,16 @@ A pass over one token launches hundreds of kernels. On a fast GPU, launching the
 running them. A CUDA graph launches all of them at once, but always the same kernels on the same
 memory. So a pass is padded to one of a few row counts and slot counts. All inputs that differ
 between passes are in one buffer with a fixed address: tokens, positions, the slots to write, and
-the mask of the slots after the committed ones. The host fills a staging buffer and sends it by one
-copy, and the graph computes the whole mask from it. The graph also ranks the logits, so the host
-reads the few numbers that it needs by one copy. Without a capture the same code runs eagerly, so
-it can be tested without a GPU.
+one bit for each row and each slot after the committed ones. The host fills a staging buffer and
+sends it by one copy, and the graph computes the whole mask from it. The graph also ranks the
+logits, so the host reads the few numbers that it needs by one copy. Without a capture the same code
+runs eagerly, so it can be tested without a GPU.
 
-    passes = FixedPasses(kv, rotary, model.config.vocab_size)
+Graphs of small passes are captured before the first tree. A larger pass is captured when it first
+runs, because its trees seldom need all row counts and lengths.
+
     config = PassConfig(max_rows=64, ranking=Ranking(3))
+    passes = FixedPasses(kv, rotary, buffer_rows(config), model.config.vocab_size)
     passes.capture(model, range(200, 901), first_scratch=200, config=config)
     scores = passes.forward(model, tokens, positions, mask, start, 1, config)
 
@@ -24,12 +27,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.passes import (
     ROW_COUNTS,
     SLOT_STEP,
+    SMALL_PASS,
     PassConfig,
     Passes,
     causal_mask,
@@ -71,8 +77,7 @@ class PassInputs(NamedTuple):
     positions: Tensor  # [n] int64
     start: Tensor  # [1] int64, the first slot to write
     last: Tensor  # [1] int64, the last committed slot, -1 if there is none
-    # Strict: recent slots [n, N_RECENT] int64. Otherwise [n, 1 + n_scratch + 1], 0 or -inf: one
-    # column for all committed slots, n_scratch for the slots after them, one for all other slots
+    # Strict: recent slots [n, N_RECENT] int64. Otherwise the result of pack_mask, uint8
     mask: Tensor
 
 
@@ -92,43 +97,76 @@ class PassShape(NamedTuple):
         n_recent = N_RECENT if self.is_strict else 0
         return self.n_rows * (2 + n_recent) + 2
 
-    def n_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of the inputs in bytes. dtype: of the mask."""
-        n_columns = 0 if self.is_strict else self.n_scratch + 2
-        return 8 * self.n_int64 + self.n_rows * n_columns * dtype.itemsize
+    @property
+    def n_bytes(self) -> int:
+        """Size of the inputs in bytes."""
+        n_mask = 0 if self.is_strict else n_mask_bytes(self.n_scratch)
+        return 8 * self.n_int64 + self.n_rows * n_mask
 
-    def view_inputs(self, buffer: Tensor, dtype: torch.dtype) -> PassInputs:
+    def view_inputs(self, buffer: Tensor) -> PassInputs:
         """Return the inputs of this shape as views of the first bytes of a buffer."""
         n = self.n_rows
         words = buffer[: 8 * self.n_int64].view(torch.int64)
         tokens, positions, start, last, recent = words.split((n, n, 1, 1, len(words) - 2 * n - 2))
         if self.is_strict:
             return PassInputs(tokens, positions, start, last, recent.view(n, N_RECENT))
-        mask = buffer[8 * self.n_int64 : self.n_bytes(dtype)].view(dtype)
-        return PassInputs(tokens, positions, start, last, mask.view(n, self.n_scratch + 2))
+        mask = buffer[8 * self.n_int64 : self.n_bytes]
+        return PassInputs(tokens, positions, start, last, mask.view(n, -1))
 
 
-MAX_READ_PER_ROW = 2 * (ROW_COUNTS[-1] + 1)  # columns of the widest result of rank_logits
+def n_mask_bytes(n_scratch: int) -> int:
+    """Return the bytes that a row's mask takes in the inputs."""
+    return (n_scratch + 2 + 7) // 8
+
+
+def pack_mask(mask: Tensor, n_rows: int, n_scratch: int) -> Tensor:
+    """Return a bool mask [n, m] in bits, [n_rows, bytes] uint8, with its padding.
+
+    A row's first bit stands for all committed slots, the next n_scratch bits for the slots after
+    them, and one more bit for all other slots. A bit is 1 if the row attends to the slot. Padding
+    rows attend to all but the other slots, because softmax over no slot is nan.
+    """
+    n, m = mask.shape
+    bits = numpy.zeros((n_rows, n_scratch + 2), dtype=bool)
+    bits[:n, 0] = True
+    bits[:n, 1 : 1 + m] = mask.numpy()
+    bits[n:, :-1] = True
+    return torch.from_numpy(numpy.packbits(bits, axis=1, bitorder="little"))
+
+
+def additive_bits(like: Tensor) -> Tensor:
+    """Return the additive mask of each byte [256, 8], lowest bit first: 0 for a bit that is 1, else
+    -inf. It has the device and dtype of `like`."""
+    all_bytes = numpy.arange(256, dtype=numpy.uint8)[:, None]
+    attends = torch.from_numpy(numpy.unpackbits(all_bytes, axis=1, bitorder="little")).bool()
+    return torch.full((256, 8), -torch.inf).masked_fill_(attends, 0.0).to(like)
+
+
+def buffer_rows(config: PassConfig) -> int:
+    """Return the number of rows that the buffers of a generation must have room for."""
+    return round_up_rows(max(config.max_rows, config.min_rows, SMALL_PASS))
 
 
 class FixedPasses(Passes):
-    """The passes over one cache; those of at most 128 rows have one of a few shapes."""
+    """The passes over one cache, in a few fixed shapes. A pass with more rows or a wider mask than
+    its config allows runs as it is."""
 
-    def __init__(self, kv: Tensor, rotary: Tensor, vocab_size: int):
+    def __init__(self, kv: Tensor, rotary: Tensor, n_rows: int, vocab_size: int):
+        """n_rows: of the largest pass, one of ROW_COUNTS."""
         super().__init__(kv, rotary)
-        n = ROW_COUNTS[-1]
         n_slots = kv.shape[3]
-        widest = (PassShape(n, n_slots, n_slots, is_strict) for is_strict in (False, True))
-        n_bytes = max(shape.n_bytes(kv.dtype) for shape in widest)
+        widest = (PassShape(n_rows, n_slots, n_slots, is_strict) for is_strict in (False, True))
+        n_bytes = max(shape.n_bytes for shape in widest)
         self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=kv.device)
         self.slots = torch.arange(n_slots, device=kv.device)
-        self.logits = torch.empty(n, vocab_size, device=kv.device)
+        self.additive_bits = additive_bits(kv)
+        self.logits = torch.empty(n_rows, vocab_size, device=kv.device)
         # Pinned memory, so that copies do not block. The host overwrites `staging` only after it
         # has read the last pass's results or waited for `upload_done`
-        is_pinned = kv.device.type == "cuda"
-        self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self.host_results = torch.empty(n * MAX_READ_PER_ROW, pin_memory=is_pinned)
-        self.upload_done = torch.cuda.Event() if is_pinned else None
+        self.is_pinned = kv.device.type == "cuda"
+        self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
+        self.host_results = torch.empty(0, pin_memory=self.is_pinned)
+        self.upload_done = torch.cuda.Event() if self.is_pinned else None
         self.captured: dict[PassShape, CapturedPass] = {}
         self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
         self.is_replaying = False
@@ -143,8 +181,8 @@ class FixedPasses(Passes):
         n_last: int,
         config: PassConfig,
     ) -> Scores:
-        """Run Passes.forward, in a fixed shape if the pass is small enough. The next pass
-        overwrites the scores."""
+        """Run Passes.forward, in a fixed shape if the config allows it. The next pass overwrites
+        the scores."""
         n = len(tokens)
         n_masked = 0 if mask is None else mask.shape[1]
         if n > config.max_rows or n_masked > config.n_scratch:
@@ -155,11 +193,13 @@ class FixedPasses(Passes):
         n_rows, n_slots = round_up_rows(max(n, config.min_rows)), round_up_slots(start + n)
         shape = make_shape(n_rows, n_slots, config)
         self.upload(shape, tokens, positions, mask, length, start)
-        if self.is_replaying:
+        if self.is_replaying and shape in self.captured:
             graph, (x, ranked) = self.captured[shape]
             graph.replay()
         else:
             x, ranked = self.run(model, shape)
+            if self.is_replaying:
+                self.capture_shape(model, shape)
         rows = slice(n - n_last, n)
         logits = self.logits[rows, : config.n_ids]
         if ranked is None:
@@ -175,17 +215,12 @@ class FixedPasses(Passes):
         length: int,
         start: int,
     ) -> None:
-        """Copy the inputs of a pass to the buffer on the device.
-
-        Padding rows have token 0 and attend to at least one slot, because softmax over no slot is
-        nan.
-        """
+        """Copy the inputs of a pass to the buffer on the device. Padding rows have token 0."""
         n = len(tokens)
         if self.upload_done:
             self.upload_done.synchronize()
-        n_bytes = shape.n_bytes(self.kv.dtype)
-        staging = self.staging[:n_bytes].zero_()
-        inputs = shape.view_inputs(staging, self.kv.dtype)
+        staging = self.staging[: shape.n_bytes].zero_()
+        inputs = shape.view_inputs(staging)
         inputs.tokens[:n] = tokens
         inputs.positions[:n] = positions
         inputs.start[0] = start
@@ -193,11 +228,8 @@ class FixedPasses(Passes):
         if shape.is_strict:
             inputs.mask[:n] = recent_slots(positions, mask, length)
         else:
-            end = 1 + mask.shape[1]
-            inputs.mask[:n, 1:end].masked_fill_(~mask, -torch.inf)  # the other values are 0
-            inputs.mask[:n, end:] = -torch.inf
-            inputs.mask[:, -1] = -torch.inf
-        self.buffer[:n_bytes].copy_(staging, non_blocking=True)
+            inputs.mask.copy_(pack_mask(mask, shape.n_rows, shape.n_scratch))
+        self.buffer[: shape.n_bytes].copy_(staging, non_blocking=True)
         if self.upload_done:
             self.upload_done.record()
 
@@ -208,12 +240,13 @@ class FixedPasses(Passes):
         A graph can capture this method: no tensor's shape depends on a value on the device, and the
         host does not read from the device.
         """
-        inputs = shape.view_inputs(self.buffer, self.kv.dtype)
+        inputs = shape.view_inputs(self.buffer)
         if shape.is_strict:
             mask = build_strict_mask(inputs.positions, inputs.mask, shape.n_slots)
         else:
             columns = (self.slots[: shape.n_slots] - inputs.last).clamp_(0, shape.n_scratch + 1)
-            mask = inputs.mask.index_select(1, columns)
+            unpacked = F.embedding(inputs.mask.int(), self.additive_bits)  # [n, bytes, 8]
+            mask = unpacked.flatten(1).index_select(1, columns)  # [n, S]
         slots = inputs.start + self.slots[: shape.n_rows]
         rotary = self.rotary.index_select(0, inputs.positions)
         x = model.gpt_neox(inputs.tokens, rotary, self.kv, slots, mask)
@@ -225,6 +258,8 @@ class FixedPasses(Passes):
 
     def copy_to_host(self, ranked: Tensor) -> Tensor:
         """Return a copy of `ranked` on the host. Wait until it has arrived."""
+        if ranked.numel() > self.host_results.numel():
+            self.host_results = torch.empty(ranked.numel(), pin_memory=self.is_pinned)
         results = self.host_results[: ranked.numel()].view(ranked.shape)
         results.copy_(ranked, non_blocking=True)
         if ranked.device.type == "cuda":
@@ -234,7 +269,8 @@ class FixedPasses(Passes):
     def capture(
         self, model: "FastGPTNeoX", lengths: range, first_scratch: int, config: PassConfig
     ) -> int:
-        """Capture passes for these lengths of the sequence. Return the number of new graphs.
+        """Capture the small passes for these lengths of the sequence, and from now on every other
+        pass when it first runs. Return the number of new graphs.
 
         Shapes that were captured before are skipped. Captures write to the slots from
         first_scratch on.
@@ -249,20 +285,26 @@ class FixedPasses(Passes):
                 self.run(model, shape)
         for shape in missing:
             self.upload_padding(shape, first_scratch)  # the buffer holds inputs of another shape
-            run = partial(self.run, model, shape)
-            graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
-            self.captured[shape], self.graph_pool = (graph, result), graph.pool()
+            graph = self.capture_shape(model, shape)
             if model.shard.world_size == 1:  # otherwise ranks would wait for one that has failed
                 graph.replay()  # the first launch uploads the graph to the device
         self.is_replaying = True
         return len(missing)
 
+    def capture_shape(self, model: "FastGPTNeoX", shape: PassShape) -> torch.cuda.CUDAGraph:
+        """Capture a pass that has run before, and return its graph."""
+        run = partial(self.run, model, shape)
+        graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
+        self.captured[shape], self.graph_pool = (graph, result), graph.pool()
+        return graph
+
     def missing_shapes(self, lengths: range, config: PassConfig) -> list[PassShape]:
-        """Return the shapes for these lengths of the sequence that are not captured yet.
+        """Return the shapes of small passes for these lengths of the sequence that are not captured
+        yet.
 
         The largest come first, so that smaller ones can reuse their memory in the pool.
         """
-        max_rows = round_up_rows(max(config.max_rows, config.min_rows))
+        max_rows = round_up_rows(max(config.min_rows, min(config.max_rows, SMALL_PASS)))
         min_slots, max_slots = round_up_slots(lengths[0]), round_up_slots(lengths[-1])
         wanted = []
         for n_slots in range(max_slots, min_slots - 1, -SLOT_STEP):

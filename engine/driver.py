@@ -27,6 +27,7 @@ from torch import Tensor
 from engine.cache import FastCache, find_reusable
 from engine.checkpoint import first_line
 from engine.model import FastGPTNeoX
+from engine.passes import PassConfig
 from engine.ranks import ONE_RANK_ERRORS, Ranks, RanksError, has_valid_rank, is_rank_0, join_ranks
 
 # Every rank must run these methods of a model or a cache, because they run passes, change a cache's
@@ -60,11 +61,11 @@ class Driver:
             return partial(self.call, name)
         return getattr(self.local, name)
 
-    def new_cache(self, capacity: int, *config: object) -> "Driver":
+    def new_cache(self, capacity: int, config: PassConfig | None = None) -> "Driver":
         """Make a cache on all ranks. Rank 0 decides for all of them whether memory is reused."""
-        if find_reusable(self.local, capacity) is None:
+        if find_reusable(self.local, capacity, config) is None:
             self.call("free_reusable")
-        return self.call("new_cache", capacity, *config)
+        return self.call("new_cache", capacity, config)
 
     def capture(self, shortest: int) -> None:
         """Capture the passes over a cache on all ranks. On a CPU, do nothing."""

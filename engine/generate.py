@@ -19,12 +19,12 @@ import numpy
 from torch import Tensor
 
 import dynatree
-from draft_tree import MAX_ROWS, Candidates, Rule, Tree
+from draft_tree import Candidates, Rule, Tree
 from dynatree import Drafter
 from engine.cache import FastCache, OnPass, require_caches
 from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX, is_fast
-from engine.passes import PassConfig
+from engine.passes import SMALL_PASS, PassConfig
 from engine.scores import Ranking
 from gpt_neox import KVCache, Model
 from methods.acceptances import Accept
@@ -262,6 +262,7 @@ def configure_models(
         pass_config = PassConfig(
             rule.max_verified,
             rule.min_rows,
+            max(rule.max_verified, SMALL_PASS),
             ranking=Ranking(rule.target_top_k),
             is_strict=config.strict,
             window=config.window,
@@ -278,7 +279,7 @@ def configure_models(
     if not is_fast(draft):
         return target, TimedModel(draft)
     ranking = draft_ranking(rule, config.sampling)
-    max_rows = min(rule.max_rows, MAX_ROWS)
+    max_rows = min(rule.max_rows, max(rule.max_verified, SMALL_PASS))  # of one level
     pass_config = PassConfig(max_rows, rule.min_rows, rule.max_rows, n_ids, ranking, is_draft=True)
     pass_config = pass_config._replace(window=config.window)
     return target, ConfiguredModel(draft, pass_config, n_tokens, rule.max_rows)

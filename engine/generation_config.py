@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from draft_tree import Settings
 from engine.passes import FULL_ATTENTION, Window
+from engine.strict import MAX_STRICT_ROWS
 from gpt_neox import Config
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES, choose_acceptance
@@ -28,7 +29,8 @@ NUMBER_OPTIONS = ("window", "sinks")  # window=512
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """All options of a generation. Raises ValueError for an acceptance that the method refuses."""
+    """All options of a generation. Raises ValueError for an acceptance that the method refuses, and
+    for strict passes over too many rows."""
 
     settings: Settings  # the method and its settings
     _: KW_ONLY
@@ -49,6 +51,13 @@ class GenerationConfig:
             if rule.max_verified == 1:
                 raise ValueError(f"{self.acceptance} has no effect: the method drafts no tokens")
             choose_acceptance(rule, self.acceptance)
+        if self.strict:
+            rule = self.make_rule()
+            n_rows = max(rule.max_verified, rule.min_rows)
+            if n_rows > MAX_STRICT_ROWS:
+                raise ValueError(
+                    f"strict passes have at most {MAX_STRICT_ROWS} rows, this method's {n_rows}"
+                )
 
     @classmethod
     def parse(cls, method: str = "", *words: str) -> "GenerationConfig":

@@ -22,7 +22,10 @@ from engine.scores import Ranking, Scores, make_scores
 from engine.strict import StrictMask, build_strict_mask, first_recent, recent_slots
 from gpt_neox import GPTNeoX
 
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of passes with fixed shapes
+# Of passes with fixed shapes. The steps are smaller from 128 on, because the time of a larger pass
+# grows with its rows on a GPU too
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+SMALL_PASS = 128  # rows; passes of up to this many rows are captured before they are needed
 SLOT_STEP = 256
 
 
@@ -75,9 +78,9 @@ class PassConfig(NamedTuple):
     """The options of one model's cache and passes. A prefill in chunks uses only n_ids, ranking,
     window and reports_prompt."""
 
-    max_rows: int = ROW_COUNTS[-1]  # rows of a pass, without padding
+    max_rows: int = SMALL_PASS  # rows of a pass, without padding
     min_rows: int = 1  # passes of fewer rows are padded
-    n_scratch: int = ROW_COUNTS[-1]  # slots after the committed ones that a mask may cover
+    n_scratch: int = SMALL_PASS  # slots after the committed ones that a mask may cover
     n_ids: int = sys.maxsize  # number of ids whose logits are returned
     ranking: Ranking = Ranking()  # the numbers that the host reads for each row
     is_strict: bool = False  # a row's bits depend only on its position and its keys

@@ -82,12 +82,14 @@ class DySpecRule(MethodRule):
         Calibrated values are often equal. If all candidates of equal value were added, they could
         use up the row budget. Then draws would decide which later rows are drafted.
         """
-        n_best = self.settings.N - 1
-        values = numpy.append(self.best, values_of(level))
+        n_best, n_before = self.settings.N - 1, len(self.best)
+        lowest = self.best[-1] if n_before == n_best else -math.inf
+        values = values_of(level)
+        higher = numpy.flatnonzero(values > lowest)  # few of a large level, so sorting is cheap
+        values = numpy.append(self.best, values.take(higher))
         best = (-values).argsort(kind="stable")[:n_best]
-        is_best = numpy.zeros(len(values), dtype=bool)
-        is_best[best] = True
-        is_added = is_best[len(self.best) :].reshape(level.tokens.shape)
+        is_added = numpy.zeros(level.tokens.shape, dtype=bool)
+        is_added.put(higher[best[best >= n_before] - n_before], True)
         self.best = values[best]
         self.gate = "N", self.best[-1] if len(best) == n_best else -math.inf
         return is_added

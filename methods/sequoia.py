@@ -20,6 +20,7 @@ from functools import cache
 
 import numpy
 from numpy import ndarray
+from numpy.lib.stride_tricks import sliding_window_view
 
 from draft_tree import MAX_ROWS, Gates, Level, Rule, setting
 from methods.rules import MethodRule, added_mask
@@ -71,17 +72,28 @@ def plan_shape(n_nodes: int, max_depth: int, rank_probs: RankProbs) -> TreeShape
     lengths = numpy.zeros((max_depth + 1, n_ranks + 1, n_nodes + 1))  # that the n nodes add at best
     shares = numpy.zeros(lengths.shape, dtype=int)  # nodes for the child of rank k; 0: no child
     n = numpy.arange(n_nodes + 1)
-    n_left = n[:, None] - n  # [n + 1, n + 1], for the later siblings, by n and the child's share
     for depth in range(1, max_depth + 1):
         for rank in reversed(range(n_ranks)):
             child = numpy.zeros(n_nodes + 1)  # length added by the child's share
             child[1:] = rank_probs[rank] * (1 + lengths[depth - 1, 0, :-1])
-            siblings = lengths[depth, rank + 1][n_left]  # length added by its later siblings
-            siblings[:, 0] = 0.0  # without the child there are no later siblings
-            both = numpy.where(n_left >= 0, child + siblings, -math.inf)
-            lengths[depth, rank] = both.max(axis=1)
+            both = child + by_share(lengths[depth, rank + 1])
+            both[:, 0] = 0.0  # without the child there are no later siblings
             shares[depth, rank] = both.argmax(axis=1)
+            lengths[depth, rank] = both[n, shares[depth, rank]]
+        if (lengths[depth] == lengths[depth - 1]).all():  # deeper nodes add less than rounding
+            return shape_from_shares(shares, n_nodes, depth)
     return shape_from_shares(shares, n_nodes, max_depth)
+
+
+def by_share(siblings: ndarray) -> ndarray:
+    """Return the length [n + 1, n + 1] that later siblings add, by the number of nodes and the
+    child's share of them: -inf if the share is larger.
+
+    siblings: [n + 1], the same length by the number of nodes that are left for them.
+    """
+    n_nodes = len(siblings) - 1
+    padded = numpy.concatenate([numpy.full(n_nodes, -math.inf), siblings])
+    return sliding_window_view(padded, n_nodes + 1)[:, ::-1]  # [n, share] is siblings[n - share]
 
 
 def shape_from_shares(shares: ndarray, n_nodes: int, max_depth: int) -> TreeShape:

@@ -435,8 +435,8 @@ def test_a_tree_remembers_nothing_of_the_one_before(base: str) -> None:
 
 def test_a_rule_of_more_rows_than_the_widest_pass_is_refused() -> None:
     """Check the error. Such a rule would run on a CPU, but fail on CUDA in the middle of a text."""
-    with pytest.raises(ValueError, match="max_verified is 200, it must be at most 128"):
-        MethodRule(max_branches=2, max_depth=7, max_rows=200)
+    with pytest.raises(ValueError, match="max_verified is 2000, it must be at most 1024"):
+        MethodRule(max_branches=2, max_depth=7, max_rows=2000)
 
 
 def test_select_keeps_each_row_below_its_parent() -> None:

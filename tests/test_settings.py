@@ -59,7 +59,7 @@ WRONG_TOGETHER = [  # method, values, error
     ("dynatree", {"B_min": 3, "B_mid": 2}, "must have B_min <= B_mid"),
     ("dynatree", {"B_mid": 5, "B_max": 4}, "must have B_min <= B_mid"),
     ("dynatree", {"D0": 7, "D_max": 6}, "must have B_min <= B_mid"),
-    ("specinfer", {"widths": "128"}, "129 rows, it must have at most 128"),
+    ("specinfer", {"widths": "1024"}, "1025 rows, it must have at most 1024"),
     *(("specinfer", {"widths": word}, "whole numbers") for word in ("", "3:0:1", "3:1.5", "3,2")),
     *(("recycle", {"p": word}, "from 0 to 1") for word in ("", "1.5")),
     *(("graft", {"p": word}, "at most the one before") for word in ("0.5:0.6", "0.5:0.0")),

@@ -31,15 +31,15 @@ RUN = FixedPasses.run
 
 
 def read_by_the_host(passes: FixedPasses, model: FastGPTNeoX, shape: PassShape) -> PassResult:
-    int(shape.view_inputs(passes.buffer, passes.kv.dtype).start)
+    int(shape.view_inputs(passes.buffer).start)
     return RUN(passes, model, shape)
 
 
 def write_where_the_capture_wrote(
     passes: FixedPasses, model: FastGPTNeoX, shape: PassShape
 ) -> PassResult:
-    start = shape.view_inputs(passes.staging, passes.kv.dtype).start.numpy()[0].item()
-    shape.view_inputs(passes.buffer, passes.kv.dtype).start.fill_(start)
+    start = shape.view_inputs(passes.staging).start.numpy()[0].item()
+    shape.view_inputs(passes.buffer).start.fill_(start)
     return RUN(passes, model, shape)
 
 

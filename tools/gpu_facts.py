@@ -56,7 +56,7 @@ class Lab:
 
     models: dict[str, FastGPTNeoX]  # target and draft
     device: torch.device
-    rows: tuple[int, ...] = ROW_COUNTS  # n
+    rows: tuple[int, ...] = tuple(n for n in ROW_COUNTS if n <= SLOT_STEP)  # n
     slots: tuple[int, ...] = (512, 2304)  # S
 
     def replay_ms(self, replay: Callable[[], object]) -> float:
@@ -154,7 +154,7 @@ def passes(lab: Lab) -> Iterator[Record]:
     """Yield the time of the captured graph of n rows over S slots."""
     for name, model in lab.models.items():
         for n_slots in lab.slots:
-            with open_cache(model, n_slots - SLOT_STEP) as cache:
+            with open_cache(model, n_slots - SLOT_STEP, lab.rows[-1]) as cache:
                 for n in lab.rows:
                     make_forward(model, cache, n)()  # so that the graph reads this pass
                     shape = make_shape(n, round_up_slots(cache.length + n), cache.config)

@@ -7,7 +7,7 @@ precision is tested on a real GPU.
 import json
 
 import pytest
-from conftest import TINY, generate
+from conftest import LARGE_SETTINGS, TINY, generate
 
 from cli.main import main
 from cli.metrics import token_ids
@@ -28,8 +28,9 @@ OPTIONS = {
     "sampled": {"sampling": Sampling(0.8, 0.9, seed=3)},
     "long prompt": {},
     "head": {},
+    "large": {},
 }
-N_TOKENS = {"window": 100, "long prompt": 20}  # others: 60
+N_TOKENS = {"window": 100, "long prompt": 20, "large": 20}  # others: 60
 on_cuda = pytest.fixture(lambda: load_pair("cuda"), scope="module", name="on_cuda")
 on_cpu = pytest.fixture(lambda: load_pair("cpu"), scope="module", name="on_cpu")
 
@@ -40,10 +41,11 @@ def write(pair: Pair, method: str, case: str) -> list[int]:
         draft = load_head(TINY / "eagle", TINY / "target", target.device, target.dtype)
     if case == "long prompt":
         prompt = prompt * 30  # longer than a chunk of prefill and any fixed shape
+    settings = make_settings(method)
+    if case == "large":
+        settings = LARGE_SETTINGS.get(method, settings)
     n_tokens = N_TOKENS.get(case, 60)
-    return token_ids(
-        generate(target, draft, prompt, make_settings(method), n_tokens, **OPTIONS[case])
-    )
+    return token_ids(generate(target, draft, prompt, settings, n_tokens, **OPTIONS[case]))
 
 
 @pytest.mark.parametrize("case", OPTIONS)
