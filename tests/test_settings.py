@@ -74,7 +74,7 @@ WRONG_TOGETHER = [  # method, values, error
     ("graft", {"base": "linear:K"}, "the base is 'linear:K', it must be one of"),
     ("graft", {"base": "linear:K=x"}, "base=linear:K=x: K=x: K takes"),
     ("graft", {"base": "linear:B=2"}, "B=2: this method has no 'B'"),
-    ("graft", {"base": "linear:K=500"}, "K is 500, it must be from 0 to 127"),
+    ("graft", {"base": "linear:K=5000"}, "K is 5000, it must be from 0 to 1023"),
 ]
 
 
