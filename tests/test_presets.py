@@ -114,7 +114,7 @@ def test_v2s_published_figures_are_consistent() -> None:
         assert number(cells["tokens_pooled"]) == pytest.approx(pooled, abs=0.02), row
 
 
-@pytest.mark.parametrize("name", ["dyspec-1", "dyspec-2", "dyspec-3"])
+@pytest.mark.parametrize("name", ["dyspec-1", "dyspec-2", "dyspec-3", "dyspec-4"])
 def test_dyspecs_tables_draft_and_accept_as_the_papers_methods(name: str) -> None:
     """Check draft temperature and acceptance of each row.
 
@@ -122,8 +122,9 @@ def test_dyspecs_tables_draft_and_accept_as_the_papers_methods(name: str) -> Non
     Sampled rows were once accepted by traversal, while the paper's figures are for token.
     """
     drafted = [case for case in chosen(name)[1] if case.method != "ar"]
-    assert len(drafted) == 6 and {case.draft_temperature for case in drafted} <= {None, 0.6}
-    assert [(c.row, c.temperature) for c in drafted if c.is_drawn] == [("dyspec N=64", 0.0)]
+    assert len(drafted) >= 6 and {case.draft_temperature for case in drafted} <= {None, 0.6}
+    for case in drafted:
+        assert case.is_drawn == (case.method == "dyspec" and case.temperature == 0)
     for case in drafted:
         assert case.generation_config().acceptance == ("token" if case.temperature else None)
         assert not case.temperature or case.draft_temperature == 0.6
@@ -131,14 +132,14 @@ def test_dyspecs_tables_draft_and_accept_as_the_papers_methods(name: str) -> Non
     assert own.acceptance is None and own.generation_config().acceptance == "traversal"
 
 
-ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
+ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1 N_max=256", "dynatree"]
 V2 = [f"{row} on wikitext2" for row in ALL]
 V2 += [f"{row} on pg19" for row in ("ar", "linear K=5", ALL[2], "dynatree D_max=9")]
 DYSPEC = ["ar", "specinfer widths=4:2:2:1:1", "sequoia N=64 D_max=16", "dyspec N=64"]
 HOT = [f"{row} t=0.6" for row in DYSPEC]
 COLD = [f"{row} t=0.0" for row in DYSPEC]
 SIXTH = ["ar L=200", "linear K=6 L=200", "linear K=7 L=200"]
-SIXTH += [f"fixed D={depth} B=2 tau=0.05 L=200" for depth in (6, 7)]
+SIXTH += [f"fixed D={depth} B=2 tau=0.05 N_max=256 L=200" for depth in (6, 7)]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_builtin_prompts_replace_datasets_that_cannot_be_fetched(
     whole = load(file)
     title = PRESETS["v2-1"].title + "; with builtin prompts instead of wikitext2, pg19"
     assert whole.head.title == title
-    rows = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1", "dynatree"]
+    rows = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1 N_max=256", "dynatree"]
     assert labels(whole.head.cases) == rows
     assert whole.head.prompts == "builtin" and not any(c.published for c in whole.head.cases)
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
