@@ -152,10 +152,10 @@ class Trace:
     def tree(self, tree: Tree, predictions: list[int]) -> dict:
         """Return the data of a tree: lists by row, and the dropped candidates."""
         tokens, slots = tree.tokens, tree.draft_slots
-        proposed = self.candidates()
+        drafted, dropped, n_dropped = self.candidates(tree)
         of_row = {}
         for row in range(1, len(tokens)):
-            of_row[row] = proposed.pop((slots[tree.parents[row]], tokens[row]), None)
+            of_row[row] = drafted.get((slots[tree.parents[row]], tokens[row]))
         self.used_ids.update(tokens + predictions)
         confidence, breadth = self.look_at_rows(slots)
         retrieved = [row for row, is_it in enumerate(are_retrieved(tree)) if is_it]
@@ -178,7 +178,8 @@ class Trace:
             "confidence": confidence,
             "breadth": breadth,
             "stopped": stopped,
-            **self.dropped(proposed.values(), slots),
+            "dropped": self.list_dropped(dropped, slots),
+            "n_dropped": n_dropped,
         }
 
     def draft_p(self, tree: Tree, of_row: dict[int, Candidate | None]) -> list | None:
@@ -195,40 +196,53 @@ class Trace:
             found.append(above * candidate.draft_p if candidate and above is not None else None)
         return [None if p is None else short(p) for p in found]
 
-    def dropped(self, candidates: Iterable[Candidate], slots: list[int]) -> dict:
-        """Return the dropped candidates as [parent's row, token, p, gate], the likeliest first, and
-        their number."""
-        found = []
-        for c in candidates:
-            if c.p > 0 and c.slot in slots:
-                gate = c.dropped or self.rows
-                found.append([slots.index(c.slot), c.token, short(c.p), gate])
-        found.sort(key=lambda entry: -entry[2])
-        listed = found[:MAX_DROPPED]
+    def list_dropped(self, candidates: Iterable[Candidate], slots: list[int]) -> list[list]:
+        """Return the MAX_DROPPED likeliest candidates as [parent's row, token, p, gate]."""
+        rows = {slot: row for row, slot in enumerate(slots)}
+        entries = [[rows[c.slot], c.token, short(c.p), c.dropped or self.rows] for c in candidates]
+        listed = sorted(entries, key=lambda entry: -entry[2])[:MAX_DROPPED]
         self.used_ids.update(token for _, token, _, _ in listed)
-        return {"dropped": listed, "n_dropped": len(found)}
+        return listed
 
-    def candidates(self) -> dict[tuple[int, int], Candidate]:
-        """Return all drafted candidates by the parent's slot and the token."""
-        found = {}
-        slot = 0
+    def candidates(self, tree: Tree) -> tuple[dict[tuple[int, int], Candidate], list, int]:
+        """Return the candidates that became rows, by the parent's slot and the token; the likeliest
+        dropped ones of each level; and the number of all dropped ones below rows of the tree."""
+        drafted, dropped, n_dropped = {}, [], 0
+        children: dict[int, list[int]] = {slot: [] for slot in tree.draft_slots}  # tokens
+        for row in range(1, len(tree)):
+            children[tree.draft_slots[tree.parents[row]]].append(tree.tokens[row])
+        first_slot = 0
         for traced in self.levels:
-            shape = traced.level.tokens.shape
-            ids = traced.level.tokens.tolist()
-            p = numpy.exp(traced.level.path_logprobs).tolist()
-            logprobs = (
-                traced.level.logprobs if traced.draft_logprobs is None else traced.draft_logprobs
-            )
-            draft_p = numpy.exp(logprobs[:, : shape[1]]).tolist()
-            dropped = first_closed(traced.add_gates, shape)
-            stopped = first_closed(traced.expand_gates, shape)
-            for row in range(shape[0]):
-                for rank, token in enumerate(ids[row]):
-                    gate = stopped[row][rank] or self.no_more(traced)
-                    both = p[row][rank], draft_p[row][rank]
-                    found[slot, token] = Candidate(slot, token, *both, dropped[row][rank], gate)
-                slot += 1
-        return found
+            tokens, p = traced.level.tokens, numpy.exp(traced.level.path_logprobs)  # [n, k]
+            is_row, is_below = numpy.zeros((2, *tokens.shape), dtype=bool)
+            for i in range(len(tokens)):
+                if found := children.get(first_slot + i):
+                    is_row[i] = numpy.isin(tokens[i], found)
+                is_below[i] = first_slot + i in children
+            p_dropped = numpy.where(is_below & ~is_row, p, 0.0)
+            n_dropped += int(numpy.count_nonzero(p_dropped))
+            likeliest = (-p_dropped).argsort(axis=None, kind="stable")[:MAX_DROPPED]
+            for i, rank in numpy.argwhere(is_row).tolist():
+                candidate = self.candidate(traced, first_slot, i, rank)
+                drafted[candidate.slot, candidate.token] = candidate
+            for i, rank in zip(*numpy.unravel_index(likeliest, p.shape), strict=True):
+                if p_dropped[i, rank]:
+                    dropped.append(self.candidate(traced, first_slot, int(i), int(rank)))
+            first_slot += len(tokens)
+        return drafted, dropped, n_dropped
+
+    def candidate(self, traced: TracedLevel, first_slot: int, i: int, rank: int) -> Candidate:
+        """Return a candidate of a level, whose rows have the slots from first_slot on."""
+        level = traced.level
+        logprobs = level.logprobs if traced.draft_logprobs is None else traced.draft_logprobs
+        return Candidate(
+            slot=first_slot + i,
+            token=level.tokens.item(i, rank),
+            p=math.exp(level.path_logprobs[i, rank]),
+            draft_p=math.exp(logprobs[i, rank]),
+            dropped=first_closed(traced.add_gates, level, i, rank),
+            stopped=first_closed(traced.expand_gates, level, i, rank) or self.no_more(traced),
+        )
 
     def no_more(self, traced: TracedLevel) -> str | None:
         """Return the limit that stops the whole level, if any: its rows, its depth or the text."""
@@ -293,14 +307,12 @@ def deepest_setting(settings: Settings) -> str:
     return next((name for name in LEVELS if hasattr(settings, name)), NO_LEVEL_LEFT)
 
 
-def first_closed(gates: Gates, shape: tuple[int, ...]) -> list[list[str | None]]:
-    """Return by row and rank [n, k] the first gate that the candidate did not pass."""
-    found: list[list[str | None]] = [[None] * shape[1] for _ in range(shape[0])]
+def first_closed(gates: Gates, level: Level, i: int, rank: int) -> str | None:
+    """Return the first gate that a candidate did not pass, if any."""
     for name, is_open in gates.items():
-        is_closed = ~numpy.broadcast_to(is_open, shape)
-        for row, rank in numpy.argwhere(is_closed).tolist():
-            found[row][rank] = found[row][rank] or name
-    return found
+        if not numpy.broadcast_to(is_open, level.tokens.shape)[i, rank]:
+            return name
+    return None
 
 
 def short(value: float | str) -> float | str | None:

@@ -94,14 +94,14 @@ function cachesOf(view, stage, room) {
   const width = Math.max(room.width, 260);
   const start = STRIP.label + STRIP.committed;
   const nSlots = Math.max(tree.tokens.length, nDraftSlots(view, { kind: "whole" }));
-  const plan = { view, stage, start, cell: clamp((width - start - 4) / nSlots, 2, 52) };
+  const plan = { view, stage, start, cell: Math.min((width - start - 4) / nSlots, 52) };
   const below = STRIP.top + STRIP.height + STRIP.below;
   const rows = hasReached(stage, "mask") ? tree.tokens.map((_, row) => row) : [];
   const slots = new Array(nDraftSlots(view, stage)).fill(null); // null: the row is not in the final tree
   tree.slots.forEach((slot, row) => {
     if (isRunByDraft(view, stage, row)) slots[slot] = row;
   });
-  const every = Math.ceil(30 / plan.cell);
+  const every = Math.ceil((view.n + nSlots > 999 ? 38 : 30) / plan.cell); // room for the digits
   const numbers = [];
   for (let slot = 0; slot < Math.max(rows.length, slots.length); slot += every) {
     const number = String(view.n + slot);
@@ -183,7 +183,7 @@ function slotOf({ view, cell, start }, row, slot, top, isWritten) {
   const x = start + slot * cell;
   const flags = { cell: true, written: isWritten, root: row === 0, gone: row === null };
   flags.retrieved = view.isRetrieved.has(row);
-  const gap = cell > 5 ? 2 : 0.4;
+  const gap = cell > 5 ? 2 : cell / 5;
   const box = { x, y: top, width: cell - gap, height: STRIP.height, rx: cell > 12 ? 3 : 0 };
   const group = svg("g", { class: classes(flags), "data-row": row }, svg("rect", box));
   const maxLength = Math.floor((cell - 5) / widthOf("0", 12));
@@ -198,7 +198,7 @@ function slotOf({ view, cell, start }, row, slot, top, isWritten) {
 // from: the slots of the accepted rows; entry i goes to slot n + i.
 function moves({ start, cell }, from, top) {
   const y = top + STRIP.height + 2;
-  const end = start + from.length * cell - 2;
+  const end = start + Math.max(from.length * cell - 2, 1);
   const parts = [svg("path", { class: "stays", d: `M${start} ${y + 1}H${end}` })];
   from.forEach((slot, to) => {
     if (slot === to) return;
