@@ -260,9 +260,10 @@ class Bench:
 
 
 def largest_pass(cases: Sequence[Case]) -> int:
-    """Return the rows of the largest pass of these cases, padded as passes on CUDA are."""
+    """Return the rows of the largest target pass of these cases, padded as passes on CUDA are."""
     rules = [case.generation_config().make_rule() for case in cases if not case.is_hf]
-    return round_up_rows(max([SMALL_PASS, *(rule.max_verified for rule in rules)]))
+    rows = [max(rule.max_verified, rule.min_rows) for rule in rules]
+    return round_up_rows(max([SMALL_PASS, *rows]))
 
 
 def progress_bar(jobs: Sequence[Job]) -> tqdm:

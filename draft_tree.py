@@ -34,7 +34,9 @@ from typing import NamedTuple
 import numpy
 from numpy import ndarray
 
-MAX_ROWS = 1024  # rows of the largest tree that a setting may ask for
+# Of the largest tree that a setting may ask for. Some functions call themselves once per level, and
+# Python allows 1,000 calls
+MAX_ROWS, MAX_LEVELS = 1024, 511
 
 
 @dataclass(slots=True)
@@ -271,8 +273,8 @@ class DynaTree(Settings):
     B_max: int = setting(3, 1, 32, "children of an unsure node, c(u) < tau_l")
     tau_h: float = setting(0.9, 0.0, 1.0, "confidence from which B_min is enough")
     tau_l: float = setting(0.4, 0.0, 1.0, "confidence below which B_max is needed")
-    D0: int = setting(5, 1, MAX_ROWS - 1, "base depth; deeper only where p(u) >= rho_deep")
-    D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth")
+    D0: int = setting(5, 1, MAX_LEVELS, "base depth; deeper only where p(u) >= rho_deep")
+    D_max: int = setting(8, 1, MAX_LEVELS, "hard limit of depth")
     rho_stop: float = setting(0.1, 0.0, 1.0, "p(u) needed to expand a node of depth < D0")
     rho_deep: float = setting(0.5, 0.0, 1.0, "p(u) needed to expand a node of depth >= D0")
     tau: float = setting(0.05, 0.0, 1.0, "a child with p(u) below tau is not added")

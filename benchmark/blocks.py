@@ -3,7 +3,7 @@
 An attention kernel computes a mask block by block, and it could skip a block in which no row
 attends to any slot. How many remain depends on the order of the tree's rows (DySpec, appendix C):
 
-grown          the order in which the rows were added: in dyspec by value, in random trees any order
+grown          the order in which the rows were added: in dyspec by value
 breadth-first  the order of this project's trees
 depth-first    the order to which the paper changes
 heavy path     depth-first, the child with the largest subtree first
@@ -40,11 +40,10 @@ from verify import ancestor_mask
 
 BLOCK_SIZES = (32, 128)  # rows and columns
 PREFIXES = (0, 100, 500, 2000)  # P
-RANDOM_ROWS = (256, 512, 1024, 2048)  # as in the paper's table 5
 REAL_ROWS = (256, 768, 1024)
 MAX_DEPTH = 30
 N_RANDOM = 8  # trees of each number of rows
-N_PROMPTS, N_TOKENS = 4, 64  # of the texts whose trees are counted
+N_PROMPTS, N_TOKENS = 4, 96  # of the texts whose trees are counted
 ORDERS = ("grown", "breadth-first", "depth-first", "heavy path")
 # The paper's table 5: random trees, P = 0, blocks of 32; before and after its change of the order
 PUBLISHED = {256: "36 / 22.5", 512: "135.5 / 52.8", 1024: "490.2 / 119.3", 2048: "1654.5 / 278.7"}
@@ -56,7 +55,7 @@ def random_parents(n: int, rng: random.Random) -> list[int]:
 
 
 def grown_order(tree: Tree) -> list[int]:
-    """Return the rows of a tree in the order in which DySpec's Algorithm 1 adds them: by value."""
+    """Return the rows of a greedy tree in the order in which DySpec adds them (appendix D.1)."""
     return sorted(range(len(tree)), key=lambda row: -tree.path_logprobs[row])
 
 
@@ -68,24 +67,24 @@ def breadth_first(parents: Sequence[int]) -> list[int]:
     return sorted(range(len(parents)), key=depths.__getitem__)
 
 
-def depth_first(parents: Sequence[int], by_size: bool) -> list[int]:
+def depth_first(parents: Sequence[int], is_by_size: bool) -> list[int]:
     """Return the rows in depth-first order.
 
-    by_size: among siblings, those with larger subtrees come first. Otherwise they keep their order.
+    is_by_size: among siblings, those with larger subtrees come first. Otherwise they keep their
+        order.
     """
     children: list[list[int]] = [[] for _ in parents]
     sizes = [1] * len(parents)  # of the subtrees
     for row in range(len(parents) - 1, 0, -1):
-        children[parents[row]].insert(0, row)
+        children[parents[row]].append(row)  # the last sibling first, as a stack needs them
         sizes[parents[row]] += sizes[row]
     order, stack = [], [0]
     while stack:
         row = stack.pop()
         order.append(row)
-        siblings = children[row]
-        if by_size:
-            siblings = sorted(siblings, key=lambda child: -sizes[child])
-        stack += reversed(siblings)
+        if is_by_size:
+            children[row].sort(key=lambda child: sizes[child])
+        stack += children[row]
     return order
 
 
@@ -100,47 +99,48 @@ def count_blocks(mask: ndarray, size: int, n_prefix: int) -> int:
     return int(padded.reshape(n_rows, size, n_columns, size).any(axis=(1, 3)).sum())
 
 
-def count_by_order(
-    parents: Sequence[int], grown: Sequence[int], size: int, n_prefix: int
-) -> list[int]:
-    """Return the number of blocks in each of ORDERS. grown: the rows in the order of growth."""
-    mask = ancestor_mask(list(parents))
+def masks_by_order(parents: Sequence[int], grown: Sequence[int]) -> list[ndarray]:
+    """Return a tree's mask [N, N] in each of ORDERS. grown: the rows in the order of growth."""
+    mask = ancestor_mask(parents)
     orders = [grown, breadth_first(parents)]
-    orders += [depth_first(parents, by_size) for by_size in (False, True)]
-    return [count_blocks(mask[numpy.ix_(rows, rows)], size, n_prefix) for rows in orders]
+    orders += [depth_first(parents, is_by_size) for is_by_size in (False, True)]
+    return [mask[numpy.ix_(rows, rows)] for rows in orders]
 
 
-def mean_counts(
-    trees: Sequence[tuple[Sequence[int], Sequence[int]]], size: int, n_prefix: int
-) -> list[str]:
-    """Return the cells of a table: the mean number of blocks in each of ORDERS."""
-    counts = [count_by_order(parents, grown, size, n_prefix) for parents, grown in trees]
+def mean_counts(trees: Sequence[list[ndarray]], size: int, n_prefix: int) -> list[str]:
+    """Return the cells of a table: the mean number of blocks in each of ORDERS. trees: the results
+    of masks_by_order."""
+    counts = [[count_blocks(mask, size, n_prefix) for mask in masks] for masks in trees]
     return [f"{mean:,.1f}" for mean in numpy.mean(counts, axis=0)]
 
 
 def real_trees(pair: Pair, n_rows: int) -> Iterator[Tree]:
-    """Yield the trees of dyspec in greedy texts after the builtin prompts."""
+    """Yield the trees of dyspec in greedy texts after the builtin prompts, but not those that the
+    end of the text may have made less deep."""
     config = GenerationConfig.parse("dyspec", f"N={n_rows}", f"D_max={MAX_DEPTH}")
     n_ids = pair.target.config.vocab_size
     for ids in cut_prompts(list(BUILTIN), pair.tokenizer, n_ids, 150, N_PROMPTS):
-        steps = list(Request(pair, ids, config, N_TOKENS).decode())
-        yield from (step.tree for step in steps[1:] if len(step.tree) == n_rows)
+        n_left = N_TOKENS
+        for step in Request(pair, ids, config, N_TOKENS).decode():
+            if step.tree and n_left > MAX_DEPTH:
+                yield step.tree
+            n_left -= len(step.tokens)
 
 
 def random_cells() -> Iterator[list[str]]:
     """Yield the rows of the table of random trees, as text."""
     rng = random.Random(0)
-    for n in RANDOM_ROWS:
-        trees = [(random_parents(n, rng), range(n)) for _ in range(N_RANDOM)]
+    for n, published in PUBLISHED.items():
+        trees = [masks_by_order(random_parents(n, rng), range(n)) for _ in range(N_RANDOM)]
         for size in BLOCK_SIZES:
-            published = PUBLISHED[n] if size == 32 else ""
-            yield [f"{n:,}", str(size), *mean_counts(trees, size, 0), published]
+            paper = published if size == 32 else ""
+            yield [f"{n:,}", str(size), *mean_counts(trees, size, 0), paper]
 
 
 def real_cells(pair: Pair) -> Iterator[list[str]]:
     """Yield the rows of the table of real trees, as text."""
     for n in REAL_ROWS:
-        trees = [(tree.parents, grown_order(tree)) for tree in real_trees(pair, n)]
+        trees = [masks_by_order(tree.parents, grown_order(tree)) for tree in real_trees(pair, n)]
         for size, n_prefix in product(BLOCK_SIZES, PREFIXES):
             yield [f"{n:,}", str(size), f"{n_prefix:,}", *mean_counts(trees, size, n_prefix)]
 

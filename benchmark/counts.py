@@ -94,10 +94,10 @@ def count_calibration(steps: Sequence[Step]) -> dict[str, list[int]]:
     drafted = [0] * N_BINS
     matching = [0] * N_BINS
     for step in steps[1:]:
-        tree = step.tree
+        tree, is_retrieved = step.tree, are_retrieved(step.tree)
         is_match = [False, *matches(step)]  # the root is no candidate
         for row in range(1, len(tree)):
-            if not are_retrieved(tree)[row]:
+            if not is_retrieved[row]:
                 parent_logprob = tree.path_logprobs[tree.parents[row]]
                 probability = math.exp(tree.path_logprobs[row] - parent_logprob)
                 bin = min(int(probability * N_BINS), N_BINS - 1)

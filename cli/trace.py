@@ -220,14 +220,15 @@ class Trace:
                     is_row[i] = numpy.isin(tokens[i], found)
                 is_below[i] = first_slot + i in children
             p_dropped = numpy.where(is_below & ~is_row, p, 0.0)
-            n_dropped += int(numpy.count_nonzero(p_dropped))
-            likeliest = (-p_dropped).argsort(axis=None, kind="stable")[:MAX_DROPPED]
+            possible = numpy.flatnonzero(p_dropped)
+            n_dropped += len(possible)
+            order = (-p_dropped.take(possible)).argsort(kind="stable")
+            likeliest = possible[order[:MAX_DROPPED]]
             for i, rank in numpy.argwhere(is_row).tolist():
                 candidate = self.candidate(traced, first_slot, i, rank)
                 drafted[candidate.slot, candidate.token] = candidate
-            for i, rank in zip(*numpy.unravel_index(likeliest, p.shape), strict=True):
-                if p_dropped[i, rank]:
-                    dropped.append(self.candidate(traced, first_slot, int(i), int(rank)))
+            for at in likeliest.tolist():
+                dropped.append(self.candidate(traced, first_slot, *divmod(at, p.shape[1])))
             first_slot += len(tokens)
         return drafted, dropped, n_dropped
 

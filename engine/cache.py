@@ -22,7 +22,15 @@ from torch import Tensor
 from engine.cuda_graphs import FixedPasses, buffer_rows
 from engine.layers import rotate_
 from engine.memory import OutOfMemory, format_bytes, free_memory, memory_for, require_memory
-from engine.passes import ROW_COUNTS, SMALL_PASS, PassConfig, Passes, round_up_slots
+from engine.passes import (
+    ROW_COUNTS,
+    SLOT_STEP,
+    SMALL_PASS,
+    PassConfig,
+    Passes,
+    round_up_rows,
+    round_up_slots,
+)
 from engine.scores import Scores
 from engine.strict import MAX_DEPTH, MAX_STRICT_ROWS, is_place_invariant, min_invariant_rows
 from gpt_neox import PREFILL_CHUNK, KVCache
@@ -65,9 +73,9 @@ class FastCache(KVCache):
         model, began = self.model, time.perf_counter()
         if not model.has_fixed_shapes:
             return
-        # Few passes of a large tree run at the end of its many scratch slots
-        n_seldom = max(self.config.n_scratch - SMALL_PASS, 0)
-        lengths = range(shortest, max(self.capacity - n_seldom, shortest) + 1)
+        # Trees seldom fill all of their scratch slots, so not all of them count
+        n_rare = max(self.config.n_scratch - SMALL_PASS, 0)
+        lengths = range(shortest, max(self.capacity - n_rare, shortest) + 1)
         try:
             model.n_graphs += self.passes.capture(model, lengths, self.length, self.config)
         except torch.OutOfMemoryError as error:
@@ -252,7 +260,7 @@ def allocate_passes(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> 
     # choose_capacity is a collective, so it comes before the lines that may raise on one rank only
     n_slots = count_slots(model, choose_capacity(model, capacity, config), config)
     what = f"a cache of {capacity} tokens"
-    n_bytes = cache_bytes(model, capacity, config)
+    n_bytes = cache_bytes(model, capacity, config) + logits_bytes(model, config)
     require_memory(n_bytes, model.device, what)
     # Memory that the next cache may reuse must also be usable outside of inference mode
     is_inference = torch.is_inference_mode_enabled() and not model.has_fixed_shapes
@@ -282,6 +290,8 @@ def find_reusable(
 ) -> FixedPasses | None:
     """Return passes that a closed cache has left and that have room for `capacity` tokens and the
     rows of the config, if there are any."""
+    if not model.reusable:
+        return None
     config = config or PassConfig()
     n_slots, n_rows = count_slots(model, capacity, config), buffer_rows(config)
     for passes in model.reusable:
@@ -294,7 +304,8 @@ def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig | None =
     """Return how many slots a cache needs, including those that padding rows write to."""
     config = config or PassConfig()
     if model.has_fixed_shapes:
-        return round_up_slots(capacity + buffer_rows(config))
+        # Padding adds fewer rows than min_rows, or than the largest difference of ROW_COUNTS
+        return round_up_slots(capacity + max(round_up_rows(config.min_rows), SLOT_STEP))
     n_slots = capacity + max(config.min_rows, model.min_rows) - 1
     return round_up_slots(n_slots) if config.is_strict else n_slots  # strict attention reads blocks
 
@@ -302,6 +313,14 @@ def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig | None =
 def cache_bytes(model: "FastGPTNeoX", capacity: int, config: PassConfig | None = None) -> int:
     """Return the size in bytes of a cache for `capacity` tokens."""
     return model.bytes_per_token * count_slots(model, capacity, config)
+
+
+def logits_bytes(model: "FastGPTNeoX", config: PassConfig) -> int:
+    """Return the bytes on CUDA of three copies of the logits of large passes: the head's output, in
+    float32, as probabilities. Those of small passes are part of engine.memory.CUDA_RESERVE."""
+    if not model.has_fixed_shapes:
+        return 0
+    return 3 * 4 * model.config.vocab_size * (buffer_rows(config) - SMALL_PASS)
 
 
 def require_caches(needs: Sequence[tuple["FastGPTNeoX", int, PassConfig]]) -> None:
@@ -314,6 +333,6 @@ def require_caches(needs: Sequence[tuple["FastGPTNeoX", int, PassConfig]]) -> No
     for model, capacity, config in needs:
         if not find_reusable(model, capacity, config):
             model.free_reusable()
-            n_bytes += cache_bytes(model, capacity, config)
+            n_bytes += cache_bytes(model, capacity, config) + logits_bytes(model, config)
     sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
     require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.memory import memory_for
 from engine.passes import (
     ROW_COUNTS,
     SLOT_STEP,
@@ -127,11 +128,11 @@ def pack_mask(mask: Tensor, n_rows: int, n_scratch: int) -> Tensor:
     rows attend to all but the other slots, because softmax over no slot is nan.
     """
     n, m = mask.shape
-    bits = numpy.zeros((n_rows, n_scratch + 2), dtype=bool)
-    bits[:n, 0] = True
-    bits[:n, 1 : 1 + m] = mask.numpy()
-    bits[n:, :-1] = True
-    return torch.from_numpy(numpy.packbits(bits, axis=1, bitorder="little"))
+    attends = numpy.zeros((n_rows, n_scratch + 2), dtype=bool)
+    attends[:n, 0] = True
+    attends[:n, 1 : 1 + m] = mask.numpy()
+    attends[n:, :-1] = True
+    return torch.from_numpy(numpy.packbits(attends, axis=1, bitorder="little"))
 
 
 def additive_bits(like: Tensor) -> Tensor:
@@ -165,7 +166,6 @@ class FixedPasses(Passes):
         # has read the last pass's results or waited for `upload_done`
         self.is_pinned = kv.device.type == "cuda"
         self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
-        self.host_results = torch.empty(0, pin_memory=self.is_pinned)
         self.upload_done = torch.cuda.Event() if self.is_pinned else None
         self.captured: dict[PassShape, CapturedPass] = {}
         self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
@@ -184,10 +184,10 @@ class FixedPasses(Passes):
         """Run Passes.forward, in a fixed shape if the config allows it. The next pass overwrites
         the scores."""
         n = len(tokens)
-        n_masked = 0 if mask is None else mask.shape[1]
+        n_masked = n if mask is None else mask.shape[1]
         if n > config.max_rows or n_masked > config.n_scratch:
             return super().forward(model, tokens, positions, mask, start, n_last, config)
-        length = start if mask is None else start + n - n_masked  # slots before those of the mask
+        length = start + n - n_masked  # slots before those of the mask
         if mask is None and not config.is_strict:
             mask = causal_mask(n)
         n_rows, n_slots = round_up_rows(max(n, config.min_rows)), round_up_slots(start + n)
@@ -258,13 +258,11 @@ class FixedPasses(Passes):
 
     def copy_to_host(self, ranked: Tensor) -> Tensor:
         """Return a copy of `ranked` on the host. Wait until it has arrived."""
-        if ranked.numel() > self.host_results.numel():
-            self.host_results = torch.empty(ranked.numel(), pin_memory=self.is_pinned)
-        results = self.host_results[: ranked.numel()].view(ranked.shape)
+        results = torch.empty(ranked.shape, pin_memory=self.is_pinned)  # torch keeps pinned memory
         results.copy_(ranked, non_blocking=True)
-        if ranked.device.type == "cuda":
+        if self.is_pinned:
             torch.cuda.current_stream(ranked.device).synchronize()
-        return results.clone()
+        return results
 
     def capture(
         self, model: "FastGPTNeoX", lengths: range, first_scratch: int, config: PassConfig
@@ -292,9 +290,10 @@ class FixedPasses(Passes):
         return len(missing)
 
     def capture_shape(self, model: "FastGPTNeoX", shape: PassShape) -> torch.cuda.CUDAGraph:
-        """Capture a pass that has run before, and return its graph."""
+        """Capture a pass that has run before, and return its graph. Raises OutOfMemory."""
         run = partial(self.run, model, shape)
-        graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
+        with memory_for(f"the CUDA graph of a pass of {shape.n_rows} rows; use --no-graphs"):
+            graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
         self.captured[shape], self.graph_pool = (graph, result), graph.pool()
         return graph
 

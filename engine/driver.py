@@ -10,7 +10,8 @@ the call, runs it on its shard, and waits for the next one.
         else:
             target = Driver.load(ranks, "models/tiny/target", torch.device("cpu"), torch.float32)
 
-An iteration makes two calls, a pass and its commit, so it takes two broadcasts.
+An iteration makes two calls, a pass and its commit, so it takes two broadcasts, and a third one if
+the call does not fit into one (ranks.MESSAGE_BYTES).
 
 Shapes: n rows of a mask, m slots that it covers.
 """

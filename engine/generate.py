@@ -262,7 +262,7 @@ def configure_models(
         pass_config = PassConfig(
             rule.max_verified,
             rule.min_rows,
-            max(rule.max_verified, SMALL_PASS),
+            max(rule.max_verified, SMALL_PASS),  # so that methods with small trees share graphs
             ranking=Ranking(rule.target_top_k),
             is_strict=config.strict,
             window=config.window,
@@ -279,7 +279,8 @@ def configure_models(
     if not is_fast(draft):
         return target, TimedModel(draft)
     ranking = draft_ranking(rule, config.sampling)
-    max_rows = min(rule.max_rows, max(rule.max_verified, SMALL_PASS))  # of one level
+    # A level seldom has more rows than the tree; if it has, its pass has no fixed shape
+    max_rows = min(rule.max_rows, max(rule.max_verified, SMALL_PASS))
     pass_config = PassConfig(max_rows, rule.min_rows, rule.max_rows, n_ids, ranking, is_draft=True)
     pass_config = pass_config._replace(window=config.window)
     return target, ConfiguredModel(draft, pass_config, n_tokens, rule.max_rows)

@@ -46,18 +46,15 @@ class GenerationConfig:
             raise ValueError(
                 f"commit is {self.commit}, it must be one of {', '.join(COMMIT_MODES)}"
             )
+        rule = self.make_rule()
         if self.acceptance:
-            rule = self.make_rule()
             if rule.max_verified == 1:
                 raise ValueError(f"{self.acceptance} has no effect: the method drafts no tokens")
             choose_acceptance(rule, self.acceptance)
-        if self.strict:
-            rule = self.make_rule()
-            n_rows = max(rule.max_verified, rule.min_rows)
-            if n_rows > MAX_STRICT_ROWS:
-                raise ValueError(
-                    f"strict passes have at most {MAX_STRICT_ROWS} rows, this method's {n_rows}"
-                )
+        n_rows = max(rule.max_verified, rule.min_rows)
+        if self.strict and n_rows > MAX_STRICT_ROWS:
+            why = f"it must have at most {MAX_STRICT_ROWS}; use a smaller tree"
+            raise ValueError(f"strict: a pass of this method has up to {n_rows} rows, {why}")
 
     @classmethod
     def parse(cls, method: str = "", *words: str) -> "GenerationConfig":

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-# Bytes of CUDA memory for the allocations of the first passes: kernels, cuBLAS's workspaces, graphs
-# and their pools, logits. Others report 0.3 to 0.7 GB; not measured here
+# Bytes of CUDA memory for the allocations of the first passes of up to 128 rows: kernels, cuBLAS's
+# workspaces, graphs and their pools, logits. Others report 0.3 to 0.7 GB; not measured here
 CUDA_RESERVE = 750_000_000
 # Out-of-memory messages of torch's CPU allocator, mapped files, the system, C++ and oneDNN
 OUT_OF_MEMORY_MESSAGE = re.compile(

@@ -22,8 +22,8 @@ from engine.scores import Ranking, Scores, make_scores
 from engine.strict import StrictMask, build_strict_mask, first_recent, recent_slots
 from gpt_neox import GPTNeoX
 
-# Of passes with fixed shapes. The steps are smaller from 128 on, because the time of a larger pass
-# grows with its rows on a GPU too
+# Of passes with fixed shapes. From 128 on, neighbours differ by less than a factor of two, because
+# the time of a larger pass grows with its rows on a GPU too
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 SMALL_PASS = 128  # rows; passes of up to this many rows are captured before they are needed
 SLOT_STEP = 256

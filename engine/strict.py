@@ -39,8 +39,8 @@ from engine.linear import FbgemmLinear
 BLOCK = 256  # slots
 N_RECENT = 16  # positions whose keys are gathered, including the row's own
 MAX_DEPTH = N_RECENT - 1  # of a tree in strict passes
-# Of a pass. Trials cannot test more in a short time, and the recent keys of 1,024 rows would take
-# 168 MB in every layer of Pythia-2.8B
+# Of a pass. Trials of more rows would take long, and the recent keys of 1,024 rows of Pythia-2.8B
+# would take 168 MB in each layer
 MAX_STRICT_ROWS = 128
 # For the trials of min_invariant_rows and is_place_invariant
 TRIAL_ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 64, MAX_STRICT_ROWS)

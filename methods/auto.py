@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Tree, setting
+from draft_tree import MAX_LEVELS, MAX_ROWS, Gates, Level, Rule, Tree, setting
 from methods.costs import (
     EXAMPLE_COSTS,
     INITIAL_LEVEL_GAIN,
@@ -90,7 +90,7 @@ class Auto(MethodSettings):
     """auto: draft and n-grams, each level and node only while it pays (this project's own)."""
 
     N: int = setting(48, 1, MAX_ROWS, "maximum rows per tree, root included")
-    D_max: int = setting(8, 0, MAX_ROWS - 1, "maximum levels drafted; 0 needs no draft model")
+    D_max: int = setting(8, 0, MAX_LEVELS, "maximum levels drafted; 0 needs no draft model")
     costs: str = text(
         "learned",
         parse_costs,

@@ -125,7 +125,7 @@ class CalibratedDrafter(Drafter):
 
     def newton_step(self, x: float, is_accepted: bool) -> None:
         """Update a and b by one candidate, with a damped step: the log-odds at x change by at most
-        MAX_STEP. Plain floats are faster than arrays, because a tree has only a dozen candidates.
+        MAX_STEP. Plain floats are faster than arrays, because few candidates of a tree are tried.
         """
         a, b = self.weights
         p = 1 / (1 + math.exp(-(a + b * x)))

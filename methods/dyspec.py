@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, log_threshold, setting
+from draft_tree import MAX_LEVELS, MAX_ROWS, Gates, Level, Rule, log_threshold, setting
 from methods.rules import MethodRule, values_of
 from methods.shared_settings import SharedSettings
 
@@ -39,7 +39,7 @@ class DySpec(SharedSettings):
 
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
     t: float = setting(0.05, 0.0, 1.0, "value from which a node is added if exact is off")
-    D_max: int = setting(16, 1, MAX_ROWS - 1, "hard limit of depth")
+    D_max: int = setting(16, 1, MAX_LEVELS, "hard limit of depth")
     exact: bool = setting(True, False, True, "add the N best; off: all of value t or more, up to N")
 
     def make_rule(self) -> Rule:

@@ -32,7 +32,7 @@ Shapes: n rows of a pass, hidden the target's hidden size.
 import torch
 from torch import Tensor, nn
 
-from draft_tree import Candidates, Tree
+from draft_tree import MAX_ROWS, Candidates, Tree
 from dynatree import ModelDrafter
 from gpt_neox import PREFILL_CHUNK, GPTNeoX, KVCache
 from methods.observing import HiddenDrafter
@@ -45,9 +45,11 @@ class StateEmbedding(nn.Module):
         """fc: from 2 * hidden to hidden."""
         super().__init__()
         self.embedding, self.fc = embedding, fc
-        # [PREFILL_CHUNK, hidden], filled by EagleHead.take_states before each pass, which reads the
-        # first n. It is a buffer because a CUDA graph reads its inputs at fixed addresses
-        states = torch.zeros(PREFILL_CHUNK, fc.out_features, device=fc.weight.device)
+        # [n, hidden] with room for a chunk of prefill and for a level, filled by
+        # EagleHead.take_states before each pass, which reads the first ones. It is a buffer because
+        # a CUDA graph reads its inputs at fixed addresses
+        n = max(PREFILL_CHUNK, MAX_ROWS)
+        states = torch.zeros(n, fc.out_features, device=fc.weight.device)
         self.register_buffer("input_states", states.to(fc.weight.dtype), persistent=False)
 
     @property

@@ -16,7 +16,7 @@ however long the text is.
 import math
 from dataclasses import dataclass
 
-from draft_tree import MAX_ROWS, Rule, Tree, setting
+from draft_tree import MAX_LEVELS, Rule, Tree, setting
 from methods.ngrams import NGrams
 from methods.rules import MethodRule, MixedTree
 from methods.settings import MethodSettings
@@ -32,7 +32,7 @@ class Lookup(MethodSettings):
     """lookup: copies what followed the last tokens earlier in the text; no draft model."""
 
     n: int = setting(3, 1, 16, "length of the longest n-gram looked up; then n - 1, ..., 1")
-    K: int = setting(10, 1, MAX_ROWS - 1, "tokens copied per iteration")
+    K: int = setting(10, 1, MAX_LEVELS, "tokens copied per iteration")
     trust: int = setting(0, 0, 16, "tokens copied per matching token, at most K; 0: always K")
 
     def make_rule(self) -> Rule:

@@ -29,7 +29,17 @@ from heapq import heappop, heappush
 import numpy
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, log_threshold, setting
+from draft_tree import (
+    MAX_LEVELS,
+    MAX_ROWS,
+    Gates,
+    Level,
+    Rule,
+    Settings,
+    Tree,
+    log_threshold,
+    setting,
+)
 from methods.cost_gates import CostGates
 from methods.drafting import DRAFTING
 from methods.rules import (
@@ -81,7 +91,7 @@ class Recycle(MethodSettings):
     """recycle: a tree from a table of successors, no draft model (Token Recycling)."""
 
     N: int = setting(16, 1, MAX_ROWS, "rows per tree, root included")
-    D_max: int = setting(8, 1, MAX_ROWS - 1, "hard limit of depth")
+    D_max: int = setting(8, 1, MAX_LEVELS, "hard limit of depth")
     p: str = successor_setting()
 
     def make_rule(self) -> Rule:
@@ -134,7 +144,7 @@ class Graft(MethodSettings):
         (*DRAFTING, "linear:K=3", "deagle:k=4:N_max=24"),
     )
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included, drafted and grafted")
-    D_max: int = setting(8, 1, MAX_ROWS - 1, "maximum number of grafted levels")
+    D_max: int = setting(8, 1, MAX_LEVELS, "maximum number of grafted levels")
     checkpoints: str = text(
         "1@0.5:3@0.3:5@0.2",
         parse_checkpoints,

@@ -22,7 +22,7 @@ import numpy
 from numpy import ndarray
 from numpy.lib.stride_tricks import sliding_window_view
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, setting
+from draft_tree import MAX_LEVELS, MAX_ROWS, Gates, Level, Rule, setting
 from methods.rules import MethodRule, added_mask
 from methods.settings import MethodSettings, text
 
@@ -49,7 +49,7 @@ class Sequoia(MethodSettings):
     """sequoia: the static tree with the highest expected accepted length (Chen et al. 2024)."""
 
     N: int = setting(16, 1, MAX_ROWS, "rows per tree, root included")
-    D_max: int = setting(6, 1, MAX_ROWS - 1, "hard limit of depth")
+    D_max: int = setting(6, 1, MAX_LEVELS, "hard limit of depth")
     p: str = text(
         TINY_PAIR_RANK_PROBS,
         parse_rank_probs,
@@ -65,7 +65,7 @@ class Sequoia(MethodSettings):
 @cache
 def plan_shape(n_nodes: int, max_depth: int, rank_probs: RankProbs) -> TreeShape:
     """Return the best shape with n_nodes below its root, by Sequoia's dynamic programming. It has
-    fewer nodes if max_depth levels have no room for all."""
+    fewer nodes if max_depth levels have no room for all, and fewer levels if they are enough."""
     # Both are indexed by [d, k, n]: n nodes are to be placed in the d levels below a node that has
     # children of all ranks below k already. [D + 1, k + 1, n + 1]
     n_ranks = len(rank_probs)
@@ -80,7 +80,7 @@ def plan_shape(n_nodes: int, max_depth: int, rank_probs: RankProbs) -> TreeShape
             both[:, 0] = 0.0  # without the child there are no later siblings
             shares[depth, rank] = both.argmax(axis=1)
             lengths[depth, rank] = both[n, shares[depth, rank]]
-        if (lengths[depth] == lengths[depth - 1]).all():  # deeper nodes add less than rounding
+        if (lengths[depth] == lengths[depth - 1]).all():  # more levels add nothing
             return shape_from_shares(shares, n_nodes, depth)
     return shape_from_shares(shares, n_nodes, max_depth)
 

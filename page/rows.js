@@ -20,7 +20,7 @@ function maskOf(view, stage, room) {
   const { tokens, parents } = view.tree;
   const n = tokens.length;
   const [head, all, brackets] = [17, 38, 46]; // heading, column of cached tokens, column of positions
-  const high = clamp((room.height - head - 2) / n, 1, 26);
+  const high = Math.min((room.height - head - 2) / n, 26);
   const labels = tokens.map((id) => shorten(visible(textOf(id)), 9));
   const cellBeside = (left) => Math.min(high, (room.width - left - all - brackets) / n);
   const labelRoom = Math.max(...labels.map((label) => widthOf(label, 12))) + 8;

@@ -118,6 +118,15 @@ def test_every_table(table: str, capsys: Captured, tmp_path: Path) -> None:
     assert capsys.readouterr().out == printed
 
 
+def test_passes_are_timed_up_to_the_largest_one() -> None:
+    def largest(*rows: str) -> int:
+        return bench.largest_pass([Case(row, "builtin", 150, 128, 0.0) for row in rows])
+
+    assert largest("ar", "dynatree", "hf-ar") == 128
+    assert largest("ar", "dyspec N=300", "fixed N_max=129") == 384
+    assert largest("ar rows=513") == 768
+
+
 def test_cases_take_turns_and_every_text_has_a_seed(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -385,7 +394,7 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--table", "none"], "--table is 'none', it must be one of main, "),
-        (["--table", "dyspec-4"], "is not available: it needs trees of 768 rows"),
+        (["--table", "dyspec-5"], "is not available: it needs an attention kernel"),
         (["--output", "/dev/null"], "/dev/null exists already; use another name, or --resume"),
         (["--output", "none/" + "x" * 300], "cannot be written: File name too long"),
         (["--methods", "none"], "method is 'none', it must be one of ar, "),

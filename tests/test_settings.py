@@ -60,6 +60,7 @@ WRONG_TOGETHER = [  # method, values, error
     ("dynatree", {"B_mid": 5, "B_max": 4}, "must have B_min <= B_mid"),
     ("dynatree", {"D0": 7, "D_max": 6}, "must have B_min <= B_mid"),
     ("specinfer", {"widths": "1024"}, "1025 rows, it must have at most 1024"),
+    ("specinfer", {"widths": ":".join(["1"] * 512)}, "512 levels, it must have at most 511"),
     *(("specinfer", {"widths": word}, "whole numbers") for word in ("", "3:0:1", "3:1.5", "3,2")),
     *(("recycle", {"p": word}, "from 0 to 1") for word in ("", "1.5")),
     *(("graft", {"p": word}, "at most the one before") for word in ("0.5:0.6", "0.5:0.0")),
@@ -74,7 +75,7 @@ WRONG_TOGETHER = [  # method, values, error
     ("graft", {"base": "linear:K"}, "the base is 'linear:K', it must be one of"),
     ("graft", {"base": "linear:K=x"}, "base=linear:K=x: K=x: K takes"),
     ("graft", {"base": "linear:B=2"}, "B=2: this method has no 'B'"),
-    ("graft", {"base": "linear:K=5000"}, "K is 5000, it must be from 0 to 1023"),
+    ("graft", {"base": "linear:K=5000"}, "K is 5000, it must be from 0 to 511"),
 ]
 
 

@@ -56,7 +56,7 @@ class Lab:
 
     models: dict[str, FastGPTNeoX]  # target and draft
     device: torch.device
-    rows: tuple[int, ...] = tuple(n for n in ROW_COUNTS if n <= SLOT_STEP)  # n
+    rows: tuple[int, ...] = tuple(n for n in ROW_COUNTS if n <= SLOT_STEP)  # n, in the last step
     slots: tuple[int, ...] = (512, 2304)  # S
 
     def replay_ms(self, replay: Callable[[], object]) -> float:
