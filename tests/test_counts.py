@@ -113,7 +113,8 @@ def test_passes_are_padded_as_their_own_model_pads_them() -> None:
     model.min_rows = 3
     assert pad_passes({1: 5, 2: 1, 4: 2}, model, min_rows=1) == {3: 6, 4: 2}
     model.has_fixed_shapes = True
-    assert pad_passes({3: 1, 5: 1, 8: 1, 200: 1}, model, min_rows=1) == {4: 1, 8: 2, 200: 1}
+    found = pad_passes({3: 1, 5: 1, 8: 1, 200: 1, 1025: 1}, model, min_rows=1)
+    assert found == {4: 1, 8: 2, 256: 1, 1025: 1}
 
 
 def make_step(path: list[int], predictions: list[int], **changes: object) -> Step:
