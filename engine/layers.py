@@ -191,8 +191,9 @@ class FusedLayer(nn.Module):
         if config.use_parallel_residual and qkv.weight.device.type == "cuda":
             both = fold(self.norms[0], qkv), fold(self.norms[1], inner)
             weight, bias = (torch.cat(parts) for parts in zip(*both, strict=True))
-            is_odd = len(bias) % 2  # rotate_ views rows as complex numbers, so widths must be even
-            weight, bias = F.pad(weight, (0, 0, 0, is_odd)), F.pad(bias, (0, is_odd))
+            # CUDA's attention reads queries in 16 bytes, so rows must begin at multiples of 16
+            n_more = -len(bias) % (16 // bias.element_size())
+            weight, bias = F.pad(weight, (0, 0, 0, n_more)), F.pad(bias, (0, n_more))
             self.qkv_and_inner = make_linear(weight, bias)
         else:
             self.qkv = make_linear(*qkv)

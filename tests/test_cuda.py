@@ -54,10 +54,11 @@ def test_the_text_is_the_one_the_cpu_writes(pair: Pair) -> None:
     assert token_ids(generate(target, draft, prompt, DynaTree(), 30)) == expected
 
 
-def test_an_odd_width_is_read_in_pairs_too() -> None:
-    """Compare with the CPU. A row of the fused linear layer then has an odd length. The rotary
-    embedding once failed, because it takes pairs of a row."""
-    config = random_config(intermediate_size=63)
+@pytest.mark.parametrize("intermediate_size", [61, 63])
+def test_an_odd_width_is_padded(intermediate_size: int) -> None:
+    """Compare with the CPU. A row of the fused linear layer then has an odd length, and is padded.
+    The rotary embedding takes pairs of a row, and the attention kernel reads 16 bytes at a time."""
+    config = random_config(intermediate_size=intermediate_size)
     tensors = random_tensors(config, 3)
     on_cuda = {name: tensor.cuda() for name, tensor in tensors.items()}
     found = [

@@ -54,6 +54,10 @@ def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Op
         is_fitting = is_fitting and tensor.ndim == 4 and tensor.stride(-1) == 1 and is_aligned
     if not backends.mem_efficient_sdp_enabled() or not is_fitting:
         return MATH
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        for axis, letter in ((-2, "M"), (-3, "H")):
+            if tensor.shape[axis] > 1 and tensor.stride(axis) * tensor.dtype.itemsize % 16:
+                raise RuntimeError(f"{name} is not correctly aligned (stride{letter})")
     if mask is None or mask.stride(-1) == 1 and mask.stride(-2) % 8 == 0:
         return Operation("memory-efficient attention")
     if mask.stride(-1) == 1:
