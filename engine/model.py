@@ -73,10 +73,11 @@ class FastGPTNeoX(GPTNeoX):
         with torch.device("meta"):  # without memory, which the tensors bring
             model = cls(config, shard)
         fuse(model, tensors, shard)
-        is_half_on_cpu = model.device.type == "cpu" and model.dtype != torch.float32
         # In half precision on a CPU, attention of one row takes twice as long as of two, and
-        # oneDNN's products of one or two rows take longer than of four (measured)
-        model.min_rows = 4 if is_half_on_cpu else 1
+        # oneDNN's products of one or two rows take longer than of four (measured). On CUDA, torch
+        # copies the bias of a product of one row, and cannot use its fused kernel (not measured)
+        is_half = model.dtype != torch.float32
+        model.min_rows = {"cpu": 4, "cuda": 2}.get(model.device.type, 1) if is_half else 1
         model.has_fixed_shapes = model.device.type == "cuda"
         return model
 

@@ -128,6 +128,7 @@ def test_half_precision_stays_close(settings: Settings, dtype: torch.dtype, pair
     expected = token_ids(generate(target, draft, prompt, settings, 8))
     half_target = FastGPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
     half_draft = FastGPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
+    assert half_target.min_rows == half_draft.min_rows == 2 > target.min_rows
     written = token_ids(generate(half_target, half_draft, prompt, settings, 8))
     assert written[:4] == expected[:4]
 

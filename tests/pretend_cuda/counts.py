@@ -81,7 +81,7 @@ def count_pass_kernels(n_layers: int, n_rows: int, ranking: Ranking) -> int:
         model = FastGPTNeoX.from_tensors(config, tensors)
         cache = model.new_cache(100, PassConfig(ranking=ranking))
         cache.capture(50)
-        shape = make_shape(n_rows, SLOT_STEP, cache.config)
+        shape = make_shape(max(n_rows, cache.config.min_rows), SLOT_STEP, cache.config)
         found.append(cache.passes.captured[shape][0].nodes.total())
     return found[0] + (found[1] - found[0]) * (n_layers - 2)
 
