@@ -66,8 +66,9 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> None:
         # Partial sums of a product are added in float32, not in 16 bits
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if dtype == torch.float32:
-        # Some environments allow TF32. Its 10 bits would change greedy text
+    if device.type == "cuda" or dtype == torch.float32:
+        # Some environments allow TF32. Its 10 bits would change greedy text, and 16-bit models too
+        # have products in float32: folded biases, and attention in strict passes
         torch.set_float32_matmul_precision("highest")
 
 

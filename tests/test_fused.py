@@ -31,6 +31,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from engine.checkpoint import CheckpointError, load_tensors
+from engine.cuda_graphs import choose_kernels
 from engine.layers import Affine, fold
 from engine.linear import FbgemmLinear, Linear, OneDnnLinear, make_linear
 from engine.model import FastGPTNeoX
@@ -136,6 +137,16 @@ def test_tf32_is_off_before_a_layer_is_read() -> None:
     torch.set_float32_matmul_precision("high")
     FastGPTNeoX.from_tensors(random_config(), Watching(random_tensors(random_config(), 0)))
     assert seen == {"highest"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tf32_is_off_on_cuda_in_half_precision(dtype: torch.dtype) -> None:
+    """Check a model whose float32 products are folded biases and strict attention."""
+    torch.set_float32_matmul_precision("high")
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    choose_kernels(torch.device("cuda"), dtype)
+    torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 KINDS = [  # dtype, whether it is exact in float16, [out, in] near the size limits, expected class
