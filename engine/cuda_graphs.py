@@ -251,7 +251,7 @@ class FixedPasses(Passes):
         slots = inputs.start + self.slots[: shape.n_rows]
         rotary = self.rotary.index_select(0, inputs.positions)
         x = model.gpt_neox(inputs.tokens, rotary, self.kv, slots, mask)
-        self.logits[: shape.n_rows].copy_(model.embed_out(x))
+        model.embed_out.write_logits(x, self.logits[: shape.n_rows])
         if not shape.ranking.is_read:
             return x, None
         logits = self.logits[: shape.n_rows, : shape.n_ids]

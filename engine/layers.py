@@ -131,7 +131,8 @@ class FusedTransformer(nn.Module):
             x = layer(x, rotary, layer_kv, start, mask)
         if self.overflow_value:
             stored = written_kv(kv, start, len(x))
-            has_overflowed = stored.abs().amax(dim=(0, 1, 2, 4)) == self.overflow_value  # [n]
+            highest = torch.linalg.vector_norm(stored, torch.inf, dim=(0, 1, 2, 4))  # [n]
+            has_overflowed = highest == self.overflow_value
             x = x.masked_fill(has_overflowed[:, None], torch.nan)
         return x
 
@@ -299,6 +300,13 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.shard.concatenate(self.linear(self.norm(x)))[:, : self.vocab_size]
+
+    def write_logits(self, x: Tensor, out: Tensor) -> None:
+        """Write what `forward` returns to `out`, [n, V] float32, without a copy if possible."""
+        if isinstance(self.linear, MixedLinear) and self.shard.world_size == 1:
+            self.linear(self.norm(x), out)
+        else:
+            out.copy_(self(x))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

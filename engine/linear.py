@@ -99,8 +99,9 @@ class MixedLinear(Linear):
         self.weight = weight.t()
         self.nbytes = weight.nbytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.weight, out_dtype=torch.float32)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return [n, out] in float32 for x [n, in], in `out` if it is given."""
+        return torch.mm(x, self.weight, out_dtype=torch.float32, out=out)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -22,7 +22,10 @@ UNINITIALIZED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty
 N_KERNELS = dict.fromkeys(UNINITIALIZED, 0) | {"_unsafe_view": 0}  # of an operation, if not one
 N_KERNELS |= {"_local_scalar_dense": 0, "topk": 22, "sort": 4, "eye": 2, "nonzero": 3}  # 50,304 ids
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-CUDA_ONLY = {aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype)}  # not on CPUs
+CUDA_ONLY = {  # not on CPUs
+    aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
+    aten.mm.dtype_out: lambda a, b, dtype, out: out.copy_(a.to(dtype) @ b.to(dtype)),
+}
 
 
 @dataclass(frozen=True)
