@@ -157,7 +157,8 @@ def passes(lab: Lab) -> Iterator[Record]:
             with open_cache(model, n_slots - SLOT_STEP, lab.rows[-1]) as cache:
                 for n in lab.rows:
                     make_forward(model, cache, n)()  # so that the graph reads this pass
-                    shape = make_shape(n, round_up_slots(cache.length + n), cache.config)
+                    n_run = max(n, cache.config.min_rows)  # with padding
+                    shape = make_shape(n_run, round_up_slots(cache.length + n), cache.config)
                     ms = lab.replay_ms(cache.passes.captured[shape][0].replay)
                     yield {"model": name, "slots": n_slots, "rows": n, "device_ms": ms}
 
