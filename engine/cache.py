@@ -304,8 +304,9 @@ def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig | None =
     """Return how many slots a cache needs, including those that padding rows write to."""
     config = config or PassConfig()
     if model.has_fixed_shapes:
-        # Padding adds fewer rows than min_rows, or than the largest difference of ROW_COUNTS
-        return round_up_slots(capacity + max(round_up_rows(config.min_rows), SLOT_STEP))
+        # Padding to a number of ROW_COUNTS adds fewer than half of its rows, and fewer than 256
+        n_padding = min(buffer_rows(config) // 2, SLOT_STEP)
+        return round_up_slots(capacity + max(round_up_rows(config.min_rows), n_padding))
     n_slots = capacity + max(config.min_rows, model.min_rows) - 1
     return round_up_slots(n_slots) if config.is_strict else n_slots  # strict attention reads blocks
 

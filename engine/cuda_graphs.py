@@ -183,7 +183,7 @@ class FixedPasses(Passes):
         config: PassConfig,
     ) -> Scores:
         """Run Passes.forward, in a fixed shape if the config allows it. The next pass overwrites
-        the scores."""
+        the scores. Raises OutOfMemory."""
         n = len(tokens)
         n_masked = n if mask is None else mask.shape[1]
         if n > config.max_rows or n_masked > config.n_scratch:
@@ -200,7 +200,8 @@ class FixedPasses(Passes):
         else:
             x, ranked = self.run(model, shape)
             if self.is_replaying:
-                self.capture_shape(model, shape)
+                with memory_for(f"the CUDA graph of a pass of {n_rows} rows; use --no-graphs"):
+                    self.capture_shape(model, shape)
         rows = slice(n - n_last, n)
         logits = self.logits[rows, : config.n_ids]
         if ranked is None:
@@ -291,10 +292,9 @@ class FixedPasses(Passes):
         return len(missing)
 
     def capture_shape(self, model: "FastGPTNeoX", shape: PassShape) -> torch.cuda.CUDAGraph:
-        """Capture a pass that has run before, and return its graph. Raises OutOfMemory."""
+        """Capture a pass that has run before, and return its graph."""
         run = partial(self.run, model, shape)
-        with memory_for(f"the CUDA graph of a pass of {shape.n_rows} rows; use --no-graphs"):
-            graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
+        graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
         self.captured[shape], self.graph_pool = (graph, result), graph.pool()
         return graph
 

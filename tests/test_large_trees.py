@@ -225,7 +225,7 @@ def test_memory_is_for_the_rows_that_are_asked() -> None:
         with model.new_cache(capacity, PassConfig(n_rows)) as cache:
             passes.append(cache.passes)
     assert [len(each.logits) for each in passes] == [SMALL_PASS, 384, 384]
-    assert [each.kv.shape[3] for each in passes] == [1024, 512, 512]
+    assert [each.kv.shape[3] for each in passes] == [768, 512, 512]
     assert passes[1] is passes[2]
 
 
