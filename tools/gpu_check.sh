@@ -83,7 +83,7 @@ if ((${#models[@]} == 0)); then
   step "the target, enlarged" 10 tools/enlarge.py models/tiny/target "$target" ${large[0]}
   step "the draft, enlarged" 10 tools/enlarge.py models/tiny/draft "$draft" ${large[1]}
 fi
-table pair 20 --methods "ar,ar rows=2,dynatree" \
+table pair 20 --methods ar,dynatree \
   --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
 table strict 15 --methods "dynatree strict,recycle strict"
 if [[ $has_gpu == True ]]; then
