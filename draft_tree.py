@@ -34,9 +34,10 @@ from typing import NamedTuple
 import numpy
 from numpy import ndarray
 
-# Of the largest tree that a setting may ask for. Some functions call themselves once per level, and
-# Python allows 1,000 calls
-MAX_ROWS, MAX_LEVELS = 1024, 511
+MAX_ROWS = 1024  # rows of the largest tree that a setting may ask for
+# Levels of the deepest one. Some functions call themselves once per level, and Python allows about
+# 1,000 calls within each other
+MAX_LEVELS = 511
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ PUBLISHED = {256: "36 / 22.5", 512: "135.5 / 52.8", 1024: "490.2 / 119.3", 2048:
 
 
 def random_parents(n: int, rng: random.Random) -> list[int]:
-    """Return the parents of a random tree [N], in which any earlier row may be a row's parent."""
+    """Return the parents of a random tree [N]. Each earlier row is equally likely as a parent."""
     return [-1] + [rng.randrange(row) for row in range(1, n)]
 
 

@@ -204,7 +204,9 @@ class Trace:
         self.used_ids.update(token for _, token, _, _ in listed)
         return listed
 
-    def candidates(self, tree: Tree) -> tuple[dict[tuple[int, int], Candidate], list, int]:
+    def candidates(
+        self, tree: Tree
+    ) -> tuple[dict[tuple[int, int], Candidate], list[Candidate], int]:
         """Return the candidates that became rows, by the parent's slot and the token; the likeliest
         dropped ones of each level; and the number of all dropped ones below rows of the tree."""
         drafted, dropped, n_dropped = {}, [], 0

@@ -10,7 +10,7 @@ logits, so the host reads the few numbers that it needs by one copy. Without a c
 runs eagerly, so it can be tested without a GPU.
 
 Graphs of small passes are captured before the first tree. A larger pass is captured when it first
-runs, because its trees seldom need all row counts and lengths.
+runs, because a generation seldom needs all large row counts and lengths.
 
     config = PassConfig(max_rows=64, ranking=Ranking(3))
     passes = FixedPasses(kv, rotary, buffer_rows(config), model.config.vocab_size)

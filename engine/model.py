@@ -76,8 +76,9 @@ class FastGPTNeoX(GPTNeoX):
         # In half precision on a CPU, attention of one row takes twice as long as of two, and
         # oneDNN's products of one or two rows take longer than of four (measured). On CUDA, torch
         # copies the bias of a product of one row, and cannot use its fused kernel (not measured)
-        is_half = model.dtype != torch.float32
-        model.min_rows = {"cpu": 4, "cuda": 2}.get(model.device.type, 1) if is_half else 1
+        model.min_rows = 1
+        if model.dtype != torch.float32:
+            model.min_rows = 2 if model.device.type == "cuda" else 4
         model.has_fixed_shapes = model.device.type == "cuda"
         return model
 
