@@ -1,0 +1,156 @@
+"""The report of tools/gpu_check.sh: one screen, and all results in one JSON file.
+
+It names what failed in the first pass, passes that are slower than expected with the kernels that
+take their time, and the tables. The estimates are for an H100 and were calculated from the sizes
+of the default pair, not measured.
+
+    python tools/gpu_report.py results/run_gpu
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, from anywhere
+
+if __name__ == "__main__":
+    from cli.start import run_program
+
+    run_program("tools.gpu_report")
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+
+from benchmark.report import table_cells, text_table
+from benchmark.results import load
+from cli.errors import Parser, UsageError, run_command_line, writing
+from cli.files import write_whole
+from tools.random_models import PYTHIA, describe_shapes
+
+ESTIMATES_MS = {  # of captured passes, by model, slots and rows
+    ("target", 512, 2): 2.95,
+    ("target", 512, 32): 3.0,
+    ("target", 512, 64): 3.3,
+    ("target", 512, 256): 4.2,
+    ("target", 2304, 32): 4.0,
+    ("draft", 512, 8): 0.32,
+}
+TOO_SLOW = 1.5  # times the estimate
+N_KERNELS = 6  # named of a slow pass
+NAME_LENGTH = 50  # characters of a kernel's name
+JSON_FILES = ("versions", "first_pass", "facts", "workspace")
+TABLES = ("pair", "trials", "main", "memory")
+PRINTED = ("pair", "trials")
+
+Record = Mapping[str, object]
+Results = dict[str, object]
+
+
+def read_results(folder: Path) -> Results:
+    """Return the results that a folder has, by the names of their files. Raises UsageError for a
+    file that is no JSON, and for an invalid table."""
+    found: Results = {}
+    for name in JSON_FILES:
+        file = folder / f"{name}.json"
+        if file.exists():
+            try:
+                found[name] = json.loads(file.read_text("utf-8"))
+            except ValueError as error:
+                raise UsageError(f"{file} is no JSON: {error}") from error
+    for name in TABLES:
+        file = folder / f"{name}.jsonl"
+        if file.exists():
+            header, rows = table_cells(load(file))
+            found[name] = {"columns": header, "rows": rows}
+    return found
+
+
+def failures(results: Results) -> list[str]:
+    """Return a line for each step of the first pass that failed."""
+    records = [record for record in results.get("first_pass", []) if "error" in record]
+    return [
+        f"{r['model']} {r['dtype']} {r['step']} {r.get('rows', '')}: {r['error']}" for r in records
+    ]
+
+
+def slow_passes(facts: Mapping[str, list[Record]]) -> list[str]:
+    """Return a line for each pass that takes more than TOO_SLOW times its estimate, with the
+    kernels that take most of its time."""
+    lines = []
+    for record in facts.get("passes", []):
+        place = tuple(record.get(name) for name in ("model", "slots", "rows"))
+        estimate = ESTIMATES_MS.get(place)
+        if estimate and record["device_ms"] > TOO_SLOW * estimate:
+            role, n_slots, n_rows = place
+            lines.append(
+                f"{role}, {n_rows} rows, {n_slots} slots: {record['device_ms']:.2f} ms, estimated "
+                f"{estimate}; {kernels_of(facts.get('profile', []), place)}"
+            )
+    return lines
+
+
+def kernels_of(profile: Sequence[Record], place: tuple) -> str:
+    """Return the longest kernels of a pass in words, or that it was not profiled."""
+    rows = [r for r in profile if tuple(r[name] for name in ("model", "slots", "rows")) == place]
+    if not rows:
+        return "not profiled"
+    total = next(r for r in rows if r["kernel"] == "all")
+    named = [r for r in rows if r["kernel"] != "all"][:N_KERNELS]
+    kernels = (f"{r['us'] / 1e3:.2f} ms in {r['count']} of {short(r['kernel'])}" for r in named)
+    return f"its {total['count']} kernels take {total['us'] / 1e3:.2f} ms: {', '.join(kernels)}"
+
+
+def short(kernel: str) -> str:
+    """Return the beginning of a kernel's name, without its return type and torch's namespace."""
+    return kernel.removeprefix("void ").replace("at::native::", "")[:NAME_LENGTH]
+
+
+def pass_cells(facts: Mapping[str, list[Record]]) -> list[list[str]]:
+    """Return the cells of the table of captured passes."""
+    rows = []
+    for r in facts.get("passes", []):
+        if "device_ms" in r:
+            estimate = ESTIMATES_MS.get((r["model"], r["slots"], r["rows"]), "")
+            times = f"{r['device_ms']:.3f}", f"{r['spread']:.0%}", f"{r['floor_ms']:.3f}"
+            rows.append([r["model"], str(r["slots"]), str(r["rows"]), *times, str(estimate)])
+    return rows
+
+
+def print_report(results: Results) -> None:
+    """Print the times of passes, the tables of the default pair, and what is wrong."""
+    versions, facts = results.get("versions", {}), results.get("facts", {})
+    print(f"{versions.get('device', 'no device')}, torch {versions.get('torch', '?')}")
+    header = ["model", "slots", "rows", "ms", "spread", "floor ms", "H100 estimate"]
+    if passes := pass_cells(facts):
+        print(text_table(header, passes, 80))
+    for name in PRINTED:
+        if name in results:
+            print(f"\n{text_table(results[name]['columns'], results[name]['rows'], 80)}")
+    for line in failures(results):
+        print(f"failed: {line}")
+    if facts.get("shapes") == describe_shapes(PYTHIA):
+        for line in slow_passes(facts):
+            print(f"slow: {line}")
+
+
+def execute(args: Namespace) -> int:
+    folder = Path(args.folder)
+    results = read_results(folder)
+    if not results:
+        raise UsageError(f"{folder} has no results of tools/gpu_check.sh")
+    device = str(results.get("versions", {}).get("device", "unknown"))
+    name = "_".join(re.findall(r"\w+", device.removeprefix("NVIDIA "))).lower()
+    file = folder / f"gpu_{name}.json"
+    with writing(file):
+        write_whole(file, json.dumps(results, indent=1) + "\n")
+    print_report(results)
+    print(f"\nall results: {file}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    summary = __doc__ and __doc__.splitlines()[0]
+    parser = Parser(prog="tools/gpu_report.py", description=summary)
+    parser.add_argument("folder", help="folder of the results")
+    return run_command_line(execute, parser, arguments)
