@@ -100,7 +100,7 @@ def test_a_replay_gives_the_eager_logits(n: int) -> None:
         assert_close(replayed, eager)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [1, 7, 128])
 def test_attention_obeys_an_arbitrary_mask(n: int, dtype: torch.dtype) -> None:
     """Compare with float64, with Pythia-2.8B's heads over 2,304 slots. Some backends have been

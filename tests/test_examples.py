@@ -85,7 +85,9 @@ ON_CUDA = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 FILES = [str(file.relative_to(ROOT)) for file in source_files() if examples(file)]
-FILES = [pytest.param(f, marks=ON_CUDA if f == "tools/gpu_facts.py" else ()) for f in FILES]
+NEED_CUDA = {f"tools/{name}.py" for name in ("gpu_facts", "gpu_first_pass", "gpu_versions")}
+NEED_CUDA.add("tools/random_models.py")
+FILES = [pytest.param(f, marks=ON_CUDA if f in NEED_CUDA else ()) for f in FILES]
 
 
 def test_no_example_is_missed() -> None:
@@ -236,7 +238,8 @@ QUICK_OPTIONS = {  # appended to command lines, so they override earlier options
     "bench.py": "--n-prompts 1 --prompt-tokens 12 --new-tokens 6 --repeats 1 --columns exact",
     "tools/distil.py": "--steps 2 --batch 2 --context 16 --device cpu",
     "tools/enlarge.py": "--hidden 640 --layers 6 --vocab 4200",
-    "tools/gpu_facts.py": "--dry --device cuda --dtype float32",
+    "tools/gpu_facts.py": "--dry",
+    "tools/gpu_first_pass.py": "--dry",
 }
 
 
@@ -285,6 +288,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "models" / "tiny").symlink_to(TINY)
     (tmp_path / "results").mkdir()
     shutil.copy(ROOT / "results" / "main_cpu.jsonl", "results")
+    (tmp_path / "results" / "run_gpu").mkdir()
+    Path("results/run_gpu/versions.json").write_text("{}")
     shutil.copytree(TINY / "draft", "my-target")
     Path("corpus.txt").write_text("\n\n".join(prompts.BUILTIN * 2))
     Path("model.safetensors.index.json").write_text('{"weight_map": {}}')

@@ -1,8 +1,7 @@
 """Tests that tools/gpu_check.sh keeps its time limit, and that a failing or hanging step neither
 stops the other steps nor loses their results.
 
-The steps are run by a stand-in for Python. The real steps are run by the dry run: all of them in
-tests/pretend_cuda, and in CI those that need no GPU.
+The steps are run by a stand-in for Python. tests/pretend_cuda/test_gpu_tools.py runs them for real.
 """
 
 import os
@@ -10,22 +9,29 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY
 
-STEPS = ["tests marked cuda", "the target, enlarged", "the draft, enlarged", "table pair"]
-STEPS += ["table strict", "facts", "table eager", "table main", "table memory"]
+WORKSPACE = "products with a workspace of 32 MiB"
+STEPS = ["versions", "first pass", "facts", WORKSPACE, "tests of strict passes"]
+STEPS += ["tests of attention", "tests of graphs", "the target, enlarged", "the draft, enlarged"]
+STEPS += ["table pair", "table trials", "table main", "table memory", "report"]
 PYTHON = """#!/usr/bin/env bash
-[[ $1 != -c && ${2-} != --version ]] || { echo True && exit; }
+[[ $1 != -c ]] || exit 0
+echo "ran $* ${CUDA_LAUNCH_BLOCKING+blocking}"
 for word; do
   [[ ${before-} != --output ]] || echo '{}' >"$word"
   before=$word
 done
-[[ "$*" != *facts.py* ]] || exit 3
-[[ "$*" != *$HANGING* ]] || exec sleep 600
+if [[ "$*" == *$FAILING* ]]; then
+  echo "tests/test_cuda.py::test_x[1] FAILED [50%]"
+  exit 3
+fi
+[[ "$*" != *$HANGING* || ${2-} == --version ]] || exec sleep 600
 """
 
 
@@ -47,14 +53,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "tools" / "gpu_check.sh", tmp_path / "tools")
     (tmp_path / "python").write_text(PYTHON)
     (tmp_path / "python").chmod(0o755)
-    monkeypatch.setenv("HANGING", "what no command has in it")
+    for name in ("HANGING", "FAILING"):
+        monkeypatch.setenv(name, "what no command has in it")
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "torch sees no GPU"),
         ("--dry tests", "tests is no checkpoint folder"),
         (f"--dry {TINY}/draft", "two folders"),
         ("--dry --seconds 0", "--seconds '0'"),
@@ -72,16 +78,13 @@ def test_refused_in_one_line(words: str, message: str) -> None:
     assert before == [set(place.iterdir()) for place in places]
 
 
-@pytest.mark.parametrize("lacking", ["pytest", "tqdm"])
-def test_a_missing_package_is_named(
-    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = f'raise ModuleNotFoundError("no {lacking}", name="{lacking}")'
-    (tmp_path / f"{lacking}.py").write_text(error)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process = start(ROOT, "--dry")
-    _, line = process.communicate()
-    assert process.returncode == 2 and line.startswith("error: ") and f"no {lacking}" in line
+def test_without_a_gpu_the_versions_say_why() -> None:
+    process = start(ROOT)
+    out, error = process.communicate()
+    assert process.returncode == 2 and not out
+    *versions, line = error.splitlines()
+    assert line == "error: torch sees no GPU: docs/gpu.md, Installing"
+    assert any(each.startswith("torch ") for each in versions)
 
 
 def run(project: Path, *words: str) -> tuple[list[str], list[str]]:
@@ -93,16 +96,55 @@ def run(project: Path, *words: str) -> tuple[list[str], list[str]]:
     return steps, [line for line in lines if line.startswith("error: ")]
 
 
+def test_a_missing_package_is_found_after_the_versions(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILING", "bench.py --version")
+    process = start(project, python="./python")
+    lines = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == 2
+    assert [line for line in lines if line.startswith("== ")] == [
+        "== versions (27 s at most, 530 s left)"
+    ]
+
+
 def test_no_step_can_stop_another(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANGING", "pytest")
-    steps, errors = run(project, "--seconds", "4")
+    monkeypatch.setenv("FAILING", "facts.py")
+    steps, errors = run(project, "--seconds", "8")
     assert steps == STEPS
-    assert errors == ["error: tests marked cuda: ended after 2 s", "error: facts: failed"]
-    (folder,) = (project / "results").glob("run_gpu_*")
-    tables = {f"{table}.jsonl" for table in ("pair", "strict", "eager", "main", "memory")}
-    assert {file.name for file in folder.iterdir()} == tables | {"facts.json", "log.txt"}
-    assert (folder / "log.txt").read_text().endswith("error: facts: failed\n")
+    ended = [f"error: {step}: ended after {n} s" for step, n in zip(STEPS[4:7], "112", strict=True)]
+    assert errors == ["error: facts: failed", f"error: {WORKSPACE}: failed", *ended]
+    (folder,) = (project / "results").glob("run_gpu_*/")
+    tables = {f"{table}.jsonl" for table in ("pair", "trials", "main", "memory")}
+    logs = {f"tests_{name}.txt" for name in ("strict_passes", "attention", "graphs")}
+    others = {"first_pass.json", "facts.json", "workspace.json", "log.txt"}
+    assert {file.name for file in folder.iterdir()} == tables | logs | others
+    assert errors[-1] in (folder / "log.txt").read_text()
+    with tarfile.open(f"{folder}.tar.gz") as archive:
+        packed = {Path(name).name for name in archive.getnames()}
+    assert packed >= tables | logs | others
     assert not list((project / "models").iterdir()), "the enlarged pair, 6 GB, was not deleted"
+
+
+def test_a_failed_test_runs_again_alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the first failed test of each group runs again, with each launch waiting."""
+    monkeypatch.setenv("FAILING", "-k attention")
+    process = start(project, python="./python")
+    lines = process.communicate(timeout=60)[0].splitlines()
+    again = [line for line in lines if line.endswith(" blocking")]
+    assert len(again) == 1 and again[0].endswith(" tests/test_cuda.py::test_x[1] blocking")
+
+
+def test_the_tiny_pair_is_used_if_enlarging_fails(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILING", "enlarge.py")
+    process = start(project, python="./python")
+    lines = process.communicate(timeout=60)[0].splitlines()
+    tables = [line for line in lines if line.startswith("ran bench.py --target")]
+    pair = "--target models/tiny/target --draft models/tiny/draft"
+    assert len(tables) == 4 and all(pair in line for line in tables)
 
 
 def test_steps_without_time_left_are_skipped(
@@ -111,15 +153,15 @@ def test_steps_without_time_left_are_skipped(
     monkeypatch.setenv("HANGING", "")
     steps, errors = run(project, "--dry", "--seconds", "3")
     assert 1 < len(steps) < len(STEPS)
-    assert errors[-1] == "error: table memory: skipped, there was no time left"
+    assert errors[-1] == "error: report: skipped, there was no time left"
 
 
 def test_ctrl_c_keeps_what_was_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check also that no process goes on: it would keep the output open, so communicate would time
     out."""
-    monkeypatch.setenv("HANGING", "eager.jsonl")
+    monkeypatch.setenv("HANGING", "trials.jsonl")
     process = start(project, "--dry", "--keep", "kept", python="./python")
-    while "== table eager" not in process.stdout.readline():
+    while "== table trials" not in process.stdout.readline():
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=30)

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Everything about the CUDA path that only a GPU can tell, in one command, without a network:
+# Everything about the CUDA code that only a GPU can tell, in one command, without a network:
 #
 #   bash tools/gpu_check.sh                # the embedded pair, in the shapes of Pythia-2.8B and 70M
 #   bash tools/gpu_check.sh TARGET DRAFT   # two checkpoint folders instead
 #   bash tools/gpu_check.sh --seconds 300 --keep FOLDER
-#   bash tools/gpu_check.sh --dry          # tiny shapes, the CPU if need be: does this run?
+#   bash tools/gpu_check.sh --dry          # tiny shapes, on a pretended GPU if there is none
 #
-# The most telling steps come first. One that fails stops no other, one that takes too long is ended
-# and what it measured stays, and the end names both, with status 1. PYTHON names the Python that
-# takes all this (python3).
+# The most telling steps come first. Each is a process of its own, so an error of the device ends no
+# other step. A step that takes too long is interrupted, and what it measured stays. The end names
+# the steps that failed, with status 1. The results are in a folder and, packed, in FOLDER.tar.gz.
+# It needs the packages of requirements.txt and pytest. PYTHON names the Python to use (python3).
 set -uo pipefail
 
 fail() {
@@ -16,7 +17,7 @@ fail() {
   exit 2
 }
 
-python=${PYTHON:-python3} seconds=530 keep="" dry="" models=()
+python=(${PYTHON:-python3}) seconds=530 keep="" dry="" main="" models=()
 large=("--hidden 2560 --layers 32 --vocab 50304" "--hidden 512 --layers 6 --vocab 50304")
 text="--n-prompts 4 --prompt-tokens 150 --new-tokens 128"
 while (($#)); do
@@ -35,39 +36,60 @@ done
 [[ -f tools/gpu_check.sh ]] || fail "this runs in the project's folder: bash tools/gpu_check.sh"
 [[ $seconds =~ ^[1-9][0-9]{0,5}$ ]] || fail "--seconds '$seconds' is no number from 1 on"
 [[ ${#models[@]} == [02] ]] || fail "there are two folders, TARGET and DRAFT, or none"
-"$python" bench.py --version >/dev/null || exit 2  # says what is not installed
-has_gpu=$("$python" -c "import torch; print(torch.cuda.is_available())") || exit 2
-"$python" -c "import pytest" 2>/dev/null || fail "no pytest: pip install -r requirements-dev.txt"
-[[ $has_gpu == True || $dry ]] || fail "torch sees no GPU: docs/gpu.md, Installing"
+
+# Plugins of pytest that are installed by chance may warn, and a warning is an error here
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+has_gpu="import torch; raise SystemExit(not torch.cuda.is_available())"
+if [[ $dry ]] && ! "${python[@]}" -c "$has_gpu" 2>/dev/null; then
+  python+=(tests/pretend_cuda)
+fi
+if [[ ! $dry ]] && ! "${python[@]}" -c "$has_gpu" 2>/dev/null; then
+  "${python[@]}" tools/gpu_versions.py /dev/null >&2
+  fail "torch sees no GPU: docs/gpu.md, Installing"
+fi
 
 pair=$(mktemp -d models/enlarged_XXXXXX) || exit 2
 trap 'rm -r "$pair"' EXIT
 if [[ $dry ]]; then
-  keep=${keep:-$pair}
-  large=("--hidden 640 --layers 6 --vocab 4200" "--hidden 256 --layers 2 --vocab 4200")
-  text="--n-prompts 1 --prompt-tokens 20 --new-tokens 12"
+  keep=${keep:-$pair/results}
+  large=("--hidden 640 --layers 6 --vocab 4200" "--hidden 128 --layers 2 --vocab 4200")
+  main="--methods ar,dynatree,auto"
+  text="--n-prompts 1 --prompt-tokens 20 --new-tokens 6"
 fi
 keep=${keep:-results/run_gpu_$(date +%Y%m%d-%H%M%S)}
 mkdir -p -- "$keep" 2>/dev/null || fail "--keep '$keep' is no folder that can be made"
-target=${models[0]-$pair/target} draft=${models[1]-$pair/draft} wrong=()
+wrong=()
 exec > >(exec tee -i "$keep/log.txt") 2>&1
 trap 'rm -r "$pair"; exec >&- 2>&-; wait $!' EXIT  # for what tee has still to say
 trap 'exit 130' INT TERM  # once the step has ended, which Ctrl-C reaches as well
 
-step() {  # NAME PERCENT COMMAND...: for so much of the seconds at most, and of what is left
+step() {  # NAME PERCENT ARGUMENT...: of Python; for so much of the seconds, and of what is left
   local limit=$((1 + seconds * $2 / 100)) left=$((seconds - SECONDS))
   limit=$((limit < left ? limit : left))
   if ((limit < 1)); then
     wrong+=("$1: skipped, there was no time left")
-    return
+    return 1
   fi
   printf '\n== %s (%d s at most, %d s left)\n' "$1" "$limit" "$left"
-  timeout --foreground --kill-after 10 "$limit" "$python" "${@:3}"
+  timeout --foreground --signal=INT --kill-after 10 "$limit" "${python[@]}" "${@:3}"
   case $? in
-    0) ;;
+    0) return 0 ;;
     124 | 137) wrong+=("$1: ended after $limit s") ;;
     *) wrong+=("$1: failed") ;;
   esac
+  return 1
+}
+
+tests() {  # NAME PERCENT WORDS: the tests marked cuda whose names have these words
+  local log=$keep/tests_${1// /_}.txt failed
+  step "tests of $1" "$2" -m pytest -v --tb=short -o addopts= -p no:cacheprovider -m cuda \
+    -k "$3" tests/test_cuda.py > >(tee "$log") && return
+  wait $!  # for tee
+  failed=$(grep -m1 -oE '^tests/[^ ]+ (FAILED|ERROR)' "$log" | cut -d' ' -f1)
+  [[ $failed ]] || return
+  # An error of a kernel shows up at a later operation, unless each launch waits for its kernel
+  CUDA_LAUNCH_BLOCKING=1 step "$failed again, alone, each launch waiting" 8 -m pytest --tb=long \
+    -o addopts= -p no:cacheprovider "$failed"
 }
 
 table() {  # NAME PERCENT OPTIONS...: of bench.py
@@ -75,25 +97,34 @@ table() {  # NAME PERCENT OPTIONS...: of bench.py
     --output "$keep/$1.jsonl" "${@:3}"
 }
 
+shapes=(${models:+--target "${models[0]}" --draft "${models[1]}"} $dry)
+step versions 5 tools/gpu_versions.py "$keep/versions.json"
+"${python[@]}" bench.py --version >/dev/null || exit 2  # says which package is missing
 command -v nvidia-smi >/dev/null && nvidia-smi --format=csv \
   --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm
-step "tests marked cuda" 25 -m pytest -q -o addopts= -p no:cacheprovider -m cuda \
-  ${dry:+-k two_generations} tests/test_cuda.py
+step "first pass" 10 tools/gpu_first_pass.py "${shapes[@]}" --output "$keep/first_pass.json"
+step facts 20 tools/gpu_facts.py "${shapes[@]}" --output "$keep/facts.json"
+CUBLASLT_WORKSPACE_SIZE=32768 step "products with a workspace of 32 MiB" 8 tools/gpu_facts.py \
+  "${shapes[@]}" --only products --output "$keep/workspace.json"
+tests "strict passes" 10 "strict${dry:+ and eager and not bfloat16}"
+tests attention 5 "attention${dry:+ and 7-torch.bfloat16}"
+tests graphs 15 "not strict and not attention${dry:+ and two_generations}"
+
+target=${models[0]-$pair/target} draft=${models[1]-$pair/draft}
 if ((${#models[@]} == 0)); then
-  step "the target, enlarged" 10 tools/enlarge.py models/tiny/target "$target" ${large[0]}
-  step "the draft, enlarged" 10 tools/enlarge.py models/tiny/draft "$draft" ${large[1]}
+  step "the target, enlarged" 10 tools/enlarge.py models/tiny/target "$target" ${large[0]} &&
+    step "the draft, enlarged" 10 tools/enlarge.py models/tiny/draft "$draft" ${large[1]} ||
+    target=models/tiny/target draft=models/tiny/draft  # so that ids are compared with ar's
 fi
-table pair 20 --methods ar,dynatree \
+table pair 25 --methods "ar,dynatree,recycle,ar eager,dynatree eager,dynatree strict,recycle strict" \
   --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
-table strict 15 --methods "dynatree strict,recycle strict"
-if [[ $has_gpu == True ]]; then
-  step facts 25 tools/gpu_facts.py --target "$target" --draft "$draft" \
-    --output "$keep/facts.json" $dry
-  table eager 15 --methods ar,dynatree --no-graphs
-fi
-table main 50
+table trials 20 --columns throughput,speedup,draft,verify,other,exact --methods \
+  "ar,ar split-keys,ar compiled,dynatree,dynatree split-keys,dynatree compiled"
+table main 50 $main
 table memory 20 --table memory --methods ar,dynatree
 
-[[ $keep == "$pair" ]] || echo "what was measured is in $keep"
+step report 5 tools/gpu_report.py "$keep"
 ((${#wrong[@]} == 0)) || printf 'error: %s\n' "${wrong[@]}"
+[[ $keep == "$pair"* ]] || echo "all results are in $keep and $keep.tar.gz"
+tar --create --gzip --warning=no-file-changed --file "$keep.tar.gz" --directory "$keep" .
 exit $((${#wrong[@]} > 0))
