@@ -58,27 +58,19 @@ def write_small_checkpoint(folder: Path, **changes: object) -> Path:
     return write_checkpoint(folder, config, random_tensors(config, 0))
 
 
-def compute(
-    ranks: Ranks, folder: Path, work: Work, dtype: torch.dtype, device: torch.device
-) -> object:
+def compute(ranks: Ranks, folder: Path, work: Work, dtype: torch.dtype) -> object:
     """Run `work` on rank 0 and return its result. The other ranks make the target's calls."""
     if ranks.rank:
         with suppress(RanksError):  # if rank 0 ends within a pass
             run_worker(ranks)
         return None
     with torch.inference_mode():
-        return work(load_model(folder, device, dtype, ranks), folder)
+        return work(load_model(folder, CPU, dtype, ranks), folder)
 
 
-def with_ranks(
-    count: int,
-    folder: Path,
-    work: Work,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
-) -> object:
+def with_ranks(count: int, folder: Path, work: Work, dtype: torch.dtype = torch.float32) -> object:
     """Return what `work` returns for a target that `count` ranks compute."""
-    return run_in_processes(count, compute, folder, work, dtype, device)[0]
+    return run_in_processes(count, compute, folder, work, dtype)[0]
 
 
 def fail_within(target: FastGPTNeoX, folder: Path) -> list[str]:
@@ -176,7 +168,7 @@ def test_each_rank_holds_only_its_shard(count: int, tmp_path: Path) -> None:
 
 def strict_logits(target: FastGPTNeoX, folder: Path) -> list[tuple]:
     """Return ids and logits of strict text, by trees and by ar."""
-    draft = FastGPTNeoX.from_pretrained(folder, target.device, torch.bfloat16)
+    draft = FastGPTNeoX.from_pretrained(folder, dtype=torch.bfloat16)
     found = []
     for settings in (DynaTree(), PaddedAutoregressive(rows=64)):
         logits: list[Tensor] = []
@@ -261,7 +253,7 @@ def refuse_once(ranks: Ranks, folder: Path) -> object:
         require(n_bytes, device, what)
 
     engine.cache.require_memory = require_memory
-    return compute(ranks, folder, write_long_and_short, torch.float32, CPU)
+    return compute(ranks, folder, write_long_and_short, torch.float32)
 
 
 def write_long_and_short(target: FastGPTNeoX, folder: Path) -> list[int]:

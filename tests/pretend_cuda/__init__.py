@@ -5,9 +5,8 @@
     python tests/pretend_cuda -m pretend_cuda.counts   # launches, waits, copies per iteration
 
 `python tests/pretend_cuda ARGUMENTS` runs `python ARGUMENTS` in a process with one CUDA device. Its
-child processes have one as well; under torchrun each rank has its own. A tensor of the device wraps
-a CPU tensor. Every operation on it is checked, counted and run on the CPU tensor. What raises an
-error on a GPU raises one here:
+child processes have one as well. A tensor of the device wraps a CPU tensor. Every operation on it
+is checked, counted and run on the CPU tensor. What raises an error on a GPU raises one here:
 
 mixing    host and device tensors in one operation, except for host scalars; also an index on the
           host, which torch would copy
@@ -18,19 +17,15 @@ replay    runs the captured operations on the same memory, with the Python value
 memory    is poisoned until something is written to it; the device has a limit
 pinned    a copy is pending until the host waits for it: it is an error if the host writes to its
           memory before, and a read before gives poison
-ranks     nccl's collectives are captured and replayed, run by gloo; a deadlock of ranks is an
-          error, and so is the use of another rank's device
 
-It cannot check the kernels and their rounding, how nccl adds up, races between streams, alignment,
-speed, or on which device a Generator draws. It has only the functions of torch.cuda that this
-project calls.
+It cannot check the kernels and their rounding, nccl, races between streams, speed, or on which
+device a Generator draws. It has only the functions of torch.cuda that this project calls.
 
 timeline   the order of the host's requests, how many of them were waited for, counts by line
 tensors    the tensor and the device's memory
 copies     copies between host and device, and pinned memory
 graphs     capture and replay
 dispatch   all operations of torch
-nccl       collectives of ranks
 runtime    stand-ins for torch.cuda's functions, streams and events, under their own names
 attention  the attention kernel that a GPU would choose
 device     installation in torch

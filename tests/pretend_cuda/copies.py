@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .runtime import require_own
 from .tensors import CudaTensor, map_nested, poison, unwrap, wrap
 from .timeline import project_line, timeline
 
@@ -28,7 +27,6 @@ def run_on_host(func: Callable, args: tuple, kwargs: dict) -> object:
     """Run an operation on the host. Its result may be in pinned memory."""
     if not kwargs.get("pin_memory"):
         return func(*args, **kwargs)
-    require_own()  # memory is pinned by the context of the current device
     tensor = func(*args, **kwargs | {"pin_memory": False})
     storage = StorageWeakRef(tensor.untyped_storage())
     PINNED[storage.cdata] = storage

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import nccl, runtime
+from . import runtime
 from .attention import fused_sdp_choice, scaled_dot_product_attention
 from .dispatch import MODE
 from .graphs import CUDAGraph
@@ -34,8 +34,6 @@ def install() -> None:
     torch._C._host_emptyCache = lambda: None  # torch.cuda.graph calls it
     for name, function in (runtime.FUNCTIONS | {"CUDAGraph": CUDAGraph}).items():
         setattr(torch.cuda, name, function)
-    for name, function in nccl.FUNCTIONS.items():
-        setattr(torch.distributed, name, function)
     torch.Generator = runtime.Generator
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     torch._fused_sdp_choice = fused_sdp_choice

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .copies import COPIES, copy, run_on_host
-from .runtime import require_own
 from .tensors import CudaTensor, is_cuda, map_nested, poison, tensors_in, unwrap, wrap
 from .timeline import project_line, timeline
 
@@ -87,8 +86,6 @@ def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
     is_ours = len(hosts) < len(tensors)
     if not is_ours and not is_cuda(target):
         return run_on_host(func, args, kwargs)
-    if is_cuda(target):
-        require_own(target)
     operation = describe_operation(func)
     if operation.name == "_conj":  # a wrapper cannot be marked as conjugate
         with torch.inference_mode(args[0].is_inference()):

@@ -1,14 +1,12 @@
 """Stand-ins for torch.cuda's functions, streams and events, under their own names."""
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
 
-from .tensors import memory, own_device
-from .timeline import project_line, timeline
+from .tensors import memory
+from .timeline import timeline
 
 NAME = "NVIDIA Pretended H100"
 CAPABILITY = (9, 0)
@@ -65,38 +63,6 @@ class StreamContext:
         Stream.current = self.before
 
 
-CURRENT = {"device": 0}  # the index that "cuda" means
-
-
-@contextmanager
-def use_device(device: torch.device | str) -> Iterator[None]:
-    """Make another device the current one inside a `with` block (torch.cuda.device)."""
-    before = CURRENT["device"]
-    set_device(device)
-    try:
-        yield
-    finally:
-        CURRENT["device"] = before
-
-
-def set_device(device: torch.device | str) -> None:
-    CURRENT["device"] = index_of(device)
-
-
-def index_of(device: torch.device | str) -> int:
-    """Return a device's index, or the current device's if there is none or -1. The device guard,
-    which stands in for CUDA's, gives the index -1."""
-    index = torch.device(device).index
-    return CURRENT["device"] if index in (None, -1) else index
-
-
-def require_own(device: torch.device | str = "cuda") -> None:
-    """Raise AssertionError if a device is another rank's."""
-    index = index_of(device)
-    if index != own_device().index:
-        raise AssertionError(f"cuda:{index} is another rank's device, at {project_line()}")
-
-
 class Generator(torch._C.Generator):
     """A generator on the host, whatever its device."""
 
@@ -104,21 +70,11 @@ class Generator(torch._C.Generator):
         return super().__new__(cls)
 
 
-def device_count() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def mem_get_info(device: torch.device | str = "cuda") -> tuple[int, int]:
-    require_own(device)
-    return memory.capacity - memory.reserved, memory.capacity
-
-
 def memory_snapshot() -> list[dict]:
     """Return one segment for each pool, which is used completely."""
     sizes = {(0, 0): memory.allocated} | memory.pools
-    index = own_device().index
     return [
-        {"device": index, "segment_pool_id": pool, "total_size": size, "allocated_size": size}
+        {"device": 0, "segment_pool_id": pool, "total_size": size, "allocated_size": size}
         for pool, size in sizes.items()
     ]
 
@@ -127,20 +83,19 @@ FUNCTIONS = {  # these replace attributes of torch.cuda
     "Event": Event,
     "Stream": Stream,
     "_lazy_init": lambda: None,
-    "current_device": lambda: CURRENT["device"],
+    "current_device": lambda: 0,
     "current_stream": lambda device=None: Stream.current,
-    "device": use_device,
-    "device_count": device_count,
+    "device": nullcontext,
+    "device_count": lambda: 1,
     "empty_cache": lambda: None,
     "get_device_capability": lambda device=None: CAPABILITY,
     "get_device_name": lambda device=None: NAME,
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: timeline.capture is not None,
     "max_memory_allocated": lambda device=None: memory.peak,
-    "mem_get_info": mem_get_info,
+    "mem_get_info": lambda device=None: (memory.capacity - memory.reserved, memory.capacity),
     "memory_reserved": lambda device=None: memory.reserved,
     "memory_snapshot": memory_snapshot,
-    "set_device": set_device,
     "stream": StreamContext,
     "synchronize": lambda device=None: timeline.wait("synchronize"),
 }

@@ -1,13 +1,11 @@
 """Tensors on the pretended device, and its memory.
 
-outer = wrap(torch.ones(3))   # on cuda:0, under torchrun on the rank's own device
+outer = wrap(torch.ones(3))   # on cuda:0
 outer.inner                   # the CPU tensor with its values
 """
 
-import os
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +19,6 @@ if TYPE_CHECKING:
 CAPACITY = 80 * 10**9  # bytes
 POISON = 0x5A5A5A5A  # as an index far out of range
 LISTS = (list, tuple)  # the containers of arguments and results
-
-
-@cache
-def own_device() -> torch.device:
-    """Return the only device that this process may use; under torchrun each rank has its own."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 class CudaTensor(torch.Tensor):
@@ -48,7 +40,7 @@ class CudaTensor(torch.Tensor):
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=own_device(),
+            device="cuda:0",
         )
         outer.inner = inner
         return outer
