@@ -1,6 +1,6 @@
 """Counts of launches, waits and copies per iteration of each method, and the code they come from.
 
-    python tests/pretend_cuda -m pretend_cuda.counts [--sampled] [METHOD ...]
+    python tests/pretend_cuda -m pretend_cuda.counts [METHOD ...]
 
 The models are the embedded pair. Counting starts after the passes are captured and the draft has
 prefilled the prompt. Prints the totals of each method and its most frequent lines of code.
@@ -20,7 +20,6 @@ from engine.model import FastGPTNeoX
 from engine.passes import SLOT_STEP, PassConfig
 from engine.scores import Ranking
 from methods import METHODS
-from methods.sampler import GREEDY, Sampling
 
 from .timeline import timeline
 
@@ -60,12 +59,10 @@ def make_settings(method: str) -> Settings:
     return METHODS[method](**({"costs": "0.3:0.04:0.2:0.4"} if method == "auto" else {}))
 
 
-def count_iterations(
-    pair: tuple[FastGPTNeoX, FastGPTNeoX, list[int]], method: str, sampling: Sampling = GREEDY
-) -> Counts:
+def count_iterations(pair: tuple[FastGPTNeoX, FastGPTNeoX, list[int]], method: str) -> Counts:
     """Generate one text, and count from its second tree on."""
     target, draft, prompt = pair
-    steps = generate(target, draft, prompt, make_settings(method), N_TOKENS, sampling=sampling)
+    steps = generate(target, draft, prompt, make_settings(method), N_TOKENS)
     list(islice(steps, N_SET_UP))
     with timeline.traced() as sites:
         n_iterations = len(list(steps))
@@ -100,13 +97,11 @@ def count_pythia_kernels() -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--sampled", action="store_true", help="at temperature 0.8, top-p 0.95")
     args = parser.parse_args()
-    sampling = Sampling(0.8, 0.95, seed=1) if args.sampled else GREEDY
     pair = load_pair("cuda")
     print(f"kernels of Pythia-2.8B and 70M in float16: {count_pythia_kernels()}")
     for method in args.methods:
-        counts = count_iterations(pair, method, sampling)
+        counts = count_iterations(pair, method)
         cells = ", ".join(f"{kind} {counts.per_iteration(kind):.1f}" for kind in KINDS)
         print(f"{method}, an iteration: {cells}\n{counts.format_sites()}")
 
