@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from .dispatch import Operation, run
+from .efficient import require_aligned
 from .tensors import CudaTensor
 from .timeline import project_line
 
@@ -52,14 +53,11 @@ def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Op
     for tensor in (query, key, value):
         is_aligned = tensor.shape[-1] * tensor.dtype.itemsize % 16 == 0
         is_fitting = is_fitting and tensor.ndim == 4 and tensor.stride(-1) == 1 and is_aligned
+    is_fitting = is_fitting and (mask is None or mask.stride(-1) == 1)
     if not backends.mem_efficient_sdp_enabled() or not is_fitting:
         return MATH
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        for axis, letter in ((-2, "M"), (-3, "H")):
-            if tensor.shape[axis] > 1 and tensor.stride(axis) * tensor.dtype.itemsize % 16:
-                raise RuntimeError(f"{name} is not correctly aligned (stride{letter})")
-    if mask is None or mask.stride(-1) == 1 and mask.stride(-2) % 8 == 0:
+    if mask is None or not any(stride % 8 for stride in mask.stride()[:-1]):
+        require_aligned(query, key, value, mask)
         return Operation("memory-efficient attention")
-    if mask.stride(-1) == 1:
-        return Operation("memory-efficient attention, mask copied", n_kernels=3)
-    return MATH
+    require_aligned(query, key, value)
+    return Operation("memory-efficient attention, mask copied", n_kernels=3)

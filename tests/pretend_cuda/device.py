@@ -7,6 +7,7 @@ runs as in a build with CUDA, and dispatch.py sees the operations that it calls.
 
 import atexit
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,8 +38,15 @@ def install() -> None:
     torch.Generator = runtime.Generator
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     torch._fused_sdp_choice = fused_sdp_choice
+    torch.compile = compile_nothing
     MODE.__enter__()
     atexit.register(timeline.settle)
+
+
+def compile_nothing(function: Callable | None = None, **options: object) -> Callable:
+    """Return the function itself, because Inductor compiles only for devices it knows. Without a
+    function, torch.compile is a decorator with options."""
+    return compile_nothing if function is None else function
 
 
 def put_guard() -> None:

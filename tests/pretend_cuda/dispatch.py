@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .copies import COPIES, copy, run_on_host
+from .efficient import efficient_attention
 from .tensors import CudaTensor, is_cuda, map_nested, poison, tensors_in, unwrap, wrap
 from .timeline import project_line, timeline
 
@@ -24,6 +25,7 @@ DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outpu
 CUDA_ONLY = {  # not on CPUs
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.mm.dtype_out: lambda a, b, dtype, out: out.copy_(a.to(dtype) @ b.to(dtype)),
+    aten._scaled_dot_product_efficient_attention.default: efficient_attention,
 }
 
 

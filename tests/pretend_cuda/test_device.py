@@ -116,3 +116,8 @@ def test_pinned_memory_must_stay_until_its_copy_is_waited_for() -> None:
     host[1] = 5.0
     with pytest.raises(RuntimeError, match="written to before the copy at tests/.*test_device.py"):
         x.tolist()
+
+
+def test_compile_returns_the_function_itself() -> None:
+    for compile_it in (torch.compile, torch.compile(dynamic=True)):
+        assert compile_it(warm_up_and_capture) is warm_up_and_capture
