@@ -294,7 +294,10 @@ class FixedPasses(Passes):
     def capture_shape(self, model: "FastGPTNeoX", shape: PassShape) -> torch.cuda.CUDAGraph:
         """Capture a pass that has run before, and return its graph."""
         run = partial(self.run, model, shape)
-        graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
+        # If a capture breaks, torch captures nothing more into its pool, so the next one needs
+        # another
+        pool, self.graph_pool = self.graph_pool, None
+        graph, result = capture_graph(run, pool, self.buffer.device)
         self.captured[shape], self.graph_pool = (graph, result), graph.pool()
         return graph
 
