@@ -5,7 +5,9 @@ tensors that were made hold poison afterwards. A replay runs the operations on t
 Python values as they were at the capture.
 
 Results are in the memory of a pool, where graphs that were captured earlier may write, too. The
-program must keep all other memory that a graph uses. If some was freed, a replay raises.
+program must keep all other memory that a graph uses. If some was freed, a replay raises. After a
+broken capture, torch believes that it still records to the capture's pool, and captures nothing
+more into it.
 """
 
 import weakref
@@ -21,6 +23,7 @@ from .tensors import CudaTensor, map_nested, memory, owner_of, poison, tensors_i
 from .timeline import project_line, timeline
 
 POOLS: dict[tuple[int, int], list["CUDAGraph"]] = {}  # each pool's graphs, in order of capture
+BROKEN: set[tuple[int, int]] = set()  # pools of broken captures
 
 
 class CUDAGraph:
@@ -39,6 +42,8 @@ class CUDAGraph:
 
     def capture_begin(self, pool: tuple[int, int] | None = None, **_: object) -> None:
         self.id = pool or (0, id(self))
+        if self.id in BROKEN:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.bytes_before = self.peak = memory.allocated
         timeline.count("capture")
         timeline.capture = self
@@ -73,6 +78,7 @@ class CUDAGraph:
     def capture_end(self) -> None:
         timeline.capture = None
         if self.is_spoiled:
+            BROKEN.add(self.id)
             raise torch.AcceleratorError(
                 "CUDA error: operation failed due to a previous error during capture"
             )

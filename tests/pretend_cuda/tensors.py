@@ -85,9 +85,7 @@ class Memory:
         if capture:
             of_others -= self.pools.get(capture.id, 0)
         if of_others + size > self.capacity:
-            if capture:
-                capture.is_spoiled = True
-            raise torch.OutOfMemoryError(
+            raise torch.OutOfMemoryError(  # this does not break a capture
                 f"CUDA out of memory. Tried to allocate {size} bytes at {project_line()}"
             )
         self.allocated += size
