@@ -22,6 +22,9 @@ pinned    a copy is pending until the host waits for it: it is an error if the h
 It cannot check the kernels and their rounding, nccl, races between streams, speed, or on which
 device a Generator draws. It has only the functions of torch.cuda that this project calls.
 
+PRETEND_CUDA_OPERATORS=FILE lists the operators that ran on the device, with their dtypes. A torch
+built for CUDA can tell without a GPU whether it has all of them (operators.py).
+
 timeline   the order of the host's requests, how many of them were waited for, counts by line
 tensors    the tensor and the device's memory
 copies     copies between host and device, and pinned memory
@@ -30,6 +33,7 @@ dispatch   all operations of torch
 runtime    stand-ins for torch.cuda's functions, streams and events, under their own names
 attention  the attention kernel that a GPU would choose
 efficient  memory-efficient attention: its alignment and its operator
+operators  the list of operators that ran, and a check that CUDA has them
 device     installation in torch
 plugin     the pytest plugin
 counts     launches, waits and copies of an iteration

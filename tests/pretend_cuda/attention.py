@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from .dispatch import Operation, run
 from .efficient import require_aligned
+from .operators import list_operator
 from .tensors import CudaTensor
 from .timeline import project_line
 
@@ -17,6 +18,11 @@ host_attention = torch.nn.functional.scaled_dot_product_attention
 host_choice = torch._fused_sdp_choice
 MATH = Operation("attention by single operations", n_kernels=8)
 BACKENDS = {MATH.name: SDPBackend.MATH, "attention by cuDNN": SDPBackend.CUDNN_ATTENTION}
+OPERATORS = {
+    SDPBackend.MATH: "aten::_scaled_dot_product_attention_math",
+    SDPBackend.CUDNN_ATTENTION: "aten::_scaled_dot_product_cudnn_attention",
+    SDPBackend.EFFICIENT_ATTENTION: "aten::_scaled_dot_product_efficient_attention",
+}
 
 
 def scaled_dot_product_attention(
@@ -30,7 +36,13 @@ def scaled_dot_product_attention(
         raise RuntimeError(f"Expected all tensors to be on the same device, at {project_line()}")
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         raise RuntimeError("Expected attn_mask dtype to be bool or to match query dtype")
-    return run(host_attention, choose(*given), given, options)
+    operation = choose(*given)
+    list_operator(OPERATORS[backend_of(operation)], given[:n_ours])
+    return run(host_attention, operation, given, options)
+
+
+def backend_of(operation: Operation) -> SDPBackend:
+    return BACKENDS.get(operation.name, SDPBackend.EFFICIENT_ATTENTION)
 
 
 def fused_sdp_choice(
@@ -39,8 +51,7 @@ def fused_sdp_choice(
     """Return the number of an SDPBackend, as torch._fused_sdp_choice does."""
     if not isinstance(query, CudaTensor):
         return host_choice(query, key, value, attn_mask)
-    name = choose(query, key, value, attn_mask).name
-    return int(BACKENDS.get(name, SDPBackend.EFFICIENT_ATTENTION))
+    return int(backend_of(choose(query, key, value, attn_mask)))
 
 
 def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Operation:

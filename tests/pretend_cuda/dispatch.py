@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .copies import COPIES, copy, run_on_host
 from .efficient import efficient_attention
+from .operators import list_operator
 from .tensors import CudaTensor, is_cuda, map_nested, poison, tensors_in, unwrap, wrap
 from .timeline import project_line, timeline
 
@@ -97,6 +98,7 @@ def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
+    list_operator(func.name(), tensors)
     if func in COPIES and is_crossing(func, args, target):
         return copy(func, args, kwargs)
     if target is not None and not is_cuda(target):
