@@ -15,7 +15,7 @@ capture   computes nothing; an operation raises if it waits, copies, draws, find
 replay    runs the captured operations on the same memory, with the Python values of the capture;
           memory that was freed since is an error
 memory    is poisoned until something is written to it; the device has a limit
-alignment memory-efficient attention reads pointers and strides of 16 bytes
+alignment memory-efficient attention takes only pointers and strides of whole 16 bytes
 pinned    a copy is pending until the host waits for it: it is an error if the host writes to its
           memory before, and a read before gives poison
 

@@ -68,7 +68,8 @@ def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Op
     if not backends.mem_efficient_sdp_enabled() or not is_fitting:
         return MATH
     if mask is None or not any(stride % 8 for stride in mask.stride()[:-1]):
-        require_aligned(query, key, value, mask)
+        is_converted = mask is None or mask.dtype == torch.bool  # then torch makes a new tensor
+        require_aligned(query, key, value, None if is_converted else mask)
         return Operation("memory-efficient attention")
     require_aligned(query, key, value)
     return Operation("memory-efficient attention, mask copied", n_kernels=3)

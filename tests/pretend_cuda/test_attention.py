@@ -61,6 +61,12 @@ def test_attention_reads_only_aligned_memory(
         call(*inputs.values())
 
 
+def test_a_bool_mask_may_begin_anywhere() -> None:
+    """Check that only an additive mask must be aligned, because torch makes one of a bool mask."""
+    *inputs, bias = aligned_inputs().values()
+    attend(*inputs, zeros(bias.numel() + 1).bool()[1:].view(bias.shape))
+
+
 def test_one_row_must_be_aligned_too() -> None:
     """Check that torch asks for an aligned stride of queries and keys even if there is one row."""
     query = zeros(64).half().as_strided((1, 1, 1, 8), (8, 8, 4, 1))
