@@ -87,6 +87,7 @@ class Lab:
     rows: tuple[int, ...] = tuple(n for n in ROW_COUNTS if n <= SLOT_STEP)  # n, in the last step
     slots: tuple[int, ...] = (512, 2304)  # S
     spin_up_s: float = SPIN_UP_S
+    cold_bytes: int = COLD_BYTES
 
     def spin_up(self) -> None:
         """Keep the device busy, so that its clocks rise."""
@@ -210,7 +211,7 @@ def attention(lab: Lab) -> Iterator[Record]:
         like = model.gpt_neox.embed_in.weight
         for n_slots in lab.slots:
             shape = (2, model.n_heads, n_slots, model.config.head_size)
-            n_copies = max(1, COLD_BYTES // (torch.Size(shape).numel() * like.element_size()))
+            n_copies = max(1, lab.cold_bytes // (torch.Size(shape).numel() * like.element_size()))
             kvs = torch.randn(n_copies, *shape, device=lab.device).to(like)  # [copies, 2, H, S, D]
             for n in (n for n in lab.rows if n in (2, 32, 64)):
                 bias = additive_mask(causal_mask(n), n_slots - n, like)  # [n, S]
@@ -305,7 +306,7 @@ def execute(args: Namespace) -> int:
     models = {role: random_model(shapes[role], device, DTYPES[role]) for role in shapes}
     lab = Lab(models, device)
     if args.dry:
-        lab = replace(lab, rows=(1, 2, 32), slots=(512,), spin_up_s=0.0)
+        lab = replace(lab, rows=(1, 2, 32), slots=(512,), spin_up_s=0.0, cold_bytes=0)
     kept: dict[str, str | list[Record]] = {"shapes": describe_shapes(shapes)}
     for name in args.only or SECTIONS:
         kept[name] = []

@@ -6,7 +6,7 @@ gradients. The host's own function computes the values in every case.
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .dispatch import Operation, run
 from .efficient import require_aligned
@@ -38,7 +38,13 @@ def scaled_dot_product_attention(
         raise RuntimeError("Expected attn_mask dtype to be bool or to match query dtype")
     operation = choose(*given)
     list_operator(OPERATORS[backend_of(operation)], given[:n_ours])
-    return run(host_attention, operation, given, options)
+    return run(attend_on_host, operation, given, options)
+
+
+def attend_on_host(*given: Tensor | None, **options: object) -> Tensor:
+    """Run the host's own function, also where the program allows only a kernel that CPUs lack."""
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+        return host_attention(*given, **options)
 
 
 def backend_of(operation: Operation) -> SDPBackend:

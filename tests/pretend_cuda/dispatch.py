@@ -25,6 +25,7 @@ N_KERNELS |= {"_local_scalar_dense": 0, "topk": 22, "sort": 4, "eye": 2, "nonzer
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 CUDA_ONLY = {  # not on CPUs
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
+    aten.bmm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.mm.dtype_out: lambda a, b, dtype, out: out.copy_(a.to(dtype) @ b.to(dtype)),
     aten._scaled_dot_product_efficient_attention.default: efficient_attention,
 }
