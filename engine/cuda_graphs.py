@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 import torch
 import torch.nn.functional as F
+from numpy import ndarray
 from torch import Tensor
 
 from engine.memory import memory_for
@@ -116,12 +117,26 @@ class PassShape(NamedTuple):
         return PassInputs(tokens, positions, start, last, mask.view(n, -1))
 
 
+class StagedInputs(NamedTuple):
+    """The host's views of both buffers for one shape. Making them takes longer than filling them,
+    so they are kept."""
+
+    words: ndarray  # all int64 inputs in one array; those below are parts of it
+    tokens: ndarray  # [n]
+    positions: ndarray  # [n]
+    start: ndarray  # [1]
+    last: ndarray  # [1]
+    mask: ndarray  # as in PassInputs
+    staged: Tensor  # the bytes of all inputs in the staging buffer
+    uploaded: Tensor  # the same bytes in the buffer that graphs read
+
+
 def n_mask_bytes(n_scratch: int) -> int:
     """Return the bytes that a row's mask takes in the inputs."""
     return (n_scratch + 2 + 7) // 8
 
 
-def pack_mask(mask: Tensor, n_rows: int, n_scratch: int) -> Tensor:
+def pack_mask(mask: Tensor, n_rows: int, n_scratch: int) -> ndarray:
     """Return a bool mask [n, m] in bits, [n_rows, bytes] uint8, with its padding.
 
     A row's first bit stands for all committed slots, the next n_scratch bits for the slots after
@@ -133,7 +148,7 @@ def pack_mask(mask: Tensor, n_rows: int, n_scratch: int) -> Tensor:
     attends[:n, 0] = True
     attends[:n, 1 : 1 + m] = mask.numpy()
     attends[n:, :-1] = True
-    return torch.from_numpy(numpy.packbits(attends, axis=1, bitorder="little"))
+    return numpy.packbits(attends, axis=1, bitorder="little")
 
 
 def additive_bits(like: Tensor) -> Tensor:
@@ -168,6 +183,7 @@ class FixedPasses(Passes):
         self.is_pinned = kv.device.type == "cuda"
         self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
         self.upload_done = torch.cuda.Event() if self.is_pinned else None
+        self.staged_inputs: dict[PassShape, StagedInputs] = {}
         self.captured: dict[PassShape, CapturedPass] = {}
         self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
         self.is_replaying = False
@@ -221,19 +237,29 @@ class FixedPasses(Passes):
         n = len(tokens)
         if self.upload_done:
             self.upload_done.synchronize()
-        staging = self.staging[: shape.n_bytes].zero_()
-        inputs = shape.view_inputs(staging)
-        inputs.tokens[:n] = tokens
-        inputs.positions[:n] = positions
+        inputs = self.stage(shape)
+        inputs.words.fill(0)
+        inputs.tokens[:n] = tokens.numpy()
+        inputs.positions[:n] = positions.numpy()
         inputs.start[0] = start
         inputs.last[0] = length - 1
         if shape.is_strict:
-            inputs.mask[:n] = recent_slots(positions, mask, length)
+            inputs.mask[:n] = recent_slots(positions, mask, length).numpy()
         else:
-            inputs.mask.copy_(pack_mask(mask, shape.n_rows, shape.n_scratch))
-        self.buffer[: shape.n_bytes].copy_(staging, non_blocking=True)
+            inputs.mask[:] = pack_mask(mask, shape.n_rows, shape.n_scratch)
+        inputs.uploaded.copy_(inputs.staged, non_blocking=True)
         if self.upload_done:
             self.upload_done.record()
+
+    def stage(self, shape: PassShape) -> StagedInputs:
+        """Return the kept views for a shape."""
+        inputs = self.staged_inputs.get(shape)
+        if inputs is None:
+            staged, uploaded = self.staging[: shape.n_bytes], self.buffer[: shape.n_bytes]
+            words = staged[: 8 * shape.n_int64].view(torch.int64).numpy()
+            arrays = (view.numpy() for view in shape.view_inputs(staged))
+            inputs = self.staged_inputs[shape] = StagedInputs(words, *arrays, staged, uploaded)
+        return inputs
 
     def run(self, model: "FastGPTNeoX", shape: PassShape) -> PassResult:
         """Run a pass of this shape on the uploaded inputs. Return its last hidden states

@@ -33,11 +33,11 @@ from torch import Tensor
 from cli.metrics import token_ids
 from draft_tree import MAX_ROWS, Tree
 from engine.cache import FastCache
-from engine.cuda_graphs import FixedPasses, pack_mask
+from engine.cuda_graphs import FixedPasses, make_shape, pack_mask
 from engine.generate import Step
 from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
-from engine.passes import ROW_COUNTS, SMALL_PASS, PassConfig, Window
+from engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig, Window
 from engine.scores import Ranking
 from engine.strict import MAX_STRICT_ROWS
 from gpt_neox import GPTNeoX
@@ -202,10 +202,26 @@ def unpack(packed: Tensor, n_columns: int) -> Tensor:
 @pytest.mark.parametrize("n_scratch", [5, 6, 7, 128])
 def test_a_mask_in_bits(n_scratch: int) -> None:
     mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) < 0.5
-    found = unpack(pack_mask(mask, 4, n_scratch), n_scratch + 2)
+    packed = torch.from_numpy(pack_mask(mask, 4, n_scratch))
+    found = unpack(packed, n_scratch + 2)
     assert found.shape == (4, n_scratch + 2)
     assert found[:3, 0].all() and found[:3, 1:6].equal(mask) and not found[:3, 6:].any()
     assert found[3, :-1].all() and not found[3, -1], "padding"
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_an_upload_keeps_nothing_of_the_one_before_it(is_strict: bool) -> None:
+    """Compare the inputs of a pass of 3 rows, padded to 4, after one of 4 rows and at first."""
+    kv, rotary = random_model(1).new_memory(SLOT_STEP)
+    shape = make_shape(4, SLOT_STEP, PassConfig(is_strict=is_strict))
+    uploaded = []
+    for row_counts in ((4, 3), (3,)):
+        passes = FixedPasses(kv, rotary, SMALL_PASS, 96)
+        for n in row_counts:
+            rows, mask = torch.arange(n) + 5, torch.ones(n, n, dtype=torch.bool).tril_()
+            passes.upload(shape, rows, rows, mask, 5, 5)
+        uploaded.append(passes.buffer[: shape.n_bytes])
+    assert uploaded[0].equal(uploaded[1])
 
 
 def open_shaped(model: FastGPTNeoX, n_rows: int, capacity: int = 400) -> FastCache:
