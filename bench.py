@@ -24,6 +24,14 @@ exact     whether a greedy text has the ids of its reference: ar's text on the s
 
     python bench.py --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
 
+On CUDA a row may also have these words, of which each changes the passes of both models. They are
+there to be measured, and none is the default until a GPU has shown that it is faster:
+
+split-keys  attention over 512 slots or more reads the keys in chunks, all at the same time
+eager       passes are not captured as CUDA graphs, as with --no-graphs
+
+    python bench.py --methods "ar,ar split-keys,dynatree,dynatree split-keys,dynatree eager"
+
 The folder benchmark/ has tables, options, results files, reports and further metrics.
 """
 
@@ -221,10 +229,8 @@ class Bench:
             found["depths"] = count_depths(steps)
         if is_first and is_greedy:  # sampled text accepts other tokens than the best
             found["calibration"] = count_calibration(steps)
-        # Times of passes of target and draft model that are not strict and have no window
         times = self.results.step_times
-        is_timed = not (case.uses_head or config.strict or config.window != FULL_ATTENTION)
-        if times and is_timed:
+        if times and has_timed_passes(case, not self.args.no_graphs):
             found["predicted_ms"] = predict_text_ms(times, config, self.pair, steps)
         return found
 
@@ -257,6 +263,14 @@ class Bench:
         if digest not in self.results.ids:
             raise UsageError(f"{self.writer.file} has no line with the ids of digest {digest}")
         return self.results.ids[digest]
+
+
+def has_timed_passes(case: Case, graphs: bool) -> bool:
+    """Whether Bench.time_passes has timed the kind of passes that a case has: of target and draft
+    model, without strict mode, window and trials. graphs: whether it has timed CUDA graphs."""
+    config = case.generation_config(graphs=graphs)
+    timed = replace(config, strict=False, window=FULL_ATTENTION, split_keys=False, graphs=graphs)
+    return config == timed and not case.uses_head
 
 
 def largest_pass(cases: Sequence[Case]) -> int:

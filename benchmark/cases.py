@@ -73,8 +73,9 @@ class Case:
     def generation_config(
         self, top_p: float | None = None, seed: int = 0, graphs: bool = True
     ) -> GenerationConfig:
-        """Return the generation config, which rows of transformers do not have. Raises ValueError
-        for a row that this version cannot parse."""
+        """Return the generation config, which rows of transformers do not have. graphs: capture
+        CUDA graphs unless the row says eager. Raises ValueError for a row that this version cannot
+        parse."""
         words = config_words(self.row) + ([self.acceptance] if self.acceptance else [])
         sampling = GREEDY
         if self.temperature or self.draft_temperature:
@@ -82,7 +83,8 @@ class Case:
             sampling = Sampling(
                 self.temperature, top_p, seed, self.draft_temperature, self.is_drawn
             )
-        return replace(GenerationConfig.parse(*words), sampling=sampling, graphs=graphs)
+        config = GenerationConfig.parse(*words)
+        return replace(config, sampling=sampling, graphs=graphs and config.graphs)
 
 
 def config_words(row: str) -> list[str]:

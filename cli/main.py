@@ -26,7 +26,14 @@ from cli.compare import (
 )
 from cli.errors import Parser, UsageError, print_line, run_command_line, write_stderr
 from cli.metrics import Metrics, Tally, versions
-from cli.models import Request, open_pair, overflow_note, require_graphs, warn_of_length
+from cli.models import (
+    Request,
+    open_pair,
+    overflow_note,
+    require_effect,
+    require_graphs,
+    warn_of_length,
+)
 from cli.options import (
     add_graphs_option,
     add_method_options,
@@ -113,6 +120,7 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     if (args.draft or args.draft_dtype) and not is_drafting:
         print_line(f"note: --method {args.method} ignores --draft and --draft-dtype")
     require_graphs(args)
+    require_effect(config, args)
     pair, models = open_pair(args, is_drafting, print_line, ranks, args.reference)
     require_fit(config, pair)
     target = pair.target.config

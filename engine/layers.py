@@ -33,6 +33,7 @@ from engine.checkpoint import CheckpointError
 from engine.cuda_graphs import choose_kernels
 from engine.linear import Linear, MixedLinear, make_linear
 from engine.memory import trim_heap
+from engine.split_keys import SplitMask, attend_in_chunks
 from engine.strict import StrictMask, attend_by_position
 from engine.tensor_parallel import UNSHARDED, Shard, split_axis
 from gpt_neox import ACTIVATIONS, Config
@@ -41,6 +42,7 @@ from gpt_neox import ACTIVATIONS, Config
 # same time for 128, and twice for 512 (measured with 4 to 32 heads over 500 and 1,500 slots)
 SDPA_ROWS = 128
 LARGE_LAYER = 2**23  # bytes; after packing a larger layer, free memory goes back to the system
+Mask = Tensor | StrictMask | SplitMask
 
 
 def fuse(model: nn.Module, tensors: Mapping[str, Tensor], shard: Shard = UNSHARDED) -> None:
@@ -116,7 +118,7 @@ class FusedTransformer(nn.Module):
         rotary: Tensor,
         kv: Tensor,
         start: int | Tensor,
-        mask: Tensor | StrictMask,
+        mask: Mask,
     ) -> Tensor:
         """Return the last hidden states [n, hidden] of tokens [n], before the final norm.
 
@@ -124,7 +126,7 @@ class FusedTransformer(nn.Module):
             rotary: [n, R / 2] complex64, of the rows' positions.
             kv: [2, L, H, capacity, D].
             start: the first slot to write, or all slots to write, [n] int64.
-            mask: [n, S], 0 or -inf; or a StrictMask.
+            mask: [n, S], 0 or -inf; or a StrictMask or SplitMask.
         """
         x = self.shard.embed(tokens, self.embed_in)  # [n, hidden], layers add to it in place
         for layer, layer_kv in zip(self.layers, kv.unbind(1), strict=True):
@@ -214,12 +216,13 @@ class FusedLayer(nn.Module):
         rotary: Tensor,
         kv: Tensor,
         start: int | Tensor,
-        mask: Tensor | StrictMask,
+        mask: Mask,
     ) -> Tensor:
         in_order = isinstance(mask, StrictMask)  # no sum may then depend on a row's place
         if not self.config.use_parallel_residual:
             attended = self.attend(self.qkv(self.norm(x, 0)), rotary, kv, start, mask)
-            x.add_(self.shard.sum(self.dense(attended.transpose(0, 1).flatten(1)), in_order))
+            columns = attended.transpose(0, 1).flatten(1).to(x.dtype)  # [n, H * D]
+            x.add_(self.shard.sum(self.dense(columns), in_order))
             inner = self.inner(self.norm(x, 1))
             active = torch.empty_like(inner)
             gelu(inner, self.approximate, active)
@@ -248,10 +251,10 @@ class FusedLayer(nn.Module):
         rotary: Tensor,
         kv: Tensor,
         start: int | Tensor,
-        mask: Tensor | StrictMask,
+        mask: Mask,
     ) -> Tensor:
         """Return attention's output [H, n, D] for qkv [n, 3 H D]. Write this pass's keys and values
-        to kv [2, H, capacity, D]."""
+        to kv [2, H, capacity, D]. With a SplitMask the output is in float32."""
         qkv = qkv.view(len(qkv), 3, -1, self.config.head_size).permute(1, 2, 0, 3)  # [3, H, n, D]
         rotate_(qkv[:2, ..., : self.config.rotary_dims], rotary)
         # A non-finite number in the cache would reach every row, because attention multiplies the
@@ -264,6 +267,8 @@ class FusedLayer(nn.Module):
             torch.nan_to_num(qkv[1:], **replacements, out=kv[:, :, start : start + qkv.shape[2]])
         if isinstance(mask, StrictMask):
             return attend_by_position(qkv[0], kv[0], kv[1], mask)
+        if isinstance(mask, SplitMask):
+            return attend_in_chunks(qkv[0], kv[0], kv[1], mask)
         return attend(qkv[0], *kv[:, :, : mask.shape[1]], mask)
 
     @property

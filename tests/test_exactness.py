@@ -202,7 +202,7 @@ def random_case(method: str, mode: str, number: int) -> Case:
     draft = make_draft(DRAFTS[number % len(DRAFTS)], tensors, changes, number, kind)
     settings = random_settings(method, rng)
     prompt, text = random_prompt_and_text(number)
-    options: dict[str, object] = {} if mode == "plain" else {"graphs": number % 2 == 1}
+    options: dict[str, object] = {"graphs": number % 2 == 1} if mode == "fixed" else {}
     if mode == "window":
         size = max(make_rule(settings).max_verified, rng.choice([1, 5, 16, 24]))
         options["window"] = Window(size, rng.choice([0, 1, 4]))
