@@ -28,9 +28,10 @@ On CUDA a row may also have these words, of which each changes the passes of bot
 there to be measured, and none is the default until a GPU has shown that it is faster:
 
 split-keys  attention over 512 slots or more reads the keys in chunks, all at the same time
+compiled    torch.compile fuses the small operations of each layer
 eager       passes are not captured as CUDA graphs, as with --no-graphs
 
-    python bench.py --methods "ar,ar split-keys,dynatree,dynatree split-keys,dynatree eager"
+    python bench.py --methods "ar,ar split-keys,dynatree,dynatree compiled,dynatree eager"
 
 The folder benchmark/ has tables, options, results files, reports and further metrics.
 """
@@ -269,8 +270,8 @@ def has_timed_passes(case: Case, graphs: bool) -> bool:
     """Whether Bench.time_passes has timed the kind of passes that a case has: of target and draft
     model, without strict mode, window and trials. graphs: whether it has timed CUDA graphs."""
     config = case.generation_config(graphs=graphs)
-    timed = replace(config, strict=False, window=FULL_ATTENTION, split_keys=False, graphs=graphs)
-    return config == timed and not case.uses_head
+    plain = {"strict": False, "window": FULL_ATTENTION, "split_keys": False, "compiled": False}
+    return config == replace(config, **plain, graphs=graphs) and not case.uses_head
 
 
 def largest_pass(cases: Sequence[Case]) -> int:

@@ -2,6 +2,8 @@
 
 model         GPTNeoX with fused layers, and with caches that own their passes
 layers        the fused layers
+kernels       the small operations of a layer between its products and attention
+compiled      a trial: these operations as compiled functions, one kernel each
 linear        linear layers over matrices packed for passes of a few rows
 cache         the KV cache of one generation: memory, passes, window, rebuilt commits
 passes        the passes over one cache, and their config

@@ -33,6 +33,8 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
+from engine.compiled import compiled_kernels
+from engine.kernels import EAGER
 from engine.memory import memory_for
 from engine.passes import (
     ROW_COUNTS,
@@ -95,6 +97,7 @@ class PassShape(NamedTuple):
     n_ids: int = sys.maxsize
     ranking: Ranking = Ranking()
     split_keys: bool = False
+    compiled: bool = False
 
     @property
     def n_int64(self) -> int:
@@ -283,7 +286,8 @@ class FixedPasses(Passes):
             mask = split_mask(mask, n_chunks, n_heads)
         slots = inputs.start + self.slots[: shape.n_rows]
         rotary = self.rotary.index_select(0, inputs.positions)
-        x = model.gpt_neox(inputs.tokens, rotary, self.kv, slots, mask)
+        kernels = compiled_kernels() if shape.compiled else EAGER
+        x = model.gpt_neox(inputs.tokens, rotary, self.kv, slots, mask, kernels)
         model.embed_out.write_logits(x, self.logits[: shape.n_rows])
         if not shape.ranking.is_read:
             return x, None
@@ -364,7 +368,7 @@ def make_shape(n_rows: int, n_slots: int, config: PassConfig) -> PassShape:
     round_up = round_up_rows if config.n_scratch <= ROW_COUNTS[-1] else round_up_slots
     n_scratch = min(round_up(config.n_scratch), n_slots)
     split_keys = config.split_keys and n_slots >= MIN_SPLIT_SLOTS
-    rest = config.is_strict, config.n_ids, ranking, split_keys
+    rest = config.is_strict, config.n_ids, ranking, split_keys, config.compiled
     return PassShape(n_rows, n_slots, n_scratch, *rest)
 
 

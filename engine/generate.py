@@ -275,6 +275,7 @@ def configure_models(
             ranking=Ranking(rule.target_top_k),
             is_strict=config.strict,
             split_keys=config.split_keys,
+            compiled=config.compiled,
             window=config.window,
             rebuilds_cache=config.commit == "rebuild",
             reports_prompt=rule.target_top_k > 0 or reads_hidden,
@@ -292,7 +293,8 @@ def configure_models(
     # A level seldom has more rows than the tree; if it has, its pass has no fixed shape
     max_rows = min(rule.max_rows, max(rule.max_verified, SMALL_PASS))
     pass_config = PassConfig(max_rows, rule.min_rows, rule.max_rows, n_ids, ranking, is_draft=True)
-    pass_config = pass_config._replace(window=config.window, split_keys=config.split_keys)
+    trials = {"split_keys": config.split_keys, "compiled": config.compiled}
+    pass_config = pass_config._replace(window=config.window, **trials)
     return target, ConfiguredModel(draft, pass_config, n_tokens, rule.max_rows)
 
 

@@ -25,7 +25,8 @@ COMMIT_MODES = ("keep", "rebuild")
 FLAGS = {"strict": {"strict": True}} | {name: {"commit": name} for name in COMMIT_MODES}
 FLAGS |= {name: {"acceptance": name} for name in ACCEPTANCES}
 # Words with an effect only on passes of fixed shapes, that is on CUDA
-CUDA_FLAGS = {"split-keys": {"split_keys": True}, "eager": {"graphs": False}}
+CUDA_FLAGS = {"split-keys": {"split_keys": True}, "compiled": {"compiled": True}}
+CUDA_FLAGS |= {"eager": {"graphs": False}}
 FLAGS |= CUDA_FLAGS
 NUMBER_OPTIONS = ("window", "sinks")  # window=512
 
@@ -33,7 +34,7 @@ NUMBER_OPTIONS = ("window", "sinks")  # window=512
 @dataclass(frozen=True)
 class GenerationConfig:
     """All options of a generation. Raises ValueError for an acceptance that the method refuses, for
-    strict passes over too many rows, and for strict passes with split keys."""
+    strict passes over too many rows, and for strict passes with split_keys or compiled."""
 
     settings: Settings  # the method and its settings
     _: KW_ONLY
@@ -43,9 +44,11 @@ class GenerationConfig:
     window: Window = FULL_ATTENTION  # the tokens that the caches keep
     strict: bool = False  # the target's logits equal ar's bit for bit (engine/strict.py)
     graphs: bool = True  # on CUDA, capture the passes as graphs
-    # A trial for the first measurements on a GPU, not the default until one has shown it faster: on
-    # CUDA, attention over 512 slots or more reads the keys in parallel chunks (split_keys.py)
+    # Two trials for the first measurements on a GPU. Neither is the default until a GPU has shown
+    # that it is faster. On CUDA, attention over 512 slots or more reads the keys in parallel chunks
+    # (split_keys.py), and torch.compile fuses the small operations of a layer (compiled.py)
     split_keys: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if self.commit not in COMMIT_MODES:
@@ -61,10 +64,9 @@ class GenerationConfig:
         if self.strict and n_rows > MAX_STRICT_ROWS:
             why = f"it must have at most {MAX_STRICT_ROWS}; use a smaller tree"
             raise ValueError(f"strict: a pass of this method has up to {n_rows} rows, {why}")
-        if self.strict and self.split_keys:
-            raise ValueError(
-                "split-keys excludes strict, because strict passes have another attention"
-            )
+        if self.strict and (self.split_keys or self.compiled):
+            trials = " and ".join(word for word in self.cuda_words if word != "eager")
+            raise ValueError(f"strict excludes {trials}, which may change a row's bits; use one")
 
     @classmethod
     def parse(cls, method: str = "", *words: str) -> "GenerationConfig":

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint import CheckpointError
 from engine.cuda_graphs import choose_kernels
+from engine.kernels import EAGER, Kernels, gelu, overflow_value
 from engine.linear import Linear, MixedLinear, make_linear
 from engine.memory import trim_heap
 from engine.split_keys import SplitMask, attend_in_chunks
@@ -119,6 +120,7 @@ class FusedTransformer(nn.Module):
         kv: Tensor,
         start: int | Tensor,
         mask: Mask,
+        kernels: Kernels = EAGER,
     ) -> Tensor:
         """Return the last hidden states [n, hidden] of tokens [n], before the final norm.
 
@@ -127,25 +129,17 @@ class FusedTransformer(nn.Module):
             kv: [2, L, H, capacity, D].
             start: the first slot to write, or all slots to write, [n] int64.
             mask: [n, S], 0 or -inf; or a StrictMask or SplitMask.
+            kernels: of the small operations in each layer.
         """
         x = self.shard.embed(tokens, self.embed_in)  # [n, hidden], layers add to it in place
         for layer, layer_kv in zip(self.layers, kv.unbind(1), strict=True):
-            x = layer(x, rotary, layer_kv, start, mask)
+            x = layer(x, rotary, layer_kv, start, mask, kernels)
         if self.overflow_value:
             stored = written_kv(kv, start, len(x))
             highest = torch.linalg.vector_norm(stored, torch.inf, dim=(0, 1, 2, 4))  # [n]
             has_overflowed = highest == self.overflow_value
             x = x.masked_fill(has_overflowed[:, None], torch.nan)
         return x
-
-
-def overflow_value(dtype: torch.dtype) -> float:
-    """Return the number that the cache stores in place of a non-finite one.
-
-    This is float16's largest number. Other dtypes store 0, because their keys and values overflow
-    only if x overflows.
-    """
-    return torch.finfo(dtype).max if dtype == torch.float16 else 0.0
 
 
 def written_kv(kv: Tensor, start: int | Tensor, n: int) -> Tensor:
@@ -178,7 +172,6 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.config, self.shard = config, shard
         self.approximate = ACTIVATIONS[config.hidden_act]
-        self.overflow_value = overflow_value(layer.mlp.dense_4h_to_h.weight.dtype)
         self.n_attended = len(layer.attention.query_key_value.weight) // 3  # H * D
         self.n_inner = len(layer.mlp.dense_h_to_4h.weight)  # inner columns of the MLP
         norms = layer.input_layernorm, layer.post_attention_layernorm
@@ -217,10 +210,11 @@ class FusedLayer(nn.Module):
         kv: Tensor,
         start: int | Tensor,
         mask: Mask,
+        kernels: Kernels = EAGER,
     ) -> Tensor:
         in_order = isinstance(mask, StrictMask)  # no sum may then depend on a row's place
         if not self.config.use_parallel_residual:
-            attended = self.attend(self.qkv(self.norm(x, 0)), rotary, kv, start, mask)
+            attended = self.attend(self.qkv(self.norm(x, 0)), rotary, kv, start, mask, kernels)
             columns = attended.transpose(0, 1).flatten(1).to(x.dtype)  # [n, H * D]
             x.add_(self.shard.sum(self.dense(columns), in_order))
             inner = self.inner(self.norm(x, 1))
@@ -234,11 +228,8 @@ class FusedLayer(nn.Module):
             inner = both[:, 3 * self.n_attended :][:, : self.n_inner]
         else:
             qkv, inner = self.qkv(self.norm(x, 0)), self.inner(self.norm(x, 1))
-        attended = self.attend(qkv, rotary, kv, start, mask)  # [H, n, D]
-        combined = x.new_empty(len(x), self.n_attended + inner.shape[1])
-        columns = combined[:, : self.n_attended]  # [n, H * D]
-        columns.view(len(x), -1, self.config.head_size).copy_(attended.transpose(0, 1))
-        gelu(inner, self.approximate, combined[:, self.n_attended :])
+        attended = self.attend(qkv, rotary, kv, start, mask, kernels)  # [H, n, D]
+        combined = kernels.combine(attended, inner, self.approximate)
         return x.add_(self.shard.sum(self.dense_and_out(combined), in_order))
 
     def norm(self, x: Tensor, which: int) -> Tensor:
@@ -252,24 +243,17 @@ class FusedLayer(nn.Module):
         kv: Tensor,
         start: int | Tensor,
         mask: Mask,
+        kernels: Kernels,
     ) -> Tensor:
         """Return attention's output [H, n, D] for qkv [n, 3 H D]. Write this pass's keys and values
         to kv [2, H, capacity, D]. With a SplitMask the output is in float32."""
         qkv = qkv.view(len(qkv), 3, -1, self.config.head_size).permute(1, 2, 0, 3)  # [3, H, n, D]
-        rotate_(qkv[:2, ..., : self.config.rotary_dims], rotary)
-        # A non-finite number in the cache would reach every row, because attention multiplies the
-        # values of a masked slot by 0, and 0 x nan is nan
-        value = self.overflow_value
-        replacements = {"nan": value, "posinf": value, "neginf": -value}
-        if isinstance(start, Tensor):
-            kv.index_copy_(2, start, torch.nan_to_num(qkv[1:], **replacements))
-        else:
-            torch.nan_to_num(qkv[1:], **replacements, out=kv[:, :, start : start + qkv.shape[2]])
+        q = kernels.rotate_and_store(qkv, rotary, kv, start)
         if isinstance(mask, StrictMask):
-            return attend_by_position(qkv[0], kv[0], kv[1], mask)
+            return attend_by_position(q, kv[0], kv[1], mask)
         if isinstance(mask, SplitMask):
-            return attend_in_chunks(qkv[0], kv[0], kv[1], mask)
-        return attend(qkv[0], *kv[:, :, : mask.shape[1]], mask)
+            return attend_in_chunks(q, kv[0], kv[1], mask)
+        return attend(q, *kv[:, :, : mask.shape[1]], mask)
 
     @property
     def linears(self) -> list[Linear]:
@@ -321,26 +305,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
         return torch.bmm(scores.softmax(-1), v)  # [H, n, S] times [H, S, D]
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
-
-
-def gelu(x: Tensor, approximate: str, out: Tensor) -> None:
-    """Write GELU(x) to `out`; both are [n, inner]. May overwrite x."""
-    if x.device.type != "cpu":
-        F.gelu(x, approximate=approximate, out=out)
-    elif x.numel() % 2:  # oneDNN cannot write to an `out` that is not contiguous
-        out.copy_(F.gelu(x, approximate=approximate))
-    else:
-        halves = x.view(2, -1).t()  # not contiguous, to avoid oneDNN, whose calls start slowly
-        F.gelu(halves, approximate=approximate, out=halves)
-        out.copy_(x)  # writing to `out` directly is not vectorised
-
-
-def rotate_(x: Tensor, rotary: Tensor) -> None:
-    """Rotate x [..., n, R] in place by rotary [n or 1, R / 2]. Adjacent dimensions are a pair."""
-    pairs = x.float().view(torch.complex64)  # shares x's memory if x is float32
-    pairs.mul_(rotary)
-    if x.dtype != torch.float32:
-        x.copy_(pairs.view(torch.float32))
 
 
 def reorder_qkv(qkv: Affine, config: Config) -> Affine:

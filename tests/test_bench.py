@@ -412,7 +412,7 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
         (["--methods", "ar,linear eager"], "linear eager: eager: no effect on cpu; use --device"),
         (["--methods", "ar split-keys"], "ar split-keys: split-keys: no effect on cpu"),
         (["--baseline", "ar eager"], "ar eager: eager: no effect on cpu"),
-        (["--methods", "ar strict split-keys"], "split-keys excludes strict, because"),
+        (["--methods", "ar strict split-keys"], "strict excludes split-keys, which"),
         (["--baseline", " "], "argument --baseline: is empty"),
         (["--columns", "exact,exact"], "'exact,exact' names a column twice"),
         (["--seed", "1000000000001"], "--seed: 1000000000001 is not a whole number from 0 to"),
@@ -610,7 +610,8 @@ def test_the_generation_config_of_a_row() -> None:
 def test_rows_with_words_of_cuda() -> None:
     """Check their configs, references and predictions. A row is eager by its word or by
     --no-graphs, and passes are timed as graphs unless --no-graphs is given."""
-    rows = ("ar", "linear", "linear split-keys", "linear eager", "linear strict", "linear head")
+    words = ("split-keys", "compiled", "eager", "strict", "head")
+    rows = ("ar", "linear", *(f"linear {word}" for word in words))
     cases = {row: Case(row, "", 1, 1, 0.0, reference_of(row)) for row in rows}
     split, eager = (cases[f"linear {word}"] for word in ("split-keys", "eager"))
     assert split.generation_config() == GenerationConfig(Chain(), split_keys=True)

@@ -163,7 +163,7 @@ def test_bad_calls(
         next(generate(random_model(0), None, prompt, settings, limit, commit=commit))
 
 
-@pytest.mark.parametrize("options", [{"graphs": False}, {"split_keys": True}])
+@pytest.mark.parametrize("options", [{"graphs": False}, {"split_keys": True}, {"compiled": True}])
 def test_options_of_cuda_are_refused_elsewhere(options: dict[str, bool]) -> None:
     """Check models whose passes have no fixed shapes. They would ignore the options."""
     for kind, message in ((FastGPTNeoX, "no effect on cpu"), (GPTNeoX, "options of CUDA")):
@@ -175,9 +175,9 @@ def test_options_of_cuda_are_refused_elsewhere(options: dict[str, bool]) -> None
 
 
 def test_options_of_cuda_change_the_passes_of_both_models() -> None:
-    config = GenerationConfig(Chain(), split_keys=True)
+    config = GenerationConfig(Chain(), split_keys=True, compiled=True)
     for model in configure_models(random_model(0), random_model(1), config, 50):
-        assert model.pass_config.split_keys
+        assert model.pass_config.split_keys and model.pass_config.compiled
 
 
 def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:

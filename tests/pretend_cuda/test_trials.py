@@ -1,4 +1,4 @@
-"""Tests of attention that reads the keys in chunks (engine/split_keys.py).
+"""Tests of the trials of CUDA passes: split keys, and the functions that torch would compile.
 
 The device's attention of a chunk gives nan for a row that attends to none of its keys. On a GPU
 the result of such a row is undefined.
@@ -84,16 +84,23 @@ def test_short_passes_are_shared_with_those_without_chunks() -> None:
         assert sum(n for site, n in sites.items() if site[1] == OPERATOR) == n_calls
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_ids_are_those_of_the_cpu(method: str, on_cuda: Pair, on_cpu: Pair) -> None:
-    """Check a prompt of more than 512 tokens, so that the passes of both models have chunks."""
+WORDS = [(method, ("split_keys", "compiled")) for method in METHODS]
+WORDS += [(method, (word,)) for method in ("ar", "dynatree") for word in WORDS[0][1]]
+
+
+@pytest.mark.parametrize(("method", "trials"), WORDS)
+def test_the_ids_are_those_of_the_cpu(
+    method: str, trials: tuple[str, ...], on_cuda: Pair, on_cpu: Pair
+) -> None:
+    """Check a prompt of more than 512 tokens, so that the passes of both models have chunks. The
+    device runs the functions of engine/compiled.py without compiling them."""
     written = []
-    for (target, draft, prompt), options in ((on_cpu, {}), (on_cuda, {"split_keys": True})):
+    for (target, draft, prompt), words in ((on_cpu, ()), (on_cuda, trials)):
         prompt = prompt * 30
         assert len(prompt) > 512
-        written.append(
-            token_ids(generate(target, draft, prompt, make_settings(method), 20, **options))
-        )
+        options = dict.fromkeys(words, True)
+        steps = generate(target, draft, prompt, make_settings(method), 20, **options)
+        written.append(token_ids(steps))
     assert written[0] == written[1]
 
 
