@@ -24,14 +24,13 @@ exact     whether a greedy text has the ids of its reference: ar's text on the s
 
     python bench.py --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
 
-On CUDA a row may also have these words, of which each changes the passes of both models. They are
-there to be measured, and none is the default until a GPU has shown that it is faster:
+On CUDA a row may also have these words, as in "dynatree split-keys compiled". Each changes the
+passes of both models. They are trials, and none is the default until a GPU has shown that it is
+faster:
 
 split-keys  attention over 512 slots or more reads the keys in chunks, all at the same time
 compiled    torch.compile fuses the small operations of each layer
 eager       passes are not captured as CUDA graphs, as with --no-graphs
-
-    python bench.py --methods "ar,ar split-keys,dynatree,dynatree compiled,dynatree eager"
 
 The folder benchmark/ has tables, options, results files, reports and further metrics.
 """

@@ -16,8 +16,7 @@ rows, and again for another dtype or a single row. CUDA graphs record it afterwa
 shape runs once before its capture. The check for overflow at the end of a pass stays eager: it is
 one kernel of a pass and not of a layer.
 
-    kernels = compiled_kernels()
-    q = kernels.rotate_and_store(qkv, rotary, kv, slots)
+    kernels = compiled_kernels()  # an argument of FusedTransformer.forward
 
 Shapes: n rows, H heads, D head size, R rotary dimensions.
 """

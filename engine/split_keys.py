@@ -10,9 +10,9 @@ for rounding (FlashDecoding, Dao et al. 2023).
 The merge takes four more kernels in each layer. Nobody has measured yet whether this is faster, so
 it is not the default (the word split-keys of engine/generation_config.py).
 
-    n_chunks = count_chunks(n_slots, n_rows, n_heads)
-    mask = split_mask(mask, n_chunks, n_heads)  # once per pass
-    attended = attend_in_chunks(q, k, v, mask)  # in each layer
+    n_chunks = count_chunks(n_slots=512, n_rows=32, n_heads=8)  # 4
+    mask = torch.zeros(32, 512)
+    split = split_mask(mask, n_chunks, n_heads=8)  # once per pass, for all layers
 
 Shapes: n rows, S cache slots in C chunks of c, H heads, D head size.
 """
