@@ -58,6 +58,7 @@ from engine.cuda_graphs import capture_graph, make_shape
 from engine.layers import attend
 from engine.model import FastGPTNeoX
 from engine.passes import ROW_COUNTS, SLOT_STEP, additive_mask, causal_mask, round_up_slots
+from engine.split_keys import attend_in_chunks, count_chunks, split_mask
 from tools.random_models import (
     DTYPES,
     add_shape_options,
@@ -212,21 +213,24 @@ def attention(lab: Lab) -> Iterator[Record]:
         for n_slots in lab.slots:
             shape = (2, model.n_heads, n_slots, model.config.head_size)
             n_copies = max(1, lab.cold_bytes // (torch.Size(shape).numel() * like.element_size()))
-            kvs = torch.randn(n_copies, *shape, device=lab.device).to(like)  # [copies, 2, H, S, D]
+            # [copies, 2, H, S, D]; several copies, so that they are read from memory
+            kvs = torch.randn(n_copies, *shape, device=lab.device).to(like)
             for n in (n for n in lab.rows if n in (2, 32, 64)):
                 bias = additive_mask(causal_mask(n), n_slots - n, like)  # [n, S]
                 at = {"model": role, "slots": n_slots, "rows": n}
                 q, k = kvs[0, :, None, :, :n], kvs[0, :1]  # [1, H, n, D] and [1, H, S, D]
                 yield at | {"chosen": SDPBackend(torch._fused_sdp_choice(q[0], k, k, bias)).name}
-                for way, run in WAYS.items():
-                    yield at | {"way": way} | time_attention(lab, run, kvs, bias)
+                n_chunks = count_chunks(n_slots, n, model.n_heads)
+                chunks = split_mask(bias.clone(), n_chunks, model.n_heads)
+                ways = [(way, run, bias) for way, run in WAYS.items()]
+                for way, run, mask in [*ways, ("split keys", attend_in_chunks, chunks)]:
+                    runs = [partial(run, kv[1, :, :n], *kv, mask) for kv in kvs]
+                    yield at | {"way": way} | time_runs(lab, runs)
 
 
-def time_attention(lab: Lab, run: Callable, kvs: Tensor, bias: Tensor) -> Record:
-    """Return the record of one way to compute attention of n rows, or its error: a build of torch
-    may lack a way. kvs: several copies of keys and values, so that they are read from memory."""
-    q = torch.randn_like(kvs[0, 0, :, : len(bias)])  # [H, n, D]
-    runs = [partial(run, q, k, v, bias) for k, v in kvs]
+def time_runs(lab: Lab, runs: Sequence[Callable]) -> Record:
+    """Return the times of one way to compute attention, or its error: a build of torch may lack a
+    way."""
     try:
         with torch.inference_mode():
             return lab.device_us(runs)
