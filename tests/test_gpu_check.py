@@ -65,6 +65,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"--dry {TINY}/draft", "two folders"),
         ("--dry --seconds 0", "--seconds '0'"),
         ("--dry --keep README.md", "--keep 'README.md'"),
+        ("--dry --keep tests", "--keep 'tests' is not empty"),
         ("--dyr", "--dyr"),
     ],
 )
@@ -103,9 +104,8 @@ def test_a_missing_package_is_found_after_the_versions(
     process = start(project, python="./python")
     lines = process.communicate(timeout=60)[0].splitlines()
     assert process.returncode == 2
-    assert [line for line in lines if line.startswith("== ")] == [
-        "== versions (27 s at most, 530 s left)"
-    ]
+    (step,) = (line for line in lines if line.startswith("== "))
+    assert step.startswith("== versions (")
 
 
 def test_no_step_can_stop_another(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

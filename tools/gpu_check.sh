@@ -20,6 +20,8 @@ fail() {
 python=(${PYTHON:-python3}) seconds=530 keep="" dry="" main="" models=()
 large=("--hidden 2560 --layers 32 --vocab 50304" "--hidden 512 --layers 6 --vocab 50304")
 text="--n-prompts 4 --prompt-tokens 150 --new-tokens 128"
+long="--n-prompts 2 --new-tokens 700"  # keys are split from 512 slots on
+rows="ar,dynatree,recycle,ar eager,dynatree eager,dynatree strict,recycle strict"
 while (($#)); do
   case $1 in
     --dry) dry=--dry ;;
@@ -52,12 +54,14 @@ pair=$(mktemp -d models/enlarged_XXXXXX) || exit 2
 trap 'rm -r "$pair"' EXIT
 if [[ $dry ]]; then
   keep=${keep:-$pair/results}
-  large=("--hidden 640 --layers 6 --vocab 4200" "--hidden 128 --layers 2 --vocab 4200")
-  main="--methods ar,dynatree,auto"
-  text="--n-prompts 1 --prompt-tokens 20 --new-tokens 6"
+  large=("--hidden 640 --layers 6 --vocab 4200" "--hidden 256 --layers 2 --vocab 4200")
+  main="--methods ar,dynatree,auto --columns throughput,exact"
+  text="--n-prompts 1 --prompt-tokens 20 --new-tokens 4 --dtype float32" long=""
+  rows="ar,dynatree,dynatree eager,recycle strict"
 fi
 keep=${keep:-results/run_gpu_$(date +%Y%m%d-%H%M%S)}
 mkdir -p -- "$keep" 2>/dev/null || fail "--keep '$keep' is no folder that can be made"
+[[ -z $(ls -A -- "$keep") ]] || fail "--keep '$keep' is not empty; use a new folder"
 wrong=()
 exec > >(exec tee -i "$keep/log.txt") 2>&1
 trap 'rm -r "$pair"; exec >&- 2>&-; wait $!' EXIT  # for what tee has still to say
@@ -116,9 +120,9 @@ if ((${#models[@]} == 0)); then
     step "the draft, enlarged" 10 tools/enlarge.py models/tiny/draft "$draft" ${large[1]} ||
     target=models/tiny/target draft=models/tiny/draft  # so that ids are compared with ar's
 fi
-table pair 25 --methods "ar,dynatree,recycle,ar eager,dynatree eager,dynatree strict,recycle strict" \
+table pair 25 --methods "$rows" \
   --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
-table trials 20 --columns throughput,speedup,draft,verify,other,exact --methods \
+table trials 20 $long --columns throughput,speedup,draft,verify,other,exact --methods \
   "ar,ar split-keys,ar compiled,dynatree,dynatree split-keys,dynatree compiled"
 table main 50 $main
 table memory 20 --table memory --methods ar,dynatree

@@ -7,6 +7,7 @@ profile     the kernels of an eager pass, with their number and time
 attention   the kernel that torch selects, and the time of other ways to compute the same
 products    each linear layer, by number of rows: its time, and whether a row's bits depend on the
             number of rows or on the row's place among them
+trials      captured passes with split keys, and with compiled functions
 
     python tools/gpu_facts.py --output facts.json
 
@@ -31,9 +32,10 @@ if __name__ == "__main__":
 
 import json
 import time
+import traceback
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -53,11 +55,19 @@ from benchmark.step_times import (
 )
 from cli.errors import Parser, UsageError, print_line, run_command_line, writing
 from cli.files import write_whole
+from engine.cache import FastCache
 from engine.checkpoint import first_line
 from engine.cuda_graphs import capture_graph, make_shape
 from engine.layers import attend
 from engine.model import FastGPTNeoX
-from engine.passes import ROW_COUNTS, SLOT_STEP, additive_mask, causal_mask, round_up_slots
+from engine.passes import (
+    ROW_COUNTS,
+    SLOT_STEP,
+    PassConfig,
+    additive_mask,
+    causal_mask,
+    round_up_slots,
+)
 from engine.split_keys import attend_in_chunks, count_chunks, split_mask
 from tools.random_models import (
     DTYPES,
@@ -70,6 +80,13 @@ from tools.random_models import (
 
 EXPECTED_KERNEL = SDPBackend.EFFICIENT_ATTENTION.name  # as engine.cuda_graphs chooses
 RANKINGS = {"target": TARGET_RANKING, "draft": DRAFT_RANKING}
+PASS_CONFIG = PassConfig()
+TRIALS = {
+    "none": PASS_CONFIG,
+    "split-keys": PassConfig(split_keys=True),
+    "compiled": PassConfig(compiled=True),
+    "both": PassConfig(split_keys=True, compiled=True),
+}
 N_REPLAYS = 20  # between two events
 N_ROUNDS = 3
 SPIN_UP_S = 0.3  # an idle GPU lowers its clocks
@@ -89,6 +106,19 @@ class Lab:
     slots: tuple[int, ...] = (512, 2304)  # S
     spin_up_s: float = SPIN_UP_S
     cold_bytes: int = COLD_BYTES
+
+    def open_cache(
+        self,
+        role: str,
+        n_slots: int,
+        max_rows: int,
+        config: PassConfig = PASS_CONFIG,
+        graphs: bool = True,
+    ) -> FastCache:
+        """Return a cache of a model whose passes of up to max_rows rows are over n_slots slots."""
+        sizes = {"max_rows": max_rows, "n_scratch": max_rows}
+        config = config._replace(ranking=RANKINGS[role], **sizes)
+        return open_cache(self.models[role], n_slots - SLOT_STEP, config, graphs)
 
     def spin_up(self) -> None:
         """Keep the device busy, so that its clocks rise."""
@@ -158,16 +188,37 @@ def passes(lab: Lab) -> Iterator[Record]:
     yield {"copy_gb_s": round(copy_gb_s, 1)}
     for role, model in lab.models.items():
         for n_slots in lab.slots:
-            context = n_slots - SLOT_STEP
-            floor = {"floor_ms": round(step_bytes(model, context) / copy_gb_s / 1e6, 4)}
-            with open_cache(model, context, lab.rows[-1], ranking=RANKINGS[role]) as cache:
-                for n in lab.rows:
-                    make_forward(model, cache, n)()  # so that the graph reads this pass
-                    n_run = max(n, cache.config.min_rows)  # with padding
-                    shape = make_shape(n_run, round_up_slots(cache.length + n), cache.config)
-                    ms, spread = lab.replay_ms(cache.passes.captured[shape][0].replay)
-                    at = {"model": role, "slots": n_slots, "rows": n}
-                    yield at | {"device_ms": round(ms, 4), "spread": spread} | floor
+            floor_ms = step_bytes(model, n_slots - SLOT_STEP) / copy_gb_s / 1e6
+            for found in replay_passes(lab, role, n_slots, lab.rows, PASS_CONFIG):
+                yield found | {"floor_ms": round(floor_ms, 4)}
+
+
+def trials(lab: Lab) -> Iterator[Record]:
+    """Yield the times of passes with each of the engine's trials, and without."""
+    for role in lab.models:
+        for n_slots in lab.slots:
+            for name, config in TRIALS.items():
+                at = {"model": role, "slots": n_slots, "trial": name}
+                try:
+                    for found in replay_passes(lab, role, n_slots, (2, 32), config):
+                        yield found | at
+                except Exception as error:  # one trial must not end the others
+                    yield at | {"error": describe(error)}
+
+
+def replay_passes(
+    lab: Lab, role: str, n_slots: int, rows: Sequence[int], config: PassConfig
+) -> Iterator[Record]:
+    """Yield the time of the captured graph of a pass, by number of rows."""
+    model = lab.models[role]
+    with lab.open_cache(role, n_slots, rows[-1], config) as cache:
+        for n in rows:
+            make_forward(model, cache, n)()  # so that the graph reads this pass
+            n_run = max(n, cache.config.min_rows)  # with padding
+            shape = make_shape(n_run, round_up_slots(cache.length + n), cache.config)
+            ms, spread = lab.replay_ms(cache.passes.captured[shape][0].replay)
+            at = {"model": role, "slots": n_slots, "rows": n}
+            yield at | {"device_ms": round(ms, 4), "spread": spread}
 
 
 def profile(lab: Lab) -> Iterator[Record]:
@@ -175,10 +226,8 @@ def profile(lab: Lab) -> Iterator[Record]:
     wanted = [("target", n, n_slots) for n_slots in lab.slots for n in lab.rows if n in (2, 32, 64)]
     wanted.append(("draft", 8 if 8 in lab.rows else 1, lab.slots[0]))
     for role, n, n_slots in wanted:
-        model, ranking = lab.models[role], RANKINGS[role]
-        context = n_slots - SLOT_STEP
-        with open_cache(model, context, lab.rows[-1], graphs=False, ranking=ranking) as cache:
-            forward = make_forward(model, cache, n)
+        with lab.open_cache(role, n_slots, n, graphs=False) as cache:
+            forward = make_forward(lab.models[role], cache, n)
             forward()  # loads the kernels
             kernels = kernel_times(forward)
         at = {"model": role, "slots": n_slots, "rows": n}
@@ -235,7 +284,11 @@ def time_runs(lab: Lab, runs: Sequence[Callable]) -> Record:
         with torch.inference_mode():
             return lab.device_us(runs)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {first_line(error):.100}"}
+        return {"error": describe(error)}
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error):.100}"
 
 
 def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -299,7 +352,32 @@ def product_by_rows(lab: Lab, group: list[Callable], x: Tensor) -> Iterator[Reco
         yield {"rows": n, "gb_s": gb_s, "bits_as_at_rows": same, "place_matters": is_moved} | found
 
 
-SECTIONS = {each.__name__: each for each in (launches, passes, profile, attention, products)}
+SECTIONS = {
+    each.__name__: each for each in (launches, passes, profile, attention, products, trials)
+}
+
+
+def measure(lab: Lab, name: str) -> Iterator[Record]:
+    """Yield the records of a section, and last its error if it has failed."""
+    lab.spin_up()
+    try:
+        yield from SECTIONS[name](lab)
+    except Exception as error:  # the other sections may explain more
+        traceback.print_exc()
+        yield {"error": describe(error)}
+
+
+def problems(kept: Mapping[str, list[Record]]) -> list[str]:
+    """Return a line for each section that failed, and for attention by another kernel."""
+    lines = []
+    for name, records in kept.items():
+        if records[-1].keys() == {"error"}:
+            lines.append(f"{name}: {records[-1]['error']}")
+    others = {found["chosen"] for found in kept.get("attention", []) if "chosen" in found}
+    if others := others - {EXPECTED_KERNEL}:
+        found = ", ".join(sorted(others))
+        lines.append(f"attention uses {found}, it must use only {EXPECTED_KERNEL}")
+    return lines
 
 
 def execute(args: Namespace) -> int:
@@ -311,21 +389,18 @@ def execute(args: Namespace) -> int:
     lab = Lab(models, device)
     if args.dry:
         lab = replace(lab, rows=(1, 2, 32), slots=(512,), spin_up_s=0.0, cold_bytes=0)
-    kept: dict[str, str | list[Record]] = {"shapes": describe_shapes(shapes)}
+    kept: dict[str, list[Record]] = {}
     for name in args.only or SECTIONS:
         kept[name] = []
-        lab.spin_up()
-        for found in SECTIONS[name](lab):
+        for found in measure(lab, name):
             print(name, json.dumps(found), flush=True)
             kept[name].append(found)
+            written = {"shapes": describe_shapes(shapes)} | kept
             with writing(args.output):
-                write_whole(Path(args.output), json.dumps(kept, indent=1) + "\n")
-    others = {found["chosen"] for found in kept.get("attention", []) if "chosen" in found}
-    if others - {EXPECTED_KERNEL}:
-        found = ", ".join(sorted(others))
-        print_line(f"error: attention uses {found}, it must use only {EXPECTED_KERNEL}")
-        return 1
-    return 0
+                write_whole(Path(args.output), json.dumps(written, indent=1) + "\n")
+    for line in problems(kept):
+        print_line(f"error: {line}")
+    return 1 if problems(kept) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -117,6 +117,18 @@ def pass_cells(facts: Mapping[str, list[Record]]) -> list[list[str]]:
     return rows
 
 
+def trial_cells(facts: Mapping[str, list[Record]]) -> list[list[str]]:
+    """Return the cells of the table of trials, with their header; none if there are no trials."""
+    times: dict[tuple, dict[str, str]] = {}  # by model, slots and rows, then by trial
+    for r in facts.get("trials", []):
+        if "device_ms" in r:
+            at = r["model"], str(r["slots"]), str(r["rows"])
+            times.setdefault(at, {})[r["trial"]] = f"{r['device_ms']:.3f}"
+    names = list(dict.fromkeys(name for found in times.values() for name in found))
+    body = [[*at, *(found.get(name, "") for name in names)] for at, found in times.items()]
+    return [["ms of a pass", "slots", "rows", *names], *body] if times else []
+
+
 def print_report(results: Results) -> None:
     """Print the times of passes, the tables of the default pair, and what is wrong."""
     versions, facts = results.get("versions", {}), results.get("facts", {})
@@ -124,6 +136,8 @@ def print_report(results: Results) -> None:
     header = ["model", "slots", "rows", "ms", "spread", "floor ms", "H100 estimate"]
     if passes := pass_cells(facts):
         print(text_table(header, passes, 80))
+    if trials := trial_cells(facts):
+        print(f"\n{text_table(trials[0], trials[1:], 80)}")
     for name in PRINTED:
         if name in results:
             print(f"\n{text_table(results[name]['columns'], results[name]['rows'], 80)}")
