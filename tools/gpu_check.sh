@@ -107,7 +107,7 @@ step versions 5 tools/gpu_versions.py "$keep/versions.json"
 command -v nvidia-smi >/dev/null && nvidia-smi --format=csv \
   --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm
 step "first pass" 10 tools/gpu_first_pass.py "${shapes[@]}" --output "$keep/first_pass.json"
-step facts 20 tools/gpu_facts.py "${shapes[@]}" --output "$keep/facts.json"
+step facts 25 tools/gpu_facts.py "${shapes[@]}" --output "$keep/facts.json"
 CUBLASLT_WORKSPACE_SIZE=32768 step "products with a workspace of 32 MiB" 8 tools/gpu_facts.py \
   "${shapes[@]}" --only products --output "$keep/workspace.json"
 tests "strict passes" 10 "strict${dry:+ and eager and not bfloat16}"

@@ -48,6 +48,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmark.step_times import (
     DRAFT_RANKING,
     TARGET_RANKING,
+    capture_pass,
     copy_bandwidth,
     make_forward,
     open_cache,
@@ -57,7 +58,7 @@ from cli.errors import Parser, UsageError, print_line, run_command_line, writing
 from cli.files import write_whole
 from engine.cache import FastCache
 from engine.checkpoint import first_line
-from engine.cuda_graphs import capture_graph, make_shape
+from engine.cuda_graphs import capture_graph
 from engine.layers import attend
 from engine.model import FastGPTNeoX
 from engine.passes import (
@@ -66,7 +67,6 @@ from engine.passes import (
     PassConfig,
     additive_mask,
     causal_mask,
-    round_up_slots,
 )
 from engine.split_keys import attend_in_chunks, count_chunks, split_mask
 from tools.random_models import (
@@ -108,17 +108,13 @@ class Lab:
     cold_bytes: int = COLD_BYTES
 
     def open_cache(
-        self,
-        role: str,
-        n_slots: int,
-        max_rows: int,
-        config: PassConfig = PASS_CONFIG,
-        graphs: bool = True,
+        self, role: str, n_slots: int, max_rows: int, config: PassConfig = PASS_CONFIG
     ) -> FastCache:
-        """Return a cache of a model whose passes of up to max_rows rows are over n_slots slots."""
+        """Return a cache of a model whose passes of up to max_rows rows are over n_slots slots, and
+        are not captured."""
         sizes = {"max_rows": max_rows, "n_scratch": max_rows}
         config = config._replace(ranking=RANKINGS[role], **sizes)
-        return open_cache(self.models[role], n_slots - SLOT_STEP, config, graphs)
+        return open_cache(self.models[role], n_slots - SLOT_STEP, config, graphs=False)
 
     def spin_up(self) -> None:
         """Keep the device busy, so that its clocks rise."""
@@ -213,10 +209,8 @@ def replay_passes(
     model = lab.models[role]
     with lab.open_cache(role, n_slots, rows[-1], config) as cache:
         for n in rows:
-            make_forward(model, cache, n)()  # so that the graph reads this pass
-            n_run = max(n, cache.config.min_rows)  # with padding
-            shape = make_shape(n_run, round_up_slots(cache.length + n), cache.config)
-            ms, spread = lab.replay_ms(cache.passes.captured[shape][0].replay)
+            make_forward(model, cache, n)()  # loads the kernels, and the graph reads its inputs
+            ms, spread = lab.replay_ms(capture_pass(model, cache, n).replay)
             at = {"model": role, "slots": n_slots, "rows": n}
             yield at | {"device_ms": round(ms, 4), "spread": spread}
 
@@ -226,7 +220,7 @@ def profile(lab: Lab) -> Iterator[Record]:
     wanted = [("target", n, n_slots) for n_slots in lab.slots for n in lab.rows if n in (2, 32, 64)]
     wanted.append(("draft", 8 if 8 in lab.rows else 1, lab.slots[0]))
     for role, n, n_slots in wanted:
-        with lab.open_cache(role, n_slots, n, graphs=False) as cache:
+        with lab.open_cache(role, n_slots, n) as cache:
             forward = make_forward(lab.models[role], cache, n)
             forward()  # loads the kernels
             kernels = kernel_times(forward)

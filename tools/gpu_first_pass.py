@@ -38,13 +38,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmark.step_times import DRAFT_RANKING, TARGET_RANKING, capture_pass
 from cli.errors import Parser, print_line, run_command_line, writing
 from cli.files import write_whole
 from engine.cache import FastCache
 from engine.checkpoint import first_line
-from engine.cuda_graphs import make_shape
 from engine.model import FastGPTNeoX
-from engine.passes import PassConfig, round_up_rows, round_up_slots
+from engine.passes import PassConfig
 from engine.scores import Ranking
 from gpt_neox import Config
 from tools.random_models import add_shape_options, random_model, read_shapes, require_gpu
@@ -53,7 +53,7 @@ from verify import ancestor_mask
 ROWS = (1, 2, 8, 32, 64, 128, 256)
 DRY_ROWS = (1, 2, 8)
 N_PROMPT = 200  # tokens; with 256 rows a pass needs 512 slots
-RANKINGS = {"target": Ranking(), "draft": Ranking(3, are_logprobs=True)}  # as DynaTree's
+RANKINGS = {"target": TARGET_RANKING, "draft": DRAFT_RANKING}
 DTYPES = (torch.float16, torch.bfloat16)
 
 Record = dict[str, str | int | float]
@@ -137,7 +137,7 @@ def try_model(
         if report.attempt("load", at, run) is None:
             continue
         logits = report.attempt("eager", at, run)
-        if report.attempt("capture", at, partial(capture, model, cache, n)) is not None:
+        if report.attempt("capture", at, partial(capture_pass, model, cache, n)) is not None:
             expected[n] = logits
     cache.passes.is_replaying = True
     for n in mixed(expected):
@@ -170,13 +170,6 @@ def require_finite(logits: Tensor) -> Tensor:
     if not logits.isfinite().all():
         raise ValueError(f"{int((~logits.isfinite()).sum())} of {logits.numel()} logits not finite")
     return logits
-
-
-def capture(model: FastGPTNeoX, cache: FastCache, n: int) -> object:
-    """Capture the graph of a pass over n rows, which must have run before."""
-    n_rows = round_up_rows(max(n, cache.config.min_rows))
-    shape = make_shape(n_rows, round_up_slots(cache.length + n), cache.config)
-    return cache.passes.capture_shape(model, shape)
 
 
 def compare_replay(model: FastGPTNeoX, cache: FastCache, expected: Tensor) -> bool:
