@@ -3,7 +3,7 @@
 model         GPTNeoX with fused layers, and with caches that own their passes
 layers        the fused layers
 kernels       the small operations of a layer between its products and attention
-compiled      a trial: these operations as compiled functions, one kernel each
+compiled      a trial: these operations as functions for torch.compile
 linear        linear layers over matrices packed for passes of a few rows
 cache         the KV cache of one generation: memory, passes, window, rebuilt commits
 passes        the passes over one cache, and their config

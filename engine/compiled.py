@@ -1,8 +1,8 @@
-"""The small operations of a layer as functions for torch.compile, one kernel each. A trial.
+"""The small operations of a layer as functions for torch.compile. A trial.
 
 In float16, engine/kernels.py takes five kernels to rotate and store, and two to combine. The
-functions here are written so that Inductor makes one kernel of each, which the code that it
-generates for a CPU shows:
+functions here are meant to be one kernel each. In the code that Inductor makes for a CPU, each is
+one loop:
 
 - They are real, because Inductor leaves complex numbers to eager torch.
 - A partner in a rotary pair and a part of a row are found by index arithmetic. When the functions
@@ -12,7 +12,8 @@ generates for a CPU shows:
 
 Nobody has measured yet whether this is faster on a GPU, so it is not the default (the word compiled
 of engine/generation_config.py). Each function is compiled when it first runs, for all numbers of
-rows, and again for another dtype or a single row. CUDA graphs record it afterwards, because every
+rows. It is compiled again for another dtype, for a single row, and if the first number of rows
+equals another size, such as the number of heads. CUDA graphs record it afterwards, because every
 shape runs once before its capture. The check for overflow at the end of a pass stays eager: it is
 one kernel of a pass and not of a layer.
 

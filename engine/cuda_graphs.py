@@ -188,7 +188,8 @@ class FixedPasses(Passes):
         self.is_pinned = kv.device.type == "cuda"
         self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
         self.upload_done = torch.cuda.Event() if self.is_pinned else None
-        self.staged_inputs: dict[PassShape, StagedInputs] = {}
+        # By rows, scratch slots and strictness, which decide the layout
+        self.staged_inputs: dict[tuple[int, int, bool], StagedInputs] = {}
         self.captured: dict[PassShape, CapturedPass] = {}
         self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
         self.is_replaying = False
@@ -258,12 +259,13 @@ class FixedPasses(Passes):
 
     def stage(self, shape: PassShape) -> StagedInputs:
         """Return the kept views for a shape."""
-        inputs = self.staged_inputs.get(shape)
+        layout = shape.n_rows, shape.n_scratch, shape.is_strict
+        inputs = self.staged_inputs.get(layout)
         if inputs is None:
             staged, uploaded = self.staging[: shape.n_bytes], self.buffer[: shape.n_bytes]
             words = staged[: 8 * shape.n_int64].view(torch.int64).numpy()
             arrays = (view.numpy() for view in shape.view_inputs(staged))
-            inputs = self.staged_inputs[shape] = StagedInputs(words, *arrays, staged, uploaded)
+            inputs = self.staged_inputs[layout] = StagedInputs(words, *arrays, staged, uploaded)
         return inputs
 
     def run(self, model: "FastGPTNeoX", shape: PassShape) -> PassResult:
@@ -330,8 +332,8 @@ class FixedPasses(Passes):
     def capture_shape(self, model: "FastGPTNeoX", shape: PassShape) -> torch.cuda.CUDAGraph:
         """Capture a pass that has run before, and return its graph."""
         run = partial(self.run, model, shape)
-        # If a capture breaks, torch captures nothing more into its pool, so the next one needs
-        # another
+        # If a capture breaks, torch captures nothing more into its pool. Then graph_pool stays
+        # None, and the next capture makes another pool
         pool, self.graph_pool = self.graph_pool, None
         graph, result = capture_graph(run, pool, self.buffer.device)
         self.captured[shape], self.graph_pool = (graph, result), graph.pool()

@@ -66,7 +66,7 @@ class GenerationConfig:
             raise ValueError(f"strict: a pass of this method has up to {n_rows} rows, {why}")
         if self.strict and (self.split_keys or self.compiled):
             trials = " and ".join(word for word in self.cuda_words if word != "eager")
-            raise ValueError(f"strict excludes {trials}, which may change a row's bits; use one")
+            raise ValueError(f"strict excludes {trials}, which may change a row's bits; remove one")
 
     @classmethod
     def parse(cls, method: str = "", *words: str) -> "GenerationConfig":

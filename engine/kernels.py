@@ -1,7 +1,7 @@
 """The small operations of a layer between its products and attention.
 
 A pass runs them as separate kernels of torch. engine/compiled.py has other functions that compute
-the same with one kernel each, and `Kernels` says which of the two a pass uses.
+the same and are meant to be one kernel each. `Kernels` says which of the two a pass uses.
 
     q = EAGER.rotate_and_store(qkv, rotary, kv, start)
     combined = EAGER.combine(attended, inner, approximate)

@@ -25,7 +25,7 @@ from torch import Tensor
 MIN_SPLIT_SLOTS = 512  # with fewer slots, a block reads so few keys that the merge takes longer
 MIN_CHUNK = 128  # slots; the kernel reads up to 128 keys at once, so shorter chunks save nothing
 BLOCK_ROWS = 64  # rows of one block of the kernel
-N_MULTIPROCESSORS = 132  # of an H100; an A100 has 108
+ENOUGH_BLOCKS = 118  # nine tenths of the 132 multiprocessors of an H100; an A100 has 108
 
 
 class SplitMask(NamedTuple):
@@ -37,16 +37,13 @@ class SplitMask(NamedTuple):
 
 
 def count_chunks(n_slots: int, n_rows: int, n_heads: int) -> int:
-    """Return the smallest number of equal chunks that gives each multiprocessor a block, or the
-    number of chunks of MIN_CHUNK slots if it is less.
-
-    More chunks than multiprocessors would only make the merge larger. n_slots: a multiple of
-    MIN_CHUNK.
-    """
+    """Return the smallest number of equal chunks that gives ENOUGH_BLOCKS, because more chunks
+    would only make the merge larger. If no number does, return the largest, with chunks of
+    MIN_CHUNK slots. n_slots: a multiple of MIN_CHUNK."""
     n_blocks = n_heads * -(-n_rows // BLOCK_ROWS)
     max_chunks = n_slots // MIN_CHUNK
     counts = [n for n in range(1, max_chunks) if max_chunks % n == 0]
-    return next((n for n in counts if n * n_blocks >= N_MULTIPROCESSORS), max_chunks)
+    return next((n for n in counts if n * n_blocks >= ENOUGH_BLOCKS), max_chunks)
 
 
 def split_mask(mask: Tensor, n_chunks: int, n_heads: int) -> Tensor | SplitMask:

@@ -20,10 +20,16 @@ PROFILE = [
 ]
 
 
-def write_facts(folder: Path, device_ms: float, shapes: str = describe_shapes(PYTHIA)) -> None:
+def write_facts(
+    folder: Path,
+    device_ms: float,
+    shapes: str = describe_shapes(PYTHIA),
+    copy_gb_s: float = 3000.0,
+) -> None:
     measured = PLACE | {"device_ms": device_ms, "spread": 0.01, "floor_ms": 1.6}
-    facts = {"shapes": shapes, "passes": [{"copy_gb_s": 3000.0}, measured], "profile": PROFILE}
+    facts = {"shapes": shapes, "passes": [{"copy_gb_s": copy_gb_s}, measured]}
     (folder / "facts.json").write_text(json.dumps(facts))
+    (folder / "profile.json").write_text(json.dumps({"shapes": shapes, "profile": PROFILE}))
     (folder / "versions.json").write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3"}))
 
 
@@ -57,8 +63,9 @@ def test_trials_stand_side_by_side(tmp_path: Path, capsys: Captured) -> None:
     names = {"none": 3.0, "split-keys": 2.8}
     trials = [PLACE | {"trial": name, "device_ms": ms} for name, ms in names.items()]
     failed = {"model": "target", "slots": 512, "trial": "compiled", "error": "no compiler"}
-    (tmp_path / "facts.json").write_text(json.dumps({"trials": [*trials, failed]}))
+    (tmp_path / "trials.json").write_text(json.dumps({"trials": [*trials, failed]}))
     lines = run_report(tmp_path, capsys)
+    assert "failed: trials target 512 compiled: no compiler" in lines
     header = next(i for i, line in enumerate(lines) if line.startswith("ms of a pass"))
     assert lines[header].split()[-2:] == ["none", "split-keys"]
     assert lines[header + 1].split() == ["target", "512", "32", "3.000", "2.800"]
@@ -70,7 +77,8 @@ def test_a_failed_step_is_named(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "first_pass.json").write_text(json.dumps(steps))
     lines = run_report(tmp_path, capsys)
     failed = [line for line in lines if line.startswith("failed")]
-    assert failed == ["failed: draft float16 replay 8: LogitsDiffer: 1 of 9 logits differ"]
+    error = "LogitsDiffer: 1 of 9 logits differ"
+    assert failed == [f"failed: first pass replay draft float16 8: {error}"]
 
 
 def test_all_results_are_in_one_file(tmp_path: Path, capsys: Captured) -> None:
@@ -91,5 +99,13 @@ def test_unusable_folders_are_refused(tmp_path: Path, capsys: Captured) -> None:
     assert "has no results" in first and "facts.json is no JSON" in second
 
 
-def test_a_pass_without_a_profile() -> None:
-    assert kernels_of(PROFILE, ("draft", 512, 8)) == "not profiled"
+def test_estimates_follow_the_speed_of_a_copy(tmp_path: Path, capsys: Captured) -> None:
+    """Check a pass of 4 ms on a device that copies 1.5 times as fast, and so should take 2 ms."""
+    write_facts(tmp_path, 4.0, copy_gb_s=4500.0)
+    (line,) = [line for line in run_report(tmp_path, capsys) if line.startswith("slow")]
+    assert "4.00 ms, estimated 2.0;" in line
+
+
+@pytest.mark.parametrize("profile", [[], PROFILE[:1], [{"error": "no CUPTI"}]])
+def test_a_pass_without_a_whole_profile(profile: list[dict]) -> None:
+    assert kernels_of(profile, ("target", 512, 32)) == "not profiled"

@@ -60,15 +60,17 @@ if [[ $dry ]]; then
   rows="ar,dynatree,dynatree eager,recycle strict"
 fi
 keep=${keep:-results/run_gpu_$(date +%Y%m%d-%H%M%S)}
+keep=${keep%/}
 mkdir -p -- "$keep" 2>/dev/null || fail "--keep '$keep' is no folder that can be made"
 [[ -z $(ls -A -- "$keep") ]] || fail "--keep '$keep' is not empty; use a new folder"
-wrong=()
-exec > >(exec tee -i "$keep/log.txt") 2>&1
-trap 'rm -r "$pair"; exec >&- 2>&-; wait $!' EXIT  # for what tee has still to say
+wrong=() reserved=$((seconds / 25))  # for the report
+exec 3>&1 4>&2 > >(exec tee -i "$keep/log.txt") 2>&1
+log=$!
+trap 'rm -r "$pair"; exec >&3 2>&4; wait "$log"' EXIT  # for what tee has still to say
 trap 'exit 130' INT TERM  # once the step has ended, which Ctrl-C reaches as well
 
 step() {  # NAME PERCENT ARGUMENT...: of Python; for so much of the seconds, and of what is left
-  local limit=$((1 + seconds * $2 / 100)) left=$((seconds - SECONDS))
+  local limit=$((1 + seconds * $2 / 100)) left=$((seconds - reserved - SECONDS)) began=$SECONDS
   limit=$((limit < left ? limit : left))
   if ((limit < 1)); then
     wrong+=("$1: skipped, there was no time left")
@@ -78,18 +80,19 @@ step() {  # NAME PERCENT ARGUMENT...: of Python; for so much of the seconds, and
   timeout --foreground --signal=INT --kill-after 10 "$limit" "${python[@]}" "${@:3}"
   case $? in
     0) return 0 ;;
-    124 | 137) wrong+=("$1: ended after $limit s") ;;
+    124 | 137) wrong+=("$1: ended after $((SECONDS - began)) s") ;;  # or killed by the system
     *) wrong+=("$1: failed") ;;
   esac
   return 1
 }
 
 tests() {  # NAME PERCENT WORDS: the tests marked cuda whose names have these words
-  local log=$keep/tests_${1// /_}.txt failed
+  local file=$keep/tests_${1// /_}.txt failed
   step "tests of $1" "$2" -m pytest -v --tb=short -o addopts= -p no:cacheprovider -m cuda \
-    -k "$3" tests/test_cuda.py > >(tee "$log") && return
+    -k "$3" tests/test_cuda.py > >(tee "$file") && return
   wait $!  # for tee
-  failed=$(grep -m1 -oE '^tests/[^ ]+ (FAILED|ERROR)' "$log" | cut -d' ' -f1)
+  failed=$(grep -m1 -E '^tests/[^ ]+ (FAILED|ERROR)' "$file" || grep '^tests/' "$file" | tail -1)
+  failed=${failed%% *}  # of a crash, the test that was running
   [[ $failed ]] || return
   # An error of a kernel shows up at a later operation, unless each launch waits for its kernel
   CUDA_LAUNCH_BLOCKING=1 step "$failed again, alone, each launch waiting" 8 -m pytest --tb=long \
@@ -107,7 +110,11 @@ step versions 5 tools/gpu_versions.py "$keep/versions.json"
 command -v nvidia-smi >/dev/null && nvidia-smi --format=csv \
   --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm
 step "first pass" 10 tools/gpu_first_pass.py "${shapes[@]}" --output "$keep/first_pass.json"
-step facts 25 tools/gpu_facts.py "${shapes[@]}" --output "$keep/facts.json"
+step facts 20 tools/gpu_facts.py "${shapes[@]}" --only launches,passes,attention,products \
+  --output "$keep/facts.json"
+# Alone, because a profiler may slow what comes after it, and end with an error of its own
+TEARDOWN_CUPTI=0 step profile 8 tools/gpu_facts.py "${shapes[@]}" --only profile \
+  --output "$keep/profile.json"
 CUBLASLT_WORKSPACE_SIZE=32768 step "products with a workspace of 32 MiB" 8 tools/gpu_facts.py \
   "${shapes[@]}" --only products --output "$keep/workspace.json"
 tests "strict passes" 10 "strict${dry:+ and eager and not bfloat16}"
@@ -122,13 +129,19 @@ if ((${#models[@]} == 0)); then
 fi
 table pair 25 --methods "$rows" \
   --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
-table trials 20 $long --columns throughput,speedup,draft,verify,other,exact --methods \
-  "ar,ar split-keys,ar compiled,dynatree,dynatree split-keys,dynatree compiled"
+step trials 15 tools/gpu_facts.py "${shapes[@]}" --only trials --output "$keep/trials.json"
+for word in split-keys compiled; do  # apart, because a compilation may fail
+  table "$word" 12 $long --methods "ar,ar $word,dynatree,dynatree $word" \
+    --columns throughput,speedup,draft,verify,other,exact
+done
 table main 50 $main
 table memory 20 --table memory --methods ar,dynatree
 
-step report 5 tools/gpu_report.py "$keep"
+printf '\n== report\n'
+timeout --signal=INT 30 "${python[@]}" tools/gpu_report.py "$keep" || wrong+=("report: failed")
 ((${#wrong[@]} == 0)) || printf 'error: %s\n' "${wrong[@]}"
+exec >&3 2>&4
+wait "$log"  # so that the log is whole
+tar --create --gzip --file "$keep.tar.gz" --directory "$keep" .
 [[ $keep == "$pair"* ]] || echo "all results are in $keep and $keep.tar.gz"
-tar --create --gzip --warning=no-file-changed --file "$keep.tar.gz" --directory "$keep" .
 exit $((${#wrong[@]} > 0))

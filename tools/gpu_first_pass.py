@@ -1,4 +1,4 @@
-"""The first pass on a GPU: does the CUDA code work? It takes half a minute and needs no checkpoint.
+"""The first pass on a GPU: does the CUDA code work? It needs no checkpoint.
 
 For the shapes of target and draft, in float16 and bfloat16, with random weights:
 
@@ -50,7 +50,7 @@ from gpt_neox import Config
 from tools.random_models import add_shape_options, random_model, read_shapes, require_gpu
 from verify import ancestor_mask
 
-ROWS = (1, 2, 8, 32, 64, 128, 256)
+ROWS = (1, 2, 8, 32, 64, 128, 256)  # 1 runs with a row of padding
 DRY_ROWS = (1, 2, 8)
 N_PROMPT = 200  # tokens; with 256 rows a pass needs 512 slots
 RANKINGS = {"target": TARGET_RANKING, "draft": DRAFT_RANKING}
@@ -140,7 +140,7 @@ def try_model(
         if report.attempt("capture", at, partial(capture_pass, model, cache, n)) is not None:
             expected[n] = logits
     cache.passes.is_replaying = True
-    for n in mixed(expected):
+    for n in mix_order(expected):
         replay = partial(compare_replay, model, cache, expected[n])
         report.attempt("replay", place | {"rows": n}, replay)
 
@@ -186,7 +186,7 @@ def compare_replay(model: FastGPTNeoX, cache: FastCache, expected: Tensor) -> bo
     )
 
 
-def mixed(expected: dict[int, Tensor]) -> list[int]:
+def mix_order(expected: dict[int, Tensor]) -> list[int]:
     """Return the row counts so that large and small ones alternate, and the first one again."""
     rows = sorted(expected)
     order = []

@@ -1,8 +1,8 @@
 """The report of tools/gpu_check.sh: one screen, and all results in one JSON file.
 
-It names what failed in the first pass, passes that are slower than expected with the kernels that
-take their time, and the tables. The estimates are for an H100 and were calculated from the sizes
-of the default pair, not measured.
+It names what failed, passes that are slower than estimated with the kernels that take their time,
+and the tables. The estimates were calculated from the sizes of the default pair for an H100, not
+measured. They are scaled by the measured speed of a copy.
 
     python tools/gpu_report.py results/run_gpu
 """
@@ -39,9 +39,10 @@ ESTIMATES_MS = {  # of captured passes, by model, slots and rows
 TOO_SLOW = 1.5  # times the estimate
 N_KERNELS = 6  # named of a slow pass
 NAME_LENGTH = 50  # characters of a kernel's name
-JSON_FILES = ("versions", "first_pass", "facts", "workspace")
-TABLES = ("pair", "trials", "main", "memory")
-PRINTED = ("pair", "trials")
+JSON_FILES = ("versions", "first_pass", "facts", "profile", "trials", "workspace")
+TABLES = ("pair", "split-keys", "compiled", "main", "memory")
+PRINTED = ("pair", "split-keys", "compiled")
+COPY_GB_S = 3000  # gigabytes per second that the estimates assume of a copy
 
 Record = Mapping[str, object]
 Results = dict[str, object]
@@ -61,26 +62,51 @@ def read_results(folder: Path) -> Results:
     for name in TABLES:
         file = folder / f"{name}.jsonl"
         if file.exists():
-            header, rows = table_cells(load(file))
-            found[name] = {"columns": header, "rows": rows}
+            loaded = load(file)
+            header, rows = table_cells(loaded)
+            models = {role: loaded.head.machine.get(role) for role in ("target", "draft")}
+            found[name] = models | {"columns": header, "rows": rows}
     return found
 
 
-def failures(results: Results) -> list[str]:
-    """Return a line for each step of the first pass that failed."""
-    records = [record for record in results.get("first_pass", []) if "error" in record]
-    return [
-        f"{r['model']} {r['dtype']} {r['step']} {r.get('rows', '')}: {r['error']}" for r in records
-    ]
+def merge_facts(results: Results) -> dict[str, object]:
+    """Return the sections of tools/gpu_facts.py, which ran in three processes."""
+    merged: dict[str, object] = {}
+    for name in ("facts", "profile", "trials"):
+        merged |= results.get(name, {})
+    return merged
 
 
-def slow_passes(facts: Mapping[str, list[Record]]) -> list[str]:
+def find_failures(results: Results) -> list[str]:
+    """Return a line for each failed step of the first pass, and each failed measurement."""
+    sections = {"first pass": results.get("first_pass", [])}
+    sections |= {k: v for k, v in merge_facts(results).items() if isinstance(v, list)}
+    lines = []
+    for section, records in sections.items():
+        for record in records:
+            if "error" in record:
+                what = " ".join(str(v) for k, v in record.items() if k not in ("error", "ms"))
+                lines.append(f"{section} {what}: {record['error']}")
+    return lines
+
+
+def estimates_of(facts: Mapping[str, list[Record]]) -> dict[tuple, float]:
+    """Return the estimates by model, slots and rows, scaled by the measured speed of a copy. They
+    are empty for models of other shapes."""
+    if facts.get("shapes") != describe_shapes(PYTHIA):
+        return {}
+    measured = [record["copy_gb_s"] for record in facts["passes"] if "copy_gb_s" in record]
+    scale = COPY_GB_S / measured[0] if measured else 1.0
+    return {place: round(ms * scale, 2) for place, ms in ESTIMATES_MS.items()}
+
+
+def find_slow_passes(facts: Mapping[str, list[Record]]) -> list[str]:
     """Return a line for each pass that takes more than TOO_SLOW times its estimate, with the
     kernels that take most of its time."""
-    lines = []
+    lines, estimates = [], estimates_of(facts)
     for record in facts.get("passes", []):
         place = tuple(record.get(name) for name in ("model", "slots", "rows"))
-        estimate = ESTIMATES_MS.get(place)
+        estimate = estimates.get(place)
         if estimate and record["device_ms"] > TOO_SLOW * estimate:
             role, n_slots, n_rows = place
             lines.append(
@@ -92,10 +118,11 @@ def slow_passes(facts: Mapping[str, list[Record]]) -> list[str]:
 
 def kernels_of(profile: Sequence[Record], place: tuple) -> str:
     """Return the longest kernels of a pass in words, or that it was not profiled."""
-    rows = [r for r in profile if tuple(r[name] for name in ("model", "slots", "rows")) == place]
-    if not rows:
+    names = ("model", "slots", "rows")
+    rows = [r for r in profile if tuple(r.get(name) for name in names) == place]
+    total = next((r for r in rows if r["kernel"] == "all"), None)
+    if total is None:
         return "not profiled"
-    total = next(r for r in rows if r["kernel"] == "all")
     named = [r for r in rows if r["kernel"] != "all"][:N_KERNELS]
     kernels = (f"{r['us'] / 1e3:.2f} ms in {r['count']} of {short(r['kernel'])}" for r in named)
     return f"its {total['count']} kernels take {total['us'] / 1e3:.2f} ms: {', '.join(kernels)}"
@@ -108,10 +135,10 @@ def short(kernel: str) -> str:
 
 def pass_cells(facts: Mapping[str, list[Record]]) -> list[list[str]]:
     """Return the cells of the table of captured passes."""
-    rows = []
+    rows, estimates = [], estimates_of(facts)
     for r in facts.get("passes", []):
         if "device_ms" in r:
-            estimate = ESTIMATES_MS.get((r["model"], r["slots"], r["rows"]), "")
+            estimate = estimates.get((r["model"], r["slots"], r["rows"]), "")
             times = f"{r['device_ms']:.3f}", f"{r['spread']:.0%}", f"{r['floor_ms']:.3f}"
             rows.append([r["model"], str(r["slots"]), str(r["rows"]), *times, str(estimate)])
     return rows
@@ -131,21 +158,21 @@ def trial_cells(facts: Mapping[str, list[Record]]) -> list[list[str]]:
 
 def print_report(results: Results) -> None:
     """Print the times of passes, the tables of the default pair, and what is wrong."""
-    versions, facts = results.get("versions", {}), results.get("facts", {})
+    versions, facts = results.get("versions", {}), merge_facts(results)
     print(f"{versions.get('device', 'no device')}, torch {versions.get('torch', '?')}")
-    header = ["model", "slots", "rows", "ms", "spread", "floor ms", "H100 estimate"]
+    header = ["model", "slots", "rows", "ms", "spread", "floor ms", "estimated ms"]
     if passes := pass_cells(facts):
         print(text_table(header, passes, 80))
     if trials := trial_cells(facts):
         print(f"\n{text_table(trials[0], trials[1:], 80)}")
     for name in PRINTED:
-        if name in results:
-            print(f"\n{text_table(results[name]['columns'], results[name]['rows'], 80)}")
-    for line in failures(results):
+        if found := results.get(name):
+            print(f"\n{name}: {found['target']} and {found['draft']}")
+            print(text_table(found["columns"], found["rows"], 80))
+    for line in find_failures(results):
         print(f"failed: {line}")
-    if facts.get("shapes") == describe_shapes(PYTHIA):
-        for line in slow_passes(facts):
-            print(f"slow: {line}")
+    for line in find_slow_passes(facts):
+        print(f"slow: {line}")
 
 
 def execute(args: Namespace) -> int:

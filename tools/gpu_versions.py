@@ -16,12 +16,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VARIABLES = re.compile(
-    "CUBLAS|CUDNN|TF32|ALLOC|BLOCKING|VISIBLE|NUM_THREADS"
-)  # names of the environment
+# Environment variables that may change a result
+VARIABLES = re.compile("CUDNN|TF32|ALLOC|BLOCKING|VISIBLE|NUM_THREADS")
+WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 
 
-def looked_up(look_up: Callable[[], object]) -> str:
+def look_up_fact(look_up: Callable[[], object]) -> str:
     """Return a fact, or the error with which its look-up ended."""
     try:
         return str(look_up())
@@ -30,7 +30,7 @@ def looked_up(look_up: Callable[[], object]) -> str:
 
 
 def required_packages() -> list[str]:
-    """Return the packages of requirements.txt, and pytest."""
+    """Return the packages of requirements.txt, pytest, and triton, which torch.compile needs."""
     text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     return [*re.findall(r"^[\w-]+", text, re.MULTILINE), "pytest", "triton"]
 
@@ -50,14 +50,15 @@ def torch_facts() -> dict[str, str]:
         "preferred BLAS": blas.preferred_blas_library,
         "1 + 1": lambda: int(torch.ones(1, device="cuda").add_(1).item()),
     }
-    return {name: looked_up(look_up) for name, look_up in look_ups.items()}
+    return {name: look_up_fact(look_up) for name, look_up in look_ups.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the facts and write them to a file. Return 0 if the kernel ran, else 1."""
     facts = {"python": platform.python_version(), "machine": platform.platform()}
     for name in required_packages():
-        facts[name] = looked_up(lambda name=name: version(name))
+        facts[name] = look_up_fact(lambda name=name: version(name))
+    facts |= {name: os.environ.get(name, "not set") for name in WORKSPACES}
     facts |= {name: os.environ[name] for name in sorted(os.environ) if VARIABLES.search(name)}
     try:
         facts |= torch_facts()

@@ -151,13 +151,16 @@ def test_gpu_check(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("1 passed") == 3 and "error: " not in done.stdout
-    tables = {name: load(keep / f"{name}.jsonl") for name in ("pair", "trials", "main", "memory")}
+    names = ("pair", "split-keys", "compiled", "main", "memory")
+    tables = {name: load(keep / f"{name}.jsonl") for name in names}
     for table in tables.values():
         assert table.head.machine["processor"] == "NVIDIA Pretended H100"
         assert table.texts and not table.n_missing
         assert not text_frame(table).is_different.any()
     (summary,) = keep.glob("gpu_*.json")
     results = json.loads(summary.read_text())
-    assert results.keys() == {"versions", "first_pass", "facts", "workspace", *tables}
-    assert results["facts"].keys() == {"shapes", *gpu_facts.SECTIONS}
+    parts = {"facts", "profile", "trials"}
+    assert results.keys() == {"versions", "first_pass", "workspace", *parts, *tables}
+    sections = set().union(*(results[part] for part in parts))
+    assert sections == {"shapes", *gpu_facts.SECTIONS}
     assert (tmp_path / "kept.tar.gz").stat().st_size > 1000

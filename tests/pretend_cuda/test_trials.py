@@ -105,10 +105,11 @@ def test_the_ids_are_those_of_the_cpu(
 
 
 def test_the_number_of_chunks() -> None:
-    """Check that the blocks of all heads, groups of 64 rows and chunks are at least 132 if the
-    chunks allow it, and no more than needed."""
-    assert count_chunks(512, 8, 32) == 4 == 512 // MIN_CHUNK, "128 blocks, the most that there are"
-    assert count_chunks(2304, 64, 32) == 6, "4 chunks were 128 blocks, and 5 are not equal"
-    assert count_chunks(2304, 128, 32) == 3
+    """Check that the blocks of all heads, groups of 64 rows and chunks are at least ENOUGH_BLOCKS
+    if the chunks allow it, and no more than needed."""
+    assert count_chunks(512, 8, 32) == 4 == 512 // MIN_CHUNK, "128 blocks"
+    assert count_chunks(1024, 8, 32) == 4, "as many blocks, and no more chunks"
+    assert count_chunks(2304, 64, 32) == 6, "18 chunks of 128 slots are not 4 or 5 equal ones"
+    assert count_chunks(2304, 128, 32) == 2
     assert count_chunks(2304, 8, 8) == 18, "of a draft model"
     assert count_chunks(2304, 1024, 32) == 1, "so many rows need no chunks"
