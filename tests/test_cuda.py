@@ -146,7 +146,7 @@ def test_strict_logits_are_ars_bit_for_bit(
     for settings in (DynaTree(), PaddedAutoregressive(rows=64), DynaTree()):
         logits = []
         options = {"strict": True, "graphs": has_graphs, "inspect": logits.append}
-        ids = token_ids(generate(target, draft, prompt, settings, 40, **options))
+        ids = token_ids(generate(target, draft, prompt, settings, 24, **options))
         written.append((ids, torch.cat(logits).cpu()))
     (ids, logits), (ar_ids, ar_logits), (again, again_logits) = written
     assert ids == ar_ids == again

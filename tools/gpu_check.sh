@@ -55,7 +55,7 @@ trap 'rm -r "$pair"' EXIT
 if [[ $dry ]]; then
   keep=${keep:-$pair/results}
   large=("--hidden 640 --layers 6 --vocab 4200" "--hidden 256 --layers 2 --vocab 4200")
-  main="--methods ar,dynatree,auto --columns throughput,exact"
+  main="--methods ar,auto --columns throughput,exact"
   text="--n-prompts 1 --prompt-tokens 20 --new-tokens 4 --dtype float32" long=""
   rows="ar,dynatree,dynatree eager,recycle strict"
 fi

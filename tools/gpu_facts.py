@@ -278,11 +278,13 @@ def attention(lab: Lab) -> Iterator[Record]:
 
 
 def time_runs(lab: Lab, runs: Sequence[Callable]) -> Record:
-    """Return the times of one way to compute attention, or its error: a build of torch may lack a
-    way."""
+    """Return the times of one way to compute attention, or its error, or that this build of torch
+    lacks it."""
     try:
         with torch.inference_mode():
             return lab.device_us(runs)
+    except (ImportError, NotImplementedError) as error:
+        return {"missing": describe(error)}
     except Exception as error:
         return {"error": describe(error)}
 
