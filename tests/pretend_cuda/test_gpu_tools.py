@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.cuda_graphs
 import engine.kernels
 from benchmark.report import text_frame
 from benchmark.results import load
@@ -138,6 +139,22 @@ def test_a_section_that_fails_does_not_end_the_others(
     found = json.loads(file.read_text())
     assert found["profile"] == [{"error": "RuntimeError: CUPTI is missing"}]
     assert len(found["launches"]) == 4
+
+
+def test_a_trial_that_fails_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(engine.cuda_graphs, "compiled_kernels", fail)
+    file = tmp_path / "facts.json"
+    assert gpu_facts.main(["--dry", "--only", "trials", "--output", str(file)]) == 1
+    assert "error: trials: RuntimeError: no C compiler" in capsys.readouterr().err
+    found = json.loads(file.read_text())["trials"]
+    failed = [record["trial"] for record in found if "error" in record]
+    timed = [record["trial"] for record in found if "device_ms" in record]
+    assert failed == ["compiled", "both"] * 2 and timed == ["none", "split-keys"] * 2
 
 
 def test_gpu_check(tmp_path: Path) -> None:
