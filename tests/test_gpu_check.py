@@ -80,6 +80,18 @@ def test_refused_in_one_line(words: str, message: str) -> None:
     assert before == [set(place.iterdir()) for place in places]
 
 
+def test_a_dry_run_needs_a_gpu_or_a_torch_without_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = "class version:\n cuda = '13.0'\nclass cuda:\n is_available = lambda: False\n"
+    (tmp_path / "torch.py").write_text(fake)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = start(ROOT, "--dry")
+    out, line = process.communicate()
+    assert process.returncode == 2 and not out and line.count("\n") == 1
+    assert line.startswith("error: --dry: this torch is built for a GPU")
+
+
 def test_without_a_gpu_the_versions_say_why() -> None:
     process = start(ROOT)
     out, error = process.communicate()

@@ -42,7 +42,10 @@ done
 # Plugins of pytest that are installed by chance may warn, and a warning is an error here
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 has_gpu="import torch; raise SystemExit(not torch.cuda.is_available())"
+has_cuda="import torch; raise SystemExit(not (torch.version.cuda or torch.version.hip))"
 if [[ $dry ]] && ! "${python[@]}" -c "$has_gpu" 2>/dev/null; then
+  "${python[@]}" -c "$has_cuda" 2>/dev/null &&
+    fail "--dry: this torch is built for a GPU, so none can be pretended; use a CPU build of torch"
   python+=(tests/pretend_cuda)
 fi
 if [[ ! $dry ]] && ! "${python[@]}" -c "$has_gpu" 2>/dev/null; then
