@@ -59,6 +59,23 @@ def test_no_other_pass_is_slow(
     assert not [line for line in run_report(tmp_path, capsys) if line.startswith("slow")]
 
 
+def test_a_profile_without_passes(tmp_path: Path, capsys: Captured) -> None:
+    """Check the report if the step that times passes was ended before its first result."""
+    write_facts(tmp_path, 3.0)
+    (tmp_path / "facts.json").unlink()
+    assert not [line for line in run_report(tmp_path, capsys) if line.startswith("slow")]
+
+
+def test_a_table_without_texts(tmp_path: Path, capsys: Captured) -> None:
+    """Check the file of a table that was ended before its first text, and one that is no table."""
+    head, _ = (ROOT / "results" / "main_cpu.jsonl").read_text().split("\n", 1)
+    (tmp_path / "pair.jsonl").write_text(head + "\n")
+    (tmp_path / "memory.jsonl").write_text("{}\n")
+    lines = run_report(tmp_path, capsys)
+    assert any(line.startswith("pair: ") for line in lines)
+    assert any(line.startswith("failed: table memory: ") for line in lines)
+
+
 def test_trials_stand_side_by_side(tmp_path: Path, capsys: Captured) -> None:
     names = {"none": 3.0, "split-keys": 2.8}
     trials = [PLACE | {"trial": name, "device_ms": ms} for name, ms in names.items()]

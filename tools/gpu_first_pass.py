@@ -38,7 +38,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmark.step_times import DRAFT_RANKING, TARGET_RANKING, capture_pass
+from benchmark.step_times import RANKINGS, capture_pass
 from cli.errors import Parser, print_line, run_command_line, writing
 from cli.files import write_whole
 from engine.cache import FastCache
@@ -53,7 +53,6 @@ from verify import ancestor_mask
 ROWS = (1, 2, 8, 32, 64, 128, 256)  # 1 runs with a row of padding
 DRY_ROWS = (1, 2, 8)
 N_PROMPT = 200  # tokens; with 256 rows a pass needs 512 slots
-RANKINGS = {"target": TARGET_RANKING, "draft": DRAFT_RANKING}
 DTYPES = (torch.float16, torch.bfloat16)
 
 Record = dict[str, str | int | float]
@@ -92,7 +91,7 @@ class Report:
             return result
         try:
             torch.cuda.synchronize()
-        except Exception as error:
+        except Exception as error:  # whatever it is, no further step can tell anything
             raise BrokenDevice(f"the device is unusable since {describe(record)}") from error
         return None
 

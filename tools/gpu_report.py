@@ -50,7 +50,7 @@ Results = dict[str, object]
 
 def read_results(folder: Path) -> Results:
     """Return the results that a folder has, by the names of their files. Raises UsageError for a
-    file that is no JSON, and for an invalid table."""
+    file that is no JSON."""
     found: Results = {}
     for name in JSON_FILES:
         file = folder / f"{name}.json"
@@ -62,11 +62,20 @@ def read_results(folder: Path) -> Results:
     for name in TABLES:
         file = folder / f"{name}.jsonl"
         if file.exists():
-            loaded = load(file)
-            header, rows = table_cells(loaded)
-            models = {role: loaded.head.machine.get(role) for role in ("target", "draft")}
-            found[name] = models | {"columns": header, "rows": rows}
+            found[name] = read_table(file)
     return found
+
+
+def read_table(file: Path) -> Results:
+    """Return the models and cells of a table of bench.py, or only an error if the file is invalid:
+    a process that was killed may leave such a file."""
+    try:
+        loaded = load(file)
+        header, rows = table_cells(loaded)
+    except UsageError as error:
+        return {"error": str(error)}
+    models = {role: loaded.head.machine.get(role) for role in ("target", "draft")}
+    return models | {"columns": header, "rows": rows}
 
 
 def merge_facts(results: Results) -> dict[str, object]:
@@ -78,15 +87,17 @@ def merge_facts(results: Results) -> dict[str, object]:
 
 
 def find_failures(results: Results) -> list[str]:
-    """Return a line for each failed step of the first pass, and each failed measurement."""
+    """Return a line for each failed step of the first pass, failed measurement and invalid
+    table."""
     sections = {"first pass": results.get("first_pass", [])}
     sections |= {k: v for k, v in merge_facts(results).items() if isinstance(v, list)}
+    sections |= {f"table {name}": [results[name]] for name in TABLES if name in results}
     lines = []
     for section, records in sections.items():
         for record in records:
             if "error" in record:
-                what = " ".join(str(v) for k, v in record.items() if k not in ("error", "ms"))
-                lines.append(f"{section} {what}: {record['error']}")
+                words = [str(v) for k, v in record.items() if k not in ("error", "ms")]
+                lines.append(f"{' '.join([section, *words])}: {record['error']}")
     return lines
 
 
@@ -95,7 +106,7 @@ def estimates_of(facts: Mapping[str, list[Record]]) -> dict[tuple, float]:
     are empty for models of other shapes."""
     if facts.get("shapes") != describe_shapes(PYTHIA):
         return {}
-    measured = [record["copy_gb_s"] for record in facts["passes"] if "copy_gb_s" in record]
+    measured = [record["copy_gb_s"] for record in facts.get("passes", []) if "copy_gb_s" in record]
     scale = COPY_GB_S / measured[0] if measured else 1.0
     return {place: round(ms * scale, 2) for place, ms in ESTIMATES_MS.items()}
 
@@ -166,7 +177,8 @@ def print_report(results: Results) -> None:
     if trials := trial_cells(facts):
         print(f"\n{text_table(trials[0], trials[1:], 80)}")
     for name in PRINTED:
-        if found := results.get(name):
+        found = results.get(name, {})
+        if "rows" in found:
             print(f"\n{name}: {found['target']} and {found['draft']}")
             print(text_table(found["columns"], found["rows"], 80))
     for line in find_failures(results):

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts |= {name: os.environ[name] for name in sorted(os.environ) if VARIABLES.search(name)}
     try:
         facts |= torch_facts()
-    except Exception as error:
+    except Exception as error:  # a broken installation may raise anything
         facts["import torch"] = f"{type(error).__name__}: {error}"
     for name, value in facts.items():
         print(f"{name:20} {value}")
