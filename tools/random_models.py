@@ -54,7 +54,7 @@ def random_model(config: Config, device: torch.device, dtype: torch.dtype) -> Fa
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the tools that measure random models. read_shapes reads the first three."""
+    """Add the options of the tools that measure random models: those of read_shapes, and a file."""
     for name, size in (("target", "2.8B"), ("draft", "70M")):
         shape = f"folder whose config.json has the shape of the {name} (default Pythia-{size})"
         parser.add_argument(f"--{name}", metavar="FOLDER", help=shape)
