@@ -297,6 +297,8 @@ def run_table(bench: Bench, table_format: str) -> int:
         bench.measure_all()
     except KeyboardInterrupt:
         print_line("interrupted")
+        if bench.writer.file.stat().st_size:  # its last line may not yet be in bench.results
+            bench.results = load(bench.writer.file)
         return 130
     finally:
         if bench.results.has_measurements:

@@ -209,6 +209,26 @@ def test_an_interrupted_table_keeps_its_results(
     assert main(words) == 0 and load(file) == resumed, "a text was measured again"
 
 
+def test_ctrl_c_just_after_a_line_is_written(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Check that the table has the line, although the results in memory lack it."""
+    file = tmp_path / "r.jsonl"
+    real, added = Results.add, []
+
+    def add(self: Results, line: Line) -> None:
+        added.append(line)
+        if len(added) == 1:
+            raise KeyboardInterrupt
+        real(self, line)
+
+    monkeypatch.setattr(Results, "add", add)
+    assert main([*BRIEF, "--output", str(file)]) == 130
+    captured = capsys.readouterr()
+    assert "UNFINISHED, 1 of 4 texts" in captured.out
+    assert re.search("interrupted\nresults in .*; 3 texts are missing", captured.err)
+
+
 def test_a_table_resumes_in_another_folder(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
