@@ -98,7 +98,7 @@ def test_without_a_gpu_the_versions_say_why() -> None:
     out, error = process.communicate()
     assert process.returncode == 2 and not out
     *versions, line = error.splitlines()
-    assert line == "error: torch sees no GPU: docs/gpu.md, Installing"
+    assert line == "error: torch sees no GPU: docs/cuda.md, Installing"
     assert any(each.startswith("torch ") for each in versions)
 
 

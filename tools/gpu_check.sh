@@ -50,7 +50,7 @@ if [[ $dry ]] && ! "${python[@]}" -c "$has_gpu" 2>/dev/null; then
 fi
 if [[ ! $dry ]] && ! "${python[@]}" -c "$has_gpu" 2>/dev/null; then
   "${python[@]}" tools/gpu_versions.py /dev/null >&2
-  fail "torch sees no GPU: docs/gpu.md, Installing"
+  fail "torch sees no GPU: docs/cuda.md, Installing"
 fi
 
 pair=$(mktemp -d models/enlarged_XXXXXX) || exit 2
