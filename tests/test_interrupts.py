@@ -12,7 +12,6 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -30,11 +29,15 @@ def start(*options: str, at_ctrl_c: signal.Handlers = signal.SIG_DFL) -> Iterato
     """Run Python with a command line in its own process group, as a shell does.
 
     at_ctrl_c: the handler, set explicitly because this suite may itself ignore Ctrl-C, as a command
-    behind a script's & does.
+    behind a script's & does. A suite under nohup ignores SIGHUP.
     """
     command = [sys.executable, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    begin = partial(signal.signal, signal.SIGINT, at_ctrl_c)
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, at_ctrl_c)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     group = {"start_new_session": True, "preexec_fn": begin}
     with subprocess.Popen(command, cwd=ROOT, **group, **pipes) as process:
         try:
