@@ -66,8 +66,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--dry tests", "tests is no checkpoint folder"),
         (f"--dry {TINY}/draft", "two folders"),
         ("--dry --seconds 0", "--seconds '0'"),
-        ("--dry --keep README.md", "--keep 'README.md'"),
-        ("--dry --keep tests", "--keep 'tests' is not empty"),
         ("--dyr", "--dyr"),
     ],
 )
@@ -100,6 +98,17 @@ def test_without_a_gpu_the_versions_say_why() -> None:
     *versions, line = error.splitlines()
     assert line == "error: torch sees no GPU: docs/cuda.md, Installing"
     assert any(each.startswith("torch ") for each in versions)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [("python", "is no folder that can be made"), ("tools", "is not empty; use a new folder")],
+)
+def test_results_need_a_new_folder(keep: str, message: str, project: Path) -> None:
+    process = start(project, "--keep", keep, python="./python")
+    out, line = process.communicate()
+    assert process.returncode == 2 and not out and line == f"error: --keep '{keep}' {message}\n"
+    assert not list((project / "models").iterdir())
 
 
 def run(project: Path, *words: str) -> tuple[list[str], list[str]]:
