@@ -249,6 +249,9 @@ QUICK_OPTIONS = {  # appended to command lines, so they override earlier options
     "tools/gpu_facts.py": "--dry",
     "tools/gpu_first_pass.py": "--dry",
 }
+QUICK_CONSTANTS = {  # of modules whose command has no options for its size
+    "benchmark/blocks.py": {"REAL_ROWS": (64,), "MAX_DEPTH": 3, "N_TOKENS": 8, "N_RANDOM": 1},
+}
 
 
 def publish(at: Hub, folder: Path) -> None:
@@ -353,6 +356,8 @@ def test_examples_run(
         served = request.getfixturevalue(NETWORK[file])
         if isinstance(served, Hub):
             publish(served, folder)
+    for name, value in QUICK_CONSTANTS.get(file, {}).items():
+        monkeypatch.setattr(f"{name_of(file)}.{name}", value)
     monkeypatch.setitem(sys.modules, "transformers", TRANSFORMERS)
     pretend_capture(monkeypatch)
     if file in ("engine/ranks.py", "engine/driver.py"):
