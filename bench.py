@@ -25,8 +25,8 @@ exact     whether a greedy text has the ids of its reference: ar's text on the s
     python bench.py --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
 
 On CUDA a row may also have these words, as in "dynatree split-keys compiled". Each changes the
-passes of both models. They are trials, and none is the default until a GPU has shown that it is
-faster:
+passes of both models. The first two are trials: neither is the default until a GPU has shown that
+it is faster.
 
 split-keys  attention over 512 slots or more reads the keys in chunks, all at the same time
 compiled    torch.compile fuses the small operations of each layer
