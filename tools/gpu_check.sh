@@ -27,7 +27,7 @@ while (($#)); do
     --dry) dry=--dry ;;
     --seconds) seconds=${2-} && shift ;;
     --keep) keep=${2-} && shift ;;
-    -*) fail "$1: there are --seconds N, --keep FOLDER and --dry" ;;
+    -*) fail "$1 is no option; the options are --seconds N, --keep FOLDER and --dry" ;;
     *)
       [[ -f $1/config.json ]] || fail "$1 is no checkpoint folder: it has no config.json"
       models+=("$1")
@@ -35,9 +35,9 @@ while (($#)); do
   esac
   shift
 done
-[[ -f tools/gpu_check.sh ]] || fail "this runs in the project's folder: bash tools/gpu_check.sh"
-[[ $seconds =~ ^[1-9][0-9]{0,5}$ ]] || fail "--seconds '$seconds' is no number from 1 on"
-[[ ${#models[@]} == [02] ]] || fail "there are two folders, TARGET and DRAFT, or none"
+[[ -f tools/gpu_check.sh ]] || fail "run this in the project's folder: bash tools/gpu_check.sh"
+[[ $seconds =~ ^[1-9][0-9]{0,5}$ ]] || fail "--seconds '$seconds' is not a whole number from 1 to 999999"
+[[ ${#models[@]} == [02] ]] || fail "name two folders, TARGET and DRAFT, or none"
 
 # Plugins of pytest that are installed by chance may warn, and a warning is an error here
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -69,10 +69,12 @@ mkdir -p -- "$keep" 2>/dev/null || fail "--keep '$keep' is no folder that can be
 wrong=() reserved=$((seconds / 25))  # for the report
 exec 3>&1 4>&2 > >(exec tee -i "$keep/log.txt") 2>&1
 log=$!
-trap 'rm -r "$pair"; exec >&3 2>&4; wait "$log"' EXIT  # for what tee has still to say
+trap 'rm -r "$pair"; exec >&3 2>&4; wait "$log"' EXIT  # tee must write the rest
 trap 'exit 130' INT TERM  # once the step has ended, which Ctrl-C reaches as well
 
-step() {  # NAME PERCENT ARGUMENT...: of Python; for so much of the seconds, and of what is left
+# step NAME PERCENT ARGUMENT...: run Python with these arguments for at most PERCENT of the seconds,
+# and no longer than the time that is left
+step() {
   local limit=$((1 + seconds * $2 / 100)) left=$((seconds - reserved - SECONDS)) began=$SECONDS
   limit=$((limit < left ? limit : left))
   if ((limit < 1)); then
@@ -89,7 +91,8 @@ step() {  # NAME PERCENT ARGUMENT...: of Python; for so much of the seconds, and
   return 1
 }
 
-tests() {  # NAME PERCENT WORDS: the tests marked cuda whose names have these words
+# tests NAME PERCENT WORDS: run the tests marked cuda whose names have these words
+tests() {
   local file=$keep/tests_${1// /_}.txt failed
   step "tests of $1" "$2" -m pytest -v --tb=short -o addopts= -p no:cacheprovider -m cuda \
     -k "$3" tests/test_cuda.py > >(tee "$file") && return
@@ -102,7 +105,8 @@ tests() {  # NAME PERCENT WORDS: the tests marked cuda whose names have these wo
     -o addopts= -p no:cacheprovider "$failed"
 }
 
-table() {  # NAME PERCENT OPTIONS...: of bench.py
+# table NAME PERCENT OPTION...: run bench.py with these options
+table() {
   step "table $1" "$2" bench.py --target "$target" --draft "$draft" $text \
     --output "$keep/$1.jsonl" "${@:3}"
 }
