@@ -30,7 +30,7 @@ for word; do
   before=$word
 done
 if [[ "$*" == *$FAILING* ]]; then
-  echo "tests/test_cuda.py::test_x[1] ${RESULT-FAILED [50%]}"
+  echo "tests/test_cuda.py::test_x[1] $RESULT"
   exit 3
 fi
 [[ "$*" != *$HANGING* || ${2-} == --version ]] || exec sleep 600
@@ -57,6 +57,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "python").chmod(0o755)
     for name in ("HANGING", "FAILING"):
         monkeypatch.setenv(name, "what no command has in it")
+    monkeypatch.setenv("RESULT", "FAILED [50%]")
     return tmp_path
 
 
@@ -111,31 +112,35 @@ def test_results_need_a_new_folder(keep: str, message: str, project: Path) -> No
     assert not list((project / "models").iterdir())
 
 
-def run(project: Path, *words: str) -> tuple[list[str], list[str]]:
-    """Run the script with the stand-in, and return the steps that were run and the errors."""
+def run(project: Path, *words: str, status: int = 1) -> list[str]:
+    """Run the script with the stand-in, and return the lines that it prints."""
     process = start(project, *words, python="./python")
-    lines = process.communicate(timeout=60)[0].splitlines()
-    assert process.returncode == 1
-    steps = [line[3:].partition(" (")[0] for line in lines if line.startswith("== ")]
-    return steps, [line for line in lines if line.startswith("error: ")]
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == status
+    return out.splitlines()
+
+
+def steps_of(lines: list[str]) -> list[str]:
+    return [line[3:].partition(" (")[0] for line in lines if line.startswith("== ")]
+
+
+def errors_of(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("error: ")]
 
 
 def test_a_missing_package_is_found_after_the_versions(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAILING", "bench.py --version")
-    process = start(project, python="./python")
-    lines = process.communicate(timeout=60)[0].splitlines()
-    assert process.returncode == 2
-    (step,) = (line for line in lines if line.startswith("== "))
-    assert step.startswith("== versions (")
+    assert steps_of(run(project, status=2)) == ["versions"]
 
 
 def test_no_step_can_stop_another(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANGING", "pytest")
     monkeypatch.setenv("FAILING", "facts.py")
-    steps, errors = run(project, "--seconds", "20")
-    assert steps == STEPS
+    lines = run(project, "--seconds", "20")
+    errors = errors_of(lines)
+    assert steps_of(lines) == STEPS
     failed = ["facts", "profile", WORKSPACE, *STEPS[5:8], "trials"]
     assert [line.split(": ")[1] for line in errors] == failed
     assert [line for line in errors if "ended after" in line] == errors[3:6]
@@ -153,12 +158,15 @@ def test_no_step_can_stop_another(project: Path, monkeypatch: pytest.MonkeyPatch
     assert not list((project / "models").iterdir()), "the enlarged pair, 6 GB, was not deleted"
 
 
-def test_a_failed_test_runs_again_alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the first failed test of each group runs again, with each launch waiting."""
+@pytest.mark.parametrize("result", ["FAILED [50%]", ""], ids=["failed", "crashed"])
+def test_a_failed_test_runs_again_alone(
+    result: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the first failed test of each group runs again, with each launch waiting. After a
+    crash it has a name and no result."""
     monkeypatch.setenv("FAILING", "-k attention")
-    process = start(project, python="./python")
-    lines = process.communicate(timeout=60)[0].splitlines()
-    again = [line for line in lines if line.endswith(" blocking")]
+    monkeypatch.setenv("RESULT", result)
+    again = [line for line in run(project) if line.endswith(" blocking")]
     assert len(again) == 1 and again[0].endswith(" tests/test_cuda.py::test_x[1] blocking")
 
 
@@ -166,9 +174,7 @@ def test_the_tiny_pair_is_used_if_enlarging_fails(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAILING", "enlarge.py")
-    process = start(project, python="./python")
-    lines = process.communicate(timeout=60)[0].splitlines()
-    tables = [line for line in lines if line.startswith("ran bench.py --target")]
+    tables = [line for line in run(project) if line.startswith("ran bench.py --target")]
     pair = "--target models/tiny/target --draft models/tiny/draft"
     assert len(tables) == 5 and all(pair in line for line in tables)
 
@@ -178,20 +184,10 @@ def test_steps_without_time_left_are_skipped(
 ) -> None:
     """Check that the report comes all the same."""
     monkeypatch.setenv("HANGING", " tests/test_cuda.py")
-    steps, errors = run(project, "--dry", "--seconds", "3")
+    lines = run(project, "--dry", "--seconds", "3")
+    steps = steps_of(lines)
     assert steps[-1] == "report" and len(steps) < len(STEPS)
-    assert errors[-1] == "error: table memory: skipped, there was no time left"
-
-
-def test_a_test_that_crashed_runs_again_alone(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check a process that ends after the name of a test and before its result."""
-    monkeypatch.setenv("FAILING", "-k attention")
-    monkeypatch.setenv("RESULT", "")
-    process = start(project, python="./python")
-    lines = process.communicate(timeout=60)[0].splitlines()
-    assert [line for line in lines if line.endswith(" tests/test_cuda.py::test_x[1] blocking")]
+    assert errors_of(lines)[-1] == "error: table memory: skipped, there was no time left"
 
 
 def test_ctrl_c_keeps_what_was_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
