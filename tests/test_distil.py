@@ -2,6 +2,7 @@
 dynatree.py can use the result, and a mistake is one line and leaves no files."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, Captured, error_line, generate, random_config, random_tensors, run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from test_enlarge import read_all
 from tokenizers import Tokenizer
 
@@ -119,18 +120,51 @@ def test_an_interrupted_run_resumes_exactly(text: str, tmp_path: Path, capsys: C
 
 
 def test_an_unusable_checkpoint_is_not_deleted(text: str, tmp_path: Path, capsys: Captured) -> None:
-    """Check truncated and edited checkpoints, and one that another command has written."""
+    """Check truncated and edited checkpoints."""
     options = arguments(text, tmp_path / "draft") + SHAPE
     interrupt_after(1, options)
     file = tmp_path / "draft.training"
     whole = file.read_bytes()
-    assert "to another command" in error_line(capsys, distil.main, [*options, "--steps", "9"])
     edited = bytearray(whole)
     edited[len(whole) // 2] ^= 1
     for content in (b"", b"PK", whole[:100], whole[:-1], bytes(edited)):
         file.write_bytes(content)
         assert "is damaged: delete it" in error_line(capsys, distil.main, options)
         assert file.read_bytes() == content
+
+
+def test_a_run_continues_only_with_what_it_began_with(
+    text: str, tmp_path: Path, capsys: Captured
+) -> None:
+    """Replace the target, the text or an option, and check that the error names it. Once, a run
+    went on with another target."""
+    target, corpus = tmp_path / "target", tmp_path / "corpus.txt"
+    shutil.copytree(TARGET, target)
+    shutil.copy(text, corpus)
+    options = arguments(str(corpus), tmp_path / "draft") + [*SHAPE, "--target", str(target)]
+    interrupt_after(1, options)
+    progress, file = (tmp_path / "draft.training").read_bytes(), target / "model.safetensors"
+
+    def error_after(file: Path, content: bytes, *words: str) -> str:
+        """Return the error of the run with another content of a file."""
+        before = file.read_bytes()
+        file.write_bytes(content)
+        line = error_line(capsys, distil.main, [*options, *words])
+        file.write_bytes(before)
+        return line
+
+    tensors = load_file(file)
+    tensors["gpt_neox.embed_in.weight"][5, 5] += 1
+    assert "another --target; use" in error_after(file, save(tensors, {"format": "pt"}))
+    config = target / "config.json"
+    other = config.read_bytes().replace(b"1e-05", b"1e-06")
+    assert "another --target; use" in error_after(config, other)
+    others = "\n\n".join(reversed(BUILTIN)).encode()
+    assert "another --text; use" in error_after(corpus, others)
+    line = error_after(corpus, others, "--steps", "9", "--hidden", "32")
+    assert "another --text, --hidden 16, --steps 5; use" in line
+    assert (tmp_path / "draft.training").read_bytes() == progress
+    assert distil.main([*options, "--threads", "1", "--target", f"{target}/"]) == 0
 
 
 def test_a_second_run_ends_before_it_learns(text: str, tmp_path: Path, capsys: Captured) -> None:

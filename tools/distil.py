@@ -8,7 +8,8 @@ target after each token of a text, and not the text's next token (draft_training
 eagle_training.py). The generated text is exact however little the draft has learned.
 
 The same command resumes an interrupted run. The final weights are the same, because the batch of a
-step depends only on the files and on the step's number.
+step depends only on the files and on the step's number. If the target, the text or an option of the
+training has changed since, the run is refused.
 """
 
 import sys
@@ -22,9 +23,9 @@ if __name__ == "__main__":  # before torch is imported, because run_program sets
     run_program("tools.distil")  # does not return
 
 import json
-import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from hashlib import file_digest, sha256
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ from tools.folders import new_folder, read_unchanged, to_half, write_checkpoint
 MAX_TEXT_BYTES = 2**30  # of a file
 # Characters per call of the tokenizer, whose result takes 100 times the memory of the characters
 PIECE = 2**16
+TRAINING_OPTIONS = ("eagle", "layers", "hidden", "steps", "batch", "context", "rate")
 
 
 def read_ids(file: Path, folder: Path, config: Config) -> Tensor:
@@ -74,6 +76,18 @@ def require_valid(args: Namespace) -> None:
         raise UsageError(f"--rate is {args.rate}, it must be above 0 and at most 1")
 
 
+def trained_on(args: Namespace, folder: Path, text: Tensor) -> dict[str, object]:
+    """Return what the trained weights depend on, by option: digests of the target's config.json and
+    weights and of the text's ids, and the values of the other options. folder: the target's."""
+    target = sha256()
+    for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        with file.open("rb") as opened:
+            target.update(file_digest(opened, "sha256").digest())
+    ids = sha256(text.numpy().tobytes())
+    options = {f"--{name}": getattr(args, name) for name in TRAINING_OPTIONS}
+    return {"--target": target.hexdigest(), "--text": ids.hexdigest(), **options}
+
+
 def execute(args: Namespace) -> int:
     """Train as the options say, write the new folder, and return the exit status."""
     require_valid(args)
@@ -93,6 +107,7 @@ def execute(args: Namespace) -> int:
     text = torch.cat([read_ids(Path(each), folder, config) for each in args.text])
     if len(text) < args.context:
         raise UsageError(f"--text is too short: {len(text):,} tokens, --context {args.context}")
+    args.trained_on = trained_on(args, folder, text)
     unchanged = {} if args.eagle else read_unchanged(folder)  # a head needs no tokenizer
     file = out.with_name(f"{out.name}.training")  # the progress
     with reserved(file):
@@ -127,6 +142,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rate", type=float, metavar="X", help="learning rate (default by hidden size)")
     add("--device", help="cpu, cuda or cuda:N (default cuda if available)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
-    words = sys.argv[1:] if arguments is None else arguments
-    parser.set_defaults(command=shlex.join(["python", parser.prog, *words]))
     return run_command_line(execute, parser, arguments)

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def save_progress(
 ) -> None:
     """Write a digest, then all that later steps need. The digest finds damage before the rest is
     read. Raises OSError."""
-    progress = {"command": args.command, "next_step": next_step}
+    progress = {"trained_on": args.trained_on, "next_step": next_step}
     progress |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     written = io.BytesIO()
     torch.save(progress, written)
@@ -104,22 +104,28 @@ def save_progress(
     write_whole(file, sha256(content).digest() + content)
 
 
+def describe_changes(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Return which options had another value before, with that value; "" if none had."""
+    changed = [name for name, value in now.items() if before[name] != value]
+    contents = ("--target", "--text")  # their values are digests
+    return ", ".join(f"another {n}" if n in contents else f"{n} {before[n]}" for n in changed)
+
+
 def load_progress(
     file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, args: Namespace
 ) -> int:
     """Load what save_progress has written, and return the next step. Raises UsageError if the file
-    is damaged or belongs to another command."""
+    is damaged, or if the run began with another target, text or option."""
     with file.open("rb") as opened:
         digest, content = opened.read(sha256().digest_size), opened.read()
     if sha256(content).digest() != digest:
         raise UsageError(f"{file} is damaged: delete it to start again")
     # The file may be untrusted, and written on another device
     progress = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    if not progress.keys() >= {"command", "next_step", "model", "optimizer"}:
+    if not progress.keys() >= {"trained_on", "next_step", "model", "optimizer"}:
         raise UsageError(f"{file} is of another version: delete it to start again")
-    command = progress["command"]
-    if command != args.command:
-        raise UsageError(f"{file} belongs to another command; repeat that or delete it: {command}")
+    if changed := describe_changes(progress["trained_on"], args.trained_on):
+        raise UsageError(f"{file} began with {changed}; use that, or delete it to start again")
     model.load_state_dict(progress["model"])
     optimizer.load_state_dict(progress["optimizer"])
     print_line(f"resuming at step {progress['next_step']:,}")
