@@ -11,7 +11,8 @@ order     all cases run on one prompt, then all on the next, and a different cas
           each prompt. So whatever slows the machine for a while slows all of them
 set-up    the models are loaded, and every case runs 8 steps (WARM_UP_STEPS), before the first
           measured text
-seeds     sampled texts have a different seed for each prompt and round, the same for every method
+seeds     sampled texts have a different seed for each prompt of a dataset and each round, the same
+          for every method. Prompts of equal number in two datasets share it
 baseline  `ar` is the target alone, one token per pass, with the same forward, cache and loop
 
 These are the main metrics. Tables show medians and quartiles over all prompts and rounds:
@@ -195,7 +196,8 @@ class Bench:
         return self.prompts[job.case.dataset][job.prompt][: job.case.prompt_tokens]
 
     def seed_of(self, job: Job) -> int:
-        """Return the seed of a text: different for each prompt and round, equal for all cases."""
+        """Return the seed of a text: different for each prompt of a dataset and each round, equal
+        for all cases. Prompts of equal number in two datasets share it."""
         n_prompts = len(self.prompts[job.case.dataset])
         return (self.args.seed or 0) + job.round * n_prompts + job.prompt
 

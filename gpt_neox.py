@@ -1,11 +1,11 @@
 """GPT-NeoX (Pythia), a causal language model over an explicit KV cache.
 
 The modules have the published names, so a checkpoint's tensors load by name. One method, `forward`,
-runs a token, a level of a draft tree and a whole tree. The cache is a list of slots: those below
-its length hold the committed tokens, and a pass writes its n rows to the slots after them. The
-caller gives each row's position, and a mask over the newest slots: those of the pass, and for a
-level of a draft tree also those of the levels above, over which the draft model has advanced the
-length for the time being. Every row attends to all older slots.
+runs a token, a level of a draft tree and a whole tree. The cache is a list of slots, and a pass
+writes its n rows to those from the cache's length on. The slots below the length hold the committed
+tokens and, while a draft tree grows, the levels that have been run. The caller gives each row's
+position, and a mask over the newest slots: those of the pass, and for a level of a draft tree also
+those of the levels above. Every row attends to all older slots.
 
     model = GPTNeoX.from_pretrained("models/tiny/target")
     cache = model.new_cache(capacity=256)
@@ -143,10 +143,11 @@ def require_file(file: Path) -> None:
 
 
 class KVCache:
-    """The keys and values of a sequence. `length` says which slots are committed.
+    """The keys and values of a sequence. `length` is the number of slots in use.
 
-    Slots [0, length) are committed. Slots from `length` on are scratch: a pass writes its rows
-    there, `commit` keeps some of them, and the next pass overwrites the others.
+    Slots [0, length) hold the committed tokens. While a draft tree grows, they also hold its levels
+    so far, until `rewind`. Slots from `length` on are scratch: a pass writes its rows there,
+    `commit` keeps some of them, and the next pass overwrites the others.
     """
 
     def __init__(self, kv: Tensor, rotary: Tensor, capacity: int):
@@ -257,8 +258,8 @@ class Transformer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, tokens: Tensor, rotary: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-        """Return the last hidden states [n, hidden] of tokens [n], before the final norm; nan in a
-        row that overflowed.
+        """Return the last hidden states [n, hidden] of tokens [n], before the final norm; nan or
+        infinite in a row that overflowed.
 
         Args:
             rotary: [n, R / 2], of the rows' positions.

@@ -36,7 +36,8 @@ class Sampler:
             temperature: divides the logits.
             top_p: tokens are drawn from the smallest set of likeliest tokens whose probabilities
                 sum to top_p or more.
-            seed: of the random numbers. The same seed on the same machine gives the same text.
+            seed: of the random numbers. With the same method on the same machine, the same seed
+                gives the same text.
 
         Raises ValueError for a number out of range.
         """

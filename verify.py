@@ -59,8 +59,8 @@ def ancestor_mask(parents: Sequence[int]) -> ndarray:
 def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
     """Accept each node whose token is the target's best one after an accepted parent.
 
-    This is an Acceptance. The accepted nodes are one path, because siblings have distinct tokens.
-    Raises NonFiniteLogits.
+    This is an Acceptance. The accepted nodes are one path, because each is a child of the one
+    before it. Raises NonFiniteLogits.
     """
     best = logits.argmax(dim=-1).tolist()
     is_finite = finite_rows(logits)  # raises if the root's are not
