@@ -128,6 +128,18 @@ def test_a_drawn_child_that_was_not_tried_is_not_learned(is_drawn: bool, n_learn
     assert learned == [False, True, False][:n_learned]
 
 
+@BOTH
+def test_a_node_below_a_rejected_one_is_not_learned(is_drawn: bool) -> None:
+    drafter, learned = make_drafter(is_drawn), []
+    drafter.newton_step = lambda x, is_accepted: learned.append(is_accepted)
+    calibrated_probs(drafter, 0.4)
+    drafter.draft([0], [0], 1)  # token 0 is the root's only child, and has one itself
+    tree = make_tree([99, 0, 0], [-1, 0, 1])
+    tree.draft_slots[:2] = 0, 1
+    drafter.commit(tree, [0], [5])
+    assert learned == [False]
+
+
 # Five tokens allow a first tree of up to three levels; three ids allow two drawn siblings
 CASES = [(True, 2, 5), (True, 3, 3), (False, 3, 3)]
 

@@ -9,13 +9,13 @@ from zlib import crc32
 import numpy
 import pytest
 import torch
-from conftest import grow
+from conftest import grow, make_tree
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, paths
 from torch import Tensor
 
 from methods.dyspec import DySpec, DySpecRule
 from methods.opttree import OptTree
-from methods.rules import DrawnLevel, added_mask
+from methods.rules import DrawnLevel, added_mask, best_rows
 from methods.sampler import DrawingSampler, Sampling
 
 
@@ -167,3 +167,11 @@ def test_equal_values_do_not_use_up_the_row_budget() -> None:
         level = DrawnLevel(depth, tokens, equal, equal, equal, lambda: numpy.ones(1))
         n_added.append(int(added_mask(level, rule.add_gates(level)).sum()))
     assert n_added == [4, 0, 0]
+
+
+def test_of_equal_values_the_earlier_row_stays() -> None:
+    """Check a child that is certain, so its value is its parent's. Without its parent, it would be
+    no tree."""
+    tree = make_tree([7, 8, 9], [-1, 0, 1])
+    tree.path_logprobs = [0.0, -1.0, -1.0]
+    assert best_rows(tree, 2).tokens == [7, 8]

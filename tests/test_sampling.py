@@ -43,7 +43,7 @@ from methods.lookup import Lookup
 from methods.opttree import OptTree
 from methods.retrieval import Graft
 from methods.rules import MethodRule, RuleWrapper, make_rule
-from methods.sampler import Sampling
+from methods.sampler import MAX_CDF_DRAWS, Sampling
 from methods.sequoia import Sequoia
 from methods.static import Chain, ConfidentChain, Fixed, PaddedAutoregressive, SpecInfer
 
@@ -125,21 +125,34 @@ def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:
 
 
 PLAIN_SAMPLER = PLAIN.sampler(CPU)
-DRAWS = [PLAIN_SAMPLER.draw_by_inverse_cdf, PLAIN_SAMPLER.draw_by_exponential_race]
+DRAWS = [(PLAIN_SAMPLER.draw_by_inverse_cdf, 4), (PLAIN_SAMPLER.draw_by_exponential_race, 4)]
+DRAWS.append((PLAIN_SAMPLER.draw_several, MAX_CDF_DRAWS + 1))  # by a race that ranks by topk
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-def test_draws_are_without_replacement_and_padding_has_probability_0(draw: Draw) -> None:
-    probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2]).expand(N_DRAWS, N_IDS)
-    ids, drawn_probs = draw(probs, 4)
-    drawn = ids.tolist()
-    assert all(sorted(row[:3]) == [1, 3, 4] for row in drawn)
-    assert drawn_probs[:, :3].equal(probs.gather(1, ids[:, :3])) and not drawn_probs[:, 3].any()
+@pytest.mark.parametrize(("draw", "k"), DRAWS)
+def test_draws_are_without_replacement_and_padding_has_probability_0(draw: Draw, k: int) -> None:
+    """Check that the second id depends on the first one as it should."""
+    probs = torch.zeros(N_DRAWS, k + 1)
+    probs[:, 1], probs[:, 3], probs[:, 4] = 0.5, 0.3, 0.2
+    ids, drawn_probs = draw(probs, k)
+    drawn = ids[:, :3].tolist()
+    assert all(sorted(row) == [1, 3, 4] for row in drawn)
+    assert drawn_probs[:, :3].equal(probs.gather(1, ids[:, :3])) and not drawn_probs[:, 3:].any()
     expected = {}
     for first, second in itertools.permutations([1, 3, 4], 2):
         left = 1 - probs[0, first]
         expected[first, second] = N_DRAWS * float(probs[0, first] * probs[0, second] / left)
     assert_distributed(Counter((row[0], row[1]) for row in drawn), expected)
+
+
+@pytest.mark.parametrize("k", [2, MAX_CDF_DRAWS + 1])
+def test_the_seed_decides_what_is_drawn(k: int) -> None:
+    """Check both ways to draw. On a GPU, all candidates are drawn in the second way."""
+    probs = torch.full((9, 70), 1 / 70)
+    one, again, other = (
+        Sampling(1.0, seed=seed).sampler(CPU).draw_several(probs, k)[0] for seed in (1, 1, 2)
+    )
+    assert one.equal(again) and not one.equal(other)
 
 
 @pytest.mark.parametrize("k", [2, 5, 9])

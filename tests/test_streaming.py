@@ -74,6 +74,16 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
     assert capacities == [64 + 4 + 64 // 4 + 4] * 4  # and the rows of a tree
 
 
+def test_a_tree_ends_where_the_window_drops_tokens() -> None:
+    """Check that a tree has as many levels as tokens may be committed, less the bonus token's."""
+    model, window = random_model(7), Window(12, 2)
+    steps = list(generate(model, model, [3, 1, 4], Chain(K=30), 30, window=window))
+    lengths = [step.cache_lengths[0] for step in steps]
+    depths = [max(step.tree.depths) for step in steps[1:-1]]
+    assert depths == [window.max_length - length - 1 for length in lengths[:-2]]
+    assert len(set(depths)) > 1
+
+
 @pytest.mark.parametrize("n_uncached", [3, 30, 200])
 def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_uncached: int) -> None:
     """Compare a draft that has caught up with one that ran token by token."""
