@@ -269,17 +269,32 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def ends_bytes(token: int, tokenizer: Tokenizer) -> bool:
+    """Whether a token ends a run of byte tokens, such as <0xF0>, which is decoded as one. It then
+    is no byte, and not one of the tokens that decoding skips."""
+    name = tokenizer.id_to_token(token) or ""
+    return not name.startswith("<0x") and tokenizer.decode([token]) != ""
+
+
+def final_text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text of ids without its end that later ids may change: a run of bytes and an
+    incomplete character, which is decoded as U+FFFD."""
+    n = len(ids)
+    while n and not ends_bytes(ids[n - 1], tokenizer):
+        n -= 1
+    return tokenizer.decode(ids[:n]).rstrip("\ufffd")
+
+
 def write(steps: Iterator[Step], tokenizer: Tokenizer) -> tuple[list[int], int]:
     """Print a text while it is generated. Return its ids and the number of steps."""
     ids, n_steps, n_shown = [], 0, 0
     for step in steps:
         ids += step.tokens
         n_steps += 1
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # otherwise the last character is incomplete
-            print(text[n_shown:], end="", flush=True)
-            n_shown = len(text)
-    print(text[n_shown:])
+        text = final_text(ids, tokenizer)
+        print(text[n_shown:], end="", flush=True)
+        n_shown = len(text)
+    print(tokenizer.decode(ids)[n_shown:])
     return ids, n_steps
 
 

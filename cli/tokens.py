@@ -13,12 +13,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cli.errors import UsageError
+from dynatree import ends_bytes, final_text
 from engine.checkpoint import CheckpointError, first_line, read_json
 
-INCOMPLETE = "\ufffd"  # what a tokenizer prints for an incomplete character
-CONTEXT = 4  # earlier ids that the text of an id may depend on: a character has up to 4 bytes
+CONTEXT = 4  # earlier ids that the text of an id may depend on, such as the space between words
 LONGEST_GROWTH = 4096  # of a text by one part of a tokenizer; real ones stay far below
-LONG = 32  # at most so many ids are decoded again with each new one
+LONG = 32  # if nothing is held back, at most so many ids are decoded again with each new one
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -101,7 +101,7 @@ def decode(ids: Sequence[int], tokenizer: Tokenizer, has_special: bool = False) 
 
 
 class TextStream:
-    """Decodes ids step by step. An incomplete character is held back until it is complete."""
+    """Decodes ids step by step. Text that later ids may change is held back until they follow."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -111,17 +111,19 @@ class TextStream:
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that these ids complete. All pieces and that of `finish` are the text."""
         self.recent += ids
-        final = self.final()
-        new = final[self.n_shown :]
-        self.n_shown = len(final)
+        text = final_text(self.recent, self.tokenizer)
+        new, self.n_shown = text[self.n_shown :], len(text)
         if len(self.recent) > LONG:
-            self.recent = self.recent[-CONTEXT:]
-            self.n_shown = len(self.final())
+            self.shorten()
         return new
 
-    def final(self) -> str:
-        """Return the text of `recent` without an incomplete character at its end."""
-        return decode(self.recent, self.tokenizer).removesuffix(INCOMPLETE)
+    def shorten(self) -> None:
+        """Forget all but the latest ids, unless text is held back. Later text does not depend on
+        the forgotten ones, because the character and the run of bytes at the end are complete."""
+        is_complete = len(decode(self.recent, self.tokenizer)) == self.n_shown
+        if is_complete and ends_bytes(self.recent[-1], self.tokenizer):
+            self.recent = self.recent[-CONTEXT:]
+            self.n_shown = len(decode(self.recent, self.tokenizer))
 
     def finish(self) -> str:
         """Return the text that was held back and never completed."""

@@ -1,9 +1,7 @@
-"""Tests of streamed text and of drawn trees."""
+"""Tests of drawn trees."""
 
 import io
 import math
-import random
-from itertools import cycle
 
 import pytest
 from conftest import TINY, Captured
@@ -11,56 +9,13 @@ from tokenizers import Tokenizer
 
 from cli.main import main
 from cli.terminal import draw_tree, has_color
-from cli.tokens import INCOMPLETE, TextStream
 from draft_tree import Tree
 from methods.rules import MixedTree
-
-TEXT = "naïve café — “quoted” 日本語 🚢🌊 ok"
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
-
-
-def pieces(tokenizer: Tokenizer, ids: list[int], sizes: list[int]) -> list[str]:
-    """Return what a stream prints if the ids arrive in groups of these sizes, in turn."""
-    stream = TextStream(tokenizer)
-    shown = []
-    rest = list(ids)
-    for size in cycle(sizes):
-        shown.append(stream.push(rest[:size]))
-        del rest[:size]
-        if not rest:
-            return [*shown, stream.finish()]
-
-
-@pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [5, 2, 1], [100]])
-def test_streamed_text_equals_the_decoded_ids(tokenizer: Tokenizer, sizes: list[int]) -> None:
-    """Check characters of two to four bytes, which span tokens and iterations. No replacement
-    character may be printed."""
-    ids = tokenizer.encode(TEXT).ids
-    assert any(INCOMPLETE in tokenizer.decode([i]) for i in ids), "no character spans two tokens"
-    shown = pieces(tokenizer, ids, sizes)
-    assert "".join(shown) == tokenizer.decode(ids) == TEXT
-    assert INCOMPLETE not in "".join(shown)
-
-
-def test_text_is_shown_as_soon_as_it_is_final(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("one two three").ids
-    assert pieces(tokenizer, ids, [1]) == [tokenizer.decode([i]) for i in ids] + [""]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_any_ids_add_up(tokenizer: Tokenizer, seed: int) -> None:
-    """Check random ids, which are mostly invalid UTF-8: the printed text is the decoded one."""
-    rng = random.Random(seed)
-    n_ids = 257 if seed % 4 < 2 else tokenizer.get_vocab_size()  # the first ids are single bytes
-    ids = rng.choices(range(n_ids), k=200)
-    if seed % 2:  # every other text ends in half a character
-        ids.append(tokenizer.token_to_id("Ã"))  # byte C3, in GPT-2's alphabet of bytes
-    sizes = rng.choices(range(1, 7), k=10)
-    assert "".join(pieces(tokenizer, ids, sizes)) == tokenizer.decode(ids)
 
 
 @pytest.fixture

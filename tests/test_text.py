@@ -1,0 +1,120 @@
+"""Tests of text that is printed while it is generated: its parts are together the decoded ids."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from conftest import TINY, Captured
+from tokenizers import Tokenizer, decoders, models
+
+import dynatree
+from cli.tokens import LONG, TextStream
+from draft_tree import Tree
+from dynatree import Step
+
+TEXT = "naïve café — “quoted” 日本語 🚢🌊 ok"
+WORDS = ("▁the", "▁sea", "▁", "é", "s", "\ufffd", "日", "<unk>")
+EMBEDDED = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+SHIP = list("🚢".encode())  # four ids of a tokenizer whose first 256 ids are the bytes
+
+
+def tokenizer_of(decoder: decoders.Decoder, *tokens: str) -> Tokenizer:
+    """Return a tokenizer of some tokens, WORDS and a special token."""
+    vocabulary = {token: i for i, token in enumerate([*tokens, *WORDS])}
+    found = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    found.decoder = decoder
+    found.add_special_tokens(["<s>"])
+    return found
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+STEPS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+TOKENIZERS = {  # a sentencepiece model saved as tokenizer.json has one of the first two decoders
+    "byte fallback": tokenizer_of(decoders.Sequence([*STEPS, decoders.Strip(" ", 1, 0)]), *BYTES),
+    "byte fallback, unstripped": tokenizer_of(decoders.Sequence(STEPS), *BYTES),
+    "metaspace": tokenizer_of(decoders.Metaspace()),
+    "byte level": EMBEDDED,
+}
+
+
+def streamed(parts: Sequence[list[int]], tokenizer: Tokenizer, capsys: Captured) -> str:
+    """Return the text that the command line of cli/ prints if the ids arrive in these parts."""
+    stream = TextStream(tokenizer)
+    return "".join([*map(stream.push, parts), stream.finish()])
+
+
+def printed(parts: Sequence[list[int]], tokenizer: Tokenizer, capsys: Captured) -> str:
+    """Return the text that the small command line of dynatree.py prints."""
+    steps = (Step(part, Tree.from_root(0), [0]) for part in parts)
+    dynatree.write(steps, tokenizer)
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def random_ids(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
+    """Return ids of which many are single bytes, some have no text, and one lacks a token."""
+    n_ids = tokenizer.get_vocab_size() + 1
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    found: list[int] = []
+    for _ in range(rng.randint(1, 60)):
+        kind = rng.random()
+        if kind < 0.3:
+            found += tokenizer.encode(rng.choice(TEXT.split()), add_special_tokens=False).ids
+        elif kind < 0.7:
+            found.append(rng.randrange(min(256, n_ids)))
+        elif kind < 0.8:
+            found += rng.choices([*special, n_ids - 1], k=rng.randint(1, 9))
+        else:
+            found.append(rng.randrange(n_ids))
+    return found
+
+
+@pytest.mark.parametrize("show", [streamed, printed])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_parts_of_a_text_are_its_decoded_ids(
+    name: str, show: Callable[..., str], capsys: Captured
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    rng = random.Random(name)
+    for _ in range(150):
+        ids = random_ids(tokenizer, rng)
+        rest, parts = list(ids), []
+        while rest:
+            n = rng.choice([1, 1, 2, 3, 7, len(rest)])
+            parts.append(rest[:n])
+            del rest[:n]
+        assert show(parts, tokenizer, capsys) == tokenizer.decode(ids), parts
+
+
+@pytest.mark.parametrize("show", [streamed, printed])
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([SHIP, [256], [257]], "🚢 the sea"),
+        ([[i] for i in SHIP] + [[256, 257]], "🚢 the sea"),
+        # One bad byte makes all bytes of a run bad, also those of a complete character before it
+        ([SHIP, SHIP[:2], [260]], "\ufffd" * 6 + "s"),
+    ],
+)
+def test_a_run_of_byte_tokens_is_decoded_as_one(
+    parts: list[list[int]], expected: str, show: Callable[..., str], capsys: Captured
+) -> None:
+    assert show(parts, TOKENIZERS["byte fallback"], capsys) == expected
+
+
+def test_text_is_shown_as_soon_as_it_is_final() -> None:
+    ids = EMBEDDED.encode("one two naïve three").ids
+    stream = TextStream(EMBEDDED)
+    shown = [stream.push([i]) for i in ids]
+    assert shown == ["one", " two", " n", "a", "", "ï", "ve", " three"]
+    stream = TextStream(TOKENIZERS["byte fallback"])
+    shown = [stream.push([i]) for i in [256, *SHIP, 257, 258, 257, 0xC3]]
+    assert shown == ["the", "", "", "", "", "🚢 sea", "", "  sea", ""]
+    assert stream.finish() == "\ufffd"
+
+
+def test_a_long_text_takes_no_longer_per_token() -> None:
+    """Check that few ids are decoded again with each new one."""
+    stream = TextStream(EMBEDDED)
+    for token in EMBEDDED.encode(TEXT * 20).ids:
+        stream.push([token])
+        assert len(stream.recent) < LONG + 9
