@@ -269,6 +269,29 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint's folder. Raises OSError, and ValueError naming the
+    file."""
+    file = Path(folder) / "tokenizer.json"
+    text = file.read_text("utf-8")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library's errors have no type of their own
+        raise ValueError(f"{file} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()  # training code may have left either in the file
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text that begins a sequence, with the tokens that the post_processor of
+    tokenizer.json adds. Raises ValueError for a text without tokens of its own."""
+    encoding = tokenizer.encode(prompt)
+    if all(encoding.special_tokens_mask):  # 1 for each added token
+        raise ValueError("the prompt is empty: it has no tokens")
+    return encoding.ids
+
+
 def ends_bytes(token: int, tokenizer: Tokenizer) -> bool:
     """Whether a token ends a run of byte tokens, such as <0xF0>, which is decoded as one. It then
     is no byte, and not one of the tokens that decoding skips."""
@@ -306,12 +329,8 @@ def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     target = GPTNeoX.from_pretrained(args.target, args.device, dtype)
     drafter = ModelDrafter(GPTNeoX.from_pretrained(args.draft, args.device, dtype))
-    file = Path(args.target) / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
-    except Exception as error:  # the library's errors have no type of their own
-        raise ValueError(f"{file}: {error}") from error
-    prompt = tokenizer.encode(args.prompt).ids
+    tokenizer = load_tokenizer(args.target)
+    prompt = encode_prompt(args.prompt, tokenizer)
 
     def decode(rule: Rule) -> Iterator[Step]:
         is_sampled = args.temperature != 0

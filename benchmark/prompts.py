@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 from benchmark.pg19 import fetch_opening, list_books
 from cli.errors import UsageError
 from cli.metrics import token_ids
-from cli.models import Pair, Request, encode
+from cli.models import Pair, Request
+from cli.tokens import encode_prompt
 from engine.checkpoint import CheckpointError, InvalidFile, convert_hub_errors, read_text
 from engine.generation_config import GenerationConfig
 from methods.sampler import Sampling
@@ -163,7 +164,7 @@ def cut_prompts(
     They are evenly spaced among the texts of at least min_tokens. Raises UsageError if there is no
     such text.
     """
-    encoded = [encode(text, tokenizer, vocab_size) for text in texts]
+    encoded = [encode_prompt(text, tokenizer, vocab_size) for text in texts]
     usable = [ids[:n_tokens] for ids in encoded if len(ids) >= min_tokens]
     if not usable:
         raise UsageError(f"the dataset has no prompt of {min_tokens} tokens or more")

@@ -45,7 +45,7 @@ from cli.options import (
 )
 from cli.page import require_places, save_trace
 from cli.terminal import LEGEND, draw_tree, escaped, has_color
-from cli.tokens import encode
+from cli.tokens import encode_prompt
 from cli.trace import Trace, describe_base, meanings
 from engine.cache import invariant_rows
 from engine.driver import run_on_ranks
@@ -124,7 +124,7 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     pair, models = open_pair(args, is_drafting, print_line, ranks, args.reference)
     require_fit(config, pair)
     target = pair.target.config
-    prompt = encode(text, pair.tokenizer, target.vocab_size)
+    prompt = encode_prompt(text, pair.tokenizer, target.vocab_size)
     eos_ids = () if args.ignore_eos else target.eos_ids
     if config.window == FULL_ATTENTION:
         warn_of_length(pair, len(prompt) + args.max_new_tokens)

@@ -22,7 +22,7 @@ from cli.errors import UsageError, print_line
 from cli.tokens import (
     StopTexts,
     TextStream,
-    encode,
+    encode_prompt,
     load_tokenizer,
     parse_stops,
     require_same_tokenizer,
@@ -230,7 +230,7 @@ def stream_text(
     text, and the errors of engine.generate.generate.
     """
     target = pair.target.config
-    ids = encode(prompt, pair.tokenizer, target.vocab_size)
+    ids = encode_prompt(prompt, pair.tokenizer, target.vocab_size)
     if isinstance(config, str):
         config = GenerationConfig.parse(*config.split())
     if sampling:

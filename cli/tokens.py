@@ -1,7 +1,7 @@
 """Tokenizers: loading them, encoding prompts, and decoding text while it is generated.
 
 tokenizer = load_tokenizer(Path("models/tiny/target"))
-ids = encode("The ship sailed at dawn", tokenizer, vocab_size=4096)
+ids = encode_prompt("The ship sailed at dawn", tokenizer, vocab_size=4096)
 print(TextStream(tokenizer).push(ids))
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+import dynatree
 from cli.errors import UsageError
 from dynatree import ends_bytes, final_text
 from engine.checkpoint import CheckpointError, first_line, read_json
@@ -82,14 +83,28 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
         raise CheckpointError(f"target and draft tokenizers differ: {', '.join(differing)}")
 
 
-def encode(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Return the prompt's ids, without special tokens. Raises CheckpointError, and UsageError for
-    no ids or ids outside the target's vocabulary."""
-    with refusing("the tokenizer cannot encode the prompt"):
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    if not ids:
-        raise UsageError("the prompt is empty: it has no tokens")
-    if max(ids) >= vocab_size:
+def encode_prompt(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Return the ids of a text that begins a sequence, with the tokens that tokenizer.json's
+    post_processor adds. Raises UsageError for a prompt without tokens of its own, and for ids
+    outside the target's vocabulary."""
+    try:
+        ids = dynatree.encode_prompt(prompt, tokenizer)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return require_embedded(ids, vocab_size)
+
+
+def encode(text: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Return the ids of a part of a text, to which nothing is added. Raises CheckpointError, and
+    UsageError for ids outside the target's vocabulary."""
+    with refusing("the tokenizer cannot encode the text"):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return require_embedded(ids, vocab_size)
+
+
+def require_embedded(ids: list[int], vocab_size: int) -> list[int]:
+    """Return the ids if the target has an embedding of each, and else raise UsageError."""
+    if max(ids, default=0) >= vocab_size:
         raise UsageError(f"the prompt has id {max(ids)}, but the target has only {vocab_size} ids")
     return ids
 

@@ -98,7 +98,7 @@ MISTAKES = [
     (["--set", "tau=2"], "tau is 2.0, it must be from 0.0 to 1.0"),
     (["--max-new-tokens", "0"], "max_new_tokens is 0, it must be an int from 1"),
     (["--target", "nowhere"], "nowhere"),
-    (["--target", "no-tokenizer"], "no-tokenizer/tokenizer.json: "),
+    (["--target", "no-tokenizer"], "no-tokenizer/tokenizer.json is not a tokenizer: "),
     (["--temperature", "-1"], "temperature is -1.0, it must be a positive float32"),
     (["--top-p", "0", "--temperature", "1"], "top_p is 0.0, it must be above 0"),
 ]

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from cli.errors import print_line
 from cli.main import main
-from cli.models import encode, load_tokenizer
+from cli.tokens import encode_prompt, load_tokenizer
 from draft_tree import Tree
 from methods.static import StaticRule
 
@@ -296,7 +296,7 @@ def test_tokenizers_may_differ_in_length_and_padding(tmp_path: Path) -> None:
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(file))
-    assert len(encode(PROMPT, load_tokenizer(tmp_path), 4096)) == 7
+    assert len(encode_prompt(PROMPT, load_tokenizer(tmp_path), 4096)) == 7
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "4"]
     arguments += ["--target", TARGET, "--draft", str(tmp_path)]
     assert main(arguments) == 0

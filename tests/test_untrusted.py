@@ -216,26 +216,19 @@ def test_a_mutated_results_file_is_shown_or_refused(
     assert outcomes == {True, False}
 
 
-BPE_MODEL = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
-WORD_MODEL = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "absent"}
-ODD_TOKENIZERS = [  # the invalid part of the file -> the error message
-    ({"model": BPE_MODEL | {"continuing_subword_prefix": "##"}}, "is not a tokenizer"),
-    ({"model": WORD_MODEL}, "cannot encode the prompt: WordLevel error: Missing [UNK]"),
-]
-
-
-@pytest.mark.parametrize(("odd", "said"), ODD_TOKENIZERS)
 def test_a_tokenizer_that_panics_ends_in_one_line(
-    odd: dict, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Check panics of the tokenizer library, which is in Rust: they are no Exception, and the
     library prints a message of its own first."""
     write(tmp_path)
     file = tmp_path / "tokenizer.json"
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    odd = {"model": model | {"continuing_subword_prefix": "##"}}
     file.write_text(json.dumps(json.loads(file.read_text()) | odd))
     assert main(["--method", "ar", "--target", str(tmp_path), "--prompt", "x" * 40]) == 2
     err = capfd.readouterr().err
-    assert said in err.splitlines()[-1] and "Traceback" not in err
+    assert "is not a tokenizer" in err.splitlines()[-1] and "Traceback" not in err
 
 
 def test_a_text_that_grows_with_every_step() -> None:

@@ -1,21 +1,107 @@
-"""Tests of text that is printed while it is generated: its parts are together the decoded ids."""
+"""Tests of the ids of a prompt, and of text that is printed while it is generated."""
 
+import hashlib
 import random
+import shutil
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
-from conftest import TINY, Captured
+from conftest import TINY, Captured, error_line
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.processors import TemplateProcessing
 
+import cli.main
 import dynatree
-from cli.tokens import LONG, TextStream
-from draft_tree import Tree
+from benchmark.prompts import BUILTIN, cut_prompts
+from cli.errors import UsageError
+from cli.metrics import token_ids
+from cli.tokens import LONG, TextStream, load_tokenizer
+from draft_tree import Autoregressive, Tree
 from dynatree import Step
+from gpt_neox import GPTNeoX, read_config
+from tools.distil import read_ids
 
+PROMPT = "The ship sailed at dawn"
 TEXT = "naïve café — “quoted” 日本語 🚢🌊 ok"
 WORDS = ("▁the", "▁sea", "▁", "é", "s", "\ufffd", "日", "<unk>")
 EMBEDDED = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 SHIP = list("🚢".encode())  # four ids of a tokenizer whose first 256 ids are the bytes
+
+
+# The ids of prompts
+
+
+@pytest.fixture
+def with_first_token(tmp_path: Path) -> Path:
+    """Return a folder of the embedded draft whose tokenizer begins a sequence with token 7. It also
+    has what training code may leave in a file: a longest and a shortest length."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY / "draft", folder)
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    first = tokenizer.id_to_token(7)
+    tokenizer.post_processor = TemplateProcessing(f"{first} $A", special_tokens=[(first, 7)])
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(file)
+    return folder
+
+
+def run_core(words: list[str]) -> int:
+    """Run the small program of dynatree.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dynatree.py", *words])
+        return dynatree.main()
+
+
+def test_every_program_encodes_a_prompt_as_the_post_processor_says(
+    with_first_token: Path, capsys: Captured
+) -> None:
+    """Compare the texts of both programs with the core's loop, and the ids of the benchmark."""
+    plain = EMBEDDED.encode(PROMPT).ids
+    target = GPTNeoX.from_pretrained(with_first_token)
+    texts = []
+    for prompt in (plain, [7, *plain]):
+        steps = dynatree.generate(target, None, prompt, Autoregressive().make_rule(), 9)
+        texts.append(EMBEDDED.decode(token_ids(steps)) + "\n")
+    folder = str(with_first_token)
+    words = ["--prompt", PROMPT, "--method", "ar", "--max-new-tokens", "9", "--target", folder]
+    for main, more in ((run_core, ["--draft", folder]), (cli.main.main, [])):
+        assert main([*words, *more]) == 0
+        assert capsys.readouterr().out == texts[1] != texts[0]
+    tokenizer = load_tokenizer(with_first_token)
+    assert cut_prompts([PROMPT], tokenizer, 4096, 99, 1) == [[7, *plain]]
+
+
+def test_nothing_is_added_inside_a_text(with_first_token: Path, tmp_path: Path) -> None:
+    """Check the texts that a draft learns from, which are encoded in pieces."""
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT)
+    ids = read_ids(text, with_first_token, read_config(with_first_token))
+    assert ids.tolist() == [0, *EMBEDDED.encode(PROMPT).ids]  # 0 ends the text before
+
+
+def test_a_prompt_of_only_an_added_token_is_empty(
+    with_first_token: Path, capsys: Captured, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    models = ["--target", str(with_first_token), "--draft", str(with_first_token)]
+    words = ["--prompt-file", str(tmp_path / "empty.txt"), *models]
+    for main, prompt in ((run_core, ["--prompt", ""]), (cli.main.main, words[:2])):
+        assert error_line(capsys, main, [*prompt, *models]).endswith("empty: it has no tokens")
+    with pytest.raises(UsageError, match="empty: it has no tokens"):
+        cut_prompts([""], load_tokenizer(with_first_token), 4096, 99, 1)
+
+
+def test_the_ids_of_the_builtin_prompts_stay() -> None:
+    """Check that no change of encoding changes what committed results measured."""
+    ids = cut_prompts(list(BUILTIN), load_tokenizer(TINY / "target"), 4096, 2048, len(BUILTIN))
+    assert hashlib.sha256(repr(ids).encode()).hexdigest()[:16] == "da718626592811cd"
+
+
+# Text while it is generated
 
 
 def tokenizer_of(decoder: decoders.Decoder, *tokens: str) -> Tokenizer:
