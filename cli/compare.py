@@ -5,8 +5,8 @@
 
 A comparison is a dict, which --json prints:
 
-ar_throughput       tokens per second of ar
-speedup             throughput of the method / throughput of ar
+ar_throughput       tokens per second of ar; None after a single token, which has no rate
+speedup             throughput of the method / throughput of ar; None if one of them has no rate
 exact               whether the ids equal ar's; None for sampled text, where they need not
 first_difference    index of the first different id in token_ids; None if all are equal
 top2_gap            the target's top-2 logit gap at that id, in float32; None if not computed
@@ -53,10 +53,10 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
         request = replace(request, max_new_tokens=len(written.ids))
     of_ar = Digests() if config.strict else None
     reference = tally(reference_of(request).decode(of_ar))
-    ar = reference.metrics().throughput
+    speed, ar = written.metrics().throughput, reference.metrics().throughput
     found: Comparison = {
-        "ar_throughput": ar,
-        "speedup": written.metrics().throughput / ar if ar else 1.0,
+        "ar_throughput": ar or None,
+        "speedup": speed / ar if speed and ar else None,
         "exact": None,
         "first_difference": None,
         "top2_gap": None,
@@ -85,7 +85,9 @@ def is_wrong(found: Comparison) -> bool:
 def describe_comparison(found: Comparison) -> str:
     """Return the line that --compare prints."""
     ar = "strict ar" if found["is_strict"] else "ar"
-    speed = f"{found['ar_throughput']:.1f} tokens/s, so {found['speedup']:.2f}x"
+    speed = "no speed of a single token"
+    if found["speedup"]:
+        speed = f"{found['ar_throughput']:.1f} tokens/s, so {found['speedup']:.2f}x"
     return f"{ar}: {speed}; the ids {describe_ids(found)}"
 
 

@@ -35,7 +35,8 @@ function totals() {
     found.push([`${Math.round(100 * metrics.acceptance_rate)} %`, "accepted"]);
   }
   if (compare) {
-    found.push([`${compare.speedup.toFixed(2)}×`, `ar (${compare.ar_throughput.toFixed(1)} / s)`]);
+    const { speedup, ar_throughput: speed } = compare;
+    if (speedup) found.push([`${speedup.toFixed(2)}×`, `ar (${speed.toFixed(1)} / s)`]);
     found.push(verdict(compare));
   }
   if (data.interrupted) found.push(["interrupted", "before the end", "warning"]);

@@ -318,6 +318,15 @@ def test_compare(name: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -
     assert found["exact"] is (ids_at is None) and found["is_strict"] is ("--strict" in options)
 
 
+def test_a_single_token_is_compared_without_a_speed(capsys: Captured) -> None:
+    """Check that no speed is printed, because none was measured: the first token is the prefill's."""
+    found = run_json(capsys, ["--compare", "--max-new-tokens", "1"] + DRAFT_TWICE)["compare"]
+    assert found["speedup"] is None and found["ar_throughput"] is None and found["exact"]
+    assert main(["--prompt", PROMPT, "--compare", "--max-new-tokens", "1"] + DRAFT_TWICE) == 0
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == "ar: no speed of a single token; the ids are equal"
+
+
 def test_one_bit_of_a_logit_is_another_digest() -> None:
     digests, logits = Digests(), torch.zeros(1, 9)
     digests(logits)
