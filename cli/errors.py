@@ -40,16 +40,18 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser that raises UsageError instead of printing its usage and exiting."""
 
     less_memory = ""  # options that lower the memory that is needed
+    repeatable: Sequence[str] = ()  # options with a value that may be given several times
     renamed_options: Mapping[str, str] = {}  # former name -> present name
 
     def __init__(self, **settings: object) -> None:
-        super().__init__(**settings)
+        super().__init__(allow_abbrev=False, **settings)
         self.register("type", None, not_empty)  # for options without a type
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         words = sys.argv[1:] if args is None else args
+        self.require_no_repeats(words)
         for word in words:
             if re.fullmatch("--[^=]+=--", word):
                 self.error(f"{word}: -- is no value")  # Python 3.11 makes it an empty list
@@ -57,6 +59,15 @@ class Parser(argparse.ArgumentParser):
             if option in self.renamed_options:
                 self.error(f"{option} is now called {self.renamed_options[option]}")
         return super().parse_args(words, namespace)
+
+    def require_no_repeats(self, words: Sequence[str]) -> None:
+        """Raise UsageError for two values of an option, of which argparse would use the last."""
+        options = [word.partition("=")[0] for word in words]
+        for option in options:
+            action = self._option_string_actions.get(option)
+            takes_value = action is not None and action.nargs != 0
+            if takes_value and option not in self.repeatable and options.count(option) > 1:
+                self.error(f"{option} is given {options.count(option)} times, it takes one value")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see --help)")

@@ -71,6 +71,7 @@ def build_parser() -> Parser:
         epilog=EXIT_STATUS,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=25),
     )
+    parser.repeatable = ("--set", "--stop")
     parser.renamed_options = {"--page": "--html", "--plain": "--reference"}
     parser.less_memory = "a 16-bit --dtype, a shorter prompt, fewer --max-new-tokens, a --window"
     parser.less_memory += ", a smaller --target"

@@ -440,6 +440,8 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
         (["--columns", "exact,draft_nodes"], "'draft_nodes' was renamed; use drafted_per_iter"),
         (["--columns", "spread"], "column 'spread' was renamed; use speedup"),
         (["--peers"], "--peers is now called --hf"),
+        (["--seed", "1", "--seed=2"], "--seed is given 2 times, it takes one value"),
+        (["--n", "4"], "unrecognized arguments: --n 4"),
         (["--dataset", "none"], "--dataset is 'none', it must be one of builtin, wikitext2"),
         (["--prompts", "none.txt", "--dataset", "wikitext2"], "--prompts exclude each other"),
         (

@@ -319,7 +319,7 @@ def test_compare(name: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_single_token_is_compared_without_a_speed(capsys: Captured) -> None:
-    """Check that no speed is printed, because none was measured: the first token is the prefill's."""
+    """Check that no speed is printed: the first token is the prefill's, so none was measured."""
     found = run_json(capsys, ["--compare", "--max-new-tokens", "1"] + DRAFT_TWICE)["compare"]
     assert found["speedup"] is None and found["ar_throughput"] is None and found["exact"]
     assert main(["--prompt", PROMPT, "--compare", "--max-new-tokens", "1"] + DRAFT_TWICE) == 0

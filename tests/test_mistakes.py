@@ -93,6 +93,10 @@ MISSING_TARGET = f"{A} --target no-such-folder"  # output files are checked befo
 MISTAKES = [
     ("", {}, "--prompt"),
     (A + " --prompt-file b", {}, "--prompt"),
+    (A + " --prompt b", {}, "--prompt is given 2 times, it takes one value"),
+    (A + " --seed 1 --temperature 1 --seed=1", {}, "--seed is given 2 times, it takes one"),
+    (A + " --window 64 --window 64", {}, "--window is given 2 times, it takes one value"),
+    (A + " --max-new 4", {}, "unrecognized arguments: --max-new 4"),
     (A + " --device=", {}, "--device: is empty"),
     (A + " --stop=--", {}, "--stop=--: -- is no value"),
     ("--prompt=", {}, "--prompt: is empty"),
