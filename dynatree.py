@@ -189,12 +189,12 @@ def generate(
     path, tokens = accept(tree, target.prefill(prompt, cache))
     drafter.commit(tree, path, tokens)
     new = cut(tokens, eos_ids, n_left)
-    n_left -= len(new)
+    n_left, last = n_left - len(new), new[-1]  # read here, because a caller may change a Step
     yield Step(new, tree, path)
-    while n_left and new[-1] not in eos_ids:
+    while n_left and last not in eos_ids:
         # 1 draft: a tree below the last token, of at most n_left - 1 levels, because the bonus
         # token comes after them
-        tree = grow(rule, new[-1], drafter.draft, n_left - 1, vocab_size)
+        tree = grow(rule, last, drafter.draft, n_left - 1, vocab_size)
         # 2 mask and positions: a row attends to its ancestors; its depth gives its position
         tree_tokens, positions, mask = tree_inputs(tree, cache.length)
         # 3 verify: one pass of the target over the whole tree
@@ -202,7 +202,7 @@ def generate(
         # 4 accept: a path of the tree, then one token of the target's own, the bonus token
         path, tokens = accept(tree, logits)
         new = cut(tokens, eos_ids, n_left)  # after a cut the loop ends, so the caches need none
-        n_left -= len(new)
+        n_left, last = n_left - len(new), new[-1]
         # 5 commit: both caches keep the accepted rows and discard the others
         cache.commit(path)
         drafter.commit(tree, path, tokens)

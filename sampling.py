@@ -44,8 +44,8 @@ class Sampler:
         float32 = torch.finfo(torch.float32)
         if not float32.tiny <= temperature <= float32.max:
             raise ValueError(f"temperature is {temperature}, it must be a positive float32")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p is {top_p}, it must be above 0 and at most 1")
+        if not float32.tiny <= top_p <= 1:
+            raise ValueError(f"top_p is {top_p}, it must be a positive float32, at most 1")
         self.temperature = temperature
         self.top_p = top_p
         self.random = Random(seed)

@@ -234,7 +234,7 @@ def generate(
     with ExitStack() as stack:
         for each in (*configured, closing(steps)):
             stack.enter_context(each)
-        n_left, is_first = max_new_tokens, True
+        is_first = True
         began = time.perf_counter()
         if isinstance(target, ConfiguredModel):
             rule.start(prompt)
@@ -242,9 +242,10 @@ def generate(
             ms = (time.perf_counter() - began) * 1e3
             if inspect:
                 inspect(accept.logits[: len(step.tokens)])
+            # Read here, because a caller may change the Step
+            goes_on = len(step.tokens) < max_new_tokens and step.tokens[-1] not in eos_ids
             yield make_step(step, is_first, target, draft, drafter, accept, ms)
-            n_left -= len(step.tokens)
-            if config.graphs and is_first and n_left and step.tokens[-1] not in eos_ids:
+            if config.graphs and is_first and goes_on:
                 shortest = min(len(prompt) + 1, config.window.size + config.window.sinks)
                 for model in configured:  # after the prefill, whose passes are not captured
                     model.cache.capture(shortest)

@@ -100,7 +100,8 @@ MISTAKES = [
     (["--target", "nowhere"], "nowhere"),
     (["--target", "no-tokenizer"], "no-tokenizer/tokenizer.json is not a tokenizer: "),
     (["--temperature", "-1"], "temperature is -1.0, it must be a positive float32"),
-    (["--top-p", "0", "--temperature", "1"], "top_p is 0.0, it must be above 0"),
+    # 0 in float32, so that no token would be in the top-p set
+    (["--top-p", "1e-46", "--temperature", "1"], "top_p is 1e-46, it must be a positive float32"),
 ]
 if not torch.cuda.is_available():
     MISTAKES.append((["--device", "cuda:0"], "--device cuda:0: torch finds no CUDA device"))
@@ -250,6 +251,24 @@ def test_a_rule_serves_one_text() -> None:
     list(dynatree.generate(target, ModelDrafter(draft), [1], rule, 5))
     with pytest.raises(ValueError, match="must be a Rule that served no other text"):
         next(dynatree.generate(target, ModelDrafter(draft), [1], rule, 5))
+
+
+@pytest.mark.parametrize("kind", [GPTNeoX, FastGPTNeoX], ids=["core", "engine"])
+def test_a_caller_may_change_the_lists_of_a_step(kind: type[GPTNeoX]) -> None:
+    """Empty the lists of each step. The loops once read them after the step."""
+    target, draft = noisy_pair(3, kind=kind)
+    if kind is GPTNeoX:
+        rule = DynaTree().make_rule()
+        steps = dynatree.generate(target, ModelDrafter(draft), [1], rule, 30)
+    else:
+        steps = engine.generate.generate(target, draft, [1], GenerationConfig(DynaTree()), 30)
+    text = [1]
+    for step in steps:
+        text += step.tokens
+        step.tokens.clear()
+        step.path.clear()
+    best = run(target, text[:-1]).argmax(dim=-1)
+    assert text[1:] == best.tolist() and len(text) == 31
 
 
 def test_a_path_below_the_least_float_is_impossible() -> None:
