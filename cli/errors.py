@@ -11,6 +11,7 @@ import platform
 import re
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -149,7 +150,8 @@ def describe_mistake(error: Exception, parser: Parser) -> str | None:
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
     """Raise KeyboardInterrupt in the block at Ctrl-C, SIGTERM and SIGHUP. Yields the list of these
-    signals. A signal that is already ignored, for example under nohup, stays ignored."""
+    signals. A signal that is already ignored, for example under nohup, stays ignored. In a thread
+    other than the main one, where Python sets no handlers, all of them stay as they are."""
     signals = []
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -158,7 +160,9 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(HANG_UP, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, HANG_UP)}
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, HANG_UP) if is_main else ()
+    before = {n: signal.getsignal(n) for n in numbers}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)

@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -121,6 +123,17 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         os.killpg(process.pid, signal.SIGINT)
         out, _ = process.communicate()
     assert process.returncode == 0 and len(json.loads(out)["token_ids"]) == 30
+
+
+def test_a_program_runs_in_a_thread() -> None:
+    """Check a program that a server or a notebook calls outside of the main thread, where Python
+    sets no handlers. It once ended in an error."""
+    status = []
+    call = partial(run_command_line, lambda args: 0, Parser(prog="x"), [])
+    thread = threading.Thread(target=lambda: status.append(call()))
+    thread.start()
+    thread.join()
+    assert status == [0]
 
 
 def test_bench_keeps_what_it_measured(tmp_path: Path) -> None:
