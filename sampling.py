@@ -51,7 +51,7 @@ class Sampler:
         self.random = Random(seed)
 
     def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
-        """Return the accepted rows and the token after each. Raises NonFiniteLogits."""
+        """Return the accepted rows and the token after each. Raises as finite_rows does."""
         is_finite = finite_rows(logits)
         probs = probabilities(logits, self.temperature, self.top_p)
         path = [0]

@@ -25,7 +25,7 @@ Acceptance = Callable[[Tree, Tensor], tuple[list[int], list[int]]]
 
 
 class NonFiniteLogits(Exception):
-    """The target produced infinite or undefined logits, so it has no next token."""
+    """The target's logits hold nan or +inf, so it has no next token."""
 
 
 def tree_inputs(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +60,7 @@ def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
     """Accept each node whose token is the target's best one after an accepted parent.
 
     This is an Acceptance. The accepted nodes are one path, because each is a child of the one
-    before it. Raises NonFiniteLogits.
+    before it. Raises NonFiniteLogits and ValueError, as finite_rows does.
     """
     best = logits.argmax(dim=-1).tolist()
     is_finite = finite_rows(logits)  # raises if the root's are not
@@ -73,19 +73,25 @@ def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
 
 
 def finite_rows(logits: Tensor) -> list[bool]:
-    """Return whether the logits of each row are finite. Raises NonFiniteLogits if row 0's are not.
+    """Return which rows have a best token: those whose highest logit is finite. A row that
+    overflowed has nan or +inf. -inf only forbids a token, but a row may forbid all of them.
 
-    An acceptance must not accept a row without finite logits, because no token can follow it. The
+    An acceptance must not accept a row without a best token, because no token can follow it. The
     path then ends at the row's parent. The parent's logits may choose the row's token as the bonus
     token. In that case it is the root of the next pass, which raises.
+
+    Raises NonFiniteLogits if row 0 overflowed, and ValueError if it forbids every token.
     """
-    is_finite = logits.isfinite().all(dim=-1).tolist()
-    if not is_finite[0]:
-        raise NonFiniteLogits(
-            "the target's logits are not finite, because this dtype overflows (small Pythia models "
-            "do so in float16); use bfloat16 or float32"
-        )
-    return is_finite
+    highest = logits.amax(dim=-1)  # nan if any is nan
+    is_finite = highest.isfinite().tolist()
+    if is_finite[0]:
+        return is_finite
+    if highest[0] == -torch.inf:
+        raise ValueError("the target's logits are -inf for every token, so none can follow")
+    raise NonFiniteLogits(
+        "the target's logits are nan or inf: it overflows, or a weight is nan; small Pythia models "
+        "overflow in float16, so use bfloat16 or float32"
+    )
 
 
 def cut(tokens: list[int], eos_ids: Sequence[int], limit: int) -> list[int]:

@@ -39,7 +39,7 @@ class Scores:
     @cached_property
     def highest(self) -> tuple[ndarray, ndarray]:
         """Each row's highest logit [n] and its id [n], the first of equal ones. The logit is not
-        finite if the row contains inf or nan, or only -inf."""
+        finite if the row contains +inf or nan, or only -inf."""
         values, ids = top_k_by_argmax(self.logits.cpu().numpy(), 1)
         return values[:, 0], ids[:, 0]
 
@@ -48,7 +48,7 @@ class Scores:
         return self.highest[1].tolist()
 
     def finite_rows(self) -> list[bool]:
-        """Return whether each row's highest logit is finite. Otherwise it has no best id."""
+        """Return what verify.finite_rows returns, but do not raise."""
         return numpy.isfinite(self.highest[0]).tolist()
 
     def top_ids(self, k: int) -> ndarray:

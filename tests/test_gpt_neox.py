@@ -260,9 +260,10 @@ def test_results_of_each_row_for_the_host(
     """Compare the best id (the first of equals) and the candidates with a sort. There are no more
     candidates than ids. The logits must not change, because sampling uses them. A device ranks by
     other code."""
-    logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(k))
+    logits = torch.randn(7, 30, generator=torch.Generator().manual_seed(k))
     logits[1:3] = logits[1:3].round()  # so that some are equal
     logits[3, 7], logits[4, 9] = torch.nan, torch.inf
+    logits[5, 3], logits[6] = -torch.inf, -torch.inf  # a forbidden token, and nothing else
     before = logits.clone()
     ranking = Ranking(k, are_logprobs, temperature=temperature)
     hidden = torch.zeros(len(logits), 1)
@@ -277,7 +278,7 @@ def test_results_of_each_row_for_the_host(
         found = numpy.take_along_axis(logits.numpy(), ids, axis=1)
     assert scores.logits is logits
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
-    assert scores.finite_rows() == [True, True, True, False, False, True]
+    assert scores.finite_rows() == [True, True, True, False, False, True, False]
     shift = logits.amax(dim=-1, keepdim=True) if temperature != 1 else 0.0
     values = torch.log_softmax((logits - shift) / temperature, dim=-1) if are_logprobs else logits
     for row in (0, 1, 2, 5):

@@ -13,7 +13,12 @@ import torch
 from conftest import make_tree, path_to, random_tree
 
 from draft_tree import Tree
-from verify import NonFiniteLogits, accept_greedy, cut, tree_inputs
+from methods.acceptances import Accept, accept_by_token
+from methods.sampler import Sampling
+from sampling import Sampler
+from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
+
+by_token = Accept(accept_by_token, Sampling(1.0).sampler(torch.device("cpu")), None)
 
 
 def children_of(tree: Tree, row: int) -> list[int]:
@@ -87,6 +92,24 @@ def test_a_path_ends_before_a_row_that_is_not_finite() -> None:
     assert accept_greedy(tree, logits) == ([0, 1, 2], [2, 3, 4])
     logits[2, 0] = torch.nan
     assert accept_greedy(tree, logits) == ([0, 1], [2, 3])
-    logits[0, 0] = torch.inf
-    with pytest.raises(NonFiniteLogits, match="use bfloat16 or float32"):
-        accept_greedy(tree, logits)
+    for value in (torch.inf, torch.nan):
+        logits[0, 0] = value
+        with pytest.raises(NonFiniteLogits, match="nan.*use bfloat16 or float32"):
+            accept_greedy(tree, logits)
+
+
+@pytest.mark.parametrize(
+    "accept", [accept_greedy, Sampler(1.0), by_token], ids=["greedy", "core", "drawn"]
+)
+def test_a_forbidden_token_is_no_overflow(accept: Acceptance) -> None:
+    """Check logits of -inf, as logits processors write them. A row that forbids every token ends
+    the path, and as the root it is an error of its own."""
+    tree = make_tree([1, 2, 3], [-1, 0, 1])
+    logits = torch.full((3, 5), -torch.inf)
+    logits[[0, 1, 2], [2, 3, 4]] = 7.0
+    assert accept(tree, logits) == ([0, 1, 2], [2, 3, 4])
+    logits[2] = -torch.inf
+    assert accept(tree, logits) == ([0, 1], [2, 3])
+    logits[0] = -torch.inf
+    with pytest.raises(ValueError, match="-inf for every token, so none can follow"):
+        accept(tree, logits)
