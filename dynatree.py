@@ -308,17 +308,29 @@ def final_text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids[:n]).rstrip("\ufffd")
 
 
-def write(steps: Iterator[Step], tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """Print a text while it is generated. Return its ids and the number of steps."""
-    ids, n_steps, n_shown = [], 0, 0
+def write(steps: Iterator[Step], tokenizer: Tokenizer) -> Iterator[Step]:
+    """Print a text while it is generated, and yield its steps."""
+    ids, n_shown = [], 0
     for step in steps:
         ids += step.tokens
-        n_steps += 1
         text = final_text(ids, tokenizer)
         print(text[n_shown:], end="", flush=True)
         n_shown = len(text)
+        yield step
     print(tokenizer.decode(ids)[n_shown:])
-    return ids, n_steps
+
+
+def measure(steps: Iterator[Step]) -> tuple[list[int], float, float]:
+    """Return the ids of a generation, its tokens per second after the first token, and its tokens
+    per iteration, which include those that EOS or the limit cuts."""
+    ids = list(next(steps).tokens)  # the prefill is no iteration
+    began, n_iterations, n_tokens = time.perf_counter(), 0, 0
+    for step in steps:
+        ids += step.tokens
+        n_iterations += 1
+        n_tokens += len(step.path)  # one token after each row of the path
+    seconds = time.perf_counter() - began
+    return ids, (len(ids) - 1) / seconds, n_tokens / max(n_iterations, 1)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -338,24 +350,17 @@ def run(args: argparse.Namespace) -> None:
         options = {"eos_ids": target.config.eos_ids, "accept": accept}
         return generate(target, drafter, prompt, rule, args.max_new_tokens, **options)
 
-    def timed(settings: Settings) -> tuple[list[int], float]:
-        began = time.perf_counter()
-        ids = [token for step in decode(settings.make_rule()) for token in step.tokens]
-        return ids, len(ids) / (time.perf_counter() - began)
-
-    began = time.perf_counter()
-    ids, n_steps = write(decode(settings.make_rule()), tokenizer)
-    rate = len(ids) / (time.perf_counter() - began)
-    summary = f"{len(ids)} tokens, {rate:.1f} tokens/s, {len(ids) / n_steps:.2f} tokens/iter"
-    print(summary, file=sys.stderr)
+    ids, rate, tokens_per_iter = measure(write(decode(settings.make_rule()), tokenizer))
+    summary = f"{len(ids)} tokens, {rate:.1f} tokens/s, {tokens_per_iter:.2f} tokens/iter"
+    print(summary if len(ids) > 1 else "1 token", file=sys.stderr)
     if args.compare:  # time the method again without printing, which takes time
-        ids, rate = timed(settings)
-        ar_ids, ar_rate = timed(Autoregressive())
+        ids, rate, _ = measure(decode(settings.make_rule()))
+        ar_ids, ar_rate, _ = measure(decode(Autoregressive().make_rule()))
         verdict = "equal" if ids == ar_ids else "different"
         if args.temperature:  # two samples of one distribution
             verdict = "sampled, not compared"
-        compared = f"ar: {ar_rate:.1f} tokens/s, so {rate / ar_rate:.2f}x; the ids are {verdict}"
-        print(compared, file=sys.stderr)
+        speed = f"{ar_rate:.1f} tokens/s, so {rate / ar_rate:.2f}x" if ar_rate else "no iteration"
+        print(f"ar: {speed}; the ids are {verdict}", file=sys.stderr)
 
 
 def main() -> int:

@@ -84,7 +84,10 @@ def test_the_core_works_without_the_packages(capsys: Captured, tmp_path: Path) -
         assert alone.returncode == 0, alone.stderr
         assert alone.stderr.endswith("x; the ids are equal\n")
         assert main(words) == 0
-        assert alone.stdout == capsys.readouterr().out and len(alone.stdout) > 100
+        captured = capsys.readouterr()
+        assert alone.stdout == captured.out and len(alone.stdout) > 100
+        (tokens_per_iter,) = re.findall(r" [\d.]+ tokens/iter", alone.stderr)
+        assert tokens_per_iter in captured.err
     listed = run_python(tmp_path, "-c", "import dynatree, sys; print(list(sys.modules))")
     names = {name.partition(".")[0] for name in ast.literal_eval(listed.stdout)}
     packages = {file.parent.name for file in ROOT.glob("*/__init__.py")} | {"bench"}

@@ -8,6 +8,7 @@ import pytest
 from conftest import generate, make_tree, random_model
 from torch import Tensor
 
+import dynatree
 from benchmark.counts import count_calibration, count_depths, count_passes, pad_passes
 from cli.metrics import code_acceptance, measure, measure_acceptance, repetition, top1_match
 from draft_tree import DynaTree, Settings
@@ -66,6 +67,8 @@ def test_metrics_worked_out_by_hand() -> None:
         "repetition": 0.0,
     }
     assert vars(measure(steps)) == pytest.approx(expected)
+    ids, _, tokens_per_iter = dynatree.measure(iter(steps))
+    assert ids == [7, 1, 2, 3, 4, 1, 2] and tokens_per_iter == expected["tokens_per_iter"]
     nothing = {"new_tokens": 1, "end_to_end": 50.0, "wall_ms": 20.0, "ttft_ms": 20.0}
     assert vars(measure([first])) == pytest.approx(dict.fromkeys(expected, 0.0) | nothing)
 
