@@ -118,8 +118,9 @@ def read_config(folder: Path) -> Config:
     """Return the Config of a checkpoint. Raises OSError, and ValueError naming the folder."""
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
+    raw = read_json(folder / "config.json")
     try:
-        return Config.from_json(read_json(folder / "config.json"), generation)
+        return Config.from_json(raw, generation)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 

@@ -24,7 +24,16 @@ from safetensors import SafetensorError
 from test_untrusted import mutate, mutate_header
 from torch import Tensor
 
-from engine.checkpoint import EMBEDDING, INDEX, OUTPUT_HEAD, SINGLE, CheckpointError, parse_config
+import gpt_neox
+from engine.checkpoint import (
+    EMBEDDING,
+    INDEX,
+    OUTPUT_HEAD,
+    SINGLE,
+    CheckpointError,
+    parse_config,
+    read_config,
+)
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX, load_reference, open_checkpoint
 from gpt_neox import Config, GPTNeoX
@@ -122,6 +131,18 @@ UNSUPPORTED = [  # the error, the changes that cause it
 def test_an_unsupported_value_is_named(cause: str, changes: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match=cause):
         parse_config(PUBLISHED | changes)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama"}'])
+@pytest.mark.parametrize("read", [read_config, gpt_neox.read_config], ids=["engine", "core"])
+def test_an_invalid_config_is_named_once(
+    read: Callable[[Path], Config], content: str, tmp_path: Path
+) -> None:
+    """Check both readers. The core's once put the folder before a line that had its name."""
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError) as caught:
+        read(tmp_path)
+    assert str(caught.value).count(str(tmp_path)) == 1
 
 
 QKV = "gpt_neox.layers.1.attention.query_key_value"
