@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +30,7 @@ from cli.tokens import (
     special_stops,
 )
 from dynatree import Drafter
-from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint
+from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint, unused_settings
 from engine.driver import Driver
 from engine.eagle_head import is_head, load_head
 from engine.generate import Step, generate
@@ -246,6 +247,13 @@ def warn_of_length(pair: Pair, n_tokens: int) -> None:
         print_line(f"warning: {n_tokens} tokens in all; the target was trained for {trained}")
 
 
+def warn_of_unused_settings(folder: Path) -> None:
+    """Warn if the target's generation_config.json changes transformers' text."""
+    if names := unused_settings(folder):
+        what = f"generation_config.json sets {', '.join(names)}, which DynaTree does not use"
+        warnings.warn(f"{what}, so transformers' text may differ", stacklevel=3)
+
+
 def overflow_note(draft: GPTNeoX) -> str:
     """Return the note for a draft model that overflows."""
     remedy = "another --draft" if draft.dtype == torch.float32 else "--draft-dtype float32"
@@ -355,14 +363,16 @@ def load_pair(
         ranks: each loads its shard of the target; only this process loads the draft.
         is_reference: load gpt_neox.GPTNeoX instead of fast models.
 
-    Raises UsageError for an unknown device or dtype, CheckpointError for invalid checkpoints or
-    different tokenizers, and OutOfMemory.
+    Warns of settings in the target's generation_config.json that are not used. Raises UsageError
+    for an unknown device or dtype, CheckpointError for invalid checkpoints or different tokenizers,
+    and OutOfMemory.
     """
     device = choose_device(str(device) if device else None)
     dtype = choose_dtype(dtype, device, "dtype")
     draft_dtype = choose_dtype(draft_dtype or dtype, device, "draft_dtype")
     with memory_for("the tokenizer"):
         target_folder, draft_folder = find_both(target, draft, announce)
+        warn_of_unused_settings(target_folder)
         tokenizer = load_tokenizer(target_folder)
         if draft_folder and not is_head(draft_folder):
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))

@@ -35,6 +35,17 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 ALIASES = {"lm_head.weight": OUTPUT_HEAD}  # stored names and the published names they stand for
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
+# Settings of generation_config.json that change transformers' text, with their defaults there: in
+# any case, only if do_sample is true, and only if num_beams is above 1
+UNUSED = {"do_sample": False, "num_beams": 1, "guidance_scale": 1, "max_time": None}
+UNUSED |= {"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0}
+UNUSED |= {"encoder_no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0}
+UNUSED |= {"bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": []}
+UNUSED |= {"sequence_bias": [], "stop_strings": [], "forced_eos_token_id": None}
+UNUSED |= {"exponential_decay_length_penalty": None, "watermarking_config": None}
+UNUSED_SAMPLING = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "typical_p": 1}
+UNUSED_SAMPLING |= {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
+UNUSED_BEAMS = {"length_penalty": 1, "early_stopping": False}
 FLOAT_TYPES = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 OTHER_WEIGHTS = {  # patterns of file names: what the file is and what to do
@@ -193,6 +204,20 @@ def parse_config(raw: dict, generation: dict | None = None) -> Config:
         return Config.from_json(raw, generation or {})
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+
+
+def unused_settings(folder: Path) -> list[str]:
+    """Return the names of the settings in generation_config.json that are not used here, but change
+    transformers' text. Raises CheckpointError."""
+    if not os.path.lexists(folder / GENERATION_CONFIG):
+        return []
+    raw = read_json(folder / GENERATION_CONFIG, MAX_JSON_BYTES)
+    defaults = dict(UNUSED)
+    if raw.get("do_sample"):
+        defaults |= UNUSED_SAMPLING
+    if raw.get("num_beams") not in (None, 1):
+        defaults |= UNUSED_BEAMS
+    return [name for name, default in defaults.items() if raw.get(name) not in (None, default)]
 
 
 def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:

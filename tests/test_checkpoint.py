@@ -1,9 +1,12 @@
 """Tests of reading checkpoints: config, weights on disk, and errors that name the cause."""
 
 import copy
+import json
 import os
 import pickle
 import random
+import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    TINY,
+    Captured,
     assert_close,
     random_config,
     random_model,
@@ -25,6 +30,7 @@ from test_untrusted import mutate, mutate_header
 from torch import Tensor
 
 import gpt_neox
+from cli.main import main
 from engine.checkpoint import (
     EMBEDDING,
     INDEX,
@@ -33,6 +39,7 @@ from engine.checkpoint import (
     CheckpointError,
     parse_config,
     read_config,
+    unused_settings,
 )
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX, load_reference, open_checkpoint
@@ -143,6 +150,43 @@ def test_an_invalid_config_is_named_once(
     with pytest.raises(ValueError) as caught:
         read(tmp_path)
     assert str(caught.value).count(str(tmp_path)) == 1
+
+
+SETTINGS = [  # a generation_config.json, the names of its settings that change transformers' text
+    ({"eos_token_id": 0, "pad_token_id": 0, "max_length": 20, "use_cache": False}, []),
+    ({"do_sample": False, "temperature": 0.7, "top_p": 0.9, "length_penalty": 2.0}, []),
+    ({"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.9}, ["do_sample", "top_p"]),
+    ({"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": None}, []),
+    ({"num_beams": 4, "length_penalty": 2.0}, ["num_beams", "length_penalty"]),
+    ({"repetition_penalty": 1.2, "min_new_tokens": 5}, ["repetition_penalty", "min_new_tokens"]),
+    ({"suppress_tokens": [], "bad_words_ids": [[7]]}, ["bad_words_ids"]),
+    ({"forced_eos_token_id": 0, "min_length": 0}, ["forced_eos_token_id"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "names"), SETTINGS)
+def test_settings_of_generation_that_are_not_used(
+    settings: dict[str, object], names: list[str], tmp_path: Path
+) -> None:
+    """Check that exactly the settings are named whose values change the text of transformers 5.24:
+    its text with and without each of these settings was compared."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    assert unused_settings(tmp_path) == names
+
+
+def test_unused_settings_of_the_target_are_one_note(tmp_path: Path, capsys: Captured) -> None:
+    shutil.copytree(TINY / "draft", tmp_path, dirs_exist_ok=True)
+    settings = {"do_sample": True, "repetition_penalty": 1.3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    arguments = ["--prompt", "the ship", "--max-new-tokens", "3"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # as in a process of its own
+        assert main([*arguments, "--method", "ar", "--target", str(tmp_path)]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert main([*arguments, "--draft", str(tmp_path)]) == 0
+    note = "note: generation_config.json sets do_sample, repetition_penalty, which DynaTree"
+    assert [line.startswith(note) for line in lines] == [False, True, False]
+    assert "note:" not in capsys.readouterr().err
 
 
 QKV = "gpt_neox.layers.1.attention.query_key_value"
