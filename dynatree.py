@@ -35,7 +35,7 @@ if __name__ == "__main__" and (Path(__file__).parent / "cli" / "main.py").exists
 import argparse
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy
@@ -175,8 +175,9 @@ def generate(
     The first next() raises ValueError if an argument is invalid. Raises NonFiniteLogits if the
     target overflows.
     """
-    vocab_size, n_left, eos_ids = target.config.vocab_size, max_new_tokens, tuple(eos_ids)
+    vocab_size, n_left = target.config.vocab_size, max_new_tokens
     prompt = checked_prompt(vocab_size, prompt, max_new_tokens)
+    eos_ids = checked_ids("eos_ids", eos_ids)
     require_parts(drafter, rule)
     rule.is_used = True
     drafter = drafter or Drafter()  # never asked to draft, because the rule has max_depth 0
@@ -213,15 +214,20 @@ def generate(
 
 def checked_prompt(vocab_size: int, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """Return the prompt as a list. Raises ValueError if it or max_new_tokens is invalid."""
-    try:
-        ids = [operator.index(token) for token in prompt]
-    except TypeError as error:
-        raise ValueError("prompt must be a sequence of token ids") from error
+    ids = checked_ids("prompt", prompt)
     if not ids or not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(f"prompt must have at least one id, and all from 0 to {vocab_size - 1}")
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens!r}, it must be an int from 1")
     return ids
+
+
+def checked_ids(name: str, ids: Iterable[int]) -> list[int]:
+    """Return ids as a list. Raises ValueError, with the argument's name, if they are no ids."""
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise ValueError(f"{name} is {ids!r:.80}, it must be a sequence of token ids") from error
 
 
 def require_parts(drafter: Drafter | None, rule: Rule) -> None:

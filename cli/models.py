@@ -11,7 +11,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from cli.tokens import (
     require_same_tokenizer,
     special_stops,
 )
-from dynatree import Drafter
+from dynatree import Drafter, checked_ids
 from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint, unused_settings
 from engine.driver import Driver
 from engine.eagle_head import is_head, load_head
@@ -227,16 +227,21 @@ def stream_text(
         sampling: temperature, top_p, seed and other fields of methods.sampler.Sampling. They
             replace those of the config.
 
-    Raises UsageError for a prompt without valid tokens, ValueError for an invalid config or stop
-    text, and the errors of engine.generate.generate.
+    Raises UsageError for a prompt without valid tokens, ValueError for other invalid arguments,
+    and the errors of engine.generate.generate.
     """
+    if not isinstance(prompt, str):
+        raise ValueError(f"prompt is {prompt!r:.80}, it must be a str; engine.generate takes ids")
+    names = [f.name for f in fields(Sampling)]
+    for name in sampling.keys() - set(names):
+        raise ValueError(f"{name} is no argument; those of sampling are {', '.join(names)}")
     target = pair.target.config
     ids = encode_prompt(prompt, pair.tokenizer, target.vocab_size)
     if isinstance(config, str):
         config = GenerationConfig.parse(*config.split())
     if sampling:
         config = replace(config, sampling=Sampling(**sampling))
-    eos_ids = target.eos_ids if eos_ids is None else tuple(eos_ids)
+    eos_ids = checked_ids("eos_ids", target.eos_ids if eos_ids is None else eos_ids)
     return Request(pair, ids, config, max_new_tokens, eos_ids, parse_stops(stop)).text()
 
 

@@ -213,6 +213,7 @@ def generate(
         why = "it must be a GenerationConfig; use GenerationConfig.parse to make one from words"
         raise ValueError(f"config is {config!r:.80}, {why}")
     prompt = dynatree.checked_prompt(target.config.vocab_size, prompt, max_new_tokens)
+    eos_ids = dynatree.checked_ids("eos_ids", eos_ids)
     n_tokens = len(prompt) + max_new_tokens
     require_effect(target, config)
     target, draft = configure_models(target, draft, config, n_tokens)
@@ -222,7 +223,7 @@ def generate(
     parts = compose_fast(target, draft, config, observer)
     drafter = TimedDrafter(parts.drafter) if parts.drafter else None
     accept = RecordedAcceptance(parts.accept, target, inspect is not None)
-    rule, eos_ids = parts.rule, tuple(eos_ids)
+    rule = parts.rule
     if isinstance(target, ConfiguredModel):
         rule = LimitedRule(rule, target)
     steps = dynatree.generate(

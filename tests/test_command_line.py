@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 import cli.compare
 import cli.main
+import dynatree
 from cli import models
 from cli.compare import Comparison, Digests
 from cli.errors import UsageError
@@ -26,6 +27,7 @@ from cli.main import main
 from cli.metrics import Metrics, Tally, token_ids
 from cli.models import Pair, Request, load_pair, stream_text
 from cli.tokens import StopTexts
+from draft_tree import Autoregressive
 from engine.generate import Step, generate
 from engine.generation_config import GenerationConfig
 from engine.memory import OutOfMemory
@@ -468,6 +470,36 @@ def test_arguments_from_python_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             next(generate(pair.target, pair.draft, prompt, config, 9))
+
+
+INVALID = [  # arguments of stream_text besides the pair, the ValueError
+    ({"prompt": ["a", "b"]}, r"prompt is \['a', 'b'\], it must be a str"),
+    ({"prompt": [5, 7]}, r"prompt is \[5, 7\], it must be a str; engine.generate takes ids"),
+    ({"prompt": b"a"}, "prompt is b'a', it must be a str"),
+    ({"prompt": None}, "prompt is None, it must be a str"),
+    ({"prompt": "a", "eos_ids": 0}, "eos_ids is 0, it must be a sequence of token ids"),
+    ({"prompt": "a", "eos_ids": ["a"]}, r"eos_ids is \['a'\], it must be a sequence"),
+    ({"prompt": "a", "temp": 0.3}, "temp is no argument; those of sampling are temperature, top_p"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), INVALID)
+def test_invalid_arguments_of_stream_text_are_named(
+    arguments: dict[str, object], message: str
+) -> None:
+    """Check the errors of a notebook's mistakes. They once named the tokenizer or Python types."""
+    with pytest.raises(ValueError, match=message) as caught:
+        stream_text(load_pair(DRAFT, None), **arguments)
+    assert type(caught.value) is ValueError
+
+
+def test_eos_ids_of_both_loops_are_checked() -> None:
+    target = load_pair(DRAFT, None).target
+    loops = [generate(target, None, [5], GenerationConfig.parse("ar"), 9, eos_ids=0)]
+    loops.append(dynatree.generate(target, None, [5], Autoregressive(), 9, eos_ids=0))
+    for loop in loops:
+        with pytest.raises(ValueError, match="eos_ids is 0, it must be a sequence of token ids"):
+            next(loop)
 
 
 def test_a_long_prompt_has_a_progress_bar(
