@@ -26,8 +26,8 @@ from pathlib import Path
 
 # In a clone, run the command line of cli/, with all methods and options, instead of the small one
 # below. run_program does not return. It is called before `import torch`, because it sets how torch
-# allocates memory
-if __name__ == "__main__" and (Path(__file__).parent / "cli" / "main.py").exists():
+# allocates memory. The program may be started through a link, which `resolve` follows
+if __name__ == "__main__" and (Path(__file__).resolve().parent / "cli" / "main.py").exists():
     from cli.start import run_program
 
     run_program("cli.main")
@@ -49,6 +49,7 @@ from gpt_neox import GPTNeoX, Model
 from sampling import Sampler
 from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
 
+TINY = Path(__file__).resolve().parent / "models" / "tiny"  # the embedded pair
 METHODS = {"ar": Autoregressive, "dynatree": DynaTree}  # of the command line below
 BOOL_WORDS = {"on": True, "off": False}
 
@@ -256,10 +257,11 @@ def read_settings(kind: type[Settings], assignments: Sequence[str]) -> Settings:
     return kind(**values)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Tree speculative decoding of GPT-NeoX models")
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    description = "Tree speculative decoding of GPT-NeoX models"
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="(default 128)")
     parser.add_argument("--method", choices=METHODS, default="dynatree", help="(default dynatree)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting"
@@ -267,12 +269,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="(default 1)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
-    parser.add_argument("--target", default="models/tiny/target", help="folder of a checkpoint")
-    parser.add_argument("--draft", default="models/tiny/draft", help="folder of a checkpoint")
+    parser.add_argument("--target", default=TINY / "target", help="folder of a checkpoint")
+    parser.add_argument("--draft", default=TINY / "draft", help="folder of a checkpoint")
     parser.add_argument("--device", default="cpu", help="(default cpu)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--compare", action="store_true", help="also run ar on the same prompt")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -346,7 +348,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--device {args.device}: torch finds no CUDA device")
     dtype = getattr(torch, args.dtype)
     target = GPTNeoX.from_pretrained(args.target, args.device, dtype)
-    drafter = ModelDrafter(GPTNeoX.from_pretrained(args.draft, args.device, dtype))
+    drafter = None
+    if settings.make_rule().max_depth > 0:
+        drafter = ModelDrafter(GPTNeoX.from_pretrained(args.draft, args.device, dtype))
     tokenizer = load_tokenizer(args.target)
     prompt = encode_prompt(args.prompt, tokenizer)
 
@@ -369,8 +373,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"ar: {speed}; the ids are {verdict}", file=sys.stderr)
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
     try:
         run(args)
     except (OSError, ValueError, NonFiniteLogits, SafetensorError) as error:

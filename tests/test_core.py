@@ -2,7 +2,6 @@
 texts with the same trees."""
 
 import ast
-import json
 import math
 import os
 import random
@@ -23,6 +22,7 @@ from conftest import (
     TINY,
     Captured,
     assert_close,
+    error_line,
     noisy_pair,
     prefilled,
     random_model,
@@ -35,7 +35,7 @@ from torch import Tensor
 import draft_tree
 import dynatree
 import engine.generate
-from cli.main import main
+from cli.main import build_parser, main
 from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, Tree, grow
 from dynatree import Drafter, ModelDrafter
 from engine.generation_config import GenerationConfig
@@ -49,10 +49,7 @@ from sampling import Sampler
 
 Pairs = list[tuple[GPTNeoX, GPTNeoX]]  # (target, draft) of the reference and of the fast engine
 CORE = ("gpt_neox", "draft_tree", "sampling", "verify", "dynatree")
-PROMPTS = (
-    "The harbour lay quiet under the morning fog, and",
-    "= List of rivers =\n\n The longest of them",
-)
+PROMPT = "The harbour lay quiet under the morning fog, and"
 # High temperatures: if only a few ids were likely, rounding would decide which others a tree has
 SAMPLINGS = (GREEDY, Sampling(4.0, 0.95), Sampling(3.0, draft_temperature=4.0))
 
@@ -75,23 +72,57 @@ def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_the_core_works_without_the_packages(capsys: Captured, tmp_path: Path) -> None:
-    """Run the core's command line in a folder with nothing else. It writes the greedy text of the
-    whole project, and imports none of the packages."""
-    copy_core(tmp_path)
-    for prompt in PROMPTS:
-        words = ["--prompt", prompt, "--max-new-tokens", "60"]
-        alone = run_python(tmp_path, "dynatree.py", *words, "--compare")
-        assert alone.returncode == 0, alone.stderr
-        assert alone.stderr.endswith("x; the ids are equal\n")
-        assert main(words) == 0
-        captured = capsys.readouterr()
-        assert alone.stdout == captured.out and len(alone.stdout) > 100
-        (tokens_per_iter,) = re.findall(r" [\d.]+ tokens/iter", alone.stderr)
-        assert tokens_per_iter in captured.err
-    listed = run_python(tmp_path, "-c", "import dynatree, sys; print(list(sys.modules))")
+    """Start the core's command line through a link, where there is nothing else. It finds its own
+    models, writes the greedy text of the whole project, and imports none of the packages."""
+    core, elsewhere = tmp_path / "core", tmp_path / "elsewhere"
+    for folder in (core, elsewhere):
+        folder.mkdir()
+    copy_core(core)
+    (elsewhere / "link.py").symlink_to(core / "dynatree.py")
+    words = ["--prompt", PROMPT, "--compare"]
+    alone = run_python(elsewhere, "link.py", *words)
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stderr.endswith("x; the ids are equal\n")
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert alone.stdout == captured.out and len(alone.stdout) > 100
+    (tokens_per_iter,) = re.findall(r" [\d.]+ tokens/iter", alone.stderr)
+    assert tokens_per_iter in captured.err
+    listed = run_python(core, "-c", "import dynatree, sys; print(list(sys.modules))")
     names = {name.partition(".")[0] for name in ast.literal_eval(listed.stdout)}
     packages = {file.parent.name for file in ROOT.glob("*/__init__.py")} | {"bench"}
     assert names >= set(CORE) and not names & packages
+
+
+def test_a_link_to_the_clones_program_is_the_clones_program(tmp_path: Path) -> None:
+    (tmp_path / "first.py").symlink_to(ROOT / "dynatree.py")
+    (tmp_path / "link.py").symlink_to("first.py")
+    done = run_python(tmp_path, "link.py", "--list-methods", "ar")
+    assert done.stdout.startswith("methods and their settings"), done.stderr
+
+
+def test_the_cores_options_are_those_of_the_clone() -> None:
+    """Check names and defaults. Without a GPU the clone's models and sampling are the same too."""
+    small = vars(dynatree.parse_arguments(["--prompt", "a"]))
+    clone = vars(build_parser().parse_args(["--prompt", "a"]))
+    assert small.pop("set") == clone["words"] == []
+    assert small.keys() <= clone.keys()
+    by_device = {"device": "cpu", "dtype": "float32", "top_p": 1.0, "seed": 0}
+    by_device |= {"target": TINY / "target", "draft": TINY / "draft"}
+    assert small == {name: clone[name] for name in small} | by_device
+
+
+def test_the_core_loads_no_draft_for_ar(capsys: Captured) -> None:
+    words = ["--prompt", PROMPT, "--max-new-tokens", "3", "--method", "ar", "--draft", "/nope"]
+    assert dynatree.main(words) == main(words) == 0
+    written = capsys.readouterr().out
+    assert len(written) > 2 and written[: len(written) // 2] * 2 == written
+
+
+def test_the_core_takes_no_abbreviations(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as ended:
+        dynatree.main(["--prompt", "a", "--max", "3"])
+    assert ended.value.code == 2 and "unrecognized arguments: --max 3" in capsys.readouterr().err
 
 
 MISTAKES = [
@@ -105,26 +136,23 @@ MISTAKES = [
     (["--temperature", "-1"], "temperature is -1.0, it must be a positive float32"),
     # 0 in float32, so that no token would be in the top-p set
     (["--top-p", "1e-46", "--temperature", "1"], "top_p is 1e-46, it must be a positive float32"),
+    (["--device", "cuda:0"], "--device cuda:0: torch finds no CUDA device"),
 ]
-if not torch.cuda.is_available():
-    MISTAKES.append((["--device", "cuda:0"], "--device cuda:0: torch finds no CUDA device"))
 
 
-def test_the_cores_command_line_reports_mistakes_in_one_line(tmp_path: Path) -> None:
-    """Report all mistakes in one process; ten processes would double the time of these tests."""
-    copy_core(tmp_path)
-    shutil.copytree(TINY / "target", tmp_path / "no-tokenizer")
-    (tmp_path / "no-tokenizer" / "tokenizer.json").write_text("{")
-    program = "import dynatree, json, sys\n"
-    program += "for words in json.loads(sys.argv[1]):\n"
-    program += "    sys.argv[1:] = ['--prompt', 'a', *words]\n"
-    program += "    print(dynatree.main())\n"
-    found = run_python(tmp_path, "-c", program, json.dumps([words for words, _ in MISTAKES]))
-    assert found.stdout.split() == ["2"] * len(MISTAKES)
-    lines = found.stderr.splitlines()
-    assert len(lines) == len(MISTAKES)
-    for line, (_, message) in zip(lines, MISTAKES, strict=True):
-        assert line.startswith("error: ") and message in line
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_the_cores_command_line_reports_mistakes_in_one_line(
+    words: list[str],
+    message: str,
+    capsys: Captured,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "no-tokenizer" in words:
+        shutil.copytree(TINY / "draft", "no-tokenizer")
+        Path("no-tokenizer", "tokenizer.json").write_text("{")
+    assert message in error_line(capsys, dynatree.main, ["--prompt", "a", *words])
 
 
 # The core's loop on reference models.

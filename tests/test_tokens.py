@@ -3,7 +3,6 @@
 import hashlib
 import random
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,13 +48,6 @@ def with_first_token(tmp_path: Path) -> Path:
     return folder
 
 
-def run_core(words: list[str]) -> int:
-    """Run the small program of dynatree.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["dynatree.py", *words])
-        return dynatree.main()
-
-
 def test_every_program_encodes_a_prompt_as_the_post_processor_says(
     with_first_token: Path, capsys: Captured
 ) -> None:
@@ -68,8 +60,8 @@ def test_every_program_encodes_a_prompt_as_the_post_processor_says(
         texts.append(EMBEDDED.decode(token_ids(steps)) + "\n")
     folder = str(with_first_token)
     words = ["--prompt", PROMPT, "--method", "ar", "--max-new-tokens", "9", "--target", folder]
-    for main, more in ((run_core, ["--draft", folder]), (cli.main.main, [])):
-        assert main([*words, *more]) == 0
+    for main in (dynatree.main, cli.main.main):
+        assert main(words) == 0
         assert capsys.readouterr().out == texts[1] != texts[0]
     tokenizer = load_tokenizer(with_first_token)
     assert cut_prompts([PROMPT], tokenizer, 4096, 99, 1) == [[7, *plain]]
@@ -89,7 +81,7 @@ def test_a_prompt_of_only_an_added_token_is_empty(
     (tmp_path / "empty.txt").write_text("\n")
     models = ["--target", str(with_first_token), "--draft", str(with_first_token)]
     words = ["--prompt-file", str(tmp_path / "empty.txt"), *models]
-    for main, prompt in ((run_core, ["--prompt", ""]), (cli.main.main, words[:2])):
+    for main, prompt in ((dynatree.main, ["--prompt", ""]), (cli.main.main, words[:2])):
         assert error_line(capsys, main, [*prompt, *models]).endswith("empty: it has no tokens")
     with pytest.raises(UsageError, match="empty: it has no tokens"):
         cut_prompts([""], load_tokenizer(with_first_token), 4096, 99, 1)
