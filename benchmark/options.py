@@ -36,7 +36,7 @@ def build_parser() -> Parser:
         description="Compare the speed of methods with ar on the same prompts.",
     )
     parser.renamed_options = {"--peers": "--hf"}
-    parser.less_memory = "a 16-bit --dtype, fewer --new-tokens, a smaller --target"
+    parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, a smaller --target"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help="table, see --tables (default main)")
     add("--tables", action="store_true", help="list tables and columns, and exit")
@@ -49,10 +49,13 @@ def build_parser() -> Parser:
     base = "row that speed-ups are relative to (default ar)"
     add("--baseline", type=normalize_spaces, metavar="M", help=base)
     add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (default: the table's)")
-    add("--prompts", metavar="FILE", help='prompts from .jsonl ("prompt", "turns") or plain text')
+    add(
+        "--prompts", metavar="FILE", help='prompts: lines of JSON ("prompt", "turns") or plain text'
+    )
     add("--n-prompts", type=count, metavar="N", help="number of prompts (default: the table's)")
     add("--prompt-tokens", type=list_of(count), metavar="N,...", help="lengths to cut prompts to")
-    add("--new-tokens", type=list_of(count), metavar="N,...", help="tokens to generate")
+    lengths = {"dest": "new_tokens", "type": list_of(count)}  # the name in results files
+    add("--max-new-tokens", **lengths, metavar="N,...", help="tokens to generate")
     greedy = "0 is greedy (default: the table's)"
     add("--temperature", type=list_of(temperature), metavar="X,...", help=greedy)
     add("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
@@ -124,9 +127,14 @@ def require_alone(args: argparse.Namespace, option: str, allowed: Sequence[str] 
     """Raise UsageError for options that have no effect together with this one."""
     defaults = build_parser().parse_args([])
     for name, value in vars(args).items():
-        given = f"--{name.replace('_', '-')}"
+        given = option_of(name)
         if given != option and name not in allowed and value != getattr(defaults, name):
             raise UsageError(f"{given} has no effect with {option}")
+
+
+def option_of(name: str) -> str:
+    """Return the option that sets an attribute of the parsed command line."""
+    return "--max-new-tokens" if name == "new_tokens" else f"--{name.replace('_', '-')}"
 
 
 def read_options(head: Head) -> argparse.Namespace:
@@ -135,7 +143,7 @@ def read_options(head: Head) -> argparse.Namespace:
     words = []
     known = vars(build_parser().parse_args([])).keys() - set(UNRECORDED_OPTIONS)
     for name, value in head.options.items():
-        option = f"--{name.replace('_', '-')}"
+        option = option_of(name)
         if name not in known:
             raise UsageError(f"the options of the file have an unknown {option}")
         if value is True:

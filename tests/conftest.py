@@ -4,7 +4,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 
@@ -314,6 +314,18 @@ def write_shards(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Pa
         weight_map |= dict.fromkeys(names, f"model-{i}.safetensors")
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
+
+
+def override(words: Sequence[str], *later: str) -> list[str]:
+    """Return a command line in which the later options replace those of the same names."""
+    named = {word.partition("=")[0] for word in later if word.startswith("--")}
+    kept, is_replaced = [], False
+    for word in words:
+        if word.startswith("--"):
+            is_replaced = word in named
+        if not is_replaced:
+            kept.append(word)
+    return [*kept, *later]
 
 
 def error_line(capsys: Captured, main: Callable[[list[str]], int], arguments: list[str]) -> str:

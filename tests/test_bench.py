@@ -8,11 +8,11 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, Captured, error_line, random_model
+from conftest import ROOT, TINY, Captured, error_line, override, random_model
 from safetensors.torch import load_file
 from test_observing import Watching
 from test_results import make_difference, make_head, write_results
@@ -39,7 +39,7 @@ from methods.static import Chain
 
 DRAFT = str(TINY / "draft")
 HEAD = TINY / "eagle"
-QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
+QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--max-new-tokens", "6"]
 QUICK += ["--target", DRAFT, "--draft", DRAFT]  # the smaller model for both; any text will do
 BRIEF = QUICK + ["--columns", "exact", "--methods", "ar,linear"]
 
@@ -51,9 +51,12 @@ def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "measure_step_times", quick)
 
 
-def run_bench(capsys: Captured, file: Path, *arguments: str) -> tuple[Results, str]:
-    """Run bench.py, which must succeed, and return its results and what it printed."""
-    status = main(list(arguments) + ["--output", str(file)])
+def run_bench(
+    capsys: Captured, file: Path, words: Sequence[str], *later: str
+) -> tuple[Results, str]:
+    """Run bench.py, which must succeed, and return its results and what it printed. The later
+    options replace those of the same names."""
+    status = main(override(words, *later, "--output", str(file)))
     captured = capsys.readouterr()
     assert status == 0, captured.err
     return load(file), captured.out
@@ -84,7 +87,7 @@ SEVERAL = "linear,dynatree,dyspec,recycle,auto"
 SMALL = {  # options that make a table quick, in addition to QUICK
     "main": ["--target", str(TINY / "target")],
     "steps": ["--n-prompts", "1"],
-    "length": ["--new-tokens", "4,9", "--methods", SEVERAL],
+    "length": ["--max-new-tokens", "4,9", "--methods", SEVERAL],
     "prompt": ["--prompt-tokens", "4,9", "--methods", SEVERAL],
     "sampling": ["--n-prompts", "1"],
     "sweep": ["--methods", ",".join(TABLES["sweep"].parts[0].rows[::20])],  # of a hundred rows
@@ -96,8 +99,8 @@ SMALL = {  # options that make a table quick, in addition to QUICK
 @pytest.mark.parametrize("table", TABLES)
 def test_every_table(table: str, capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
-    options = ["--table", table] + QUICK + SMALL.get(table, [])
-    results, printed = run_bench(capsys, file, *options)
+    options = override(QUICK, "--table", table, *SMALL.get(table, []))
+    results, printed = run_bench(capsys, file, options)
     head = results.head
     assert len(results.texts) == head.n_texts == len(head.cases) * sum(head.n_prompts.values())
     if results.texts:
@@ -141,7 +144,7 @@ def test_cases_take_turns_and_every_text_has_a_seed(
 
     monkeypatch.setattr(bench, "token_ids", note)
     few = QUICK + ["--methods", "ar,linear,fixed", "--temperature", "1", "--columns", "exact"]
-    results, _ = run_bench(capsys, tmp_path / "a.jsonl", *few, "--repeats", "2")
+    results, _ = run_bench(capsys, tmp_path / "a.jsonl", few, "--repeats", "2")
     order = [f"{r['round']} {r['prompt']} {r['row']}" for r in results.texts.values()]
     assert order == [
         *("0 0 ar", "0 0 linear", "0 0 fixed"),
@@ -153,9 +156,9 @@ def test_cases_take_turns_and_every_text_has_a_seed(
     assert len(of_ar) == 4, "two prompts, two rounds"
     kept = {name for text in results.texts.values() for name in text}
     assert not results.ids and not kept & {"ids", "ids_digest", "calibration"}
-    run_bench(capsys, tmp_path / "b.jsonl", *few)
+    run_bench(capsys, tmp_path / "b.jsonl", few)
     assert written[12:] == written[:6]
-    run_bench(capsys, tmp_path / "c.jsonl", *few, "--seed", "7")
+    run_bench(capsys, tmp_path / "c.jsonl", few, "--seed", "7")
     assert written[18:] != written[:6]
 
 
@@ -203,7 +206,7 @@ def test_an_interrupted_table_keeps_its_results(
     assert python == "python" and Path(script).resolve() == Path(bench.__file__).resolve()
     assert main(words) == 0
     resumed = load(file)
-    whole, _ = run_bench(capsys, tmp_path / "whole.jsonl", *options)
+    whole, _ = run_bench(capsys, tmp_path / "whole.jsonl", options)
     assert list(resumed.texts.values())[: n - 1] == done and resumed.ids == whole.ids
     assert list(resumed.texts) == list(whole.texts)
     assert main(words) == 0 and load(file) == resumed, "a text was measured again"
@@ -238,7 +241,7 @@ def test_a_table_resumes_in_another_folder(
     Path("p.jsonl").write_text('{"prompt": "One text"}\n')
     models = ["--target", os.path.relpath(DRAFT), "--draft", os.path.relpath(DRAFT)]
     file = tmp_path / "r.jsonl"
-    run_bench(capsys, file, *BRIEF, *models, "--prompts", "p.jsonl")
+    run_bench(capsys, file, BRIEF, *models, "--prompts", "p.jsonl")
     Path("below").mkdir()
     monkeypatch.chdir("below")
     assert main(["--resume", str(file)]) == 0
@@ -282,7 +285,7 @@ def test_one_file_is_written_by_one_run(
     """Check that a second run on one file is refused, with --output and with --resume. Two runs
     once lost the results of one of them."""
     file = tmp_path / "r.jsonl"
-    run_bench(capsys, file, *BRIEF)
+    run_bench(capsys, file, BRIEF)
     assert "exists already" in error_line(capsys, main, [*BRIEF, f"--output={file}"])
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:2]))
@@ -320,7 +323,7 @@ def test_resume_refuses_other_conditions(
     message: str, change: Callable[[dict], None], capsys: Captured, tmp_path: Path
 ) -> None:
     file = tmp_path / "r.jsonl"
-    run_bench(capsys, file, *BRIEF, "--n-prompts", "1")
+    run_bench(capsys, file, BRIEF, "--n-prompts", "1")
     change_head(file, change)
     before = file.read_bytes()
     line = error_line(capsys, main, ["--resume", str(file)])
@@ -344,7 +347,7 @@ def test_resume_refuses_an_invalid_file(
 ) -> None:
     """Check that the options in a file are validated like those of the command line."""
     file = tmp_path / "r.jsonl"
-    run_bench(capsys, file, *BRIEF, "--n-prompts", "1", "--methods", "ar")
+    run_bench(capsys, file, BRIEF, "--n-prompts", "1", "--methods", "ar")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     change(lines)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -377,7 +380,7 @@ def test_a_text_that_differs_from_its_reference(
     gap: the gap that the file has already; None: it is measured.
     """
     file = tmp_path / "r.jsonl"
-    results, _ = run_bench(capsys, file, *BRIEF, "--methods", row, "--dtype", dtype)
+    results, _ = run_bench(capsys, file, BRIEF, "--methods", row, "--dtype", dtype)
     lines = list(results.texts.values())
     (text,) = [text for text in lines if text["row"] == row and text["prompt"] == 1]
     for line in lines:
@@ -402,7 +405,7 @@ def test_a_text_that_differs_from_its_reference(
 def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
     """Check the error if the line with a text's ids was removed from the file."""
     file = tmp_path / "r.jsonl"
-    results, _ = run_bench(capsys, file, *BRIEF)
+    results, _ = run_bench(capsys, file, BRIEF)
     lines = list(results.texts.values())
     lines[-1]["ids_digest"] = "0"
     write_results(file, lines, results.head)
@@ -449,8 +452,8 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
             "no prompt of 1000 tokens or more",
         ),
         (
-            ["--new-tokens", "0"],
-            "--new-tokens: 0 is not a whole number from 1 to 1,000,000,000,000",
+            ["--max-new-tokens", "0"],
+            "--max-new-tokens: 0 is not a whole number from 1 to 1,000,000,000,000",
         ),
         (
             ["--n-prompts", "-1"],
@@ -459,10 +462,13 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
         (["--repeats", "0"], "--repeats: 0 is not a whole number from 1 to 10,000"),
         (["--temperature", "nan"], "--temperature: nan is not a number from 0 to 1,000,000"),
         (
-            ["--new-tokens", "x"],
-            "--new-tokens: x is not a whole number from 1 to 1,000,000,000,000",
+            ["--max-new-tokens", "x"],
+            "--max-new-tokens: x is not a whole number from 1 to 1,000,000,000,000",
         ),
-        (["--new-tokens", "9" * 12], "these lower it: a 16-bit --dtype, fewer --new-tokens"),
+        (
+            ["--max-new-tokens", "9" * 12],
+            "these lower it: a 16-bit --dtype, fewer --max-new-tokens",
+        ),
         (["--prompt-tokens", "5,5"], "'5,5' has a number twice"),
         (["--seed", "1"], "--seed needs a --temperature above 0"),
         (
@@ -542,11 +548,18 @@ def test_a_table_over_a_drafter_that_is_no_model(tmp_path: Path) -> None:
 
 def test_rows_over_a_head_and_over_the_draft_model(capsys: Captured, tmp_path: Path) -> None:
     """Check that the rows of one table use their own drafts, and that memory counts the head."""
-    options = ["--columns", "draft_pass,exact,predicted", "--n-prompts", "1", "--new-tokens", "30"]
+    options = [
+        "--columns",
+        "draft_pass,exact,predicted",
+        "--n-prompts",
+        "1",
+        "--max-new-tokens",
+        "30",
+    ]
     pair = ["--draft", DRAFT, "--methods", "linear K=4,linear K=4 head"]
-    results, printed = run_bench(capsys, tmp_path / "a.jsonl", *options, *pair)
+    results, printed = run_bench(capsys, tmp_path / "a.jsonl", options, *pair)
     swapped = ["--draft", str(HEAD), "--methods", "linear K=4"]
-    alone, _ = run_bench(capsys, tmp_path / "b.jsonl", *options, *swapped)
+    alone, _ = run_bench(capsys, tmp_path / "b.jsonl", options, *swapped)
     own, of_head = [t["iterations"] for t in results.texts.values() if t["row"] != "ar"]
     assert own != of_head == next(t["iterations"] for t in alone.texts.values() if t["draft_ms"])
     assert "models/tiny/draft and models/tiny/eagle" in " ".join(printed.split())
@@ -557,9 +570,9 @@ def test_rows_over_a_head_and_over_the_draft_model(capsys: Captured, tmp_path: P
 
 def test_memory_counts_the_weights_of_a_head(capsys: Captured, tmp_path: Path) -> None:
     """Compare with the sizes: the embedding and output matrix, one layer and fc, in float32."""
-    options = ["--table", "memory", "--threads", "1", "--n-prompts", "1", "--new-tokens", "4"]
+    options = ["--table", "memory", "--threads", "1", "--n-prompts", "1", "--max-new-tokens", "4"]
     options += ["--prompt-tokens", "4", "--methods", "linear K=1,linear K=1 head"]
-    found, _ = run_bench(capsys, tmp_path / "c.jsonl", *options, "--draft", DRAFT)
+    found, _ = run_bench(capsys, tmp_path / "c.jsonl", options, "--draft", DRAFT)
     _, by_draft, by_head = [t["weights_and_caches_mb"] for t in found.texts.values()]
     n_own = sum(tensor.numel() for tensor in load_file(HEAD / "model.safetensors").values())
     n_head = n_own + 2 * 4096 * 320 + 2 * 320  # and the target's final norm
@@ -569,18 +582,18 @@ def test_memory_counts_the_weights_of_a_head(capsys: Captured, tmp_path: Path) -
 
 def test_passes_of_a_head_are_timed(capsys: Captured, tmp_path: Path) -> None:
     """Check that tables can time and predict a head's passes, which need states."""
-    few = ["--n-prompts", "1", "--new-tokens", "8", "--draft", str(HEAD)]
-    steps, _ = run_bench(capsys, tmp_path / "a.jsonl", *few, "--table", "steps")
+    few = ["--n-prompts", "1", "--max-new-tokens", "8", "--draft", str(HEAD)]
+    steps, _ = run_bench(capsys, tmp_path / "a.jsonl", few, "--table", "steps")
     assert min(steps.step_times.draft_ms) > 0
     options = ["--methods", "linear", "--columns", "predicted,exact"]
-    results, _ = run_bench(capsys, tmp_path / "b.jsonl", *few, *options)
+    results, _ = run_bench(capsys, tmp_path / "b.jsonl", few, *options)
     assert all(text["predicted_ms"] > 0 for text in results.texts.values())
 
 
 def test_a_table_over_a_head_names_it(capsys: Captured, tmp_path: Path) -> None:
     options = ["--table", "deagle-2", "--draft", str(HEAD), "--methods", "beam k=2 N_max=4 D_max=2"]
-    options += ["--dataset", "builtin", "--n-prompts", "1", "--new-tokens", "8"]
-    _, printed = run_bench(capsys, tmp_path / "r.jsonl", *options, "--temperature", "0")
+    options += ["--dataset", "builtin", "--n-prompts", "1", "--max-new-tokens", "8"]
+    _, printed = run_bench(capsys, tmp_path / "r.jsonl", options, "--temperature", "0")
     assert "here: the EAGLE head models/tiny/eagle, WikiText-2" in " ".join(printed.split())
 
 
@@ -649,7 +662,7 @@ def test_one_table_has_rows_of_several_kinds(capsys: Captured, tmp_path: Path) -
     prediction, because passes are timed without them."""
     options = ["--methods", "linear,linear strict,linear window=64 sinks=2,linear rebuild"]
     options += ["--columns", "speedup,predicted,exact", "--n-prompts", "1"]
-    results, printed = run_bench(capsys, tmp_path / "r.jsonl", *QUICK, *options)
+    results, printed = run_bench(capsys, tmp_path / "r.jsonl", QUICK, *options)
     cells = {row[0]: row[1:] for row in table_cells(results)[1]}
     assert all(cells[label][2] == "1/1" for label in cells if label.startswith("linear"))
     assert {label for label in cells if cells[label][1]} == {"linear", "linear rebuild"}
@@ -675,7 +688,7 @@ def test_the_enlarged_pair_is_made_once(
 def test_notes_before_a_table(capsys: Captured) -> None:
     """Check three notes: too few prompts, prompts extended by the target to compare lengths, and
     more tokens than the target was trained for."""
-    sizes = ["--n-prompts", "13", "--prompt-tokens", "4,80", "--new-tokens", "3000"]
+    sizes = ["--n-prompts", "13", "--prompt-tokens", "4,80", "--max-new-tokens", "3000"]
     words = ["--table", "prompt", "--methods", "ar", "--target", DRAFT, "--draft", DRAFT]
     table = prepare_table(parse(*words, *sizes))
     said = capsys.readouterr().err

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, Captured, error_line, generate, random_config, random_tensors, run
+from conftest import (
+    TINY,
+    Captured,
+    error_line,
+    generate,
+    override,
+    random_config,
+    random_tensors,
+    run,
+)
 from safetensors.torch import load_file, save
 from test_enlarge import read_all
 from tokenizers import Tokenizer
@@ -195,7 +204,7 @@ def test_a_mistake_is_one_line(
     (tmp_path / "FULL").mkdir()
     before = read_all(tmp_path)
     words = [f"{tmp_path}/{word}" if word[0].isupper() else word for word in changes]
-    options = arguments(text, tmp_path / "draft") + SHAPE + words
+    options = override(arguments(text, tmp_path / "draft") + SHAPE, *words)
     assert message in error_line(capsys, distil.main, options)
     assert read_all(tmp_path) == before
 
@@ -315,7 +324,7 @@ def test_a_head_learns_and_the_text_stays_the_targets(
     found = []
     for name, steps in (("new", 1), ("trained", 60)):
         folder = tmp_path / name
-        assert distil.main(arguments(text, folder, steps) + EAGLE) == 0
+        assert distil.main(override(arguments(text, folder, steps), *EAGLE)) == 0
         assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
         found.append(head_cross_entropy(folder, text))
     assert found[1] < found[0] - 0.1
@@ -333,8 +342,8 @@ def test_a_head_learns_and_the_text_stays_the_targets(
 def test_the_interrupted_training_of_a_head_resumes_exactly(
     text: str, tmp_path: Path, capsys: Captured
 ) -> None:
-    assert distil.main(arguments(text, tmp_path / "whole", steps=6) + EAGLE) == 0
-    options = arguments(text, tmp_path / "ended", steps=6) + EAGLE
+    assert distil.main(override(arguments(text, tmp_path / "whole", steps=6), *EAGLE)) == 0
+    options = override(arguments(text, tmp_path / "ended", steps=6), *EAGLE)
     interrupt_after(4, options)  # the first one is before the first step
     assert distil.main(options) == 0
     assert "resuming at step 3" in capsys.readouterr().err
@@ -357,7 +366,9 @@ def test_the_interrupted_training_of_a_head_resumes_exactly(
 def test_sizes_belong_to_a_draft_model(
     words: list[str], message: str, text: str, tmp_path: Path, capsys: Captured
 ) -> None:
-    assert message in error_line(capsys, distil.main, arguments(text, tmp_path / "x") + words)
+    assert message in error_line(
+        capsys, distil.main, override(arguments(text, tmp_path / "x"), *words)
+    )
     assert not read_all(tmp_path)
 
 
@@ -367,5 +378,5 @@ def test_sizes_belong_to_a_draft_model(
 def test_a_draft_learns_on_a_gpu(text: str, tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     options = arguments(text, folder, steps=40) + SHAPE
-    assert distil.main([*options, "--device", "cuda"]) == 0
+    assert distil.main(override(options, "--device", "cuda")) == 0
     require_learned(folder, text)

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, pretend_capture, source_files, top_k
+from conftest import ROOT, TINY, override, pretend_capture, source_files, top_k
 from safetensors.torch import load_file
 from test_hub import SINGLE, Hub, golden_files, hub  # noqa: F401
 from test_prompts import bucket  # noqa: F401
@@ -241,9 +241,9 @@ NETWORK = {
     "benchmark/pg19.py": "bucket",
 }
 EXTRA_PACKAGES = {"benchmark/figures.py": "seaborn", "benchmark/plot.py": "seaborn"}
-QUICK_OPTIONS = {  # appended to command lines, so they override earlier options
+QUICK_OPTIONS = {  # they override those of the examples
     "dynatree.py": "--max-new-tokens 8 --threads 1",
-    "bench.py": "--n-prompts 1 --prompt-tokens 12 --new-tokens 6 --repeats 1 --columns exact",
+    "bench.py": "--n-prompts 1 --prompt-tokens 12 --max-new-tokens 6 --repeats 1 --columns exact",
     "tools/distil.py": "--steps 2 --batch 2 --context 16 --device cpu",
     "tools/enlarge.py": "--hidden 640 --layers 6 --vocab 4200",
     "tools/gpu_facts.py": "--dry",
@@ -313,13 +313,13 @@ def run_command(line: str) -> None:
     if command == "torchrun":
         assert program == "--nproc-per-node"
         count, program, *words = words
-        run_on_ranks(int(count), program, *words, *QUICK_OPTIONS.get(program, "").split())
+        run_on_ranks(int(count), program, *override(words, *QUICK_OPTIONS.get(program, "").split()))
         return
     if program == "-m":
         program, *words = words
     words = [word for pattern in words for word in glob(pattern) or [pattern]]  # as a shell does
     module = "cli.main" if program == "dynatree.py" else name_of(program)
-    arguments = [*words, *QUICK_OPTIONS.get(program, "").split()]
+    arguments = override(words, *QUICK_OPTIONS.get(program, "").split())
     assert importlib.import_module(module).main(arguments) == 0
 
 

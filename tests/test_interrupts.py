@@ -139,7 +139,7 @@ def test_a_program_runs_in_a_thread() -> None:
 def test_bench_keeps_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     options = ["--methods", "linear", "--columns", "exact", "--threads", "1"]
-    options += ["--n-prompts", "4", "--repeats", "10", "--new-tokens", "250"]
+    options += ["--n-prompts", "4", "--repeats", "10", "--max-new-tokens", "250"]
     options += ["--output", str(file)]
     with start("bench.py", *options) as process:
         wait_for(process.stderr, "target ")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Captured, path_to
+from conftest import Captured, override, path_to
 from test_trace import TEXT, tree_of
 
 from cli.main import main
@@ -73,7 +73,7 @@ def traced(capsys: Captured, tmp_path: Path) -> Callable[..., dict]:
 
     def trace(*options: str) -> dict:
         file = tmp_path / "run.json"
-        main([*TEXT, *options, "--trace", str(file)])
+        main(override(TEXT, *options, "--trace", str(file)))
         capsys.readouterr()
         return json.loads(file.read_text())
 

@@ -148,7 +148,7 @@ SIXTH += [f"fixed D={depth} B=2 tau=0.05 N_max=256 L=200" for depth in (6, 7)]
         ("v2-1", "", V2),
         ("v2-1", "--repeats 3 --dtype bfloat16 --target t --draft d --baseline dynatree", V2),
         ("v2-1", "--n-prompts 7", []),
-        ("v2-1", "--new-tokens 1400,1500", [f"{row} T=1500" for row in V2]),
+        ("v2-1", "--max-new-tokens 1400,1500", [f"{row} T=1500" for row in V2]),
         ("v2-1", "--prompt-tokens 800", V2[:4]),
         ("v2-1", "--temperature 0,0.6", [f"{row} t=0.0" for row in V2]),
         ("v2-1", "--dataset wikitext2", ALL),
@@ -188,7 +188,7 @@ def offline(monkeypatch: MonkeyPatch, *unfetched: str) -> None:
     monkeypatch.setattr("benchmark.prepare.load_prompts", load)
 
 
-BRIEF = ["--n-prompts", "2", "--prompt-tokens", "12", "--new-tokens", "6"]
+BRIEF = ["--n-prompts", "2", "--prompt-tokens", "12", "--max-new-tokens", "6"]
 
 
 def test_builtin_prompts_replace_datasets_that_cannot_be_fetched(

@@ -76,7 +76,7 @@ def test_a_table_that_is_interrupted_and_goes_on(tmp_path: Path) -> None:
     file_lines: list[str] = []
     methods = "ar,dynatree,linear strict,graft rebuild window=64"
     words = ["--methods", methods, "--columns", "predicted,exact", "--n-prompts", "2"]
-    words += ["--new-tokens", "60", "--threads", "1", "--output", str(file)]
+    words += ["--max-new-tokens", "60", "--threads", "1", "--output", str(file)]
     with launch_ranks(2, "bench.py", *words) as launch:
         while launch.process.poll() is None and len(file_lines) < 3:
             time.sleep(0.05)

@@ -19,8 +19,8 @@ fail() {
 
 python=(${PYTHON:-python3}) seconds=530 keep="" dry="" main="" models=()
 large=("--hidden 2560 --layers 32 --vocab 50304" "--hidden 512 --layers 6 --vocab 50304")
-text="--n-prompts 4 --prompt-tokens 150 --new-tokens 128"
-long="--n-prompts 2 --new-tokens 700"  # keys are split from 512 slots on
+text="--n-prompts 4 --prompt-tokens 150 --max-new-tokens 128"
+long="--n-prompts 2 --prompt-tokens 150 --max-new-tokens 700"  # keys are split from 512 slots on
 rows="ar,dynatree,recycle,ar eager,dynatree eager,dynatree strict,recycle strict"
 while (($#)); do
   case $1 in
@@ -59,7 +59,7 @@ if [[ $dry ]]; then
   keep=${keep:-$pair/results}
   large=("--hidden 640 --layers 6 --vocab 4200" "--hidden 256 --layers 2 --vocab 4200")
   main="--methods ar,auto --columns throughput,exact"
-  text="--n-prompts 1 --prompt-tokens 20 --new-tokens 4 --dtype float32" long=""
+  text="--n-prompts 1 --prompt-tokens 20 --max-new-tokens 4 --dtype float32" long=$text
   rows="ar,dynatree,dynatree eager,recycle strict"
 fi
 keep=${keep:-results/run_gpu_$(date +%Y%m%d-%H%M%S)}
@@ -138,7 +138,7 @@ table pair 25 --methods "$rows" \
   --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
 step trials 15 tools/gpu_facts.py "${shapes[@]}" --only trials --output "$keep/trials.json"
 for word in split-keys compiled; do  # apart, because a compilation may fail
-  table "$word" 12 $long --methods "ar,ar $word,dynatree,dynatree $word" \
+  text=$long table "$word" 12 --methods "ar,ar $word,dynatree,dynatree $word" \
     --columns throughput,speedup,draft,verify,other,exact
 done
 table main 50 $main

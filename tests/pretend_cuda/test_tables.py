@@ -16,7 +16,7 @@ from benchmark.results import load
 pytestmark = pytest.mark.cuda
 TINY = ["--target", "models/tiny/target", "--draft", "models/tiny/draft"]
 TINY += ["--device", "cuda", "--dtype", "float32", "--n-prompts", "1"]
-TINY += ["--prompt-tokens", "12", "--new-tokens", "6"]
+TINY += ["--prompt-tokens", "12", "--max-new-tokens", "6"]
 
 
 def test_the_memory_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
