@@ -284,9 +284,10 @@ def largest_pass(cases: Sequence[Case]) -> int:
 
 def progress_bar(jobs: Sequence[Job]) -> tqdm:
     """Return an iterable over the jobs that shows progress on stderr: at once on a terminal, else
-    every LOG_S seconds."""
-    pace = {} if sys.stderr.isatty() else {"mininterval": LOG_S, "delay": LOG_S}
-    return tqdm(jobs, leave=False, unit="text", **pace)
+    every LOG_S seconds. At the end it clears a terminal's line, and ends the line of a log."""
+    if sys.stderr.isatty():
+        return tqdm(jobs, leave=False, unit="text")
+    return tqdm(jobs, unit="text", mininterval=LOG_S, delay=LOG_S)
 
 
 def run_table(bench: Bench, table_format: str) -> int:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -230,6 +231,25 @@ def test_ctrl_c_just_after_a_line_is_written(
     captured = capsys.readouterr()
     assert "UNFINISHED, 1 of 4 texts" in captured.out
     assert re.search("interrupted\nresults in .*; 3 texts are missing", captured.err)
+
+
+@pytest.mark.parametrize("ending", [None, KeyboardInterrupt()])
+def test_a_tables_line_in_a_log_is_its_own(
+    ending: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check a log file of both streams, which shows every progress line of a bar. The table once
+    began on the rest of the bar."""
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(bench, "LOG_S", 0.0)
+    try:
+        with bench.progress_bar([Job(Case("ar", "", 1, 1, 0.0), n, 0) for n in range(3)]) as bar:
+            for _ in bar:
+                if ending:
+                    raise ending
+    except KeyboardInterrupt:
+        pass
+    assert "text" in log.getvalue() and log.getvalue().endswith("\n")
 
 
 def test_a_table_resumes_in_another_folder(
