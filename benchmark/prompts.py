@@ -12,6 +12,7 @@ The builtin prompts are short. The target can extend them to a longer length:
 """
 
 import json
+import re
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from benchmark.pg19 import fetch_opening, list_books
-from cli.errors import UsageError
+from cli.errors import UsageError, print_line
 from cli.metrics import token_ids
 from cli.models import Pair, Request
 from cli.tokens import encode_prompt
-from engine.checkpoint import CheckpointError, InvalidFile, convert_hub_errors, read_text
+from engine.checkpoint import CheckpointError, convert_hub_errors
 from engine.generation_config import GenerationConfig
 from methods.sampler import Sampling
 from methods.static import PaddedAutoregressive
@@ -38,21 +39,29 @@ SCRIPT_FILE = "wikitext-2-raw/wiki.valid.raw"
 SCRIPT_CHARACTERS = 800  # to which the authors' script cuts a text
 SCRIPT_TEXTS = 10
 BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, ValueError)
-MAX_BYTES = 2**24  # of a file of prompts; the tokenizer needs about 15 seconds for it
-MIN_PARAGRAPH = 200  # characters; shorter paragraphs have too little context
+MIN_PARAGRAPH = 200  # characters; shorter paragraphs of WikiText have too little context
+FORMATS = {  # the beginnings of files that are no prompts, in small letters
+    b"par1": "Parquet",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"pk\x03\x04": "a zip archive",
+    b"%pdf-": "PDF",
+    b"<!doctype html": "HTML",
+    b"<html": "HTML",
+}
 
 
-def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]:
-    """Return the prompts of a dataset, or of a file if one is given.
-
-    A .jsonl file has {"prompt": ...} or {"turns": [...]} in each line. Any other file is plain
-    text, whose paragraphs of at least 200 characters are prompts. Only a line feed ends a line.
+def load_prompts(dataset: str, file: str | None, n_prompts: int = 12) -> list[str]:
+    """Return the prompts of a dataset, or of a file if one is given, and print how many a file has.
     Raises UsageError.
 
-    n_books: number of PG-19's hundred books to fetch, evenly spaced, one request each.
+    n_prompts: how many will be used; of PG-19's hundred books as many are fetched, evenly spaced.
     """
     if file is not None:
-        return read_prompts(Path(file))
+        texts, unit = read_prompts(Path(file))
+        used = f"; {n_prompts} of them are used" if n_prompts < len(texts) else ""
+        print_line(f"note: {file} has {len(texts)} prompts, {unit}{used}")
+        return texts
     if dataset == "builtin":
         return list(BUILTIN)
     if dataset == "wikitext2":
@@ -60,57 +69,92 @@ def load_prompts(dataset: str, file: str | None, n_books: int = 12) -> list[str]
     if dataset == SCRIPT:
         return script_prompts(_fetch_wikitext(SCRIPT_FILE))
     if dataset == "pg19":
-        return [fetch_opening(book) for book in pick_evenly(list_books(), n_books)]
+        return [fetch_opening(book) for book in pick_evenly(list_books(), n_prompts)]
     raise UsageError(f"--dataset is {dataset!r}, it must be one of {', '.join(DATASETS)}")
 
 
-def read_prompts(file: Path) -> list[str]:
-    """Return the prompts of a file. Raises UsageError."""
+def read_prompts(file: Path) -> tuple[list[str], str]:
+    """Return the prompts of a file, and what is one of them. Raises UsageError.
+
+    The content decides, not the name. If the first line that is not empty is a JSON object, each
+    line has {"prompt": ...} or {"turns": [...]}. Other text has a prompt in each block between
+    empty lines or, if it is a single block, in each line. A raw file of WikiText is cut like the
+    dataset.
+    """
+    text = read_text(file)
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise UsageError(f"{file} has no prompt: it is empty")
+    first = lines[0][1]
+    if is_json_object(first):
+        return [prompt_of(line, f"{file}, line {n}") for n, line in lines], "one per JSON object"
+    if is_heading(first):
+        return paragraphs(text), "one per paragraph of WikiText"
+    blocks = [block.rstrip() for block in re.split(r"\n\s*\n", text) if block.strip()]
+    if len(blocks) > 1:
+        return blocks, "one per block"
+    return [line.rstrip() for _, line in lines], "one per line"
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a file of prompts. Raises UsageError if it has another format."""
     try:
-        text = read_text(file, MAX_BYTES)
-        if file.suffix.lower() == ".json":
-            raise UsageError(f"{file} is JSON; use .jsonl, with one object per line, or plain text")
-        if file.suffix.lower() == ".jsonl":
-            unit = "line"
-            lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-            texts = [prompt_of(line, f"{file}, line {n}") for n, line in lines]
-        else:
-            unit = f"paragraph of {MIN_PARAGRAPH} characters or more"
-            texts = paragraphs(text)
-    except InvalidFile as error:
-        raise UsageError(f"--prompts: {error}") from error
-    if not texts:
-        raise UsageError(f"{file} has no {unit} to use as a prompt")
-    return texts
+        content = file.read_bytes()
+        format = format_of(content)
+        if format:
+            raise UsageError(f"{file} is {format}; use one JSON object per line, or plain text")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text: {error}") from error
+
+
+def format_of(content: bytes) -> str | None:
+    """Return the name of a file's format if it is neither JSON lines nor plain text."""
+    start = content.lstrip()[:64].lower()
+    for beginning, name in FORMATS.items():
+        if start.startswith(beginning):
+            return name
+    try:
+        json.loads(content)
+    except ValueError:  # not JSON as a whole
+        return None
+    return "JSON" if start.startswith(b"[") or b"\n" in content.strip() else None
+
+
+def is_json_object(line: str) -> bool:
+    """Whether a line begins like a JSON object, which may turn out to be invalid."""
+    return bool(re.match(r'\s*\{\s*("|\}\s*$)', line))
 
 
 def prompt_of(line: str, where: str) -> str:
-    """Return the prompt in a line of a .jsonl file: its "prompt" or, in the format of MT-bench and
-    Spec-Bench, the first of its "turns". Raises InvalidFile."""
+    """Return the prompt in a line of JSON: its "prompt" or, in the format of MT-bench and
+    Spec-Bench, the first of its "turns". Raises UsageError."""
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidFile(f"{where} is not JSON: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"{where} is not JSON: {error}") from error
     found = found if isinstance(found, dict) else {}
     turns = found.get("turns")
     prompt = found.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
     if not isinstance(prompt, str) or not prompt:
-        raise InvalidFile(f"{where} has no text as `prompt` or as the first of its `turns`")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidFile(f"{where} has half of a surrogate pair, which is not text") from error
+        raise UsageError(f"{where} has no text as `prompt` or as the first of its `turns`")
     return prompt
 
 
+def is_heading(line: str) -> bool:
+    """Whether a line is a heading of WikiText, such as " = Title = "."""
+    return line.startswith(" = ") and line.rstrip().endswith(" =")
+
+
 def paragraphs(text: str) -> list[str]:
-    """Return the paragraphs of a text that are long enough. A paragraph ends at a blank line or a
-    WikiText heading (" = Title = ")."""
+    """Return the paragraphs of WikiText that are long enough. A paragraph ends at a blank line or a
+    heading."""
     found = []
     lines = []
     for line in text.split("\n") + [""]:
-        is_heading = line.startswith(" = ") and line.rstrip().endswith(" =")
-        if line.strip() and not is_heading:
+        if line.strip() and not is_heading(line):
             lines.append(line.strip())
             continue
         found.append("\n".join(lines))
@@ -196,4 +240,4 @@ def extend_prompts(prompts: list[list[int]], pair: Pair, n_tokens: int) -> list[
 
 
 # Twelve prompts: encyclopaedic, narrative, lists and code
-BUILTIN = tuple(read_prompts(Path(__file__).with_name("prompts.jsonl")))
+BUILTIN = tuple(read_prompts(Path(__file__).with_name("prompts.jsonl"))[0])
