@@ -47,7 +47,7 @@ from cli.models import (
     with_draft,
 )
 from cli.options import choose_sampling, require_fit
-from engine.eagle_head import is_head
+from engine.checkpoint import is_head
 from engine.ranks import Ranks, is_launched
 from methods.eagle import head_of
 

@@ -30,9 +30,16 @@ from cli.tokens import (
     special_stops,
 )
 from dynatree import Drafter, checked_ids
-from engine.checkpoint import DTYPES, CheckpointError, find_checkpoint, unused_settings
+from engine.checkpoint import (
+    DTYPES,
+    CheckpointError,
+    find_checkpoint,
+    is_head,
+    read_config,
+    unused_settings,
+)
 from engine.driver import Driver
-from engine.eagle_head import is_head, load_head
+from engine.eagle_head import load_head
 from engine.generate import Step, generate
 from engine.generation_config import GenerationConfig
 from engine.memory import memory_for, read_system_file
@@ -377,6 +384,7 @@ def load_pair(
     draft_dtype = choose_dtype(draft_dtype or dtype, device, "draft_dtype")
     with memory_for("the tokenizer"):
         target_folder, draft_folder = find_both(target, draft, announce)
+        read_config(target_folder)  # refuses an EAGLE head, which has no tokenizer either
         warn_of_unused_settings(target_folder)
         tokenizer = load_tokenizer(target_folder)
         if draft_folder and not is_head(draft_folder):

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -48,13 +48,9 @@ UNUSED_SAMPLING |= {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 UNUSED_BEAMS = {"length_penalty": 1, "early_stopping": False}
 FLOAT_TYPES = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
-OTHER_WEIGHTS = {  # patterns of file names: what the file is and what to do
-    r"\.gguf$": "is GGUF, for llama.cpp: use the model's safetensors",
-    r"-of-\d+\.safetensors$": "is one of several: the index is needed too",
-    r"(gptq|awq|\dbit).*\.safetensors$": "is quantised: use the float weights",
-    r"\.safetensors$": "is named otherwise: rename it if it holds all weights",
-    r"\.(bin|pt|pth)$": "has to be converted to safetensors",
-}
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # ends of names of weight files
+HEAD_TYPE = "eagle_head"  # model_type of an EAGLE head (engine/eagle_head.py)
+OTHER_HEADS = re.compile("eagle|medusa|hydra|speculator", re.IGNORECASE)  # words in config.json
 MAX_FILE_BYTES = 2**26  # limit for any file that is read whole
 MAX_JSON_BYTES = 2**22  # limit for a config or index; the largest have some hundred thousand bytes
 # The hub's client also raises these: for answers of other servers, and ImportError for a package
@@ -96,10 +92,10 @@ def find_checkpoint(
     """
     text = str(name_or_path)
     if text and os.path.isdir(text):
-        require_weights(Path(text))
+        require_checkpoint(Path(text))
         return Path(text)
     if os.path.isfile(text):
-        raise CheckpointError(f"{text!r} is a file, not a folder{describe_weights([text])}")
+        raise CheckpointError(f"{text!r} is a file, not a folder")
     name, _, revision = text.partition("@")
     is_path = not name or name.startswith((".", "/", "~")) or os.path.lexists(text)
     if is_path:
@@ -108,11 +104,13 @@ def find_checkpoint(
         return fetch(name, revision or None, announce)
 
 
-def require_weights(folder: Path) -> None:
-    """Raise CheckpointError if a folder has no safetensors. The message says what it has."""
+def require_checkpoint(folder: Path) -> None:
+    """Raise CheckpointError unless a folder has a GPT-NeoX or an EAGLE head, with safetensors."""
     if (folder / "snapshots").is_dir():  # models--ORG--NAME
         name = folder.resolve().name.removeprefix("models--").replace("--", "/")
         raise CheckpointError(f"{folder} is the cache folder of {name}; use {name}")
+    if os.path.lexists(folder / "config.json") and not is_head(folder):
+        read_config(folder)
     weight_files(folder)
 
 
@@ -125,8 +123,9 @@ def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> P
     folder = Path(hf_hub_download(name, "config.json", revision=commit)).parent
     with suppress(EntryNotFoundError):  # most repositories have none
         hf_hub_download(name, GENERATION_CONFIG, revision=commit)
-    read_config(folder)  # reject other models before their weights are fetched
-    hf_hub_download(name, "tokenizer.json", revision=commit)
+    if not is_head(folder):
+        read_config(folder)  # reject other models before their weights are fetched
+        hf_hub_download(name, "tokenizer.json", revision=commit)
     weights = []
     for file in weight_names(name, commit, folder):
         weights.append(hf_hub_download(name, file, revision=commit, dry_run=True))
@@ -185,8 +184,21 @@ def convert_hub_errors(what: str) -> Iterator[None]:
         raise kind(f"{what} cannot be fetched: {message or type(error).__name__}") from error
 
 
+def is_head(folder: Path) -> bool:
+    """Whether a folder has an EAGLE head. Raises CheckpointError, also for a head of another
+    format."""
+    raw = read_json(folder / "config.json", MAX_JSON_BYTES)
+    kind = raw.get("model_type")
+    if kind not in ("gpt_neox", HEAD_TYPE) and OTHER_HEADS.search(json.dumps(raw)):
+        why = "only this project's EAGLE heads load"
+        raise CheckpointError(f"{folder} is a head of another format; {why}")
+    return kind == HEAD_TYPE
+
+
 def read_config(folder: Path) -> Config:
-    """Return the Config of a checkpoint's folder. Raises CheckpointError."""
+    """Return the Config of a GPT-NeoX's folder. Raises CheckpointError."""
+    if is_head(folder):
+        raise CheckpointError(f"{folder} is an EAGLE head: use it as --draft")
     raw = read_json(folder / "config.json", MAX_JSON_BYTES)
     generation = {}
     if os.path.lexists(folder / GENERATION_CONFIG):
@@ -356,20 +368,12 @@ def weight_files(folder: Path) -> list[Path]:
     elif os.path.lexists(folder / INDEX):
         files = [folder / name for name in shard_names(folder / INDEX)]
     else:
-        found = describe_weights(os.listdir(folder))
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{found}")
+        found = ", ".join(sorted(n for n in os.listdir(folder) if n.lower().endswith(WEIGHTS)))
+        others = f"; it has {found:.100}; use a whole model's float safetensors" if found else ""
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{others}")
     for file in files:
         require_file(file)
     return files
-
-
-def describe_weights(names: Sequence[str]) -> str:
-    """Return what one of these files is and what to do with it, or "" if none has weights."""
-    for pattern, what in OTHER_WEIGHTS.items():
-        for name in sorted(names):
-            if re.search(pattern, name, re.IGNORECASE):
-                return f"; {name} {what}"
-    return ""
 
 
 def shard_names(index: Path) -> list[str]:

@@ -34,7 +34,6 @@ from engine.tensor_parallel import UNSHARDED
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
 from methods.eagle import EagleHead, ReferenceHead
 
-MODEL_TYPE = "eagle_head"
 NORM = ("gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias")
 LAYER = "gpt_neox.layers.0."
 NEEDED = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -57,11 +56,6 @@ def fc_bytes(model: GPTNeoX) -> int:
         return 0
     fc = model.gpt_neox.embed_in.fc
     return fc.weight.nbytes + fc.bias.nbytes
-
-
-def is_head(folder: Path) -> bool:
-    """Whether a folder has an EAGLE head. Raises CheckpointError."""
-    return read_json(folder / "config.json", MAX_JSON_BYTES).get("model_type") == MODEL_TYPE
 
 
 def load_head(

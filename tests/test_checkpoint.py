@@ -18,6 +18,7 @@ from conftest import (
     TINY,
     Captured,
     assert_close,
+    error_line,
     random_config,
     random_model,
     random_tensors,
@@ -395,26 +396,49 @@ def test_a_mutated_folder_is_loaded_or_refused_by_both(name: str, tmp_path: Path
     assert True in outcomes and len(outcomes) == 1 + (name != SHARD)
 
 
-OTHER_FILES = {  # name of the file that is there instead: error
-    "gptq_model-4bit-128g.safetensors": "gptq_model.* is quantised: use the float weights",
-    "model-00001-of-00002.safetensors": "is one of several: the index is needed too",
-    "pythia.Q4_K_M.gguf": "is GGUF, for llama.cpp",
-    "adapter.safetensors": "is named otherwise",
-    "pytorch_model.bin": "has to be converted to safetensors",
-    "README.md": "has neither model.safetensors nor model.safetensors.index.json$",
-}
+OTHER_FILES = ["pythia.Q4_K_M.gguf", "adapter_model.safetensors", "pytorch_model.bin"]
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
 def test_other_weights_are_named(name: str, tmp_path: Path) -> None:
+    """Check that no advice is given that does not help: an adapter was once to be renamed."""
     write_single(tmp_path, {})
     (tmp_path / SINGLE).rename(tmp_path / name)
+    message = f"has neither .* nor .*; it has {name}; use a whole model's float safetensors"
     for load in LOADERS:
-        with pytest.raises(CheckpointError, match=OTHER_FILES[name]):
+        with pytest.raises(CheckpointError, match=message):
             load(tmp_path)
-    message = "" if name == "README.md" else OTHER_FILES[name]
-    with pytest.raises(CheckpointError, match=f"is a file, not a folder.*{message}"):
+    with pytest.raises(CheckpointError, match="is a file, not a folder"):
         FastGPTNeoX.from_pretrained(tmp_path / name)
+
+
+MEDUSA = {"medusa_num_heads": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+EAGLE = {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
+OTHER_HEADS = [  # config.json of a head of another project, the error
+    (MEDUSA, "is a head of another format; only this project's EAGLE heads load"),
+    (EAGLE, "is a head of another format; only this project's EAGLE heads load"),
+    ({"model_type": "llama", "num_hidden_layers": 1}, "model_type is 'llama'"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), OTHER_HEADS)
+def test_a_head_of_another_project_is_named(
+    config: dict[str, object], message: str, tmp_path: Path, capsys: Captured
+) -> None:
+    """Check that config.json is read first. It was once asked for a tokenizer or safetensors."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").touch()
+    for options in (["--draft", str(tmp_path)], ["--target", str(tmp_path), "--method", "ar"]):
+        target = ["--target", str(TINY / "draft")] if options[0] == "--draft" else []
+        line = error_line(capsys, main, ["--prompt", "a", *target, *options])
+        assert line.startswith(f"error: {tmp_path}") and message in line
+
+
+def test_an_eagle_head_is_no_target(capsys: Captured) -> None:
+    head = str(TINY / "eagle")
+    for draft in (["--method", "ar"], ["--draft", head]):
+        line = error_line(capsys, main, ["--prompt", "a", "--target", head, *draft])
+        assert line == f"error: {head} is an EAGLE head: use it as --draft"
 
 
 def test_the_folder_of_the_hub_s_cache_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import huggingface_hub.hf_api  # before any test, because its logger keeps the stderr of that time
 import pytest
 import torch
-from conftest import Captured, error_line
+from conftest import TINY, Captured, error_line
 from huggingface_hub import constants
 from pytest import MonkeyPatch
 from test_interrupts import interrupt, start, wait_for
@@ -24,7 +24,7 @@ from benchmark import prompts
 from cli.errors import UsageError
 from cli.main import main
 from cli.models import load_pair
-from engine.checkpoint import CheckpointError, find_checkpoint
+from engine.checkpoint import CheckpointError, find_checkpoint, is_head
 from engine.model import FastGPTNeoX
 from gpt_neox import read_config
 
@@ -145,6 +145,13 @@ def test_the_eos_ids_of_a_fine_tune_are_read(hub: Hub) -> None:
     found = FastGPTNeoX.from_pretrained("org/name").config.eos_ids
     assert found == (*read_config(GOLDEN / SINGLE).eos_ids, 50277)
     assert hub.pop_fetched().count("generation_config.json") == 1
+
+
+def test_a_head_is_fetched_without_a_tokenizer(hub: Hub) -> None:
+    files = {name: (TINY / "eagle" / name).read_bytes() for name in ("config.json", WEIGHTS)}
+    hub.add("org/head", files)
+    assert is_head(find_checkpoint("org/head"))
+    assert hub.pop_fetched() == ["config.json", WEIGHTS]
 
 
 def test_revisions(hub: Hub) -> None:

@@ -86,7 +86,7 @@ REPEATING |= {"pair": [], "special_tokens": {}}
 A = "--prompt a"
 TARGET_AND_DRAFT = (f"{A} --target model --draft {DRAFT}", f"{A} --target {TARGET} --draft model")
 AS_TARGET, AS_DRAFT = TARGET_AND_DRAFT
-GGUF, OTHER = {"x.gguf": "GGUF"}, {"x": "a prompt", "y": '{"format":{"name":"x"}}'}
+OTHER = {"x": "a prompt", "y": '{"format":{"name":"x"}}'}
 MISSING_TARGET = f"{A} --target no-such-folder"  # output files are checked before models are loaded
 # Arguments as on a command line; files in the working folder, where model/ is a copy of the
 # embedded draft; words that the error line must contain
@@ -149,8 +149,7 @@ MISTAKES = [
         "--target also needs --draft; without a draft model use --method",
     ),
     (A + " --target . --method ar", {"x": "a"}, "json"),
-    (A + " --target . --method ar", GGUF, "x.gguf is GGUF, for llama.cpp"),
-    (A + " --target x.gguf --method ar", GGUF, "x.gguf is GGUF, for llama.cpp"),
+    (A + " --target . --method ar", {"x.gguf": "GGUF"}, "it has x.gguf; use a whole model's float"),
     (MISSING_TARGET + " --html no/such/folder/x", {}, "No such file"),
     (MISSING_TARGET + " --trace /dev/full", {}, "not a regular file"),
     (MISSING_TARGET + " --html x --trace ./x", {}, "--html and --trace must be different files"),

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli.errors import print_line
-from engine.checkpoint import load_tensors, parse_config
-from engine.eagle_head import LAYER, MODEL_TYPE, target_digest
+from engine.checkpoint import HEAD_TYPE, load_tensors, parse_config
+from engine.eagle_head import LAYER, target_digest
 from gpt_neox import GPTNeoX, Layer, rotary_table
 from tools import own_text
 from tools.batches import Attend, run_layer, run_layers
@@ -178,5 +178,5 @@ def head_json(target_json: dict, name: str, digest: str) -> dict:
     """Return the config.json of a head. name, digest: of the target."""
     # `architectures` names a class that cannot load a head
     sizes = {key: value for key, value in target_json.items() if key != "architectures"}
-    own = {"model_type": MODEL_TYPE, "num_hidden_layers": 1, "target": name}
+    own = {"model_type": HEAD_TYPE, "num_hidden_layers": 1, "target": name}
     return sizes | saved_dtype() | own | {"target_digest": digest}
