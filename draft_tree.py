@@ -48,8 +48,8 @@ class Tree:
     parents: list[int]  # rows; -1 for the root
     depths: list[int]  # edges from the root
     path_logprobs: list[float]  # log p(u)
-    # When the drafter ran each row: the root 0, the others 1, 2, ...; -1: not run. A draft model's
-    # cache has the rows in this order, from the root's slot on
+    # Slot of each row in the draft's cache, counted from the root's slot; -1: the draft has not run
+    # the row. Rows get slots in the order in which they are run
     draft_slots: list[int]
 
     @classmethod

@@ -84,10 +84,11 @@ class Drafter:
 class ModelDrafter(Drafter):
     """A draft model and its KV cache, which also holds the tree while it grows.
 
-    The cache holds the committed tokens, the root, and the rows below it in the order in which they
-    are run. `uncached` has the tokens that the draft has not run yet: before the first tree the
-    prompt, before later ones the accepted rows that were not run. In both cases the root comes
-    last. The next tree begins with a pass over them.
+    `uncached` has the tokens that the draft has not run yet, the root last: before the first tree
+    the prompt, before later ones the accepted rows that were not run. The first pass of a tree runs
+    them. From then on the cache's newest rows are the root and the nodes in the order in which they
+    are run, which is that of Tree.draft_slots. `commit` makes all of them scratch again and keeps
+    the accepted ones.
     """
 
     def __init__(self, model: Model):
@@ -97,15 +98,6 @@ class ModelDrafter(Drafter):
         self.cache = self.model.new_cache(capacity)
         self.vocab_size = vocab_size
         self.uncached = list(prompt)
-        self.reset_tree()
-
-    def reset_tree(self) -> None:
-        """Begin a tree that is only its root. Does not change the cache."""
-        self.n_below_root = 0  # rows run below the root; they have the newest slots of the cache
-        self.depth = 0  # of the latest level
-        # [rows of the latest level, n_below_root]: whether a row of this level attends to a row
-        # below the root. At first the level is the root: one row, no columns
-        self.mask = numpy.zeros((1, 0), dtype=bool)
 
     def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
         # In the first call `tokens` is the root, which is the last of `uncached`
@@ -118,21 +110,24 @@ class ModelDrafter(Drafter):
         # then worse, but the target still decides
         ids = [token if token < self.model.config.vocab_size else 0 for token in self.uncached]
         self.uncached = []
-        return self.model.prefill(ids, self.cache)
+        logits = self.model.prefill(ids, self.cache)
+        self.root_slot = self.cache.length - 1  # in the cache; the older slots are committed
+        self.depth = 0  # of the latest level
+        # [rows of the latest level, rows run in this tree]: which rows the level attends to
+        self.mask = numpy.ones((1, 1), dtype=bool)
+        return logits
 
     def run_level(self, tokens: list[int], parents: list[int]) -> Tensor:
         """Run n nodes, one level below the latest one. Return the logits [n, V] after them. A node
         attends to all that its parent attends to, and to itself."""
         n = len(tokens)
         self.depth += 1
-        root_position = self.cache.length - self.n_below_root - 1  # run_uncached has committed it
-        positions = torch.full((n,), root_position + self.depth)
-        # The parents' rows of the mask, and a column for each new node: [n, n_below_root + n]
+        positions = torch.full((n,), self.root_slot + self.depth)
+        # The parents' rows of the mask, and a column for each new node
         self.mask = numpy.concatenate([self.mask[parents], numpy.eye(n, dtype=bool)], axis=1)
         mask = torch.from_numpy(self.mask)
         logits = self.model.forward(torch.tensor(tokens), positions, self.cache, mask)
         self.cache.length += n  # the next level comes after it; `commit` rewinds
-        self.n_below_root += n
         return logits
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
@@ -141,17 +136,13 @@ class ModelDrafter(Drafter):
         return Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy())
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
-        # The rows below the root become scratch again, and the accepted ones of them are committed.
-        # Draft slots count from the root, scratch rows from the row after it. Rows that were not
-        # run (-1) come last in a path, because nothing is run below them
-        self.cache.rewind(self.cache.length - self.n_below_root)
-        self.reset_tree()
-        slots = [tree.draft_slots[row] for row in path[1:]]
-        scratch_rows = [slot - 1 for slot in slots if slot != -1]
-        self.cache.commit(scratch_rows)
-        # tokens[i] is the token of path[i + 1], the last one is the bonus token. The first
-        # len(scratch_rows) are in the cache now
-        self.uncached += tokens[len(scratch_rows) :]
+        # Rows that were not run (-1) come last in a path, because nothing is run below them
+        slots = [slot for row in path if (slot := tree.draft_slots[row]) != -1]
+        if slots:
+            self.cache.rewind(self.root_slot)
+            self.cache.commit(slots)
+            tokens = tokens[len(slots) - 1 :]  # tokens[i] is the token of path[i + 1]
+        self.uncached += tokens
 
 
 @torch.inference_mode()
