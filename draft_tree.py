@@ -3,7 +3,7 @@ r"""The draft tree, how it grows level by level, and DynaTree's rule, which deci
 The root is the pending token: it ends the text so far, and neither model has run it. The nodes
 below it are candidates from a drafter (dynatree.Drafter), usually a draft model. Nodes are numbered
 in breadth-first order, so a parent comes before its children. A node and its number are both called
-a row, because each is a row of the target's pass. The example of the README:
+a row, because node r is row r of the target's pass. The example of the README:
 
     row  token  parent  depth  p(u)            the
      0   the      -1      0    1.00           /   \
@@ -13,13 +13,15 @@ a row, because each is a row of the target's pass. The example of the README:
      4   ran       1      2    0.18
      5   ran       2      2    0.24
 
-    tree = grow(DynaTree().make_rule(), root_token, drafter.draft, max_depth=2, vocab_size=4096)
+    rule = DynaTree(tau=0.1).make_rule()  # settings never change, a rule learns from its text
+    tree = grow(rule, root_token, drafter.draft, max_depth=2, vocab_size=4096)
 
 p(u) is the product of the draft's probabilities along the path from the root to node u. A tree is
 made of lists, because it grows row by row. The candidates of a level are numpy arrays, because a
 rule compares all of them at once. Both are on the host.
 
-This file has the tree, `grow`, what a rule is, settings, and two methods: ar and DynaTree.
+This file has the tree, `grow`, what a rule is, settings, and two methods: DynaTree, and plain
+autoregressive decoding (ar).
 
 Shapes: n rows of a level that the draft runs, k candidates of each row.
 Paper: DynaTree v2, section 3.3 and Algorithm 1. The settings have the names of its symbols.
@@ -35,9 +37,7 @@ import numpy
 from numpy import ndarray
 
 MAX_ROWS = 1024  # rows of the largest tree that a setting may ask for
-# Levels of the deepest one. Some functions call themselves once per level, and Python allows about
-# 1,000 calls within each other
-MAX_LEVELS = 511
+MAX_LEVELS = 511  # of the deepest tree; methods that recurse over levels stay below Python's limit
 
 
 @dataclass(slots=True)
@@ -108,8 +108,8 @@ Gates = Mapping[str, ndarray | bool]
 def grow(rule: "Rule", root_token: int, draft: Draft, max_depth: int, vocab_size: int) -> Tree:
     """Grow a tree of at most max_depth levels below a root, with one draft call per level.
 
-    Candidates become rows in breadth-first order until the tree has rule.max_rows rows; the rest is
-    dropped. Raises ValueError for candidates or gates that are not as defined above.
+    Candidates become rows in breadth-first order until the tree has rule.max_rows rows. The rest is
+    dropped, however likely. Raises ValueError for candidates or gates not as defined above.
     """
     tree = Tree.from_root(root_token)
     frontier = [0]  # the rows to run next
@@ -129,7 +129,7 @@ def grow(rule: "Rule", root_token: int, draft: Draft, max_depth: int, vocab_size
             path_logprobs = numpy.array(parent_logprobs, numpy.float32) + logprobs
         level = Level(depth, tokens, logprobs, path_logprobs)
         is_added = passing(level, rule.add_gates(level))
-        is_expanded = passing(level, rule.expand_gates(level))  # of those that are added
+        is_expanded = passing(level, rule.expand_gates(level))  # counts only for added candidates
         level_rows = frontier
         frontier, parent_indices = [], []
         # i is an index into level_rows, rank a column. The order is breadth-first: parent by parent
@@ -208,8 +208,8 @@ class Rule:
         self.max_rows = max_rows
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
-        """Begin a tree and return how many levels to draft, at most max_depth: the levels that the
-        rest of the text has room for."""
+        """Begin a tree and return how many levels to draft. max_depth: levels for which the rest
+        of the text has room."""
         return min(max_depth, self.max_depth)
 
     def add_gates(self, level: Level) -> Gates:
@@ -333,8 +333,8 @@ class DynaTreeRule(Rule):
         return {name: level.path_logprobs >= log_threshold(threshold)}
 
     def depth_gate(self, depth: int) -> tuple[str, float]:
-        """Return the name of the setting that limits expansion at this depth, and the p(u) that a
-        node needs there: 0 if every node is expanded, inf if none is."""
+        """Return the name of the setting that limits expansion at this depth, and the p(u) from
+        which a node is expanded there: 0 for every node, inf for none."""
         s = self.current
         if not s.adapt_depth:
             return "D0", (0.0 if depth < s.D0 else math.inf)
@@ -346,7 +346,8 @@ class DynaTreeRule(Rule):
 
     def adapt(self, tree: Tree, path: list[int]) -> None:
         """Record a_r = accepted candidates / depth of the tree. If its mean over the last W trees
-        is high, draft deeper; if it is low, draft less deep."""
+        is high, draft deeper; if it is low, draft less deep. So once there are W trees, each tree
+        may move the thresholds by a step."""
         if len(tree) == 1:  # it has depth 0, so there is no ratio
             return
         self.depth_ratios.append((len(path) - 1) / max(tree.depths))

@@ -1,11 +1,10 @@
 """GPT-NeoX (Pythia), a causal language model over an explicit KV cache.
 
-The modules have the published names, so a checkpoint's tensors load by name. One method, `forward`,
-runs a token, a level of a draft tree and a whole tree. The cache is a list of slots, and a pass
-writes its n rows to those from the cache's length on. The slots below the length hold the committed
-tokens and, while a draft tree grows, the levels that have been run. The caller gives each row's
-position, and a mask over the newest slots: those of the pass, and for a level of a draft tree also
-those of the levels above. Every row attends to all older slots.
+The modules are named as in published checkpoints, so tensors load by name. One method, `forward`,
+runs one token, one level of a draft tree, or a whole tree. The cache is a list of slots. A pass
+writes its n rows to the slots from the cache's length on. The caller gives each row's position, and
+a mask over the newest slots: those of the pass and, for a level of a draft tree, those of the
+tree's earlier rows. Every row attends to all older slots.
 
     model = GPTNeoX.from_pretrained("models/tiny/target")
     cache = model.new_cache(capacity=256)
@@ -152,8 +151,8 @@ class KVCache:
     """
 
     def __init__(self, kv: Tensor, rotary: Tensor, capacity: int):
-        self.kv = kv  # [2, L, H, capacity, D], keys and values, all finite (Attention says why)
-        self.rotary = rotary  # complex64 [capacity, R / 2], rotary_table of all positions that fit
+        self.kv = kv  # [2, L, H, capacity, D], keys and values, all finite (see Attention)
+        self.rotary = rotary  # complex64 [capacity, R / 2], rotary_table of positions [0, capacity)
         self.capacity = capacity
         self.length = 0
 
@@ -203,11 +202,12 @@ class Attention(nn.Module):
         q, k = rotate(q, rotary), rotate(k, rotary)
         n, n_slots = mask.shape
         new = torch.stack((k, v))  # [2, H, n, D]
-        # A masked slot adds 0 times its value, and 0 x nan is nan. So one row that overflowed would
-        # spoil rows that do not attend to it. Therefore the cache gets 0 in place of what is not
-        # finite. The row itself gets a query of nan, so that its own logits are nan. Rows that
-        # attend to it look finite, but are wrong. Therefore `prefill` returns nan if any row
-        # overflowed, and an acceptance never accepts such a row (verify.finite_rows)
+        # What happens when a row overflows: a masked slot adds 0 times its value, and 0 x nan is
+        # nan, so the row would spoil rows that do not attend to it. Therefore the cache gets 0 in
+        # place of what is not finite, and the row gets a query of nan, so its own logits are nan.
+        # Rows that attend to it look finite, but are wrong. Nobody reads them: `prefill` returns
+        # nan, a draft's nan adds no candidate (draft_tree.checked), and no path of a tree goes
+        # through the row (verify.finite_rows)
         kv[:, :, n_slots - n : n_slots] = new.nan_to_num(nan=0, posinf=0, neginf=0)
         is_finite = new.isfinite().all(dim=0).all(dim=-1, keepdim=True)  # [H, n, 1]
         q = q.masked_fill(~is_finite, torch.nan)
@@ -228,7 +228,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + Attn(LN1(x)) + MLP(LN2(x)), or attention first, then the MLP over its result."""
+    """x + Attn(LN1(x)) + MLP(LN2(x)), or with y = x + Attn(LN1(x)): y + MLP(LN2(y))."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -247,12 +247,12 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The embedding, the layers and the last layer norm."""
+    """The embedding, the layers, and the final norm, which GPTNeoX.logits applies."""
 
     def __init__(self, config: Config):
         super().__init__()
-        # Uniform initial weights, because nn.Embedding draws normal ones. That takes about 1 s,
-        # even on the meta device that from_tensors uses
+        # Uniform weights, because nn.Embedding draws normal ones. Their first draw on the meta
+        # device, which from_tensors uses, costs a process 1 s of imports
         embedding = 0.04 * torch.rand(config.vocab_size, config.hidden_size) - 0.02
         self.embed_in = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -355,7 +355,7 @@ class GPTNeoX(nn.Module):
         return self.gpt_neox.embed_in.weight.dtype
 
     def new_cache(self, capacity: int) -> KVCache:
-        """Return an empty cache for `capacity` tokens, those of a draft tree included."""
+        """Return an empty cache of `capacity` slots: for the text, and for the largest tree."""
         c = self.config
         shape = (2, c.num_hidden_layers, c.num_attention_heads, capacity, c.head_size)
         kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
@@ -371,8 +371,8 @@ class GPTNeoX(nn.Module):
             tokens, positions: [n] int64.
             mask: [n, m] bool over the newest m slots; the last n are these rows' own. Every row
                 attends to all older slots. None: each row attends to the rows before it and to
-                itself. For a tree, and the first level of a draft tree, m = n. For later levels
-                m > n, because the mask also has columns for the earlier ones.
+                itself. A whole tree has m = n. A level of a draft tree has m > n, because the mask
+                also has columns for the rows that the draft ran before, the root first.
 
         Raises IndexError if the cache is too small.
         """
@@ -382,7 +382,7 @@ class GPTNeoX(nn.Module):
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
     ) -> Tensor:
         """Run n rows as `forward` does and return their last hidden states [n, hidden], before the
-        final norm."""
+        final norm. `prefill` needs them of all rows, but the logits of one."""
         n = len(tokens)
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool).tril()
@@ -400,8 +400,7 @@ class GPTNeoX(nn.Module):
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
         """Run and keep the next tokens of the sequence, in chunks, and return the logits [1, V]
-        after the last one. If any token overflowed, these logits are nan, because they could look
-        finite and be wrong."""
+        after the last one; nan if any token overflowed (see Attention)."""
         is_finite = torch.tensor(True, device=self.device)
         for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
             positions = torch.arange(cache.length, cache.length + len(ids))
