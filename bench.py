@@ -25,14 +25,6 @@ exact     whether a greedy text has the ids of its reference: ar's text on the s
 
     python bench.py --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
 
-On CUDA a row may also have these words, as in "dynatree split-keys compiled". Each changes the
-passes of both models. The first two are trials: neither is the default until a GPU has shown that
-it is faster.
-
-split-keys  attention over 512 slots or more reads the keys in chunks, all at the same time
-compiled    torch.compile fuses the small operations of each layer
-eager       passes are not captured as CUDA graphs, as with --no-graphs
-
 The folder benchmark/ has tables, options, results files, reports and further metrics.
 """
 
@@ -232,7 +224,7 @@ class Bench:
         if is_first and is_greedy:  # sampled text accepts other tokens than the best
             found["calibration"] = count_calibration(steps)
         times = self.results.step_times
-        if times and has_timed_passes(case, not self.args.no_graphs):
+        if times and has_timed_passes(case):
             found["predicted_ms"] = predict_text_ms(times, config, self.pair, steps)
         return found
 
@@ -267,12 +259,11 @@ class Bench:
         return self.results.ids[digest]
 
 
-def has_timed_passes(case: Case, graphs: bool) -> bool:
+def has_timed_passes(case: Case) -> bool:
     """Whether Bench.time_passes has timed the kind of passes that a case has: of target and draft
-    model, without strict mode, window and trials. graphs: whether it has timed CUDA graphs."""
-    config = case.generation_config(graphs=graphs)
-    plain = {"strict": False, "window": FULL_ATTENTION, "split_keys": False, "compiled": False}
-    return config == replace(config, **plain, graphs=graphs) and not case.uses_head
+    model, without strict mode and window."""
+    config = case.generation_config()
+    return not (config.strict or case.uses_head) and config.window == FULL_ATTENTION
 
 
 def largest_pass(cases: Sequence[Case]) -> int:

@@ -74,8 +74,7 @@ class Case:
         self, top_p: float | None = None, seed: int = 0, graphs: bool = True
     ) -> GenerationConfig:
         """Return the generation config, which rows of transformers do not have. graphs: capture
-        CUDA graphs unless the row says eager. Raises ValueError for a row that this version cannot
-        parse."""
+        CUDA graphs. Raises ValueError for a row that this version cannot parse."""
         words = config_words(self.row) + ([self.acceptance] if self.acceptance else [])
         sampling = GREEDY
         if self.temperature or self.draft_temperature:
@@ -84,7 +83,7 @@ class Case:
                 self.temperature, top_p, seed, self.draft_temperature, self.is_drawn
             )
         config = GenerationConfig.parse(*words)
-        return replace(config, sampling=sampling, graphs=graphs and config.graphs)
+        return replace(config, sampling=sampling, graphs=graphs)
 
 
 def config_words(row: str) -> list[str]:

@@ -41,7 +41,6 @@ from cli.models import (
     embedded_head,
     embedded_pair,
     open_pair,
-    require_effect,
     require_graphs,
     warn_of_length,
     with_draft,
@@ -148,9 +147,6 @@ def check_options(
 ) -> None:
     """Raise UsageError for options that contradict each other."""
     require_graphs(args)
-    for case in cases:
-        if not case.is_hf:
-            require_effect(case.generation_config(), args, f"{case.row}: ")
     temperatures = {temperature for part in parts for temperature in part.temperature}
     for value in temperatures:
         if value or not any(temperatures):  # greedy texts of a sampled table ignore top_p and seed

@@ -30,7 +30,6 @@ from cli.models import (
     Request,
     open_pair,
     overflow_note,
-    require_effect,
     require_graphs,
     warn_of_length,
 )
@@ -115,13 +114,12 @@ def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dic
     config = choose_config(args)
     is_drafting = config.make_rule().max_depth > 0
     if args.reference and (ranks or not config.works_on_reference_model):
-        raise UsageError("--reference: no --strict, --window, --no-graphs, rebuild or torchrun")
+        raise UsageError("--reference: no --strict, --window, rebuild or torchrun")
     text = read_prompt(args.prompt, args.prompt_file)
     require_places(args.html, args.trace)
     if (args.draft or args.draft_dtype) and not is_drafting:
         print_line(f"note: --method {args.method} ignores --draft and --draft-dtype")
     require_graphs(args)
-    require_effect(config, args)
     pair, models = open_pair(args, is_drafting, print_line, ranks, args.reference)
     require_fit(config, pair)
     target = pair.target.config

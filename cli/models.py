@@ -290,14 +290,6 @@ def require_graphs(args: argparse.Namespace) -> None:
         raise UsageError(f"--no-graphs has no effect on {device}; remove it")
 
 
-def require_effect(config: GenerationConfig, args: argparse.Namespace, whose: str = "") -> None:
-    """Raise UsageError for words that have no effect on --device. whose: the start of its line."""
-    device = choose_device(args.device)
-    if config.cuda_words and device.type != "cuda":
-        words = ", ".join(config.cuda_words)
-        raise UsageError(f"{whose}{words}: no effect on {device}; use --device cuda")
-
-
 def default_models(device: torch.device) -> tuple[str, str]:
     """Return names of target and draft: Pythia on CUDA, the embedded pair elsewhere."""
     return PYTHIA if device.type == "cuda" else embedded_pair()

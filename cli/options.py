@@ -104,7 +104,7 @@ def choose_config(args: argparse.Namespace) -> GenerationConfig:
         require_temperature(args.method, config.make_rule(), sampling.draws_candidates)
     if config.acceptance and sampling.is_greedy:
         raise UsageError(f"--accept {config.acceptance} needs a --temperature above 0")
-    return replace(config, sampling=sampling, graphs=config.graphs and not args.no_graphs)
+    return replace(config, sampling=sampling, graphs=not args.no_graphs)
 
 
 def choose_sampling(

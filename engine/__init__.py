@@ -2,14 +2,11 @@
 
 model         GPTNeoX with fused layers, and with caches that own their passes
 layers        the fused layers
-kernels       the small operations of a layer between its products and attention
-compiled      a trial: these operations as functions for torch.compile
 linear        linear layers over matrices packed for passes of a few rows
 cache         the KV cache of one generation: memory, passes, window, rebuilt commits
 passes        the passes over one cache, and their config
 cuda_graphs   passes of a few fixed shapes, captured and replayed
 strict        batch-invariant passes: attention whose bits depend only on position and keys
-split_keys    a trial: attention of a CUDA pass that reads the keys in chunks at the same time
 scores        the results of a pass that the host reads
 generate      the core's loop with windows, strict passes, graphs and timing
 generation_config  all options of a generation: method, settings, sampling, window

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda_graphs import FixedPasses, buffer_rows
-from engine.kernels import rotate_
+from engine.layers import rotate_
 from engine.memory import OutOfMemory, format_bytes, free_memory, memory_for, require_memory
 from engine.passes import (
     ROW_COUNTS,

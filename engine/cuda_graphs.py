@@ -33,8 +33,6 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-from engine.compiled import compiled_kernels
-from engine.kernels import EAGER
 from engine.memory import memory_for
 from engine.passes import (
     ROW_COUNTS,
@@ -47,7 +45,6 @@ from engine.passes import (
     round_up_slots,
 )
 from engine.scores import RankedScores, Ranking, Scores, rank_logits
-from engine.split_keys import MIN_SPLIT_SLOTS, count_chunks, split_mask
 from engine.strict import N_RECENT, build_strict_mask, recent_slots
 from methods.sampler import SMALL_K
 
@@ -96,8 +93,6 @@ class PassShape(NamedTuple):
     is_strict: bool = False
     n_ids: int = sys.maxsize
     ranking: Ranking = Ranking()
-    split_keys: bool = False
-    compiled: bool = False
 
     @property
     def n_int64(self) -> int:
@@ -282,14 +277,9 @@ class FixedPasses(Passes):
             columns = (self.slots[: shape.n_slots] - inputs.last).clamp_(0, shape.n_scratch + 1)
             unpacked = F.embedding(inputs.mask.int(), self.additive_bits)  # [n, bytes, 8]
             mask = unpacked.flatten(1).index_select(1, columns)  # [n, S]
-        if shape.split_keys:
-            n_heads = self.kv.shape[2]
-            n_chunks = count_chunks(shape.n_slots, shape.n_rows, n_heads)
-            mask = split_mask(mask, n_chunks, n_heads)
         slots = inputs.start + self.slots[: shape.n_rows]
         rotary = self.rotary.index_select(0, inputs.positions)
-        kernels = compiled_kernels() if shape.compiled else EAGER
-        x = model.gpt_neox(inputs.tokens, rotary, self.kv, slots, mask, kernels)
+        x = model.gpt_neox(inputs.tokens, rotary, self.kv, slots, mask)
         model.embed_out.write_logits(x, self.logits[: shape.n_rows])
         if not shape.ranking.is_read:
             return x, None
@@ -369,9 +359,7 @@ def make_shape(n_rows: int, n_slots: int, config: PassConfig) -> PassShape:
         ranking = ranking._replace(k=round_up_rows(ranking.k))
     round_up = round_up_rows if config.n_scratch <= ROW_COUNTS[-1] else round_up_slots
     n_scratch = min(round_up(config.n_scratch), n_slots)
-    split_keys = config.split_keys and n_slots >= MIN_SPLIT_SLOTS
-    rest = config.is_strict, config.n_ids, ranking, split_keys, config.compiled
-    return PassShape(n_rows, n_slots, n_scratch, *rest)
+    return PassShape(n_rows, n_slots, n_scratch, config.is_strict, config.n_ids, ranking)
 
 
 @contextmanager

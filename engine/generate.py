@@ -215,10 +215,9 @@ def generate(
     prompt = dynatree.checked_prompt(target.config.vocab_size, prompt, max_new_tokens)
     eos_ids = dynatree.checked_ids("eos_ids", eos_ids)
     n_tokens = len(prompt) + max_new_tokens
-    require_effect(target, config)
     target, draft = configure_models(target, draft, config, n_tokens)
     if isinstance(target, TimedModel) and (inspect or not config.works_on_reference_model):
-        what = "strict passes, window, rebuilt commit, inspection or options of CUDA"
+        what = "strict passes, window, rebuilt commit or inspection"
         raise ValueError(f"a GPTNeoX has no {what}")
     parts = compose_fast(target, draft, config, observer)
     drafter = TimedDrafter(parts.drafter) if parts.drafter else None
@@ -254,13 +253,6 @@ def generate(
             began = time.perf_counter()
 
 
-def require_effect(target: Model, config: GenerationConfig) -> None:
-    """Raise ValueError for options that have no effect on the passes of this target."""
-    if config.cuda_words and is_fast(target) and not target.has_fixed_shapes:
-        words = ", ".join(config.cuda_words)
-        raise ValueError(f"{words}: no effect on {target.device}; use a target on CUDA")
-
-
 def configure_models(
     target: Model, draft: Model | Drafter | None, config: GenerationConfig, n_tokens: int
 ) -> tuple[ConfiguredModel | TimedModel, ConfiguredModel | TimedModel | Drafter | None]:
@@ -276,8 +268,6 @@ def configure_models(
             max(rule.max_verified, SMALL_PASS),  # so that methods with small trees share graphs
             ranking=Ranking(rule.target_top_k),
             is_strict=config.strict,
-            split_keys=config.split_keys,
-            compiled=config.compiled,
             window=config.window,
             rebuilds_cache=config.commit == "rebuild",
             reports_prompt=rule.target_top_k > 0 or reads_hidden,
@@ -295,8 +285,7 @@ def configure_models(
     # A level seldom has more rows than the tree; if it has, its pass has no fixed shape
     max_rows = min(rule.max_rows, max(rule.max_verified, SMALL_PASS))
     pass_config = PassConfig(max_rows, rule.min_rows, rule.max_rows, n_ids, ranking, is_draft=True)
-    trials = {"split_keys": config.split_keys, "compiled": config.compiled}
-    pass_config = pass_config._replace(window=config.window, **trials)
+    pass_config = pass_config._replace(window=config.window)
     return target, ConfiguredModel(draft, pass_config, n_tokens, rule.max_rows)
 
 

@@ -24,17 +24,13 @@ COMMIT_MODES = ("keep", "rebuild")
 # The fields that each word sets, apart from settings of methods and NUMBER_OPTIONS
 FLAGS = {"strict": {"strict": True}} | {name: {"commit": name} for name in COMMIT_MODES}
 FLAGS |= {name: {"acceptance": name} for name in ACCEPTANCES}
-# Words with an effect only on passes of fixed shapes, that is on CUDA
-CUDA_FLAGS = {"split-keys": {"split_keys": True}, "compiled": {"compiled": True}}
-CUDA_FLAGS |= {"eager": {"graphs": False}}
-FLAGS |= CUDA_FLAGS
 NUMBER_OPTIONS = ("window", "sinks")  # window=512
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """All options of a generation. Raises ValueError for an acceptance that the method refuses, for
-    strict passes over too many rows, and for strict passes with split_keys or compiled."""
+    """All options of a generation. Raises ValueError for an acceptance that the method refuses, and
+    for strict passes over too many rows."""
 
     settings: Settings  # the method and its settings
     _: KW_ONLY
@@ -44,11 +40,6 @@ class GenerationConfig:
     window: Window = FULL_ATTENTION  # the tokens that the caches keep
     strict: bool = False  # the target's logits equal ar's bit for bit (engine/strict.py)
     graphs: bool = True  # on CUDA, capture the passes as graphs
-    # Two trials for the first measurements on a GPU. Neither is the default until a GPU has shown
-    # that it is faster. On CUDA, attention over 512 slots or more reads the keys in parallel chunks
-    # (split_keys.py), and torch.compile fuses the small operations of a layer (compiled.py)
-    split_keys: bool = False
-    compiled: bool = False
 
     def __post_init__(self) -> None:
         if self.commit not in COMMIT_MODES:
@@ -64,16 +55,13 @@ class GenerationConfig:
         if self.strict and n_rows > MAX_STRICT_ROWS:
             why = f"it must have at most {MAX_STRICT_ROWS}; use a smaller tree"
             raise ValueError(f"strict: a pass of this method has up to {n_rows} rows, {why}")
-        if self.strict and (self.split_keys or self.compiled):
-            trials = " and ".join(word for word in self.cuda_words if word != "eager")
-            raise ValueError(f"strict excludes {trials}, which may change a row's bits; remove one")
 
     @classmethod
     def parse(cls, method: str = "", *words: str) -> "GenerationConfig":
         """Return the config of greedy text with the options that the words name.
 
-        words: NAME=VALUE, strict, rebuild, an acceptance, window=N, sinks=S, and on CUDA those of
-        CUDA_FLAGS. Raises ValueError with the invalid word.
+        words: NAME=VALUE, strict, rebuild, an acceptance, window=N and sinks=S. Raises ValueError
+        with the invalid word.
         """
         if method not in METHODS:
             raise ValueError(f"method is {method!r}, it must be one of {', '.join(METHODS)}")
@@ -101,16 +89,7 @@ class GenerationConfig:
     def works_on_reference_model(self) -> bool:
         """Whether the reference model, gpt_neox.py's own, supports all of these options."""
         only_fast = {"commit": "keep", "window": FULL_ATTENTION, "strict": False}
-        return replace(self, **only_fast) == self and not self.cuda_words
-
-    @property
-    def cuda_words(self) -> list[str]:
-        """The words of this config that have an effect only on CUDA."""
-        return [
-            word
-            for word, fields in CUDA_FLAGS.items()
-            if all(getattr(self, name) == value for name, value in fields.items())
-        ]
+        return replace(self, **only_fast) == self
 
     def require_fit(self, models: Sequence[Config]) -> None:
         """Raise ValueError if the window has no room for the method's trees, or more tokens than

@@ -31,10 +31,8 @@ from torch import Tensor, nn
 
 from engine.checkpoint import CheckpointError
 from engine.cuda_graphs import choose_kernels
-from engine.kernels import EAGER, Kernels, gelu, overflow_value
 from engine.linear import Linear, MixedLinear, make_linear
 from engine.memory import trim_heap
-from engine.split_keys import SplitMask, attend_in_chunks
 from engine.strict import StrictMask, attend_by_position
 from engine.tensor_parallel import UNSHARDED, Shard, split_axis
 from gpt_neox import ACTIVATIONS, Config
@@ -43,7 +41,7 @@ from gpt_neox import ACTIVATIONS, Config
 # same time for 128, and twice for 512 (measured with 4 to 32 heads over 500 and 1,500 slots)
 SDPA_ROWS = 128
 LARGE_LAYER = 2**23  # bytes; after packing a larger layer, free memory goes back to the system
-Mask = Tensor | StrictMask | SplitMask
+Mask = Tensor | StrictMask
 
 
 def fuse(model: nn.Module, tensors: Mapping[str, Tensor], shard: Shard = UNSHARDED) -> None:
@@ -114,13 +112,7 @@ class FusedTransformer(nn.Module):
         self.overflow_value = overflow_value(self.embed_in.weight.dtype)
 
     def forward(
-        self,
-        tokens: Tensor,
-        rotary: Tensor,
-        kv: Tensor,
-        start: int | Tensor,
-        mask: Mask,
-        kernels: Kernels = EAGER,
+        self, tokens: Tensor, rotary: Tensor, kv: Tensor, start: int | Tensor, mask: Mask
     ) -> Tensor:
         """Return the last hidden states [n, hidden] of tokens [n], before the final norm.
 
@@ -128,12 +120,11 @@ class FusedTransformer(nn.Module):
             rotary: [n, R / 2] complex64, of the rows' positions.
             kv: [2, L, H, capacity, D].
             start: the first slot to write, or all slots to write, [n] int64.
-            mask: [n, S], 0 or -inf; or a StrictMask or SplitMask.
-            kernels: of the small operations in each layer.
+            mask: [n, S], 0 or -inf; or a StrictMask.
         """
         x = self.shard.embed(tokens, self.embed_in)  # [n, hidden], layers add to it in place
         for layer, layer_kv in zip(self.layers, kv.unbind(1), strict=True):
-            x = layer(x, rotary, layer_kv, start, mask, kernels)
+            x = layer(x, rotary, layer_kv, start, mask)
         if self.overflow_value:
             stored = written_kv(kv, start, len(x))
             highest = torch.linalg.vector_norm(stored, torch.inf, dim=(0, 1, 2, 4))  # [n]
@@ -204,18 +195,12 @@ class FusedLayer(nn.Module):
             trim_heap()
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: Tensor,
-        kv: Tensor,
-        start: int | Tensor,
-        mask: Mask,
-        kernels: Kernels = EAGER,
+        self, x: Tensor, rotary: Tensor, kv: Tensor, start: int | Tensor, mask: Mask
     ) -> Tensor:
         in_order = isinstance(mask, StrictMask)  # no sum may then depend on a row's place
         if not self.config.use_parallel_residual:
-            attended = self.attend(self.qkv(self.norm(x, 0)), rotary, kv, start, mask, kernels)
-            columns = attended.transpose(0, 1).flatten(1).to(x.dtype)  # [n, H * D]
+            attended = self.attend(self.qkv(self.norm(x, 0)), rotary, kv, start, mask)
+            columns = attended.transpose(0, 1).flatten(1)  # [n, H * D]
             x.add_(self.shard.sum(self.dense(columns), in_order))
             inner = self.inner(self.norm(x, 1))
             active = torch.empty_like(inner)
@@ -228,8 +213,8 @@ class FusedLayer(nn.Module):
             inner = both[:, 3 * self.n_attended :][:, : self.n_inner]
         else:
             qkv, inner = self.qkv(self.norm(x, 0)), self.inner(self.norm(x, 1))
-        attended = self.attend(qkv, rotary, kv, start, mask, kernels)  # [H, n, D]
-        combined = kernels.combine(attended, inner, self.approximate)
+        attended = self.attend(qkv, rotary, kv, start, mask)  # [H, n, D]
+        combined = combine(attended, inner, self.approximate)
         return x.add_(self.shard.sum(self.dense_and_out(combined), in_order))
 
     def norm(self, x: Tensor, which: int) -> Tensor:
@@ -237,22 +222,14 @@ class FusedLayer(nn.Module):
         return torch.layer_norm(x, x.shape[-1:], *self.norms[which], self.config.layer_norm_eps)
 
     def attend(
-        self,
-        qkv: Tensor,
-        rotary: Tensor,
-        kv: Tensor,
-        start: int | Tensor,
-        mask: Mask,
-        kernels: Kernels,
+        self, qkv: Tensor, rotary: Tensor, kv: Tensor, start: int | Tensor, mask: Mask
     ) -> Tensor:
         """Return attention's output [H, n, D] for qkv [n, 3 H D]. Write this pass's keys and values
-        to kv [2, H, capacity, D]. With a SplitMask the output is in float32."""
+        to kv [2, H, capacity, D]."""
         qkv = qkv.view(len(qkv), 3, -1, self.config.head_size).permute(1, 2, 0, 3)  # [3, H, n, D]
-        q = kernels.rotate_and_store(qkv, rotary, kv, start)
+        q = rotate_and_store(qkv, rotary, kv, start)
         if isinstance(mask, StrictMask):
             return attend_by_position(q, kv[0], kv[1], mask)
-        if isinstance(mask, SplitMask):
-            return attend_in_chunks(q, kv[0], kv[1], mask)
         return attend(q, *kv[:, :, : mask.shape[1]], mask)
 
     @property
@@ -296,6 +273,72 @@ class Head(nn.Module):
             self.linear(self.norm(x), out)
         else:
             out.copy_(self(x))
+
+
+def rotate_and_store(qkv: Tensor, rotary: Tensor, kv: Tensor, start: int | Tensor) -> Tensor:
+    """Rotate queries and keys. Write keys and values to the cache, and return the queries
+    [H, n, D].
+
+    Args:
+        qkv: [3, H, n, D], may be overwritten.
+        rotary: [n, R / 2] complex64.
+        kv: [2, H, capacity, D].
+        start: the first slot to write, or all slots to write, [n] int64.
+    """
+    rotate_(qkv[:2, ..., : 2 * rotary.shape[1]], rotary)
+    # A non-finite number in the cache would reach every row, because attention multiplies the
+    # values of a masked slot by 0, and 0 x nan is nan
+    value = overflow_value(kv.dtype)
+    replacements = {"nan": value, "posinf": value, "neginf": -value}
+    if isinstance(start, Tensor):
+        kv.index_copy_(2, start, torch.nan_to_num(qkv[1:], **replacements))
+    else:
+        torch.nan_to_num(qkv[1:], **replacements, out=kv[:, :, start : start + qkv.shape[2]])
+    return qkv[0]
+
+
+def rotate_(x: Tensor, rotary: Tensor) -> None:
+    """Rotate x [..., n, R] in place by rotary [n or 1, R / 2]. Adjacent dimensions are a pair."""
+    pairs = x.float().view(torch.complex64)  # shares x's memory if x is float32
+    pairs.mul_(rotary)
+    if x.dtype != torch.float32:
+        x.copy_(pairs.view(torch.float32))
+
+
+def combine(attended: Tensor, inner: Tensor, approximate: str) -> Tensor:
+    """Return the input of the joined output product, [n, H * D + inner]: attention's output and the
+    GELU of the MLP's inside.
+
+    attended: [H, n, D]. inner: [n, inner], may be overwritten.
+    """
+    n_heads, n, size = attended.shape
+    n_attended = n_heads * size
+    combined = inner.new_empty(n, n_attended + inner.shape[1])
+    columns = combined[:, :n_attended]  # [n, H * D]
+    columns.view(n, n_heads, size).copy_(attended.transpose(0, 1))
+    gelu(inner, approximate, combined[:, n_attended:])
+    return combined
+
+
+def gelu(x: Tensor, approximate: str, out: Tensor) -> None:
+    """Write GELU(x) to `out`; both are [n, inner]. May overwrite x."""
+    if x.device.type != "cpu":
+        F.gelu(x, approximate=approximate, out=out)
+    elif x.numel() % 2:  # oneDNN cannot write to an `out` that is not contiguous
+        out.copy_(F.gelu(x, approximate=approximate))
+    else:
+        halves = x.view(2, -1).t()  # not contiguous, to avoid oneDNN, whose calls start slowly
+        F.gelu(halves, approximate=approximate, out=halves)
+        out.copy_(x)  # writing to `out` directly is not vectorised
+
+
+def overflow_value(dtype: torch.dtype) -> float:
+    """Return the number that the cache stores in place of a non-finite one.
+
+    This is float16's largest number. Other dtypes store 0, because their keys and values overflow
+    only if x overflows.
+    """
+    return torch.finfo(dtype).max if dtype == torch.float16 else 0.0
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -87,8 +87,6 @@ class PassConfig(NamedTuple):
     window: Window = FULL_ATTENTION
     rebuilds_cache: bool = False  # commit runs the accepted tokens again (DynaTree v2, 3.5)
     is_draft: bool = False  # a short prefill is one pass, because every tree starts with one
-    split_keys: bool = False  # a trial: passes of fixed shapes use engine/split_keys.py
-    compiled: bool = False  # a trial: passes of fixed shapes use engine/compiled.py
     reports_prompt: bool = False  # call on_pass for the prompt too, with logits after every token
 
 

@@ -24,11 +24,8 @@ from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings, Tree
 from engine import memory
 from engine.cache import FastCache, cache_bytes
-from engine.generate import configure_models
-from engine.generation_config import GenerationConfig
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX
-from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.dyspec import DySpec
 from methods.sampler import GREEDY, DrawingSampler, Sampling
@@ -161,23 +158,6 @@ def test_bad_calls(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         next(generate(random_model(0), None, prompt, settings, limit, commit=commit))
-
-
-@pytest.mark.parametrize("options", [{"graphs": False}, {"split_keys": True}, {"compiled": True}])
-def test_options_of_cuda_are_refused_elsewhere(options: dict[str, bool]) -> None:
-    """Check models whose passes have no fixed shapes. They would ignore the options."""
-    for kind, message in ((FastGPTNeoX, "no effect on cpu"), (GPTNeoX, "options of CUDA")):
-        target = random_model(0, kind=kind)
-        with pytest.raises(ValueError, match=message):
-            next(generate(target, None, [1], PaddedAutoregressive(), 5, **options))
-    fix_shapes(target := random_model(0))
-    assert next(generate(target, None, [1], PaddedAutoregressive(), 5, graphs=False)).tokens
-
-
-def test_options_of_cuda_change_the_passes_of_both_models() -> None:
-    config = GenerationConfig(Chain(), split_keys=True, compiled=True)
-    for model in configure_models(random_model(0), random_model(1), config, 50):
-        assert model.pass_config.split_keys and model.pass_config.compiled
 
 
 def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ from conftest import ROOT, TINY
 WORKSPACE = "products with a workspace of 32 MiB"
 STEPS = ["versions", "first pass", "facts", "profile", WORKSPACE, "tests of strict passes"]
 STEPS += ["tests of attention", "tests of graphs", "the target, enlarged", "the draft, enlarged"]
-STEPS += ["table pair", "trials", "table split-keys", "table compiled", "table main"]
-STEPS += ["table memory", "report"]
+STEPS += ["table pair", "table main", "table memory", "report"]
 PYTHON = """#!/usr/bin/env bash
 [[ $1 != -c ]] || exit 0
 echo "ran $* ${CUDA_LAUNCH_BLOCKING+blocking}"
@@ -141,13 +140,13 @@ def test_no_step_can_stop_another(project: Path, monkeypatch: pytest.MonkeyPatch
     lines = run(project, "--seconds", "20")
     errors = errors_of(lines)
     assert steps_of(lines) == STEPS
-    failed = ["facts", "profile", WORKSPACE, *STEPS[5:8], "trials"]
+    failed = ["facts", "profile", WORKSPACE, *STEPS[5:8]]
     assert [line.split(": ")[1] for line in errors] == failed
     assert [line for line in errors if "ended after" in line] == errors[3:6]
     (folder,) = (project / "results").glob("run_gpu_*/")
-    tables = {f"{table}.jsonl" for table in ("pair", "split-keys", "compiled", "main", "memory")}
+    tables = {f"{table}.jsonl" for table in ("pair", "main", "memory")}
     logs = {f"tests_{name}.txt" for name in ("strict_passes", "attention", "graphs")}
-    facts = {f"{name}.json" for name in ("first_pass", "facts", "profile", "workspace", "trials")}
+    facts = {f"{name}.json" for name in ("first_pass", "facts", "profile", "workspace")}
     found = {file.name for file in folder.iterdir()}
     assert found == tables | logs | facts | {"log.txt"}
     assert (folder / "log.txt").read_text().endswith(f"{errors[-1]}\n")
@@ -176,7 +175,7 @@ def test_the_tiny_pair_is_used_if_enlarging_fails(
     monkeypatch.setenv("FAILING", "enlarge.py")
     tables = [line for line in run(project) if line.startswith("ran bench.py --target")]
     pair = "--target models/tiny/target --draft models/tiny/draft"
-    assert len(tables) == 5 and all(pair in line for line in tables)
+    assert len(tables) == 3 and all(pair in line for line in tables)
 
 
 def test_steps_without_time_left_are_skipped(
@@ -194,9 +193,9 @@ def test_ctrl_c_keeps_what_was_measured(project: Path, monkeypatch: pytest.Monke
     """Check also that no process goes on: it would keep the output open, so communicate would time
     out. The signal comes when the process of a step has begun, because one that begins later does
     not get it."""
-    monkeypatch.setenv("HANGING", "compiled.jsonl")
+    monkeypatch.setenv("HANGING", "main.jsonl")
     process = start(project, "--dry", "--keep", "kept", python="./python")
-    while not re.match("ran bench.py .*compiled.jsonl", process.stdout.readline()):
+    while not re.match("ran bench.py .*main.jsonl", process.stdout.readline()):
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=30)

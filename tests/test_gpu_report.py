@@ -76,18 +76,6 @@ def test_a_table_without_texts(tmp_path: Path, capsys: Captured) -> None:
     assert any(line.startswith("failed: table memory: ") for line in lines)
 
 
-def test_trials_stand_side_by_side(tmp_path: Path, capsys: Captured) -> None:
-    names = {"none": 3.0, "split-keys": 2.8}
-    trials = [PLACE | {"trial": name, "device_ms": ms} for name, ms in names.items()]
-    failed = {"model": "target", "slots": 512, "trial": "compiled", "error": "no compiler"}
-    (tmp_path / "trials.json").write_text(json.dumps({"trials": [*trials, failed]}))
-    lines = run_report(tmp_path, capsys)
-    assert "failed: trials target 512 compiled: no compiler" in lines
-    header = next(i for i, line in enumerate(lines) if line.startswith("ms of a pass"))
-    assert lines[header].split()[-2:] == ["none", "split-keys"]
-    assert lines[header + 1].split() == ["target", "512", "32", "3.000", "2.800"]
-
-
 def test_a_failed_step_is_named(tmp_path: Path, capsys: Captured) -> None:
     step = {"step": "replay", "model": "draft", "dtype": "float16", "rows": 8}
     steps = [step | {"ms": 1.0, "error": "LogitsDiffer: 1 of 9 logits differ"}, step | {"ms": 1.0}]

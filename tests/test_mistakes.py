@@ -112,7 +112,6 @@ MISTAKES = [
     (A + " --device tpu", {}, "cuda:N"),
     (A + " --device cuda", {}, "--device cpu"),
     (A + " --device cpu --no-graphs", {}, "has no effect on cpu"),
-    (A + " --device cpu --set split-keys", {}, "split-keys: no effect on cpu"),
     (A + " --reference --strict", {}, "--reference: no --strict"),
     (A + " --page x", {}, "--page is now called --html"),
     (A + " --plain", {}, "--plain is now called --reference"),

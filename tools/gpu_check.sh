@@ -20,8 +20,7 @@ fail() {
 python=(${PYTHON:-python3}) seconds=530 keep="" dry="" main="" models=()
 large=("--hidden 2560 --layers 32 --vocab 50304" "--hidden 512 --layers 6 --vocab 50304")
 text="--n-prompts 4 --prompt-tokens 150 --max-new-tokens 128"
-long="--n-prompts 2 --prompt-tokens 150 --max-new-tokens 700"  # keys are split from 512 slots on
-rows="ar,dynatree,recycle,ar eager,dynatree eager,dynatree strict,recycle strict"
+rows="ar,dynatree,recycle,dynatree strict,recycle strict"
 while (($#)); do
   case $1 in
     --dry) dry=--dry ;;
@@ -59,8 +58,8 @@ if [[ $dry ]]; then
   keep=${keep:-$pair/results}
   large=("--hidden 640 --layers 6 --vocab 4200" "--hidden 256 --layers 2 --vocab 4200")
   main="--methods ar,auto --columns throughput,exact"
-  text="--n-prompts 1 --prompt-tokens 20 --max-new-tokens 4 --dtype float32" long=$text
-  rows="ar,dynatree,dynatree eager,recycle strict"
+  text="--n-prompts 1 --prompt-tokens 20 --max-new-tokens 4 --dtype float32"
+  rows="ar,dynatree,recycle strict"
 fi
 keep=${keep:-results/run_gpu_$(date +%Y%m%d-%H%M%S)}
 keep=${keep%/}
@@ -136,11 +135,6 @@ if ((${#models[@]} == 0)); then
 fi
 table pair 25 --methods "$rows" \
   --columns throughput,speedup,predicted,tokens_per_iter,draft,verify,other,exact
-step trials 15 tools/gpu_facts.py "${shapes[@]}" --only trials --output "$keep/trials.json"
-for word in split-keys compiled; do  # apart, because a compilation may fail
-  text=$long table "$word" 12 --methods "ar,ar $word,dynatree,dynatree $word" \
-    --columns throughput,speedup,draft,verify,other,exact
-done
 table main 50 $main
 table memory 20 --table memory --methods ar,dynatree
 

@@ -7,7 +7,6 @@ profile     the kernels of an eager pass, with their number and time
 attention   the kernel that torch selects, and the time of other ways to compute the same
 products    each linear layer, by number of rows: its time, and whether a row's bits depend on the
             number of rows or on the row's place among them
-trials      captured passes with split keys, and with compiled functions
 
     python tools/gpu_facts.py --output facts.json
 
@@ -67,7 +66,6 @@ from engine.passes import (
     additive_mask,
     causal_mask,
 )
-from engine.split_keys import attend_in_chunks, count_chunks, split_mask
 from tools.random_models import (
     DTYPES,
     add_shape_options,
@@ -79,12 +77,6 @@ from tools.random_models import (
 
 EXPECTED_KERNEL = SDPBackend.EFFICIENT_ATTENTION.name  # as engine.cuda_graphs chooses
 PASS_CONFIG = PassConfig()
-TRIALS = {
-    "none": PASS_CONFIG,
-    "split-keys": PassConfig(split_keys=True),
-    "compiled": PassConfig(compiled=True),
-    "both": PassConfig(split_keys=True, compiled=True),
-}
 # All fit into the last step of slots. A pass of one row runs as two in 16 bits
 ROWS = tuple(n for n in ROW_COUNTS if 1 < n <= SLOT_STEP)
 N_REPLAYS = 20  # between two events
@@ -103,9 +95,6 @@ class Lab:
     models: dict[str, FastGPTNeoX]  # target and draft
     device: torch.device
     rows: tuple[int, ...] = ROWS  # n
-    # n of trials. The first is no other size of the default pair, such as a number of heads. Else
-    # torch.compile would compile for this one size, and again for the others
-    trial_rows: tuple[int, ...] = (16, 2, 32)
     slots: tuple[int, ...] = (512, 2304)  # S
     spin_up_s: float = SPIN_UP_S
     cold_bytes: int = COLD_BYTES
@@ -192,19 +181,6 @@ def passes(lab: Lab) -> Iterator[Record]:
                 yield found | {"floor_ms": round(floor_ms, 4)}
 
 
-def trials(lab: Lab) -> Iterator[Record]:
-    """Yield the times of passes with each of the engine's trials, and without."""
-    for role in lab.models:
-        for n_slots in lab.slots:
-            for name, config in TRIALS.items():
-                at = {"model": role, "slots": n_slots, "trial": name}
-                try:
-                    for found in replay_passes(lab, role, n_slots, lab.trial_rows, config):
-                        yield found | at
-                except Exception as error:  # one trial must not end the others
-                    yield at | {"error": describe(error)}
-
-
 def replay_passes(
     lab: Lab, role: str, n_slots: int, rows: Sequence[int], config: PassConfig
 ) -> Iterator[Record]:
@@ -267,11 +243,8 @@ def attention(lab: Lab) -> Iterator[Record]:
                 at = {"model": role, "slots": n_slots, "rows": n}
                 q, k = kvs[0, :, None, :, :n], kvs[0, :1]  # [1, H, n, D] and [1, H, S, D]
                 yield at | {"chosen": SDPBackend(torch._fused_sdp_choice(q[0], k, k, bias)).name}
-                n_chunks = count_chunks(n_slots, n, model.n_heads)
-                chunks = split_mask(bias.clone(), n_chunks, model.n_heads)
-                ways = [(way, run, bias) for way, run in WAYS.items()]
-                for way, run, mask in [*ways, ("split keys", attend_in_chunks, chunks)]:
-                    runs = [partial(run, kv[1, :, :n], *kv, mask) for kv in kvs]
+                for way, run in WAYS.items():
+                    runs = [partial(run, kv[1, :, :n], *kv, bias) for kv in kvs]
                     yield at | {"way": way} | time_runs(lab, runs)
 
 
@@ -353,9 +326,7 @@ def product_by_rows(lab: Lab, group: list[Callable], x: Tensor) -> Iterator[Reco
         yield {"rows": n, "gb_s": gb_s, "bits_as_at_rows": same, "place_matters": is_moved} | found
 
 
-SECTIONS = {
-    each.__name__: each for each in (launches, passes, profile, attention, products, trials)
-}
+SECTIONS = {each.__name__: each for each in (launches, passes, profile, attention, products)}
 
 
 def measure(lab: Lab, name: str) -> Iterator[Record]:
@@ -369,7 +340,7 @@ def measure(lab: Lab, name: str) -> Iterator[Record]:
 
 
 def find_problems(kept: Mapping[str, list[Record]]) -> list[str]:
-    """Return a line for each section or trial that failed, and for attention by another kernel. A
+    """Return a line for each section that failed, and for attention by another kernel. A
     way of attention that fails is no problem, because the engine does not use it."""
     lines = []
     for name, records in kept.items():
@@ -393,7 +364,7 @@ def execute(args: Namespace) -> int:
     models = {role: random_model(shapes[role], device, DTYPES[role]) for role in shapes}
     lab = Lab(models, device)
     if args.dry:
-        sizes = {"rows": (2, 8), "trial_rows": (2,), "slots": (512,)}
+        sizes = {"rows": (2, 8), "slots": (512,)}
         lab = replace(lab, spin_up_s=0.0, cold_bytes=0, **sizes)
     kept: dict[str, list[Record]] = {}
     for name in args.only or SECTIONS:

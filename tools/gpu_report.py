@@ -39,9 +39,9 @@ ESTIMATES_MS = {  # of captured passes, by model, slots and rows
 TOO_SLOW = 1.5  # times the estimate
 N_KERNELS = 6  # named of a slow pass
 NAME_LENGTH = 50  # characters of a kernel's name
-JSON_FILES = ("versions", "first_pass", "facts", "profile", "trials", "workspace")
-TABLES = ("pair", "split-keys", "compiled", "main", "memory")
-PRINTED = ("pair", "split-keys", "compiled")
+JSON_FILES = ("versions", "first_pass", "facts", "profile", "workspace")
+TABLES = ("pair", "main", "memory")
+PRINTED = ("pair",)
 COPY_GB_S = 3000  # gigabytes per second that the estimates assume of a copy
 
 Record = Mapping[str, object]
@@ -79,9 +79,9 @@ def read_table(file: Path) -> Results:
 
 
 def merge_facts(results: Results) -> dict[str, object]:
-    """Return the sections of tools/gpu_facts.py, which ran in three processes."""
+    """Return the sections of tools/gpu_facts.py, which ran in two processes."""
     merged: dict[str, object] = {}
-    for name in ("facts", "profile", "trials"):
+    for name in ("facts", "profile"):
         merged |= results.get(name, {})
     return merged
 
@@ -155,18 +155,6 @@ def pass_cells(facts: Mapping[str, list[Record]]) -> list[list[str]]:
     return rows
 
 
-def trial_cells(facts: Mapping[str, list[Record]]) -> list[list[str]]:
-    """Return the cells of the table of trials, with their header; none if there are no trials."""
-    times: dict[tuple, dict[str, str]] = {}  # by model, slots and rows, then by trial
-    for r in facts.get("trials", []):
-        if "device_ms" in r:
-            at = r["model"], str(r["slots"]), str(r["rows"])
-            times.setdefault(at, {})[r["trial"]] = f"{r['device_ms']:.3f}"
-    names = list(dict.fromkeys(name for found in times.values() for name in found))
-    body = [[*at, *(found.get(name, "") for name in names)] for at, found in times.items()]
-    return [["ms of a pass", "slots", "rows", *names], *body] if times else []
-
-
 def print_report(results: Results) -> None:
     """Print the times of passes, the tables of the default pair, and what is wrong."""
     versions, facts = results.get("versions", {}), merge_facts(results)
@@ -174,8 +162,6 @@ def print_report(results: Results) -> None:
     header = ["model", "slots", "rows", "ms", "spread", "floor ms", "estimated ms"]
     if passes := pass_cells(facts):
         print(text_table(header, passes, 80))
-    if trials := trial_cells(facts):
-        print(f"\n{text_table(trials[0], trials[1:], 80)}")
     for name in PRINTED:
         found = results.get(name, {})
         if "rows" in found:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.cuda_graphs
-import engine.kernels
+import engine.layers
 from benchmark.report import text_frame
 from benchmark.results import load
 from engine.cuda_graphs import FixedPasses
@@ -51,14 +50,14 @@ def test_a_kernel_that_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Check that one failing kernel, of passes of 8 rows, stops only the steps of 8 rows."""
-    gelu = engine.kernels.gelu
+    gelu = engine.layers.gelu
 
     def broken(x: Tensor, approximate: str, out: Tensor) -> None:
         if len(x) == 8:
             raise RuntimeError("no kernel image is available")
         gelu(x, approximate, out)
 
-    monkeypatch.setattr(engine.kernels, "gelu", broken)
+    monkeypatch.setattr(engine.layers, "gelu", broken)
     status, records = run_first_pass(tmp_path)
     failed = [(r["step"], r["rows"]) for r in records if "error" in r]
     assert status == 1 and failed == [("load", 8)] * 4
@@ -141,22 +140,6 @@ def test_a_section_that_fails_does_not_end_the_others(
     assert len(found["launches"]) == 4
 
 
-def test_a_trial_that_fails_does_not_end_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail() -> None:
-        raise RuntimeError("no C compiler")
-
-    monkeypatch.setattr(engine.cuda_graphs, "compiled_kernels", fail)
-    file = tmp_path / "facts.json"
-    assert gpu_facts.main(["--dry", "--only", "trials", "--output", str(file)]) == 1
-    assert "error: trials: RuntimeError: no C compiler" in capsys.readouterr().err
-    found = json.loads(file.read_text())["trials"]
-    failed = [record["trial"] for record in found if "error" in record]
-    timed = [record["trial"] for record in found if "device_ms" in record]
-    assert failed == ["compiled", "both"] * 2 and timed == ["none", "split-keys"] * 2
-
-
 def test_gpu_check(tmp_path: Path) -> None:
     """Check that a dry run does every step, and keeps and packs its results. It runs in a process
     without a pretended device, and must give the steps one."""
@@ -168,7 +151,7 @@ def test_gpu_check(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("1 passed") == 3 and "error: " not in done.stdout
-    names = ("pair", "split-keys", "compiled", "main", "memory")
+    names = ("pair", "main", "memory")
     tables = {name: load(keep / f"{name}.jsonl") for name in names}
     for table in tables.values():
         assert table.head.machine["processor"] == "NVIDIA Pretended H100"
@@ -176,7 +159,7 @@ def test_gpu_check(tmp_path: Path) -> None:
         assert not text_frame(table).is_different.any()
     (summary,) = keep.glob("gpu_*.json")
     results = json.loads(summary.read_text())
-    parts = {"facts", "profile", "trials"}
+    parts = {"facts", "profile"}
     assert results.keys() == {"versions", "first_pass", "workspace", *parts, *tables}
     sections = set().union(*(results[part] for part in parts))
     assert sections == {"shapes", *gpu_facts.SECTIONS}
