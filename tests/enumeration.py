@@ -5,7 +5,7 @@ are tables: the logits of the next token depend only on the last token. So the p
 text can be computed: every possible tree is drafted, each is accepted in every possible way, and
 the probabilities are added up.
 
-    found = method_distribution(Chain(K=2), target_table, draft_table, 3)
+    found = Enumeration(Chain(K=2), target_table, draft_table).distribution(3)
     assert difference(found, target_distribution(target_table, 3)) < 1e-7
 
 This finds an acceptance that is wrong, and a rule whose choices depend on what was drawn. `learn`
@@ -16,8 +16,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from copy import copy
 from types import SimpleNamespace
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from draft_tree import Settings, Tree, grow
 from gpt_neox import Config, GPTNeoX, Model
-from methods.acceptances import DrawnAcceptance
+from methods.acceptances import Accept, DrawnAcceptance
 from methods.compose import Parts, compose, generate
 from methods.sampler import DrawingSampler, Sampling
 from verify import Acceptance
@@ -40,30 +39,9 @@ Result = TypeVar("Result")
 Learn = Callable[[Parts], None]  # changes the learned state of a method's parts
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A target and a draft that are tables [V, V]: row i has the logits after token i."""
-
-    target: Tensor
-    draft: Tensor
-
-    def compose(
-        self,
-        settings: Settings,
-        sampling: Sampling,
-        sampler: DrawingSampler,
-        acceptance: DrawnAcceptance | None,
-        learn: Learn | None,
-    ) -> Parts:
-        """Return a method's parts over these models; all random choices are the sampler's."""
-        draft = Stub(lambda tokens, positions: self.draft[tokens], len(self.draft))
-        target = Stub(lambda tokens, positions: self.target[tokens], len(self.target))
-        parts = compose(target, draft, settings, given_sampler(sampling, sampler))
-        if acceptance:
-            parts.accept.accept = acceptance
-        if learn:
-            learn(parts)
-        return parts
+def table_model(table: Tensor) -> Stub:
+    """Return a model that is a table [V, V]: row i has the logits after token i."""
+    return Stub(lambda tokens, positions: table[tokens], len(table))
 
 
 def given_sampler(sampling: Sampling, sampler: DrawingSampler) -> SimpleNamespace:
@@ -73,89 +51,95 @@ def given_sampler(sampling: Sampling, sampler: DrawingSampler) -> SimpleNamespac
     return SimpleNamespace(**found, sampler=lambda _: sampler)
 
 
-@torch.inference_mode()
-def method_distribution(
-    settings: Settings,
-    target_table: Tensor,
-    draft_table: Tensor,
-    n_tokens: int,
-    acceptance: DrawnAcceptance | None = None,
-    sampling: Sampling = PLAIN,
-    learn: Learn | None = None,
-) -> Distribution:
-    """Return the probability of each text of n_tokens that a method may write after token 0.
+class Enumeration:
+    """All texts that a method may write after token 0, with their probabilities.
 
     Iterates as dynatree.generate does, with one difference: every tree is made by new parts, which
-    `learn` may change.
-
-    Args:
-        target_table, draft_table: [V, V]; in float64 the error is about 1e-8. The draft may have
-            fewer ids than the target, or more.
-        acceptance: None for the method's own.
+    `learn` may change. All trees are drafted once, and may then be accepted in several ways.
 
     All random choices must be made by the sampler. The number of cases grows fast, so the
     vocabulary must be a few ids and a tree a few drawn nodes.
     """
-    pair = Pair(finite(target_table), draft_table)
-    step = partial(every_step, pair, settings, acceptance, sampling, learn)
 
-    @functools.cache
-    def after(root: int, n_left: int) -> Distribution:
-        """Return the probability of each continuation of n_left tokens after `root`."""
-        if n_left < 1:
-            return {(): 1.0}
-        found: Distribution = defaultdict(float)
-        for new, probability in step(root, n_left):
-            for rest, p in after(new[-1], n_left - len(new)).items():
-                found[new + rest] += probability * p
+    def __init__(
+        self,
+        settings: Settings,
+        target_table: Tensor,
+        draft_table: Tensor,
+        sampling: Sampling = PLAIN,
+        learn: Learn | None = None,
+    ):
+        """target_table, draft_table: [V, V]; in float64 the error is about 1e-8. The draft may have
+        fewer ids than the target, or more."""
+        self.table = finite(target_table)
+        self.target, self.draft = table_model(self.table), table_model(draft_table)
+        self.settings, self.sampling, self.learn = settings, sampling, learn
+        self.trees = functools.cache(self.draft_trees)
+        self.steps = functools.cache(self.accept_trees)
+
+    def compose(self, sampler: DrawingSampler) -> Parts:
+        """Return new parts of the method; all random choices are the sampler's."""
+        given = given_sampler(self.sampling, sampler)
+        parts = compose(self.target, self.draft, self.settings, given)
+        if self.learn:
+            self.learn(parts)
+        return parts
+
+    def draft_trees(self, root: int, n_left: int) -> list[tuple[tuple[Tree, Parts], float]]:
+        """Return every tree below `root`, the parts that drafted it, and its probability.
+
+        n_left: tokens that are still to be written; a tree is not deeper than that allows.
+        """
+
+        def drafting(choices: Choices) -> tuple[Tree, Parts]:
+            parts = self.compose(Scripted(self.sampling, choices))
+            return draft(parts, root, n_left - 1, len(self.table)), parts
+
+        return list(every_outcome(drafting))
+
+    def accept_trees(
+        self, root: int, n_left: int, acceptance: DrawnAcceptance | None
+    ) -> list[tuple[Text, float]]:
+        """Return the tokens that one iteration may write after `root`, and their probability."""
+        found = []
+        sampler = BonusRecorder(self.sampling)
+        for (tree, parts), p_tree in self.trees(root, n_left):
+            accept = copy(parts.accept)
+            accept.accept, accept.sampler = acceptance or accept.accept, sampler
+
+            def verifying(choices: Choices, accept: Accept = accept, tree: Tree = tree) -> Text:
+                sampler.choose = choices.choose
+                return commit(accept, tree, self.table)
+
+            for (*accepted, _), p_path in every_outcome(verifying):
+                for token, p in enumerate(sampler.bonus_probs):
+                    if p > 0:
+                        found.append(((*accepted, token), p_tree * p_path * p))
         return found
 
-    return dict(after(0, n_tokens))
+    @torch.inference_mode()
+    def distribution(
+        self, n_tokens: int, acceptance: DrawnAcceptance | None = None
+    ) -> Distribution:
+        """Return the probability of each text. acceptance: None for the method's own."""
 
+        @functools.cache
+        def after(root: int, n_left: int) -> Distribution:
+            """Return the probability of each continuation of n_left tokens after `root`."""
+            if n_left < 1:
+                return {(): 1.0}
+            found: Distribution = defaultdict(float)
+            for new, probability in self.steps(root, n_left, acceptance):
+                for rest, p in after(new[-1], n_left - len(new)).items():
+                    found[new + rest] += probability * p
+            return found
 
-@torch.inference_mode()
-def mean_length(
-    settings: Settings,
-    target_table: Tensor,
-    draft_table: Tensor,
-    n_tokens: int,
-    acceptance: DrawnAcceptance | None = None,
-    sampling: Sampling = PLAIN,
-) -> float:
-    """Return the mean number of accepted drafted tokens of the first tree after token 0."""
-    pair = Pair(target_table, draft_table)
-    found = every_step(pair, settings, acceptance, sampling, None, 0, n_tokens)
-    return sum(probability * (len(new) - 1) for new, probability in found)
+        return dict(after(0, n_tokens))
 
-
-def every_step(
-    pair: Pair,
-    settings: Settings,
-    acceptance: DrawnAcceptance | None,
-    sampling: Sampling,
-    learn: Learn | None,
-    root: int,
-    n_left: int,
-) -> Iterator[tuple[Text, float]]:
-    """Yield the tokens that one iteration may write after `root`, and their probability.
-
-    n_left: tokens that are still to be written; a tree is not deeper than that allows.
-    """
-    vocab_size = len(pair.target)
-
-    def drafting(choices: Choices) -> tuple[Tree, Parts]:
-        sampler = Scripted(sampling, choices)
-        parts = pair.compose(settings, sampling, sampler, acceptance, learn)
-        tree = draft(parts, root, n_left - 1, vocab_size)
-        return tree, parts
-
-    def verifying(tree: Tree, parts: Parts, choices: Choices) -> Text:
-        parts.accept.sampler = Scripted(sampling, choices)
-        return commit(parts.accept, tree, pair.target)
-
-    for drafted, probability in every_outcome(drafting):
-        for new, p_below in every_outcome(partial(verifying, *drafted)):
-            yield new, probability * p_below
+    @torch.inference_mode()
+    def mean_length(self, n_tokens: int, acceptance: DrawnAcceptance | None = None) -> float:
+        """Return the mean number of accepted drafted tokens of the first tree after token 0."""
+        return sum(p * (len(new) - 1) for new, p in self.steps(0, n_tokens, acceptance))
 
 
 def draft(parts: Parts, root: int, max_depth: int, vocab_size: int) -> Tree:
@@ -185,8 +169,7 @@ def target_distribution(
     target_table: Tensor, n_tokens: int, sampling: Sampling = PLAIN
 ) -> Distribution:
     """Return the probability of each text of n_tokens that the target writes after token 0."""
-    table = Stub(lambda tokens, positions: finite(target_table)[tokens], len(target_table))
-    return model_distribution(table, n_tokens, sampling)
+    return model_distribution(table_model(finite(target_table)), n_tokens, sampling)
 
 
 def model_distribution(model: Model, n_tokens: int, sampling: Sampling) -> Distribution:
@@ -221,7 +204,7 @@ def difference_by_generate(
 ) -> float:
     """Return the total variation between the distribution of `generate` and the target's own.
 
-    Unlike method_distribution, this covers real models and what a rule learns from tree to tree.
+    Unlike Enumeration, this covers real models and what a rule learns from tree to tree.
     It has more cases, so it can take even fewer ids and tokens.
     """
 
@@ -286,6 +269,18 @@ class Scripted(DrawingSampler):
 
     def uniform(self) -> "ScriptedUniform":
         return ScriptedUniform(self.choose)
+
+
+class BonusRecorder(Scripted):
+    """A scripted sampler that records the distribution of the bonus token, which is drawn last."""
+
+    def __init__(self, sampling: Sampling):
+        super().__init__(sampling, Choices([]))
+        self.bonus_probs: list[float] = []
+
+    def draw(self, probs: Tensor) -> int:
+        self.bonus_probs = (probs / probs.sum()).tolist()
+        return 0
 
 
 class ScriptedUniform:

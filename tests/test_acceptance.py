@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 from conftest import generate, make_tree, random_model
-from enumeration import CPU, PLAIN, Pair, draft, mean_length
+from enumeration import CPU, PLAIN, Enumeration, draft
 from test_dynatree import PROMPT
 from test_sampling import N_IDS, OTHER, TARGET
 
@@ -36,7 +36,8 @@ from methods.static import Chain, ConfidentChain, SpecInfer
 def test_a_block_is_worth_more_than_its_tokens() -> None:
     """Check the example in the docstring of methods/acceptances.py."""
     target = torch.tensor([[1 / 3, 2 / 3]] * 2).double().log()
-    found = [mean_length(Chain(K=2), target, target.flip(1), 3, by) for by in ACCEPTANCES.values()]
+    texts = Enumeration(Chain(K=2), target, target.flip(1))
+    found = [texts.mean_length(3, accept) for accept in ACCEPTANCES.values()]
     assert found == pytest.approx([10 / 9, 11 / 9, 11 / 9])
 
 
@@ -58,7 +59,7 @@ def test_a_chain_is_accepted_alike_by_block_and_by_traversal() -> None:
 def make_drafted_tree(settings: Settings, seed: int) -> tuple[Parts, Tree]:
     """Return a method's parts over the two tables, and a tree that it has drafted below token 0."""
     sampler = Sampling(1.0, seed=seed).sampler(CPU)
-    parts = Pair(TARGET.float(), OTHER.float()).compose(settings, PLAIN, sampler, None, None)
+    parts = Enumeration(settings, TARGET.float(), OTHER.float()).compose(sampler)
     return parts, draft(parts, 0, 3, N_IDS)
 
 
