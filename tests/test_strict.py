@@ -20,8 +20,10 @@ from torch import Tensor
 
 from engine import layers, strict
 from engine.cache import FastCache
+from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
 from engine.passes import PassConfig
+from engine.strict import MAX_STRICT_ROWS
 from methods.static import Chain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -121,3 +123,11 @@ def test_a_strict_pass_of_too_many_rows_is_refused(min_rows: int | None) -> None
     n = max(2, cache.config.min_rows) + 1
     with pytest.raises(ValueError, match=f"a strict pass has {n} rows, it must have at most"):
         model.forward(torch.arange(n), torch.arange(n), cache)
+
+
+@pytest.mark.parametrize("method", ["dyspec N=129", "ar rows=192", "beam N_max=256"])
+def test_strict_passes_of_many_rows_are_refused(method: str) -> None:
+    GenerationConfig.parse(*method.split())
+    GenerationConfig.parse("dyspec", f"N={MAX_STRICT_ROWS}", "strict")
+    with pytest.raises(ValueError, match=f"it must have at most {MAX_STRICT_ROWS}; use a smaller"):
+        GenerationConfig.parse(*method.split(), "strict")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import make_tree, path_to, random_tree
 
-from draft_tree import Tree
+from draft_tree import MAX_ROWS, Tree
 from methods.acceptances import Accept, accept_by_token
 from methods.sampler import Sampling
 from sampling import Sampler
@@ -74,8 +74,9 @@ def test_never_a_token_past_eos_and_never_more_than_asked(
 def test_a_node_attends_to_its_own_path(length: int) -> None:
     """Check mask and positions. A node's position is that of a sequence which ends with it."""
     rng = random.Random(length)
-    for _ in range(50):
-        tree = random_tree(rng, rng.randint(1, 24))
+    chain = make_tree([0] * 130, list(range(-1, 129)))
+    small = (random_tree(rng, rng.randint(1, 24)) for _ in range(50))
+    for tree in (*small, random_tree(rng, MAX_ROWS), chain):
         tokens, positions, mask = tree_inputs(tree, length)
         assert tokens.tolist() == tree.tokens
         assert mask.shape == (len(tree), len(tree))

@@ -1,0 +1,134 @@
+"""Tests of passes of fixed shapes, which CUDA graphs replay, and of passes of up to 1,024 rows."""
+
+import random
+
+import pytest
+import torch
+from conftest import (
+    LARGE_SETTINGS,
+    append,
+    fix_shapes,
+    generate,
+    make_tree,
+    noisy_pair,
+    path_to,
+    pretend_capture,
+    random_model,
+    run_tree,
+)
+from torch import Tensor
+
+from draft_tree import Tree
+from engine.cache import FastCache
+from engine.cuda_graphs import FixedPasses, make_shape, pack_mask
+from engine.model import FastGPTNeoX
+from engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig
+from engine.scores import Ranking
+
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+
+
+def random_large_tree(n: int, seed: int) -> Tree:
+    """Return a random tree of n rows in breadth-first order."""
+    rng = random.Random(seed)
+    parents = sorted(rng.randrange(max(1, row // 2)) for row in range(1, n))
+    return make_tree([rng.randrange(90) for _ in range(n)], [-1, *parents])
+
+
+@pytest.mark.parametrize("n_rows", [129, 193, 1024])
+def test_a_row_of_a_large_tree_is_its_own_path(n_rows: int) -> None:
+    """Compare the logits of some rows with those of their tokens in a plain sequence."""
+    model = random_model(3, max_position_embeddings=2000)
+    tree = random_large_tree(n_rows, seed=n_rows)
+    for is_shaped in (False, True):
+        model.has_fixed_shapes = is_shaped
+        cache = model.new_cache(2000, PassConfig(n_rows, n_scratch=n_rows))
+        model.prefill(PROMPT, cache)
+        logits = run_tree(model, cache, tree).clone()
+        for row in (0, 1, n_rows // 2, n_rows - 1):
+            cache.rewind(len(PROMPT))
+            tokens = [tree.tokens[each] for each in path_to(tree, row)]
+            expected = append(model, tokens, cache)[-1]
+            torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_passes_run_outside_inference_mode_after_a_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check a model whose memory was made inside inference mode and is used again outside."""
+    pretend_capture(monkeypatch)
+    target, draft = noisy_pair(seed=5)
+    fix_shapes(target, draft)
+    list(generate(target, draft, PROMPT, LARGE_SETTINGS["dyspec"], 8))
+    cache = target.new_cache(30, PassConfig(ranking=Ranking(3)))
+    target.prefill(PROMPT, cache)
+    append(target, [5], cache)
+    assert cache.scores.top_ids(3).shape == (1, 3)
+
+
+def unpack(packed: Tensor, n_columns: int) -> Tensor:
+    bits = [(packed >> bit) & 1 for bit in range(8)]
+    return torch.stack(bits, dim=2).flatten(1)[:, :n_columns].bool()
+
+
+@pytest.mark.parametrize("n_scratch", [5, 6, 7, 128])
+def test_a_mask_in_bits(n_scratch: int) -> None:
+    mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    packed = torch.from_numpy(pack_mask(mask, 4, n_scratch))
+    found = unpack(packed, n_scratch + 2)
+    assert found.shape == (4, n_scratch + 2)
+    assert found[:3, 0].all() and found[:3, 1:6].equal(mask) and not found[:3, 6:].any()
+    assert found[3, :-1].all() and not found[3, -1], "padding"
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_an_upload_keeps_nothing_of_the_one_before_it(is_strict: bool) -> None:
+    """Compare the inputs of a pass of 3 rows, padded to 4, after one of 4 rows and at first."""
+    kv, rotary = random_model(1).new_memory(SLOT_STEP)
+    shape = make_shape(4, SLOT_STEP, PassConfig(is_strict=is_strict))
+    uploaded = []
+    for row_counts in ((4, 3), (3,)):
+        passes = FixedPasses(kv, rotary, SMALL_PASS, 96)
+        for n in row_counts:
+            rows, mask = torch.arange(n) + 5, torch.ones(n, n, dtype=torch.bool).tril_()
+            passes.upload(shape, rows, rows, mask, 5, 5)
+        uploaded.append(passes.buffer[: shape.n_bytes])
+    assert uploaded[0].equal(uploaded[1])
+
+
+def open_shaped(model: FastGPTNeoX, n_rows: int, capacity: int = 400) -> FastCache:
+    cache = model.new_cache(capacity, PassConfig(n_rows, n_scratch=max(n_rows, SMALL_PASS)))
+    model.prefill(PROMPT, cache)
+    cache.capture(len(PROMPT))
+    return cache
+
+
+def test_memory_is_for_the_rows_that_are_asked() -> None:
+    """Check the rows of logits and the slots of small and large passes. A small pass can use the
+    memory of a large one, but not the reverse, even if there are enough slots."""
+    model = random_model(3, max_position_embeddings=64)
+    fix_shapes(model)
+    passes: list[FixedPasses] = []
+    for n_rows, capacity in ((7, 600), (300, 100), (64, 100)):
+        with model.new_cache(capacity, PassConfig(n_rows)) as cache:
+            passes.append(cache.passes)
+    assert [len(each.logits) for each in passes] == [SMALL_PASS, 384, 384]
+    assert [each.kv.shape[3] for each in passes] == [768, 512, 512]
+    assert passes[1] is passes[2]
+
+
+def test_a_large_pass_is_captured_when_it_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_capture(monkeypatch)
+    model, plain = (random_model(3, max_position_embeddings=400) for _ in range(2))
+    fix_shapes(model)
+    cache, plain_cache = open_shaped(model, 300, 900), open_shaped(plain, 300, 900)
+    captured = cache.passes.captured
+    assert {shape.n_rows for shape in captured} == {n for n in ROW_COUNTS if n <= SMALL_PASS}
+    n_captured = []
+    for n_rows in (300, 200, 300, 290, 3):
+        tree = random_large_tree(n_rows, seed=n_rows)
+        expected = run_tree(plain, plain_cache, tree)
+        torch.testing.assert_close(run_tree(model, cache, tree), expected, rtol=1e-4, atol=1e-4)
+        n_captured.append(len(captured))
+    first, *others = n_captured
+    assert others == [first + 1] * 4
