@@ -133,7 +133,7 @@ class FastCache(KVCache):
             slots = f"{n} to {self.length + n}"
             raise ValueError(f"the mask covers {mask.shape[1]} slots, it must cover {slots}")
         self.tokens = tokens
-        self.model.before_pass(n)
+        self.model.before_pass(self, n)
         rows = tokens, positions, mask, self.length, n_last
         self.scores = self.passes.forward(self.model, *rows, self.config)
         return self.scores
@@ -162,7 +162,7 @@ class FastCache(KVCache):
         """Run and commit tokens [n]. Return their last hidden states [n, hidden]."""
         n = len(tokens)
         self.require(self.length + n)
-        self.model.before_pass(n)
+        self.model.before_pass(self, n)
         x = self.passes.prefill(self.model, tokens, self.length)
         if self.config.reports_prompt:
             self.report_pass(tokens, self.model.score(x, self.config))

@@ -32,7 +32,7 @@ from engine.memory import memory_for, require_memory
 from engine.model import FastGPTNeoX, weight_bytes
 from engine.tensor_parallel import UNSHARDED
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
-from methods.eagle import EagleHead, ReferenceHead
+from methods.eagle import EagleHead, ReferenceHead, StateTransformer, with_states
 
 NORM = ("gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias")
 LAYER = "gpt_neox.layers.0."
@@ -40,21 +40,34 @@ NEEDED = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size
 NEEDED += ("target", "target_digest")  # keys of config.json without a default
 
 
+class FastStateTransformer(StateTransformer):
+    """The state input of a FusedTransformer (engine/layers.py)."""
+
+    def written_slots(self, n: int, start: int | Tensor, *others: object) -> Tensor:
+        """start: the first slot to write, or all slots to write, [n] int64."""
+        if isinstance(start, Tensor):
+            return start
+        return torch.arange(start, start + n, device=self.fc.weight.device)
+
+
 class FastHead(EagleHead, FastGPTNeoX):
     """A head with the fast passes of the engine."""
 
-    def before_pass(self, n: int) -> None:
-        self.take_states(n)
+    transformer_class = FastStateTransformer
 
-    def last_states(self, cache: FastCache, n: int) -> Tensor:
-        return cache.scores.hidden[-n:]  # after a prefill it has only the last row, which is enough
+    def new_memory(self, n_slots: int) -> tuple[Tensor, Tensor]:
+        kv, rotary = super().new_memory(n_slots)
+        return with_states(kv), rotary
+
+    def before_pass(self, cache: FastCache, n: int) -> None:
+        self.take_states(cache, n)
 
 
 def fc_bytes(model: GPTNeoX) -> int:
     """Return the bytes of a head's fc; 0 for a model that is no head."""
     if not isinstance(model, EagleHead):
         return 0
-    fc = model.gpt_neox.embed_in.fc
+    fc = model.gpt_neox.fc
     return fc.weight.nbytes + fc.bias.nbytes
 
 

@@ -105,8 +105,8 @@ class FastGPTNeoX(GPTNeoX):
         """Return an empty cache for `capacity` tokens. Raises OutOfMemory if it does not fit."""
         return FastCache(self, capacity, config or PassConfig())
 
-    def before_pass(self, n: int) -> None:
-        """Prepare a pass of n rows. Caches call this; an EAGLE head sets the states of the rows."""
+    def before_pass(self, cache: FastCache, n: int) -> None:
+        """Prepare a pass of n rows over a cache, which calls this. A head sets the rows' states."""
 
     def forward(
         self, tokens: Tensor, positions: Tensor, cache: FastCache, mask: Tensor | None = None

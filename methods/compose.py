@@ -26,7 +26,7 @@ from gpt_neox import Model
 from methods.acceptances import Accept, choose_acceptance
 from methods.calibration import CalibratedDrafter
 from methods.drawn import DrawnDrafter, DrawnRule
-from methods.eagle import EagleDrafter, head_of
+from methods.eagle import EagleDrafter, head_of, require_size
 from methods.observing import HiddenDrafter, HiddenModel, ObservedModel
 from methods.rules import make_rule
 from methods.sampler import GREEDY, Sampling, TemperedDrafter
@@ -74,7 +74,8 @@ def compose(
         trace: trace(rule, calibrated) returns the rule, traced. calibrated: the drafter that
             calibrates its candidates, or None.
 
-    Raises ValueError if the method does not support the acceptance.
+    Raises ValueError if the method does not support the acceptance, and for a head of a target of
+    another size.
     """
     rule = make_rule(settings)
     sampler = sampling.sampler(target.device)
@@ -88,6 +89,7 @@ def compose(
             proposing = kit.drafter(draft, sampling.top_k_temperature)
     drafter = proposing
     if drafter and not isinstance(drafter, HiddenDrafter) and (head := head_of(draft)):
+        require_size(head, target)
         drafter = EagleDrafter(drafter, head)
     if isinstance(drafter, HiddenDrafter):
         target = kit.hidden(target, drafter)

@@ -32,72 +32,104 @@ Shapes: n rows of a pass, hidden the target's hidden size.
 import torch
 from torch import Tensor, nn
 
-from draft_tree import MAX_ROWS, Candidates, Tree
+from draft_tree import Candidates, Tree
 from dynatree import ModelDrafter
-from gpt_neox import PREFILL_CHUNK, GPTNeoX, KVCache
+from gpt_neox import GPTNeoX, KVCache, Model
 from methods.observing import HiddenDrafter
 
 
-class StateEmbedding(nn.Module):
-    """An embedding that also takes a state for each token: fc([embedding, state])."""
+class StateTransformer(nn.Module):
+    """A transformer of one layer whose input is fc([embedding, state]), for models of gpt_neox.py.
 
-    def __init__(self, embedding: nn.Module, fc: nn.Linear):
+    A cache of a head has a second layer, which no attention reads. In place of keys it has the
+    state before each slot's token, and in place of values the state that is predicted at the token.
+    """
+
+    def __init__(self, transformer: nn.Module, fc: nn.Linear):
         """fc: from 2 * hidden to hidden."""
         super().__init__()
-        self.embedding, self.fc = embedding, fc
-        # [n, hidden] with room for a chunk of prefill and for a level, filled by
-        # EagleHead.take_states before each pass, which reads the first ones. It is a buffer because
-        # a CUDA graph reads its inputs at fixed addresses
-        n = max(PREFILL_CHUNK, MAX_ROWS)
-        states = torch.zeros(n, fc.out_features, device=fc.weight.device)
-        self.register_buffer("input_states", states.to(fc.weight.dtype), persistent=False)
+        for name, module in transformer.named_children():  # a model finds them under these names
+            setattr(self, name, module)
+        transformer.embed_in = nn.Identity()  # `forward` passes the layer's input, not tokens
+        self.transformer, self.fc = transformer, fc
 
-    @property
-    def weight(self) -> Tensor:
-        """The embedding matrix [V, hidden], from which a GPTNeoX reads its device and dtype."""
-        return self.embedding.weight
+    def forward(self, tokens: Tensor, rotary: Tensor, kv: Tensor, *others: object) -> Tensor:
+        """Return the predicted states [n, hidden] of tokens [n]. kv: [2, 2, H, capacity, D].
+        others: the other arguments of the transformer."""
+        slots = self.written_slots(len(tokens), *others)
+        before, predicted = kv[:, 1]  # [H, capacity, D] each
+        states = before.index_select(1, slots).transpose(0, 1).flatten(1)  # [n, hidden]
+        x = self.fc(torch.cat([self.embed_in(tokens), states], dim=-1))
+        x = self.transformer(x, rotary, kv[:, :1], *others)
+        predicted.index_copy_(1, slots, split_heads(x, kv))
+        return x
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the input [n, hidden] of the layer for tokens [n]."""
-        states = self.input_states[: len(tokens)]
-        return self.fc(torch.cat([self.embedding(tokens), states], dim=-1))
+    def written_slots(self, n: int, mask: Tensor) -> Tensor:
+        """Return the slots [n] of a pass of n rows. mask: [n, S]."""
+        return torch.arange(mask.shape[1] - n, mask.shape[1], device=mask.device)
+
+
+def split_heads(states: Tensor, kv: Tensor) -> Tensor:
+    """Return states [n, hidden] as keys or values of a cache, [H, n, D]."""
+    return states.unflatten(1, (kv.shape[2], kv.shape[4])).transpose(0, 1)
+
+
+def with_states(kv: Tensor) -> Tensor:
+    """Return a cache's memory [2, 1, H, capacity, D] with the layer for states."""
+    return torch.cat([kv, torch.zeros_like(kv)], dim=1)
 
 
 class EagleHead:
     """A mixin that adds the state input. List it before GPTNeoX or FastGPTNeoX in the bases.
 
-    Before a pass, set `next_states` [m, hidden] to the states of the tokens that will be run, in
-    their order. Each pass removes those that it uses.
+    All states belong to a cache, so several texts may use one head at a time. Before a pass, set
+    `cache.next_states` [m, hidden] to the states before the tokens that will be run, in their
+    order. Each pass removes those that it uses.
     """
 
+    transformer_class = StateTransformer
+
     def add_state_input(self, fc: nn.Linear) -> None:
-        """Replace the embedding by a StateEmbedding. Call this once, after from_tensors."""
-        self.gpt_neox.embed_in = StateEmbedding(self.gpt_neox.embed_in, fc)
-        self.next_states = fc.weight.new_empty(0, fc.out_features)
+        """Give the transformer its state input. Call this once, after from_tensors."""
+        self.gpt_neox = self.transformer_class(self.gpt_neox, fc)
 
-    def take_states(self, n: int) -> None:
-        """Move the first n of next_states to the embedding, for a pass of n rows."""
-        states, self.next_states = self.next_states.split([n, len(self.next_states) - n])
-        self.gpt_neox.embed_in.input_states[:n].copy_(states)
+    def new_cache(self, capacity: int, *config: object) -> KVCache:
+        """Return an empty cache that has no next_states."""
+        cache = super().new_cache(capacity, *config)
+        cache.next_states = self.gpt_neox.fc.weight.new_empty(0, self.config.hidden_size)
+        return cache
 
-    def last_states(self, cache: KVCache, n: int) -> Tensor:
-        """Return the predicted states [n, hidden] of the last n rows of the latest pass. A later
-        pass may overwrite them."""
-        raise NotImplementedError(f"{type(self).__name__} has no last_states")
+    def take_states(self, cache: KVCache, n: int) -> None:
+        """Move the first n of cache.next_states to the slots of a pass of n rows. Raises ValueError
+        if there are fewer."""
+        n_left = len(cache.next_states) - n
+        if n_left < 0:
+            raise ValueError(
+                "an EAGLE head runs over the hidden states of its target; use it as the draft of "
+                "engine.generate.generate"
+            )
+        states, cache.next_states = cache.next_states.split([n, n_left])
+        cache.kv[0, 1, :, cache.length : cache.length + n] = split_heads(states, cache.kv)
+
+
+def last_states(cache: KVCache, n: int) -> Tensor:
+    """Return the states [n, hidden] that a head has predicted in the n newest slots of a cache."""
+    return cache.kv[1, 1, :, cache.length - n : cache.length].transpose(0, 1).flatten(1)
 
 
 class ReferenceHead(EagleHead, GPTNeoX):
     """A head on the model of gpt_neox.py, whose every pass is a call of `hidden`."""
 
+    def new_cache(self, capacity: int) -> KVCache:
+        cache = super().new_cache(capacity)
+        cache.kv = with_states(cache.kv)
+        return cache
+
     def hidden(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
     ) -> Tensor:
-        self.take_states(len(tokens))
-        self.predicted = super().hidden(tokens, positions, cache, mask)
-        return self.predicted
-
-    def last_states(self, cache: KVCache, n: int) -> Tensor:
-        return self.predicted[-n:]
+        self.take_states(cache, len(tokens))
+        return super().hidden(tokens, positions, cache, mask)
 
 
 def head_of(draft: object) -> EagleHead | None:
@@ -106,8 +138,15 @@ def head_of(draft: object) -> EagleHead | None:
     return model if isinstance(model, EagleHead) else None
 
 
+def require_size(head: EagleHead, target: Model) -> None:
+    """Raise ValueError if the target's hidden states have another size than the head's."""
+    own, needed = head.config.hidden_size, target.config.hidden_size
+    if own != needed:
+        raise ValueError(f"the head is for a target of hidden_size {own}, this one has {needed}")
+
+
 class EagleDrafter(HiddenDrafter):
-    """A ModelDrafter over a head, whose next_states are set before each pass."""
+    """A ModelDrafter over a head. It gives the head's cache the states of each pass."""
 
     def __init__(self, drafter: ModelDrafter, head: EagleHead):
         """drafter: runs the head and chooses the candidates."""
@@ -126,13 +165,13 @@ class EagleDrafter(HiddenDrafter):
         self.observed.append(hidden.to(self.head.dtype, copy=True))
 
     def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+        cache = self.drafter.cache
         if parents is None:  # the root: the pass runs all uncached tokens
-            self.head.next_states, self.states = torch.cat(self.states), []
+            cache.next_states, self.states = torch.cat(self.states), []
         else:
-            self.head.next_states = self.level_states[parents]
+            cache.next_states = self.level_states[parents]
         found = self.drafter.draft(tokens, parents, k)
-        # [n, hidden], predicted at the nodes of this level
-        self.level_states = self.head.last_states(self.drafter.cache, len(tokens))
+        self.level_states = last_states(cache, len(tokens))  # [n, hidden]
         return found
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:

@@ -27,7 +27,7 @@ from engine.passes import PassConfig
 from gpt_neox import Config, GPTNeoX, KVCache, rotate
 from methods import METHODS
 from methods.drawn import DrawnRule
-from methods.eagle import EagleHead
+from methods.eagle import EagleHead, last_states
 from methods.rules import breadth_first
 from verify import tree_inputs
 
@@ -248,6 +248,15 @@ def make_head(
     fc.weight.data, fc.bias.data = (torch.eye(n, 2 * n) + noise).to(dtype), bias.to(dtype)
     head.add_state_input(fc.requires_grad_(False))
     return head
+
+
+def predict_states(head: EagleHead, tokens: list[int], states: Tensor) -> Tensor:
+    """Return the states [n, hidden] that a head predicts at the n tokens of a text, by one pass.
+    states: [n, hidden], before each token."""
+    cache = head.new_cache(len(tokens))
+    cache.next_states = states
+    head.prefill(tokens, cache)
+    return last_states(cache, len(tokens))
 
 
 class Stub(GPTNeoX):

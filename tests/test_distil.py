@@ -16,6 +16,7 @@ from conftest import (
     error_line,
     generate,
     override,
+    predict_states,
     random_config,
     random_tensors,
     run,
@@ -268,9 +269,8 @@ def test_the_passes_of_training_are_the_levels_of_a_tree(monkeypatch: pytest.Mon
             for depth, found in enumerate(passes):
                 before = torch.cat([zeros, row_states[: end - depth]])
                 for i in range(end - depth, end + 1):
-                    plain.next_states = before
-                    plain.prefill(tokens[: i + 1], plain.new_cache(i + 1))
-                    before = torch.cat([before, plain.predicted[-1:]])
+                    predicted = predict_states(plain, tokens[: i + 1], before)
+                    before = torch.cat([before, predicted[-1:]])
                 torch.testing.assert_close(found[row, end], before[-1], atol=1e-3, rtol=1e-4)
 
 
@@ -311,9 +311,9 @@ def head_cross_entropy(folder: Path, text: str) -> float:
     head = load_head(folder, TARGET, cpu, torch.float32, is_reference=True)
     ids = Tokenizer.from_file(f"{TARGET}/tokenizer.json").encode(Path(text).read_text()).ids[:200]
     states = run_layers(target, torch.tensor([ids]), rotary_table(target.config, len(ids), cpu))[0]
-    head.next_states = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
-    head.prefill(ids, head.new_cache(len(ids)))
-    return F.cross_entropy(head.logits(head.predicted), target.logits(states).softmax(-1)).item()
+    before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
+    logits = head.logits(predict_states(head, ids, before))
+    return F.cross_entropy(logits, target.logits(states).softmax(-1)).item()
 
 
 @pytest.mark.usefixtures("small_own_text")

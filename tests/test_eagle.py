@@ -5,7 +5,10 @@ test_exactness.py tests the texts over a head, of all methods and in all modes.
     python -m pytest tests/test_eagle.py
 """
 
+import contextlib
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from conftest import (
     generate,
     make_head,
     path_to,
+    predict_states,
     pretend_capture,
     random_config,
     random_model,
@@ -30,12 +34,12 @@ from torch import Tensor
 import dynatree
 from cli.main import main
 from cli.metrics import token_ids
-from draft_tree import DynaTree, Settings
+from draft_tree import DynaTree, Settings, Tree
 from engine.checkpoint import CheckpointError
 from engine.eagle_head import FastHead, load_head
 from engine.model import FastGPTNeoX
 from engine.passes import Window
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, KVCache
 from methods.compose import compose
 from methods.dyspec import DySpec
 from methods.eagle import EagleHead, ReferenceHead, head_of
@@ -63,14 +67,6 @@ def ar_ids(target: GPTNeoX, n: int) -> list[int]:
     return token_ids(generate(target, None, PROMPT, PaddedAutoregressive(), n))
 
 
-def head_states(head: ReferenceHead, tokens: list[int], states: Tensor) -> Tensor:
-    """Return the head's predictions [n, hidden] by one pass over a text. states: the states before
-    its tokens."""
-    head.next_states = states
-    head.prefill(tokens, head.new_cache(len(tokens)))
-    return head.predicted
-
-
 def target_states(target: GPTNeoX, tokens: list[int]) -> Tensor:
     positions = torch.arange(len(tokens))
     return target.hidden(torch.tensor(tokens), positions, target.new_cache(len(tokens)))
@@ -81,7 +77,7 @@ def path_logprob(head: ReferenceHead, text: list[int], path: list[int], states: 
     text on the target's states [n, hidden], then the path's tokens on the head's own states."""
     found = 0.0
     for i, token in enumerate(path):
-        predicted = head_states(head, text + path[:i], states)[-1:]
+        predicted = predict_states(head, text + path[:i], states)[-1:]
         states = torch.cat([states, predicted])
         found += head.logits(predicted).log_softmax(-1)[0, token].item()
     return found
@@ -118,8 +114,9 @@ def test_every_token_follows_one_state() -> None:
     target, head = random_pair(GPTNeoX)
     parts = compose(target, head, TREE)
     for _ in dynatree.generate(*parts[:2], PROMPT, parts.rule, 20, accept=parts.accept):
-        assert len(head.next_states) == 0
-        assert sum(map(len, parts.drafter.states)) == len(parts.drafter.drafter.uncached)
+        drafter = parts.drafter.drafter
+        assert len(drafter.cache.next_states) == 0
+        assert sum(map(len, parts.drafter.states)) == len(drafter.uncached)
 
 
 def test_the_reference_model_writes_the_same_trees() -> None:
@@ -132,16 +129,21 @@ def test_the_reference_model_writes_the_same_trees() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"window": Window(700, 4)}, {"commit": "rebuild"}])
 @pytest.mark.parametrize("n_prompt", [1, 2, 600, 1100])
-def test_prompts_of_several_passes(n_prompt: int, options: dict) -> None:
+def test_prompts_of_several_passes(
+    n_prompt: int, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check texts and trees after prompts of one token, and of more than a prefill's chunk. With
     one window, trees equal those of a prompt that other passes have run."""
     target, head = random_pair(max_position_embeddings=2048)
+    caches = []
+    new_cache = head.new_cache
+    monkeypatch.setattr(head, "new_cache", lambda *a: caches.append(new_cache(*a)) or caches[-1])
     prompt = [(7 * i) % 96 for i in range(n_prompt)]
     steps = list(generate(target, head, prompt, TREE, 20, **options))
     window = {"window": options["window"]} if "window" in options else {}
     expected = token_ids(generate(target, None, prompt, PaddedAutoregressive(), 20, **window))
     assert token_ids(steps) == expected
-    assert len(head.next_states) == 0 and steps[1].draft_rows[0] == n_prompt + 1
+    assert len(caches[0].next_states) == 0 and steps[1].draft_rows[0] == n_prompt + 1
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e30, float("nan")])
@@ -163,6 +165,48 @@ def test_a_drafter_over_a_head_is_like_the_head() -> None:
     by_head = [step.path for step in generate(target, head, PROMPT, TREE, 24)]
     drafter = dynatree.ModelDrafter(random_pair()[1])
     assert [step.path for step in generate(target, drafter, PROMPT, TREE, 24)] == by_head
+
+
+@pytest.mark.parametrize("kind", [GPTNeoX, FastGPTNeoX], ids=["reference", "fast"])
+def test_generations_may_share_a_head(kind: type[GPTNeoX]) -> None:
+    """Draft each level of two texts at one time, as two threads may. Their states once belonged to
+    the head, so each text got some of the other one's."""
+    target, head = random_pair(kind)
+    prompts = [3, 14, 15], [92, 65]
+    alone = [[s.tree for s in generate(target, head, p, TREE, 24)] for p in prompts]
+    barrier = threading.Barrier(2)
+    take_states = head.take_states
+
+    def wait_and_take(cache: KVCache, n: int) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # one text has ended
+            barrier.wait(timeout=5)
+        take_states(cache, n)
+
+    def write(prompt: list[int]) -> list[Tree | None]:
+        torch.set_num_threads(1)
+        try:
+            return [step.tree for step in generate(target, head, prompt, TREE, 24)]
+        finally:
+            barrier.abort()
+
+    head.take_states = wait_and_take
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(write, prompts)) == alone
+
+
+@pytest.mark.parametrize("kind", [GPTNeoX, FastGPTNeoX], ids=["reference", "fast"])
+def test_a_head_without_its_targets_states_is_refused(kind: type[GPTNeoX]) -> None:
+    """Check a head as the target, in the core's loop, and with a target of another size."""
+    target, head = random_pair(kind)
+    drafter, rule = dynatree.ModelDrafter(head), TREE.make_rule()
+    larger = random_model(3, kind=kind, hidden_size=64)
+    for steps, message in [
+        (generate(head, head, PROMPT, TREE, 5), "use it as the draft of engine.generate"),
+        (dynatree.generate(target, drafter, PROMPT, rule, 5), "use it as the draft of"),
+        (generate(larger, head, PROMPT, TREE, 5), "hidden_size 32, this one has 64"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            list(steps)
 
 
 def test_a_head_of_another_target_changes_no_text() -> None:
