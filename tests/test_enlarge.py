@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Captured, error_line, run
+from conftest import TINY, Captured, error_line, override, run
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -71,7 +71,7 @@ def test_a_mistake_changes_nothing(
     (around / "link").symlink_to("nowhere")
     (around / "killed.unfinished").mkdir()
     before = read_all(around)
-    words = [str(small), f"{around}/{place}", *FITTING, *sizes]
+    words = override([str(small), f"{around}/{place}", *FITTING], *sizes)
     assert message in error_line(capsys, enlarge.main, words)
     assert read_all(around) == before
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, override
 from test_trace import data_of
 
 from cli.errors import Parser, run_command_line
@@ -117,8 +117,8 @@ def test_while_a_module_changes_it_into_another_error() -> None:
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     """Check a process that ignores Ctrl-C, as under nohup or behind a script's &."""
-    options = ["--json", "--show-tree", "--max-new-tokens", "30"]
-    with start("dynatree.py", *TEXT, *options, at_ctrl_c=signal.SIG_IGN) as process:
+    words = override(TEXT, "--json", "--show-tree", "--max-new-tokens", "30")
+    with start("dynatree.py", *words, at_ctrl_c=signal.SIG_IGN) as process:
         wait_for(process.stderr, "iteration 2:")
         os.killpg(process.pid, signal.SIGINT)
         out, _ = process.communicate()
