@@ -1,5 +1,6 @@
 """Fixtures and helpers of the tests: tiny random GPT-NeoX models, trees and checkpoints, seeded."""
 
+import functools
 import json
 import os
 import random
@@ -67,6 +68,40 @@ def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if not request.node.get_closest_marker("cuda"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@functools.cache
+def load_tiny(load: Callable[..., FastGPTNeoX], *arguments: object) -> FastGPTNeoX:
+    """Load an embedded model by FastGPTNeoX.from_pretrained, which takes longer than most tests."""
+    return load(FastGPTNeoX, *arguments)
+
+
+@pytest.fixture(autouse=True)
+def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the fast models of the embedded pair share their weights on a CPU.
+
+    Each has settings and memory of its own. The reference model is loaded anew, because training
+    changes its weights.
+    """
+    load = FastGPTNeoX.from_pretrained.__func__
+
+    def from_pretrained(
+        cls: type[FastGPTNeoX],
+        name_or_path: str | Path,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | str = torch.float32,
+        *others: object,
+        **options: object,
+    ) -> FastGPTNeoX:
+        folder = Path(name_or_path).absolute()
+        if folder.parent != TINY or str(device) != "cpu" or others or options:
+            return load(cls, name_or_path, device, dtype, *others, **options)
+        shared = load_tiny(load, folder, device, dtype)
+        model = object.__new__(FastGPTNeoX)
+        model.__dict__ |= shared.__dict__ | {"reusable": [], "invariance_results": {}}
+        return model
+
+    monkeypatch.setattr(FastGPTNeoX, "from_pretrained", classmethod(from_pretrained))
 
 
 def pretend_one_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
