@@ -7,8 +7,8 @@ Every mistake raises UsageError, whose message is one line that says what to do.
 
 import argparse
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 from cli.errors import UsageError
 from cli.models import Pair
@@ -19,8 +19,6 @@ from engine.generation_config import GenerationConfig
 from methods import METHODS
 from methods.acceptances import ACCEPTANCES
 from methods.sampler import GREEDY, Sampling
-
-MAX_PROMPT_BYTES = 4_000_000  # a long novel, about 500 times the positions of Pythia
 
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:
@@ -147,23 +145,13 @@ def require_fit(config: GenerationConfig, pair: Pair, whose: str = "") -> None:
 
 def read_prompt(text: str | None, file: str | None) -> str:
     """Return the prompt, or what is in its file (- is standard input) without the last line end,
-    which editors and echo add. Raises UsageError if it is unreadable, too long or not UTF-8."""
-    raw = read_file(file) if text is None else text.encode("utf-8", "surrogateescape")
+    which editors and echo add. Raises UsageError if the file cannot be read or is not UTF-8."""
+    if file is None:
+        return text or ""
     try:
-        prompt = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt is not UTF-8: {error}") from error
-    return prompt if file is None else prompt.removesuffix("\n").removesuffix("\r")
-
-
-def read_file(name: str) -> bytes:
-    """Return what is in a prompt's file, which may be a pipe. Raises UsageError."""
-    try:
-        with nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
-            raw = file.read(MAX_PROMPT_BYTES + 1)
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except OSError as error:
-        raise UsageError(f"{name} cannot be read: {error.strerror}") from error
-    if len(raw) > MAX_PROMPT_BYTES:  # a device never ends
-        limit = f"{MAX_PROMPT_BYTES // 1_000_000} MB"
-        raise UsageError(f"{name} is larger than {limit}, the limit of a prompt; use a part of it")
-    return raw
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8: {error}") from error

@@ -6,8 +6,7 @@ print(TextStream(tokenizer).push(ids))
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -15,54 +14,18 @@ from tokenizers import Tokenizer
 import dynatree
 from cli.errors import UsageError
 from dynatree import ends_bytes, final_text
-from engine.checkpoint import CheckpointError, first_line, read_json
+from engine.checkpoint import CheckpointError
 
 CONTEXT = 4  # earlier ids that the text of an id may depend on, such as the space between words
-LONGEST_GROWTH = 4096  # of a text by one part of a tokenizer; real ones stay far below
 LONG = 32  # if nothing is held back, at most so many ids are decoded again with each new one
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of a folder's tokenizer.json. Raises CheckpointError."""
-    file = folder / "tokenizer.json"
-    content = read_json(file)  # its errors are clearer than the library's
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if growth(content.get(part)) > LONGEST_GROWTH:  # would fill the memory and ignore Ctrl-C
-            much = f"can make a text {LONGEST_GROWTH:,} times as long, so it is not used"
-            raise CheckpointError(f"{file}: its {part} {much}")
-    with refusing(f"{file} is not a tokenizer"):
-        tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_truncation()  # a file may turn on either, for training
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def growth(part: object) -> float:
-    """Return an upper bound of the factor by which a part of a tokenizer.json lengthens a text.
-    Each step of the part replaces a pattern, or may write a byte as two."""
-    found, left = 1.0, [part]
-    while left:  # no recursion: a file may nest deeper than Python
-        step = left.pop()
-        if isinstance(step, list):
-            left += step
-        elif isinstance(step, dict):
-            template = step.get("single")  # of a post_processor, which may repeat the text
-            if isinstance(template, list):
-                found *= max(len(template), 1)
-                continue
-            left += [value for value in step.values() if isinstance(value, list)]
-            found *= growth_of_step(step)
-    return found
-
-
-def growth_of_step(step: dict) -> float:
-    new, pattern = step.get("content"), step.get("pattern")
-    if not isinstance(new, str):
-        return 2.0
-    old = pattern.get("String") if isinstance(pattern, dict) else None
-    if isinstance(old, str) and old:
-        return max(len(new) / len(old), 1.0)
-    return 1.0 + len(new)  # the pattern may match between any two characters
+    try:
+        return dynatree.load_tokenizer(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
@@ -95,10 +58,9 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[in
 
 
 def encode(text: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Return the ids of a part of a text, to which nothing is added. Raises CheckpointError, and
-    UsageError for ids outside the target's vocabulary."""
-    with refusing("the tokenizer cannot encode the text"):
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
+    """Return the ids of a part of a text, to which nothing is added. Raises UsageError for ids
+    outside the target's vocabulary."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
     return require_embedded(ids, vocab_size)
 
 
@@ -107,12 +69,6 @@ def require_embedded(ids: list[int], vocab_size: int) -> list[int]:
     if max(ids, default=0) >= vocab_size:
         raise UsageError(f"the prompt has id {max(ids)}, but the target has only {vocab_size} ids")
     return ids
-
-
-def decode(ids: Sequence[int], tokenizer: Tokenizer, has_special: bool = False) -> str:
-    """Return the text of ids, without special ones unless has_special. Raises CheckpointError."""
-    with refusing("the tokenizer cannot decode ids"):
-        return tokenizer.decode(ids, skip_special_tokens=not has_special)
 
 
 class TextStream:
@@ -135,14 +91,14 @@ class TextStream:
     def shorten(self) -> None:
         """Forget all but the latest ids, unless text is held back. Later text does not depend on
         the forgotten ones, because the character and the run of bytes at the end are complete."""
-        is_complete = len(decode(self.recent, self.tokenizer)) == self.n_shown
+        is_complete = len(self.tokenizer.decode(self.recent)) == self.n_shown
         if is_complete and ends_bytes(self.recent[-1], self.tokenizer):
             self.recent = self.recent[-CONTEXT:]
-            self.n_shown = len(decode(self.recent, self.tokenizer))
+            self.n_shown = len(self.tokenizer.decode(self.recent))
 
     def finish(self) -> str:
         """Return the text that was held back and never completed."""
-        rest = decode(self.recent, self.tokenizer)[self.n_shown :]
+        rest = self.tokenizer.decode(self.recent)[self.n_shown :]
         self.recent = []
         self.n_shown = 0
         return rest
@@ -198,15 +154,3 @@ class StopTexts:
             if any(stop.startswith(text[-n:]) for stop in self.stops):
                 return n
         return 0
-
-
-@contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Turn the errors of the tokenizers library into CheckpointError. It raises plain Exceptions,
-    and a BaseException if its Rust code panics, which also prints lines of its own."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise CheckpointError(f"{what}: {first_line(error)}") from error

@@ -14,11 +14,12 @@ Shapes: n rows of one level, k candidates per row.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 
 import numpy
 from tokenizers import Tokenizer
 
-from cli.tokens import TextStream, decode
+from cli.tokens import TextStream
 from draft_tree import Gates, Level, Rule, Settings, Tree
 from engine.generate import Step
 from methods.calibration import CalibratedDrafter
@@ -274,7 +275,8 @@ class Trace:
 
     def vocabulary(self) -> dict[str, str]:
         """Return the text of every id in the data."""
-        return {str(i): decode([i], self.tokenizer, True) for i in sorted(self.used_ids)}
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
+        return {str(i): decode([i]) for i in sorted(self.used_ids)}
 
     def as_json(self, prompt: list[int], about: dict) -> dict:
         """Return the trace as one object, at the end of the run. about: its other keys."""

@@ -22,7 +22,6 @@ from conftest import (
     TINY,
     Captured,
     assert_close,
-    error_line,
     noisy_pair,
     prefilled,
     random_model,
@@ -123,36 +122,6 @@ def test_the_core_takes_no_abbreviations(capsys: Captured) -> None:
     with pytest.raises(SystemExit) as ended:
         dynatree.main(["--prompt", "a", "--max", "3"])
     assert ended.value.code == 2 and "unrecognized arguments: --max 3" in capsys.readouterr().err
-
-
-MISTAKES = [
-    (["--set", "N_max=a"], "--set N_max=a: N_max must be int"),
-    (["--set", "history=yes"], "--set history=yes: history must be on or off"),
-    (["--set", "width=2"], "--set width=2: the settings are B_min, B_mid"),
-    (["--set", "tau=2"], "tau is 2.0, it must be from 0.0 to 1.0"),
-    (["--max-new-tokens", "0"], "max_new_tokens is 0, it must be an int from 1"),
-    (["--target", "nowhere"], "nowhere"),
-    (["--target", "no-tokenizer"], "no-tokenizer/tokenizer.json is not a tokenizer: "),
-    (["--temperature", "-1"], "temperature is -1.0, it must be a positive float32"),
-    # 0 in float32, so that no token would be in the top-p set
-    (["--top-p", "1e-46", "--temperature", "1"], "top_p is 1e-46, it must be a positive float32"),
-    (["--device", "cuda:0"], "--device cuda:0: torch finds no CUDA device"),
-]
-
-
-@pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_the_cores_command_line_reports_mistakes_in_one_line(
-    words: list[str],
-    message: str,
-    capsys: Captured,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if "no-tokenizer" in words:
-        shutil.copytree(TINY / "draft", "no-tokenizer")
-        Path("no-tokenizer", "tokenizer.json").write_text("{")
-    assert message in error_line(capsys, dynatree.main, ["--prompt", "a", *words])
 
 
 # The core's loop on reference models.

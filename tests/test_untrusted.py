@@ -32,7 +32,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import bench
 from benchmark.results import KEY_COLUMNS, digest_of, load
 from cli.main import main
-from cli.tokens import LONGEST_GROWTH, growth
 from engine.checkpoint import INDEX, SINGLE, InvalidFile, read_config, read_text
 from gpt_neox import Config
 
@@ -136,7 +135,6 @@ KINDS = {  # the file, keys that are added to it, how it is mutated
     "published": ("config.json", {}, mutate),
     "newer": ("config.json", {"rope_parameters": ROPE}, mutate),
     "index": (INDEX, {}, mutate),
-    "tokenizer": ("tokenizer.json", {}, mutate),
     "header": (SINGLE, {}, mutate_header),
 }
 
@@ -166,7 +164,7 @@ def test_a_mutated_file_is_read_right_or_refused(
             continue
         found = read_config(tmp_path)
         assert_read_correctly(json.loads((tmp_path / "config.json").read_text()), found)
-        if kind != "tokenizer" and found == config:
+        if found == config:
             assert ids == expected
     assert outcomes == {True, False}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # KB
@@ -214,41 +212,6 @@ def test_a_mutated_results_file_is_shown_or_refused(
         line = show_or_refuse(b"\n".join(lines) + b"\n", kind, tmp_path / "r.jsonl", capsys)
         outcomes.add(line == "")
     assert outcomes == {True, False}
-
-
-def test_a_tokenizer_that_panics_ends_in_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Check panics of the tokenizer library, which is in Rust: they are no Exception, and the
-    library prints a message of its own first."""
-    write(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
-    odd = {"model": model | {"continuing_subword_prefix": "##"}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
-    assert main(["--method", "ar", "--target", str(tmp_path), "--prompt", "x" * 40]) == 2
-    err = capfd.readouterr().err
-    assert "is not a tokenizer" in err.splitlines()[-1] and "Traceback" not in err
-
-
-def test_a_text_that_grows_with_every_step() -> None:
-    for pattern, content, grows in (
-        ({"String": "e"}, "ee", True),
-        ({"Regex": "e*"}, "e", True),
-        ({"String": "e"}, "f", False),
-    ):
-        step = {"type": "Replace", "pattern": pattern, "content": content}
-        assert (growth({"normalizers": [step] * 20}) > LONGEST_GROWTH) == grows
-
-
-def test_a_template_that_repeats_the_text() -> None:
-    """Check that a usual template, the text once between special tokens, is allowed."""
-    text, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "[CLS]"}}
-    for single, grows in (([special, text, special], False), ([text] * 400_000, True)):
-        step = {"type": "TemplateProcessing", "single": single, "pair": [text] * 9}
-        parts = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, step]}
-        for part in (step, parts):
-            assert (growth(part) > LONGEST_GROWTH) == grows
 
 
 INVALID_TEXT_FILES: dict[str, Callable[[Path], object]] = {  # error message -> how to make the file
