@@ -35,7 +35,6 @@ def build_parser() -> Parser:
         prog="bench.py",
         description="Compare the speed of methods with ar on the same prompts.",
     )
-    parser.renamed_options = {"--peers": "--hf"}
     parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, a smaller --target"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help="table, see --tables (default main)")

@@ -7,14 +7,12 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
 
 import torch
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from cli.compare import (
     Comparison,
@@ -24,7 +22,7 @@ from cli.compare import (
     is_wrong,
     reference_of,
 )
-from cli.errors import Parser, UsageError, print_line, run_command_line, write_stderr
+from cli.errors import Parser, UsageError, print_line, run_command_line
 from cli.metrics import Metrics, Tally, versions
 from cli.models import (
     Request,
@@ -49,7 +47,6 @@ from cli.trace import Trace, describe_base, meanings
 from engine.cache import invariant_rows
 from engine.driver import run_on_ranks
 from engine.generate import Step
-from engine.model import FastGPTNeoX
 from engine.passes import FULL_ATTENTION
 from engine.ranks import Ranks
 from methods.acceptances import default_acceptance
@@ -57,7 +54,6 @@ from methods.rules import are_retrieved
 from methods.sampler import GREEDY
 
 WARM_UP_STEPS = 8
-LONG_PROMPT = 2000  # tokens
 DESCRIPTION = "Generate text by tree speculative decoding: dynatree.py --prompt TEXT [options]"
 EXIT_STATUS = "exit status: 1 wrong ids (--compare) or closed stdout, 2 error, 130 interrupted"
 
@@ -71,7 +67,6 @@ def build_parser() -> Parser:
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=25),
     )
     parser.repeatable = ("--set", "--stop")
-    parser.renamed_options = {"--page": "--html", "--plain": "--reference"}
     parser.less_memory = "a 16-bit --dtype, a shorter prompt, fewer --max-new-tokens, a --window"
     parser.less_memory += ", a smaller --target"
     add_input_options(parser.add_argument_group("input"))
@@ -197,7 +192,8 @@ def stream(
 
     def on_step(step: Step) -> None:
         if step.draft_overflowed and not tally.draft_overflowed:
-            write_stderr(f"\n{overflow_note(request.pair.draft)}")  # the line may already have text
+            print_line("")  # the line may already have text
+            print_line(overflow_note(request.pair.draft))
         if trace:
             trace.add(step)
         tally.add(step)
@@ -210,39 +206,15 @@ def stream(
     if args.show_tree:
         print_line(LEGEND)
     try:
-        with prompt_bar(request):
-            for piece in pieces():
-                tally.pieces.append(piece)
-                if is_streaming:
-                    print_text(piece)
+        for piece in pieces():
+            tally.pieces.append(piece)
+            if is_streaming:
+                print_text(piece)
     finally:
         if tally.ids:
             if not args.json:
                 print_text("\n" if is_streaming else "".join(tally.pieces) + "\n")
             print_summary(request, tally)
-
-
-@contextmanager
-def prompt_bar(request: Request) -> Iterator[None]:
-    """Show a progress bar on a terminal while a long prompt is prefilled. GPTNeoX and models on
-    several ranks do not report their progress."""
-    n_tokens, target = len(request.prompt), request.pair.target
-    is_shown = n_tokens >= LONG_PROMPT and isinstance(target, FastGPTNeoX)
-    if not is_shown or not sys.stderr.isatty():
-        yield
-        return
-
-    def advance(n: int) -> None:
-        bar.update(n)
-        if bar.n >= n_tokens:
-            bar.close()
-
-    with tqdm(total=n_tokens, unit="token", desc="prompt", leave=False) as bar:
-        target.on_progress = advance
-        try:
-            yield
-        finally:
-            target.on_progress = None
 
 
 def print_text(text: str) -> None:
@@ -256,7 +228,8 @@ def show_tree(step: Step, number: int, tokenizer: Tokenizer) -> None:
     """Print a summary line and the tree of an iteration on stderr."""
     print_line(f"iteration {number}: {summarise_step(step)}")
     is_colored = has_color(sys.stderr)
-    write_stderr(draw_tree(step.tree, step.path, step.bonus, tokenizer, is_colored))
+    drawn = draw_tree(step.tree, step.path, step.bonus, tokenizer, is_colored)
+    print(drawn, file=sys.stderr, flush=True)
 
 
 def summarise_step(step: Step) -> str:
@@ -311,14 +284,13 @@ def write_outputs(
     found: dict, request: Request, args: argparse.Namespace, trace: Trace | None
 ) -> None:
     """Print the object of --json, and write the page and the trace, as the options ask."""
-    try:
-        if args.json:
-            print(json.dumps(found), flush=True)
-    finally:  # write the page even if stdout is closed
-        if trace:
-            found |= {"command": args.command, "meanings": meanings(request.config.settings)}
-            found["base"] = describe_base(request.config.settings)
-            save_trace(trace.as_json(request.prompt, found), args.html, args.trace)
+    if trace:
+        found_there = {"command": args.command, "meanings": meanings(request.config.settings)}
+        found_there["base"] = describe_base(request.config.settings)
+        content = trace.as_json(request.prompt, found | found_there)
+        save_trace(content, args.html, args.trace)
+    if args.json:
+        print(json.dumps(found), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

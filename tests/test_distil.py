@@ -26,7 +26,6 @@ from test_enlarge import read_all
 from tokenizers import Tokenizer
 
 from benchmark.prompts import BUILTIN
-from cli.files import locked
 from cli.main import main as dynatree
 from engine.eagle_head import load_head
 from engine.model import FastGPTNeoX, load_reference
@@ -175,12 +174,6 @@ def test_a_run_continues_only_with_what_it_began_with(
     assert "another --text, --hidden 16, --steps 5; use" in line
     assert (tmp_path / "draft.training").read_bytes() == progress
     assert distil.main([*options, "--threads", "1", "--target", f"{target}/"]) == 0
-
-
-def test_a_second_run_ends_before_it_learns(text: str, tmp_path: Path, capsys: Captured) -> None:
-    with locked(tmp_path / "draft.training"):
-        line = error_line(capsys, distil.main, arguments(text, tmp_path / "draft") + SHAPE)
-    assert "is being written by another run" in line
 
 
 @pytest.mark.parametrize(

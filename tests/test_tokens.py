@@ -1,4 +1,4 @@
-"""Tests of the ids of a prompt, and of text that is printed while it is generated."""
+"""Tests of the ids of a prompt, and of text that is printed or stopped while it is generated."""
 
 import hashlib
 import random
@@ -16,7 +16,7 @@ import dynatree
 from benchmark.prompts import BUILTIN, cut_prompts
 from cli.errors import UsageError
 from cli.metrics import token_ids
-from cli.tokens import LONG, TextStream, load_tokenizer
+from cli.tokens import LONG, StopTexts, TextStream, load_tokenizer
 from draft_tree import Autoregressive, Tree
 from dynatree import Step
 from gpt_neox import GPTNeoX, read_config
@@ -196,3 +196,30 @@ def test_a_long_text_takes_no_longer_per_token() -> None:
     for token in EMBEDDED.encode(TEXT * 20).ids:
         stream.push([token])
         assert len(stream.recent) < LONG + 9
+
+
+@pytest.mark.parametrize("stop", [None, 3, b"", b"ab", "", ["a", ""], ["a", 3], [None]])
+def test_a_stop_text_is_a_text(stop: object) -> None:
+    with pytest.raises(ValueError, match="a stop text is .*, it must be a non-empty string"):
+        StopTexts(stop)
+
+
+STOPS = ["ab", "bcd", "a", "cab", "ccc"]
+
+
+@pytest.mark.parametrize("stops", [STOPS[:2], STOPS[1:], STOPS[3:], []])
+def test_a_stop_text_is_found_however_the_text_comes(stops: list[str]) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices("abcd", k=12))
+        expected = text
+        for end in range(len(text), 0, -1):  # the shortest match is the last
+            lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+            if lengths:
+                expected = text[: end - max(lengths)]
+        found, rest, reader = "", text, StopTexts(stops)
+        while rest and not reader.has_ended:
+            n = rng.randint(1, 5)
+            found += reader.push(rest[:n])
+            rest = rest[n:]
+        assert found + reader.held == expected

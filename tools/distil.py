@@ -30,7 +30,7 @@ from hashlib import file_digest, sha256
 import torch
 from torch import Tensor
 
-from cli.errors import Parser, UsageError, print_line, reserved, run_command_line, writing
+from cli.errors import Parser, UsageError, print_line, run_command_line, writing
 from cli.files import require_writable
 from cli.models import choose_device, choose_dtype, set_threads
 from cli.tokens import encode, load_tokenizer
@@ -110,18 +110,18 @@ def execute(args: Namespace) -> int:
     args.trained_on = trained_on(args, folder, text)
     unchanged = {} if args.eagle else read_unchanged(folder)  # a head needs no tokenizer
     file = out.with_name(f"{out.name}.training")  # the progress
-    with reserved(file):
-        with writing(file):
-            require_writable(file)  # now, and not after hours
-        # A head's loss reads hidden states, which may overflow in float16
-        dtype = torch.float32 if args.eagle else choose_dtype(None, device)
-        target = load_reference(folder, device, dtype)
-        run = eagle_training.train_head if args.eagle else draft_training.train_draft
-        tensors, own_json = run(target, folder, target_json, text, file, args)
-        tensors = {name: to_half(name, w.detach()) for name, w in tensors.items()}
-        config_file = {"config.json": json.dumps(own_json, indent=2).encode()}
-        write_checkpoint(out, tensors, unchanged | config_file)
-        file.unlink()
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        require_writable(file)  # now, and not after hours
+    # A head's loss reads hidden states, which may overflow in float16
+    dtype = torch.float32 if args.eagle else choose_dtype(None, device)
+    target = load_reference(folder, device, dtype)
+    run = eagle_training.train_head if args.eagle else draft_training.train_draft
+    tensors, own_json = run(target, folder, target_json, text, file, args)
+    tensors = {name: to_half(name, w.detach()) for name, w in tensors.items()}
+    config_file = {"config.json": json.dumps(own_json, indent=2).encode()}
+    write_checkpoint(out, tensors, unchanged | config_file)
+    file.unlink()
     print_line(f"draft written to {out}; measure it with --compare (docs/distil.md)")
     return 0
 

@@ -1,0 +1,171 @@
+"""Tests of programs as processes: their start, a kill, a closed pipe, files that they replace."""
+
+import io
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Captured
+from test_trace import data_of
+
+from cli.errors import Parser, run_command_line
+from cli.files import require_writable, write_whole
+from cli.start import run_program
+
+TEXT = ["dynatree.py", "--prompt", "The ship sailed at dawn", "--ignore-eos", "--threads", "1"]
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    """Start a command in its own process group, as a shell does."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+
+
+def test_a_text_whose_reader_ends() -> None:
+    """Check that `| head` ends a program without a word."""
+    text = shlex.join([sys.executable, *TEXT, "--max-new-tokens", "100"])
+    with start(["bash", "-o", "pipefail", "-c", f"{text} | head -c 20"]) as process:
+        out, err = process.communicate()
+    assert process.returncode == 1 and len(out) == 20
+    assert len(err.splitlines()) == 1 and err.startswith("target "), err
+
+
+def test_a_killed_text_is_kept(tmp_path: Path) -> None:
+    """Check SIGTERM, which raises what Ctrl-C raises."""
+    page = tmp_path / "page.html"
+    more = ["--max-new-tokens", "1900", "--json", "--show-tree", "--html", str(page)]
+    with start([sys.executable, *TEXT, *more]) as process:
+        for line in process.stderr:
+            if "iteration 5:" in line:
+                break
+        process.terminate()
+        out, err = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in err, err
+    report, shown = json.loads(out), data_of(page.read_text())
+    assert report["interrupted"] and report["finish_reason"] is None
+    assert 5 < len(report["token_ids"]) < 1900
+    assert shown["interrupted"] and shown["token_ids"] == report["token_ids"]
+    assert " tokens/s, " in err
+
+
+def test_a_start_without_the_packages() -> None:
+    with start([sys.executable, "-S", "dynatree.py"]) as process:  # without site-packages
+        out, err = process.communicate()
+    assert process.returncode == 2 and out == ""
+    assert err.startswith("error: No module named ") and len(err.splitlines()) == 1
+    assert "pip install -r requirements.txt" in err
+
+
+@pytest.fixture
+def some_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file of a module to run. The signals and variables of this process stay."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.delitem(sys.modules, "some_program", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
+    return tmp_path / "some_program.py"
+
+
+@pytest.mark.parametrize("name", ["numpy", "huggingface_hub", "engine.typo", "torch.typo", "typo"])
+def test_only_what_is_required_is_said_to_be_missing(
+    name: str, some_program: Path, capsys: Captured
+) -> None:
+    """Check required and other modules. A typo in a fork's own file keeps its traceback."""
+    some_program.write_text(f"raise ModuleNotFoundError({name!r}, name={name!r})\n")
+    with pytest.raises(ModuleNotFoundError if "typo" in name else SystemExit) as ended:
+        run_program("some_program")
+    if "typo" not in name:
+        assert ended.value.code == 2
+        line = f"error: {name}; pip install -r requirements.txt installs all\n"
+        assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("chosen", ["", "0"])
+def test_huge_pages_are_asked_for_unless_the_user_has_chosen(
+    chosen: str, some_program: Path
+) -> None:
+    some_program.write_text("import os\nmain = lambda: os.environ['THP_MEM_ALLOC_ENABLE']\n")
+    if chosen:
+        os.environ["THP_MEM_ALLOC_ENABLE"] = chosen
+    with pytest.raises(SystemExit) as ended:
+        run_program("some_program")
+    assert ended.value.code == (chosen or "1")
+
+
+def test_a_character_that_the_output_cannot_encode(
+    some_program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check an output in ASCII, as an old locale has it. Such a text once ended in an error."""
+    some_program.write_text("main = lambda: print('naïve')\n")
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit):
+        run_program("some_program")
+    out.flush()
+    assert out.buffer.getvalue() == b"na?ve\n"
+
+
+def test_ctrl_c_while_importing(some_program: Path) -> None:
+    some_program.write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(SystemExit) as ended:
+        run_program("some_program")
+    assert ended.value.code == 130
+
+
+def test_a_program_runs_in_a_thread() -> None:
+    """Check a program that a server or a notebook calls outside of the main thread, where Python
+    sets no signal handlers. It once ended in an error."""
+    found = []
+    parser = Parser(prog="x")
+    thread = threading.Thread(
+        target=lambda: found.append(run_command_line(lambda args: 0, parser, []))
+    )
+    thread.start()
+    thread.join()
+    assert found == [0]
+
+
+# Files
+
+
+def test_a_file_is_replaced_and_no_other(tmp_path: Path) -> None:
+    """Check a new file, an old one, and one behind a link."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there/b")
+    for name, content in (("a", "old"), ("a", "é\n"), ("link", b"\xff")):
+        require_writable(tmp_path / name)
+        write_whole(tmp_path / name, content)
+    assert (tmp_path / "a").read_bytes() == b"\xc3\xa9\n"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there/b").read_bytes() == b"\xff"
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["a", "b", "link", "there"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_file_whole(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    (tmp_path / "a").write_text("old")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(type(error)):
+        write_whole(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["fifo", ".", "none/a"])
+def test_what_is_no_file_is_not_replaced(name: str, tmp_path: Path) -> None:
+    """Check that a device stays. A rename would put a file in the place of /dev/null."""
+    os.mkfifo(tmp_path / "fifo")
+    for write in (require_writable, lambda file: write_whole(file, "new")):
+        with pytest.raises(OSError):
+            write(tmp_path / name)
+    assert (tmp_path / "fifo").is_fifo() and len(list(tmp_path.iterdir())) == 1
