@@ -167,8 +167,6 @@ class FastCache(KVCache):
         if self.config.reports_prompt:
             self.report_pass(tokens, self.model.score(x, self.config))
         self.advance(n)
-        if self.model.on_progress:
-            self.model.on_progress(n)
         return x
 
     def report_pass(self, tokens: Tensor, scores: Scores) -> None:

@@ -8,7 +8,7 @@ are a PassConfig, which engine/generate.py makes for each model of a generation.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -35,8 +35,6 @@ from gpt_neox import Config, GPTNeoX, rotary_table, untied_if_head_differs
 
 class FastGPTNeoX(GPTNeoX):
     """A GPT-NeoX with fused layers, made by from_pretrained or from_tensors."""
-
-    on_progress: Callable[[int], None] | None = None  # gets the token count of each prefill chunk
 
     def __init__(self, config: Config, shard: Shard = UNSHARDED):
         super().__init__(config)
