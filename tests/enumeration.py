@@ -26,7 +26,7 @@ from torch import Tensor
 
 from draft_tree import Settings, Tree, grow
 from gpt_neox import Config, GPTNeoX, Model
-from methods.acceptances import Accept, DrawnAcceptance
+from methods.acceptances import ACCEPTANCES, Accept, DrawnAcceptance
 from methods.compose import Parts, compose, generate
 from methods.sampler import DrawingSampler, Sampling
 from verify import Acceptance
@@ -102,19 +102,23 @@ class Enumeration:
     ) -> list[tuple[Text, float]]:
         """Return the tokens that one iteration may write after `root`, and their probability."""
         found = []
-        sampler = BonusRecorder(self.sampling)
         for (tree, parts), p_tree in self.trees(root, n_left):
             accept = copy(parts.accept)
-            accept.accept, accept.sampler = acceptance or accept.accept, sampler
+            accept.accept = acceptance or accept.accept
+            draws_once = accept.accept in ACCEPTANCES.values()
+            accept.sampler = (BonusRecorder if draws_once else Scripted)(self.sampling, Choices([]))
 
             def verifying(choices: Choices, accept: Accept = accept, tree: Tree = tree) -> Text:
-                sampler.choose = choices.choose
+                accept.sampler.choose = choices.choose
                 return commit(accept, tree, self.table)
 
-            for (*accepted, _), p_path in every_outcome(verifying):
-                for token, p in enumerate(sampler.bonus_probs):
+            for text, p_path in every_outcome(verifying):
+                if not draws_once:
+                    found.append((text, p_tree * p_path))
+                    continue
+                for token, p in enumerate(accept.sampler.bonus_probs):
                     if p > 0:
-                        found.append(((*accepted, token), p_tree * p_path * p))
+                        found.append(((*text[:-1], token), p_tree * p_path * p))
         return found
 
     @torch.inference_mode()
@@ -272,11 +276,12 @@ class Scripted(DrawingSampler):
 
 
 class BonusRecorder(Scripted):
-    """A scripted sampler that records the distribution of the bonus token, which is drawn last."""
+    """A scripted sampler that records the distribution of the bonus token instead of drawing it.
 
-    def __init__(self, sampling: Sampling):
-        super().__init__(sampling, Choices([]))
-        self.bonus_probs: list[float] = []
+    One trial then stands for all bonus tokens. It is for acceptances that draw no other token.
+    """
+
+    bonus_probs: list[float]
 
     def draw(self, probs: Tensor) -> int:
         self.bonus_probs = (probs / probs.sum()).tolist()

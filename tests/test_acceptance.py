@@ -49,11 +49,11 @@ def test_a_chain_is_accepted_alike_by_block_and_by_traversal() -> None:
         found = []
         for acceptance in ("block", "traversal"):
             options = {"sampling": Sampling(0.5, 0.95, seed=seed), "acceptance": acceptance}
-            steps = list(generate(*models, PROMPT, settings, 40, **options))
+            steps = list(generate(*models, PROMPT, settings, 16, **options))
             found.append([step.tokens for step in steps])
             n_accepted += sum(len(step.path) - 1 for step in steps[1:])
         assert found[0] == found[1]
-    assert n_accepted > 25
+    assert n_accepted > 8
 
 
 def make_drafted_tree(settings: Settings, seed: int) -> tuple[Parts, Tree]:

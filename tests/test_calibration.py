@@ -18,7 +18,7 @@ from methods.sampler import Sampling
 SMALL = {
     "dynatree": dict(B_min=1, B_mid=1, B_max=2, tau_h=0.9, tau_l=0.6, rho_stop=0.2, tau=0.3),
     "dyspec": dict(N=4, D_max=3),
-    "fixed": dict(D=3, B=2, tau=0.2),
+    "fixed": dict(D=2, B=2, tau=0.2),
     "confident": dict(K=3, p_min=0.4),
     "opttree": dict(N=4, D_max=3),
     "deagle": dict(k=2, N_max=4, D_max=3),
@@ -141,11 +141,10 @@ def test_a_node_below_a_rejected_one_is_not_learned(is_drawn: bool) -> None:
 
 
 # Five tokens allow a first tree of up to three levels; three ids allow two drawn siblings
-CASES = [(True, 2, 5), (True, 3, 3), (False, 3, 3)]
+CASES = [(True, 2, 5, "off"), (True, 3, 3, COSTS), (False, 3, 3, COSTS)]
 
 
-@pytest.mark.parametrize("costs", ["off", COSTS], ids=["off", "given"])
-@pytest.mark.parametrize(("calibrate", "n_ids", "n_tokens"), CASES)
+@pytest.mark.parametrize(("calibrate", "n_ids", "n_tokens", "costs"), CASES)
 @pytest.mark.parametrize("method", SMALL)
 def test_the_distribution_is_the_targets(
     method: str, calibrate: bool, n_ids: int, n_tokens: int, costs: str

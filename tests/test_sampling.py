@@ -273,16 +273,17 @@ def test_every_acceptance_is_exact_and_accepts_no_less_than_token(rule: str) -> 
         target, tables = FEW_TARGET, FEW_DRAFTS
     acceptances = {by: ACCEPTANCES[by] for by in ACCEPTANCES if by != "block" or rule in CHAINS}
     gains: dict[str, list[float]] = {by: [] for by in acceptances}
-    for (name, draft), other in zip(tables.items(), itertools.cycle(SAMPLINGS), strict=False):
-        for sampling in (PLAIN, other):
-            texts = Enumeration(settings, target, draft, sampling)
-            expected = target_distribution(target, 3, sampling)
-            for by, accept in acceptances.items():
-                error = difference(texts.distribution(3, accept), expected)
-                assert error < 2e-8, (by, name, sampling)
-                if sampling == PLAIN:
-                    length = texts.mean_length(3, accept)
-                    gains[by].append(length - texts.mean_length(3, accept_by_token))
+    other = SAMPLINGS[list(RULES | FEW_RULES).index(rule) % len(SAMPLINGS)]
+    cases = [(name, PLAIN) for name in tables] + [(list(tables)[-1], other)]
+    for name, sampling in cases:
+        texts = Enumeration(settings, target, tables[name], sampling)
+        expected = target_distribution(target, 3, sampling)
+        for by, accept in acceptances.items():
+            error = difference(texts.distribution(3, accept), expected)
+            assert error < 2e-8, (by, name, sampling)
+            if sampling == PLAIN:
+                length = texts.mean_length(3, accept)
+                gains[by].append(length - texts.mean_length(3, accept_by_token))
     for by, more in gains.items():
         assert min(more) > -1e-9
         if not settings.make_rule().draws_candidates:
@@ -299,11 +300,11 @@ def test_every_method_is_exact(method: str) -> None:
     for _ in range(1000):
         settings = random_settings(method, rng)
         rule = make_rule(settings)
-        if n_done < 4 and (not rule.draws_candidates or rule.max_rows <= 5):
+        if n_done < 2 and (not rule.draws_candidates or rule.max_rows <= 5):
             draft = rng.choice(list(FEW_DRAFTS.values()))
             assert error_of(settings, draft, 3, None, rng.choice(SAMPLINGS)) < 2e-8
             n_done += 1
-    assert n_done == 4
+    assert n_done == 2
 
 
 def test_a_row_budget_does_not_choose_among_drawn_nodes() -> None:
@@ -392,8 +393,7 @@ GIVEN = "0.01:0.1:0.01:0.1"
 
 
 @pytest.mark.parametrize("is_base", [False, True], ids=["alone", "grafted"])
-@pytest.mark.parametrize("costs", ["off", "learned", GIVEN], ids=["off", "learned", "given"])
-@pytest.mark.parametrize("calibrate", ["off", "on"])
+@pytest.mark.parametrize(("calibrate", "costs"), [("on", "off"), ("off", GIVEN), ("on", "learned")])
 @pytest.mark.parametrize("method", SMALL)
 def test_what_was_learned_does_not_bias_the_text(
     method: str, calibrate: str, costs: str, is_base: bool
@@ -405,14 +405,12 @@ def test_what_was_learned_does_not_bias_the_text(
     if is_base:
         base = ":".join([name, *(f"{key}={value}" for key, value in values.items())])
         settings = Primed(Graft(base=base, checkpoints="1@0.6", N=5), 3)
-    for seed in range(2):
-        rng = random.Random(f"{method} {calibrate} {costs} {is_base} {seed}")
-        draft = rng.choice(list(FEW_DRAFTS.values()))
-        error = error_of(settings, draft, 3, learn=random_learning(rng.randrange(10**6)))
-        assert error < 2e-7, seed
+    rng = random.Random(f"{method} {calibrate} {costs} {is_base}")
+    draft = rng.choice(list(FEW_DRAFTS.values()))
+    assert error_of(settings, draft, 3, learn=random_learning(rng.randrange(10**6))) < 2e-7
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_auto_has_learned_does_not_bias_the_text(seed: int) -> None:
     settings = Primed(Auto(N=5, D_max=2, costs=GIVEN), 3)
     draft = list(FEW_DRAFTS.values())[seed % len(FEW_DRAFTS)]
@@ -489,33 +487,33 @@ def test_rows_that_compete_for_a_budget_do_not_bias_the_text(seed: int, is_exact
 
 
 def test_a_long_text_follows_the_targets_distribution() -> None:
-    """Check which tokens follow each token, in 2,000 tokens by the random generator itself."""
+    """Check which tokens follow each token, in 1,000 tokens by the random generator itself."""
     sampling = Sampling(0.8, 0.95, seed=5)
     target, draft = (
         Stub(lambda tokens, positions, table=table: table[tokens].float(), N_IDS)
         for table in (TARGET, OTHER)
     )
-    ids = token_ids(generate(target, draft, [0], DySpec(N=4, D_max=2), 2000, sampling=sampling))
+    ids = token_ids(generate(target, draft, [0], DySpec(N=4, D_max=2), 1000, sampling=sampling))
     pairs = Counter(itertools.pairwise([0, *ids]))
     for token, after in enumerate(sampling.sampler(CPU).target_distribution(TARGET).tolist()):
         counts = Counter({(i,): pairs[token, i] for i in range(N_IDS) if pairs[token, i]})
         assert_distributed(counts, {(i,): p * counts.total() for i, p in enumerate(after)})
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_same_seed_gives_the_same_text(method: str) -> None:
-    """Compare texts by seed, and a tiny temperature with greedy. auto gets fixed costs, because it
-    would learn them from a clock."""
-    settings = Auto(costs="0.3:0.04:0.2:0.4") if method == "auto" else METHODS[method]()
+@pytest.mark.parametrize(
+    "settings", [OptTree(), Chain(), SpecInfer(), DySpec(), PaddedAutoregressive()], ids=str
+)
+def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
+    """Compare texts by seed, and a tiny temperature with greedy, for each acceptance."""
     target = random_model(0)
     draft = random_model(1, vocab_size=80)
 
     def text(sampling: Sampling) -> list[int]:
-        return token_ids(generate(target, draft, [3, 1, 4], settings, 30, sampling=sampling))
+        return token_ids(generate(target, draft, [3, 1, 4], settings, 12, sampling=sampling))
 
     one, again, other = (text(Sampling(1.0, top_p=0.9, seed=seed)) for seed in (1, 1, 2))
     assert one == again != other
-    greedy = token_ids(generate(target, None, [3, 1, 4], PaddedAutoregressive(), 30))
+    greedy = token_ids(generate(target, None, [3, 1, 4], PaddedAutoregressive(), 12))
     assert text(Sampling(1e-6)) == greedy
 
 
