@@ -16,7 +16,7 @@ retrieval   recycle and graft: candidates from a table of successors
 lookup      candidates copied from the text itself
 auto        draft and n-grams, each level and node only while it pays
 drawn       candidates drawn from the draft's distribution
-acceptances  of sampled text with drawn candidates: by token, by block and by traversal
+acceptances  of sampled text with drawn candidates: by token and by traversal
 calibration  acceptance probabilities, learned online: a wrapper of the drafter
 eagle       a trained head over the target's hidden states as the draft (EAGLE)
 observing   targets that pass their best tokens to a rule, or hidden states to a drafter

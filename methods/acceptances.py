@@ -1,8 +1,8 @@
-"""Three acceptances of sampled text whose candidates may be drawn, and which one a method gets.
+"""Two acceptances of sampled text whose candidates may be drawn, and which one a method gets.
 
 token      tries rows from the root down, child by child
-block      verifies a chain as a whole, from its end (Block Verification, Sun et al. 2024)
-traversal  verifies a tree from its leaves (Traversal Verification, Weng et al. 2025)
+traversal  verifies a tree from its leaves (Traversal Verification, Weng et al. 2025); a chain as
+           Block Verification does (Sun et al. 2024)
 
 Token. At an accepted row, let R be the target's distribution of the next token, and x a child that
 was drawn from d (Leviathan et al. 2023; DySpec, Algorithm 3, whose N(0, 1) is a misprint):
@@ -14,18 +14,18 @@ was drawn from d (Leviathan et al. 2023; DySpec, Algorithm 3, whose N(0, 1) is a
 The next child was drawn from d without x, normalised. A child that was not drawn counts as drawn
 from a distribution with probability 1 on its token. That is the core's acceptance (sampling.py).
 
-Block and traversal. Acceptance by token loses everything below a rejected token. Acceptance from
-the end does not: a likely token makes up for an unlikely one before it. For example, let there be
-two ids, A and B. At every position the target gives them 1/3 and 2/3, the draft 2/3 and 1/3. Both
-models then generate the chain A, B with probability 2/9:
+Traversal. Acceptance by token loses everything below a rejected token. Acceptance from the end does
+not: a likely token makes up for an unlikely one before it. For example, let there be two ids, A and
+B. At every position the target gives them 1/3 and 2/3, the draft 2/3 and 1/3. Both models then
+generate the chain A, B with probability 2/9:
 
     token      A is accepted with probability (1/3) / (2/3) = 1/2; if so, B with probability 1
-    block      weight of A: 1/2; of A, B: min(1/2 x (2/3) / (1/3), 1) = 1, so both are accepted
+    traversal  weight of A: 1/2; of A, B: min(1/2 x (2/3) / (1/3), 1) = 1, so both are accepted
 
-Averaged over all chains of two, block accepts 11/9 drafted tokens, token 10/9.
+Averaged over all chains of two, traversal accepts 11/9 drafted tokens, token 10/9.
 
-Both are exact. Each row has a weight w, the probability that it will be accepted. No random number
-has decided that yet. (In acceptance by token, w is 1 or 0 before a child is tried.) Then:
+It is exact. Each row has a weight w, the probability that it will be accepted. No random number has
+decided that yet. (In acceptance by token, w is 1 or 0 before a child is tried.) Then:
 
 1  a child x, drawn from d, has the weight min(w R(x) / d(x), 1): its acceptance accounts for
    min(w R, d)
@@ -37,10 +37,10 @@ So the row that was drawn last, a leaf and its parent's last child, can be remov
 the distribution of the text. The same holds for the row before it, and so on up to the root.
 
 A rejected child that was not drawn has probability 0 in every residual, so a path ends exactly
-where the text leaves the tree. If no child is drawn, all three accept equally many tokens, and
-`token` needs the least work.
+where the text leaves the tree. If no child is drawn, both accept equally many tokens, and `token`
+needs less work.
 
-Shapes: N tree rows, g drafted tokens of a chain, V vocabulary.
+Shapes: N tree rows, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -117,39 +117,6 @@ def accept_by_token(
     return path, [*path_tokens(tree, path), sampler.draw(residual)]
 
 
-def accept_by_block(
-    tree: Tree, target_probs: Tensor, sampler: DrawingSampler, draft_probs: list[Tensor]
-) -> tuple[list[int], list[int]]:
-    """Accept a chain up to the last row that passes, tried from the end (a DrawnAcceptance).
-
-    With equal random numbers it accepts the same path as accept_by_traversal, which reads from the
-    device once for each row that it tries. This function reads twice. Both read once more for the
-    bonus token.
-    """
-    g = len(tree) - 1
-    if g == 0:
-        return [0], [sampler.draw(target_probs[0])]
-    rows = [draft_probs_of(tree, row, target_probs[0], draft_probs) for row in range(1, g + 1)]
-    d = torch.stack(rows)  # [g, V]
-    drafted = torch.tensor(tree.tokens[1:], device=target_probs.device).unsqueeze(1)  # [g, 1]
-    ratios = target_probs[:-1].gather(1, drafted) / d.gather(1, drafted)
-    weights = [1.0]  # of each row
-    for ratio in ratios.squeeze(1).tolist():
-        if weights[-1]:  # rows below one of weight 0 are not tried
-            weights.append(min(weights[-1] * ratio, 1.0))
-    n = last = len(weights) - 1
-    carried = target_probs[:last] * target_probs.new_tensor(weights[:last]).unsqueeze(1)
-    rests = (carried - d[:last]).clamp_(min=0.0)  # [last, V], if the next row is rejected
-    masses = rests.sum(dim=1).tolist()
-    probability = weights[last]
-    while n and not sampler.accepts(n, probability, masses[n - 1]):
-        n -= 1
-        probability = remaining_weight(weights[n], masses[n])
-    path = list(range(n + 1))
-    residual = rests[n] / masses[n] if n < last and masses[n] else target_probs[n]
-    return path, [*path_tokens(tree, path), sampler.draw(residual)]
-
-
 def accept_by_traversal(
     tree: Tree, target_probs: Tensor, sampler: DrawingSampler, draft_probs: list[Tensor]
 ) -> tuple[list[int], list[int]]:
@@ -190,42 +157,31 @@ def accept_by_traversal(
     return path, [*path_tokens(tree, path), sampler.draw(residual)]
 
 
-ACCEPTANCES = {"token": accept_by_token, "block": accept_by_block, "traversal": accept_by_traversal}
-
-# Default acceptance by kind of tree. If all drawn trees have one shape, traversal accepts a tenth
-# more tokens than token (measured). If the draft decides the shape, traversal accepts no more, and
-# it reads from the device more often
-DEFAULTS = {
-    "top-k": "token",
-    "drawn chain": "block",
-    "drawn tree of one shape": "traversal",
-    "drawn tree": "token",
-}
+ACCEPTANCES = {"token": accept_by_token, "traversal": accept_by_traversal}
 
 
 def default_acceptance(rule: MethodRule) -> str:
-    """Return the name of the acceptance that a rule gets if none is chosen."""
-    kind = "top-k"
-    if rule.draws_candidates:
-        shape = "" if rule.depends_on_probs else " of one shape"
-        kind = "drawn chain" if rule.is_chain else f"drawn tree{shape}"
-    return DEFAULTS[kind]
+    """Return the name of the acceptance that a rule gets if none is chosen.
+
+    If all drawn trees have one shape, as chains do, traversal accepts a tenth more tokens than
+    token (measured). If the draft decides the shape, it accepts no more, and it reads from the
+    device more often.
+    """
+    has_one_shape = rule.is_chain or not rule.depends_on_probs
+    return "traversal" if rule.draws_candidates and has_one_shape else "token"
 
 
 def choose_acceptance(rule: MethodRule, name: str | None) -> DrawnAcceptance:
     """Return the acceptance of this name; for None the rule's own one, or the default of its trees.
 
-    Raises ValueError for an unknown name, for block if the trees are no chains, and for a rule that
-    has its own acceptance.
+    Raises ValueError for an unknown name, and for a rule that has its own acceptance.
     """
     if name is None:
         return rule.acceptance or ACCEPTANCES[default_acceptance(rule)]
     if name not in ACCEPTANCES:
-        raise ValueError(f"acceptance is {name!r}, it must be one of {', '.join(ACCEPTANCES)}")
+        raise ValueError(f"acceptance is {name!r}, it must be {' or '.join(ACCEPTANCES)}")
     if rule.acceptance:
         raise ValueError(f"{name} has no effect: the method has its own acceptance")
-    if name == "block" and not rule.is_chain:
-        raise ValueError("block is for chains, but the method makes trees; use traversal")
     return ACCEPTANCES[name]
 
 
@@ -239,18 +195,6 @@ def draft_probs_below(
         return None
     n_more = len(like) - len(draft_probs[slot])  # ids that only the target has
     return F.pad(draft_probs[slot], (0, n_more)) if n_more else draft_probs[slot]
-
-
-def draft_probs_of(tree: Tree, row: int, like: Tensor, draft_probs: list[Tensor]) -> Tensor:
-    """Return the distribution [V] from which a row of a chain was drawn; probability 1 on its token
-    if it was not drawn."""
-    probs = None
-    if not are_retrieved(tree)[row]:
-        probs = draft_probs_below(tree, row - 1, like, draft_probs)
-    if probs is None:
-        probs = torch.zeros_like(like)
-        probs[tree.tokens[row]] = 1.0
-    return probs
 
 
 def try_child(token: int, residual: Tensor, d: Tensor | None) -> tuple[float, Tensor, float]:

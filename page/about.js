@@ -105,7 +105,7 @@ const TERMS_OF_TOKEN = [
   ["remaining mass", "the part of the target distribution that is left after a rejection. The next " +
     "sibling is tried against this part, normalised, or the bonus token is drawn from it"],
 ];
-const TERMS_OF_PATHS = [ // for acceptance by block or by traversal
+const TERMS_OF_PATHS = [ // for acceptance by traversal
   ["acceptance probability", "of a row and all rows above it: that of its parent × remaining target " +
     "probability / draft probability, at most 1. It falls with each rejected child"],
   ["uniform number", "drawn from [0, 1); the path ends at the first row for which it is below the " +
@@ -116,8 +116,7 @@ const TERMS_OF_PATHS = [ // for acceptance by block or by traversal
 
 function termsOfSampling() {
   if (!isSampled) return [];
-  const isOfPaths = ["block", "traversal"].includes(settings.acceptance);
-  return isOfPaths ? TERMS_OF_PATHS : TERMS_OF_TOKEN;
+  return settings.acceptance === "traversal" ? TERMS_OF_PATHS : TERMS_OF_TOKEN;
 }
 
 const COLOURS = [

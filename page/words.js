@@ -33,8 +33,6 @@ const SOURCES_OF_RETRIEVED = {
 const RULE_OF_ACCEPTANCE = {
   token: "From the root down, a child is accepted if its uniform number is below its acceptance " +
     "probability.",
-  block: "From the end of the chain up, the first row whose uniform number is below its acceptance " +
-    "probability ends the path.",
   traversal: "From the leaves up, the first row whose uniform number is below its acceptance " +
     "probability ends the path.",
   "the method's": "The method has its own acceptance.",

@@ -1,12 +1,12 @@
-"""Tests of acceptance by block and by traversal: lengths, trials, overflows, and how a run chooses.
+"""Tests of acceptance by token and by traversal: lengths, trials, overflows, and how a run chooses.
 
 Their distributions are tested in test_sampling.py.
 
     python -m pytest tests/test_acceptance.py
 """
 
-import itertools
 import math
+
 
 import pytest
 import torch
@@ -20,40 +20,23 @@ from methods import METHODS
 from methods.acceptances import (
     ACCEPTANCES,
     Accept,
-    accept_by_block,
     accept_by_token,
     accept_by_traversal,
     choose_acceptance,
 )
 from methods.compose import Parts
-from methods.lookup import Lookup
 from methods.retrieval import Graft
 from methods.rules import make_rule
 from methods.sampler import Sampling
-from methods.static import Chain, ConfidentChain, SpecInfer
+from methods.static import Chain, SpecInfer
 
 
-def test_a_block_is_worth_more_than_its_tokens() -> None:
+def test_a_chain_is_worth_more_than_its_tokens() -> None:
     """Check the example in the docstring of methods/acceptances.py."""
     target = torch.tensor([[1 / 3, 2 / 3]] * 2).double().log()
     texts = Enumeration(Chain(K=2), target, target.flip(1))
     found = [texts.mean_length(3, accept) for accept in ACCEPTANCES.values()]
-    assert found == pytest.approx([10 / 9, 11 / 9, 11 / 9])
-
-
-def test_a_chain_is_accepted_alike_by_block_and_by_traversal() -> None:
-    """Check that the same seeds give the same texts in the same steps."""
-    models = random_model(0), random_model(1, vocab_size=80)
-    n_accepted = 0
-    for settings, seed in itertools.product((Chain(K=4), ConfidentChain(K=6), Lookup()), range(2)):
-        found = []
-        for acceptance in ("block", "traversal"):
-            options = {"sampling": Sampling(0.5, 0.95, seed=seed), "acceptance": acceptance}
-            steps = list(generate(*models, PROMPT, settings, 16, **options))
-            found.append([step.tokens for step in steps])
-            n_accepted += sum(len(step.path) - 1 for step in steps[1:])
-        assert found[0] == found[1]
-    assert n_accepted > 8
+    assert found == pytest.approx([10 / 9, 11 / 9])
 
 
 def make_drafted_tree(settings: Settings, seed: int) -> tuple[Parts, Tree]:
@@ -68,10 +51,9 @@ def test_every_trial_is_reported(acceptance: str) -> None:
     """Check that each row is tried once, and which trials succeed: by token, those of all accepted
     rows; otherwise, only that of the last accepted row."""
     trials: list[tuple[int, float, float, float]] = []
-    settings = Chain(K=3) if acceptance == "block" else SpecInfer("2:2")
     n_accepted = n_rejected = 0
     for seed in range(30):
-        parts, tree = make_drafted_tree(settings, seed)
+        parts, tree = make_drafted_tree(SpecInfer("2:2"), seed)
         parts.accept.accept = ACCEPTANCES[acceptance]
         parts.accept.sampler.on_trial = lambda *trial: trials.append(trial)
         path, _ = parts.accept(tree, TARGET.float()[tree.tokens])
@@ -109,10 +91,9 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
 def test_the_default_depends_on_the_kind_of_tree() -> None:
     rules = {name: make_rule(kind()) for name, kind in METHODS.items()}
     chosen = {n: choose_acceptance(rule, None) for n, rule in rules.items() if not rule.acceptance}
-    chains, static = {"linear", "confident"}, {"specinfer", "sequoia"}
-    assert {name for name, by in chosen.items() if by is accept_by_block} == chains
-    assert {name for name, by in chosen.items() if by is accept_by_traversal} == static
-    assert {by for name, by in chosen.items() if name not in chains | static} == {accept_by_token}
+    of_one_shape = {"linear", "confident", "specinfer", "sequoia"}
+    assert {name for name, by in chosen.items() if by is accept_by_traversal} == of_one_shape
+    assert {by for name, by in chosen.items() if name not in of_one_shape} == {accept_by_token}
 
 
 @pytest.mark.parametrize(
@@ -124,20 +105,18 @@ def test_the_default_depends_on_the_kind_of_tree() -> None:
     ids=str,
 )
 def test_a_method_that_its_settings_make_a_chain_is_accepted_as_one(settings: Settings) -> None:
-    assert choose_acceptance(settings.make_rule(), None) is accept_by_block
+    assert choose_acceptance(settings.make_rule(), None) is accept_by_traversal
     _, tree = make_drafted_tree(settings, 0)
     assert len(tree) > 2 and tree.parents == list(range(-1, len(tree) - 1))
 
 
 def test_an_invalid_choice_is_an_error() -> None:
-    with pytest.raises(ValueError, match="acceptance is 'blocks', it must be one of"):
-        choose_acceptance(Chain().make_rule(), "blocks")
-    with pytest.raises(ValueError, match="block is for chains"):
-        choose_acceptance(METHODS["dynatree"]().make_rule(), "block")
+    with pytest.raises(ValueError, match="acceptance is 'block', it must be token or traversal"):
+        choose_acceptance(Chain().make_rule(), "block")
     own = Chain().make_rule()
     own.acceptance = accept_by_token
     assert choose_acceptance(own, None) is accept_by_token
     with pytest.raises(ValueError, match="token has no effect: the method has its own acceptance"):
         choose_acceptance(own, "token")
-    with pytest.raises(ValueError, match="block is for sampled text"):
-        next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance="block"))
+    with pytest.raises(ValueError, match="token is for sampled text"):
+        next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance="token"))

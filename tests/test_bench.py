@@ -451,7 +451,7 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
         (["--head", "none"], "--head none has no effect: no row has the word head"),
         (["--methods", "linear head", *QUICK], "need --head FOLDER, a head of the target"),
         (["--methods", "linear head", "--head", DRAFT], "is no folder of an EAGLE head"),
-        (["--methods", "linear block"], "linear block: greedy text has only one acceptance"),
+        (["--methods", "linear token"], "linear token: greedy text has only one acceptance"),
         (["--baseline", " "], "argument --baseline: is empty"),
         (["--columns", "exact,exact"], "'exact,exact' names a column twice"),
         (["--seed", "1000000000001"], "--seed: 1000000000001 is not a whole number from 0 to"),

@@ -32,7 +32,6 @@ from engine.generate import Step, generate
 from engine.generation_config import GenerationConfig
 from engine.memory import OutOfMemory
 from methods import METHODS
-from methods.acceptances import DEFAULTS
 from methods.rules import MixedTree
 from methods.sampler import Sampling
 from verify import NonFiniteLogits
@@ -131,13 +130,13 @@ def test_greedy_text_by_a_draft_at_a_temperature(capsys: Captured) -> None:
 
 
 def test_the_acceptance_of_a_sampled_text_is_chosen(capsys: Captured) -> None:
-    """Check the report as well. --compare runs ar, which has no chain to accept."""
+    """Check the report as well. --compare runs ar, which drafts nothing to accept."""
     hot = ["--method", "linear", "--temperature", "1", "--max-new-tokens", "24"]
     token = run_json(capsys, hot + ["--accept", "token", "--compare"])
-    block = run_json(capsys, hot)
-    assert token["token_ids"] != block["token_ids"]
+    chosen = run_json(capsys, hot)
+    assert token["token_ids"] != chosen["token_ids"]
     assert token["settings"]["acceptance"] == "token" and token["compare"]["speedup"] > 0
-    assert block["settings"]["acceptance"] == DEFAULTS["drawn chain"] == "block"
+    assert chosen["settings"]["acceptance"] == "traversal"
     assert run_json(capsys, ["--max-new-tokens", "2"])["settings"]["acceptance"] is None
 
 
