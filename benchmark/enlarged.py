@@ -16,6 +16,7 @@ from benchmark.machine import ROOT
 from cli.errors import UsageError, print_line
 from engine.ranks import is_launched
 
+PROGRAM = ROOT / "tools" / "enlarge.py"
 FOLDER = ROOT / "models" / "enlarged"
 SHAPES = {"target": (960, 28), "draft": (512, 6)}  # hidden size, layers
 VOCABULARY = 50304
@@ -31,16 +32,9 @@ def enlarged_pair() -> list[str]:
     if missing:
         print_line(f"making the enlarged pair in {os.path.relpath(FOLDER)}, once: {SIZE}")
     for role in missing:
-        enlarge(role)
+        hidden, layers = SHAPES[role]
+        words = f"--hidden {hidden} --layers {layers} --vocab {VOCABULARY}".split()
+        source = ROOT / "models" / "tiny" / role
+        if subprocess.run([sys.executable, PROGRAM, source, FOLDER / role, *words]).returncode:
+            raise UsageError(f"{FOLDER / role} could not be made; see the line above")
     return [os.path.relpath(FOLDER / role) for role in SHAPES]
-
-
-def enlarge(role: str) -> None:
-    """Make one model. Raises UsageError if tools/enlarge.py fails, which prints the reason."""
-    hidden, layers = SHAPES[role]
-    folder = os.path.relpath(FOLDER / role)
-    sizes = ["--hidden", str(hidden), "--layers", str(layers), "--vocab", str(VOCABULARY)]
-    source = str(ROOT / "models" / "tiny" / role)
-    command = [sys.executable, str(ROOT / "tools" / "enlarge.py"), source, folder, *sizes]
-    if subprocess.run(command).returncode:
-        raise UsageError(f"{folder} could not be made; see the line above")

@@ -7,7 +7,6 @@ Their distributions are tested in test_sampling.py.
 
 import math
 
-
 import pytest
 import torch
 from conftest import generate, make_tree, random_model

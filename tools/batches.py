@@ -11,13 +11,28 @@ Shapes: B sequences of T tokens, H attention heads, D head size, R rotary dimens
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cli.models import has_instructions
 from gpt_neox import GPTNeoX, Layer, rotate
 
 # attend(q, k, v) -> [B, H, T, D], of queries, keys and values [B, H, T, D] of a layer's input
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def draw_rows(text: Tensor, n_rows: int, n_tokens: int, seed: int) -> Tensor:
+    """Return sequences [n_rows, n_tokens] from random places of the text [n]."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - n_tokens + 1, (n_rows, 1), generator=generator)
+    return text[starts + torch.arange(n_tokens)]
+
+
+def autocast_for(device: torch.device) -> torch.autocast:
+    """Return a context in which products are in bfloat16, if the device has instructions for it."""
+    is_fast = bool(has_instructions(torch.bfloat16, device))
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_fast)
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ if __name__ == "__main__":  # before torch is imported, because run_program sets
 
     run_program("tools.distil")  # does not return
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
 from hashlib import file_digest, sha256
@@ -34,46 +33,44 @@ from cli.errors import Parser, UsageError, print_line, run_command_line, writing
 from cli.files import require_writable
 from cli.models import choose_device, choose_dtype, set_threads
 from cli.tokens import encode, load_tokenizer
-from engine.checkpoint import find_checkpoint, parse_config, read_json, read_text
+from engine.checkpoint import find_checkpoint, read_config
 from engine.model import load_reference
 from gpt_neox import Config
-from tools import draft_training, eagle_training, own_text
-from tools.folders import new_folder, read_unchanged, to_half, write_checkpoint
+from tools import draft_training, eagle_training
+from tools.folders import new_folder, write_checkpoint
+from tools.training import Progress
 
-MAX_TEXT_BYTES = 2**30  # of a file
 # Characters per call of the tokenizer, whose result takes 100 times the memory of the characters
 PIECE = 2**16
 TRAINING_OPTIONS = ("eagle", "layers", "hidden", "steps", "batch", "context", "rate")
 
 
-def read_ids(file: Path, folder: Path, config: Config) -> Tensor:
-    """Return the ids [n] int64 of a file, after the target's first EOS id if it has one. folder:
-    the target's. Raises CheckpointError and UsageError."""
-    text, tokenizer = read_text(file, MAX_TEXT_BYTES), load_tokenizer(folder)
-    parts = [torch.tensor(config.eos_ids[:1], dtype=torch.int64)]
-    for start in range(0, len(text), PIECE):
-        ids = encode(text[start : start + PIECE], tokenizer, config.vocab_size)
-        parts.append(torch.tensor(ids))
-    return torch.cat(parts)
+def read_ids(files: Sequence[str], folder: Path, config: Config) -> Tensor:
+    """Return the ids [n] int64 of text files, each after the target's first EOS id if it has one.
+    folder: the target's. Raises CheckpointError and UsageError."""
+    tokenizer, ids = load_tokenizer(folder), []
+    for file in files:
+        try:
+            text = Path(file).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--text {file} cannot be read: {error}") from error
+        ids += config.eos_ids[:1]
+        for start in range(0, len(text), PIECE):
+            ids += encode(text[start : start + PIECE], tokenizer, config.vocab_size)
+    return torch.tensor(ids)
 
 
 def require_valid(args: Namespace) -> None:
     """Raise UsageError if an option is missing, out of range or without effect."""
-    for name in ("layers", "hidden"):
-        is_given = getattr(args, name) is not None
-        if args.eagle and is_given:
-            raise UsageError(f"--{name} has no effect with --eagle: a head has the target's sizes")
-        if not args.eagle and not is_given:
-            raise UsageError(f"--{name} is missing; a draft model needs it")
-    for name in ("layers", "hidden", "steps", "batch", "context"):
+    has_sizes = args.layers is not None, args.hidden is not None
+    if args.eagle and any(has_sizes):
+        raise UsageError("--layers and --hidden have no effect with --eagle: a head has one layer")
+    if not args.eagle and not all(has_sizes):
+        raise UsageError("a draft model needs --layers and --hidden")
+    for name in ("layers", "hidden", "steps", "batch", "context", "rate"):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} is {value}, it must be at least 1")
-    if args.eagle and args.context <= own_text.N_PROMPT:
-        n = own_text.N_PROMPT
-        raise UsageError(f"--context is {args.context}, it must be above {n}, a prompt's length")
-    if args.rate is not None and not 0 < args.rate <= 1:
-        raise UsageError(f"--rate is {args.rate}, it must be above 0 and at most 1")
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name} is {value}, it must be above 0")
 
 
 def trained_on(args: Namespace, folder: Path, text: Tensor) -> dict[str, object]:
@@ -95,21 +92,14 @@ def execute(args: Namespace) -> int:
     set_threads(args.threads, device)
     out = new_folder(args.out)
     folder = find_checkpoint(args.target, print_line)
-    target_json = read_json(folder / "config.json")
-    new_json = target_json if args.eagle else draft_training.draft_json(target_json, args)
-    config = parse_config(new_json)
-    if args.context > config.max_position_embeddings:
-        raise UsageError(
-            f"--context is {args.context}, it must be at most {config.max_position_embeddings}"
-        )
-    rate = eagle_training.RATE if args.eagle else draft_training.RATE
-    args.rate = args.rate or rate * (128 / config.hidden_size) ** 0.5
-    text = torch.cat([read_ids(Path(each), folder, config) for each in args.text])
+    config = read_config(folder)
+    text = read_ids(args.text, folder, config)
     if len(text) < args.context:
         raise UsageError(f"--text is too short: {len(text):,} tokens, --context {args.context}")
-    args.trained_on = trained_on(args, folder, text)
-    unchanged = {} if args.eagle else read_unchanged(folder)  # a head needs no tokenizer
-    file = out.with_name(f"{out.name}.training")  # the progress
+    rate = eagle_training.RATE if args.eagle else draft_training.RATE
+    args.rate = args.rate or rate * (128 / (args.hidden or config.hidden_size)) ** 0.5
+    file = out.with_name(f"{out.name}.training")
+    progress = Progress(file, trained_on(args, folder, text))
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         require_writable(file)  # now, and not after hours
@@ -117,10 +107,9 @@ def execute(args: Namespace) -> int:
     dtype = torch.float32 if args.eagle else choose_dtype(None, device)
     target = load_reference(folder, device, dtype)
     run = eagle_training.train_head if args.eagle else draft_training.train_draft
-    tensors, own_json = run(target, folder, target_json, text, file, args)
-    tensors = {name: to_half(name, w.detach()) for name, w in tensors.items()}
-    config_file = {"config.json": json.dumps(own_json, indent=2).encode()}
-    write_checkpoint(out, tensors, unchanged | config_file)
+    tensors, own_json = run(target, folder, text, progress, args)
+    source = None if args.eagle else folder  # a head needs no tokenizer
+    write_checkpoint(out, tensors, own_json, source)
     file.unlink()
     print_line(f"draft written to {out}; measure it with --compare (docs/distil.md)")
     return 0

@@ -13,33 +13,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoint import parse_config
-from engine.memory import require_memory
-from engine.model import weight_bytes
-from gpt_neox import Config, GPTNeoX, rotary_table
-from tools.batches import run_layers
-from tools.training import autocast_for, draw_rows, saved_dtype, train
+from cli.errors import UsageError
+from gpt_neox import Config, GPTNeoX, read_json, rotary_table
+from tools.batches import autocast_for, draw_rows, run_layers
+from tools.training import Progress, train
 
 RATE = 2e-3  # learning rate at hidden size 128; proportional to 1 / sqrt(hidden size)
 ATTENTION_HEAD_SIZE = 64  # the number of attention heads is hidden // 64, at least 1
 STD = 0.02  # of the initial weights, as in GPT-2 and Pythia
 
 
-def draft_json(target_json: dict, args: Namespace) -> dict:
-    """Return the draft model's config.json: the target's with other sizes."""
-    sizes = {
+def train_draft(
+    target: GPTNeoX, folder: Path, text: Tensor, progress: Progress, args: Namespace
+) -> tuple[dict[str, Tensor], dict]:
+    """Train a draft model, and return its tensors by name and its config.json. The arguments are
+    those of eagle_training.train_head."""
+    own_json = read_json(folder / "config.json") | {
         "hidden_size": args.hidden,
         "num_hidden_layers": args.layers,
         "num_attention_heads": max(args.hidden // ATTENTION_HEAD_SIZE, 1),
         "intermediate_size": 4 * args.hidden,
     }
-    return target_json | saved_dtype() | sizes
+    try:
+        draft = new_draft(Config.from_json(own_json, {})).to(target.device)
+    except ValueError as error:
+        raise UsageError(f"--hidden {args.hidden}, --layers {args.layers}: {error}") from error
+
+    def loss_of(step: int) -> Tensor:
+        rows = draw_rows(text, args.batch, args.context, seed=step)
+        return divergence(draft, target, rows.to(target.device))
+
+    train(draft, loss_of, progress, args)
+    return dict(draft.named_parameters()), own_json
 
 
-def new_draft(config: Config, device: torch.device) -> GPTNeoX:
-    """Return an untrained model. Raises OutOfMemory, and CheckpointError for impossible sizes."""
-    need = 4 * weight_bytes(config, torch.float32)  # weights, gradients, AdamW's two averages
-    require_memory(need, device, "training a draft of these sizes")
+def new_draft(config: Config) -> GPTNeoX:
+    """Return an untrained model."""
     generator = torch.Generator().manual_seed(0)
     draft = GPTNeoX(config)
     for name, weight in draft.named_parameters():
@@ -47,15 +56,7 @@ def new_draft(config: Config, device: torch.device) -> GPTNeoX:
             torch.nn.init.normal_(weight, std=STD, generator=generator)
         elif name.endswith("bias"):
             torch.nn.init.zeros_(weight)
-    return draft.to(device)
-
-
-def logprobs(model: GPTNeoX, rows: Tensor) -> Tensor:
-    """Return next-token log-probabilities, float32 [B * T, V], for sequences [B, T]."""
-    rotary = rotary_table(model.config, rows.shape[1], model.device)
-    with autocast_for(model.device):
-        logits = model.logits(run_layers(model, rows, rotary))
-    return logits.log_softmax(-1).flatten(0, 1)
+    return draft
 
 
 def divergence(draft: GPTNeoX, target: GPTNeoX, rows: Tensor) -> Tensor:
@@ -66,17 +67,9 @@ def divergence(draft: GPTNeoX, target: GPTNeoX, rows: Tensor) -> Tensor:
     return F.kl_div(of_draft, of_target, reduction="batchmean", log_target=True)
 
 
-def train_draft(
-    target: GPTNeoX, folder: Path, target_json: dict, text: Tensor, file: Path, args: Namespace
-) -> tuple[dict[str, Tensor], dict]:
-    """Train a draft model, and return its tensors by name and its config.json. The arguments are
-    those of eagle_training.train_head."""
-    own_json = draft_json(target_json, args)
-    draft = new_draft(parse_config(own_json), target.device)
-
-    def loss_of(step: int) -> Tensor:
-        rows = draw_rows(text, args.batch, args.context, seed=step)
-        return divergence(draft, target, rows.to(target.device))
-
-    train(draft, loss_of, file, args)
-    return dict(draft.named_parameters()), own_json
+def logprobs(model: GPTNeoX, rows: Tensor) -> Tensor:
+    """Return next-token log-probabilities, float32 [B * T, V], for sequences [B, T]."""
+    rotary = rotary_table(model.config, rows.shape[1], model.device)
+    with autocast_for(model.device):
+        logits = model.logits(run_layers(model, rows, rotary))
+    return logits.log_softmax(-1).flatten(0, 1)

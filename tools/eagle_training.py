@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli.errors import print_line
-from engine.checkpoint import HEAD_TYPE, load_tensors, parse_config
+from engine.checkpoint import HEAD_TYPE, load_tensors
 from engine.eagle_head import LAYER, target_digest
-from gpt_neox import GPTNeoX, Layer, rotary_table
+from gpt_neox import GPTNeoX, Layer, read_json, rotary_table
 from tools import own_text
-from tools.batches import Attend, run_layer, run_layers
-from tools.training import autocast_for, draw_rows, saved_dtype, train
+from tools.batches import Attend, autocast_for, draw_rows, run_layer, run_layers
+from tools.training import Progress, train
 
 RATE = 4e-3  # learning rate at hidden size 128; proportional to 1 / sqrt(hidden size)
 # With two, levels 3 to 5 of a tree had almost the divergence of level 2 (0.72 and 0.71 nats after
@@ -137,20 +137,17 @@ def head_loss(head: TrainableHead, target: GPTNeoX, rows: Tensor) -> Tensor:
 
 
 def train_head(
-    target: GPTNeoX, folder: Path, target_json: dict, text: Tensor, file: Path, args: Namespace
+    target: GPTNeoX, folder: Path, text: Tensor, progress: Progress, args: Namespace
 ) -> tuple[dict[str, Tensor], dict]:
     """Train a head, and return its tensors by name and its config.json.
 
     Args:
-        folder, target_json: the target's folder, and its config.json.
+        folder: the target's.
         text: ids [n].
-        file: progress is saved to it, and resumed from it if it exists.
         args: of tools/distil.py.
     """
-    stored = load_tensors(folder, parse_config(target_json), torch.device("cpu"), torch.float32)
-    own_json = head_json(target_json, args.target, target_digest(stored))
-    if file.exists():  # zeros, because `train` loads all buffers from the file
-        own_rows = torch.zeros(own_text.N_SEQUENCES, args.context, dtype=torch.int64)
+    if progress.saved:
+        own_rows = progress.saved["model"]["own_rows"]
     else:
         print_line(f"the target writes {own_text.N_SEQUENCES:,} sequences to train on")
         with autocast_for(target.device):
@@ -162,8 +159,8 @@ def train_head(
         with autocast_for(target.device):
             return head_loss(head, target, rows)
 
-    train(head, loss_of, file, args, saves_start=True)
-    return head.tensors(), own_json
+    train(head, loss_of, progress, args)
+    return head.tensors(), head_json(folder, target, args.target)
 
 
 def draw_batch(own_rows: Tensor, text: Tensor, step: int, args: Namespace) -> Tensor:
@@ -174,9 +171,10 @@ def draw_batch(own_rows: Tensor, text: Tensor, step: int, args: Namespace) -> Te
     return torch.cat([draw_rows(text, n_text, args.context, step), own_rows[indices].cpu()])
 
 
-def head_json(target_json: dict, name: str, digest: str) -> dict:
-    """Return the config.json of a head. name, digest: of the target."""
-    # `architectures` names a class that cannot load a head
-    sizes = {key: value for key, value in target_json.items() if key != "architectures"}
+def head_json(folder: Path, target: GPTNeoX, name: str) -> dict:
+    """Return the config.json of a head. folder, name: of the target."""
+    found = read_json(folder / "config.json")
+    found.pop("architectures", None)  # it names a class that cannot load a head
+    stored = load_tensors(folder, target.config, torch.device("cpu"), torch.float32)
     own = {"model_type": HEAD_TYPE, "num_hidden_layers": 1, "target": name}
-    return sizes | saved_dtype() | own | {"target_digest": digest}
+    return found | own | {"target_digest": target_digest(stored)}

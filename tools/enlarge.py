@@ -20,8 +20,6 @@ if __name__ == "__main__":
 
     run_program("tools.enlarge")
 
-import json
-import math
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -29,37 +27,24 @@ import torch
 from torch import Tensor
 
 from cli.errors import Parser, UsageError, run_command_line
-from engine.checkpoint import (
-    EMBEDDING,
-    OUTPUT_HEAD,
-    load_tensors,
-    parse_config,
-    published_shapes,
-    read_config,
-    read_json,
-)
-from engine.memory import require_memory
-from engine.model import weight_bytes
-from gpt_neox import Config
-from tools.folders import new_folder, read_unchanged, to_half, write_checkpoint
+from engine.checkpoint import load_tensors, published_shapes, read_config
+from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, read_json
+from tools.folders import new_folder, write_checkpoint
 
 NEVER = -60.0  # the logit of an added id
 
 
 def enlarge_tensors(tensors: dict[str, Tensor], small: Config, large: Config) -> dict[str, Tensor]:
-    """Return the large model's tensors in float16, by published name. Raises UsageError if one
-    overflows."""
+    """Return the large model's tensors in float16, by published name."""
     r = large.hidden_size // small.hidden_size
     n_ids = large.vocab_size
     ids = tensors[EMBEDDING]
-    enlarged = {EMBEDDING: to_half(EMBEDDING, add_rows(ids, n_ids, ids[0]).repeat(1, r))}
+    enlarged = {EMBEDDING: add_rows(ids, n_ids, ids[0]).repeat(1, r).half()}
     for name, tensor in enlarge_end(tensors, r, n_ids).items():
-        enlarged[name] = to_half(name, tensor)
+        enlarged[name] = tensor.half()
     for name in published_shapes(large):
         if name not in enlarged:
-            enlarged[name] = to_half(
-                name, enlarge_layers(tensors, name, r, small.num_hidden_layers)
-            )
+            enlarged[name] = enlarge_layers(tensors, name, r, small.num_hidden_layers).half()
     return enlarged
 
 
@@ -100,33 +85,26 @@ def add_rows(small: Tensor, n: int, row: Tensor) -> Tensor:
     return torch.cat([small, row.expand(n - len(small), -1)])
 
 
-def enlarged_json(raw: dict, config: Config, args: Namespace) -> dict:
-    """Return the large model's config.json. raw, config: the small model's, as JSON and parsed.
-    Raises UsageError for sizes that cannot be reached."""
-    r, rest = divmod(args.hidden, config.hidden_size)
-    if rest or r < 2 or args.layers < config.num_hidden_layers or args.vocab < config.vocab_size:
-        raise UsageError(
-            f"{args.source} can be enlarged to two or more times hidden size {config.hidden_size}, "
-            f"and to no less than {config.num_hidden_layers} layers and {config.vocab_size} ids"
-        )
-    large = {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "vocab_size": args.vocab}
-    large |= {"num_attention_heads": config.num_attention_heads * r, "tie_word_embeddings": False}
-    large |= {"intermediate_size": config.intermediate_size * r}
-    return raw | large
-
-
 def execute(args: Namespace) -> int:
     source, folder = Path(args.source), new_folder(args.folder)
     small = read_config(source)
-    raw = enlarged_json(read_json(source / "config.json"), small, args)
-    large = parse_config(raw)
-    need = weight_bytes(large, torch.float16) + weight_bytes(small, torch.float32)
-    largest = max(math.prod(shape) for shape in published_shapes(large).values())
-    need += 2 * 4 * largest  # two temporary copies in float32
-    require_memory(need, torch.device("cpu"), "making a checkpoint of these sizes")
-    files = read_unchanged(source) | {"config.json": json.dumps(raw, indent=2).encode() + b"\n"}
+    r, rest = divmod(args.hidden, small.hidden_size)
+    if rest or r < 2 or args.layers < small.num_hidden_layers or args.vocab < small.vocab_size:
+        raise UsageError(
+            f"{source} can be enlarged to two or more times hidden size {small.hidden_size}, "
+            f"and to no less than {small.num_hidden_layers} layers and {small.vocab_size} ids"
+        )
+    config_json = read_json(source / "config.json") | {
+        "hidden_size": args.hidden,
+        "num_hidden_layers": args.layers,
+        "vocab_size": args.vocab,
+        "num_attention_heads": small.num_attention_heads * r,
+        "intermediate_size": small.intermediate_size * r,
+        "tie_word_embeddings": False,
+    }
     tensors = load_tensors(source, small, torch.device("cpu"), torch.float32)
-    write_checkpoint(folder, enlarge_tensors(tensors, small, large), files)
+    large = Config.from_json(config_json, {})
+    write_checkpoint(folder, enlarge_tensors(tensors, small, large), config_json, source)
     return 0
 
 

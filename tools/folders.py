@@ -1,25 +1,24 @@
 """The folder of a new checkpoint, written whole or not at all.
 
 folder = new_folder("my-draft")
-write_checkpoint(folder, tensors, read_unchanged(source) | {"config.json": b"{}"})
+write_checkpoint(folder, tensors, {"model_type": "gpt_neox"}, source)
 """
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from cli.errors import UsageError
-from engine.checkpoint import first_line, read_bytes
 
-TOKENIZER = "tokenizer.json"
-UNCHANGED = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
-LARGEST = torch.finfo(torch.float16).max
+UNCHANGED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+# transformers 4 and 5 have one key each
+DTYPE = {"torch_dtype": "float16", "dtype": "float16"}
 
 
 def new_folder(text: str) -> Path:
@@ -27,47 +26,32 @@ def new_folder(text: str) -> Path:
     folder = Path(text).absolute()
     if os.path.lexists(folder):
         raise UsageError(f"{text} exists already; use a new folder")
-    part = unfinished(folder)
-    if os.path.lexists(part):
-        raise UsageError(f"{part} belongs to another run; delete it if that run has ended")
     return folder
 
 
-def unfinished(folder: Path) -> Path:
-    """Return the path at which a folder is written until it is complete."""
-    return folder.with_name(f"{folder.name}.unfinished")
-
-
 def write_checkpoint(
-    folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes]
+    folder: Path, tensors: Mapping[str, Tensor], config_json: dict, source: Path | None
 ) -> None:
-    """Write tensors by published name and files by name, which include config.json. Leaves nothing
-    if it fails. Raises UsageError."""
-    part = unfinished(folder)
+    """Write a checkpoint in float16. Leaves nothing if that fails. Raises UsageError.
+
+    Args:
+        tensors: by published name.
+        source: a checkpoint with the same tokenizer, None for a checkpoint without one.
+    """
+    part = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     try:
         part.mkdir(parents=True)
-        try:
-            save_file(dict(tensors), part / "model.safetensors", metadata={"format": "pt"})
-            for name, content in files.items():
-                (part / name).write_bytes(content)
-            # safetensors makes its file readable by its owner only
-            shutil.copymode(part / "config.json", part / "model.safetensors")
-            part.rename(folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        half = {name: tensor.detach().half() for name, tensor in tensors.items()}
+        save_file(half, part / "model.safetensors", metadata={"format": "pt"})
+        (part / "config.json").write_text(json.dumps(config_json | DTYPE, indent=2) + "\n")
+        for file in [source / name for name in UNCHANGED] if source else []:
+            if file.exists():
+                shutil.copy(file, part)
+        # safetensors makes its file readable by its owner only
+        shutil.copymode(part / "config.json", part / "model.safetensors")
+        part.rename(folder)
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"{folder} cannot be written: {first_line(error)}") from error
-
-
-def read_unchanged(source: Path) -> dict[str, bytes]:
-    """Return the files to copy from a source checkpoint, by name. Raises CheckpointError."""
-    names = [name for name in UNCHANGED if name == TOKENIZER or (source / name).exists()]
-    return {name: read_bytes(source / name) for name in names}
-
-
-def to_half(name: str, large: Tensor) -> Tensor:
-    """Return a tensor in float16. Raises UsageError if a value overflows."""
-    largest = float(torch.linalg.vector_norm(large, torch.inf))
-    if not largest <= LARGEST:  # also true for nan
-        raise UsageError(f"{name} would reach {largest:.3g}, the largest float16 is {LARGEST:.0f}")
-    return large.half()
+        raise UsageError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt_neox import GPTNeoX, rotary_table
-from tools.batches import run_layers
-from tools.training import draw_rows
+from tools.batches import draw_rows, run_layers
 
 N_SEQUENCES = 3072  # generated before training
 MAX_BATCH = 96  # sequences that are generated at once
@@ -64,15 +63,15 @@ def generate_batch(
 
 
 def write_own_text(target: GPTNeoX, text: Tensor, n_tokens: int) -> Tensor:
-    """Return sequences [N_SEQUENCES, n_tokens] on the CPU. Each begins with N_PROMPT ids from a
-    random place of the text [n], which the target continues."""
+    """Return sequences [N_SEQUENCES, n_tokens] on the CPU. Each begins with N_PROMPT ids, or fewer
+    if n_tokens is less, from a random place of the text [n]. The target continues them."""
     config, batches = target.config, []
     kv_bytes = 8 * config.num_hidden_layers * config.hidden_size * n_tokens  # float32, a sequence
     size = max(min(MAX_BATCH, MAX_KV_BYTES // kv_bytes), 1)
     starts = range(0, N_SEQUENCES, size)
     for i, start in enumerate(tqdm(starts, unit="batch", desc="own text", disable=None)):
         n_rows = min(size, N_SEQUENCES - start)
-        prompts = draw_rows(text, n_rows, N_PROMPT, seed=i).to(target.device)
+        prompts = draw_rows(text, n_rows, min(N_PROMPT, n_tokens), seed=i).to(target.device)
         temperature = TEMPERATURES[i % len(TEMPERATURES)]
         batches.append(generate_batch(target, prompts, n_tokens, temperature, seed=i).cpu())
     return torch.cat(batches)
