@@ -40,7 +40,7 @@ from cli.errors import UsageError
 from cli.metrics import Metrics
 
 SHOWN = [f"results/{name}_cpu.jsonl" for name in ("main", "enlarged")]
-README_COLUMNS = ["throughput", "speedup", "tokens_per_iter", "exact"]
+SHOWN_COLUMNS = ["throughput", "speedup", "tokens_per_iter", "exact"]
 MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "processor": "P", "threads": 2}
 MACHINE |= {"torch": "2.13.0", "python": "3.11", "commit": "abc"}
 COLUMNS = ["throughput", "speedup", "predicted", "tokens_per_iter", "exact"]
@@ -429,14 +429,16 @@ def test_pandas_reads_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("file", SHOWN)
 def test_documents_show_the_committed_results(file: str) -> None:
-    """Compare docs/results.md with the output of `bench.py --show FILE --format markdown`, and the
-    table of README.md with four columns of some rows."""
+    """Compare four columns of the file with the tables of docs/results.md and README.md, which has
+    some rows."""
     results = load(ROOT / file)
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert f"From `{file}`. {markdown_report(results)}\n\n" in page
+    caption = markdown_report(results).split("\n\n")[0]
+    table = markdown_table(*case_cells(results, SHOWN_COLUMNS))
+    assert f"From `{file}`. {caption}\n\n{table}\n\n" in page
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if file == SHOWN[0]:
-        table = markdown_table(*case_cells(results, README_COLUMNS)).splitlines()
+        table = table.splitlines()
         where = f"{prompts_text(results.head)}; {machine_text(results.head.machine)}"
         shown = (
             readme[: readme.index(f"\n\n{where}, from `{file}`.\n")].split("\n\n")[-1].splitlines()
