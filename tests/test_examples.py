@@ -80,14 +80,8 @@ def name_of(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-ON_CUDA = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 FILES = [str(file.relative_to(ROOT)) for file in source_files() if examples(file)]
-NEED_CUDA = {f"tools/{name}.py" for name in ("gpu_facts", "gpu_first_pass", "gpu_versions")}
-NEED_CUDA.add("tools/random_models.py")
-FILES = [pytest.param(f, marks=ON_CUDA if f in NEED_CUDA else ()) for f in FILES]
+FILES.remove("tools/gpu_first_pass.py")  # needs a GPU
 
 
 def test_no_example_is_missed() -> None:
@@ -238,8 +232,6 @@ QUICK_OPTIONS = {  # they override those of the examples
     "bench.py": "--n-prompts 1 --prompt-tokens 12 --max-new-tokens 6 --repeats 1 --columns exact",
     "tools/distil.py": "--steps 2 --batch 2 --context 16 --device cpu",
     "tools/enlarge.py": "--hidden 640 --layers 6 --vocab 4200",
-    "tools/gpu_facts.py": "--dry",
-    "tools/gpu_first_pass.py": "--dry",
 }
 QUICK_CONSTANTS = {  # of modules whose command has no options for its size
     "benchmark/blocks.py": {"REAL_ROWS": (64,), "MAX_DEPTH": 3, "N_TOKENS": 8, "N_RANDOM": 1},

@@ -8,10 +8,6 @@ training      the training loop of both, which can be resumed
 batches       batches of sequences on the layers of gpt_neox.py
 enlarge       makes a checkpoint of a larger shape that computes what a small one does
 folders       writes new checkpoints, whole or not at all
-gpu_check.sh  runs all tests and measurements that need a GPU, in one command
-gpu_versions  the versions and options that its results depend on
-gpu_first_pass  a pass of every kind, eager, captured and replayed
-gpu_facts     measures on a GPU what bench.py does not
-gpu_report    what failed and what is slow, and all results in one file
-random_models  models of given shapes with random weights
+gpu_check.sh  checks and times the CUDA code on a GPU, in one command
+gpu_first_pass  passes of models with random weights, with CUDA graphs and without
 """
