@@ -70,10 +70,9 @@ from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Pair, Request, overflow_note
 from dynatree import Drafter
-from engine.driver import run_on_ranks
 from engine.generate import Step  # dynatree.Step with times and counts
 from engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
-from engine.ranks import Ranks
+from engine.ranks import from_rank_0, run_on_ranks, world_size
 
 LOG_S = 30.0  # seconds between two progress lines where stderr is not a terminal
 
@@ -304,10 +303,11 @@ def run_table(bench: Bench, table_format: str) -> int:
 def resume_hint(bench: Bench) -> str:
     """Return the end of a message: how many texts are missing, and the command that measures them.
     It is empty if none is missing."""
-    n_missing, ranks = bench.results.n_missing, bench.pair.ranks
+    n_missing = bench.results.n_missing
     if not n_missing:
         return ""
-    start = ["torchrun", "--nproc-per-node", str(ranks.world_size)] if ranks else ["python"]
+    n_ranks = world_size()
+    start = ["torchrun", "--nproc-per-node", str(n_ranks)] if n_ranks > 1 else ["python"]
     words = [*start, os.path.relpath(ROOT / "bench.py"), f"--resume={bench.writer.file}"]
     return f"; {n_missing} texts are missing; resume with: {shlex.join(words)}"
 
@@ -328,11 +328,8 @@ def show_file(args: argparse.Namespace) -> None:
     print_table(results, args.format)
 
 
-def execute(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
-    """Run the parsed command line and return the exit status.
-
-    ranks: the tensor-parallel processes, None if there is only one.
-    """
+def execute(args: argparse.Namespace) -> int:
+    """Run the parsed command line and return the exit status."""
     if args.tables:
         require_alone(args, "--tables")  # raises UsageError for other options
         print(describe_tables())
@@ -343,23 +340,20 @@ def execute(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
         return 0
     if args.resume is not None:
         require_alone(args, "--resume", allowed=("format",))
-        return resume_table(Path(args.resume), args.format, ranks)
+        return resume_table(Path(args.resume), args.format)
     file = choose_file(args)
     with new_file(file):  # removes the file if nothing is measured
-        table = prepare_table(args, ranks=ranks)
+        table = prepare_table(args)
         return run_table(Bench(table, Results(table.head), file), args.format)
 
 
-def resume_table(file: Path, table_format: str, ranks: Ranks | None) -> int:
+def resume_table(file: Path, table_format: str) -> int:
     """Measure the texts that a results file lacks, with the options that it was made with. Raises
     UsageError if prompts, models or machine are different now."""
-    results = load(file)
-    table = prepare_table(read_options(results.head), results, ranks)
+    results = from_rank_0(load, file)
+    table = prepare_table(read_options(results.head), results)
     return run_table(Bench(table, results, file), table_format)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    def run(ranks: Ranks | None) -> int:
-        return run_command_line(partial(execute, ranks=ranks), build_parser(), arguments)
-
-    return run_on_ranks(run)  # calls run on rank 0; other ranks run passes for rank 0
+    return run_on_ranks(partial(run_command_line, execute, build_parser(), arguments))

@@ -14,7 +14,7 @@ import sys
 
 from benchmark.machine import ROOT
 from cli.errors import UsageError, print_line
-from engine.ranks import is_launched
+from engine.ranks import world_size
 
 PROGRAM = ROOT / "tools" / "enlarge.py"
 FOLDER = ROOT / "models" / "enlarged"
@@ -27,7 +27,7 @@ def enlarged_pair() -> list[str]:
     """Return the folders of target and draft, relative to the working folder, and make the models
     if they are missing. Raises UsageError if that fails."""
     missing = [role for role in SHAPES if not (FOLDER / role / "config.json").exists()]
-    if missing and is_launched():
+    if missing and world_size() > 1:
         raise UsageError("make the enlarged pair first: python bench.py --table enlarged")
     if missing:
         print_line(f"making the enlarged pair in {os.path.relpath(FOLDER)}, once: {SIZE}")

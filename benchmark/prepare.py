@@ -47,7 +47,7 @@ from cli.models import (
 )
 from cli.options import choose_sampling, require_fit
 from engine.checkpoint import is_head
-from engine.ranks import Ranks, is_launched
+from engine.ranks import from_rank_0, world_size
 from methods.eagle import head_of
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
@@ -69,14 +69,10 @@ class PreparedTable:
     eagle_pair: Pair | None = None  # with the EAGLE head as its draft, if a row uses it
 
 
-def prepare_table(
-    args: argparse.Namespace, previous: Results | None = None, ranks: Ranks | None = None
-) -> PreparedTable:
+def prepare_table(args: argparse.Namespace, previous: Results | None = None) -> PreparedTable:
     """Check the options, then load models and prompts. Raises UsageError.
 
-    Args:
-        previous: the content of the file to resume.
-        ranks: the processes that compute the target, None if there is only one.
+    previous: the content of the file to resume.
     """
     unfetched = previous.head.unfetched if previous else []
     device = choose_device(args.device)
@@ -87,10 +83,10 @@ def prepare_table(
     args = make_paths_absolute(resolve_pair(args))
     require_head(args, choose_cases(parts, args))
     load_before = one_minute_load()
-    texts, unfetched = fetch_texts(args, parts, unfetched)
+    texts, unfetched = from_rank_0(fetch_texts, args, parts, unfetched)
     parts = choose_parts(args, unfetched, is_half)  # again, without what could not be fetched
     cases = choose_cases(parts, args)
-    pair, models = open_pair(args, is_drafting=True, announce=print_line, ranks=ranks)
+    pair, models = open_pair(args, is_drafting=True, announce=print_line)
     eagle_pair = None
     if any(case.uses_head for case in cases):
         models["head"] = args.head or embedded_head()
@@ -109,7 +105,7 @@ def prepare_table(
         columns=list(table.columns),
         options=recorded_options(args),
         unfetched=unfetched,
-        machine=describe_machine(pair, models, any(case.is_hf for case in cases)),
+        machine=from_rank_0(describe_machine, pair, models, any(case.is_hf for case in cases)),
         load_before=load_before,
         n_prompts={dataset: len(ids) for dataset, ids in prompts.items()},
         prompts=", ".join(names),
@@ -157,7 +153,7 @@ def check_options(
         raise UsageError("--pair excludes --target and --draft; use one or the other")
     if args.table == "steps" and cases:
         raise UsageError("--methods and --hf have no effect with --table steps")
-    if table.is_memory_table and is_launched():
+    if table.is_memory_table and world_size() > 1:
         raise UsageError(f"--table {args.table} needs a single process; use python, not torchrun")
     if any(case.is_hf for case in cases):
         if table.is_memory_table or any(temperatures):

@@ -24,6 +24,7 @@ from benchmark.cases import SYMBOLS, Case
 from benchmark.step_times import StepTimes
 from cli.errors import UsageError, writing
 from engine.checkpoint import InvalidFile, read_bytes
+from engine.ranks import rank
 
 FORMAT = 5  # version of the file format; files of other versions are refused
 MAX_BYTES = 2**28  # of a file, about 400,000 texts
@@ -277,7 +278,10 @@ def require(is_right: bool, message: str) -> None:
 @contextmanager
 def new_file(file: Path) -> Iterator[None]:
     """Create a file and its folder, and remove the file if it is still empty at the end. Raises
-    UsageError, also if the file exists."""
+    UsageError, also if the file exists. Other ranks than 0 have no file."""
+    if rank():
+        yield
+        return
     if os.path.lexists(file):
         raise UsageError(f"{file} exists already; use another name, or --resume to continue it")
     with writing(file):
@@ -303,7 +307,7 @@ class Writer:
     def drop_partial_line(self) -> None:
         """Remove an incomplete last line from the file. Raises UsageError if another run has
         written since the file was read."""
-        if self.results.n_partial_bytes:
+        if self.results.n_partial_bytes and rank() == 0:
             self.require_unchanged()
             with writing(self.file):
                 os.truncate(self.file, self.results.n_bytes)
@@ -317,7 +321,11 @@ class Writer:
             raise UsageError(f"{self.file}: another run writes to it; use --resume when it ends")
 
     def add(self, line: Json) -> None:
-        """Add a line to file and content, and the head before the first line. Raises UsageError."""
+        """Add a line to file and content, and the head before the first line. Other ranks than 0
+        have no file. Raises UsageError."""
+        if rank():
+            self.results.add(line)
+            return
         if not self.results.n_bytes:
             self.append({"head": asdict(self.results.head)})
         self.append(line)

@@ -45,10 +45,9 @@ from cli.terminal import LEGEND, draw_tree, escaped, has_color
 from cli.tokens import encode_prompt
 from cli.trace import Trace, describe_base, meanings
 from engine.cache import invariant_rows
-from engine.driver import run_on_ranks
 from engine.generate import Step
 from engine.passes import FULL_ATTENTION
-from engine.ranks import Ranks
+from engine.ranks import from_rank_0, rank, run_on_ranks, world_size
 from methods.acceptances import default_acceptance
 from methods.rules import are_retrieved
 from methods.sampler import GREEDY
@@ -102,20 +101,21 @@ def add_output_options(group: argparse._ArgumentGroup) -> None:
     add("--trace", metavar="FILE", help="write the data of that page as JSON")
 
 
-def prepare(args: argparse.Namespace, ranks: Ranks | None) -> tuple[Request, dict]:
+def prepare(args: argparse.Namespace) -> tuple[Request, dict]:
     """Check all options and load the models. Return the request and the settings to report."""
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens is {args.max_new_tokens}, it must be at least 1")
     config = choose_config(args)
     is_drafting = config.make_rule().max_depth > 0
-    if args.reference and (ranks or not config.works_on_reference_model):
+    if args.reference and (world_size() > 1 or not config.works_on_reference_model):
         raise UsageError("--reference: no --strict, --window, rebuild or torchrun")
-    text = read_prompt(args.prompt, args.prompt_file)
-    require_places(args.html, args.trace)
+    text = from_rank_0(read_prompt, args.prompt, args.prompt_file)
+    if rank() == 0:
+        require_places(args.html, args.trace)
     if (args.draft or args.draft_dtype) and not is_drafting:
         print_line(f"note: --method {args.method} ignores --draft and --draft-dtype")
     require_graphs(args)
-    pair, models = open_pair(args, is_drafting, print_line, ranks, args.reference)
+    pair, models = open_pair(args, is_drafting, print_line, args.reference)
     require_fit(config, pair)
     target = pair.target.config
     prompt = encode_prompt(text, pair.tokenizer, target.vocab_size)
@@ -146,12 +146,9 @@ def request_report(request: Request) -> dict:
     }
 
 
-def write(args: argparse.Namespace, ranks: Ranks | None) -> int:
-    """Run the parsed command line and return the exit status.
-
-    ranks: the tensor-parallel processes, if there are several.
-    """
-    request, reported = prepare(args, ranks)
+def write(args: argparse.Namespace) -> int:
+    """Run the parsed command line and return the exit status."""
+    request, reported = prepare(args)
     tally, trace, comparison = Tally(), None, None
     digests = Digests() if args.compare and request.config.strict else None
     if args.html or args.trace:
@@ -284,7 +281,7 @@ def write_outputs(
     found: dict, request: Request, args: argparse.Namespace, trace: Trace | None
 ) -> None:
     """Print the object of --json, and write the page and the trace, as the options ask."""
-    if trace:
+    if trace and rank() == 0:
         found_there = {"command": args.command, "meanings": meanings(request.config.settings)}
         found_there["base"] = describe_base(request.config.settings)
         content = trace.as_json(request.prompt, found | found_there)
@@ -297,8 +294,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     words = sys.argv[1:] if arguments is None else arguments
     parser.set_defaults(command=[parser.prog, *words])  # the page shows how to repeat the run
-
-    def program(ranks: Ranks | None) -> int:
-        return run_command_line(partial(write, ranks=ranks), parser, arguments)
-
-    return run_on_ranks(program)
+    return run_on_ranks(partial(run_command_line, write, parser, arguments))

@@ -38,13 +38,13 @@ from engine.checkpoint import (
     read_config,
     unused_settings,
 )
-from engine.driver import Driver
 from engine.eagle_head import load_head
 from engine.generate import Step, generate
 from engine.generation_config import GenerationConfig
 from engine.memory import memory_for, read_system_file
 from engine.model import FastGPTNeoX, is_fast, load_reference
-from engine.ranks import Ranks
+from engine.ranks import world_size
+from engine.tensor_parallel import UNSHARDED, Shard, own_shard
 from gpt_neox import GPTNeoX
 from methods.sampler import Sampling
 
@@ -131,24 +131,23 @@ def set_threads(n: int | None, device: torch.device) -> None:
 class Pair:
     """A target model with its tokenizer, and a draft model unless the method needs none."""
 
-    target: GPTNeoX  # fast unless --reference; a Driver if several ranks compute it
+    target: GPTNeoX  # fast unless --reference; one shard of it if there are several ranks
     draft: GPTNeoX | Drafter | None  # a GPTNeoX may be an EAGLE head
     tokenizer: Tokenizer
     target_folder: Path
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
-    ranks: Ranks | None = None  # the tensor-parallel processes, if there are several
 
     @property
     def models(self) -> list[GPTNeoX]:
-        return [model for model in (self.target, self.draft) if isinstance(model, GPTNeoX | Driver)]
+        return [model for model in (self.target, self.draft) if isinstance(model, GPTNeoX)]
 
     @cached_property
     def float32_target(self) -> FastGPTNeoX:
         """The fast target in float32, loaded if necessary. Raises OutOfMemory."""
         if self.target.dtype == torch.float32 and is_fast(self.target):
             return self.target
-        return load_model(self.target_folder, self.target.device, torch.float32, self.ranks)
+        return load_model(self.target_folder, self.target.device, torch.float32, own_shard())
 
     def captured(self) -> tuple[int, float]:
         """Return the number of captured CUDA graphs, and the seconds that capturing took."""
@@ -299,19 +298,19 @@ def open_pair(
     args: argparse.Namespace,
     is_drafting: bool,
     announce: Callable[[str], None],
-    ranks: Ranks | None = None,
     is_reference: bool = False,
 ) -> tuple[Pair, dict[str, str | int | None]]:
     """Announce and load the models that the options name. Return them and a report.
 
-    Args:
-        ranks: the tensor-parallel processes, if there are several.
-        is_reference: load gpt_neox.GPTNeoX instead of fast models.
+    is_reference: load gpt_neox.GPTNeoX instead of fast models.
     """
     device = choose_device(args.device)
     set_threads(args.threads, device)
-    if ranks and ":" in (args.device or ""):
+    if world_size() > 1 and ":" in (args.device or ""):
         raise UsageError(f"--device {args.device}: torchrun sets the device of a rank; use cuda")
+    if world_size() > 1 and device.type == "cuda":
+        device = choose_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
     dtype = choose_dtype(args.dtype, device)
     draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
     if is_drafting and args.target and not args.draft:
@@ -323,14 +322,14 @@ def open_pair(
     draft = (args.draft or draft) if is_drafting else None
     found = {"target": target, "draft": draft, "device": str(device), "dtype": dtype_name(dtype)}
     found["draft_dtype"] = dtype_name(draft_dtype) if draft else None
-    if ranks:
-        found["ranks"] = ranks.world_size
+    if world_size() > 1:
+        found["ranks"] = world_size()
     announce(announcement(found))
     for each in {dtype, draft_dtype} if draft else {dtype}:
         if has_instructions(each, device) is False:
             slow = f"this processor has no {dtype_name(each)} instructions, so it is slow"
             announce(f"note: {slow}")
-    pair = load_pair(target, draft, device, dtype, draft_dtype, announce, ranks, is_reference)
+    pair = load_pair(target, draft, device, dtype, draft_dtype, announce, is_reference)
     return pair, found | {"threads": torch.get_num_threads()}
 
 
@@ -355,16 +354,14 @@ def load_pair(
     dtype: torch.dtype | str | None = None,
     draft_dtype: torch.dtype | str | None = None,
     announce: Callable[[str], None] = lambda line: None,
-    ranks: Ranks | None = None,
     is_reference: bool = False,
 ) -> Pair:
-    """Find, check and load the models.
+    """Find, check and load the models. Each rank loads its shard of the target.
 
     Args:
         device, dtype: None for the defaults of choose_device and choose_dtype.
         draft_dtype: None for the target's.
         announce: called with a line before a download.
-        ranks: each loads its shard of the target; only this process loads the draft.
         is_reference: load gpt_neox.GPTNeoX instead of fast models.
 
     Warns of settings in the target's generation_config.json that are not used. Raises UsageError
@@ -382,9 +379,9 @@ def load_pair(
         if draft_folder and not is_head(draft_folder):
             require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     start = time.perf_counter()
-    target_model = load_model(target, device, dtype, ranks, is_reference)
+    target_model = load_model(target, device, dtype, own_shard(), is_reference)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
-    pair = Pair(target_model, None, tokenizer, target_folder, None, load_s, ranks)
+    pair = Pair(target_model, None, tokenizer, target_folder, None, load_s)
     return with_draft(pair, draft_folder, draft_dtype, is_reference) if draft_folder else pair
 
 
@@ -428,12 +425,10 @@ def load_model(
     name_or_path: str | Path,
     device: torch.device,
     dtype: torch.dtype,
-    ranks: Ranks | None = None,
+    shard: Shard = UNSHARDED,
     is_reference: bool = False,
-) -> GPTNeoX | Driver:
-    """Load a model; with several ranks, each loads a shard. Raises the errors of
-    FastGPTNeoX.from_pretrained."""
-    if ranks:
-        return Driver.load(ranks, str(name_or_path), device, dtype)
-    load = load_reference if is_reference else FastGPTNeoX.from_pretrained
-    return load(name_or_path, device, dtype)
+) -> GPTNeoX:
+    """Load this shard of a model. Raises the errors of FastGPTNeoX.from_pretrained."""
+    if is_reference:
+        return load_reference(name_or_path, device, dtype)
+    return FastGPTNeoX.from_pretrained(name_or_path, device, dtype, shard)

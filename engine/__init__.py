@@ -13,7 +13,6 @@ generation_config  all options of a generation: method, settings, sampling, wind
 checkpoint    finding, fetching, checking and loading a checkpoint
 eagle_head    checkpoints of EAGLE heads, and heads with fast passes
 memory        checks of free memory before an allocation
-tensor_parallel  one rank's shard of a model, and the collectives that combine results
+tensor_parallel  one rank's shard of the target, and the sums that combine all shards
 ranks         several processes of one command, and their collectives
-driver        tensor parallelism of the target: rank 0 drives, the workers repeat its calls
 """

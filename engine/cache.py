@@ -31,6 +31,7 @@ from engine.passes import (
     round_up_rows,
     round_up_slots,
 )
+from engine.ranks import gather
 from engine.scores import Scores
 from engine.strict import MAX_DEPTH, MAX_STRICT_ROWS, is_place_invariant, min_invariant_rows
 from gpt_neox import PREFILL_CHUNK, KVCache
@@ -133,6 +134,7 @@ class FastCache(KVCache):
             slots = f"{n} to {self.length + n}"
             raise ValueError(f"the mask covers {mask.shape[1]} slots, it must cover {slots}")
         self.tokens = tokens
+        self.model.shard.require_equal(tokens, positions, mask)
         self.model.before_pass(self, n)
         rows = tokens, positions, mask, self.length, n_last
         self.scores = self.passes.forward(self.model, *rows, self.config)
@@ -162,6 +164,7 @@ class FastCache(KVCache):
         """Run and commit tokens [n]. Return their last hidden states [n, hidden]."""
         n = len(tokens)
         self.require(self.length + n)
+        self.model.shard.require_equal(tokens)
         self.model.before_pass(self, n)
         x = self.passes.prefill(self.model, tokens, self.length)
         if self.config.reports_prompt:
@@ -236,7 +239,7 @@ def strict_min_rows(model: "FastGPTNeoX", n: int) -> int:
         if not n <= count <= MAX_STRICT_ROWS:
             continue
         if count not in results:
-            results[count] = all(model.shard.gather_values(is_place_invariant(model, count)))
+            results[count] = all(gather(is_place_invariant(model, count)))
         if results[count]:
             return count
     return MAX_STRICT_ROWS
@@ -248,14 +251,13 @@ def invariant_rows(model: "FastGPTNeoX") -> int | None:
         return None
     results = model.invariance_results
     if "min_rows" not in results:
-        counts = model.shard.gather_values(min_invariant_rows(model))
+        counts = gather(min_invariant_rows(model))
         results["min_rows"] = None if None in counts else max(counts)
     return results["min_rows"]
 
 
 def allocate_passes(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> Passes:
     """Return passes over new memory for `capacity` tokens. Raises OutOfMemory."""
-    # choose_capacity is a collective, so it comes before the lines that may raise on one rank only
     n_slots = count_slots(model, choose_capacity(model, capacity, config), config)
     what = f"a cache of {capacity} tokens"
     n_bytes = cache_bytes(model, capacity, config) + logits_bytes(model, config)
@@ -279,7 +281,7 @@ def choose_capacity(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> 
     if not model.has_fixed_shapes:
         return capacity
     max_capacity = max(capacity, model.config.max_position_embeddings)
-    free = min(model.shard.gather_values(free_memory(model.device)))
+    free = min(gather(free_memory(model.device)))
     return capacity if cache_bytes(model, max_capacity, config) > free / 2 else max_capacity
 
 

@@ -80,7 +80,6 @@ class ConfiguredModel:
         self, tokens: Tensor, positions: Tensor, cache: FastCache, mask: Tensor | None = None
     ) -> Tensor:
         logits = self.model.forward(tokens, positions, cache, mask)
-        # After the call that all ranks make, so that an error of a callback cannot interrupt it
         cache.report_pass(tokens, cache.scores)
         return logits
 

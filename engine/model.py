@@ -137,8 +137,7 @@ class FastGPTNeoX(GPTNeoX):
 
 
 def is_fast(model: object) -> bool:
-    """Whether a model is a FastGPTNeoX, or rank 0's Driver of one."""
-    return hasattr(model, "has_fixed_shapes")
+    return isinstance(model, FastGPTNeoX)
 
 
 def load_reference(

@@ -1,24 +1,25 @@
-"""One rank's shard of a model, and the collectives that combine the results of all shards.
+"""Tensor parallelism: one rank's shard of the target, and the sums that combine all shards.
 
 Every rank holds some heads of each layer, some columns of each MLP's inner dimension and some ids
 of the vocabulary. It computes with them as one process does with all of them. An all-reduce adds up
 the ranks' results where a layer adds to x. In a GPT-NeoX with parallel residual, attention and MLP
 are added to x together, so a layer needs one all-reduce. Most other models need two.
 
-    shard = Shard(1, 2, all_reduce, all_gather, gather_objects)
+    shard = Shard(1, 2)
     start, end = shard.bounds(50304)  # this rank's rows of the embedding
-    x.add_(shard.sum(layer.dense_and_out(both)))
 
 UNSHARDED is the shard of a process that holds the whole model.
 
 Shapes: n rows.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from engine.ranks import rank, require_equal, run_collective, world_size
 
 # Weights and biases split along the output axis. A head's query, key and value rows are adjacent
 COLUMN_PARALLEL = ("attention.query_key_value", "mlp.dense_h_to_4h", "embed_in", "embed_out")
@@ -39,14 +40,6 @@ class Shard:
 
     rank: int = 0
     world_size: int = 1
-    # The collectives; None if there is only one rank
-    all_reduce: Callable[[Tensor], None] | None = None  # replaces a tensor by its sum over ranks
-    all_gather: Callable[[list[Tensor], Tensor], None] | None = None  # fills a list, by rank
-    gather_objects: Callable[[object], list] | None = None  # returns every rank's value, by rank
-
-    def gather_values(self, value: object) -> list:
-        """Return each rank's value, by rank. All ranks must call it."""
-        return [value] if self.world_size == 1 else self.gather_objects(value)
 
     def bounds(self, n: int) -> tuple[int, int]:
         """Return start and end of this rank's items, of n in total."""
@@ -57,21 +50,24 @@ class Shard:
         """Return the number of items per rank, of n in total. The last ranks may have fewer."""
         return -(-n // self.world_size)
 
+    def require_equal(self, *inputs: Tensor | None) -> None:
+        """Raise RanksError on all ranks unless they have equal inputs of a pass."""
+        if self.world_size > 1:
+            require_equal(*inputs)
+
     def sum(self, x: Tensor, in_order: bool = False) -> Tensor:
         """Replace x [n, hidden] by the sum of all ranks' x, and return it.
 
         in_order: add in the order of ranks. In an all-reduce of three or more ranks, the order may
         depend on the place of the element.
         """
-        if self.world_size == 1:
-            return x
         if in_order and self.world_size > 2:
-            parts = self.gather(x)
-            x.copy_(parts[0])
-            for part in parts[1:]:
+            first, *others = self.gather(x)
+            x.copy_(first)
+            for part in others:
                 x.add_(part)
-        else:
-            self.all_reduce(x)
+        elif self.world_size > 1:
+            run_collective(dist.all_reduce, x)
         return x
 
     def concatenate(self, x: Tensor) -> Tensor:
@@ -83,7 +79,7 @@ class Shard:
     def gather(self, x: Tensor) -> Tensor:
         """Return every rank's x, stacked by rank."""
         stacked = x.new_empty(self.world_size, *x.shape)
-        self.all_gather(list(stacked.unbind()), x)
+        run_collective(dist.all_gather, list(stacked.unbind()), x)
         return stacked
 
     def embed(self, tokens: Tensor, embedding: nn.Module) -> Tensor:
@@ -101,3 +97,8 @@ class Shard:
 
 
 UNSHARDED = Shard()
+
+
+def own_shard() -> Shard:
+    """Return this rank's shard; without torchrun, UNSHARDED."""
+    return UNSHARDED if world_size() == 1 else Shard(rank(), world_size())

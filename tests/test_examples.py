@@ -15,6 +15,7 @@ import importlib
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -30,7 +31,6 @@ from conftest import ROOT, TINY, override, pretend_capture, source_files, top_k
 from safetensors.torch import load_file
 from test_hub import SINGLE, Hub, golden_files, hub  # noqa: F401
 from test_prompts import bucket  # noqa: F401
-from test_torchrun import launch_ranks
 
 from benchmark import prompts
 from benchmark.cases import Case
@@ -157,15 +157,6 @@ def empty_model() -> Names:
         return {"model": FastGPTNeoX(read_config(TINY / "draft"))}
 
 
-def load_layer() -> Names:
-    """Return a layer, rows for it, and collectives like those of two ranks with equal values."""
-    model = FastGPTNeoX.from_pretrained(TINY / "target")
-    layer, hidden = model.gpt_neox.layers[0], model.config.hidden_size
-    collectives = {"all_reduce": lambda x: x.mul_(2), "all_gather": None, "gather_objects": None}
-    both = torch.randn(3, layer.n_attended + layer.n_inner)
-    return collectives | {"layer": layer, "x": torch.randn(3, hidden), "both": both}
-
-
 # The names that only one module's examples use, by file
 NAMES_BY_FILE: dict[str, Callable[[], Names]] = {
     "draft_tree.py": lambda: {"root_token": 7, "drafter": SimpleNamespace(draft=draft_randomly)},
@@ -205,7 +196,6 @@ NAMES_BY_FILE: dict[str, Callable[[], Names]] = {
         "bias": torch.zeros(5),
         "x": torch.randn(3, 8),
     },
-    "engine/tensor_parallel.py": load_layer,
     "engine/generation_config.py": lambda: {"DynaTree": DynaTree},
     "methods/calibration.py": lambda: {"drafter": ModelDrafter(load_reference_pair()["draft"])},
     "methods/compose.py": load_reference_pair,
@@ -297,7 +287,9 @@ def run_command(line: str) -> None:
     if command == "torchrun":
         assert program == "--nproc-per-node"
         count, program, *words = words
-        run_on_ranks(int(count), program, *override(words, *QUICK_OPTIONS.get(program, "").split()))
+        words = override(words, *QUICK_OPTIONS.get(program, "").split())
+        run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count, program]
+        subprocess.run([*run, *words], cwd=ROOT, check=True)
         return
     if program == "-m":
         program, *words = words
@@ -305,13 +297,6 @@ def run_command(line: str) -> None:
     module = "cli.main" if program == "dynatree.py" else name_of(program)
     arguments = override(words, *QUICK_OPTIONS.get(program, "").split())
     assert importlib.import_module(module).main(arguments) == 0
-
-
-def run_on_ranks(count: int, *words: str) -> None:
-    """Run a program of the project under torchrun."""
-    with launch_ranks(count, *words) as launch:
-        status, _, lines = launch.wait()
-    assert status == 0, lines
 
 
 def is_command(example: str) -> bool:
@@ -344,16 +329,8 @@ def test_examples_run(
         monkeypatch.setattr(f"{name_of(file)}.{name}", value)
     monkeypatch.setitem(sys.modules, "transformers", TRANSFORMERS)
     pretend_capture(monkeypatch)
-    if file in ("engine/ranks.py", "engine/driver.py"):
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        run_on_ranks(2, "tests/test_examples.py", file)
-    else:
-        run_python(file, common | NAMES_BY_FILE.get(file, dict)())
+    run_python(file, common | NAMES_BY_FILE.get(file, dict)())
     for example in filter(is_command, examples(ROOT / file)):
         for line in example.splitlines():
             if not line.startswith("#"):
                 run_command(line)
-
-
-if __name__ == "__main__":  # on a rank
-    run_python(sys.argv[1], {"FastGPTNeoX": FastGPTNeoX})

@@ -1,17 +1,12 @@
 """Tests that every kind of pass shows the same hidden states, and of the order of wrappers."""
 
-from pathlib import Path
-
 import numpy
 import pytest
 import torch
 from conftest import fix_shapes, generate, noisy_pair, pretend_capture, random_model
-from numpy import ndarray
-from test_tensor_parallel import with_ranks, write_small_checkpoint
 from torch import Tensor
 
 from draft_tree import Candidates, Settings, Tree
-from engine.model import FastGPTNeoX
 from engine.passes import Window
 from gpt_neox import GPTNeoX
 from methods.auto import Auto
@@ -93,19 +88,6 @@ def test_a_window_shows_each_token_once() -> None:
     """Check that all states are shown, although the cache has dropped some tokens."""
     text, states = states_of(random_model(5), Chain(K=3), window=Window(16, 2))
     assert len(states) == len(text) and states.isfinite().all()
-
-
-def text_and_states(target: FastGPTNeoX, folder: Path) -> tuple[list[int], ndarray]:
-    text, states = states_of(target, Fixed(D=2, B=2, tau=0.0))
-    return text, states.numpy()
-
-
-def test_hidden_states_are_shown_by_ranks(tmp_path: Path) -> None:
-    """Check that rank 0 shows whole states, not its shard of them."""
-    folder = write_small_checkpoint(tmp_path)
-    text, states = with_ranks(2, folder, text_and_states)
-    expected = own_states(GPTNeoX.from_pretrained(folder), text)
-    torch.testing.assert_close(torch.from_numpy(states), expected, atol=1e-4, rtol=0)
 
 
 def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:

@@ -1,23 +1,196 @@
-"""Tests of several ranks as one command: their collectives, and how they join."""
+"""Tests of a target that two ranks compute: texts, errors, and the ranks' shards.
 
+Two processes run PROGRAMS one after the other. They join and leave for each program, as two
+commands would. gloo connects them.
+"""
+
+import io
+import json
 import multiprocessing
 import os
+import pickle
+import random
+import signal
 import socket
+from argparse import Namespace
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-
-from engine.driver import run_on_ranks
-from engine.passes import PassConfig
-from engine.ranks import (
-    MESSAGE_BYTES,
-    TORCHRUN_VARIABLES,
-    Ranks,
-    RanksError,
-    is_launched,
-    join_ranks,
+from conftest import (
+    generate,
+    make_head,
+    pretend_one_gpu,
+    random_config,
+    random_settings,
+    random_tensors,
+    write_checkpoint,
 )
+
+import bench
+import cli.main
+import engine.ranks
+from cli.errors import Parser, UsageError, run_command_line
+from cli.metrics import token_ids
+from cli.models import open_pair
+from engine.cache import cache_bytes
+from engine.checkpoint import CheckpointError, load_tensors, read_config
+from engine.model import FastGPTNeoX, weight_bytes
+from engine.passes import Window
+from engine.ranks import RanksError, from_rank_0, rank, run_on_ranks
+from engine.tensor_parallel import Shard, own_shard
+from gpt_neox import PREFILL_CHUNK
+from methods import METHODS
+from methods.costs import CostTracker
+from methods.sampler import Sampling
+from methods.static import Chain
+
+CPU = torch.device("cpu")
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
+SHAPES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True, "vocab_size": 97, "intermediate_size": 72},
+    "sequential": {"use_parallel_residual": False, "hidden_act": "gelu_new"},
+    "no bias": {"attention_bias": False, "vocab_size": 98},
+}
+OPTIONS = [{}, {"commit": "rebuild"}, {"window": Window(16, 2)}, {"strict": True}]  # in turn
+ENDED = "error: another rank has ended; torchrun reports why\n"
+
+Found = dict[str, object]  # the results of one rank
+
+
+def write_models(folder: Path) -> None:
+    """Write a random model of each shape, and one whose head 3, which rank 1 has, overflows float16
+    after token 1."""
+    for name, changes in (SHAPES | {"overflow": {}}).items():
+        config = random_config(num_attention_heads=4, hidden_size=64, intermediate_size=128)
+        config = replace(config, **changes)
+        tensors = random_tensors(config, 0)
+        if name == "overflow":
+            tensors["gpt_neox.embed_in.weight"][1, 5] = 100.0
+            qkv = tensors["gpt_neox.layers.0.attention.query_key_value.weight"].view(4, 3, 16, 64)
+            qkv[3, 2, 7] = 0.0
+            qkv[3, 2, 7, 5] = 20_000.0
+        (folder / name).mkdir()
+        write_checkpoint(folder / name, config, tensors)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> FastGPTNeoX:
+    return FastGPTNeoX.from_pretrained(folder, CPU, dtype, own_shard())
+
+
+def write_texts(folder: Path) -> dict[str, list[int]]:
+    """Return texts of every method, greedy and sampled; of every shape; and with an EAGLE head."""
+    target, draft = load(folder / "plain"), FastGPTNeoX.from_pretrained(folder / "plain")
+    tensors = load_tensors(folder / "plain", target.config, CPU, torch.float32)
+    head = make_head(dict(tensors), seed=0, **asdict(target.config))
+    rng = random.Random(0)
+    steps = {name: generate(load(folder / name), draft, PROMPT, Chain(), 12) for name in SHAPES}
+    steps["head"] = generate(target, head, PROMPT, Chain(), 12)
+    for i, method in enumerate(METHODS):
+        settings, options = random_settings(method, rng), OPTIONS[i % len(OPTIONS)]
+        steps[method] = generate(target, draft, PROMPT, settings, 12, **options)
+        sampled = generate(target, draft, PROMPT, settings, 12, sampling=Sampling(0.9, seed=i))
+        steps[f"{method} sampled"] = sampled
+    return {name: token_ids(each) for name, each in steps.items()}
+
+
+def find_overflow(folder: Path) -> list[bool]:
+    """Return whether these are finite: three rows, the second of which is token 1, and a prompt
+    with token 1 in its first chunk."""
+    target = load(folder / "overflow", torch.float16)
+    cache = target.new_cache(PREFILL_CHUNK + 10)
+    target.forward(torch.tensor([2, 1, 3]), torch.arange(3), cache)
+    rows = cache.scores.finite_rows()
+    target.prefill([2, 1] + [3] * PREFILL_CHUNK, cache)
+    return rows + cache.scores.finite_rows()
+
+
+def run_different_tokens(folder: Path) -> str:
+    """Return the error of a pass that has another token on each rank."""
+    target = load(folder / "plain")
+    with pytest.raises(RanksError) as caught:
+        target.forward(torch.tensor([5 + rank()]), torch.tensor([0]), target.new_cache(9))
+    return str(caught.value)
+
+
+def learn_prices(folder: Path) -> list[float]:
+    """Return prices that are learned from times that differ between the ranks."""
+    tracker = CostTracker()
+    tracker.record(n_tokens=4, n_rows=12, n_levels=3, ms=7.5 + rank())
+    tracker.begin_tree()
+    return tracker.prices
+
+
+def read_rank(folder: Path) -> tuple[int, bool]:
+    """Return a value of rank 0, and whether this process ignores Ctrl-C."""
+    return from_rank_0(rank), signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def compute(folder: Path, found: Found) -> int:
+    """Run what ends without an error."""
+
+    def program() -> int:
+        for work in (write_texts, find_overflow, run_different_tokens, learn_prices, read_rank):
+            found[work.__name__] = work(folder)
+        return 0
+
+    return run_on_ranks(program)
+
+
+def fail(ranks: tuple[int, ...], folder: Path, found: Found) -> int:
+    """Run a program that fails on these ranks."""
+    engine.ranks.RANK_0_TIMEOUT = timedelta(seconds=60 if 0 in ranks else 0.1)
+
+    def execute(args: Namespace) -> int:
+        if rank() in ranks:
+            raise UsageError("a mistake")
+        return from_rank_0(rank) + engine.ranks.gather(0)[1]
+
+    return run_on_ranks(partial(run_command_line, execute, Parser(prog="x"), []))
+
+
+def measure(folder: Path, found: Found) -> int:
+    """Measure a table. Then remove its last texts. Rank 1 has no file."""
+    file, options = folder / f"{rank()}.jsonl", ["--methods", "ar,dynatree", "--columns", "exact"]
+    sizes = ["--n-prompts", "2", "--new-tokens", "10", "--threads", "1"]
+    status = bench.main([*options, *sizes, "--output", str(file)])
+    if rank() == 0:
+        lines = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(b"".join(lines[:3]))
+    return status
+
+
+def resume(folder: Path, found: Found) -> int:
+    return bench.main([f"--resume={folder / f'{rank()}.jsonl'}"])
+
+
+def end_within_a_text(folder: Path, found: Found) -> int:
+    """Kill rank 1 before its ninth pass."""
+    require_equal, n_left = engine.tensor_parallel.require_equal, iter(range(8))
+
+    def require_or_end(*inputs: torch.Tensor | None) -> None:
+        if rank() and next(n_left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        require_equal(*inputs)
+
+    engine.tensor_parallel.require_equal = require_or_end
+    return cli.main.main(["--prompt", "The ship sailed at dawn", "--json", "--threads", "1"])
+
+
+PROGRAMS: dict[str, Callable[[Path, Found], int]] = {
+    "compute": compute,
+    "both fail": partial(fail, (0, 1)),
+    "one fails": partial(fail, (1,)),
+    "measure": measure,
+    "resume": resume,
+    "end": end_within_a_text,
+}
 
 
 def free_port() -> int:
@@ -25,76 +198,114 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def join_and_work(index: int, count: int, port: int, work: Callable, arguments: tuple) -> object:
-    """Join the other ranks, do the work and return its result. Runs in a process of its own."""
-    values = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "MASTER_PORT": port}
-    for name, value in values.items():
-        os.environ[name] = str(value)
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+def run_programs(number: int, ports: list[int], folder: Path) -> None:
+    """Run all programs as one of two ranks. Save what they find, return and print."""
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
-    with join_ranks() as ranks:
-        return work(ranks, *arguments)
+    found: Found = {}
+    for (name, program), port in zip(PROGRAMS.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            status = program(folder, found)
+        found[name] = status, out.getvalue(), err.getvalue()
+        (folder / f"rank {number}").write_bytes(pickle.dumps(found))
 
 
-def run_in_processes(count: int, work: Callable, *arguments: object) -> list:
-    """Run work(ranks, *arguments) on `count` ranks and return their results. Raises its errors."""
-    # The processes are forked from one that has imported torch once
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[Found]:
+    """Run the programs and return what each rank has found. It takes some seconds, because every
+    pass waits for both processes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "safetensors", "pytest"])
-    tasks = []
-    port = free_port()
-    for index in range(count):
-        tasks.append((index, count, port, work, arguments))
-    # A process runs one task and ends, as a rank does, because only that surely closes connections
-    with context.Pool(count, maxtasksperchild=1) as pool:
-        return pool.starmap_async(join_and_work, tasks, chunksize=1).get(600)
+    ports = [free_port() for _ in PROGRAMS]
+    processes = [context.Process(target=run_programs, args=(i, ports, folder)) for i in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        process.kill()
+    return [pickle.loads((folder / f"rank {number}").read_bytes()) for number in (0, 1)]
 
 
-def exchange(ranks: Ranks, values: list) -> tuple[list, list]:
-    """Return some values, received from rank 0, and a number gathered from each rank."""
-    received = [ranks.broadcast(None if ranks.rank else value) for value in values]
-    return received, ranks.shard(torch.device("cpu")).gather_values(ranks.rank * 17)
+def test_texts_on_two_ranks_are_those_of_one_process(ranks: list[Found], folder: Path) -> None:
+    assert ranks[0]["write_texts"] == ranks[1]["write_texts"] == write_texts(folder)
 
 
-def test_broadcasts_arrive_on_all_ranks() -> None:
-    """Broadcast values that are short, that fill one message and that need two."""
-    values = [
-        ([0, 2], [5, 9]),
-        "",
-        "é" * MESSAGE_BYTES,
-        b"x" * (10 * MESSAGE_BYTES),
-        PassConfig(max_rows=7),
-    ]
-    values += [b"x" * n for n in range(MESSAGE_BYTES - 40, MESSAGE_BYTES)]
-    assert run_in_processes(3, exchange, values) == [(values, [0, 17, 34])] * 3
+def test_an_overflow_on_another_rank_is_seen(ranks: list[Found]) -> None:
+    assert [found["find_overflow"] for found in ranks] == [[True, False, True, False]] * 2
 
 
-def test_one_process_joins_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that torchrun with one process is like no torchrun."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with join_ranks() as ranks:
-        assert ranks is None and not is_launched()
+def test_different_inputs_are_noticed(ranks: list[Found]) -> None:
+    """Check that every rank gets an error. Without it, they would add up different rows."""
+    line = "the ranks run different tokens; use equal machines and equal files"
+    assert [found["run_different_tokens"] for found in ranks] == [line] * 2
 
 
-def test_one_process_raises_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that it is not a KeyError for a variable that torchrun would set."""
-
-    def fail(ranks: Ranks | None) -> int:
-        raise ZeroDivisionError
-
-    for name in TORCHRUN_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ZeroDivisionError):
-        run_on_ranks(fail)
+def test_what_differs_comes_from_rank_0(ranks: list[Found], folder: Path) -> None:
+    assert [found["learn_prices"] for found in ranks] == [learn_prices(folder)] * 2
+    assert [found["read_rank"] for found in ranks] == [(0, False), (0, True)]
 
 
-@pytest.mark.parametrize("numbers", [("0", "two"), ("2", "2"), ("", "2"), ("-1", "2")])
-def test_invalid_ranks_are_refused(
-    numbers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check ranks that were started by hand, because torchrun sets valid numbers."""
-    for name, value in zip(TORCHRUN_VARIABLES, (*numbers, "127.0.0.1", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RanksError, match="not a valid rank; start the command with torchrun"):
-        with join_ranks():
-            pass
+def test_errors_are_printed_once(ranks: list[Found]) -> None:
+    """Check an error of both ranks, then one of rank 1 alone."""
+    assert [found["both fail"] for found in ranks] == [(2, "", "error: a mistake\n"), (2, "", "")]
+    assert ranks[0]["one fails"] == (2, "", ENDED)
+    assert ranks[1]["one fails"] == (2, "", "error: rank 1: a mistake\n")
+
+
+def test_only_rank_0_has_a_results_file(ranks: list[Found], folder: Path) -> None:
+    """Check a table that is measured, cut off, and measured to its end. 0: all texts are ar's."""
+    for name in ("measure", "resume"):
+        status, out, _ = ranks[0][name]
+        assert status == 0 and "dynatree" in out
+        assert ranks[1][name] == (0, "", "")
+    assert [file.name for file in folder.glob("*.jsonl")] == ["0.jsonl"]
+    head, *texts = map(json.loads, (folder / "0.jsonl").read_text().splitlines())
+    assert head["head"]["machine"]["ranks"] == 2 and len(texts) == 4
+
+
+def test_text_is_kept_if_a_rank_ends(ranks: list[Found]) -> None:
+    status, out, err = ranks[0]["end"]
+    assert status == 2 and err.endswith(ENDED) and "end" not in ranks[1]
+    report = json.loads(out)
+    assert report["interrupted"] and 5 < len(report["token_ids"]) < 128
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_rank_holds_only_its_shard(count: int, folder: Path) -> None:
+    """Check the size of a rank's weights and caches. 97 ids are not divisible by the count."""
+    config = read_config(folder / "tied")
+    whole = weight_bytes(config, torch.float32)
+    for number in range(count):
+        shard = Shard(number, count)
+        part = dict(load_tensors(folder / "tied", config, CPU, torch.float32, shard))
+        n_bytes = sum(tensor.nbytes for tensor in part.values())
+        assert n_bytes == weight_bytes(config, torch.float32, shard) < 1.1 * whole / count
+        model = FastGPTNeoX.from_pretrained(folder / "tied", shard=shard)
+        assert cache_bytes(model, 10) == model.new_cache(10).kv.nbytes == 4 * 2560 // count
+
+
+def test_a_sum_in_order_does_not_depend_on_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check three ranks, whose all-reduce may begin with another rank for each part of the rows."""
+    parts = torch.tensor([1e8, -1e8, 1.0]).view(3, 1, 1)
+    monkeypatch.setattr(Shard, "gather", lambda shard, x: parts)
+    assert Shard(0, 3).sum(torch.zeros(1, 1), in_order=True).item() == 1.0
+
+
+def test_what_cannot_be_split(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="4 heads cannot be split evenly over 3 ranks"):
+        FastGPTNeoX.from_pretrained(folder / "plain", shard=Shard(0, 3))
+
+
+def test_fewer_devices_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_one_gpu(monkeypatch)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UsageError, match="--device cuda:1: torch finds 1 CUDA devices"):
+        open_pair(Namespace(device="cuda", threads=None), is_drafting=True, announce=print)
