@@ -251,9 +251,9 @@ class Transformer(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        # Uniform weights, because nn.Embedding draws normal ones. Their first draw on the meta
-        # device, which from_tensors uses, costs a process 1 s of imports
-        embedding = 0.04 * torch.rand(config.vocab_size, config.hidden_size) - 0.02
+        # Uniform weights, because nn.Embedding draws normal ones. On the meta device, which
+        # from_tensors uses, the first normal draw or product costs a process 2 s of imports
+        embedding = torch.empty(config.vocab_size, config.hidden_size).uniform_(-0.02, 0.02)
         self.embed_in = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
