@@ -7,9 +7,9 @@ tokens    tokenizers, prompts, streamed text, stop texts
 terminal  drawn trees, the list of methods and settings
 metrics   the numbers of one generation
 compare   a generation compared with ar (--compare)
-errors    one line per user mistake, the exit status, Ctrl-C
+errors    one line per user mistake, the exit status
 trace     the gates that decided each tree, and what was accepted, as data (--trace)
 page      the same data as an HTML page (--html), from the files in page/
-files     atomic writes and file locks
+files     files that are replaced at once
 start     the start of every program, before torch is imported
 """

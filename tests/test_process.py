@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import IO
 
 import pytest
 from conftest import ROOT, Captured
@@ -27,6 +28,11 @@ def start(command: list[str]) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
 
 
+def wait_for(stream: IO[str], word: str) -> None:
+    """Read lines until one has this word."""
+    assert any(word in line for line in stream), f"there was no {word!r}"
+
+
 def test_a_text_whose_reader_ends() -> None:
     """Check that `| head` ends a program without a word."""
     text = shlex.join([sys.executable, *TEXT, "--max-new-tokens", "100"])
@@ -41,9 +47,7 @@ def test_a_killed_text_is_kept(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     more = ["--max-new-tokens", "1900", "--json", "--show-tree", "--html", str(page)]
     with start([sys.executable, *TEXT, *more]) as process:
-        for line in process.stderr:
-            if "iteration 5:" in line:
-                break
+        wait_for(process.stderr, "iteration 5:")
         process.terminate()
         out, err = process.communicate()
     assert process.returncode == 130 and "Traceback" not in err, err
