@@ -53,27 +53,18 @@ class MethodRule(Rule):
         return {}
 
 
-class RuleWrapper(MethodRule):
-    """A rule that passes every hook on to another one; subclasses change some of them."""
+class RuleWrapper(Rule):
+    """A rule that passes every hook on to another one, and has all of its attributes. Subclasses
+    change some of them."""
 
     def __init__(self, rule: Rule):
         self.rule = rule
-        self.max_branches, self.max_depth = rule.max_branches, rule.max_depth
-        self.max_rows = rule.max_rows
-        self.max_verified = getattr(rule, "max_verified", rule.max_rows)
-        self.n_drawn = getattr(rule, "n_drawn", rule.max_branches)
-        if isinstance(rule, MethodRule):
-            self.draws_candidates, self.is_calibrated = rule.draws_candidates, rule.is_calibrated
-            self.depends_on_probs, self.is_chain = rule.depends_on_probs, rule.is_chain
-            self.min_rows, self.acceptance = rule.min_rows, rule.acceptance
-            self.reads_prompt, self.target_top_k = rule.reads_prompt, rule.target_top_k
 
-    def start(self, prompt: list[int]) -> None:
-        if isinstance(self.rule, MethodRule):
-            self.rule.start(prompt)
-
-    def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
-        self.rule.observe_target(tokens, top_ids)
+    def __getattr__(self, name: str) -> object:
+        """Return an attribute of the wrapped rule that this one has not set itself."""
+        if name == "rule":  # copy.copy looks up attributes before it sets them
+            raise AttributeError(name)
+        return getattr(self.rule, name)
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
         return self.rule.begin_tree(root_token, max_depth)
@@ -90,14 +81,17 @@ class RuleWrapper(MethodRule):
     def adapt(self, tree: Tree, path: list[int]) -> None:
         self.rule.adapt(tree, path)
 
-    def state(self) -> dict[str, float | str]:
-        return self.rule.state() if isinstance(self.rule, MethodRule) else {}
 
-
-def make_rule(settings: Settings) -> MethodRule:
-    """Return a new rule of a method; a rule of the core is wrapped to make it a MethodRule."""
+def make_rule(settings: Settings) -> Rule:
+    """Return a new rule of a method. A rule of the core gets the attributes of a MethodRule that it
+    has not."""
     rule = settings.make_rule()
-    return rule if isinstance(rule, MethodRule) else RuleWrapper(rule)
+    if not isinstance(rule, MethodRule | RuleWrapper):
+        defaults = MethodRule(rule.max_branches, rule.max_depth, rule.max_rows)
+        for name in dir(defaults):
+            if not hasattr(rule, name):
+                setattr(rule, name, getattr(defaults, name))
+    return rule
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """Tests that every kind of pass shows the same hidden states, and of the order of wrappers."""
 
+from inspect import isroutine, signature
+
 import numpy
 import pytest
 import torch
 from conftest import fix_shapes, generate, noisy_pair, pretend_capture, random_model
 from torch import Tensor
 
-from draft_tree import Candidates, Settings, Tree
+from draft_tree import Candidates, DynaTree, Rule, Settings, Tree
 from engine.passes import Window
 from gpt_neox import GPTNeoX
+from methods import METHODS
 from methods.auto import Auto
 from methods.calibration import CalibratedDrafter
 from methods.compose import compose
@@ -18,6 +21,7 @@ from methods.drawn import DrawnDrafter, DrawnRule
 from methods.dyspec import DySpec
 from methods.observing import HiddenDrafter, ObservedModel
 from methods.retrieval import Graft, GraftRule
+from methods.rules import RuleWrapper, make_rule
 from methods.sampler import Sampling
 from methods.static import Chain, Fixed
 
@@ -88,6 +92,26 @@ def test_a_window_shows_each_token_once() -> None:
     """Check that all states are shown, although the cache has dropped some tokens."""
     text, states = states_of(random_model(5), Chain(K=3), window=Window(16, 2))
     assert len(states) == len(text) and states.isfinite().all()
+
+
+@pytest.mark.parametrize("settings", [*(kind() for kind in METHODS.values()), DynaTree()], ids=str)
+def test_a_wrapped_rule_is_like_the_rule(settings: Settings) -> None:
+    """Check all public attributes, one that only this test adds, and all hooks. Wrappers once had
+    the default of an attribute that they did not know."""
+    rule = make_rule(settings)
+    rule.of_a_fork = "kept"
+    wrapped = RuleWrapper(RuleWrapper(rule))
+    assert wrapped.of_a_fork == "kept" and wrapped.max_verified and wrapped.state is not None
+    hooks = [name for name, value in vars(Rule).items() if isroutine(value) and name[0] != "_"]
+    for name in set(dir(rule)) - {"rule"}:
+        own, found = getattr(rule, name), getattr(wrapped, name)
+        assert name.startswith("_") or name in hooks or found is own or found == own, name
+    for name in hooks:
+        given = tuple(range(len(signature(getattr(wrapped, name)).parameters)))
+        calls = []
+        setattr(rule, name, lambda *given, name=name, calls=calls: calls.append(given) or name)
+        assert getattr(wrapped, name)(*given) == (name if name != "adapt" else None)
+        assert calls == [given]
 
 
 def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
