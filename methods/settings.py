@@ -12,10 +12,6 @@ from dataclasses import Field, field, fields
 
 from draft_tree import Settings
 
-RENAMED = {  # old name -> replacement
-    "chances": "calibrate=on or off",
-    "stop": "costs=off, learned, or tree:row:drafting:level",
-}
 BOOL_WORDS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
@@ -69,8 +65,6 @@ def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
     for assignment in assignments:
         name, _, word = assignment.partition("=")
         name = name.strip()
-        if name not in types and name in RENAMED:
-            raise ValueError(f"{assignment}: {name} is now {RENAMED[name]}")
         if name not in types:
             known = ", ".join(types)
             raise ValueError(f"{assignment}: this method has no {name!r}; it has {known}")

@@ -40,12 +40,6 @@ WRONG = [  # values from Python, error
 ]
 
 
-@pytest.mark.parametrize("word", ["chances=counted", "stop=cost", "stop=0.3:0.04:0.2:0.4"])
-def test_an_old_name_is_refused_with_the_new_one(word: str) -> None:
-    with pytest.raises(ValueError, match=r"is now (calibrate=on or off|costs=off, learned, or)"):
-        read_values(METHODS["dynatree"], [word])
-
-
 @pytest.mark.parametrize(("values", "message"), WRONG)
 def test_what_is_wrong_in_python_is_named(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as caught:
