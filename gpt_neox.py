@@ -126,7 +126,6 @@ def read_config(folder: Path) -> Config:
 
 def read_json(file: Path) -> dict:
     """Return the object that a JSON file holds. Raises OSError and ValueError."""
-    require_file(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -134,12 +133,6 @@ def read_json(file: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{file} is not a JSON object")
     return content
-
-
-def require_file(file: Path) -> None:
-    """Raise OSError unless this is a regular file: reading a pipe or a device may never end."""
-    if not file.is_file():
-        raise OSError(f"{file} is not a file" if file.exists() else f"{file} is not there")
 
 
 class KVCache:
@@ -317,7 +310,6 @@ class GPTNeoX(nn.Module):
         config = read_config(folder)
         tensors = {}
         for path in sorted(folder.glob("*.safetensors")):
-            require_file(path)
             with safe_open(path, "pt", str(device)) as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}
         for name in tensors:

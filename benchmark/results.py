@@ -23,11 +23,9 @@ from typing import NoReturn, TypeVar, get_args, get_origin, get_type_hints
 from benchmark.cases import SYMBOLS, Case
 from benchmark.step_times import StepTimes
 from cli.errors import UsageError, writing
-from engine.checkpoint import InvalidFile, read_bytes
 from engine.ranks import rank
 
 FORMAT = 5  # version of the file format; files of other versions are refused
-MAX_BYTES = 2**28  # of a file, about 400,000 texts
 MAX_NUMBER = 10**12  # above any real metric, and far below where sums of squares overflow
 CASE_COLUMNS = ("row", "dataset", *SYMBOLS)  # identify the case of a text
 KEY_COLUMNS = (*CASE_COLUMNS, "prompt", "round")  # identify a text
@@ -176,8 +174,8 @@ def digest_of(ids: Sequence[int]) -> str:
 def load(file: str | Path) -> Results:
     """Return the content of a results file, without an incomplete last line. Raises UsageError."""
     try:
-        content = read_bytes(Path(file), MAX_BYTES)
-    except InvalidFile as error:
+        content = Path(file).read_bytes()
+    except OSError as error:
         raise UsageError(f"not a results file: {error}") from error
     if content.startswith(b"{\n"):
         raise UsageError(f"{file} has a format older than {FORMAT}; measure the table again")

@@ -15,13 +15,12 @@ from typing import NoReturn
 
 import torch
 
-from engine.checkpoint import CheckpointError, HubUnreachable, first_line, printable
+from engine.checkpoint import CheckpointError, first_line
 from engine.memory import OutOfMemory, is_out_of_memory
 from engine.ranks import RanksError
 from verify import NonFiniteLogits
 
 VERSION = f"%(prog)s 0.1, torch {torch.__version__}, Python {platform.python_version()}"
-WITHOUT_NETWORK = "--target models/tiny/target --draft models/tiny/draft ..."
 
 
 class UsageError(Exception):
@@ -66,6 +65,11 @@ def not_empty(word: str) -> str:
     return word
 
 
+def printable(text: str) -> str:
+    """Return untrusted text on one line, with its control characters escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def print_line(line: str) -> None:
     """Print one line on stderr, without terminal control characters."""
     print(printable(line), file=sys.stderr, flush=True)
@@ -101,8 +105,6 @@ def run_command_line(
 def describe_mistake(error: Exception, parser: Parser) -> str | None:
     """Return one line for a user mistake or for a lack of memory; None for any other exception."""
     match error:
-        case HubUnreachable():
-            return f"{error}; without a network: python {parser.prog} {WITHOUT_NETWORK}"
         case UsageError() | CheckpointError() | NonFiniteLogits() | RanksError():
             return str(error)
     if not is_out_of_memory(error):

@@ -18,15 +18,14 @@ from torch import Tensor, nn
 
 from engine.cache import FastCache
 from engine.checkpoint import (
-    MAX_JSON_BYTES,
     CheckpointError,
     StoredTensors,
     find_tensors,
     load_tensors,
-    parse_config,
     published_shapes,
     read_config,
     read_json,
+    reading,
 )
 from engine.memory import memory_for, require_memory
 from engine.model import FastGPTNeoX, weight_bytes
@@ -115,14 +114,12 @@ def require_target(
 ) -> None:
     """Raise CheckpointError if the sizes of a head differ from config, which is the target's with
     one layer, or if its digest is not the target's."""
-    raw = read_json(folder / "config.json", MAX_JSON_BYTES)
+    raw = read_json(folder / "config.json")
     for name in NEEDED:
         if name not in raw:
             raise CheckpointError(f"{folder / 'config.json'} has no {name}")
-    try:
-        own = parse_config(raw | {"model_type": "gpt_neox", "num_hidden_layers": 1})
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+    with reading(folder):
+        own = Config.from_json(raw | {"model_type": "gpt_neox", "num_hidden_layers": 1}, {})
     head = f"{folder} is a head of {raw['target']!r:.80}"
     for f in fields(Config):
         value, needed = getattr(own, f.name), getattr(config, f.name)

@@ -56,7 +56,7 @@ class FastGPTNeoX(GPTNeoX):
         """Load this shard of a checkpoint: a folder, or hub repository `NAME` or `NAME@REVISION`.
 
         Raises OutOfMemory. Raises CheckpointError if there is no checkpoint, if it is not a
-        GPT-NeoX, or if a tensor is missing, extra, misshapen or truncated.
+        GPT-NeoX, or if a tensor is missing, extra, misshapen, truncated or not finite.
         """
         with memory_for(f"the weights of {name_or_path}"):
             return cls.from_tensors(*open_checkpoint(name_or_path, device, dtype, shard), shard)
@@ -162,19 +162,11 @@ def open_checkpoint(
     folder, device = find_checkpoint(name_or_path), torch.device(device)
     config = read_config(folder)
     require_divisible(config, shard)
-    tensors = load_tensors(folder, config, device, resolve_dtype(dtype))
+    tensors = load_tensors(folder, config, device, DTYPES.get(dtype, dtype))
     config = untied_if_head_differs(config, tensors)
     n_bytes = weight_bytes(config, tensors.dtype, shard)
     require_memory(n_bytes, device, f"the weights of {name_or_path}")
     return config, replace(tensors, shard=shard)
-
-
-def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype, which may be given by its name. Raises ValueError for another name."""
-    dtype = DTYPES.get(dtype, dtype)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}, it must be a torch.dtype or {', '.join(DTYPES)}")
-    return dtype
 
 
 def weight_bytes(config: Config, dtype: torch.dtype, shard: Shard = UNSHARDED) -> int:

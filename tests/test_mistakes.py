@@ -117,7 +117,7 @@ MISTAKES = [
     (A + " --debug", {}, "unrecognized arguments: --debug"),
     (A + " --target ./none --draft ./gone", {}, "'./none' is neither a folder nor a hub name"),
     (A + " --target a/b/c --method ar", {}, "a/b/c"),
-    (A + " --target x --method ar", {"x": "a"}, "'x' is a file, not a folder"),
+    (A + " --target x --method ar", {"x": "a"}, "'x' is neither a folder nor a hub name"),
     (A + f" --target {TARGET}", {}, "--target also needs --draft; without a draft model use"),
     (A + " --target . --method ar", {"x": "a"}, "json"),
     (A + " --target . --method ar", {"x.gguf": "GGUF"}, "it has x.gguf; use a whole model's float"),
