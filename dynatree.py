@@ -360,7 +360,7 @@ def run(args: argparse.Namespace) -> None:
         verdict = "equal" if ids == ar_ids else "different"
         if args.temperature:  # two samples of one distribution
             verdict = "sampled, not compared"
-        speed = f"{ar_rate:.1f} tokens/s, so {rate / ar_rate:.2f}x" if ar_rate else "no iteration"
+        speed = f"{ar_rate:.1f} tokens/s, so {rate / ar_rate:.2f}x" if ar_rate else "no speed"
         print(f"ar: {speed}; the ids are {verdict}", file=sys.stderr)
 
 

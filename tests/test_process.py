@@ -23,9 +23,10 @@ TEXT = ["dynatree.py", "--prompt", "The ship sailed at dawn", "--ignore-eos", "-
 
 
 def start(command: list[str]) -> subprocess.Popen:
-    """Start a command in its own process group, as a shell does."""
+    """Start a command in its own process group, as a shell does. Python's output is buffered."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **pipes)
 
 
 def wait_for(stream: IO[str], word: str) -> None:
