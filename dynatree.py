@@ -307,11 +307,11 @@ def final_text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids[:n]).rstrip("\ufffd")
 
 
-def write(steps: Iterator[Step], tokenizer: Tokenizer) -> Iterator[Step]:
-    """Print a text while it is generated, and yield its steps."""
+def write(steps: Iterator[Step], tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterator[Step]:
+    """Print a text, without EOS, while it is generated, and yield its steps."""
     ids, n_shown = [], 0
     for step in steps:
-        ids += step.tokens
+        ids += [token for token in step.tokens if token not in eos_ids]
         text = final_text(ids, tokenizer)
         print(text[n_shown:], end="", flush=True)
         n_shown = len(text)
@@ -343,15 +343,15 @@ def run(args: argparse.Namespace) -> None:
     if settings.make_rule().max_depth > 0:
         drafter = ModelDrafter(GPTNeoX.from_pretrained(args.draft, args.device, dtype))
     tokenizer = load_tokenizer(args.target)
-    prompt = encode_prompt(args.prompt, tokenizer)
+    prompt, eos_ids = encode_prompt(args.prompt, tokenizer), target.config.eos_ids
 
     def decode(rule: Rule) -> Iterator[Step]:
         is_sampled = args.temperature != 0
         accept = Sampler(args.temperature, args.top_p, args.seed) if is_sampled else accept_greedy
-        options = {"eos_ids": target.config.eos_ids, "accept": accept}
+        options = {"eos_ids": eos_ids, "accept": accept}
         return generate(target, drafter, prompt, rule, args.max_new_tokens, **options)
 
-    ids, rate, tokens_per_iter = measure(write(decode(settings.make_rule()), tokenizer))
+    ids, rate, tokens_per_iter = measure(write(decode(settings.make_rule()), tokenizer, eos_ids))
     summary = f"{len(ids)} tokens, {rate:.1f} tokens/s, {tokens_per_iter:.2f} tokens/iter"
     print(summary if len(ids) > 1 else "1 token", file=sys.stderr)
     if args.compare:  # time the method again without printing, which takes time

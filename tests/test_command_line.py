@@ -232,6 +232,8 @@ def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) 
     assert run_json(capsys, pair + ["--ignore-eos"])["token_ids"] == free["token_ids"]
     pieces = stream_text(load_pair(str(tmp_path), DRAFT), PROMPT, max_new_tokens=20)
     assert "".join(pieces) == ended["text"]
+    assert dynatree.main(["--prompt", PROMPT, *pair]) == 0
+    assert capsys.readouterr().out == ended["text"] + "\n"
 
 
 # --compare

@@ -124,7 +124,7 @@ def streamed(parts: Sequence[list[int]], tokenizer: Tokenizer, capsys: Captured)
 def printed(parts: Sequence[list[int]], tokenizer: Tokenizer, capsys: Captured) -> str:
     """Return the text that the small command line of dynatree.py prints."""
     steps = (Step(part, Tree.from_root(0), [0]) for part in parts)
-    list(dynatree.write(steps, tokenizer))
+    list(dynatree.write(steps, tokenizer, eos_ids=()))
     return capsys.readouterr().out.removesuffix("\n")
 
 
