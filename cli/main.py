@@ -44,7 +44,6 @@ from cli.page import require_places, save_trace
 from cli.terminal import LEGEND, draw_tree, escaped, has_color
 from cli.tokens import encode_prompt
 from cli.trace import Trace, describe_base, meanings
-from engine.cache import invariant_rows
 from engine.generate import Step
 from engine.passes import FULL_ATTENTION
 from engine.ranks import from_rank_0, rank, run_on_ranks, world_size
@@ -269,9 +268,6 @@ def report(request: Request, tally: Tally, comparison: Comparison | None) -> dic
         "versions": versions(),
         "graphs": {"n": n_graphs, "capture_s": capture_s},
     }
-    if request.config.strict:
-        target = request.pair.target
-        found["min_invariant_rows"] = invariant_rows(target)
     if comparison:
         found["compare"] = comparison
     return found

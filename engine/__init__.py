@@ -6,7 +6,8 @@ linear        linear layers over matrices packed for passes of a few rows
 cache         the KV cache of one generation: memory, passes, window, rebuilt commits
 passes        the passes over one cache, and their config
 cuda_graphs   passes of a few fixed shapes, captured and replayed
-strict        batch-invariant passes: attention whose bits depend only on position and keys
+masks         the masks of a pass, from the host's bool mask to attention
+strict        masks of batch-invariant passes: a row's bits depend only on position and keys
 scores        the results of a pass that the host reads
 generate      the core's loop with windows, strict passes, graphs and timing
 generation_config  all options of a generation: method, settings, sampling, window

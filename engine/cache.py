@@ -23,7 +23,6 @@ from engine.cuda_graphs import FixedPasses, buffer_rows
 from engine.layers import rotate_
 from engine.memory import OutOfMemory, format_bytes, free_memory, memory_for, require_memory
 from engine.passes import (
-    ROW_COUNTS,
     SLOT_STEP,
     SMALL_PASS,
     PassConfig,
@@ -33,7 +32,6 @@ from engine.passes import (
 )
 from engine.ranks import gather
 from engine.scores import Scores
-from engine.strict import MAX_DEPTH, MAX_STRICT_ROWS, is_place_invariant, min_invariant_rows
 from gpt_neox import PREFILL_CHUNK, KVCache
 
 if TYPE_CHECKING:
@@ -48,10 +46,7 @@ class FastCache(KVCache):
     def __init__(self, model: "FastGPTNeoX", capacity: int, config: PassConfig):
         """Raises OutOfMemory."""
         self.model = model
-        min_rows = max(config.min_rows, model.min_rows)
-        if config.is_strict:
-            min_rows = strict_min_rows(model, max(config.max_rows, min_rows))
-        self.config = config._replace(min_rows=min_rows)
+        self.config = config._replace(min_rows=config.masks.min_rows(model, config))
         self.passes = find_reusable(model, capacity, self.config)
         if self.passes:
             model.reusable.remove(self.passes)
@@ -103,10 +98,8 @@ class FastCache(KVCache):
 
     @property
     def max_commit(self) -> int:
-        """Maximum number of tokens that one iteration may commit. It must not commit across a drop,
-        and a strict path must fit into the recent positions."""
-        is_strict = self.config.is_strict
-        return min(self.n_until_drop, MAX_DEPTH + 1) if is_strict else self.n_until_drop
+        """Maximum number of tokens that one iteration may commit, not across a drop."""
+        return min(self.n_until_drop, self.config.masks.max_path)
 
     def require(self, need: int) -> None:
         if need > self.capacity:
@@ -224,38 +217,6 @@ class FastCache(KVCache):
         self.kv[:, :, :, start : self.length] = moved
 
 
-def strict_min_rows(model: "FastGPTNeoX", n: int) -> int:
-    """Return the minimum number of rows of strict passes, of which the widest has n rows.
-
-    This is the number from which on passes are batch-invariant. If there is none, all passes have
-    the same number of rows, for which a row's bits do not depend on its place. If ROW_COUNTS has no
-    such number up to MAX_STRICT_ROWS either, returns MAX_STRICT_ROWS; then bits may differ.
-    """
-    invariant = invariant_rows(model)
-    if invariant:
-        return invariant
-    results = model.invariance_results
-    for count in ROW_COUNTS:
-        if not n <= count <= MAX_STRICT_ROWS:
-            continue
-        if count not in results:
-            results[count] = all(gather(is_place_invariant(model, count)))
-        if results[count]:
-            return count
-    return MAX_STRICT_ROWS
-
-
-def invariant_rows(model: "FastGPTNeoX") -> int | None:
-    """Return min_invariant_rows of a model, the maximum over all ranks. The trials run once."""
-    if model.has_fixed_shapes:
-        return None
-    results = model.invariance_results
-    if "min_rows" not in results:
-        counts = gather(min_invariant_rows(model))
-        results["min_rows"] = None if None in counts else max(counts)
-    return results["min_rows"]
-
-
 def allocate_passes(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> Passes:
     """Return passes over new memory for `capacity` tokens. Raises OutOfMemory."""
     n_slots = count_slots(model, choose_capacity(model, capacity, config), config)
@@ -307,8 +268,8 @@ def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig | None =
         # Padding to a number of ROW_COUNTS adds fewer than half of its rows, and fewer than 256
         n_padding = min(buffer_rows(config) // 2, SLOT_STEP)
         return round_up_slots(capacity + max(round_up_rows(config.min_rows), n_padding))
-    n_slots = capacity + max(config.min_rows, model.min_rows) - 1
-    return round_up_slots(n_slots) if config.is_strict else n_slots  # strict attention reads blocks
+    step = config.masks.slot_step
+    return -(-(capacity + max(config.min_rows, model.min_rows) - 1) // step) * step
 
 
 def cache_bytes(model: "FastGPTNeoX", capacity: int, config: PassConfig | None = None) -> int:

@@ -27,12 +27,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy
 import torch
-import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
+from engine.masks import PLAIN, ROW_BYTES, Masks, additive_bits, causal_mask
 from engine.memory import memory_for
 from engine.passes import (
     ROW_COUNTS,
@@ -40,12 +39,10 @@ from engine.passes import (
     SMALL_PASS,
     PassConfig,
     Passes,
-    causal_mask,
     round_up_rows,
     round_up_slots,
 )
 from engine.scores import RankedScores, Ranking, Scores, rank_logits
-from engine.strict import N_RECENT, build_strict_mask, recent_slots
 from methods.sampler import SMALL_K
 
 if TYPE_CHECKING:
@@ -80,8 +77,7 @@ class PassInputs(NamedTuple):
     positions: Tensor  # [n] int64
     start: Tensor  # [1] int64, the first slot to write
     last: Tensor  # [1] int64, the last committed slot, -1 if there is none
-    # Strict: recent slots [n, N_RECENT] int64. Otherwise the result of pack_mask, uint8
-    mask: Tensor
+    mask: Tensor  # [n, bytes] uint8, packed by Masks.pack
 
 
 class PassShape(NamedTuple):
@@ -90,29 +86,25 @@ class PassShape(NamedTuple):
     n_rows: int
     n_slots: int  # number of slots that the rows may attend to
     n_scratch: int  # number of slots after the committed ones that a mask may cover
-    is_strict: bool = False
+    masks: Masks = PLAIN
     n_ids: int = sys.maxsize
     ranking: Ranking = Ranking()
 
     @property
     def n_int64(self) -> int:
-        """Number of int64 values in the inputs. A mask that is not strict comes after them."""
-        n_recent = N_RECENT if self.is_strict else 0
-        return self.n_rows * (2 + n_recent) + 2
+        """Number of int64 values in the inputs. The masks come after them."""
+        return self.n_rows * 2 + 2
 
     @property
     def n_bytes(self) -> int:
         """Size of the inputs in bytes."""
-        n_mask = 0 if self.is_strict else n_mask_bytes(self.n_scratch)
-        return 8 * self.n_int64 + self.n_rows * n_mask
+        return 8 * self.n_int64 + self.n_rows * self.masks.row_bytes(self.n_scratch)
 
     def view_inputs(self, buffer: Tensor) -> PassInputs:
         """Return the inputs of this shape as views of the first bytes of a buffer."""
         n = self.n_rows
         words = buffer[: 8 * self.n_int64].view(torch.int64)
-        tokens, positions, start, last, recent = words.split((n, n, 1, 1, len(words) - 2 * n - 2))
-        if self.is_strict:
-            return PassInputs(tokens, positions, start, last, recent.view(n, N_RECENT))
+        tokens, positions, start, last = words.split((n, n, 1, 1))
         mask = buffer[8 * self.n_int64 : self.n_bytes]
         return PassInputs(tokens, positions, start, last, mask.view(n, -1))
 
@@ -131,34 +123,6 @@ class StagedInputs(NamedTuple):
     uploaded: Tensor  # the same bytes in the buffer that graphs read
 
 
-def n_mask_bytes(n_scratch: int) -> int:
-    """Return the bytes that a row's mask takes in the inputs."""
-    return (n_scratch + 2 + 7) // 8
-
-
-def pack_mask(mask: Tensor, n_rows: int, n_scratch: int) -> ndarray:
-    """Return a bool mask [n, m] in bits, [n_rows, bytes] uint8, with its padding.
-
-    A row's first bit stands for all committed slots, the next n_scratch bits for the slots after
-    them, and one more bit for all other slots. A bit is 1 if the row attends to the slot. Padding
-    rows attend to all but the other slots, because softmax over no slot is nan.
-    """
-    n, m = mask.shape
-    attends = numpy.zeros((n_rows, n_scratch + 2), dtype=bool)
-    attends[:n, 0] = True
-    attends[:n, 1 : 1 + m] = mask.numpy()
-    attends[n:, :-1] = True
-    return numpy.packbits(attends, axis=1, bitorder="little")
-
-
-def additive_bits(like: Tensor) -> Tensor:
-    """Return the additive mask of each byte [256, 8], lowest bit first: 0 for a bit that is 1, else
-    -inf. It has the device and dtype of `like`."""
-    all_bytes = numpy.arange(256, dtype=numpy.uint8)[:, None]
-    attends = torch.from_numpy(numpy.unpackbits(all_bytes, axis=1, bitorder="little")).bool()
-    return torch.full((256, 8), -torch.inf).masked_fill_(attends, 0.0).to(like)
-
-
 def buffer_rows(config: PassConfig) -> int:
     """Return the number of rows that the buffers of a generation must have room for."""
     return round_up_rows(max(config.max_rows, config.min_rows, SMALL_PASS))
@@ -172,8 +136,7 @@ class FixedPasses(Passes):
         """n_rows: of the largest pass, one of ROW_COUNTS."""
         super().__init__(kv, rotary)
         n_slots = kv.shape[3]
-        widest = (PassShape(n_rows, n_slots, n_slots, is_strict) for is_strict in (False, True))
-        n_bytes = max(shape.n_bytes for shape in widest)
+        n_bytes = PassShape(n_rows, n_slots, n_slots).n_bytes + n_rows * ROW_BYTES
         self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=kv.device)
         self.slots = torch.arange(n_slots, device=kv.device)
         self.additive_bits = additive_bits(kv)
@@ -183,8 +146,8 @@ class FixedPasses(Passes):
         self.is_pinned = kv.device.type == "cuda"
         self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
         self.upload_done = torch.cuda.Event() if self.is_pinned else None
-        # By rows, scratch slots and strictness, which decide the layout
-        self.staged_inputs: dict[tuple[int, int, bool], StagedInputs] = {}
+        # By rows, scratch slots and masks, which decide the layout
+        self.staged_inputs: dict[tuple[int, int, Masks], StagedInputs] = {}
         self.captured: dict[PassShape, CapturedPass] = {}
         self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
         self.is_replaying = False
@@ -202,12 +165,11 @@ class FixedPasses(Passes):
         """Run Passes.forward, in a fixed shape if the config allows it. The next pass overwrites
         the scores. Raises OutOfMemory."""
         n = len(tokens)
-        n_masked = n if mask is None else mask.shape[1]
+        mask = causal_mask(n) if mask is None else mask
+        n_masked = mask.shape[1]
         if n > config.max_rows or n_masked > config.n_scratch:
             return super().forward(model, tokens, positions, mask, start, n_last, config)
         length = start + n - n_masked  # slots before those of the mask
-        if mask is None and not config.is_strict:
-            mask = causal_mask(n)
         n_rows, n_slots = round_up_rows(max(n, config.min_rows)), round_up_slots(start + n)
         shape = make_shape(n_rows, n_slots, config)
         self.upload(shape, tokens, positions, mask, length, start)
@@ -230,7 +192,7 @@ class FixedPasses(Passes):
         shape: PassShape,
         tokens: Tensor,
         positions: Tensor,
-        mask: Tensor | None,
+        mask: Tensor,
         length: int,
         start: int,
     ) -> None:
@@ -244,17 +206,14 @@ class FixedPasses(Passes):
         inputs.positions[:n] = positions.numpy()
         inputs.start[0] = start
         inputs.last[0] = length - 1
-        if shape.is_strict:
-            inputs.mask[:n] = recent_slots(positions, mask, length).numpy()
-        else:
-            inputs.mask[:] = pack_mask(mask, shape.n_rows, shape.n_scratch)
+        inputs.mask[:] = shape.masks.pack(positions, mask, length, shape)
         inputs.uploaded.copy_(inputs.staged, non_blocking=True)
         if self.upload_done:
             self.upload_done.record()
 
     def stage(self, shape: PassShape) -> StagedInputs:
         """Return the kept views for a shape."""
-        layout = shape.n_rows, shape.n_scratch, shape.is_strict
+        layout = shape.n_rows, shape.n_scratch, shape.masks
         inputs = self.staged_inputs.get(layout)
         if inputs is None:
             staged, uploaded = self.staging[: shape.n_bytes], self.buffer[: shape.n_bytes]
@@ -271,12 +230,7 @@ class FixedPasses(Passes):
         host does not read from the device.
         """
         inputs = shape.view_inputs(self.buffer)
-        if shape.is_strict:
-            mask = build_strict_mask(inputs.positions, inputs.mask, shape.n_slots)
-        else:
-            columns = (self.slots[: shape.n_slots] - inputs.last).clamp_(0, shape.n_scratch + 1)
-            unpacked = F.embedding(inputs.mask.int(), self.additive_bits)  # [n, bytes, 8]
-            mask = unpacked.flatten(1).index_select(1, columns)  # [n, S]
+        mask = shape.masks.unpack(self, inputs, shape)
         slots = inputs.start + self.slots[: shape.n_rows]
         rotary = self.rotary.index_select(0, inputs.positions)
         x = model.gpt_neox(inputs.tokens, rotary, self.kv, slots, mask)
@@ -347,8 +301,7 @@ class FixedPasses(Passes):
     def upload_padding(self, shape: PassShape, first_scratch: int) -> None:
         """Upload a pass of padding rows only."""
         no_rows = torch.empty(0, dtype=torch.int64)
-        no_mask = None if shape.is_strict else torch.empty(0, 0, dtype=torch.bool)
-        self.upload(shape, no_rows, no_rows, no_mask, first_scratch, first_scratch)
+        self.upload(shape, no_rows, no_rows, causal_mask(0), first_scratch, first_scratch)
 
 
 def make_shape(n_rows: int, n_slots: int, config: PassConfig) -> PassShape:
@@ -359,7 +312,7 @@ def make_shape(n_rows: int, n_slots: int, config: PassConfig) -> PassShape:
         ranking = ranking._replace(k=round_up_rows(ranking.k))
     round_up = round_up_rows if config.n_scratch <= ROW_COUNTS[-1] else round_up_slots
     n_scratch = min(round_up(config.n_scratch), n_slots)
-    return PassShape(n_rows, n_slots, n_scratch, config.is_strict, config.n_ids, ranking)
+    return PassShape(n_rows, n_slots, n_scratch, config.masks, config.n_ids, ranking)
 
 
 @contextmanager

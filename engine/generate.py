@@ -23,9 +23,11 @@ from draft_tree import Candidates, Rule, Tree
 from dynatree import Drafter
 from engine.cache import FastCache, OnPass, require_caches
 from engine.generation_config import GenerationConfig
+from engine.masks import PLAIN
 from engine.model import FastGPTNeoX, is_fast
 from engine.passes import SMALL_PASS, PassConfig
 from engine.scores import Ranking
+from engine.strict import STRICT
 from gpt_neox import KVCache, Model
 from methods.acceptances import Accept
 from methods.compose import Kit, Parts, compose
@@ -266,7 +268,7 @@ def configure_models(
             rule.min_rows,
             max(rule.max_verified, SMALL_PASS),  # so that methods with small trees share graphs
             ranking=Ranking(rule.target_top_k),
-            is_strict=config.strict,
+            masks=STRICT if config.strict else PLAIN,
             window=config.window,
             rebuilds_cache=config.commit == "rebuild",
             reports_prompt=rule.target_top_k > 0 or reads_hidden,

@@ -32,16 +32,12 @@ from torch import Tensor, nn
 from engine.checkpoint import CheckpointError
 from engine.cuda_graphs import choose_kernels
 from engine.linear import Linear, MixedLinear, make_linear
+from engine.masks import Mask
 from engine.memory import trim_heap
-from engine.strict import StrictMask, attend_by_position
 from engine.tensor_parallel import UNSHARDED, Shard
 from gpt_neox import ACTIVATIONS, Config
 
-# On a CPU in float32, two products take 4/5 of scaled_dot_product_attention's time for 1 row, the
-# same time for 128, and twice for 512 (measured with 4 to 32 heads over 500 and 1,500 slots)
-SDPA_ROWS = 128
 LARGE_LAYER = 2**23  # bytes; after packing a larger layer, free memory goes back to the system
-Mask = Tensor | StrictMask
 
 
 def fuse(model: nn.Module, tensors: Mapping[str, Tensor], shard: Shard = UNSHARDED) -> None:
@@ -103,7 +99,7 @@ class FusedTransformer(nn.Module):
             rotary: [n, R / 2] complex64, of the rows' positions.
             kv: [2, L, H, capacity, D].
             start: the first slot to write, or all slots to write, [n] int64.
-            mask: [n, S], 0 or -inf; or a StrictMask.
+            mask: of these rows.
         """
         x = self.shard.embed(tokens, self.embed_in)  # [n, hidden], layers add to it in place
         for layer, layer_kv in zip(self.layers, kv.unbind(1), strict=True):
@@ -180,15 +176,14 @@ class FusedLayer(nn.Module):
     def forward(
         self, x: Tensor, rotary: Tensor, kv: Tensor, start: int | Tensor, mask: Mask
     ) -> Tensor:
-        in_order = isinstance(mask, StrictMask)  # no sum may then depend on a row's place
         if not self.config.use_parallel_residual:
             attended = self.attend(self.qkv(self.norm(x, 0)), rotary, kv, start, mask)
             columns = attended.transpose(0, 1).flatten(1)  # [n, H * D]
-            x.add_(self.shard.sum(self.dense(columns), in_order))
+            x.add_(self.shard.sum(self.dense(columns), mask.in_order))
             inner = self.inner(self.norm(x, 1))
             active = torch.empty_like(inner)
             gelu(inner, self.approximate, active)
-            return x.add_(self.shard.sum(self.out(active), in_order))
+            return x.add_(self.shard.sum(self.out(active), mask.in_order))
         if self.qkv_and_inner:
             normed = torch.layer_norm(x, x.shape[-1:], None, None, self.config.layer_norm_eps)
             both = self.qkv_and_inner(normed)
@@ -198,7 +193,7 @@ class FusedLayer(nn.Module):
             qkv, inner = self.qkv(self.norm(x, 0)), self.inner(self.norm(x, 1))
         attended = self.attend(qkv, rotary, kv, start, mask)  # [H, n, D]
         combined = combine(attended, inner, self.approximate)
-        return x.add_(self.shard.sum(self.dense_and_out(combined), in_order))
+        return x.add_(self.shard.sum(self.dense_and_out(combined), mask.in_order))
 
     def norm(self, x: Tensor, which: int) -> Tensor:
         """Return LN1(x) or LN2(x)."""
@@ -211,9 +206,7 @@ class FusedLayer(nn.Module):
         to kv [2, H, capacity, D]."""
         qkv = qkv.view(len(qkv), 3, -1, self.config.head_size).permute(1, 2, 0, 3)  # [3, H, n, D]
         q = rotate_and_store(qkv, rotary, kv, start)
-        if isinstance(mask, StrictMask):
-            return attend_by_position(q, kv[0], kv[1], mask)
-        return attend(q, *kv[:, :, : mask.shape[1]], mask)
+        return mask.attend(q, kv[0], kv[1])
 
     @property
     def linears(self) -> list[Linear]:
@@ -322,15 +315,6 @@ def overflow_value(dtype: torch.dtype) -> float:
     only if x overflows.
     """
     return torch.finfo(dtype).max if dtype == torch.float16 else 0.0
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax attention [H, n, D] of q [H, n, D] over k, v [H, S, D]. mask: [n, S], 0 or
-    -inf."""
-    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[1] < SDPA_ROWS:
-        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-        return torch.bmm(scores.softmax(-1), v)  # [H, n, S] times [H, S, D]
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
 
 
 def reorder_qkv(qkv: Affine, config: Config) -> Affine:

@@ -42,7 +42,7 @@ class FastGPTNeoX(GPTNeoX):
         self.n_heads = config.num_attention_heads // shard.world_size
         self.reusable: list[FixedPasses] = []  # on CUDA, memory and graphs of closed caches
         self.n_graphs, self.capture_s = 0, 0.0  # captured graphs, seconds that it took
-        # Results of invariant_rows ("min_rows") and is_place_invariant (by row count), see cache.py
+        # Results of strict.invariant_rows ("min_rows") and is_place_invariant (by row count)
         self.invariance_results: dict[str | int, int | bool | None] = {}
 
     @classmethod

@@ -9,7 +9,6 @@ does. Strict passes also need a minimum. engine/cuda_graphs.py has the passes on
 Shapes: n rows given, m rows run (m >= n, with padding), S cache slots, V vocabulary.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.masks import PLAIN, Mask, Masks, PlainMask, additive_causal_mask, causal_mask
 from engine.scores import Ranking, Scores, make_scores
-from engine.strict import StrictMask, build_strict_mask, first_recent, recent_slots
 from gpt_neox import GPTNeoX
 
 # Of passes with fixed shapes. From 128 on, neighbours differ by less than a factor of two, because
@@ -83,40 +82,11 @@ class PassConfig(NamedTuple):
     n_scratch: int = SMALL_PASS  # slots after the committed ones that a mask may cover
     n_ids: int = sys.maxsize  # number of ids whose logits are returned
     ranking: Ranking = Ranking()  # the numbers that the host reads for each row
-    is_strict: bool = False  # a row's bits depend only on its position and its keys
+    masks: Masks = PLAIN  # those of engine/strict.py make the passes strict
     window: Window = FULL_ATTENTION
     rebuilds_cache: bool = False  # commit runs the accepted tokens again (DynaTree v2, 3.5)
     is_draft: bool = False  # a short prefill is one pass, because every tree starts with one
     reports_prompt: bool = False  # call on_pass for the prompt too, with logits after every token
-
-
-def causal_mask(n: int) -> Tensor:
-    """Return the causal mask [n, n], bool: a row attends to itself and the rows before it."""
-    return torch.ones(n, n, dtype=torch.bool).tril_()
-
-
-def additive_causal_mask(n: int, start: int, like: Tensor) -> Tensor:
-    """Return the causal mask [n, start + n], 0 or -inf, of n rows after `start` slots. It has the
-    device and dtype of `like`."""
-    return fully_masked(n, start + n, like).triu_(start + 1)
-
-
-def additive_mask(mask: Tensor, length: int, like: Tensor) -> Tensor:
-    """Return a mask [n, length + m], 0 or -inf, on the device and in the dtype of `like`.
-
-    mask: [n, m] bool over the slots from `length` on. Every row attends to all older slots.
-    """
-    n, n_slots = mask.shape
-    additive = fully_masked(n, length + n_slots, like)
-    additive[:, :length] = 0.0
-    additive[:, length:].masked_fill_(mask.to(like.device, non_blocking=True), 0.0)
-    return additive
-
-
-def fully_masked(n: int, n_slots: int, like: Tensor) -> Tensor:
-    """Return a mask [n, S] of -inf."""
-    aligned = -(-n_slots // 8) * 8  # CUDA's attention copies unaligned masks in every layer
-    return like.new_full((n, aligned), -math.inf)[:, :n_slots]
 
 
 class Passes:
@@ -137,30 +107,15 @@ class Passes:
         config: PassConfig,
     ) -> Scores:
         """Run n rows as GPTNeoX.forward does, and write them to the slots from `start` on. Return
-        the scores of the last n_last rows.
-
-        Padding rows have token 0 and attend to at least one slot, because softmax over no slot is
-        nan.
+        the scores of the last n_last rows. Padding rows have token 0.
         """
         n = len(tokens)
         m = max(n, config.min_rows)
-        length = start if mask is None else start + n - mask.shape[1]  # slots before the mask's
-        if config.is_strict:
-            max_rows = max(config.max_rows, config.min_rows)
-            if m > max_rows:
-                raise ValueError(f"a strict pass has {n} rows, it must have at most {max_rows}")
-            additive = strict_mask(positions, mask, length, m, self.kv.device)
-        elif m == n and mask is None:
-            additive = additive_causal_mask(n, start, self.kv)
-        elif m == n:
-            additive = additive_mask(mask, length, self.kv)
-        else:
-            mask = F.pad(causal_mask(n) if mask is None else mask, (0, 0, 0, m - n))
-            mask[n:, 0] = True
-            additive = additive_mask(mask, length, self.kv)
+        mask = causal_mask(n) if mask is None else mask
+        masks = config.masks.build(positions, mask, start, m, self.kv)
         if m > n:
             tokens, positions = (F.pad(ids, (0, m - n)) for ids in (tokens, positions))
-        x = self.hidden(model, tokens, positions, start, additive)  # [m, hidden]
+        x = self.hidden(model, tokens, positions, start, masks)  # [m, hidden]
         first = max(min(n - n_last, m - config.min_rows), 0)  # the head also runs min_rows rows
         logits = model.embed_out(x[first:])
         logits = logits[n - n_last - first : n - first, : config.n_ids].float()
@@ -169,7 +124,7 @@ class Passes:
     def prefill(self, model: GPTNeoX, tokens: Tensor, start: int) -> Tensor:
         """Run the next tokens [n] of the sequence. Return their last hidden states [n, hidden]."""
         n = len(tokens)
-        mask = additive_causal_mask(n, start, self.kv)
+        mask = PlainMask(additive_causal_mask(n, start, self.kv))
         return self.hidden(model, tokens, torch.arange(start, start + n), start, mask)
 
     def hidden(
@@ -178,21 +133,10 @@ class Passes:
         tokens: Tensor,
         positions: Tensor,
         start: int,
-        mask: Tensor | StrictMask,
+        mask: Mask,
     ) -> Tensor:
         """Run n rows and return their last hidden states [n, hidden]."""
         device = self.kv.device
         rotary = self.rotary.index_select(0, positions.to(device, non_blocking=True))
         tokens = tokens.to(device, non_blocking=True)
         return model.gpt_neox(tokens, rotary, self.kv, start, mask)
-
-
-def strict_mask(
-    positions: Tensor, mask: Tensor | None, length: int, m: int, device: torch.device
-) -> StrictMask:
-    """Return the mask of a strict pass of n rows, padded to m."""
-    recent = recent_slots(positions, mask, length)
-    n_slots = round_up_slots(int(first_recent(positions).max()))  # cover all old keys
-    padding = m - len(positions)
-    recent = F.pad(recent, (0, 0, 0, padding)).to(device)
-    return build_strict_mask(F.pad(positions, (0, padding)).to(device), recent, n_slots)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
-from engine.layers import attend
+from engine.masks import attend
 from engine.model import FastGPTNeoX
 from methods import METHODS
 from methods.static import PaddedAutoregressive

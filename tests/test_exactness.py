@@ -33,11 +33,11 @@ from torch import Tensor
 
 from cli.metrics import token_ids
 from draft_tree import Settings
-from engine.cache import invariant_rows
 from engine.eagle_head import FastHead
 from engine.generate import Step
 from engine.model import FastGPTNeoX
 from engine.passes import SMALL_PASS, Window, round_up_rows
+from engine.strict import invariant_rows
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.dyspec import DySpec

@@ -189,7 +189,9 @@ NAMES_BY_FILE: dict[str, Callable[[], Names]] = {
     "engine/checkpoint.py": lambda: {"read_config": read_config},
     "engine/generate.py": lambda: {"DynaTree": DynaTree},
     "engine/layers.py": empty_model,
+    "engine/masks.py": lambda: {"q": torch.randn(4, 3, 16), "kv": torch.randn(2, 4, 64, 16)},
     "engine/memory.py": lambda: {"n_bytes": 1000},
+    "engine/strict.py": lambda: {"GenerationConfig": GenerationConfig, "DynaTree": DynaTree},
     "engine/scores.py": lambda: {"hidden": torch.zeros(3, 8)},
     "engine/linear.py": lambda: {
         "weight": torch.randn(5, 8),

@@ -1,6 +1,6 @@
 """Tests of fused layers against the reference model, and of the linear layer of each matrix.
 
-Also checks on this machine that passes of min_invariant_rows or more are batch-invariant.
+Also checks on this machine that passes of invariant_rows or more are batch-invariant.
 The oracle is the reference model of gpt_neox.py, which the golden files test.
 """
 
@@ -36,7 +36,7 @@ from engine.layers import Affine, fold
 from engine.linear import FbgemmLinear, Linear, OneDnnLinear, make_linear
 from engine.model import FastGPTNeoX
 from engine.passes import PassConfig
-from engine.strict import min_invariant_rows
+from engine.strict import STRICT, invariant_rows
 from gpt_neox import Config, GPTNeoX, read_config
 
 Weights = tuple[Config, dict[str, Tensor]]
@@ -232,8 +232,8 @@ def test_rows_are_equal_at_every_batch_invariant_count(dtype: torch.dtype) -> No
     model = build(load_weights(TINY / "draft"), dtype)
     rng = random.Random(0)
     prompt = [rng.randrange(4096) for _ in range(300)]
-    cache = prefilled(model, prompt, 428, PassConfig(128, is_strict=True))
-    assert cache.config.min_rows == (min_invariant_rows(model) or 128)
+    cache = prefilled(model, prompt, 428, PassConfig(128, masks=STRICT))
+    assert cache.config.min_rows == (invariant_rows(model) or 128)
     tokens = rng.sample(range(4096), 127)  # siblings
 
     def of_children(rows: list[int]) -> Tensor:

@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import (
     generate,
     make_head,
@@ -145,7 +145,8 @@ def compute(folder: Path, found: Found) -> int:
 
 def fail(ranks: tuple[int, ...], folder: Path, found: Found) -> int:
     """Run a program that fails on these ranks."""
-    engine.ranks.RANK_0_TIMEOUT = timedelta(seconds=60 if 0 in ranks else 0.1)
+    if 0 not in ranks:
+        engine.ranks.RANK_0_TIMEOUT = timedelta(seconds=0.1)
 
     def execute(args: Namespace) -> int:
         if rank() in ranks:
@@ -193,14 +194,10 @@ PROGRAMS: dict[str, Callable[[Path, Found], int]] = {
 }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def run_programs(number: int, ports: list[int], folder: Path) -> None:
     """Run all programs as one of two ranks. Save what they find, return and print."""
     os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     torch.set_num_threads(1)
     found: Found = {}
     for (name, program), port in zip(PROGRAMS.items(), ports, strict=True):
@@ -220,10 +217,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Found]:
-    """Run the programs and return what each rank has found. It takes some seconds, because every
-    pass waits for both processes."""
+    """Run the programs and return what each rank has found. This process has the stores, as
+    torchrun has. It takes some seconds, because every pass waits for both processes."""
     context = multiprocessing.get_context("forkserver")
-    ports = [free_port() for _ in PROGRAMS]
+    store = partial(dist.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [store() for _ in PROGRAMS]
+    ports = [each.port for each in stores]
     processes = [context.Process(target=run_programs, args=(i, ports, folder)) for i in (0, 1)]
     for process in processes:
         process.start()

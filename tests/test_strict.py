@@ -19,7 +19,7 @@ from conftest import (
 )
 from torch import Tensor
 
-from engine import layers, strict
+from engine import masks, strict
 from engine.cache import FastCache
 from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
@@ -52,7 +52,7 @@ def assert_rows_are_their_paths(
     """Compare some paths of a random tree with the same tokens decoded one by one. Logits, and keys
     and values in the cache, must have equal bits."""
     prompt = [rng.randrange(90) for _ in range(length)]
-    cache = prefilled(model, prompt, length + 140, PassConfig(n_rows, is_strict=True))
+    cache = prefilled(model, prompt, length + 140, PassConfig(n_rows, masks=strict.STRICT))
     tree = random_tree(rng, n_rows, max_depth=strict.MAX_DEPTH)
     for leaf in (n_rows - 1, rng.randrange(n_rows)):
         cache.rewind(length)
@@ -112,10 +112,10 @@ def test_strict_attention_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
         bias = torch.zeros(1024).masked_fill_(~is_attended, -torch.inf)
         scores = q.double() @ k.double().transpose(1, 2) * 40**-0.5 + bias.double()
         expected = scores.softmax(-1) @ v.double()
-        recent = strict.recent_slots(positions, None)
-        mask = strict.build_strict_mask(positions, recent, 1024)
-        ours = strict.attend_by_position(q, k, v, mask).double()
-        plain = layers.attend(q, k, v, bias.to(dtype).expand(16, -1)).double()
+        attends = torch.ones(16, length + 1, dtype=torch.bool)
+        recent = strict.recent_slots(positions, attends, 0)
+        ours = strict.make_mask(positions, recent, 1024).attend(q, k, v).double()
+        plain = masks.attend(q, k, v, bias.to(dtype).expand(16, -1)).double()
         assert (ours - expected).abs().mean() <= 1.1 * (plain - expected).abs().mean()
 
 

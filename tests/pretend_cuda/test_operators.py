@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.layers import attend
+from engine.masks import attend
 
 from .operators import VARIABLE, has_kernel, main
 from .test_device import zeros
