@@ -20,10 +20,12 @@ from torch import Tensor
 
 from draft_tree import Tree
 from engine.cache import FastCache
-from engine.cuda_graphs import FixedPasses, make_shape, pack_mask
+from engine.cuda_graphs import FixedPasses, make_shape
+from engine.masks import PLAIN, Masks, pack_mask
 from engine.model import FastGPTNeoX
 from engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig
 from engine.scores import Ranking
+from engine.strict import STRICT
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 
@@ -81,11 +83,11 @@ def test_a_mask_in_bits(n_scratch: int) -> None:
     assert found[3, :-1].all() and not found[3, -1], "padding"
 
 
-@pytest.mark.parametrize("is_strict", [False, True])
-def test_an_upload_keeps_nothing_of_the_one_before_it(is_strict: bool) -> None:
+@pytest.mark.parametrize("masks", [PLAIN, STRICT])
+def test_an_upload_keeps_nothing_of_the_one_before_it(masks: Masks) -> None:
     """Compare the inputs of a pass of 3 rows, padded to 4, after one of 4 rows and at first."""
     kv, rotary = random_model(1).new_memory(SLOT_STEP)
-    shape = make_shape(4, SLOT_STEP, PassConfig(is_strict=is_strict))
+    shape = make_shape(4, SLOT_STEP, PassConfig(masks=masks))
     uploaded = []
     for row_counts in ((4, 3), (3,)):
         passes = FixedPasses(kv, rotary, SMALL_PASS, 96)

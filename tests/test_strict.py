@@ -119,18 +119,6 @@ def test_strict_attention_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
         assert (ours - expected).abs().mean() <= 1.1 * (plain - expected).abs().mean()
 
 
-@pytest.mark.parametrize("min_rows", [1, 5, None])
-def test_a_strict_pass_of_too_many_rows_is_refused(min_rows: int | None) -> None:
-    """Refuse more rows than the cache was made for. Such a pass once returned two logits for five
-    rows. The number of batch-invariant rows depends on the processor; it is 5 with AMX."""
-    model = random_model(7)
-    model.invariance_results["min_rows"] = min_rows
-    cache = model.new_cache(300, PassConfig(2, is_strict=True))
-    n = max(2, cache.config.min_rows) + 1
-    with pytest.raises(ValueError, match=f"a strict pass has {n} rows, it must have at most"):
-        model.forward(torch.arange(n), torch.arange(n), cache)
-
-
 @pytest.mark.parametrize("method", ["dyspec N=129", "ar rows=192", "beam N_max=256"])
 def test_strict_passes_of_many_rows_are_refused(method: str) -> None:
     GenerationConfig.parse(*method.split())
