@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 import dynatree
 from cli.errors import UsageError
 from dynatree import ends_bytes, final_text
-from engine.checkpoint import CheckpointError
+from engine.checkpoint import CheckpointError, reading
 
 CONTEXT = 4  # earlier ids that the text of an id may depend on, such as the space between words
 LONG = 32  # if nothing is held back, at most so many ids are decoded again with each new one
@@ -22,10 +22,8 @@ LONG = 32  # if nothing is held back, at most so many ids are decoded again with
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of a folder's tokenizer.json. Raises CheckpointError."""
-    try:
+    with reading(folder / "tokenizer.json"):
         return dynatree.load_tokenizer(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(str(error)) from error
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:

@@ -71,7 +71,7 @@ def test_nothing_is_added_inside_a_text(with_first_token: Path, tmp_path: Path) 
     """Check the texts that a draft learns from, which are encoded in pieces."""
     text = tmp_path / "text.txt"
     text.write_text(PROMPT)
-    ids = read_ids(text, with_first_token, read_config(with_first_token))
+    ids = read_ids([str(text)], with_first_token, read_config(with_first_token))
     assert ids.tolist() == [0, *EMBEDDED.encode(PROMPT).ids]  # 0 ends the text before
 
 
