@@ -14,7 +14,7 @@ hf          transformers on the same weights, for comparison rows
 results     results files: a head, and one line for every text
 columns     columns of the tables
 report      DataFrame of the texts, tables, captions and notes
-blocks      command line that counts the non-empty blocks of tree masks
+blocks      count of the non-empty blocks of tree masks
 plot        command line that draws results files as PNG figures
 figures     figures of a results file
 """

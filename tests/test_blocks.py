@@ -6,30 +6,28 @@ import numpy
 import pytest
 from conftest import TINY
 
-from benchmark import blocks
 from benchmark.blocks import (
-    PUBLISHED,
     count_blocks,
+    counts_by_order,
     depth_first,
-    main,
-    masks_by_order,
     random_parents,
+    random_table,
+    tree_table,
 )
+from cli.models import load_pair
 from verify import ancestor_mask
-
-#      0
-#    1   2
-#   3 4  5
-#        6
-PARENTS = [-1, 0, 0, 1, 1, 2, 5]
 
 
 def test_orders_of_a_small_tree() -> None:
-    """Check both depth-first orders. Below the root the subtrees have equal sizes, so they keep
-    their order."""
-    assert depth_first(PARENTS, is_by_size=False) == [0, 1, 3, 4, 2, 5, 6]
-    assert depth_first(PARENTS, is_by_size=True) == [0, 1, 3, 4, 2, 5, 6]
-    larger = [*PARENTS, 6]
+    """Check both depth-first orders. Below the root the subtrees have equal sizes at first, so they
+    keep their order."""
+    #    0
+    #  1   2
+    # 3 4  5
+    #      6
+    parents = [-1, 0, 0, 1, 1, 2, 5]
+    assert depth_first(parents, is_by_size=True) == [0, 1, 3, 4, 2, 5, 6]
+    larger = [*parents, 6]
     assert depth_first(larger, is_by_size=False) == [0, 1, 3, 4, 2, 5, 6, 7]
     assert depth_first(larger, is_by_size=True) == [0, 2, 5, 6, 7, 1, 3, 4]
 
@@ -46,31 +44,20 @@ def test_a_block_counts_if_a_row_attends_to_a_slot_in_it(n: int, size: int, n_pr
 
 def test_a_chain_fills_the_lower_triangle_in_every_order() -> None:
     n = 256
-    masks = masks_by_order(list(range(-1, n - 1)), range(n))
-    assert [count_blocks(mask, 32, 0) for mask in masks] == [36] * 4
+    assert counts_by_order(list(range(-1, n - 1)), range(n)) == [36] * 4
 
 
-@pytest.mark.parametrize("n", PUBLISHED)
-def test_random_trees_have_the_papers_counts(n: int) -> None:
+def test_random_trees_have_the_papers_counts() -> None:
     """Compare with table 5, whose random trees are not described."""
-    rng = random.Random(0)
-    trees = [masks_by_order(random_parents(n, rng), range(n)) for _ in range(8)]
-    counts = [[count_blocks(mask, 32, 0) for mask in masks] for masks in trees]
-    grown, _, reordered, _ = numpy.mean(counts, axis=0)
-    before, after = map(float, PUBLISHED[n].split(" / "))
-    assert grown == pytest.approx(before, rel=0.02)
-    assert reordered == pytest.approx(after, rel=0.08)
+    for _, row in random_table().iterrows():
+        before, after = map(float, row["paper"].split(" / "))
+        assert row["grown"] == pytest.approx(before, rel=0.02)
+        assert row["depth-first"] == pytest.approx(after, rel=0.08)
 
 
-def test_the_command_prints_both_tables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "PUBLISHED", {256: PUBLISHED[256]})
-    monkeypatch.setattr(blocks, "REAL_ROWS", (64,))
-    monkeypatch.setattr(blocks, "MAX_DEPTH", 3)
-    monkeypatch.setattr(blocks, "N_TOKENS", 8)
-    assert main(["--target", str(TINY / "target"), "--draft", str(TINY / "draft")]) == 0
-    printed = capsys.readouterr().out
-    assert "36 / 22.5" in printed and max(map(len, printed.splitlines())) <= 80
-    assert len([line for line in printed.splitlines() if line.startswith("64 ")]) == 8
-    assert main(["--device", "moon"]) == 2
+def test_earlier_slots_add_blocks_to_the_trees_of_a_text() -> None:
+    """Check that 2,000 slots add some 62 blocks to each of two blocks of rows."""
+    pair = load_pair(str(TINY / "target"), str(TINY / "draft"))
+    table = tree_table(pair, n_rows=64, n_prompts=1, new_tokens=24, max_depth=8)
+    assert list(table.index) == [0, 100, 500, 2000] and (table > 0).all(axis=None)
+    assert (table.loc[2000] > table.loc[0] + 100).all()
