@@ -14,7 +14,6 @@ The builtin prompts are short. The target can extend them to a longer length:
 import json
 import re
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +37,6 @@ WIKITEXT_FILE = "wikitext-2-raw/wiki.test.raw"  # the embedded pair was trained 
 SCRIPT_FILE = "wikitext-2-raw/wiki.valid.raw"
 SCRIPT_CHARACTERS = 800  # to which the authors' script cuts a text
 SCRIPT_TEXTS = 10
-BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, ValueError)
 MIN_PARAGRAPH = 200  # characters; shorter paragraphs of WikiText have too little context
 FORMATS = {  # the beginnings of files that are no prompts, in small letters
     b"par1": "Parquet",
@@ -65,9 +63,9 @@ def load_prompts(dataset: str, file: str | None, n_prompts: int = 12) -> list[st
     if dataset == "builtin":
         return list(BUILTIN)
     if dataset == "wikitext2":
-        return paragraphs(_fetch_wikitext(WIKITEXT_FILE))
+        return paragraphs(fetch_wikitext(WIKITEXT_FILE))
     if dataset == SCRIPT:
-        return script_prompts(_fetch_wikitext(SCRIPT_FILE))
+        return script_prompts(fetch_wikitext(SCRIPT_FILE))
     if dataset == "pg19":
         return [fetch_opening(book) for book in pick_evenly(list_books(), n_prompts)]
     raise UsageError(f"--dataset is {dataset!r}, it must be one of {', '.join(DATASETS)}")
@@ -176,23 +174,19 @@ def script_prompts(text: str) -> list[str]:
     return found[:SCRIPT_TEXTS]
 
 
-def _fetch_wikitext(file: str) -> str:
+def fetch_wikitext(file: str) -> str:
     """Return a raw split of WikiText-2, from the hub or its client's cache. Raises UsageError."""
-    others = f"use --dataset {DATASETS[0]} or --prompts FILE"
     try:
         with convert_hub_errors("wikitext2"):
             from huggingface_hub import HfApi, hf_hub_download
 
             where = {"repo_id": WIKITEXT_REPOSITORY, "repo_type": "dataset"}
             commit = HfApi().resolve_revision(**where)  # fails fast if the hub is down
-            name = hf_hub_download(filename=WIKITEXT_ZIP, revision=commit, **where)
+            archive = hf_hub_download(filename=WIKITEXT_ZIP, revision=commit, **where)
     except CheckpointError as error:
-        raise UsageError(f"{error}; {others}") from error
-    try:
-        with zipfile.ZipFile(name) as archive:
-            return archive.read(file).decode("utf-8")
-    except BROKEN_ARCHIVE as error:
-        raise UsageError(f"{name} is not the WikiText-2 archive: {error}; {others}") from error
+        raise UsageError(f"{error}; use --dataset builtin or --prompts FILE") from error
+    with zipfile.ZipFile(archive) as files:
+        return files.read(file).decode("utf-8")
 
 
 def cut_prompts(
