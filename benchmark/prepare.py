@@ -27,7 +27,7 @@ from benchmark.cases import (
 )
 from benchmark.columns import require_columns
 from benchmark.enlarged import enlarged_pair
-from benchmark.hf import HF_METHODS, check_vocabularies, require_transformers
+from benchmark.hf import HF_METHODS
 from benchmark.machine import describe_machine, one_minute_load, path_from_root
 from benchmark.prompts import DATASETS, cut_prompts, extend_prompts, load_prompts
 from benchmark.results import FORMAT, Head, Results
@@ -91,7 +91,6 @@ def prepare_table(args: argparse.Namespace, previous: Results | None = None) -> 
     if any(case.uses_head for case in cases):
         models["head"] = args.head or embedded_head()
         eagle_pair = with_draft(pair, Path(models["head"]), pair.draft.dtype)
-    check_vocabularies([case.method for case in cases], pair)
     check_lengths(cases, pair)
     chosen = {part.dataset: choose_prompts(texts[part.dataset], pair, part) for part in parts}
     prompts = {dataset: ids for dataset, (ids, _) in chosen.items()}
@@ -159,7 +158,6 @@ def check_options(
         if table.is_memory_table or any(temperatures):
             names = ", ".join(HF_METHODS)
             raise UsageError(f"{names}: only greedy speed; use temperature 0 and no memory table")
-        require_transformers()
 
 
 def check_lengths(cases: Sequence[Case], pair: Pair) -> None:

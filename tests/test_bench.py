@@ -458,7 +458,6 @@ def test_a_text_without_its_ids(capsys: Captured, tmp_path: Path) -> None:
         (["--columns", "none"], "column is 'none', it must be one of throughput, "),
         (["--columns", "exact,draft_nodes"], "'draft_nodes' was renamed; use drafted_per_iter"),
         (["--columns", "spread"], "column 'spread' was renamed; use speedup"),
-        (["--peers"], "--peers is now called --hf"),
         (["--seed", "1", "--seed=2"], "--seed is given 2 times, it takes one value"),
         (["--n", "4"], "unrecognized arguments: --n 4"),
         (["--dataset", "none"], "--dataset is 'none', it must be one of builtin, wikitext2"),
@@ -516,12 +515,6 @@ def test_memory_is_measured_by_one_process(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="--table memory needs a single process"):
         prepare_table(parse("--table", "memory"))
-
-
-def test_hf_rows_need_transformers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    line = error_line(capsys, main, [*QUICK, "--hf"])
-    assert "hf-ar, hf-assisted, hf-lookup need transformers; use pip install transformers" in line
 
 
 def test_setup_time_counts_only_the_models_that_a_method_loads(

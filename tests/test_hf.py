@@ -1,5 +1,6 @@
-"""Tests of the rows that transformers generates: their options, and the check of vocabularies."""
+"""Tests of the rows that transformers generates, with a stand-in for transformers."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,37 +9,68 @@ import pytest
 import torch
 from conftest import random_model
 
-from benchmark.hf import HF_METHODS, HuggingFace, check_vocabularies
+from benchmark.hf import HF_METHODS, HuggingFace
 from cli.errors import UsageError
 from cli.models import Pair
+
+PAIR = Pair(random_model(0), random_model(1), None, Path("T"), Path("D"), {})
+
+
+class Model:
+    """A stand-in for a model of transformers. It notes the options of each call."""
+
+    calls: list[dict] = []
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def to(self, *_: torch.device) -> "Model":
+        return self
+
+    eval = to
+
+    def generate(self, ids: torch.Tensor, **options: object) -> None:
+        self.calls.append({"target": self.folder} | options)
+
+
+@pytest.fixture(autouse=True)
+def transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ignore(*_: object, **options: object) -> None: ...
+
+    def load(folder: str, dtype: torch.dtype) -> Model:
+        return Model(folder)
+
+    found = SimpleNamespace(
+        AutoModelForCausalLM=SimpleNamespace(from_pretrained=load),
+        GenerationConfig=ignore,
+        logging=SimpleNamespace(set_verbosity_error=ignore, disable_progress_bar=ignore),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", found)
+    monkeypatch.setattr(Model, "calls", [])
 
 
 def test_each_row_has_its_own_options() -> None:
     """Check the options that the model receives. All rows are greedy."""
-    calls = []
-
-    def note(prompt: torch.Tensor, **options: object) -> None:
-        calls.append(options)
-
-    transformers = SimpleNamespace(
-        target=SimpleNamespace(generate=note), draft="draft", device="cpu"
-    )
+    transformers = HuggingFace(PAIR)
     for name in HF_METHODS:
-        HuggingFace.decode(transformers, name, [3, 1], 4)
+        transformers.decode(name, [3, 1], 4)
     found = []
-    for options in calls:
-        assert not options.pop("do_sample")
-        assert options.pop("max_new_tokens") == 4
-        del options["streamer"]
-        found.append(options)
-    assert found == [{}, {"assistant_model": "draft"}, {"prompt_lookup_num_tokens": 10}]
+    for options in Model.calls:
+        assert not options.pop("do_sample") and options.pop("max_new_tokens") == 4
+        assert options.pop("target") == "T" and options.pop("streamer")
+        found.append({name: getattr(v, "folder", v) for name, v in options.items()})
+    assert found == [{}, {"assistant_model": "D"}, {"prompt_lookup_num_tokens": 10}]
 
 
-def test_models_of_several_vocabularies() -> None:
-    """Check the error. Pythia-12B with 70M once ended in a traceback, after other rows had run."""
-    pair = Pair(random_model(0), random_model(1), None, Path(), None, {})
-    check_vocabularies(list(HF_METHODS), pair)
-    pair = replace(pair, draft=random_model(1, vocab_size=97))
-    check_vocabularies(["ar", "hf-ar", "hf-lookup"], pair)
-    with pytest.raises(UsageError, match="one vocabulary size, not 96 and 97; remove it"):
-        check_vocabularies(list(HF_METHODS), pair)
+def test_assisted_generation_needs_a_draft_of_the_targets_ids() -> None:
+    """Check the error. Without an assistant transformers would write the text of hf-ar."""
+    other = HuggingFace(replace(PAIR, draft=random_model(1, vocab_size=97)))
+    other.decode("hf-ar", [3, 1], 4)
+    with pytest.raises(UsageError, match="hf-assisted needs a draft model with as many ids"):
+        other.decode("hf-assisted", [3, 1], 4)
+
+
+def test_transformers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="use pip install transformers, or no hf- rows"):
+        HuggingFace(PAIR)
