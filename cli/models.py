@@ -41,7 +41,6 @@ from engine.checkpoint import (
 from engine.eagle_head import load_head
 from engine.generate import Step, generate
 from engine.generation_config import GenerationConfig
-from engine.memory import memory_for, read_system_file
 from engine.model import FastGPTNeoX, is_fast, load_reference
 from engine.ranks import world_size
 from engine.tensor_parallel import UNSHARDED, Shard, own_shard
@@ -108,7 +107,8 @@ def has_instructions(dtype: torch.dtype, device: torch.device) -> bool | None:
         capability = torch.cuda.get_device_capability(device)
         return dtype != torch.bfloat16 or capability >= BFLOAT16_CAPABILITY
     names = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16"}}
-    found = re.search(r"^flags\s*:(.*)$", read_system_file(CPU_INFO), re.MULTILINE)
+    text = CPU_INFO.read_text() if CPU_INFO.exists() else ""
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
     if not found:
         return None
     return dtype not in names or not names[dtype].isdisjoint(found[1].split())
@@ -371,13 +371,12 @@ def load_pair(
     device = choose_device(str(device) if device else None)
     dtype = choose_dtype(dtype, device, "dtype")
     draft_dtype = choose_dtype(draft_dtype or dtype, device, "draft_dtype")
-    with memory_for("the tokenizer"):
-        target_folder, draft_folder = find_both(target, draft, announce)
-        read_config(target_folder)  # refuses an EAGLE head, which has no tokenizer either
-        warn_of_unused_settings(target_folder)
-        tokenizer = load_tokenizer(target_folder)
-        if draft_folder and not is_head(draft_folder):
-            require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
+    target_folder, draft_folder = find_both(target, draft, announce)
+    read_config(target_folder)  # refuses an EAGLE head, which has no tokenizer either
+    warn_of_unused_settings(target_folder)
+    tokenizer = load_tokenizer(target_folder)
+    if draft_folder and not is_head(draft_folder):
+        require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     start = time.perf_counter()
     target_model = load_model(target, device, dtype, own_shard(), is_reference)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}

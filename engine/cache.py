@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.cuda_graphs import FixedPasses, buffer_rows
 from engine.layers import rotate_
-from engine.memory import OutOfMemory, format_bytes, free_memory, memory_for, require_memory
+from engine.memory import free_memory, memory_for, require_memory
 from engine.passes import (
     SLOT_STEP,
     SMALL_PASS,
@@ -72,12 +72,8 @@ class FastCache(KVCache):
         # Trees seldom fill all of their scratch slots, so not all of them count
         n_rare = max(self.config.n_scratch - SMALL_PASS, 0)
         lengths = range(shortest, max(self.capacity - n_rare, shortest) + 1)
-        try:
+        with memory_for(f"the CUDA graphs of {lengths[-1]} tokens; use --no-graphs"):
             model.n_graphs += self.passes.capture(model, lengths, self.length, self.config)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(
-                f"no memory for the CUDA graphs of {lengths[-1]} tokens; use --no-graphs"
-            ) from error
         model.capture_s += time.perf_counter() - began
 
     def close(self) -> None:
@@ -220,12 +216,9 @@ class FastCache(KVCache):
 def allocate_passes(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> Passes:
     """Return passes over new memory for `capacity` tokens. Raises OutOfMemory."""
     n_slots = count_slots(model, choose_capacity(model, capacity, config), config)
-    what = f"a cache of {capacity} tokens"
-    n_bytes = cache_bytes(model, capacity, config) + logits_bytes(model, config)
-    require_memory(n_bytes, model.device, what)
     # Memory that the next cache may reuse must also be usable outside of inference mode
     is_inference = torch.is_inference_mode_enabled() and not model.has_fixed_shapes
-    with memory_for(f"{what}, {format_bytes(n_bytes)}"), torch.inference_mode(is_inference):
+    with memory_for(f"a cache of {capacity} tokens"), torch.inference_mode(is_inference):
         kv, rotary = model.new_memory(n_slots)
         if model.has_fixed_shapes:
             return FixedPasses(kv, rotary, buffer_rows(config), model.config.vocab_size)
@@ -277,14 +270,6 @@ def cache_bytes(model: "FastGPTNeoX", capacity: int, config: PassConfig | None =
     return model.bytes_per_token * count_slots(model, capacity, config)
 
 
-def logits_bytes(model: "FastGPTNeoX", config: PassConfig) -> int:
-    """Return the bytes on CUDA of three copies of the logits of large passes: the head's output, in
-    float32, as probabilities. Those of small passes are part of engine.memory.CUDA_RESERVE."""
-    if not model.has_fixed_shapes:
-        return 0
-    return 3 * 4 * model.config.vocab_size * (buffer_rows(config) - SMALL_PASS)
-
-
 def require_caches(needs: Sequence[tuple["FastGPTNeoX", int, PassConfig]]) -> None:
     """Raise OutOfMemory unless caches of these models and capacities fit into memory together.
 
@@ -295,6 +280,6 @@ def require_caches(needs: Sequence[tuple["FastGPTNeoX", int, PassConfig]]) -> No
     for model, capacity, config in needs:
         if not find_reusable(model, capacity, config):
             model.free_reusable()
-            n_bytes += cache_bytes(model, capacity, config) + logits_bytes(model, config)
+            n_bytes += cache_bytes(model, capacity, config)
     sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
     require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")

@@ -27,8 +27,8 @@ from engine.checkpoint import (
     read_json,
     reading,
 )
-from engine.memory import memory_for, require_memory
-from engine.model import FastGPTNeoX, weight_bytes
+from engine.memory import memory_for
+from engine.model import FastGPTNeoX
 from engine.tensor_parallel import UNSHARDED
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
 from methods.eagle import EagleHead, ReferenceHead, StateTransformer, with_states
@@ -85,9 +85,7 @@ def load_head(
     target_config = read_config(target_folder)
     config = replace(target_config, num_hidden_layers=1)
     shapes = head_shapes(config)
-    what = f"the weights of {folder}"
-    require_memory(weight_bytes(config, dtype), device, what)
-    with memory_for(what):
+    with memory_for(f"the weights of {folder}"):
         target = load_tensors(target_folder, target_config, device, dtype)
         require_target(folder, target_folder, config, target)
         own = StoredTensors(find_tensors(folder, shapes, shapes), device, dtype, UNSHARDED)

@@ -165,7 +165,7 @@ def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     error would come only when they are filled."""
     target = random_model(7)
     needed = cache_bytes(target, len(PROMPT) + 50 + 5)
-    monkeypatch.setattr(memory, "free_host_memory", lambda: needed + needed // 2)
+    monkeypatch.setattr(memory, "free_memory", lambda device: needed + needed // 2)
     assert len(token_ids(generate(target, None, PROMPT, PaddedAutoregressive(), 50))) == 50
     with pytest.raises(OutOfMemory, match="caches of 60 and 60 tokens"):
         next(generate(target, target, PROMPT, Chain(K=4), 50))

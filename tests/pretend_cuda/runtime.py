@@ -93,6 +93,7 @@ FUNCTIONS = {  # these replace attributes of torch.cuda
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: timeline.capture is not None,
     "max_memory_allocated": lambda device=None: memory.peak,
+    "memory_allocated": lambda device=None: memory.allocated,
     "mem_get_info": lambda device=None: (memory.capacity - memory.reserved, memory.capacity),
     "memory_reserved": lambda device=None: memory.reserved,
     "memory_snapshot": memory_snapshot,
