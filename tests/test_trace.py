@@ -3,9 +3,8 @@
 import itertools
 import json
 import math
+import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from test_draft_tree import paths
 from tokenizers import Tokenizer
 
 from cli.main import main
-from cli.metrics import token_ids
 from cli.trace import MAX_DROPPED, NO_LEVEL_LEFT, Trace, describe_base, meanings
 from draft_tree import DynaTree, Settings, Tree
 from engine.generate import Step
@@ -42,35 +40,26 @@ def write(
     return steps
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, 1.0, 1)])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_trace_changes_nothing(method: str, sampling: Sampling) -> None:
-    """Compare the ids and trees of a run with and without a trace. auto's random settings have
-    fixed costs, so its trees do not depend on the clock."""
+def test_the_trace_is_the_run_and_changes_nothing(method: str) -> None:
+    """Compare with a run without a trace, which is sampled for every other method. auto's random
+    settings have fixed costs, so its trees do not depend on the clock."""
     settings = random_settings(method, random.Random(method))
-    plain = write(settings, 1, sampling=sampling)
-    traced = write(settings, 1, sampling=sampling, observer=Trace(TOKENIZER, settings))
-    assert token_ids(plain) == token_ids(traced)
-    for one, other in zip(plain[1:], traced[1:], strict=True):
-        assert (one.path, one.tree.tokens) == (other.path, other.tree.tokens)
-        assert one.tree.parents == other.tree.parents
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_trace_is_the_run(method: str) -> None:
-    settings = METHODS[method]()
+    options = {"sampling": (GREEDY, Sampling(0.8, 1.0, 1))[list(METHODS).index(method) % 2]}
+    plain = write(settings, 2, **options)
     trace = Trace(TOKENIZER, settings)
-    steps = write(settings, 2, observer=trace)
+    steps = write(settings, 2, observer=trace, **options)
     content = json.loads(json.dumps(trace.as_json([1, 2], {})))
     assert len(content["iterations"]) == len(steps) and "tree" not in content["iterations"][0]
-    for found, step in zip(content["iterations"][1:], steps[1:], strict=True):
+    for one, found, step in zip(plain[1:], content["iterations"][1:], steps[1:], strict=True):
+        assert (one.tokens, one.path) == (step.tokens, step.path)
         tree = found["tree"]
         for name in ("tokens", "path", "draft_rows", "bonus"):
             assert found[name] == getattr(step, name)
         assert found["cached"] == list(step.cache_lengths)
-        assert (tree["tokens"], tree["parents"]) == (step.tree.tokens, step.tree.parents)
+        assert (tree["tokens"], tree["parents"]) == (one.tree.tokens, one.tree.parents)
         probs = [math.exp(logprob) for logprob in step.tree.path_logprobs]
-        assert tree["p"] == pytest.approx(probs, rel=1e-3)
+        assert tree["p"] == pytest.approx(probs, rel=1e-3, abs=1e-6)
         assert tree["retrieved"] == [row for row, it in enumerate(are_retrieved(step.tree)) if it]
         are_run = [slot >= 0 for slot in step.tree.draft_slots]
         assert are_run == [c is not None for c in tree["confidence"]]
@@ -246,59 +235,43 @@ def data_of(page: str) -> dict:
 
 
 def test_page_trace_and_json_say_the_same(capsys: Captured, tmp_path: Path) -> None:
+    """Check also that nothing in the data ends the page's script."""
     page = tmp_path / "run.html"
     trace = tmp_path / "run.json"
-    assert main([*TEXT, "--json", "--compare", "--html", str(page), "--trace", str(trace)]) == 0
+    hostile = "</script><img src=x onerror=alert(1)><!--<script>"
+    words = ["--prompt", hostile, "--max-new-tokens", "20", "--json", "--compare"]
+    assert main([*words, "--html", str(page), "--trace", str(trace)]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert f"trace written to {trace}\npage written to {page}\n" in captured.err
     content = json.loads(trace.read_text())
+    assert "<img" not in page.read_text() and "<!--<script>" not in page.read_text()
     assert data_of(page.read_text()) == content and report.items() <= content.items()
     assert content["format"] == {"name": "dynatree-trace", "version": 3}
     assert content["meanings"] == meanings(METHODS["dynatree"]())
     pieces = [piece for found in content["iterations"] for piece in found["text"]]
     assert "".join(pieces) == report["text"]
-    assert "".join(content["prompt"]["text"]) == "The ship sailed at dawn"
+    assert "".join(content["prompt"]["text"]) == hostile
     ids = [i for found in content["iterations"] for i in found["tokens"]]
     assert ids == report["token_ids"]
     assert content["command"][0] == "dynatree.py" and "--html" in content["command"]
 
 
-def test_nothing_in_the_data_ends_the_script(capsys: Captured, tmp_path: Path) -> None:
-    page = tmp_path / "run.html"
-    hostile = "</script><img src=x onerror=alert(1)><!--<script>"
-    assert main(["--prompt", hostile, "--max-new-tokens", "2", "--html", str(page)]) == 0
-    text = page.read_text()
-    assert "<img" not in text and "<!--<script>" not in text
-    assert "".join(data_of(text)["prompt"]["text"]) == hostile
-
-
 def test_the_text_is_not_lost_under_a_page(tmp_path: Path) -> None:
     """Refuse to write a page to the file of stdout. Replacing that file would lose the text."""
-    command = [sys.executable, "dynatree.py", *TEXT, "--html", "/dev/stdout"]
     with open(tmp_path / "out", "wb") as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+        stdout = os.dup(1)
+        os.dup2(out.fileno(), 1)
+        try:
+            assert main([*TEXT, "--html", "/dev/stdout"]) == 2
+        finally:
+            os.dup2(stdout, 1)
     assert (tmp_path / "out").read_bytes() == b""
 
 
-def test_own_pages_are_written_again_and_a_full_disk_leaves_the_older(
-    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_pages_are_written_again(tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     page.touch()
-    arguments = [*TEXT, "--html", str(page), "--method"]
     for method in ("ar", "dynatree"):
-        assert main([*arguments, method]) == 0
+        assert main([*TEXT, "--html", str(page), "--method", method]) == 0
         assert data_of(page.read_text())["settings"]["method"] == method
-
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", refuse)
-    capsys.readouterr()
-    assert main([*arguments, "ar"]) == 2
-    captured = capsys.readouterr()
-    assert len(captured.out) > 20
-    assert f"error: {page} cannot be written: No space left on device" in captured.err
-    assert data_of(page.read_text())["settings"]["method"] == "dynatree"
