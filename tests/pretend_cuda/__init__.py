@@ -2,41 +2,34 @@
 
     python tests/pretend_cuda -m pytest -m cuda        # the tests for a GPU, and more
     python tests/pretend_cuda dynatree.py --device cuda --prompt "The ship sailed at dawn"
-    python tests/pretend_cuda -m pretend_cuda.counts   # launches, waits, copies per iteration
 
 `python tests/pretend_cuda ARGUMENTS` runs `python ARGUMENTS` in a process with one CUDA device. Its
 child processes have one as well. A tensor of the device wraps a CPU tensor. Every operation on it
-is checked, counted and run on the CPU tensor. What raises an error on a GPU raises one here:
+is checked and run on the CPU tensor. What raises an error on a GPU raises one here:
 
 mixing    host and device tensors in one operation, except for host scalars; also an index on the
           host, which torch would copy
-capture   computes nothing; an operation raises if it waits, copies, draws, finds no memory, or has
-          not run before on such types and shapes
+capture   computes nothing; an operation raises if it waits, copies, draws, or has not run before
+          on such types and shapes
 replay    runs the captured operations on the same memory, with the Python values of the capture;
           memory that was freed since is an error
-memory    is poisoned until something is written to it; the device has a limit
-alignment memory-efficient attention takes only pointers and strides of whole 16 bytes
+memory    is poisoned until something is written to it
+alignment attention takes only pointers and strides of whole 16 bytes
 pinned    a copy is pending until the host waits for it: it is an error if the host writes to its
           memory before, and a read before gives poison
 
-It cannot check the kernels and their rounding, nccl, races between streams, speed, or on which
-device a Generator draws. It has only the functions of torch.cuda that this project calls.
+It cannot check the kernels and their rounding, nccl, races between streams, memory, speed, or on
+which device a Generator draws. It has only the functions of torch.cuda that this project calls.
 
-PRETEND_CUDA_OPERATORS=FILE lists the operators that ran on the device, with their dtypes. A torch
-built for CUDA can tell without a GPU whether it has all of them (operators.py).
-
-timeline   the order of the host's requests, how many of them were waited for, counts by line
-tensors    the tensor and the device's memory
+timeline   the order of the host's requests, and how many of them were waited for
+tensors    the tensor
 copies     copies between host and device, and pinned memory
 graphs     capture and replay
 dispatch   all operations of torch
 runtime    stand-ins for torch.cuda's functions, streams and events, under their own names
-attention  the attention kernel that a GPU would choose
-efficient  memory-efficient attention: its alignment and its operator
-operators  the list of operators that ran, and a check that CUDA has them
+attention  the alignment that attention on a GPU requires
 device     installation in torch
 plugin     the pytest plugin
-counts     launches, waits and copies of an iteration
 startup/   code that Python runs first in every process with the pretended device
-test_*     planted mistakes; every method, tables and counts on the pretended device
+test_*     every method, passes, and mistakes planted in the engine
 """

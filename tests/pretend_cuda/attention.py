@@ -1,7 +1,12 @@
-"""scaled_dot_product_attention, counted as the kernel that a GPU would choose.
+"""scaled_dot_product_attention: the alignment that torch's memory-efficient kernel requires.
 
-The rules are those of torch's sdp_utils.cpp for compute capability 9.0, without dropout and
-gradients. The host's own function computes the values in every case.
+The engine switches off cuDNN's attention, and a mask rules out flash attention, so a GPU runs this
+kernel. It reads 16 bytes at a time. The rules are those of sdp_utils.cpp, attention.cu and
+kernel_forward.h of torch 2.13, for compute capability 8.0 and newer. A GPU's allocations begin at
+multiples of 512 bytes, so the place of a tensor in its storage tells whether its pointer is
+aligned. The host's own function computes the values.
+
+Shapes: B sequences, H heads, n queries, S keys, D head size.
 """
 
 import torch
@@ -9,73 +14,53 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .dispatch import Operation, run
-from .efficient import require_aligned
-from .operators import list_operator
 from .tensors import CudaTensor
 from .timeline import project_line
 
+ALIGNMENT = 16  # bytes
+ATTENTION = Operation("attention")
+AXES = ((-2, "M"), (-3, "H"), (-4, "B"))  # axes of [B, H, n, D] with the letters in torch's errors
 host_attention = torch.nn.functional.scaled_dot_product_attention
-host_choice = torch._fused_sdp_choice
-MATH = Operation("attention by single operations", n_kernels=8)
-BACKENDS = {MATH.name: SDPBackend.MATH, "attention by cuDNN": SDPBackend.CUDNN_ATTENTION}
-OPERATORS = {
-    SDPBackend.MATH: "aten::_scaled_dot_product_attention_math",
-    SDPBackend.CUDNN_ATTENTION: "aten::_scaled_dot_product_cudnn_attention",
-    SDPBackend.EFFICIENT_ATTENTION: "aten::_scaled_dot_product_efficient_attention",
-}
 
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: object
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **options: object
 ) -> Tensor:
     given = (query, key, value, attn_mask)
     n_ours = sum(isinstance(tensor, CudaTensor) for tensor in given)
     if n_ours == 0:
         return host_attention(*given, **options)
-    if n_ours < 4 - (attn_mask is None):
+    if n_ours < len(given):
         raise RuntimeError(f"Expected all tensors to be on the same device, at {project_line()}")
-    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
-        raise RuntimeError("Expected attn_mask dtype to be bool or to match query dtype")
-    operation = choose(*given)
-    list_operator(OPERATORS[backend_of(operation)], given[:n_ours])
-    return run(attend_on_host, operation, given, options)
+    if attn_mask.dtype != query.dtype:
+        raise RuntimeError("Expected attn_mask dtype to match query dtype")
+    if query.shape[-1] * query.dtype.itemsize % ALIGNMENT == 0:  # else torch uses another kernel
+        require_aligned(*given)
+    return run(attend_on_host, ATTENTION, given, options)
 
 
-def attend_on_host(*given: Tensor | None, **options: object) -> Tensor:
+def attend_on_host(*given: Tensor, **options: object) -> Tensor:
     """Run the host's own function, also where the program allows only a kernel that CPUs lack."""
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
         return host_attention(*given, **options)
 
 
-def backend_of(operation: Operation) -> SDPBackend:
-    return BACKENDS.get(operation.name, SDPBackend.EFFICIENT_ATTENTION)
+def require_aligned(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> None:
+    """Raise RuntimeError if the kernel cannot read query [B, H, n, D], key or value [B, H, S, D],
+    or bias [n, S].
 
-
-def fused_sdp_choice(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
-) -> int:
-    """Return the number of an SDPBackend, as torch._fused_sdp_choice does."""
-    if not isinstance(query, CudaTensor):
-        return host_choice(query, key, value, attn_mask)
-    return int(backend_of(choose(query, key, value, attn_mask)))
-
-
-def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Operation:
-    """Return the first kernel that is enabled and takes these tensors."""
-    backends = torch.backends.cuda
-    is_half = query.dtype != torch.float32
-    if backends.cudnn_sdp_enabled() and is_half and query.shape[2] > 1:
-        return Operation("attention by cuDNN")
-    is_fitting = query.shape[:2] == key.shape[:2]
-    for tensor in (query, key, value):
-        is_aligned = tensor.shape[-1] * tensor.dtype.itemsize % 16 == 0
-        is_fitting = is_fitting and tensor.ndim == 4 and tensor.stride(-1) == 1 and is_aligned
-    is_fitting = is_fitting and (mask is None or mask.stride(-1) == 1)
-    if not backends.mem_efficient_sdp_enabled() or not is_fitting:
-        return MATH
-    if mask is None or not any(stride % 8 for stride in mask.stride()[:-1]):
-        is_converted = mask is None or mask.dtype == torch.bool  # then torch makes a new tensor
-        require_aligned(query, key, value, None if is_converted else mask)
-        return Operation("memory-efficient attention")
-    require_aligned(query, key, value)
-    return Operation("memory-efficient attention, mask copied", n_kernels=3)
+    torch itself does not check value, nor B: a GPU would read at a misaligned address. It copies
+    a bias with unaligned strides in every call, which takes time.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_bias", bias)):
+        size = tensor.dtype.itemsize
+        faults = ["pointer"] if tensor.storage_offset() * size % ALIGNMENT else []
+        for axis, letter in AXES[: tensor.ndim - 1]:
+            # torch checks M and H of the three even if there is only one row or head
+            is_read = tensor.shape[axis] > 1 or (letter in "MH" and tensor is not bias)
+            if is_read and tensor.stride(axis) * size % ALIGNMENT:
+                faults.append(f"stride{letter}")
+        if faults:
+            raise RuntimeError(
+                f"{name} is not correctly aligned ({', '.join(faults)}), at {project_line()}"
+            )

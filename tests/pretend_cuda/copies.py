@@ -73,7 +73,7 @@ def copy(func: Callable, args: tuple, kwargs: dict) -> object:
             return destination.copy_(download(source.inner))
         value = torch.empty_like(destination).copy_(source.inner)
         poison(destination)
-        moment = timeline.submit("d2h", "pinned")
+        moment = timeline.submit()
         timeline.open.append(PendingTransfer(destination, value, moment))
         return destination
     record_upload(source, destination.dtype, is_waiting)
@@ -82,19 +82,17 @@ def copy(func: Callable, args: tuple, kwargs: dict) -> object:
 
 
 def record_upload(source: Tensor, dtype: torch.dtype | None, is_waiting: bool) -> None:
-    """Count a copy to the device, and record it if it is pending."""
+    """Wait for a copy to the device, or record it if it is pending."""
+    moment = timeline.submit()
     if is_waiting:
-        timeline.submit("h2d", "waits")
         timeline.wait("copy to device")
     elif is_pinned(source) and source.is_contiguous() and dtype in (None, source.dtype):
-        moment = timeline.submit("h2d", "pinned")
         timeline.open.append(PendingTransfer(source, None, moment))
-    else:  # the values go through another buffer, so the host may write to its memory at once
-        timeline.submit("h2d", "staged")
+    # else the values go through another buffer, so the host may write to its memory at once
 
 
 def download(value: Tensor) -> Tensor:
-    """Count a blocking copy of this value to the host, and return it."""
-    timeline.submit("d2h")
+    """Wait for a blocking copy of this value to the host, and return it."""
+    timeline.submit()
     timeline.wait("copy to host")
     return value

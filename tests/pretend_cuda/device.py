@@ -7,13 +7,12 @@ runs as in a build with CUDA, and dispatch.py sees the operations that it calls.
 
 import atexit
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from . import runtime
-from .attention import fused_sdp_choice, scaled_dot_product_attention
+from .attention import scaled_dot_product_attention
 from .dispatch import MODE
 from .graphs import CUDAGraph
 from .timeline import timeline
@@ -37,16 +36,8 @@ def install() -> None:
         setattr(torch.cuda, name, function)
     torch.Generator = runtime.Generator
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
-    torch._fused_sdp_choice = fused_sdp_choice
-    torch.compile = compile_nothing
     MODE.__enter__()
     atexit.register(timeline.settle)
-
-
-def compile_nothing(function: Callable | None = None, **options: object) -> Callable:
-    """Return the function itself, because Inductor compiles only for devices it knows. Without a
-    function, torch.compile is a decorator with options."""
-    return compile_nothing if function is None else function
 
 
 def put_guard() -> None:

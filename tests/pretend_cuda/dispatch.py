@@ -1,4 +1,4 @@
-"""Dispatch of every operation of torch: it is checked, counted, and run or captured.
+"""Dispatch of every operation of torch: it is checked, and run or captured.
 
 A TorchDispatchMode receives all operations, also those on host tensors only. An operation that is
 composed of others is decomposed first, as on a GPU.
@@ -13,21 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .copies import COPIES, copy, run_on_host
-from .efficient import efficient_attention
-from .operators import list_operator
 from .tensors import CudaTensor, is_cuda, map_nested, poison, tensors_in, unwrap, wrap
 from .timeline import project_line, timeline
 
 aten = torch.ops.aten
 UNINITIALIZED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-N_KERNELS = dict.fromkeys(UNINITIALIZED, 0) | {"_unsafe_view": 0}  # of an operation, if not one
-N_KERNELS |= {"_local_scalar_dense": 0, "topk": 22, "sort": 4, "eye": 2, "nonzero": 3}  # 50,304 ids
+WITHOUT_KERNEL = UNINITIALIZED | {"_unsafe_view", "_local_scalar_dense"}
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 CUDA_ONLY = {  # not on CPUs
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
-    aten.bmm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.mm.dtype_out: lambda a, b, dtype, out: out.copy_(a.to(dtype) @ b.to(dtype)),
-    aten._scaled_dot_product_efficient_attention.default: efficient_attention,
 }
 
 
@@ -36,7 +31,6 @@ class Operation:
     """The properties of an operation that its dispatch depends on."""
 
     name: str
-    n_kernels: int = 1
     is_composite: bool = False  # composed of other operations
     is_view: bool = False
     is_data_dependent: bool = False  # the host needs its result, or the shape of it
@@ -56,7 +50,6 @@ def describe_operation(func: torch._ops.OpOverload) -> Operation:
     has_alias = any(result.alias_info for result in schema.returns)
     return Operation(
         name=name,
-        n_kernels=N_KERNELS.get(name, 1),
         is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(
             func.name(), "CompositeImplicitAutograd"
         ),
@@ -99,7 +92,6 @@ def dispatch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    list_operator(func.name(), tensors)
     if func in COPIES and is_crossing(func, args, target):
         return copy(func, args, kwargs)
     if target is not None and not is_cuda(target):
@@ -145,33 +137,20 @@ def run(func: Callable, operation: Operation, args: tuple, kwargs: dict) -> obje
 
 
 def launch(operation: Operation, args: tuple, kwargs: dict) -> None:
-    """Count the kernels of an operation. In a capture, raise if they have not run before.
+    """Submit an operation. In a capture, raise if it has not run before.
 
     In its first run on such types and shapes, a GPU chooses and loads kernels, and libraries
     prepare for them. A capture does not permit this.
     """
-    n = count_kernels(operation, args)
-    if n == 0:
+    if operation.name in WITHOUT_KERNEL:
         return
     given = [(tensor.dtype, tensor.shape) for tensor in tensors_in([args, kwargs])]
     kernel = (operation.name, *given, kwargs.get("dtype"))
     if timeline.capture is None:
         timeline.loaded.add(kernel)
-        timeline.submit("kernel", operation.name, n)
-        return
-    if kernel not in timeline.loaded:
+        timeline.submit()
+    elif kernel not in timeline.loaded:
         timeline.forbid_capture(f"first run of {operation.name}")
-    timeline.count("node", operation.name, n)
-    timeline.capture.nodes[operation.name] += n
-
-
-def count_kernels(operation: Operation, args: tuple) -> int:
-    """Return the number of kernels that torch's own CUDA code launches."""
-    if operation.name == "cat" and len({part.dtype for part in args[0]}) > 1:
-        return len(args[0])  # each part is copied by its own kernel
-    if operation.name == "addmm" and len(args[1]) == 1:
-        return 2  # the bias is copied first; with more rows, the matrix product adds it
-    return operation.n_kernels
 
 
 def write(func: Callable, operation: Operation, args: tuple, kwargs: dict) -> object:

@@ -11,7 +11,6 @@ more into it.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .tensors import CudaTensor, map_nested, memory, owner_of, poison, tensors_in, unwrap
+from .tensors import CudaTensor, map_nested, owner_of, poison, tensors_in, unwrap
 from .timeline import project_line, timeline
 
 POOLS: dict[tuple[int, int], list["CUDAGraph"]] = {}  # each pool's graphs, in order of capture
@@ -31,12 +30,10 @@ class CUDAGraph:
 
     def __init__(self) -> None:
         self.operations: list[tuple[Callable, tuple, dict, Sequence[Tensor]]] = []
-        self.nodes: Counter[str] = Counter()  # kernels by name
         self.made: list[Tensor] = []  # during the capture, the memory of all results
         self.results: list[weakref.ref[CudaTensor]] = []  # those that are still referenced
         self.watched: dict[int, weakref.ref[CudaTensor]] = {}  # owners of memory not of the pool
         self.stale_use = ""  # the operation whose memory was freed after the capture, and its line
-        self.peak = 0
         self.is_spoiled = False
         self.is_done = False
 
@@ -44,8 +41,6 @@ class CUDAGraph:
         self.id = pool or (0, id(self))
         if self.id in BROKEN:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
-        self.bytes_before = self.peak = memory.allocated
-        timeline.count("capture")
         timeline.capture = self
 
     def add_result(self, outer: CudaTensor) -> None:
@@ -82,8 +77,6 @@ class CUDAGraph:
             raise torch.AcceleratorError(
                 "CUDA error: operation failed due to a previous error during capture"
             )
-        needed = self.peak - self.bytes_before
-        memory.pools[self.id] = max(needed, memory.pools.get(self.id, 0))
         POOLS.setdefault(self.id, []).append(self)
         for inner in self.made:
             poison(inner)
@@ -96,8 +89,7 @@ class CUDAGraph:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         if self.stale_use:
             raise RuntimeError(f"a replay uses memory that was freed since: {self.stale_use}")
-        timeline.submit("replay")
-        timeline.count("replayed", n=self.nodes.total())
+        timeline.submit()
         with _disable_current_modes(), torch.inference_mode():
             for func, args, kwargs, results in self.operations:
                 made = func(*args, **kwargs)

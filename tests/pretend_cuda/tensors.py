@@ -1,4 +1,4 @@
-"""Tensors on the pretended device, and its memory.
+"""Tensors on the pretended device.
 
 outer = wrap(torch.ones(3))   # on cuda:0
 outer.inner                   # the CPU tensor with its values
@@ -16,7 +16,6 @@ from .timeline import project_line, timeline
 if TYPE_CHECKING:
     from .graphs import CUDAGraph
 
-CAPACITY = 80 * 10**9  # bytes
 POISON = 0x5A5A5A5A  # as an index far out of range
 LISTS = (list, tuple)  # the containers of arguments and results
 
@@ -61,58 +60,21 @@ class CudaTensor(torch.Tensor):
         return f"cuda({self.inner!r})"
 
 
-class Memory:
-    """The device's memory, in bytes."""
-
-    def __init__(self) -> None:
-        self.capacity = CAPACITY  # a test may make the device smaller
-        self.allocated = 0
-        self.peak = 0
-        self.pools: dict[tuple[int, int], int] = {}  # bytes that graphs reserve, by pool
-        self.owners: dict[int, weakref.ref[CudaTensor]] = {}  # by storage
-
-    @property
-    def reserved(self) -> int:
-        """Allocated bytes and those that only graphs may use."""
-        return self.allocated + sum(self.pools.values())
-
-    def allocate(self, outer: CudaTensor) -> None:
-        """Count the memory of a tensor until it is freed. Raises torch.OutOfMemoryError."""
-        storage = outer.inner.untyped_storage()
-        size = storage.nbytes()
-        capture = timeline.capture
-        of_others = self.reserved
-        if capture:
-            of_others -= self.pools.get(capture.id, 0)
-        if of_others + size > self.capacity:
-            raise torch.OutOfMemoryError(  # this does not break a capture
-                f"CUDA out of memory. Tried to allocate {size} bytes at {project_line()}"
-            )
-        self.allocated += size
-        self.peak = max(self.peak, self.allocated)
-        if capture:
-            capture.peak = max(capture.peak, self.allocated)
-        self.owners[storage._cdata] = weakref.ref(outer)
-        weakref.finalize(outer, self.free, storage._cdata, size).atexit = False
-
-    def free(self, storage: int, size: int) -> None:
-        self.allocated -= size
-        del self.owners[storage]
-
-
-memory = Memory()
+OWNERS: dict[int, weakref.ref[CudaTensor]] = {}  # the tensor that made each storage
 
 
 def wrap(inner: object) -> object:
-    """Return a result as a tensor of the device, and count its memory unless it is a view."""
+    """Return a result as a tensor of the device."""
     if not isinstance(inner, Tensor):
         return inner
     outer = CudaTensor(inner)
-    known = memory.owners.get(inner.untyped_storage()._cdata)
+    storage = inner.untyped_storage()._cdata
+    known = OWNERS.get(storage)
     if known:
         outer.owner = known()
     else:
-        memory.allocate(outer)
+        OWNERS[storage] = weakref.ref(outer)
+        weakref.finalize(outer, OWNERS.pop, storage).atexit = False
         outer.owner = None
         outer.graph = timeline.capture
         if timeline.capture:

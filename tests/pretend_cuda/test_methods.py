@@ -1,4 +1,4 @@
-"""Tests that every method writes the same ids on the pretended device as on the CPU.
+"""Tests that methods write the same ids on the pretended device as on the CPU.
 
 The device computes with the CPU's kernels, so in float32 only a bug can change the ids. In half
 precision they depend on the number of rows in a pass. There the ids with graphs must be those
@@ -10,19 +10,20 @@ import json
 import pytest
 import torch
 from conftest import LARGE_SETTINGS, TINY, generate
+from tokenizers import Tokenizer
 
 from cli.main import main
 from cli.metrics import token_ids
+from draft_tree import Settings
 from engine.eagle_head import load_head
 from engine.model import FastGPTNeoX
 from engine.passes import Window
 from methods import METHODS
 from methods.sampler import DrawingSampler, Sampling
 
-from .counts import TEXT, load_pair, make_settings
-
 pytestmark = pytest.mark.cuda
 Pair = tuple[FastGPTNeoX, FastGPTNeoX, list[int]]  # target, draft and a prompt
+TEXT = "The harbour lay quiet under the morning fog, and the boats that had gone out at dawn"
 OPTIONS = {
     "greedy": {},
     "rebuild": {"commit": "rebuild"},
@@ -32,9 +33,34 @@ OPTIONS = {
     "head": {},
     "large": {},
 }
-N_TOKENS = {"window": 100, "long prompt": 20, "large": 20}  # others: 60
-on_cuda = pytest.fixture(lambda: load_pair("cuda"), scope="module", name="on_cuda")
-on_cpu = pytest.fixture(lambda: load_pair("cpu"), scope="module", name="on_cpu")
+N_TOKENS = {"window": 100, "long prompt": 20, "large": 20}  # others: 40
+# Of levels, retrieval and drawn candidates. tests/test_cuda.py has greedy text of every method
+CASES = [(method, case) for method in ("dynatree", "graft") for case in OPTIONS]
+CASES.append(("dyspec", "sampled"))
+
+
+def load_pair(device: str, dtype: torch.dtype = torch.float32) -> Pair:
+    """Return the embedded target and draft, and a prompt."""
+    target, draft = (
+        FastGPTNeoX.from_pretrained(TINY / name, device, dtype) for name in ("target", "draft")
+    )
+    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+    return target, draft, tokenizer.encode(TEXT).ids
+
+
+def make_settings(method: str) -> Settings:
+    """Return a method's default settings; for auto with given costs, so that no clock decides."""
+    return METHODS[method](**({"costs": "0.3:0.04:0.2:0.4"} if method == "auto" else {}))
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> Pair:
+    return load_pair("cuda")
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Pair:
+    return load_pair("cpu")
 
 
 def write(pair: Pair, method: str, case: str) -> list[int]:
@@ -46,34 +72,27 @@ def write(pair: Pair, method: str, case: str) -> list[int]:
     settings = make_settings(method)
     if case == "large":
         settings = LARGE_SETTINGS.get(method, settings)
-    n_tokens = N_TOKENS.get(case, 60)
+    n_tokens = N_TOKENS.get(case, 40)
     return token_ids(generate(target, draft, prompt, settings, n_tokens, **OPTIONS[case]))
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "case"), CASES)
 def test_the_ids_are_those_of_the_cpu(
     method: str, case: str, on_cuda: Pair, on_cpu: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw_as_gpu = DrawingSampler.draw_by_exponential_race
     monkeypatch.setattr(DrawingSampler, "draw_by_inverse_cdf", draw_as_gpu)
     expected = write(on_cpu, method, case)
-    assert len(expected) == N_TOKENS.get(case, 60)
+    assert len(expected) == N_TOKENS.get(case, 40)
     assert write(on_cuda, method, case) == expected
 
 
-@pytest.fixture(scope="module", params=[torch.float16, torch.bfloat16], ids=str)
-def in_half(request: pytest.FixtureRequest, on_cuda: Pair) -> Pair:
-    pair = (TINY / name for name in ("target", "draft"))
-    models = [FastGPTNeoX.from_pretrained(folder, "cuda", request.param) for folder in pair]
-    return *models, on_cuda[2]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_graphs_keep_the_ids_of_half_precision(method: str, in_half: Pair) -> None:
-    settings = make_settings(method)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_graphs_keep_the_ids_of_half_precision(dtype: torch.dtype) -> None:
+    pair = load_pair("cuda", dtype)
     eager, replayed = (
-        token_ids(generate(*in_half, settings, 8, graphs=graphs)) for graphs in (False, True)
+        token_ids(generate(*pair, make_settings("dynatree"), 8, graphs=graphs))
+        for graphs in (False, True)
     )
     assert len(eager) == 8 and eager == replayed
 
@@ -82,7 +101,7 @@ def test_the_command_line_compares(on_cpu: Pair, capsys: pytest.CaptureFixture[s
     """Check --compare, which warms up, writes a text and runs ar with the same graphs."""
     arguments = ["--device", "cuda", "--dtype", "float32", "--prompt", TEXT, "--compare", "--json"]
     arguments += ["--target", str(TINY / "target"), "--draft", str(TINY / "draft")]
-    assert main([*arguments, "--max-new-tokens", "60", "--ignore-eos"]) == 0
+    assert main([*arguments, "--max-new-tokens", "40", "--ignore-eos"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["compare"]["exact"] and report["graphs"]["n"] > 0
     assert report["token_ids"] == write(on_cpu, "ar", "greedy")

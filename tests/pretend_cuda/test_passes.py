@@ -4,8 +4,6 @@ They compare logits, because greedy text hides errors: with a wrong end of the m
 came out the same.
 """
 
-from collections import Counter
-
 import pytest
 import torch
 from conftest import assert_close, generate, random_config, random_tensors
@@ -14,11 +12,8 @@ from torch import Tensor
 from engine.cache import FastCache
 from engine.model import FastGPTNeoX
 from engine.passes import PassConfig
-from engine.scores import RankedScores, Ranking
 from methods.dyspec import DySpec
 from methods.sampler import Sampling
-
-from .timeline import timeline
 
 pytestmark = pytest.mark.cuda
 PREFIX = [i % 90 for i in range(260)]
@@ -60,20 +55,6 @@ def test_a_pass_sees_nothing_of_the_one_before_it() -> None:
         assert_close(run_tree(on_cuda, captured, n), run_tree(on_cpu, plain, n))
 
 
-def test_what_is_drawn_from_is_not_ranked() -> None:
-    """Check that if the logits are only drawn from, they are neither ranked nor read."""
-    model = make_model("cuda")
-    cache = open_cache(model, PassConfig(ranking=Ranking(is_read=False)))
-    with timeline.traced() as sites:
-        model.forward(torch.tensor([5]), torch.tensor([cache.length]), cache)
-    asked = Counter(kind for kind, *_ in sites.elements())
-    assert (
-        not isinstance(cache.scores, RankedScores)
-        and asked["replay"] == asked["h2d"] == 1
-        and not asked["sync"]
-    )
-
-
 def test_a_draft_is_ranked_at_its_temperature() -> None:
     """Check that graphs are captured for the temperature, because each ranks at only one."""
     target, draft = make_model("cuda"), make_model("cuda")
@@ -82,15 +63,6 @@ def test_a_draft_is_ranked_at_its_temperature() -> None:
     for model, temperature in ((target, 1.0), (draft, 0.6)):
         shapes = model.reusable[0].captured
         assert {shape.ranking.temperature for shape in shapes} == {temperature}
-
-
-def test_no_timed_pass_is_the_first_of_its_graph() -> None:
-    """Check that each graph is replayed after its capture, because a first launch uploads it."""
-    model = make_model("cuda")
-    before = timeline.counts.copy()
-    cache = open_cache(model)
-    counts = timeline.counts - before
-    assert counts["replay"] == counts["capture"] == len(cache.passes.captured) > 0
 
 
 def test_a_cache_that_is_gone_is_not_replayed() -> None:

@@ -1,7 +1,7 @@
 """Tests that the benchmark's memory table runs on a CUDA device.
 
 The figures of a pretended device mean nothing, so only their presence is tested. The other tables
-are tested as steps of the GPU check (test_gpu_tools.py).
+are tested as steps of the GPU check (test_gpu_check.py).
 """
 
 import math

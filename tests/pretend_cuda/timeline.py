@@ -5,13 +5,9 @@ counts the requests, and `done` those that are known to be done. A transfer of p
 open until `done` has reached it.
 
     timeline.wait("synchronize")   # done = now
-    timeline.counts["sync"]        # 1
 """
 
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,24 +30,15 @@ class Timeline:
         self.open: list[PendingTransfer] = []
         self.capture: CUDAGraph | None = None  # the graph that records operations, if one does
         self.loaded: set[object] = set()  # kernels that have run outside captures
-        self.counts: Counter[str] = Counter()  # by kind
-        self.sites: Counter[tuple[str, str, str]] | None = None  # by kind, operation and line
 
-    def count(self, kind: str, what: str = "", n: int = 1) -> None:
-        self.counts[kind] += n
-        if self.sites is not None:
-            self.sites[kind, what, project_line()] += n
-
-    def submit(self, kind: str, what: str = "", n: int = 1) -> int:
+    def submit(self) -> int:
         """Count a request to the device and return its moment."""
-        self.count(kind, what, n)
         self.now += 1
         return self.now
 
     def wait(self, what: str, moment: int | None = None) -> None:
         """Wait for the device: for all requests, or those up to a moment."""
         self.forbid_capture(what)
-        self.count("sync", what)
         self.settle(moment)
 
     def forbid_capture(self, what: str) -> None:
@@ -70,15 +57,6 @@ class Timeline:
         self.open = [transfer for transfer in self.open if transfer.moment > self.done]
         for transfer in settled:
             transfer.settle()
-
-    @contextmanager
-    def traced(self) -> Iterator[Counter[tuple[str, str, str]]]:
-        """Count by operation and by the project's line as well, inside a `with` block."""
-        self.sites = Counter()
-        try:
-            yield self.sites
-        finally:
-            self.sites = None
 
 
 def project_line() -> str:

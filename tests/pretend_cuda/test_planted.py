@@ -1,0 +1,108 @@
+"""Tests that mistakes planted in the engine, which a GPU would punish, fail on this device."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import generate, random_config, random_tensors
+
+from cli.metrics import token_ids
+from engine.cuda_graphs import FixedPasses
+from engine.memory import OutOfMemory
+from engine.model import FastGPTNeoX
+from methods.lookup import Lookup
+from verify import NonFiniteLogits
+
+from .graphs import CUDAGraph
+from .runtime import Stream
+
+pytestmark = pytest.mark.cuda
+PLANTED = {  # operations at the start of each pass; slots: a tensor of the device
+    "mixes devices": (lambda slots: slots + torch.ones(2), "same device"),
+    "index on the host": (lambda slots: slots[torch.ones(2).long()], "same device"),
+    "reads": (lambda slots: slots[0].item(), "when stream is capturing"),
+    "copies": (lambda slots: torch.ones(2).cuda(), "when stream is capturing"),
+    "draws": (
+        lambda slots: torch.ones(2, device="cuda").exponential_(generator=torch.Generator("cuda")),
+        "a generator that the graph does not know",
+    ),
+    "has not run before": (
+        lambda slots: torch.cuda.is_current_stream_capturing() and slots.neg(),
+        "first run of neg at tests/pretend_cuda",
+    ),
+}
+
+
+def make_model() -> FastGPTNeoX:
+    config = random_config(intermediate_size=62, max_position_embeddings=256)
+    tensors = {name: tensor.cuda() for name, tensor in random_tensors(config, 3).items()}
+    return FastGPTNeoX.from_tensors(config, tensors)
+
+
+def write(model: FastGPTNeoX) -> list[int]:
+    return token_ids(generate(model, None, [5, 7, 9, 5, 7], Lookup(K=1), 8))
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_pass_that_a_graph_cannot_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operate, message = PLANTED[name]
+    run = FixedPasses.run
+
+    def changed(passes: FixedPasses, *arguments: object) -> object:
+        operate(passes.slots)
+        return run(passes, *arguments)
+
+    monkeypatch.setattr(FixedPasses, "run", changed)
+    with pytest.raises(RuntimeError, match=message):
+        write(make_model())
+
+
+def test_pinned_memory_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check inputs that are overwritten before their copy is done, and results that are read
+    before."""
+    model = make_model()
+    expected = write(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", lambda: None)
+        with pytest.raises(RuntimeError, match="written to before the copy at engine/cuda_graphs"):
+            write(make_model())
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: None)
+    with pytest.raises(RuntimeWarning, match="invalid value"):  # nan instead of an id
+        write(model)
+    monkeypatch.undo()
+    assert write(model) == expected
+
+
+def test_memory_that_nothing_was_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "zeros", torch.empty)
+    with pytest.raises(NonFiniteLogits):
+        write(make_model())
+
+
+def test_queries_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a linear layer whose rows are not padded to whole 16 bytes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "pad", lambda x, _: x)
+        model = make_model()
+    with pytest.raises(RuntimeError, match=r"query is not correctly aligned \(strideM\)"):
+        write(model)
+
+
+@pytest.mark.parametrize("k", [0, 20])
+def test_a_capture_without_memory(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the error, and that the model can then generate. k: operation of the capture that
+    finds no memory."""
+    model, n_operations = make_model(), iter(range(1000))
+    record: Callable[..., None] = CUDAGraph.record
+
+    def fail(graph: CUDAGraph, *arguments: object) -> None:
+        if next(n_operations) == k:
+            raise torch.OutOfMemoryError("planted")
+        record(graph, *arguments)
+
+    expected = write(make_model())
+    with monkeypatch.context() as patch:
+        patch.setattr(CUDAGraph, "record", fail)
+        with pytest.raises(OutOfMemory, match="use --no-graphs$"):
+            write(model)
+    assert write(model) == expected
