@@ -32,7 +32,6 @@ from cli.tokens import (
 from dynatree import Drafter, checked_ids
 from engine.checkpoint import (
     DTYPES,
-    CheckpointError,
     find_checkpoint,
     is_head,
     read_config,
@@ -57,15 +56,16 @@ def choose_device(name: str | None) -> torch.device:
     """Return the named device; without a name, cuda if available, else cpu. Raises UsageError."""
     n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = name or ("cuda" if n_cuda else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
+    found = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", name)
+    if not found:
         raise UsageError(f"--device is {name!r}, it must be cpu, cuda or cuda:N")
     if name == "cpu":
         return torch.device(name)
-    index = name.removeprefix("cuda").removeprefix(":") or "0"
-    if len(index) > 3 or int(index) >= n_cuda:  # torch keeps only the last eight bits of an index
+    index = int(found[1] or 0)
+    if index >= n_cuda:
         has = f"torch finds {n_cuda} CUDA devices" + ", the first is cuda:0" * bool(n_cuda)
         raise UsageError(f"--device {name}: {has}; use --device cpu")
-    return torch.device("cuda", int(index))
+    return torch.device("cuda", index)
 
 
 def choose_dtype(
@@ -371,14 +371,16 @@ def load_pair(
     device = choose_device(str(device) if device else None)
     dtype = choose_dtype(dtype, device, "dtype")
     draft_dtype = choose_dtype(draft_dtype or dtype, device, "draft_dtype")
-    target_folder, draft_folder = find_both(target, draft, announce)
+    # The draft first, because a misspelt one is noticed before the target, which may be gigabytes
+    draft_folder = find_checkpoint(draft, announce) if draft else None
+    target_folder = find_checkpoint(target, announce)
     read_config(target_folder)  # refuses an EAGLE head, which has no tokenizer either
     warn_of_unused_settings(target_folder)
     tokenizer = load_tokenizer(target_folder)
     if draft_folder and not is_head(draft_folder):
         require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     start = time.perf_counter()
-    target_model = load_model(target, device, dtype, own_shard(), is_reference)
+    target_model = load_model(target_folder, device, dtype, own_shard(), is_reference)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
     pair = Pair(target_model, None, tokenizer, target_folder, None, load_s)
     return with_draft(pair, draft_folder, draft_dtype, is_reference) if draft_folder else pair
@@ -396,32 +398,8 @@ def with_draft(pair: Pair, folder: Path, dtype: torch.dtype, is_reference: bool 
     return replace(pair, draft=draft, draft_folder=folder, load_s=load_s)
 
 
-def find_both(
-    target: str, draft: str | None, announce: Callable[[str], None]
-) -> tuple[Path, Path | None]:
-    """Return the folders of both. Raises CheckpointError, which names both if both are missing."""
-    if draft is None:
-        return find_checkpoint(target, announce), None
-    try:
-        draft_folder = find_checkpoint(draft, announce)
-    except CheckpointError as error:
-        problem = error
-    else:
-        return find_checkpoint(target, announce), draft_folder
-
-    def fetch_nothing(line: str) -> None:
-        raise problem
-
-    try:
-        find_checkpoint(target, fetch_nothing)
-    except CheckpointError as other:
-        if other is not problem:
-            raise type(problem)(f"{other}; {problem}") from problem
-    raise problem
-
-
 def load_model(
-    name_or_path: str | Path,
+    folder: Path,
     device: torch.device,
     dtype: torch.dtype,
     shard: Shard = UNSHARDED,
@@ -429,5 +407,5 @@ def load_model(
 ) -> GPTNeoX:
     """Load this shard of a model. Raises the errors of FastGPTNeoX.from_pretrained."""
     if is_reference:
-        return load_reference(name_or_path, device, dtype)
-    return FastGPTNeoX.from_pretrained(name_or_path, device, dtype, shard)
+        return load_reference(folder, device, dtype)
+    return FastGPTNeoX.from_pretrained(folder, device, dtype, shard)

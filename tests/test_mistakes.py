@@ -115,7 +115,7 @@ MISTAKES = [
     (A + " --sinks 4", {}, "sinks=4 needs a window"),
     (A + " --threads 0", {}, "--threads is 0"),
     (A + " --debug", {}, "unrecognized arguments: --debug"),
-    (A + " --target ./none --draft ./gone", {}, "'./none' is neither a folder nor a hub name"),
+    (A + " --target ./none --draft ./gone", {}, "'./gone' is neither a folder nor a hub name"),
     (A + " --target a/b/c --method ar", {}, "a/b/c"),
     (A + " --target x --method ar", {"x": "a"}, "'x' is neither a folder nor a hub name"),
     (A + f" --target {TARGET}", {}, "--target also needs --draft; without a draft model use"),
