@@ -13,7 +13,8 @@ Shapes: n rows given, m rows run (m >= n, with padding), S cache slots, H heads,
 
 import math
 import sys
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -32,29 +33,22 @@ SDPA_ROWS = 128
 ROW_BYTES = 128  # minimum room for a row in the buffers of fixed shapes, enough for every Masks
 
 
-class Mask(Protocol):
-    """The slots that the m rows of a pass attend to, on the model's device."""
+@dataclass(frozen=True)
+class Mask:
+    """The slots that the m rows of a pass attend to."""
 
-    in_order: bool  # sums over ranks must not depend on a row's place
+    additive: Tensor  # [m, S], 0 or -inf, on the model's device
+
+    in_order = False  # True: sums over ranks must not depend on a row's place
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return softmax attention [H, m, D] of q [H, m, D] over k, v [H, S or more, D]."""
-
-
-class PlainMask(NamedTuple):
-    """A Mask for torch's attention."""
-
-    additive: Tensor  # [m, S], 0 or -inf
-
-    in_order = False
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n_slots = self.additive.shape[1]
         return attend(q, k[:, :n_slots], v[:, :n_slots], self.additive)
 
 
 class Masks:
-    """The masks of all passes over a cache, which are PlainMasks."""
+    """The masks of all passes over a cache."""
 
     max_path = sys.maxsize  # number of rows that an iteration may commit
     slot_step = 1  # a cache has a multiple of this many slots
@@ -78,7 +72,7 @@ class Masks:
         if m > n:
             mask = F.pad(mask, (0, 0, 0, m - n))
             mask[n:, 0] = True
-        return PlainMask(additive_mask(mask, length, like))
+        return Mask(additive_mask(mask, length, like))
 
     def row_bytes(self, n_scratch: int) -> int:
         """Return the bytes of a row's mask in the inputs of a fixed shape."""
@@ -93,7 +87,7 @@ class Masks:
         """Return the Mask of packed masks, without waiting for the device."""
         columns = (passes.slots[: shape.n_slots] - inputs.last).clamp_(0, shape.n_scratch + 1)
         unpacked = F.embedding(inputs.mask.int(), passes.additive_bits)  # [m, bytes, 8]
-        return PlainMask(unpacked.flatten(1).index_select(1, columns))  # [m, S]
+        return Mask(unpacked.flatten(1).index_select(1, columns))  # [m, S]
 
 
 PLAIN = Masks()

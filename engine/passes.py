@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.masks import PLAIN, Mask, Masks, PlainMask, additive_causal_mask, causal_mask
+from engine.masks import PLAIN, Mask, Masks, additive_causal_mask, causal_mask
 from engine.scores import Ranking, Scores, make_scores
 from gpt_neox import GPTNeoX
 
@@ -124,7 +124,7 @@ class Passes:
     def prefill(self, model: GPTNeoX, tokens: Tensor, start: int) -> Tensor:
         """Run the next tokens [n] of the sequence. Return their last hidden states [n, hidden]."""
         n = len(tokens)
-        mask = PlainMask(additive_causal_mask(n, start, self.kv))
+        mask = Mask(additive_causal_mask(n, start, self.kv))
         return self.hidden(model, tokens, torch.arange(start, start + n), start, mask)
 
     def hidden(

@@ -26,7 +26,8 @@ Shapes: n rows given, m rows run (m >= n, with padding), S cache slots, H heads,
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -54,10 +55,10 @@ TRIAL_LENGTH = 290  # committed tokens
 MAX_INVARIANT_ROWS = 8  # padding every pass to more rows would cost too much
 
 
-class StrictMask(NamedTuple):
-    """The Mask of a strict pass."""
+@dataclass(frozen=True)
+class StrictMask(Mask):
+    """The mask of a strict pass. `additive` [m, S], float32, is 0 only for slots of old keys."""
 
-    old_mask: Tensor  # [m, S] float32: 0 for slots of old keys, else -inf
     recent_slots: Tensor  # [m * N_RECENT] int64, in order of position, 0 in empty places
     recent_mask: Tensor  # [m, N_RECENT] float32: 0, or -inf in empty places
 
@@ -72,9 +73,9 @@ class StrictMask(NamedTuple):
         weights = (recent_keys * scaled.unsqueeze(2)).sum(dim=3) + self.recent_mask  # [H, m, 16]
         highest = weights.amax(dim=2, keepdim=True)
         blocks = []  # [H, m, BLOCK] each
-        for start in range(0, self.old_mask.shape[1], BLOCK):
+        for start in range(0, self.additive.shape[1], BLOCK):
             keys = k[:, start : start + BLOCK].float().transpose(1, 2)
-            block = torch.baddbmm(self.old_mask[:, start : start + BLOCK], scaled, keys)
+            block = torch.baddbmm(self.additive[:, start : start + BLOCK], scaled, keys)
             highest = torch.maximum(highest, block.amax(dim=2, keepdim=True))
             blocks.append(block)
         weights = (weights - highest).exp_()
@@ -165,6 +166,7 @@ def to_additive(mask: Tensor) -> Tensor:
     return torch.full(mask.shape, -math.inf, device=mask.device).masked_fill_(mask, 0.0)
 
 
+@torch.inference_mode()
 def invariant_rows(model: "FastGPTNeoX") -> int | None:
     """Return the smallest row count from which on strict passes are batch-invariant on all ranks.
 
@@ -181,6 +183,7 @@ def invariant_rows(model: "FastGPTNeoX") -> int | None:
     return results["min_rows"]
 
 
+@torch.inference_mode()
 def is_place_invariant(model: "FastGPTNeoX", n: int) -> bool:
     """Whether the bits of a row in a strict pass of n rows do not depend on its place, on any rank.
 
@@ -196,7 +199,6 @@ def is_place_invariant(model: "FastGPTNeoX", n: int) -> bool:
     return results[n]
 
 
-@torch.inference_mode()
 def make_trials(model: "FastGPTNeoX") -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
     """Return the functions that decide a strict row's bits, each with input rows for its trial.
 
@@ -218,12 +220,10 @@ def make_trials(model: "FastGPTNeoX") -> list[tuple[Callable[[Tensor], Tensor], 
     rows = torch.randn(n, weight.shape[1], generator=generator).to(weight.dtype)
     queries = torch.randn(n, n_heads, config.head_size, generator=generator)
 
-    @torch.inference_mode()
     def run(x: Tensor) -> Tensor:
         x = layer(x.clone(), rotary, kv, TRIAL_LENGTH, trial_mask(len(x)))
         return torch.cat([x, model.embed_out(x)], dim=1)
 
-    @torch.inference_mode()
     def attend(q: Tensor) -> Tensor:
         keys, values = kv.float()
         return trial_mask(len(q)).attend(q.transpose(0, 1), keys, values).transpose(0, 1)

@@ -90,12 +90,12 @@ def write_texts(folder: Path) -> dict[str, list[int]]:
     tensors = load_tensors(folder / "plain", target.config, CPU, torch.float32)
     head = make_head(dict(tensors), seed=0, **asdict(target.config))
     rng = random.Random(0)
-    steps = {name: generate(load(folder / name), draft, PROMPT, Chain(), 12) for name in SHAPES}
-    steps["head"] = generate(target, head, PROMPT, Chain(), 12)
+    steps = {name: generate(load(folder / name), draft, PROMPT, Chain(), 8) for name in SHAPES}
+    steps["head"] = generate(target, head, PROMPT, Chain(), 8)
     for i, method in enumerate(METHODS):
         settings, options = random_settings(method, rng), OPTIONS[i % len(OPTIONS)]
-        steps[method] = generate(target, draft, PROMPT, settings, 12, **options)
-        sampled = generate(target, draft, PROMPT, settings, 12, sampling=Sampling(0.9, seed=i))
+        steps[method] = generate(target, draft, PROMPT, settings, 8, **options)
+        sampled = generate(target, draft, PROMPT, settings, 8, sampling=Sampling(0.9, seed=i))
         steps[f"{method} sampled"] = sampled
     return {name: token_ids(each) for name, each in steps.items()}
 
