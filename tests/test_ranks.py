@@ -159,7 +159,7 @@ def fail(ranks: tuple[int, ...], folder: Path, found: Found) -> int:
 def measure(folder: Path, found: Found) -> int:
     """Measure a table. Then remove its last texts. Rank 1 has no file."""
     file, options = folder / f"{rank()}.jsonl", ["--methods", "ar,dynatree", "--columns", "exact"]
-    sizes = ["--n-prompts", "2", "--new-tokens", "10", "--threads", "1"]
+    sizes = ["--n-prompts", "2", "--max-new-tokens", "10", "--threads", "1"]
     status = bench.main([*options, *sizes, "--output", str(file)])
     if rank() == 0:
         lines = file.read_bytes().splitlines(keepends=True)
