@@ -57,13 +57,18 @@ def ancestor_mask(parents: Sequence[int]) -> ndarray:
 
 
 def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
-    """Accept each node whose token is the target's best one after an accepted parent.
+    """Accept each node whose token is the target's best one after an accepted parent. This is an
+    Acceptance. Raises NonFiniteLogits and ValueError, as finite_rows does."""
+    return accept_best(tree, logits.argmax(dim=-1).tolist(), finite_rows(logits))
 
-    This is an Acceptance. The accepted nodes are one path, because each is a child of the one
-    before it. Raises NonFiniteLogits and ValueError, as finite_rows does.
+
+def accept_best(
+    tree: Tree, best: Sequence[int], is_finite: Sequence[bool]
+) -> tuple[list[int], list[int]]:
+    """Do what accept_greedy does, given the best token after each row and the finite rows.
+
+    The accepted nodes are one path, because each is a child of the one before it.
     """
-    best = logits.argmax(dim=-1).tolist()
-    is_finite = finite_rows(logits)  # raises if the root's are not
     path = [0]
     for row in range(1, len(tree)):  # a parent comes before its children, so one scan is enough
         last = path[-1]

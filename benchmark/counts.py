@@ -67,7 +67,7 @@ def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
     tried     accepted paths that reach the depth before, and have a child at this one
     accepted  accepted paths that reach the depth
     """
-    trees = [step for step in steps if step.tree]
+    trees = steps[1:]
     max_depth = max((max(step.tree.depths) for step in trees), default=0)
     drafted = [0] * max_depth
     tried = [0] * max_depth

@@ -193,7 +193,7 @@ def stream(
         if trace:
             trace.add(step)
         tally.add(step)
-        if args.show_tree and step.tree:
+        if args.show_tree and tally.n_steps > 1:  # the first step is the prefill's
             show_tree(step, tally.n_steps - 1, request.pair.tokenizer)
 
     def pieces() -> Iterator[str]:

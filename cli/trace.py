@@ -114,7 +114,7 @@ class Trace:
         self.trials = []
 
     def wrap(self, rule: Rule, calibrated: CalibratedDrafter | None) -> TracedRule:
-        """Return a traced rule (the `trace` of methods.compose)."""
+        """Return a traced rule (for engine.compose)."""
         return TracedRule(rule, self, calibrated)
 
     def add_trial(self, row: int, probability: float, number: float, remaining_mass: float) -> None:
@@ -122,7 +122,7 @@ class Trace:
         self.trials.append([row, *map(short, (probability, number, remaining_mass))])
 
     def add(self, step: Step) -> None:
-        """Record a step: the tokens that it added, and its tree, if it has one."""
+        """Record a step: the tokens that it added, and its tree, except for the prefill's."""
         found = {
             "tokens": step.tokens,
             "text": self.pieces(step.tokens),
@@ -130,7 +130,7 @@ class Trace:
             "cached": list(step.cache_lengths),
         }
         self.used_ids.update(step.tokens)
-        if step.tree:
+        if self.iterations:  # the first step is the prefill's
             found |= {
                 "path": step.path,
                 "bonus": step.bonus,

@@ -9,6 +9,8 @@ cuda_graphs   passes of a few fixed shapes, captured and replayed
 masks         the masks of a pass, from the host's bool mask to attention
 strict        masks of batch-invariant passes: a row's bits depend only on position and keys
 scores        the results of a pass that the host reads
+run           a model in one generation: its cache, and who observes its passes
+compose       assembly of a method's parts
 generate      the core's loop with windows, strict passes, graphs and timing
 generation_config  all options of a generation: method, settings, sampling, window
 checkpoint    finding, fetching, checking and loading a checkpoint

@@ -19,6 +19,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from methods.sampler import SMALL_K, tempered, top_k_by_repeated_max
+from verify import finite_rows
 
 
 class Ranking(NamedTuple):
@@ -31,9 +32,9 @@ class Ranking(NamedTuple):
 
 
 class Scores:
-    """The last hidden states [n, hidden] and logits [n, V] of a pass."""
+    """The last hidden states [n, hidden], None if unknown, and the logits [n, V] of a pass."""
 
-    def __init__(self, hidden: Tensor, logits: Tensor):
+    def __init__(self, hidden: Tensor | None, logits: Tensor):
         self.hidden, self.logits = hidden, logits
 
     @cached_property
@@ -48,8 +49,8 @@ class Scores:
         return self.highest[1].tolist()
 
     def finite_rows(self) -> list[bool]:
-        """Return what verify.finite_rows returns, but do not raise."""
-        return numpy.isfinite(self.highest[0]).tolist()
+        """Return what verify.finite_rows returns. Raises as it does."""
+        return finite_rows(torch.from_numpy(self.highest[0]).unsqueeze(1))
 
     def top_ids(self, k: int) -> ndarray:
         """Return the k best ids of each row [n, k], best first; all V if k is larger."""

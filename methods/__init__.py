@@ -19,8 +19,6 @@ drawn       candidates drawn from the draft's distribution
 acceptances  of sampled text with drawn candidates: by token and by traversal
 calibration  acceptance probabilities, learned online: a wrapper of the drafter
 eagle       a trained head over the target's hidden states as the draft (EAGLE)
-observing   targets that pass their best tokens to a rule, or hidden states to a drafter
-compose     assembly of a method's parts
 rules       base classes of rules, the rule wrapper, trees with retrieved rows
 costs       a linear model of an iteration's time, and whether drafting pays
 cost_gates  gates around a rule: draft and verify only what pays

@@ -68,19 +68,14 @@ DrawnAcceptance = Callable[
 class Accept:
     """The verify.Acceptance of sampled text: calls a DrawnAcceptance with what it needs."""
 
-    def __init__(
-        self,
-        accept: DrawnAcceptance,
-        sampler: DrawingSampler,
-        drafter: Drafter | None,
-        finite_rows: Callable[[Tensor], list[bool]] = finite_rows,
-    ):
-        """finite_rows: verify.finite_rows, or a faster function with the same result."""
+    def __init__(self, accept: DrawnAcceptance, sampler: DrawingSampler, drafter: Drafter | None):
         self.accept, self.sampler, self.drafter = accept, sampler, drafter
-        self.finite_rows = finite_rows
 
-    def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
-        is_finite = self.finite_rows(logits)
+    def __call__(
+        self, tree: Tree, logits: Tensor, is_finite: list[bool] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """is_finite: verify.finite_rows of the logits, if known."""
+        is_finite = is_finite or finite_rows(logits)
         if not all(is_finite):  # the path is cut before such a row, so its numbers do not matter
             logits = logits.clone()
             logits[[row for row, finite in enumerate(is_finite) if not finite]] = 0.0

@@ -21,7 +21,7 @@ the first token of a sequence is paired with zeros, while EAGLE's head starts at
 
     folders = Path("models/tiny/eagle"), Path("models/tiny/target")
     head = load_head(*folders, torch.device("cpu"), torch.float32)  # engine/eagle_head.py
-    for step in generate(target, head, prompt, Chain(K=4), 64):  # methods/compose.py
+    for step in generate(target, head, prompt, GenerationConfig(Chain(K=4)), 64):
         print(step.tokens)
 
 The text is exact whatever the head predicts, because the target verifies every token.
@@ -33,9 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from draft_tree import Candidates, Tree
-from dynatree import ModelDrafter
+from dynatree import Drafter, ModelDrafter
 from gpt_neox import GPTNeoX, KVCache, Model
-from methods.observing import HiddenDrafter
 
 
 class StateTransformer(nn.Module):
@@ -143,6 +142,18 @@ def require_size(head: EagleHead, target: Model) -> None:
     own, needed = head.config.hidden_size, target.config.hidden_size
     if own != needed:
         raise ValueError(f"the head is for a target of hidden_size {own}, this one has {needed}")
+
+
+class HiddenDrafter(Drafter):
+    """A drafter that reads the target's last hidden states, such as EagleDrafter."""
+
+    def observe_hidden(self, hidden: Tensor) -> None:
+        """Receive the states [n, hidden] of one pass of the target, on the target's device.
+
+        They are the states before the final norm, of the next n tokens of the prompt or of the rows
+        of a tree. A later pass may overwrite the tensor.
+        """
+        raise NotImplementedError
 
 
 class EagleDrafter(HiddenDrafter):

@@ -43,7 +43,6 @@ class LookupRule(MethodRule):
     """The rule of lookup: the text so far, and where each n-gram of it occurred last."""
 
     is_chain = True
-    reads_prompt = True
 
     def __init__(self, settings: Lookup):
         super().__init__(max_branches=1, max_depth=0, max_rows=1 + settings.K)

@@ -21,7 +21,6 @@ class MethodRule(Rule):
     is_chain = False  # no row of its trees has two children
     is_calibrated = False  # logprobs are calibrated acceptance probabilities (calibration.py)
     min_rows = 1  # the engine pads a pass to at least these rows
-    reads_prompt = False  # the prompt is passed to `start`
     target_top_k = 0  # number of the target's best ids per row that observe_target gets; 0: no call
     acceptance: Callable | None = None  # its own acceptances.DrawnAcceptance of sampled text
 
@@ -40,7 +39,7 @@ class MethodRule(Rule):
         self.n_drawn = max_branches  # candidates per row if they are drawn
 
     def start(self, prompt: list[int]) -> None:
-        """Begin a text with this prompt. Called if reads_prompt is set."""
+        """Begin a text with this prompt."""
 
     def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
         """Observe the target's best ids [n, target_top_k] after n tokens of a prompt or tree."""

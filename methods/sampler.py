@@ -19,9 +19,6 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from draft_tree import Candidates
-from dynatree import ModelDrafter
-from gpt_neox import Model
 from sampling import Sampler
 
 MAX_SEED = 2**63 - 1
@@ -246,14 +243,3 @@ def top_k_by_repeated_max(values: Tensor, k: int) -> list[tuple[Tensor, Tensor]]
         values.scatter_(1, found[-1].indices, -torch.inf)
         found.append(values.max(dim=-1, keepdim=True))
     return found
-
-
-class TemperedDrafter(ModelDrafter):
-    """A draft model whose top-k log-probabilities are taken at a temperature."""
-
-    def __init__(self, model: Model, temperature: float):
-        super().__init__(model)
-        self.temperature = temperature
-
-    def choose(self, logits: Tensor, k: int) -> Candidates:
-        return super().choose(tempered(logits, self.temperature), k)

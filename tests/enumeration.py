@@ -25,9 +25,12 @@ from conftest import Stub
 from torch import Tensor
 
 from draft_tree import Settings, Tree, grow
+from engine.compose import Parts, compose
+from engine.generate import generate
+from engine.generation_config import GenerationConfig
+from engine.run import ModelRun
 from gpt_neox import Config, GPTNeoX, Model
 from methods.acceptances import ACCEPTANCES, Accept, DrawnAcceptance
-from methods.compose import Parts, compose, generate
 from methods.sampler import DrawingSampler, Sampling
 from verify import Acceptance
 
@@ -80,7 +83,8 @@ class Enumeration:
     def compose(self, sampler: DrawingSampler) -> Parts:
         """Return new parts of the method; all random choices are the sampler's."""
         given = given_sampler(self.sampling, sampler)
-        parts = compose(self.target, self.draft, self.settings, given)
+        target, draft = (ModelRun(each, 99, 0) for each in (self.target, self.draft))
+        parts = compose(target, draft, self.settings, given)
         if self.learn:
             self.learn(parts)
         return parts
@@ -214,7 +218,8 @@ def difference_by_generate(
 
     def write(choices: Choices) -> Text:
         given = given_sampler(sampling, Scripted(sampling, choices))
-        steps = generate(target, draft, [0], settings, n_tokens, sampling=given)
+        config = GenerationConfig(settings, sampling=given)
+        steps = generate(target, draft, [0], config, n_tokens)
         return tuple(token for step in steps for token in step.tokens)
 
     found: Distribution = defaultdict(float)

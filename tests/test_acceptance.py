@@ -15,6 +15,7 @@ from test_dynatree import PROMPT
 from test_sampling import N_IDS, OTHER, TARGET
 
 from draft_tree import Settings, Tree
+from engine.compose import Parts
 from methods import METHODS
 from methods.acceptances import (
     ACCEPTANCES,
@@ -23,7 +24,6 @@ from methods.acceptances import (
     accept_by_traversal,
     choose_acceptance,
 )
-from methods.compose import Parts
 from methods.retrieval import Graft
 from methods.rules import make_rule
 from methods.sampler import Sampling

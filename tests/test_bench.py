@@ -30,6 +30,7 @@ from benchmark.step_times import measure_step_times
 from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair
+from draft_tree import Tree
 from engine.checkpoint import read_config
 from engine.generate import Step
 from engine.generation_config import GenerationConfig
@@ -528,7 +529,10 @@ def test_setup_time_counts_only_the_models_that_a_method_loads(
             self.load_s = 20.0
 
         def decode(self, name: str, prompt: list[int], n_new: int, n_steps: int | None) -> list:
-            return [Step([prompt[0]], verify_ms=1.0) for _ in range(n_steps or n_new)]
+            return [
+                Step([prompt[0]], Tree.from_root(0), [0], verify_ms=1.0)
+                for _ in range(n_steps or n_new)
+            ]
 
     monkeypatch.setattr(bench, "HuggingFace", Repeating)
     load_s = {"target": 50.0, "draft": 100.0}

@@ -5,14 +5,13 @@ import random
 
 import numpy
 import pytest
-from conftest import make_tree
+from conftest import generate, make_tree
 from enumeration import difference_by_generate, tiny_model
 
 from draft_tree import Candidates, Tree
 from dynatree import Drafter
 from methods import METHODS
 from methods.calibration import CalibratedDrafter
-from methods.compose import generate
 from methods.sampler import Sampling
 
 SMALL = {

@@ -27,7 +27,7 @@ from cli.main import main
 from cli.metrics import Metrics, Tally, token_ids
 from cli.models import Pair, Request, load_pair, stream_text
 from cli.terminal import draw_tree, has_color
-from draft_tree import Autoregressive
+from draft_tree import Autoregressive, Tree
 from engine.generate import Step, generate
 from engine.generation_config import GenerationConfig
 from engine.memory import OutOfMemory
@@ -105,7 +105,9 @@ def test_notes(
     options, expected = NOTES[name]
     (tmp_path / "cpuinfo").write_text("flags\t\t: sse avx512f\n")
     monkeypatch.setattr(models, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(Request, "decode", lambda *_: iter([Step([7], verify_ms=1.0)]))
+    monkeypatch.setattr(
+        Request, "decode", lambda *_: iter([Step([7], Tree.from_root(0), [0], verify_ms=1.0)])
+    )
     assert main(["--prompt", PROMPT] + options) == 0
     notes = re.findall("^(?:note|warning): .*", capsys.readouterr().err, re.MULTILINE)
     assert len(notes) == bool(expected) and expected in "".join(notes)
@@ -371,7 +373,7 @@ def test_no_step_is_kept(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> N
 
     def steps(*arguments: object, **options: object) -> Iterator[Step]:
         for token in range(100, 150):
-            step = WeakrefStep([token], verify_ms=1.0)
+            step = WeakrefStep([token], Tree.from_root(0), [0], verify_ms=1.0)
             made.append(weakref.ref(step))
             yield step
         assert sum(one() is not None for one in made) == 1, "only the last"

@@ -34,12 +34,13 @@ import draft_tree
 import dynatree
 import engine.generate
 from cli.main import build_parser, main
-from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, Tree, grow
+from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, grow
 from dynatree import Drafter, ModelDrafter
+from engine.generate import Step
 from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
 from gpt_neox import GPTNeoX, KVCache
-from methods import METHODS, compose
+from methods import METHODS
 from methods.auto import Auto
 from methods.rules import are_retrieved
 from methods.sampler import GREEDY, Sampling
@@ -353,16 +354,16 @@ def test_the_fast_engine_writes_what_the_reference_writes(
     settings = with_fixed_costs(random_settings(method, rng))
     prompt = rng.choices(range(96), k=rng.randint(1, 30))
     config = GenerationConfig(settings, sampling=sampling)
-    steps = compose.generate(*reference, prompt, settings, 30, sampling=sampling)
-    expected = [describe_step(step.tokens, step.tree, step.path) for step in steps]
-    found = []
-    for step in engine.generate.generate(*fast, prompt, config, 30):
-        tree = step.tree or Tree.from_root(prompt[-1])
-        found.append(describe_step(step.tokens, tree, step.path or [0]))
+    expected, found = (
+        list(map(describe, engine.generate.generate(*pair, prompt, config, 30)))
+        for pair in (reference, fast)
+    )
     assert found == expected, settings
 
 
-def describe_step(tokens: list[int], tree: Tree, path: list[int]) -> tuple:
-    """Return everything that a step holds except times."""
+def describe(step: Step) -> tuple:
+    """Return everything that a step holds except times and values of rows."""
+    tree = step.tree
     rows = tree.tokens, tree.parents, tree.draft_slots, are_retrieved(tree)
-    return tokens, rows, path
+    others = step.bonus, step.predictions, step.draft_rows, step.cache_lengths
+    return step.tokens, rows, step.path, others

@@ -41,7 +41,7 @@ def make_chain_step(
 
 def test_metrics_worked_out_by_hand() -> None:
     """Check a prefill, then 3 of 4 drafted tokens accepted, 0 of 1, and 2 of 4 but cut to one."""
-    first = Step([7], verify_ms=20.0)
+    first = replace(FIRST, verify_ms=20.0)
     steps = [
         first,
         make_chain_step([1, 2, 3, 4], n_accepted=3, n_drafted=4, draft_ms=2.0, verify_ms=5.0),
@@ -128,7 +128,7 @@ def make_step(path: list[int], predictions: list[int], **changes: object) -> Ste
     return Step([1] * len(path), replace(tree, **changes), path, predictions=predictions)
 
 
-FIRST = Step([0])  # prefill, without a tree
+FIRST = Step([7], make_tree([3], [-1]), [0])  # the prefill's
 CAT_RAN = make_step([0, 1, 4], [1, 4, 4, 9, 9, 9])  # the target predicts ran after dog as well
 COW = make_step([0], [7, 9, 4, 9, 9, 9])
 ALL = [True] * 6

@@ -40,9 +40,8 @@ from engine.eagle_head import FastHead, load_head
 from engine.model import FastGPTNeoX
 from engine.passes import Window
 from gpt_neox import GPTNeoX, KVCache
-from methods.compose import compose
 from methods.dyspec import DySpec
-from methods.eagle import EagleHead, ReferenceHead, head_of
+from methods.eagle import EagleDrafter, EagleHead, ReferenceHead, head_of
 from methods.static import Chain, Fixed, PaddedAutoregressive, SpecInfer
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89]
@@ -99,7 +98,7 @@ def test_a_nodes_probability_is_that_of_its_path(
     for step in generate(target, head, PROMPT, Fixed(D=3, B=4, tau=0.0, N_max=30), 20):
         tree = step.tree
         states = torch.cat([torch.zeros(1, 32), target_states(reference, text[:-1])])
-        for row in range(1, len(tree) if tree else 0):
+        for row in range(1, len(tree)):
             path = [tree.tokens[each] for each in path_to(tree, row)[1:]]
             expected = path_logprob(plain, text, path, states)
             assert tree.path_logprobs[row] == pytest.approx(expected, abs=1e-3)
@@ -112,18 +111,17 @@ def test_a_nodes_probability_is_that_of_its_path(
 def test_every_token_follows_one_state() -> None:
     """Check that each pass uses up the states, and that one waits for every uncached token."""
     target, head = random_pair(GPTNeoX)
-    parts = compose(target, head, TREE)
-    for _ in dynatree.generate(*parts[:2], PROMPT, parts.rule, 20, accept=parts.accept):
-        drafter = parts.drafter.drafter
-        assert len(drafter.cache.next_states) == 0
-        assert sum(map(len, parts.drafter.states)) == len(drafter.uncached)
+    drafter = EagleDrafter(dynatree.ModelDrafter(head), head)
+    for _ in generate(target, drafter, PROMPT, TREE, 20):
+        assert len(drafter.drafter.cache.next_states) == 0
+        assert sum(map(len, drafter.states)) == len(drafter.drafter.uncached)
 
 
 def test_the_reference_model_writes_the_same_trees() -> None:
     found = []
     for kind in (GPTNeoX, FastGPTNeoX):
         steps = list(generate(*random_pair(kind), PROMPT, TREE, 30))
-        found.append([(s.tokens, s.tree and s.tree.tokens, s.path) for s in steps])
+        found.append([(s.tokens, s.tree.tokens, s.path) for s in steps])
     assert found[0] == found[1]
 
 

@@ -9,17 +9,17 @@ from conftest import fix_shapes, generate, noisy_pair, pretend_capture, random_m
 from torch import Tensor
 
 from draft_tree import Candidates, DynaTree, Rule, Settings, Tree
+from engine.compose import compose
 from engine.passes import Window
+from engine.run import ModelRun
 from gpt_neox import GPTNeoX
 from methods import METHODS
 from methods.auto import Auto
 from methods.calibration import CalibratedDrafter
-from methods.compose import compose
-from methods.compose import generate as compose_generate
 from methods.cost_gates import CostGates
 from methods.drawn import DrawnDrafter, DrawnRule
 from methods.dyspec import DySpec
-from methods.observing import HiddenDrafter, ObservedModel
+from methods.eagle import HiddenDrafter
 from methods.retrieval import Graft, GraftRule
 from methods.rules import RuleWrapper, make_rule
 from methods.sampler import Sampling
@@ -78,16 +78,6 @@ def test_hidden_states_are_shown_by_every_pass(
     assert states_of(reference, settings)[0] == text
 
 
-def test_hidden_states_are_shown_by_a_fast_model_in_the_cores_loop() -> None:
-    """Check FastGPTNeoX.hidden, which compose.generate calls without the engine's loop."""
-    target, drafter, text = random_model(5), Watching(), list(PROMPT)
-    for step in compose_generate(target, drafter, PROMPT, Chain(K=3), 24):
-        text += step.tokens
-    states = torch.cat(drafter.committed)[: len(text) - 1]
-    expected = own_states(random_model(5, kind=GPTNeoX), text[:-1])
-    torch.testing.assert_close(states, expected, atol=1e-4, rtol=0)
-
-
 def test_a_window_shows_each_token_once() -> None:
     """Check that all states are shown, although the cache has dropped some tokens."""
     text, states = states_of(random_model(5), Chain(K=3), window=Window(16, 2))
@@ -118,10 +108,10 @@ def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
     """Check the order of the wrappers. Cost gates must get drawn values and calibrated
     probabilities. The acceptance must read the distributions of the drafter below the
     calibration."""
-    target, draft = noisy_pair(3, kind=GPTNeoX)
+    target, draft = (ModelRun(model, 30, 9) for model in noisy_pair(3, kind=GPTNeoX))
     base = "dyspec:N=6:calibrate=on:costs=learned"
     parts = compose(target, draft, Graft(base=base), Sampling(1.0))
-    assert isinstance(parts.target, ObservedModel)
+    assert len(target.on_pass) == 1 and not draft.on_pass
     calibrated, rule = parts.drafter, parts.rule
     assert isinstance(calibrated, CalibratedDrafter)
     assert isinstance(calibrated.drafter, DrawnDrafter)

@@ -24,6 +24,7 @@ from torch import Tensor
 import methods.sampler
 from cli.metrics import token_ids
 from draft_tree import Gates, Level, Rule, Settings, setting
+from engine.compose import Parts
 from methods import METHODS
 from methods.acceptances import (
     ACCEPTANCES,
@@ -33,7 +34,6 @@ from methods.acceptances import (
 )
 from methods.auto import Auto
 from methods.calibration import CalibratedDrafter
-from methods.compose import Parts
 from methods.cost_gates import CostGates
 from methods.costs import CostTracker
 from methods.dyspec import DySpec

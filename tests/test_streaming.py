@@ -16,9 +16,9 @@ from test_exactness import generate_streaming
 from cli.metrics import token_ids
 from draft_tree import Tree
 from dynatree import ModelDrafter
-from engine.generate import ConfiguredModel
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import PassConfig, Window
+from engine.run import ModelRun
 from engine.scores import Ranking
 from methods.static import Chain
 
@@ -91,7 +91,7 @@ def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_uncached: int) -
     draft = FastGPTNeoX.from_tensors(config, random_tensors(config, 1))
     ranking = Ranking(96, are_logprobs=True)
     pass_config = PassConfig(ranking=ranking, window=Window(12, 2), is_draft=True)
-    drafter = ModelDrafter(ConfiguredModel(draft, pass_config, 240, 4))
+    drafter = ModelDrafter(ModelRun(draft, 240, 4, pass_config))
     text = torch.randint(96, (n_uncached + 9,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         drafter.start(text[:9], 240, 96)

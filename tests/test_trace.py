@@ -222,7 +222,7 @@ def test_the_last_token_is_shown_as_in_json(text: str, is_ended: bool) -> None:
     if not is_ended:
         del ids[-1]
     trace = Trace(TOKENIZER, DynaTree(), hidden_ids=ids[-1:] if is_ended else ())
-    trace.add(Step(ids))
+    trace.add(Step(ids, Tree.from_root(0), [0]))
     (found,) = trace.as_json([1], {})["iterations"]
     shown = TOKENIZER.decode(ids[:-1] if is_ended else ids)
     assert "".join(found["text"]) == shown != "a" and is_ended == (found["text"][-1] == "")
