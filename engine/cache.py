@@ -119,9 +119,6 @@ class FastCache(KVCache):
         """Do what `forward` does, without recording the time."""
         n = len(tokens)
         self.require(self.length + n)
-        if mask is not None and not n <= mask.shape[1] <= self.length + n:
-            slots = f"{n} to {self.length + n}"
-            raise ValueError(f"the mask covers {mask.shape[1]} slots, it must cover {slots}")
         self.tokens = tokens
         self.model.shard.require_equal(tokens, positions, mask)
         self.model.before_pass(self, n)
@@ -239,14 +236,9 @@ def choose_capacity(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> 
     return capacity if cache_bytes(model, max_capacity, config) > free / 2 else max_capacity
 
 
-def find_reusable(
-    model: "FastGPTNeoX", capacity: int, config: PassConfig | None = None
-) -> FixedPasses | None:
+def find_reusable(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> FixedPasses | None:
     """Return passes that a closed cache has left and that have room for `capacity` tokens and the
     rows of the config, if there are any."""
-    if not model.reusable:
-        return None
-    config = config or PassConfig()
     n_slots, n_rows = count_slots(model, capacity, config), buffer_rows(config)
     for passes in model.reusable:
         if passes.kv.shape[3] >= n_slots and len(passes.logits) >= n_rows:
@@ -254,9 +246,8 @@ def find_reusable(
     return None
 
 
-def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig | None = None) -> int:
+def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> int:
     """Return how many slots a cache needs, including those that padding rows write to."""
-    config = config or PassConfig()
     if model.has_fixed_shapes:
         # Padding to a number of ROW_COUNTS adds fewer than half of its rows, and fewer than 256
         n_padding = min(buffer_rows(config) // 2, SLOT_STEP)
@@ -267,7 +258,7 @@ def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig | None =
 
 def cache_bytes(model: "FastGPTNeoX", capacity: int, config: PassConfig | None = None) -> int:
     """Return the size in bytes of a cache for `capacity` tokens."""
-    return model.bytes_per_token * count_slots(model, capacity, config)
+    return model.bytes_per_token * count_slots(model, capacity, config or PassConfig())
 
 
 def require_caches(needs: Sequence[tuple["FastGPTNeoX", int, PassConfig]]) -> None:

@@ -276,10 +276,7 @@ class FixedPasses(Passes):
     def capture_shape(self, model: "FastGPTNeoX", shape: PassShape) -> torch.cuda.CUDAGraph:
         """Capture a pass that has run before, and return its graph."""
         run = partial(self.run, model, shape)
-        # If a capture breaks, torch captures nothing more into its pool. Then graph_pool stays
-        # None, and the next capture makes another pool
-        pool, self.graph_pool = self.graph_pool, None
-        graph, result = capture_graph(run, pool, self.buffer.device)
+        graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
         self.captured[shape], self.graph_pool = (graph, result), graph.pool()
         return graph
 
@@ -341,12 +338,9 @@ def capture_graph(
 ) -> CapturedPass:
     """Return the graph of a function that has run before, and its result.
 
-    graph_pool: the memory pool of earlier graphs, which this one shares. All captures are in
-    inference mode, because torch before 2.11 cannot capture outside of it after a capture inside.
-    The current stream is restored, because torch does not do so if the end of a capture raises.
+    graph_pool: the memory pool of earlier graphs, which this one shares.
     """
-    same_stream = torch.cuda.stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.inference_mode(), same_stream, no_garbage_collection():
+    with torch.cuda.device(device), torch.inference_mode(), no_garbage_collection():
         graph = torch.cuda.CUDAGraph()
         ALL_GRAPHS.append(graph)  # even if the capture fails, because it may hold collectives
         try:
