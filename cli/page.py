@@ -7,11 +7,9 @@ model is data: it is in a JSON string without any `<`, and the script shows it a
 """
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 
-from cli.errors import UsageError, print_line, writing
+from cli.errors import print_line, writing
 from cli.files import require_writable, write_whole
 from methods import METHODS
 
@@ -26,43 +24,19 @@ SCRIPTS = (  # in order: the first two make elements and read the data, the last
     "about.js",
     "main.js",
 )
-# Each of our files has one of these, and only such files are overwritten
-MARKS = (b'{"format":{"name":"dynatree-trace"', b"<title>DynaTree: a run</title>")
 
 
 def require_places(page: str | None, trace: str | None) -> None:
-    """Check that page and trace can be written.
-
-    Raises UsageError if they cannot, if they are the same file, or if either would replace another
-    kind of file, such as weights, the prompt or the output.
-    """
-    names = [name for name in (page, trace) if name is not None]
-    for name in names:
-        with writing(name):
-            require_writable(Path(name))
-            if os.path.exists(name) and is_other_file(name):
-                raise UsageError(f"{name} is not a page or trace of a run, it is not overwritten")
-    if len(set(map(os.path.realpath, names))) < len(names):
-        raise UsageError("--html and --trace must be different files")
-
-
-def is_other_file(name: str) -> bool:
-    """Whether a file is neither empty nor a page or trace, or is stdout or stderr."""
-    with open(name, "rb") as file:
-        start = file.read(2000)
-        status = os.fstat(file.fileno())
-    for descriptor in (1, 2):
-        with suppress(OSError):  # the descriptor may be closed
-            if os.path.samestat(status, os.fstat(descriptor)):
-                return True
-    return bool(start) and not any(mark in start for mark in MARKS)
+    """Raise UsageError if the page or the trace could not be written."""
+    for name in (page, trace):
+        if name:
+            with writing(name):
+                require_writable(Path(name))
 
 
 def save_trace(content: dict, page: str | None, trace: str | None) -> None:
-    """Write the page, the trace or both, each whole or not at all, and print their names.
-
-    Raises UsageError if a file cannot be written.
-    """
+    """Write the page, the trace or both, and print their names. Raises UsageError if a file cannot
+    be written."""
     for kind, name, form in (("trace", trace, as_data), ("page", page, as_page)):
         if name:
             with writing(name):

@@ -13,7 +13,7 @@ Shapes: n rows of one level, k candidates per row.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 
 import numpy
@@ -42,21 +42,41 @@ class TracedLevel:
     level: Level
     add_gates: Gates
     expand_gates: Gates
-    is_full: bool
     # [n, k], the draft model's own, if those of the level are calibrated
     draft_logprobs: numpy.ndarray | None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafted candidate, and the gates that dropped or stopped it."""
+    """A drafted candidate, at a place [i, rank] of its level."""
 
+    traced: TracedLevel
     slot: int  # the parent's draft slot, counted from the root's
-    token: int
-    p: float  # of its path
-    draft_p: float  # the draft model's probability of the token, without calibration
-    dropped: str | None  # the gate that dropped it, if any
-    stopped: str | None  # the gate that allows no children, if any
+    i: int
+    rank: int
+
+    @property
+    def token(self) -> int:
+        return self.traced.level.tokens.item(self.i, self.rank)
+
+    @property
+    def p(self) -> float:
+        """The draft probability of its path."""
+        return math.exp(self.traced.level.path_logprobs[self.i, self.rank])
+
+    @property
+    def draft_p(self) -> float:
+        """The draft model's probability of the token, without calibration."""
+        own = self.traced.draft_logprobs
+        return math.exp((self.traced.level.logprobs if own is None else own)[self.i, self.rank])
+
+    def first_closed(self, gates: Gates) -> str | None:
+        """Return the first gate that the candidate did not pass, if any."""
+        shape = self.traced.level.tokens.shape
+        for name, is_open in gates.items():
+            if not numpy.broadcast_to(is_open, shape)[self.i, self.rank]:
+                return name
+        return None
 
 
 class TracedRule(RuleWrapper):
@@ -79,12 +99,11 @@ class TracedRule(RuleWrapper):
         gates = super().expand_gates(level)
         logprobs = self.calibrated.draft_logprobs[-1] if self.calibrated else None
         level.confidence  # noqa: B018  # cached now, before the calibration learns
-        self.trace.levels.append(TracedLevel(level, self.gates, gates, False, logprobs))
+        self.trace.levels.append(TracedLevel(level, self.gates, gates, logprobs))
         return gates
 
     def finish_tree(self, tree: Tree) -> Tree:
-        if self.trace.levels and len(tree) >= self.rule.max_rows:
-            self.trace.levels[-1] = replace(self.trace.levels[-1], is_full=True)
+        self.trace.is_full = len(tree) >= self.rule.max_rows
         return super().finish_tree(tree)
 
 
@@ -103,6 +122,7 @@ class Trace:
         self.state: Mapping[str, float | str] = {}
         self.n_levels = 0
         self.max_depth = 0
+        self.is_full = False
         self.levels: list[TracedLevel] = []
         self.trials: list[list[float]] = []
 
@@ -153,7 +173,7 @@ class Trace:
     def tree(self, tree: Tree, predictions: list[int]) -> dict:
         """Return the data of a tree: lists by row, and the dropped candidates."""
         tokens, slots = tree.tokens, tree.draft_slots
-        drafted, dropped, n_dropped = self.candidates(tree)
+        drafted, dropped = self.candidates(tree)
         of_row = {}
         for row in range(1, len(tokens)):
             of_row[row] = drafted.get((slots[tree.parents[row]], tokens[row]))
@@ -167,7 +187,7 @@ class Trace:
             stopped[0] = self.rows
         for row, candidate in of_row.items():
             if candidate and slots[row] < 0 and row not in retrieved:
-                stopped[row] = candidate.stopped
+                stopped[row] = self.stopped(candidate)
         return {
             "tokens": tokens,
             "parents": tree.parents,
@@ -180,7 +200,7 @@ class Trace:
             "breadth": breadth,
             "stopped": stopped,
             "dropped": self.list_dropped(dropped, slots),
-            "n_dropped": n_dropped,
+            "n_dropped": len(dropped),
         }
 
     def draft_p(self, tree: Tree, of_row: dict[int, Candidate | None]) -> list | None:
@@ -197,61 +217,45 @@ class Trace:
             found.append(above * candidate.draft_p if candidate and above is not None else None)
         return [None if p is None else short(p) for p in found]
 
-    def list_dropped(self, candidates: Iterable[Candidate], slots: list[int]) -> list[list]:
+    def list_dropped(self, candidates: list[Candidate], slots: list[int]) -> list[list]:
         """Return the MAX_DROPPED likeliest candidates as [parent's row, token, p, gate]."""
         rows = {slot: row for row, slot in enumerate(slots)}
-        entries = [[rows[c.slot], c.token, short(c.p), c.dropped or self.rows] for c in candidates]
-        listed = sorted(entries, key=lambda entry: -entry[2])[:MAX_DROPPED]
-        self.used_ids.update(token for _, token, _, _ in listed)
+        listed = []
+        for c in sorted(candidates, key=lambda c: -c.p)[:MAX_DROPPED]:
+            gate = c.first_closed(c.traced.add_gates) or self.rows
+            listed.append([rows[c.slot], c.token, short(c.p), gate])
+            self.used_ids.add(c.token)
         return listed
 
-    def candidates(
-        self, tree: Tree
-    ) -> tuple[dict[tuple[int, int], Candidate], list[Candidate], int]:
-        """Return the candidates that became rows, by the parent's slot and the token; the likeliest
-        dropped ones of each level; and the number of all dropped ones below rows of the tree."""
-        drafted, dropped, n_dropped = {}, [], 0
-        children: dict[int, list[int]] = {slot: [] for slot in tree.draft_slots}  # tokens
-        for row in range(1, len(tree)):
-            children[tree.draft_slots[tree.parents[row]]].append(tree.tokens[row])
-        first_slot = 0
+    def candidates(self, tree: Tree) -> tuple[dict[tuple[int, int], Candidate], list[Candidate]]:
+        """Return the candidates that became rows, by the parent's slot and the token, and those
+        below rows of the tree that did not."""
+        slots = tree.draft_slots
+        are_rows = {
+            (slots[parent], token)
+            for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True)
+        }
+        drafted, dropped = {}, []
+        slot = 0
         for traced in self.levels:
-            tokens, p = traced.level.tokens, numpy.exp(traced.level.path_logprobs)  # [n, k]
-            is_row, is_below = numpy.zeros((2, *tokens.shape), dtype=bool)
-            for i in range(len(tokens)):
-                if found := children.get(first_slot + i):
-                    is_row[i] = numpy.isin(tokens[i], found)
-                is_below[i] = first_slot + i in children
-            p_dropped = numpy.where(is_below & ~is_row, p, 0.0)
-            possible = numpy.flatnonzero(p_dropped)
-            n_dropped += len(possible)
-            order = (-p_dropped.take(possible)).argsort(kind="stable")
-            likeliest = possible[order[:MAX_DROPPED]]
-            for i, rank in numpy.argwhere(is_row).tolist():
-                candidate = self.candidate(traced, first_slot, i, rank)
-                drafted[candidate.slot, candidate.token] = candidate
-            for at in likeliest.tolist():
-                dropped.append(self.candidate(traced, first_slot, *divmod(at, p.shape[1])))
-            first_slot += len(tokens)
-        return drafted, dropped, n_dropped
+            for i, tokens in enumerate(traced.level.tokens.tolist()):
+                for rank, token in enumerate(tokens if slot in slots else []):
+                    candidate = Candidate(traced, slot, i, rank)
+                    if (slot, token) in are_rows:
+                        drafted[slot, token] = candidate
+                    elif candidate.p:
+                        dropped.append(candidate)
+                slot += 1
+        return drafted, dropped
 
-    def candidate(self, traced: TracedLevel, first_slot: int, i: int, rank: int) -> Candidate:
-        """Return a candidate of a level, whose rows have the slots from first_slot on."""
-        level = traced.level
-        logprobs = level.logprobs if traced.draft_logprobs is None else traced.draft_logprobs
-        return Candidate(
-            slot=first_slot + i,
-            token=level.tokens.item(i, rank),
-            p=math.exp(level.path_logprobs[i, rank]),
-            draft_p=math.exp(logprobs[i, rank]),
-            dropped=first_closed(traced.add_gates, level, i, rank),
-            stopped=first_closed(traced.expand_gates, level, i, rank) or self.no_more(traced),
-        )
-
-    def no_more(self, traced: TracedLevel) -> str | None:
-        """Return the limit that stops the whole level, if any: its rows, its depth or the text."""
+    def stopped(self, candidate: Candidate) -> str | None:
+        """Return what allows a candidate no children, if anything does: the first closed gate, the
+        tree's rows or depth, or the end of the text."""
+        traced = candidate.traced
+        if gate := candidate.first_closed(traced.expand_gates):
+            return gate
         if traced.level.row_depth + 1 < self.n_levels:
-            return self.rows if traced.is_full else None
+            return self.rows if self.is_full and traced is self.levels[-1] else None
         return NO_LEVEL_LEFT if self.n_levels == self.max_depth else self.deepest
 
     def look_at_rows(self, slots: list[int]) -> tuple[list, list]:
@@ -310,14 +314,6 @@ def deepest_setting(settings: Settings) -> str:
     if isinstance(settings, Graft):
         settings = parse_base(settings.base)
     return next((name for name in LEVELS if hasattr(settings, name)), NO_LEVEL_LEFT)
-
-
-def first_closed(gates: Gates, level: Level, i: int, rank: int) -> str | None:
-    """Return the first gate that a candidate did not pass, if any."""
-    for name, is_open in gates.items():
-        if not numpy.broadcast_to(is_open, level.tokens.shape)[i, rank]:
-            return name
-    return None
 
 
 def short(value: float | str) -> float | str | None:

@@ -76,7 +76,6 @@ def change(**parts: object) -> Callable[[Path], None]:
 A = "--prompt a"
 TARGET_AND_DRAFT = (f"{A} --target model --draft {DRAFT}", f"{A} --target {TARGET} --draft model")
 AS_TARGET, AS_DRAFT = TARGET_AND_DRAFT
-OTHER = {"x": "a prompt", "y": '{"format":{"name":"x"}}'}
 MISSING_TARGET = f"{A} --target no-such-folder"  # output files are checked before models are loaded
 # Arguments as on a command line; files in the working folder, where model/ is a copy of the
 # embedded draft; words that the error line must contain
@@ -123,9 +122,6 @@ MISTAKES = [
     (A + " --target . --method ar", {"x.gguf": "GGUF"}, "it has x.gguf; use a whole model's float"),
     (MISSING_TARGET + " --html no/such/folder/x", {}, "No such file"),
     (MISSING_TARGET + " --trace /dev/full", {}, "not a regular file"),
-    (MISSING_TARGET + " --html x --trace ./x", {}, "--html and --trace must be different files"),
-    ("--prompt-file x --html x --target no-such-folder", OTHER, "not overwritten"),
-    (MISSING_TARGET + " --trace y", OTHER, "not overwritten"),
     (AS_TARGET + " --dtype float16", {"model/model.safetensors": scale}, "use bfloat16 or float32"),
 ]
 DAMAGE = [  # a file, how it is damaged, words of the error line; more in test_checkpoint.py

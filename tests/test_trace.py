@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -255,18 +254,6 @@ def test_page_trace_and_json_say_the_same(capsys: Captured, tmp_path: Path) -> N
     ids = [i for found in content["iterations"] for i in found["tokens"]]
     assert ids == report["token_ids"]
     assert content["command"][0] == "dynatree.py" and "--html" in content["command"]
-
-
-def test_the_text_is_not_lost_under_a_page(tmp_path: Path) -> None:
-    """Refuse to write a page to the file of stdout. Replacing that file would lose the text."""
-    with open(tmp_path / "out", "wb") as out:
-        stdout = os.dup(1)
-        os.dup2(out.fileno(), 1)
-        try:
-            assert main([*TEXT, "--html", "/dev/stdout"]) == 2
-        finally:
-            os.dup2(stdout, 1)
-    assert (tmp_path / "out").read_bytes() == b""
 
 
 def test_own_pages_are_written_again(tmp_path: Path) -> None:
