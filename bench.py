@@ -41,6 +41,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -49,27 +50,37 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from benchmark.cases import Case
-from benchmark.counts import count_calibration, count_depths, predict_text_ms
+from benchmark.counts import count_calibration, count_depths
 from benchmark.hf import UNREPORTED_METRICS, HuggingFace
 from benchmark.machine import ROOT
 from benchmark.memory import measure_in_new_process
-from benchmark.options import (
+from benchmark.plan import (
+    Plan,
     build_parser,
-    choose_file,
+    choose_columns,
     describe_tables,
+    make_plan,
     read_options,
     require_alone,
 )
-from benchmark.prepare import PreparedTable, choose_columns, prepare_table
 from benchmark.report import is_exact, markdown_report, text_frame, text_report
-from benchmark.results import KEY_COLUMNS, Line, Results, Writer, load, new_file
+from benchmark.results import (
+    KEYS,
+    Key,
+    Line,
+    Results,
+    append,
+    create,
+    drop_partial_line,
+    load,
+    remove,
+)
 from benchmark.step_times import measure_step_times
 from cli.compare import first_difference, top2_gap
-from cli.errors import UsageError, print_line, run_command_line
+from cli.errors import print_line, run_command_line
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Pair, Request, overflow_note
-from dynatree import Drafter
 from engine.generate import Step  # dynatree.Step with times and counts
 from engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
 from engine.ranks import from_rank_0, run_on_ranks, world_size
@@ -85,48 +96,49 @@ class Job(NamedTuple):
     round: int  # one round covers all prompts
 
     @property
-    def key(self) -> tuple[str | int | float, ...]:
-        """The key of the text in a results file, in the order of KEY_COLUMNS."""
+    def key(self) -> Key:
+        """The key of the text in a results file, in the order of KEYS."""
         return *self.case.key, self.prompt, self.round
 
 
 class Bench:
-    """The measurement of one table: its models, prompts and results."""
+    """The measurement of one table: its plan, and its results in memory and in a file."""
 
-    def __init__(self, table: PreparedTable, results: Results, file: Path):
-        """table: cases, loaded models, and prompts, cut to the largest prompt_tokens."""
-        self.args, self.pair, self.eagle_pair = table.args, table.pair, table.eagle_pair
-        self.is_memory_table = table.is_memory_table
-        self.prompts = table.prompts  # ids of each prompt, by dataset
-        self.pass_context = table.pass_context  # number of cached tokens when passes are timed
-        self.results = results
-        self.writer = Writer(file, results)  # adds each line to the file and to results
+    def __init__(self, plan: Plan, results: Results, file: Path):
+        self.plan, self.args, self.pair = plan, plan.args, plan.pair
+        self.results, self.file = results, file
         self.hf: HuggingFace | None = None  # runs the hf- rows; made by warm_up
         self.setup_s: dict[Case, float] = {}
 
+    @property
+    def has_measurements(self) -> bool:
+        """Whether there is a text, or the times of single passes."""
+        return bool(self.results.texts or self.results.step_times)
+
     def measure_all(self) -> None:
         """Generate the texts that the results file lacks, then compare greedy texts with ar's."""
-        self.writer.drop_partial_line()  # an interrupted run may have left one
         jobs = [job for job in self.all_jobs() if job.key not in self.results.texts]
-        if not self.is_memory_table:  # a memory table runs each text in a new process
+        if not self.plan.is_memory_table:  # a memory table runs each text in a new process
             self.warm_up([job.case for job in jobs])
             self.time_passes()
         with progress_bar(jobs) as bar:
             for job in bar:
-                self.writer.add(self.measure_text(job))
+                self.add(self.measure_text(job))
         self.compare_with_references()
+
+    def add(self, line: Line) -> None:
+        """Add a line to the file and to the results."""
+        append(self.file, line)
+        self.results.add(line)
 
     def all_jobs(self) -> Iterator[Job]:
         """Yield the jobs in order: by round, dataset, prompt and case. A different case comes first
         on each prompt."""
-        head = self.results.head  # the first line of the results file: cases, columns, options
-        for round_index, dataset in product(range(head.n_rounds), self.prompts.keys()):
-            cases = [case for case in head.cases if case.dataset == dataset]
-            if not cases:  # the table `steps` shows only times of single passes
-                continue
-            n_prompts = len(self.prompts[dataset])
+        for round_index, dataset in product(range(self.results.n_rounds), self.plan.prompts):
+            cases = [case for case in self.results.cases if case.dataset == dataset]
+            n_prompts = len(self.plan.prompts[dataset])
             for prompt in range(n_prompts):
-                first = (round_index * n_prompts + prompt) % len(cases)
+                first = (round_index * n_prompts + prompt) % max(len(cases), 1)
                 for case in cases[first:] + cases[:first]:
                     yield Job(case, prompt, round_index)
 
@@ -154,19 +166,18 @@ class Bench:
 
     def pair_of(self, case: Case) -> Pair:
         """Return the pair that generates the texts of a case."""
-        return self.eagle_pair if case.uses_head else self.pair
+        return self.plan.eagle_pair if case.uses_head else self.pair
 
     def time_passes(self) -> None:
         """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
         of the cases, if the table shows these times or predicts speeds from them."""
-        head, target, draft = self.results.head, self.pair.target, self.pair.draft
-        is_shown = head.table == "steps" or "predicted" in head.columns
-        is_user_drafter = isinstance(draft, Drafter)  # in place of a draft model
-        if is_shown and not is_user_drafter and self.results.step_times is None:
+        head = self.results.head
+        is_shown = head["table"] == "steps" or "predicted" in head["columns"]
+        if is_shown and not self.results.step_times:
+            size = self.plan.pass_context, largest_pass(self.results.cases)
             graphs = not self.args.no_graphs
-            max_rows = largest_pass(head.cases)
-            times = measure_step_times(target, draft, self.pass_context, max_rows, graphs)
-            self.writer.add({"step_times": asdict(times)})
+            times = measure_step_times(self.pair.target, self.pair.draft, *size, graphs)
+            self.add({"step_times": asdict(times)})
 
     def generate(self, job: Job, n_steps: int | None = None) -> list[Step]:
         """Return the steps of a text, or only the first n_steps.
@@ -178,27 +189,26 @@ class Bench:
         if case.is_hf:
             return self.hf.decode(case.method, prompt_ids, case.new_tokens, n_steps)
         seed, graphs = self.seed_of(job), not self.args.no_graphs
-        config = case.generation_config(top_p=self.args.top_p, seed=seed, graphs=graphs)
+        config = case.generation_config(self.args.top_p, seed, graphs)
         # A request without EOS ids generates all new tokens
         request = Request(self.pair_of(case), prompt_ids, config, case.new_tokens)
         return list(islice(request.decode(), n_steps))
 
     def prompt_ids(self, job: Job) -> list[int]:
-        return self.prompts[job.case.dataset][job.prompt][: job.case.prompt_tokens]
+        return self.plan.prompts[job.case.dataset][job.prompt][: job.case.prompt_tokens]
 
     def seed_of(self, job: Job) -> int:
         """Return the seed of a text: different for each prompt of a dataset and each round, equal
         for all cases. Prompts of equal number in two datasets share it."""
-        n_prompts = len(self.prompts[job.case.dataset])
+        n_prompts = len(self.plan.prompts[job.case.dataset])
         return (self.args.seed or 0) + job.round * n_prompts + job.prompt
 
     def measure_text(self, job: Job) -> Line:
         """Generate a text and return its line of the results file."""
         case, prompt_ids = job.case, self.prompt_ids(job)
-        line = dict(zip(KEY_COLUMNS, job.key, strict=True))
-        if self.is_memory_table:
-            device, seed = self.pair.target.device, self.seed_of(job)
-            metrics, ids = measure_in_new_process(self.args, device, case, prompt_ids, seed)
+        line = dict(zip(KEYS, job.key, strict=True))
+        if self.plan.is_memory_table:
+            metrics, ids = measure_in_new_process(self.args, case, prompt_ids, self.seed_of(job))
             line |= metrics
         else:
             steps = self.generate(job)
@@ -222,9 +232,8 @@ class Bench:
             found["depths"] = count_depths(steps)
         if is_first and is_greedy:  # sampled text accepts other tokens than the best
             found["calibration"] = count_calibration(steps)
-        times = self.results.step_times
-        if times and has_timed_passes(case):
-            found["predicted_ms"] = predict_text_ms(times, config, self.pair, steps)
+        if self.results.step_times and has_timed_passes(case):
+            found["predicted_ms"] = self.results.step_times.predict_ms(self.pair, config, steps)
         return found
 
     def compare_with_references(self) -> None:
@@ -235,34 +244,31 @@ class Bench:
         target takes no memory while texts are measured.
         """
         jobs = {job.key: job for job in self.all_jobs()}
-        frame = text_frame(self.results)  # pandas, with the columns key and is_different
-        for key in frame[frame.is_different].key:
+        texts = text_frame(self.results)  # pandas, with the columns key and is_different
+        for key in texts[texts.is_different].key:
             if key in self.results.differences:
                 continue
             job = jobs[key]
-            reference_case = replace(job.case, row=job.case.reference)
-            reference_ids = self.greedy_ids(job._replace(case=reference_case))
-            at = first_difference(self.greedy_ids(job), reference_ids)
+            reference = job._replace(case=replace(job.case, row=job.case.reference))
+            ids, reference_ids = (self.greedy_ids(each) for each in (job, reference))
+            at = first_difference(ids, reference_ids)
             # Rows that begin with hf- have no config
             window = FULL_ATTENTION if job.case.is_hf else job.case.generation_config().window
             gap = top2_gap(self.pair, self.prompt_ids(job) + reference_ids[:at], window)
-            line = dict(zip(KEY_COLUMNS, key, strict=True)) | {"at": at, "gap": gap}
-            self.writer.add({"difference": line})
+            line = dict(zip(KEYS, key, strict=True)) | {"at": at, "gap": gap}
+            self.add({"difference": line})
 
     def greedy_ids(self, job: Job) -> list[int]:
         """Return the ids of a greedy text. Texts with equal ids share one line that has them, found
-        by its digest. Raises UsageError if that line is missing."""
-        digest = str(self.results.texts[job.key]["ids_digest"])
-        if digest not in self.results.ids:
-            raise UsageError(f"{self.writer.file} has no line with the ids of digest {digest}")
-        return self.results.ids[digest]
+        by its digest."""
+        return self.results.ids[self.results.texts[job.key]["ids_digest"]]
 
 
 def has_timed_passes(case: Case) -> bool:
     """Whether Bench.time_passes has timed the kind of passes that a case has: of target and draft
     model, without strict mode and window."""
     config = case.generation_config()
-    return not (config.strict or case.uses_head) and config.window == FULL_ATTENTION
+    return not config.strict and config.window == FULL_ATTENTION and not case.uses_head
 
 
 def largest_pass(cases: Sequence[Case]) -> int:
@@ -280,7 +286,7 @@ def progress_bar(jobs: Sequence[Job]) -> tqdm:
     return tqdm(jobs, unit="text", mininterval=LOG_S, delay=LOG_S)
 
 
-def run_table(bench: Bench, table_format: str) -> int:
+def run_table(bench: Bench) -> int:
     """Measure a table and print it, also if the run is interrupted or fails.
 
     Returns the exit status: 130 if interrupted; 1 if a strict text differs from its reference, or a
@@ -290,42 +296,31 @@ def run_table(bench: Bench, table_format: str) -> int:
         bench.measure_all()
     except KeyboardInterrupt:
         print_line("interrupted")
-        if bench.writer.file.stat().st_size:  # its last line may not yet be in bench.results
-            bench.results = load(bench.writer.file)
         return 130
     finally:
-        if bench.results.has_measurements:
-            print_table(bench.results, table_format)
-            print_line(f"results in {bench.writer.file}{resume_hint(bench)}")
+        if bench.has_measurements:
+            print_table(bench.results, bench.results.head["columns"], bench.args.format)
+            print_line(f"results in {bench.file}{resume_hint(bench)}")
     return 0 if is_exact(bench.results) else 1
 
 
 def resume_hint(bench: Bench) -> str:
     """Return the end of a message: how many texts are missing, and the command that measures them.
     It is empty if none is missing."""
-    n_missing = bench.results.n_missing
+    n_missing, n_ranks = bench.results.n_missing, world_size()
     if not n_missing:
         return ""
-    n_ranks = world_size()
     start = ["torchrun", "--nproc-per-node", str(n_ranks)] if n_ranks > 1 else ["python"]
-    words = [*start, os.path.relpath(ROOT / "bench.py"), f"--resume={bench.writer.file}"]
+    words = [*start, os.path.relpath(ROOT / "bench.py"), f"--resume={bench.file}"]
     return f"; {n_missing} texts are missing; resume with: {shlex.join(words)}"
 
 
-def print_table(results: Results, table_format: str) -> None:
+def print_table(results: Results, columns: Sequence[str], table_format: str) -> None:
     """Print the table of a results file. table_format: text or markdown."""
     if table_format == "markdown":
-        print(markdown_report(results), flush=True)
+        print(markdown_report(results, columns), flush=True)
     else:
-        print(text_report(results, shutil.get_terminal_size().columns), flush=True)
-
-
-def show_file(args: argparse.Namespace) -> None:
-    """Print the table of the results file that --show names. Raises UsageError."""
-    results = load(args.show)
-    columns = choose_columns(args.columns, results.head.columns)
-    results.head = replace(results.head, columns=columns)
-    print_table(results, args.format)
+        print(text_report(results, columns, shutil.get_terminal_size().columns), flush=True)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -336,23 +331,42 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     if args.show is not None:
         require_alone(args, "--show", allowed=("columns", "format"))
-        show_file(args)
+        results = load(args.show)
+        columns = choose_columns(args.columns, results.head["columns"])
+        print_table(results, columns, args.format)
         return 0
     if args.resume is not None:
         require_alone(args, "--resume", allowed=("format",))
-        return resume_table(Path(args.resume), args.format)
-    file = choose_file(args)
-    with new_file(file):  # removes the file if nothing is measured
-        table = prepare_table(args)
-        return run_table(Bench(table, Results(table.head), file), args.format)
+        return resume_table(args)
+    return measure_table(args)
 
 
-def resume_table(file: Path, table_format: str) -> int:
+def measure_table(args: argparse.Namespace) -> int:
+    """Measure a table into a new file, which is removed if nothing is measured. Raises UsageError,
+    also if the file exists."""
+    name = f"run_{datetime.now():%Y%m%d-%H%M%S}_{args.table}.jsonl"
+    file, bench = Path(args.output or ROOT / "results" / name), None
+    create(file)
+    try:
+        plan = make_plan(args)
+        append(file, {"head": plan.head})
+        bench = Bench(plan, Results(plan.head), file)
+        return run_table(bench)
+    finally:
+        if not (bench and bench.has_measurements):
+            remove(file)
+
+
+def resume_table(args: argparse.Namespace) -> int:
     """Measure the texts that a results file lacks, with the options that it was made with. Raises
     UsageError if prompts, models or machine are different now."""
+    file = Path(args.resume)
     results = from_rank_0(load, file)
-    table = prepare_table(read_options(results.head), results)
-    return run_table(Bench(table, results, file), table_format)
+    options = read_options(results.head)
+    options.format = args.format
+    plan = make_plan(options, results)
+    drop_partial_line(file)
+    return run_table(Bench(plan, results, file))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,6 +26,7 @@ from methods import METHODS
 from methods.sampler import GREEDY, Sampling
 
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}  # in labels
+COLUMNS = ("throughput", "speedup", "tokens_per_iter", "exact")  # of a table that names none
 HEAD = "head"  # word of a row that drafts with the EAGLE head of --head
 CONTROL = "ar rows=16"  # in half precision, shows what rounding changes without any drafting
 Size = tuple[int, int, float]  # prompt tokens, new tokens, temperature
@@ -73,47 +74,33 @@ class Case:
     def generation_config(
         self, top_p: float | None = None, seed: int = 0, graphs: bool = True
     ) -> GenerationConfig:
-        """Return the generation config, which rows of transformers do not have. graphs: capture
-        CUDA graphs. Raises ValueError for a row that this version cannot parse."""
-        words = config_words(self.row) + ([self.acceptance] if self.acceptance else [])
+        """Return the generation config, which rows of transformers do not have. Raises ValueError
+        for an invalid row."""
+        words = [word for word in self.row.split() if word != HEAD]
+        config = GenerationConfig.parse(*words, *filter(None, [self.acceptance]))
         sampling = GREEDY
         if self.temperature or self.draft_temperature:
             top_p = top_p if self.temperature and top_p is not None else 1.0
-            sampling = Sampling(
-                self.temperature, top_p, seed, self.draft_temperature, self.is_drawn
-            )
-        config = GenerationConfig.parse(*words)
+            draft = self.draft_temperature, self.is_drawn
+            sampling = Sampling(self.temperature, top_p, seed, *draft)
         return replace(config, sampling=sampling, graphs=graphs)
 
 
-def config_words(row: str) -> list[str]:
-    """Return the words of a row for GenerationConfig.parse: all but HEAD."""
-    words = row.split()
-    if HEAD in words:
-        words.remove(HEAD)  # a second one stays, and is refused
-    return words
-
-
-def places(cases: Sequence[Case]) -> list[str]:
-    """Return the place of each case: the dataset and sizes that differ between the cases, as
-    "on pg19 T=100"; an empty string if none differs."""
+def labels(cases: Sequence[Case]) -> list[str]:
+    """Return the name of each case in its table: its row, and the dataset and sizes that differ
+    between the cases, as in "ar on pg19 T=100"."""
     values: dict[tuple[str, str], set[float]] = {}
     for case, name in product(cases, SYMBOLS):
         values.setdefault((case.dataset, name), set()).add(getattr(case, name))
     has_several = len({case.dataset for case in cases}) > 1
     found = []
     for case in cases:
-        words = [f"on {case.dataset}"] if has_several else []
+        words = [case.row] + [f"on {case.dataset}"] * has_several
         for name, symbol in SYMBOLS.items():
             if len(values[case.dataset, name]) > 1:
                 words.append(f"{symbol}={getattr(case, name)}")
         found.append(" ".join(words))
     return found
-
-
-def labels(cases: Sequence[Case]) -> list[str]:
-    """Return the name of each case in its table: its row and its place."""
-    return [f"{case.row} {at}".strip() for case, at in zip(cases, places(cases), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -141,13 +128,9 @@ class Table:
     """A table of tables.toml."""
 
     title: str  # may have a place for the drafter's name
-    columns: Sequence[str]
     parts: Sequence[Part]
+    columns: Sequence[str] = COLUMNS
     is_memory_table: bool = False  # measures peak memory, each text in a new process
-
-    def title_with(self, drafter: str) -> str:
-        """Return the title with the name of the drafter in its place."""
-        return self.title.replace("{drafter}", drafter)
 
 
 def read_part(found: dict) -> Part:
@@ -159,9 +142,8 @@ def read_part(found: dict) -> Part:
     cases = [Case(row, part.dataset, *size) for row, size in pairs]
     for case, label in zip(cases, labels(cases), strict=True):
         if label in cells:
-            pairs = zip(columns, cells.pop(label), strict=True)
-            size = case.key[2:]
-            part.published[case.row, *size] = {name: cell for name, cell in pairs if cell}
+            figures = zip(columns, cells.pop(label), strict=True)
+            part.published[case.row, *case.key[2:]] = {name: cell for name, cell in figures if cell}
     assert not cells, f"published figures without a row: {list(cells)}"
     return part
 
@@ -185,7 +167,7 @@ PRESETS = {name: read_table(found) for name, found in DEFINITIONS["papers"].item
 UNAVAILABLE = DEFINITIONS["unavailable"]
 
 
-def table_of(name: str) -> Table:
+def find_table(name: str) -> Table:
     """Return a table by its name. Raises UsageError."""
     tables = TABLES | PRESETS
     if name in UNAVAILABLE:
@@ -195,34 +177,20 @@ def table_of(name: str) -> Table:
     return tables[name]
 
 
-def choose_parts(
-    args: argparse.Namespace, unfetched: Sequence[str] = (), is_half: bool = False
-) -> list[Part]:
+def choose_parts(args: argparse.Namespace) -> list[Part]:
     """Return the parts of the table that the options choose, at the sizes that they choose.
 
     If no part has the dataset of the options, the first part is moved to it. A file of prompts is
     a dataset whose name is the file's. Raises UsageError.
-
-    Args:
-        unfetched: datasets that could not be fetched. The first part on one of them gets the
-            builtin prompts, and other such parts are left out.
-        is_half: whether the target has half precision, in which rounding changes texts.
     """
-    table = table_of(args.table)
-    parts: dict[str, Part] = {}
+    parts = {part.dataset: part for part in find_table(args.table).parts}
+    first = next(iter(parts.values()))
     if args.prompts is not None:
-        parts[Path(args.prompts).name] = table.parts[0]
+        parts = {Path(args.prompts).name: first}
     elif args.dataset is not None:
         base = "wikitext2" if args.dataset == SCRIPT else args.dataset
-        matching = [part for part in table.parts if part.dataset == base]
-        parts[args.dataset] = matching[0] if matching else table.parts[0]
-    else:
-        for part in table.parts:
-            parts.setdefault(DATASETS[0] if part.dataset in unfetched else part.dataset, part)
-    chosen = [choose_part(part, dataset, args) for dataset, part in parts.items()]
-    if is_half and "exact" in table.columns:
-        return [replace(part, rows=[*part.rows, CONTROL]) for part in chosen]
-    return chosen
+        parts = {args.dataset: parts.get(base, first)}
+    return [choose_part(part, dataset, args) for dataset, part in parts.items()]
 
 
 def choose_part(original: Part, dataset: str, args: argparse.Namespace) -> Part:
@@ -246,59 +214,61 @@ def choose_part(original: Part, dataset: str, args: argparse.Namespace) -> Part:
     return replace(part, published={})
 
 
-def choose_cases(parts: Sequence[Part], args: argparse.Namespace) -> list[Case]:
-    """Return the cases of these parts: their rows, or those of --methods, at each of their sizes.
-    Raises UsageError."""
+def choose_cases(
+    parts: Sequence[Part], args: argparse.Namespace, control: Sequence[str] = ()
+) -> list[Case]:
+    """Return the cases of these parts: their rows and the control, or those of --methods, at each
+    of their sizes. Raises UsageError."""
     cases = []
     for part in parts:
-        names = part.rows if args.methods is None else split_list(args.methods, "--methods")
+        names = [*part.rows, *control] if part.rows else []
+        if args.methods is not None:
+            names = split_list(args.methods, "--methods")
         rows = choose_rows(names, args)
         cases += [make_case(row, part, size) for size in part.sizes() for row in rows]
     return cases
 
 
 def split_list(text: str, option: str) -> list[str]:
-    """Return the parts of a comma-separated list. Raises UsageError if one is empty."""
-    parts = [part.strip() for part in text.split(",")]
-    if "" in parts:
-        raise UsageError(f"{option} {text!r}: an item of the list is empty")
+    """Return the parts of a comma-separated list. Raises UsageError if one is empty or repeated."""
+    parts = [" ".join(part.split()) for part in text.split(",")]
+    if "" in parts or len(set(parts)) < len(parts):
+        raise UsageError(f"{option} {text!r}: an item of the list is empty or given twice")
     return parts
 
 
 def choose_rows(names: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Return the parsed rows, preceded by the other rows that their comparison needs: ar, the
-    references and the baseline. Raises UsageError."""
-    rows = [parse_row(name) for name in names]
-    rows += [name for name in HF_METHODS if args.hf and name not in rows]
-    for row in rows:
-        if rows.count(row) > 1:
-            raise UsageError(f"--methods names a row twice: {row!r}")
+    """Return the rows, preceded by the other rows that their comparison needs: ar, the references
+    and the baseline. Raises UsageError."""
+    rows = [*names, *(row for row in HF_METHODS if args.hf and row not in names)]
     if not rows:
         return []
-    baseline = parse_row("ar" if args.baseline is None else args.baseline)
-    needed = [*(reference_of(row) for row in [*rows, baseline]), baseline]
-    added = [row for row in needed if row not in rows]
-    return list(dict.fromkeys(["ar", *added, *rows]))
+    baseline = " ".join((args.baseline or "ar").split())
+    for row in (*rows, baseline):
+        require_row(row)
+    needed = [*map(reference_of, [*rows, baseline]), baseline]
+    return list(dict.fromkeys(["ar", *(row for row in needed if row not in rows), *rows]))
 
 
-def parse_row(text: str) -> str:
-    """Return a row with single spaces between its words. Raises UsageError if it cannot be run."""
-    row = " ".join(text.split())
-    method, *words = row.split() or [""]
-    if method in HF_METHODS:
-        if words:
-            raise UsageError(f"{text!r}: {method} takes no settings")
-        return row
+def require_row(row: str) -> None:
+    """Raise UsageError for a row that cannot be run."""
+    method, *words = row.split()
+    if method in HF_METHODS and not words:
+        return
     if method not in METHODS:
         known = ", ".join([*METHODS, *HF_METHODS])
-        raise UsageError(f"method is {method!r}, it must be one of {known}")
-    try:
-        rule = GenerationConfig.parse(*config_words(row)).make_rule()
-    except ValueError as error:
-        raise UsageError(f"{text!r}: {error}") from error
+        raise UsageError(f"method is {row!r}, it must be one of {known}")
+    rule = config_of(Case(row, "", 0, 0, 0.0)).make_rule()
     if HEAD in words and not rule.max_depth:
-        raise UsageError(f"{text!r}: {method} uses no draft model; remove {HEAD}")
-    return row
+        raise UsageError(f"{row}: {method} uses no draft model; remove {HEAD}")
+
+
+def config_of(case: Case) -> GenerationConfig:
+    """Return the generation config of a case. Raises UsageError."""
+    try:
+        return case.generation_config()
+    except ValueError as error:
+        raise UsageError(f"{case.row}: {error}") from error
 
 
 def reference_of(row: str) -> str:
@@ -307,9 +277,9 @@ def reference_of(row: str) -> str:
     words = ["ar"]
     if "strict" in row.split():
         words.append("strict")
-        n_rows = strict_reference(GenerationConfig.parse(*config_words(row)).settings).rows
-        if n_rows > 1:
-            words.append(f"rows={n_rows}")
+        settings = Case(row, "", 0, 0, 0.0).generation_config().settings
+        n_rows = strict_reference(settings).rows
+        words += [f"rows={n_rows}"] * (n_rows > 1)
     words += [word for word in row.split() if word.partition("=")[0] in NUMBER_OPTIONS]
     return " ".join(words)
 
@@ -321,7 +291,8 @@ def make_case(row: str, part: Part, size: Size) -> Case:
     case = Case(row, part.dataset, *size, reference=reference_of(row), published=published)
     if case.is_hf:
         return case
-    config, rule = case.generation_config(), case.generation_config().make_rule()
+    config = config_of(case)
+    rule = config.make_rule()
     is_sampled = case.temperature > 0
     if config.acceptance and not is_sampled:
         raise UsageError(f"{row}: greedy text has only one acceptance; use --temperature")

@@ -1,63 +1,17 @@
-"""Counts from the steps of a text: passes by number of rows, depths, matches by probability; and
-the predicted time of its passes.
+"""Counts from the steps of a text: accepted paths by depth, and matches by probability.
 
-    drafts, verifies = count_passes(steps, commit="keep")
-    predict_text_ms(step_times, config, pair, steps)
-    count_depths(steps)["accepted"]  # accepted paths that reach depth 1, 2, ...
-    count_calibration(steps)["top1_match"]
+count_depths(steps)["accepted"]  # accepted paths that reach depth 1, 2, ...
+count_calibration(steps)["top1_match"]
 """
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from benchmark.step_times import StepTimes
 from cli.metrics import matches
-from cli.models import Pair
 from engine.generate import Step
-from engine.generation_config import GenerationConfig
-from engine.model import FastGPTNeoX
-from engine.passes import ROW_COUNTS, round_up_rows
 from methods.rules import are_retrieved
 
 N_BINS = 20  # of probabilities from 0 to 1
-
-
-def count_passes(steps: Sequence[Step], commit: str) -> tuple[Counter, Counter]:
-    """Return the number of draft passes and of target passes after prefill, by number of rows."""
-    drafts: Counter[int] = Counter()
-    verifies: Counter[int] = Counter()
-    for step in steps[1:]:
-        drafts.update(step.draft_rows)
-        verifies[len(step.tree)] += 1
-        if commit == "rebuild":
-            verifies[len(step.path)] += 1
-    return drafts, verifies
-
-
-def pad_passes(passes: Mapping[int, int], model: FastGPTNeoX, min_rows: int) -> Counter:
-    """Return the number of passes by number of rows, after the rows are padded."""
-    found: Counter[int] = Counter()
-    for n_rows, n in passes.items():
-        found[padded_rows(model, n_rows, min_rows)] += n
-    return found
-
-
-def padded_rows(model: FastGPTNeoX, n: int, min_rows: int) -> int:
-    """Return the number of rows that a pass over n rows runs, padding included."""
-    n = max(n, min_rows, model.min_rows)
-    return round_up_rows(n) if model.has_fixed_shapes and n <= ROW_COUNTS[-1] else n
-
-
-def predict_text_ms(
-    times: StepTimes, config: GenerationConfig, pair: Pair, steps: Sequence[Step]
-) -> float:
-    """Return the milliseconds that the passes of a text take by themselves, without other work."""
-    min_rows = config.make_rule().min_rows
-    drafts, verifies = count_passes(steps, config.commit)
-    drafts = pad_passes(drafts, pair.draft, min_rows)
-    verifies = pad_passes(verifies, pair.target, min_rows)
-    return times.predict_ms(drafts, verifies)
 
 
 def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
@@ -67,21 +21,16 @@ def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
     tried     accepted paths that reach the depth before, and have a child at this one
     accepted  accepted paths that reach the depth
     """
-    trees = steps[1:]
-    max_depth = max((max(step.tree.depths) for step in trees), default=0)
-    drafted = [0] * max_depth
-    tried = [0] * max_depth
-    accepted = [0] * max_depth
-    for step in trees:
+    depths = [max(step.tree.depths) for step in steps[1:]]
+    found = {name: [0] * max(depths, default=0) for name in ("drafted", "tried", "accepted")}
+    for step, depth in zip(steps[1:], depths, strict=True):
         n_accepted = len(step.path) - 1
-        for i in range(max(step.tree.depths)):
-            drafted[i] += 1
-        for i in range(n_accepted):
-            tried[i] += 1
-            accepted[i] += 1
-        if step.path[-1] in step.tree.parents:
-            tried[n_accepted] += 1
-    return {"drafted": drafted, "tried": tried, "accepted": accepted}
+        has_child = step.path[-1] in step.tree.parents
+        reached = {"drafted": depth, "tried": n_accepted + has_child, "accepted": n_accepted}
+        for name, n in reached.items():
+            for i in range(n):
+                found[name][i] += 1
+    return found
 
 
 def count_calibration(steps: Sequence[Step]) -> dict[str, list[int]]:

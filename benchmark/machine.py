@@ -33,9 +33,8 @@ def path_from_root(model: str) -> str:
     absolute. Return the name of a model on the hub unchanged."""
     if not os.path.exists(model):
         return model
-    folder = os.path.abspath(model)
-    inside = os.path.relpath(folder, ROOT)
-    return folder if inside.startswith(os.pardir) else inside
+    folder = Path(os.path.abspath(model))
+    return str(folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder)
 
 
 def processor_name(device: torch.device) -> str:
@@ -43,9 +42,7 @@ def processor_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu_info = Path("/proc/cpuinfo")
-    found = None
-    if cpu_info.exists():
-        found = re.search("model name\\s*: (.*)", cpu_info.read_text())
+    found = re.search("model name\\s*: (.*)", cpu_info.read_text()) if cpu_info.exists() else None
     return found[1] if found else platform.machine()
 
 
@@ -59,8 +56,5 @@ def code_commit() -> str:
     """Return the commit of the code, with "-modified" if files differ from it, or "unknown" outside
     a repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=10"]
-    try:
-        done = subprocess.run([*command, "--dirty=-modified"], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.decode().strip()
+    done = subprocess.run([*command, "--dirty=-modified"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"

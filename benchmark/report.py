@@ -1,91 +1,111 @@
 """Reports of a results file: its texts as a DataFrame, its table, its caption and its notes.
 
-results = load("results/main_cpu.jsonl")
-print(text_report(results, width=80))
-text_frame(results).groupby("label").speedup.median()
+    results = load("results/main_cpu.jsonl")
+    print(text_report(results, ["throughput", "speedup_mean"], width=80))
+    text_frame(results).groupby("label").speedup.median()
+
+A column NAME of a table is the median of a metric over the texts, with its quartiles. NAME_mean is
+its mean and standard deviation, as in the papers. NAME_speedup is a ratio of means, as the papers'
+authors compute speed-ups. docs/results.md explains the metrics, which are those of cli/metrics.py.
 """
 
 import re
+import statistics
 import textwrap
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 
 import pandas as pd
 
-from benchmark.cases import Case, labels, places
-from benchmark.columns import BASELINE_METRICS, COLUMNS, METRICS, require_columns
-from benchmark.results import CASE_COLUMNS, KEY_COLUMNS, Head, Results
+from benchmark.cases import Case, labels
+from benchmark.results import CASE_KEYS, KEYS, Line, Results
 from benchmark.step_times import StepTimes
 from cli.compare import is_tie
-from cli.errors import UsageError, printable
+from cli.errors import UsageError
 
-MAX_NAMED_ROWS = 8  # that a note lists; if there are more, it gives their number
-MIN_TEXTS = 3  # of a row, for its quartiles to be compared
+NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the baseline
+    "throughput": ("tok/s", "throughput", "{:.1f}"),
+    "speedup": ("x ar", "speedup", "{:.2f}x"),
+    "predicted": ("predicted", "predicted", "{:.2f}x"),
+    "end_to_end": ("end-to-end tok/s", "end_to_end", "{:.1f}"),
+    "wall": ("wall ms/token", "wall_ms", "{:.2f}"),
+    "setup": ("set-up s", "setup_s", "{:.2f}"),
+    "ttft": ("TTFT ms", "ttft_ms", "{:.1f}"),
+    "tpot": ("TPOT ms", "tpot_ms", "{:.2f}"),
+    "tokens_per_iter": ("tok/iter", "tokens_per_iter", "{:.2f}"),
+    "accepted_per_iter": ("accepted/iter", "accepted_per_iter", "{:.2f}"),
+    "acceptance_rate": ("accept", "acceptance_rate", "{:.2f}"),
+    "top1_match": ("top-1 match", "top1_match", "{:.2f}"),
+    "code_acceptance": ("accept (code)", "code_acceptance", "{:.1%}"),
+    "drafted_per_iter": ("drafted/iter", "drafted_per_iter", "{:.1f}"),
+    "iterations": ("iters", "iterations", "{:.0f}"),
+    "draft_passes": ("passes", "draft_passes", "{:.2f}"),
+    "draft_pass": ("draft ms/pass", "draft_pass_ms", "{:.2f}"),
+    "draft": ("draft ms", "draft_ms", "{:.2f}"),
+    "verify": ("verify ms", "verify_ms", "{:.2f}"),
+    "other": ("other ms", "other_ms", "{:.2f}"),
+    "repetition": ("repeat", "repetition", "{:.2f}"),
+    "peak": ("peak MB", "peak_mb", "{:.0f}"),
+    "weights_and_caches": ("weights + caches MB", "weights_and_caches_mb", "{:.0f}"),
+    "pools": ("graph pools MB", "pools_mb", "{:.0f}"),
+    "cuda_context": ("CUDA context MB", "cuda_context_mb", "{:.0f}"),
+}
+RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
+WITH_SPEEDUP = (*RATES, "wall")
+OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
+FIELDS = [*KEYS, *dict.fromkeys(metric for _, metric, _ in NUMBERS.values())]
+FIELDS += ["predicted_ms", "ids_digest", "depths", "calibration"]
+PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
-TEXT_COLUMNS = (*KEY_COLUMNS, *METRICS, "predicted_ms", "ids_digest", "depths", "calibration")
-PROMPT_COLUMNS = [name for name in KEY_COLUMNS if name != "row"]  # equal for all rows of a prompt
 
 
 def text_frame(results: Results) -> pd.DataFrame:
     """Return a DataFrame with a row for each text, ordered by case. It has the fields of the file,
     empty where a text has none, and these columns:
 
-    key                      the text's key in `results.texts`
-    label, place, reference  of the text's case
-    baseline_NAME            the baseline's metrics on the same prompt in the same round
-    has_baseline             whether these were measured; False for the baseline itself
-    draft_pass_ms            milliseconds of drafting per pass of the draft
-    speedup, predicted       x ar as measured, and as predicted from the times of single passes
-    is_compared              whether the text must equal that of a reference, which was measured
-    is_different             whether its ids differ from the reference's
-    at, gap                  index of the first token that differs, and the top-2 logit gap there
+    key               the text's key in `results.texts`
+    label, reference  of the text's case
+    of_baseline_NAME  the baseline's metrics on the same prompt in the same round
+    has_baseline      whether these were measured; False for the baseline itself
+    draft_pass_ms     milliseconds of drafting per pass of the draft
+    speedup           x ar as measured
+    predicted         x ar as predicted from the times of single passes
+    is_compared       whether the text must equal that of a reference, which was measured
+    is_different      whether its ids differ from the reference's
+    at, gap           index of the first token that differs, and the top-2 logit gap there
     """
-    cases = results.head.cases
-    order = {case.key: i for i, case in enumerate(cases)}
-    keys = sorted(results.texts, key=lambda key: order[key[: len(CASE_COLUMNS)]])
-    lines = [results.texts[key] for key in keys]
-    fields = (name for line in lines for name in line)
-    texts = pd.DataFrame(lines, columns=list(dict.fromkeys([*TEXT_COLUMNS, *fields])))
-    references = [case.reference for case in cases]
-    of_cases = {"label": labels(cases), "place": places(cases), "reference": references}
-    for name, found in of_cases.items():
-        texts[name] = [found[order[key[: len(CASE_COLUMNS)]]] for key in keys]
-    texts["key"] = keys
+    order = {case.key: i for i, case in enumerate(results.cases)}
+    keys = sorted(results.texts, key=lambda key: order[key[: len(CASE_KEYS)]])
+    texts = pd.DataFrame([results.texts[key] for key in keys], columns=FIELDS).assign(key=keys)
+    places = [order[key[: len(CASE_KEYS)]] for key in keys]
+    names = labels(results.cases)
+    texts["label"] = [names[i] for i in places]
+    references = [results.cases[i].reference for i in places]
+    texts["reference"] = pd.Series(references, dtype=object)  # also if there is none
     texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
-    return with_difference(with_baseline(texts, results.head.baseline), results)
-
-
-def match_texts(texts: pd.DataFrame, rows: pd.Series | str, names: Sequence[str]) -> pd.DataFrame:
-    """Return, for each text, columns `names` of another row's text on the same prompt in the same
-    round, and a column `is_measured`: whether there is such a text.
-
-    rows: the other row, or one for each text.
-    """
-    keys = ["row", *PROMPT_COLUMNS]
-    others = texts[[*keys, *names]].assign(is_measured=True)
-    rows = pd.Series(rows, index=texts.index, dtype=object)
-    found = texts[PROMPT_COLUMNS].assign(row=rows).merge(others, on=keys, how="left")
-    return found[[*names, "is_measured"]].assign(is_measured=found.is_measured.notna())
+    return with_difference(with_baseline(texts, results.baseline), results)
 
 
 def with_baseline(texts: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    found = match_texts(texts, baseline, BASELINE_METRICS)
-    texts = texts.assign(**{f"baseline_{name}": found[name] for name in BASELINE_METRICS})
-    texts["has_baseline"] = found.is_measured & (texts.row != baseline)
-    is_timed = texts.has_baseline & (texts.throughput > 0) & (found.throughput > 0)
-    texts["speedup"] = (texts.throughput / found.throughput).where(is_timed)
-    texts["predicted"] = (found.predicted_ms / texts.predicted_ms).where(is_timed)
+    of_baseline = texts.loc[texts.row == baseline, [*PROMPT_KEYS, *OF_BASELINE]]
+    of_baseline = of_baseline.rename(columns={name: f"of_baseline_{name}" for name in OF_BASELINE})
+    texts = texts.merge(of_baseline, "left", on=PROMPT_KEYS, indicator="has_baseline")
+    texts["has_baseline"] = (texts.has_baseline == "both") & (texts.row != baseline)
+    ar = texts.of_baseline_throughput
+    is_timed = texts.has_baseline & (texts.throughput > 0) & (ar > 0)
+    texts["speedup"] = (texts.throughput / ar).where(is_timed)
+    texts["predicted"] = (texts.of_baseline_predicted_ms / texts.predicted_ms).where(is_timed)
     return texts
 
 
 def with_difference(texts: pd.DataFrame, results: Results) -> pd.DataFrame:
-    reference = match_texts(texts, texts.reference, ["ids_digest"])
-    is_compared = reference.is_measured & (texts.temperature == 0) & (texts.row != texts.reference)
-    texts["is_compared"] = is_compared
-    texts["is_different"] = is_compared & (texts.ids_digest != reference.ids_digest)
-    found = [results.differences.get(key, {}) for key in texts.key]
-    texts["at"] = [difference.get("at") for difference in found]
-    texts["gap"] = [difference.get("gap") for difference in found]
+    names = {"row": "reference", "ids_digest": "reference_digest"}
+    references = texts[[*KEYS, "ids_digest"]].rename(columns=names)
+    texts = texts.merge(references, "left", on=["reference", *PROMPT_KEYS])
+    is_compared = texts.reference_digest.notna() & (texts.row != texts.reference)
+    texts["is_compared"] = is_compared & (texts.temperature == 0)
+    texts["is_different"] = texts.is_compared & (texts.ids_digest != texts.reference_digest)
+    for name in ("at", "gap"):
+        texts[name] = [results.differences.get(key, {}).get(name) for key in texts.key]
     return texts
 
 
@@ -94,7 +114,7 @@ def is_exact(results: Results) -> bool:
     at a near-tie."""
     texts = text_frame(results)
     different = texts[texts.is_different]
-    is_float32 = results.head.machine["dtype"] == "float32"
+    is_float32 = results.head["machine"]["dtype"] == "float32"
     return not any(
         "strict" in row.split() or (is_float32 and not is_near_tie(gap))
         for row, gap in zip(different.row, different.gap, strict=True)
@@ -105,76 +125,202 @@ def is_near_tie(gap: float | None) -> bool:
     return bool(pd.notna(gap)) and is_tie(gap)
 
 
-def by_label(results: Results) -> dict[str, pd.DataFrame]:
-    """Return the texts of each case by its label, in the table's order. Cases without texts are
-    left out."""
-    return dict(list(text_frame(results).groupby("label", sort=False)))
+# Cells. Each function gets the texts of one case; a cell is empty if it was not measured
 
 
-def text_report(results: Results, width: int) -> str:
-    """Return the table for a terminal of `width` columns, with its notes."""
-    table = text_table(*table_cells(results), width)
-    head, *sentences = [textwrap.fill(text, width) for text in [caption(results), *notes(results)]]
-    return "\n\n".join([head, table, *sentences])
+def cell(name: str, texts: pd.DataFrame) -> str:
+    """Return the cell of a column."""
+    if name in OTHERS:
+        return OTHERS[name][1](texts)
+    base, kind = split_name(name)
+    _, metric, form = NUMBERS[base]
+    match kind:
+        case "mean":
+            return mean_cell(values(texts, metric), form)
+        case "speedup":
+            found = ratio(metric, texts)
+            return f"{found if base in RATES else 1 / found:.2f}x" if found else ""
+    return median_cell(values(texts, metric), form)
 
 
-def markdown_report(results: Results) -> str:
+def title(name: str) -> str:
+    """Return the title of a column."""
+    if name in OTHERS:
+        return OTHERS[name][0]
+    base, kind = split_name(name)
+    found = NUMBERS[base][0]
+    return {"": found, "mean": f"{found} mean", "speedup": f"{found.split()[0]} x ar"}[kind]
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the name of a number and "mean", "speedup" or "". Raises UsageError."""
+    if name in NUMBERS:
+        return name, ""
+    base, _, kind = name.rpartition("_")
+    if base in NUMBERS and (kind == "mean" or (kind == "speedup" and base in WITH_SPEEDUP)):
+        return base, kind
+    known = f"{', '.join([*NUMBERS, *OTHERS])}, or NAME_mean or NAME_speedup (see --tables)"
+    raise UsageError(f"column is {name!r}, it must be one of {known}")
+
+
+def values(texts: pd.DataFrame, metric: str) -> pd.Series:
+    """Return a metric of every text, or nothing if a text lacks it, for example because
+    transformers does not report it. For the speed-up, return the values of texts that have one."""
+    found = texts[metric].dropna()
+    return found if metric == "speedup" or len(found) == len(texts) else found[:0]
+
+
+def median_cell(found: pd.Series, form: str) -> str:
+    """Return median and quartiles, as "1.27x (1.20-1.33)"; only the median if the formatted
+    quartiles are equal."""
+    if found.empty:
+        return ""
+    low, median, high = (form.format(found.quantile(q)) for q in (0.25, 0.5, 0.75))
+    spread = f" ({low.removesuffix('x')}-{high.removesuffix('x')})"
+    return median if low == high else median + spread
+
+
+def mean_cell(found: pd.Series, form: str) -> str:
+    """Return the mean and the standard deviation over the texts, which divides by n as the papers'
+    does; only the mean of a single text."""
+    numbers = [statistics.mean(found), statistics.pstdev(found)] if len(found) else []
+    return " ± ".join(form.format(number) for number in numbers[: len(found)])
+
+
+def ratio(metric: str, texts: pd.DataFrame) -> float | None:
+    """Return the mean of a metric / the baseline's mean on the same prompts; None if one of them is
+    not known or not positive."""
+    compared = texts[texts.has_baseline]
+    own, of_baseline = (
+        compared[name].sum(skipna=False) for name in (metric, f"of_baseline_{metric}")
+    )
+    return own / of_baseline if own > 0 and of_baseline > 0 else None
+
+
+def pooled_cell(texts: pd.DataFrame) -> str:
+    """Return the tokens of all texts / the iterations of all texts."""
+    n_iterations = texts.iterations.sum(skipna=False)
+    n_tokens = (texts.tokens_per_iter * texts.iterations).sum(skipna=False)
+    return f"{n_tokens / n_iterations:.2f}" if n_iterations > 0 else ""
+
+
+def exact_cell(texts: pd.DataFrame) -> str:
+    n = texts.is_compared.sum()
+    return f"{n - texts.is_different.sum()}/{n}" if n else ""
+
+
+def more_memory_cell(texts: pd.DataFrame) -> str:
+    found = ratio("peak_mb", texts)
+    return "" if found is None else f"{found - 1:+.1%}"
+
+
+OTHERS: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {  # by column: title, cell
+    "tokens_pooled": ("tok/iter pooled", pooled_cell),
+    "exact": ("exact", exact_cell),
+    "more_memory": ("over ar", more_memory_cell),
+}
+
+
+# Tables
+
+
+def table_of(results: Results, columns: Sequence[str]) -> pd.DataFrame:
+    """Return the table as text: a row for each case with texts, its cells of these columns, and
+    next to a column the published figures, if there are any."""
+    if results.head["table"] == "steps":
+        return step_table(results.step_times)
+    cases = dict(zip(labels(results.cases), results.cases, strict=True))
+    texts = dict(list(text_frame(results).groupby("label", sort=False)))
+    found = {}
+    for name in columns:
+        found[name_baseline(results, title(name))] = [cell(name, own) for own in texts.values()]
+        if any(name in case.published for case in results.cases):
+            paper = f"paper {title(name).replace('x ar', 'x')}"  # with a baseline of its own
+            found[paper] = [cases[label].published.get(name, "") for label in texts]
+    return pd.DataFrame(found, index=list(texts)).rename_axis(columns="method")
+
+
+def name_baseline(results: Results, text: str) -> str:
+    """Return a title with "ar" replaced by the name of the baseline."""
+    return re.sub(r"\b(x|over) ar\b", rf"\1 {results.baseline}", text)
+
+
+def step_table(times: StepTimes | None) -> pd.DataFrame:
+    """Return a table of the times of a pass by its number of rows, also relative to one row."""
+    if not times:
+        raise UsageError("the results file has no step times yet; use --resume to measure them")
+    found = {}
+    for role in ("draft", "target"):
+        ms = pd.Series(getattr(times, f"{role}_ms"), index=times.rows)
+        found[f"{role} ms"] = ms.map("{:.2f}".format)
+        found[f"{role} x 1 row"] = (ms / ms.iloc[0]).map("{:.2f}".format)
+    return pd.DataFrame(found).rename_axis(columns="rows")
+
+
+def text_report(results: Results, columns: Sequence[str], width: int) -> str:
+    """Return the table for a terminal of `width` columns, with its caption and notes."""
+    lines = table_of(results, columns).to_string(line_width=width).splitlines()
+    table = "\n".join(line.rstrip(" \\") for line in lines)  # pandas marks a wrapped table by \
+    first, *rest = (textwrap.fill(text, width) for text in [caption(results), *notes(results)])
+    return "\n\n".join([first, table, *rest])
+
+
+def markdown_report(results: Results, columns: Sequence[str]) -> str:
     """Return the caption, table and notes as markdown."""
     sentences = "\n".join(f"- {note}" for note in notes(results))
-    return "\n\n".join([caption(results), markdown_table(*table_cells(results)), sentences])
+    table = "\n".join(markdown_lines(table_of(results, columns)))
+    return "\n\n".join([caption(results), table, sentences])
+
+
+def markdown_lines(table: pd.DataFrame) -> list[str]:
+    rows = [(table.columns.name, *table.columns), ["---"] * (1 + len(table.columns))]
+    rows += table.itertuples(name=None)
+    return [f"| {' | '.join(map(str, row))} |" for row in rows]
+
+
+# Captions and notes
 
 
 def caption(results: Results) -> str:
     """Return one line on what was measured, with which models and on which machine."""
-    head = results.head
+    head, machine = results.head, results.head["machine"]
     what = "single forward passes"
-    if head.cases:
-        temperature = sizes_text(head.cases, "temperature") + draft_text(head.cases)
-        n_rounds = 1 + max((int(key[-1]) for key in results.texts), default=0)
-        what = f"{prompts_text(head)}, temperature {temperature}, rounds: {n_rounds}"
-    models = [head.machine[role] for role in ("target", "draft", "head") if role in head.machine]
-    where = f"{' and '.join(map(str, models))}, {machine_text(head.machine)}"
-    if head.load_before is not None:
-        where += f", load average {head.load_before:.2f} at the start"
-    found = f"{head.table}: {what}. {where}."
+    if results.cases:
+        temperature = sizes_text(results.cases, "temperature")
+        n_rounds = 1 + max((text["round"] for text in results.texts.values()), default=0)
+        what = f"{prompts_text(results)}, temperature {temperature}, rounds: {n_rounds}"
+    models = " and ".join(machine[role] for role in ("target", "draft", "head") if role in machine)
+    where = f"{models}, {machine_text(machine)}"
+    if head["load_before"] is not None:
+        where += f", load average {head['load_before']:.2f} at the start"
+    found = f"{head['table']}: {what}. {where}."
     if results.n_missing:
-        found = f"UNFINISHED, {len(results.texts):,} of {head.n_texts:,} texts. {found}"
-    return printable(found)
+        n = len(results.texts)
+        found = f"UNFINISHED, {n:,} of {n + results.n_missing:,} texts. {found}"
+    return found
 
 
-def draft_text(cases: Sequence[Case]) -> str:
-    """Return the draft temperatures, if cases have any, and how greedy text chooses candidates."""
-    chosen = [case for case in cases if case.draft_temperature]
-    if not chosen:
-        return ""
-    values = " / ".join(sorted({str(case.draft_temperature) for case in chosen}))
-    kinds = {"drawn" if case.is_drawn else "top-k" for case in chosen if not case.temperature}
-    candidates = f", greedy candidates {' or '.join(sorted(kinds))}" if kinds else ""
-    return f" (draft {values}{candidates})"
-
-
-def prompts_text(head: Head) -> str:
+def prompts_text(results: Results) -> str:
     """Return the number, source and length of the prompts, and the number of new tokens."""
-    n_prompts = sum(head.n_prompts.values())
+    n_prompts = sum(results.head["n_prompts"].values())
     noun = "prompt" if n_prompts == 1 else "prompts"
-    longest, new_tokens = (sizes_text(head.cases, f"{name}_tokens") for name in ("prompt", "new"))
-    which = f"{n_prompts} {noun} ({head.prompts}) of up to {longest} tokens"
-    return f"{which}, {new_tokens} new tokens"
+    longest, new = (sizes_text(results.cases, name) for name in ("prompt_tokens", "new_tokens"))
+    which = f"{n_prompts} {noun} ({results.head['prompts']}) of up to {longest} tokens"
+    return f"{which}, {new} new tokens"
 
 
 def sizes_text(cases: Sequence[Case], name: str) -> str:
     return " / ".join(dict.fromkeys(str(getattr(case, name)) for case in cases))
 
 
-def machine_text(machine: dict[str, str | int | None]) -> str:
+def machine_text(machine: Line) -> str:
     """Return dtypes, processor, threads, versions and the commit of the code."""
     libraries = f"torch {machine['torch']}"
     if "transformers" in machine:
         libraries += f", transformers {machine['transformers']}"
-    precision = str(machine["dtype"])
-    of_draft = machine.get("draft_dtype", precision)
-    if of_draft != precision:
-        precision += f" (draft {of_draft})"
+    precision = machine["dtype"]
+    if machine["draft_dtype"] not in (None, precision):
+        precision += f" (draft {machine['draft_dtype']})"
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     where = f"{precision} on {machine['processor']}, {threads}"
     if "ranks" in machine:
@@ -182,181 +328,38 @@ def machine_text(machine: dict[str, str | int | None]) -> str:
     return f"{where}, {libraries}, Python {machine['python']}, commit {machine['commit']}"
 
 
-def notes(results: Results) -> list[str]:
-    """Return the notes below the table: its title, slow rows, overlapping quartiles, texts that are
+def notes(results: Results) -> Iterator[str]:
+    """Yield the notes below the table: its title, the source of published figures, texts that are
     not exact, and the bandwidth floor."""
-    head, rows = results.head, by_label(results)
-    found = [f"{head.title}."] if head.title else []
-    if any(case.published for case in head.cases):
-        found.append(PUBLISHED_NOTE)
-    found += slower_notes(rows, head.baseline)
-    found += overlap_notes(rows, head.baseline)
-    if "exact" in head.columns:
-        found += exactness_notes(rows)
+    if results.head["title"]:
+        yield f"{results.head['title']}."
+    if any(case.published for case in results.cases):
+        yield PUBLISHED_NOTE
+    texts = text_frame(results)
+    for _, own in texts[texts.is_compared].groupby("label", sort=False):
+        if own.is_different.any():
+            yield describe_differences(own)
+    if texts.is_compared.any() and not texts.is_different.any():
+        yield "Every greedy text is identical to ar's, token for token."
+    rows = " ".join(case.row for case in results.cases)
+    if " strict" in rows:
+        yield "A strict row is compared with strict ar at the same number of rows per pass."
+    if " window=" in rows:
+        yield "A row with a window is compared with ar with that window."
     if results.step_times:
-        found += step_notes(results.step_times)
-    return [printable(note) for note in found]
-
-
-def slower_notes(rows: dict[str, pd.DataFrame], baseline: str) -> list[str]:
-    """Return a note that lists or, if there are many, counts the rows slower than the baseline."""
-    medians = {label: texts.speedup.median() for label, texts in rows.items()}
-    timed = {label: median for label, median in medians.items() if pd.notna(median)}
-    slower = {label: median for label, median in timed.items() if round(median, 2) < 1}
-    if len(slower) > MAX_NAMED_ROWS:
-        return [f"{len(slower)} of {len(timed)} rows are slower than {baseline}."]
-    names = ", ".join(f"{label} ({median:.2f}x)" for label, median in slower.items())
-    return [f"Slower than {baseline} on the median prompt: {names}."] if slower else []
-
-
-def overlap_notes(rows: dict[str, pd.DataFrame], baseline: str) -> list[str]:
-    """Return a note on neighbours in the ranking by x ar whose quartiles overlap, so that their
-    order may be noise, and on those whose quartiles do not.
-
-    The baseline is ranked at 1.00x. Rows with fewer than MIN_TEXTS texts are left out.
-    """
-    n_pairs, distinct = 0, []
-    rows = {label: texts for label, texts in rows.items() if len(texts) >= MIN_TEXTS}
-    for _, texts in pd.concat(rows.values()).groupby("place", sort=False) if rows else ():
-        texts = texts.assign(speedup=texts.speedup.mask(texts.row == baseline, 1.0))
-        found = texts.groupby("label").speedup.quantile([0.25, 0.5, 0.75]).unstack().dropna()
-        found = found.sort_values(0.5, ascending=False, kind="stable")
-        for faster, slower in pairwise(found.index):
-            n_pairs += 1
-            if found[0.25][faster] > found[0.75][slower]:
-                distinct.append(f"{faster} > {slower}")
-    if not n_pairs:
-        return []
-    n = n_pairs - len(distinct)
-    note = f"Ranked by x {baseline}, {n} of {n_pairs} neighbouring pairs have overlapping quartiles"
-    if n:
-        note += ", so their order may be noise"
-    if n and 0 < len(distinct) <= MAX_NAMED_ROWS:
-        note += f". Without overlap: {', '.join(distinct)}"
-    return [f"{note}."]
-
-
-def exactness_notes(rows: dict[str, pd.DataFrame]) -> list[str]:
-    """Return a note for each row with texts that differ from its reference's, and notes on which
-    references are not plain ar."""
-    found = [describe_differences(rows[label]) for label in rows if rows[label].is_different.any()]
-    if not found and any(texts.is_compared.any() for texts in rows.values()):
-        found.append("Every greedy text is identical to ar's, token for token.")
-    if any("strict" in label.split() for label in rows):
-        found.append("A strict row is compared with strict ar at the same number of rows per pass.")
-    if any(" window=" in label for label in rows):
-        found.append("A row with a window is compared with ar with that window.")
-    return found
+        yield from map(results.step_times.describe_floor, ("target", "draft"))
 
 
 def describe_differences(texts: pd.DataFrame) -> str:
     """Return a note on the texts of a row that differ from its reference's: how many, the first
-    prompt and token, and the largest top-2 gap. What is not measured yet is unknown in it."""
+    prompt and token, and the largest top-2 gap, unknown if it is not measured yet."""
     different = texts[texts.is_different]
-    label, place, reference = different[["label", "place", "reference"]].iloc[0]
-    first = int(different["at"].min()) if different["at"].notna().any() else "unknown"
-    gap = f"at most {different.gap.max():.1e}" if different.gap.notna().any() else "unknown"
-    n_ties = sum(is_near_tie(one) for one in different.gap)
+    label, row, reference = different[["label", "row", "reference"]].iloc[0]
+    first = "unknown" if different["at"].isna().all() else int(different["at"].min())
+    gap = "unknown" if different.gap.isna().all() else f"at most {different.gap.max():.1e}"
+    n_ties = different.gap.map(is_near_tie).sum()
     return (
-        f"{label} differs from {f'{reference} {place}'.strip()} on {len(different)} of "
-        f"{texts.is_compared.sum()} texts (first prompt: {different.prompt.min()}, earliest token: "
-        f"{first}, top-2 gap in float32: {gap}, near-ties: {n_ties})."
+        f"{label} differs from {label.replace(row, reference, 1)} on {len(different)} of "
+        f"{len(texts)} texts (first prompt: {different.prompt.min()}, earliest token: {first}, "
+        f"top-2 gap in float32: {gap}, near-ties: {n_ties})."
     )
-
-
-def step_notes(times: StepTimes) -> list[str]:
-    """Return a note for each model that compares a one-row pass with its bandwidth floor."""
-    found = []
-    for role in ("target", "draft"):
-        n_bytes = getattr(times, f"{role}_bytes")
-        ms = getattr(times, f"{role}_ms")[0]
-        floor = times.floor_ms(role)
-        speed = f"{floor / ms:.0%} of that speed"
-        if ms < floor:
-            speed = "faster, because the processor's cache holds the weights"
-        found.append(
-            f"A one-row {role} pass at {times.context} cached tokens reads {n_bytes / 1e6:,.1f} "
-            f"MB, which would take {floor:.2f} ms at {times.copy_gb_s:.1f} GB/s, the bandwidth of "
-            f"a large copy. The pass takes {ms:.2f} ms, {speed}."
-        )
-    return found
-
-
-def table_cells(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the file's table, as text. Raises UsageError if it has no
-    step times yet."""
-    if results.head.table == "steps":
-        if not results.step_times:
-            raise UsageError("the results file has no step times yet; use --resume to measure them")
-        return step_cells(results.step_times)
-    return case_cells(results, results.head.columns)
-
-
-def case_cells(results: Results, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows, as text: the label of each case, its columns of these names,
-    and next to a column the published figures, if there are any.
-
-    Raises UsageError for an unknown column.
-    """
-    require_columns(names)
-    cases = dict(zip(labels(results.head.cases), results.head.cases, strict=True))
-    is_published = {name: any(name in case.published for case in cases.values()) for name in names}
-    header = ["method"]
-    for name in names:
-        title = COLUMNS[name].title
-        header.append(name_baseline(results.head, title))
-        if is_published[name]:
-            header.append("paper " + title.replace("x ar", "x"))  # the paper has its own baseline
-    body = []
-    for label, texts in by_label(results).items():
-        body.append([printable(label)])
-        for name in names:
-            body[-1].append(COLUMNS[name].cell(texts))
-            if is_published[name]:
-                body[-1].append(printable(cases[label].published.get(name, "")))
-    return header, body
-
-
-def name_baseline(head: Head, text: str) -> str:
-    """Return a title with "ar" replaced by the name of the baseline."""
-    return re.sub(r"\b(x|over) ar\b", lambda word: f"{word[1]} {printable(head.baseline)}", text)
-
-
-def step_cells(times: StepTimes) -> tuple[list[str], list[list[str]]]:
-    """Return a table of the times of a pass by its number of rows, also relative to one row."""
-    header = ["rows", "draft ms", "x 1 row", "target ms", "x 1 row"]
-    drafts, targets = times.draft_ms, times.target_ms
-    body = []
-    for n_rows, draft, target in zip(times.rows, drafts, targets, strict=True):
-        cells = [str(n_rows), f"{draft:.2f}", f"{draft / drafts[0]:.2f}"]
-        body.append(cells + [f"{target:.2f}", f"{target / targets[0]:.2f}"])
-    return header, body
-
-
-def text_table(header: list[str], body: list[list[str]], width: int) -> str:
-    """Return a table with right-aligned columns. Columns that do not fit into `width` follow in
-    further blocks, each with the labels repeated."""
-    first, *columns = zip(header, *body, strict=True)
-    blocks = [[aligned(first, "<")]]
-    for column in columns:
-        cells = aligned(column, ">")
-        used = sum(len(block[0]) + 2 for block in blocks[-1])
-        if used + len(cells[0]) > width and len(blocks[-1]) > 1:
-            blocks.append(blocks[0][:1])
-        blocks[-1].append(cells)
-    return "\n\n".join(join_columns(block) for block in blocks)
-
-
-def join_columns(columns: Sequence[list[str]]) -> str:
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
-
-
-def aligned(cells: Sequence[str], side: str) -> list[str]:
-    """Return the cells padded to the widest. side: < aligns left, > aligns right."""
-    width = max(map(len, cells))
-    return [f"{cell:{side}{width}}" for cell in cells]
-
-
-def markdown_table(header: list[str], body: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header)] + body
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

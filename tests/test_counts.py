@@ -5,18 +5,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from conftest import generate, make_tree, random_model
-from torch import Tensor
+from conftest import make_tree
 
 import dynatree
-from benchmark.counts import count_calibration, count_depths, count_passes, pad_passes
+from benchmark.counts import count_calibration, count_depths
 from cli.metrics import code_acceptance, measure, measure_acceptance, repetition, top1_match
 from draft_tree import DynaTree, Settings
 from engine.generate import Step
-from engine.model import FastGPTNeoX
-from engine.passes import Passes
 from methods.deagle import Deagle
-from methods.dyspec import DySpec
 from methods.rules import MixedTree
 from methods.static import Chain, Fixed, PaddedAutoregressive
 
@@ -79,45 +75,6 @@ def test_repetition_counts_four_grams(n_ids: int) -> None:
     ids = [rng.randrange(n_ids) for _ in range(200)]
     grams = {tuple(ids[i : i + 4]) for i in range(197)}
     assert repetition(ids) == 1 - len(grams) / 197
-
-
-@pytest.mark.parametrize("commit", ["keep", "rebuild"])
-@pytest.mark.parametrize(
-    "settings", [PaddedAutoregressive(), Chain(K=3), DynaTree(tau=0.01), DySpec(N=16)]
-)
-def test_counted_passes_are_those_that_ran(
-    settings: Settings, commit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compare the rows that the prediction counts with those of the forwards, catch-up included.
-
-    Draft rows that are cut from the tree after their run count as well. Once they did not:
-    of dyspec's 54.7 rows, 36.9 were counted.
-    """
-    target, draft = random_model(0), random_model(1)
-    ran = {id(target): [], id(draft): []}
-    real = Passes.hidden
-
-    def spy(self: Passes, model: FastGPTNeoX, tokens: Tensor, *rest: object) -> Tensor:
-        ran[id(model)].append(len(tokens))
-        return real(self, model, tokens, *rest)
-
-    monkeypatch.setattr(Passes, "hidden", spy)
-    steps = list(generate(target, draft, PROMPT, settings, 30, commit=commit))
-    drafts, verifies = count_passes(steps, commit)
-    assert sorted(drafts.elements()) == sorted(ran[id(draft)])
-    assert sorted(verifies.elements()) == sorted(ran[id(target)][1:])  # the first is prefill
-    n_run = sum(sum(step.draft_rows[1:]) for step in steps[1:])
-    n_kept = sum(slot >= 0 for step in steps[1:] for slot in step.tree.draft_slots[1:])
-    assert (n_run > n_kept) == isinstance(settings, DySpec)
-
-
-def test_passes_are_padded_as_their_own_model_pads_them() -> None:
-    model = random_model(0)
-    model.min_rows = 3
-    assert pad_passes({1: 5, 2: 1, 4: 2}, model, min_rows=1) == {3: 6, 4: 2}
-    model.has_fixed_shapes = True
-    found = pad_passes({3: 1, 5: 1, 8: 1, 200: 1, 1025: 1}, model, min_rows=1)
-    assert found == {4: 1, 8: 2, 256: 1, 1025: 1}
 
 
 def make_step(path: list[int], predictions: list[int], **changes: object) -> Step:

@@ -64,7 +64,7 @@ def test_a_results_file_is_cited_with_its_own_commit() -> None:
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     cited = re.findall(r"\((results/\w+\.jsonl): [^)]*commit (\w+)\)", text)
     for file, commit in cited:
-        assert load(ROOT / file).head.machine["commit"].startswith(commit), file
+        assert load(ROOT / file).head["machine"]["commit"].startswith(commit), file
     assert len(cited) > 3
 
 

@@ -1,30 +1,65 @@
-"""Tests of the predicted time of a text: the sum of its forwards, which were timed one by one."""
+"""Tests of the predicted time of a text: the sum of its passes, which were timed one by one."""
 
 from pathlib import Path
 
 import pytest
-from conftest import random_config, random_model, random_tensors
+from conftest import generate, random_config, random_model, random_tensors
+from torch import Tensor
 
-from benchmark.counts import predict_text_ms
-from benchmark.report import step_notes
-from benchmark.step_times import StepTimes, step_bytes
-from cli.models import Pair, Request
+from benchmark.step_times import StepTimes, padded_rows, step_bytes
+from cli.models import Pair
+from draft_tree import DynaTree, Settings
 from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX
+from engine.passes import Passes
+from methods.dyspec import DySpec
+from methods.static import Chain, PaddedAutoregressive
+
+PAIR = Pair(random_model(0), random_model(1), None, Path(), None, {})
+PROMPT = [3, 1, 4, 1, 5]
+# A row of the target takes 1 ms, of the draft 1,000 ms
+BY_ROW = StepTimes(5, [1, 128], [1.0, 128.0], [1e3, 128e3], 0, 0, 1.0)
 
 
-def test_predicted_time_is_the_forwards_alone() -> None:
-    """Check a width between two that were measured, and one past the last: both are on a line
-    through two of them."""
-    times = StepTimes(200, [1, 2, 4], [10.0, 20.0, 30.0], [1.0, 2.0, 3.0], 0, 0, 1.0)
-    assert times.predict_ms({1: 3, 2: 1}, {3: 2}) == 3 * 1.0 + 2.0 + 2 * 25.0
-    assert times.predict_ms({}, {8: 1}) == 50.0
+@pytest.mark.parametrize("commit", ["keep", "rebuild"])
+@pytest.mark.parametrize(
+    "settings", [PaddedAutoregressive(), Chain(K=3), DynaTree(tau=0.01), DySpec(N=16)]
+)
+def test_predicted_passes_are_those_that_ran(
+    settings: Settings, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the predicted rows with those of the passes after prefill. Rows of the draft that are
+    cut from the tree after their pass count as well."""
+    ran = {id(PAIR.target): [], id(PAIR.draft): []}
+    real = Passes.hidden
+
+    def spy(self: Passes, model: FastGPTNeoX, tokens: Tensor, *rest: object) -> Tensor:
+        ran[id(model)].append(len(tokens))
+        return real(self, model, tokens, *rest)
+
+    monkeypatch.setattr(Passes, "hidden", spy)
+    steps = list(generate(PAIR.target, PAIR.draft, PROMPT, settings, 30, commit=commit))
+    found = BY_ROW.predict_ms(PAIR, GenerationConfig(settings, commit=commit), steps)
+    verified, drafted = ran.values()
+    assert found == sum(verified[1:]) + 1e3 * sum(drafted)  # the first is prefill
+    n_kept = sum(slot >= 0 for step in steps[1:] for slot in step.tree.draft_slots[1:])
+    n_run = sum(sum(step.draft_rows[1:]) for step in steps[1:])
+    assert (n_run > n_kept) == isinstance(settings, DySpec)
+
+
+def test_passes_are_padded_as_their_own_model_pads_them() -> None:
+    """Check minimum rows of one model and of the method, and the fixed row counts on CUDA."""
+    model = random_model(0)
+    model.min_rows = 3
+    assert [padded_rows(model, n, 1) for n in (1, 4)] == [3, 4] and padded_rows(model, 1, 5) == 5
+    model.has_fixed_shapes = True
+    assert [padded_rows(model, n, 1) for n in (3, 5, 8, 200, 1025)] == [4, 8, 8, 256, 1025]
 
 
 def test_notes_on_slow_and_fast_steps() -> None:
     """Check weights that fit the processor's cache, which are read faster than from memory."""
     times = StepTimes(200, [1, 2], [2.0, 2.0], [0.5, 0.5], 1_000_000, 1_000_000, 1.0)
-    slow, fast = step_notes(times)
+    slow, fast = map(times.describe_floor, ("target", "draft"))
     assert "reads 1.0 MB, which would take 1.00 ms at 1.0 GB/s" in slow
     assert "takes 2.00 ms, 50% of that speed" in slow
     assert fast.endswith("takes 0.50 ms, faster, because the processor's cache holds the weights.")
@@ -41,17 +76,3 @@ def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:
     n_biases = 2 * (3 * hidden + wide + hidden) + n_ids
     half = 2 * (2 * layer + head + n_biases) + cache
     assert step_bytes(FastGPTNeoX.from_tensors(random_config(), tensors), 10) == half
-
-
-def test_predicted_passes_are_padded_as_each_models_own_are() -> None:
-    """Check the draft's passes, which were once padded like the target's. A row takes 1 ms here."""
-    pair = Pair(random_model(0), random_model(1), None, Path(), None, {})
-    pair.target.min_rows = 4
-    pair.draft.min_rows = 16
-    config = GenerationConfig.parse("linear", "K=2")
-    steps = list(Request(pair, [3, 1, 4, 1, 5], config, 9).decode())
-    rows = [n for step in steps for n in step.draft_rows]
-    assert len(rows) > 4 and max(rows) < 16
-    times = StepTimes(5, [1, 128], [1.0, 128.0], [1.0, 128.0], 0, 0, 1.0)
-    expected = 4 * (len(steps) - 1) + 16 * len(rows)
-    assert predict_text_ms(times, config, pair, steps) == pytest.approx(expected)

@@ -1,7 +1,7 @@
 """Tests that the benchmark's memory table runs on a CUDA device.
 
-The figures of a pretended device mean nothing, so only their presence is tested. The other tables
-are tested as steps of the GPU check (test_gpu_check.py).
+The figures of a pretended device mean nothing, so only their presence is tested. Another table is
+a step of the GPU check (test_gpu_check.py).
 """
 
 import math
@@ -26,8 +26,6 @@ def test_the_memory_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     arguments = ["--table", "memory", "--methods", "ar", "--output", str(file), *TINY]
     assert main(arguments) == 0, capsys.readouterr().err
     results = load(file)
-    assert len(results.texts) == len(results.head.cases)
+    assert len(results.texts) == len(results.cases)
     assert not text_frame(results).is_different.any()
-    for text in results.texts.values():
-        assert all(math.isfinite(value) for value in text.values() if isinstance(value, float))
-        assert text["pools_mb"] > 0
+    assert all(math.isfinite(text["peak_mb"]) for text in results.texts.values())

@@ -1,0 +1,343 @@
+"""The plan of a table's run: options of bench.py, and the cases, models and prompts they choose.
+
+plan = make_plan(build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"]))
+plan.prompts["builtin"][0]  # ids
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmark.cases import (
+    CONTROL,
+    HEAD,
+    PRESETS,
+    TABLES,
+    UNAVAILABLE,
+    Case,
+    Part,
+    Table,
+    choose_cases,
+    choose_parts,
+    find_table,
+    split_list,
+)
+from benchmark.enlarged import enlarged_pair
+from benchmark.hf import HF_METHODS
+from benchmark.machine import describe_machine, one_minute_load, path_from_root
+from benchmark.prompts import DATASETS, cut_prompts, extend_prompts, load_prompts
+from benchmark.report import NUMBERS, OTHERS, WITH_SPEEDUP, title
+from benchmark.results import FORMAT, Line, Results
+from cli.errors import Parser, UsageError, print_line
+from cli.models import (
+    PYTHIA,
+    Pair,
+    choose_device,
+    choose_dtype,
+    embedded_head,
+    embedded_pair,
+    open_pair,
+    require_graphs,
+    warn_of_length,
+    with_draft,
+)
+from cli.options import add_graphs_option, add_model_options, choose_sampling, require_fit
+from engine.generation_config import FLAGS
+from engine.ranks import from_rank_0, world_size
+from methods.eagle import head_of
+
+Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
+PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
+# Not in a results file: they do not change what is measured; --pair is recorded as its two models
+UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair")
+PATHS = ("prompts", "target", "draft", "head")  # options that may be paths
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A table that is ready to be measured."""
+
+    args: argparse.Namespace
+    head: Line  # of the results file
+    pair: Pair
+    eagle_pair: Pair | None  # with the EAGLE head as its draft, if a row uses it
+    prompts: Prompts
+    pass_context: int  # cached tokens at which single passes are timed
+    is_memory_table: bool  # measures peak memory, each text in a new process
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="bench.py",
+        description="Compare the speed of methods with ar on the same prompts.",
+    )
+    parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, a smaller --target"
+    add = parser.add_argument
+    add("--table", default="main", metavar="T", help="table, see --tables (default main)")
+    add("--tables", action="store_true", help="list tables and columns, and exit")
+    options = (*FLAGS, "window=N", "sinks=S", HEAD)
+    words = " ".join(f"[{word}]" for word in options if word != "keep")
+    rows = f'table rows, each "method NAME=VALUE ... {words}" (default: the table\'s)'
+    add("--methods", metavar="M,...", help=rows)
+    add("--columns", metavar="C,...", help="columns to show, see --tables (default: the table's)")
+    add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
+    add("--baseline", metavar="M", help="row that speed-ups are relative to (default ar)")
+    add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (default: the table's)")
+    prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text'
+    add("--prompts", metavar="FILE", help=prompts)
+    add("--n-prompts", type=count, metavar="N", help="number of prompts (default: the table's)")
+    add("--prompt-tokens", type=list_of(count), metavar="N,...", help="lengths to cut prompts to")
+    lengths = {"dest": "new_tokens", "type": list_of(count)}  # the name in results files
+    add("--max-new-tokens", **lengths, metavar="N,...", help="tokens to generate")
+    greedy = "0 is greedy (default: the table's)"
+    add("--temperature", type=list_of(float), metavar="X,...", help=greedy)
+    add("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
+    add("--seed", type=int, metavar="N", help="first random seed (default 0)")
+    add("--repeats", type=count, default=1, metavar="N", help="rounds over prompts (default 1)")
+    add("--pair", choices=PAIRS, help="target and draft by name")
+    add_model_options(parser)
+    head = "EAGLE head of rows with the word head (default: the embedded one)"
+    add("--head", metavar="FOLDER", help=head)
+    add_graphs_option(parser)
+    add("--output", metavar="FILE", help="results file (default results/run_<time>_<table>.jsonl)")
+    add("--resume", metavar="FILE", help="continue the interrupted run of a results file")
+    add("--show", metavar="FILE", help="print the table of a results file, and exit")
+    formats = ("text", "markdown")
+    add("--format", choices=formats, default="text", help="format of the table (default text)")
+    return parser
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1. Raises argparse.ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def list_of(kind: Callable[[str], float]) -> Callable[[str], list]:
+    """Return a parser of a comma-separated list of different numbers. kind: parses one."""
+
+    def number(text: str) -> list:  # argparse's messages include this name
+        found = [kind(part) for part in text.split(",")]
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{text!r} has a number twice")
+        return found
+
+    return number
+
+
+def require_alone(args: argparse.Namespace, option: str, allowed: Sequence[str] = ()) -> None:
+    """Raise UsageError for options that have no effect together with this one."""
+    defaults = vars(build_parser().parse_args([]))
+    given = [name for name, value in vars(args).items() if value != defaults[name]]
+    others = [name for name in given if f"--{name}" != option and name not in allowed]
+    if others:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise UsageError(f"{names.replace('--new-', '--max-new-')}: no effect with {option}")
+
+
+def recorded_options(args: argparse.Namespace) -> Line:
+    """Return the options that a results file records: all that change what is measured."""
+    given = {name: value for name, value in vars(args).items() if name not in UNRECORDED_OPTIONS}
+    return {name: value for name, value in given.items() if value not in (None, False)}
+
+
+def read_options(head: Line) -> argparse.Namespace:
+    """Return the options that a results file was measured with."""
+    defaults = vars(build_parser().parse_args([]))
+    threads = {"threads": head["machine"]["threads"]}
+    return argparse.Namespace(**(defaults | threads | head["options"]))
+
+
+def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan:
+    """Check the options, then load models and prompts. Raises UsageError.
+
+    previous: the content of the file to resume.
+    """
+    table = find_table(args.table)
+    columns = choose_columns(args.columns, table.columns)
+    is_half = choose_dtype(args.dtype, choose_device(args.device)) != torch.float32
+    parts = choose_parts(args)
+    cases = choose_cases(parts, args, [CONTROL] if is_half and "exact" in table.columns else [])
+    check_options(args, table, cases)
+    args = resolve_models(args)
+    load_before = one_minute_load()
+    texts = [
+        from_rank_0(load_prompts, part.dataset, args.prompts, part.n_prompts) for part in parts
+    ]
+    pair, models = open_pair(args, is_drafting=True, announce=print_line)
+    eagle_pair = None
+    if any(case.uses_head for case in cases):
+        models["head"] = args.head or embedded_head()
+        eagle_pair = with_draft(pair, Path(models["head"]), pair.draft.dtype)
+    check_lengths(cases, pair)
+    chosen = [choose_prompts(found, pair, part) for found, part in zip(texts, parts, strict=True)]
+    prompts = {part.dataset: ids for part, (ids, _) in zip(parts, chosen, strict=True)}
+    names = [f"{len(ids)} {name}" if len(parts) > 1 else name for ids, name in chosen]
+    head = {
+        "format": FORMAT,
+        "table": args.table,
+        "title": describe_preset(args.table, cases, describe_drafts(cases, pair, models)),
+        "columns": columns,
+        "options": recorded_options(args),
+        "machine": from_rank_0(describe_machine, pair, models, any(c.is_hf for c in cases)),
+        "load_before": load_before,
+        "n_prompts": {dataset: len(ids) for dataset, ids in prompts.items()},
+        "prompts": ", ".join(names),
+        "prompts_sha256": hash_prompts(prompts),
+        "cases": [asdict(case) for case in cases],
+    }
+    if previous:
+        require_same_conditions(previous.head, head)
+    max_length = max(len(prompt) for ids in prompts.values() for prompt in ids)
+    pass_context = min(max_length, parts[0].prompt_tokens[0]) + parts[0].new_tokens[0] // 2
+    return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
+
+
+def choose_columns(option: str | None, default: Sequence[str]) -> list[str]:
+    """Return the names of the columns of --columns, or the default. Raises UsageError."""
+    columns = list(default) if option is None else split_list(option, "--columns")
+    for name in columns:
+        title(name)  # raises UsageError for an unknown column
+    return columns
+
+
+def check_options(args: argparse.Namespace, table: Table, cases: Sequence[Case]) -> None:
+    """Raise UsageError for options that contradict each other."""
+    require_graphs(args)
+    temperatures = {case.temperature for case in cases}
+    for value in temperatures:
+        if value or not any(temperatures):  # greedy texts of a sampled table ignore top_p and seed
+            choose_sampling(value, args.top_p, args.seed, None)
+    if args.dataset and args.prompts:
+        raise UsageError("--dataset and --prompts exclude each other; use one of them")
+    if args.pair and (args.target or args.draft):
+        raise UsageError("--pair excludes --target and --draft; use one or the other")
+    if args.head and not any(case.uses_head for case in cases):
+        raise UsageError(f"--head {args.head} has no effect: no row has the word {HEAD}")
+    if table.is_memory_table and world_size() > 1:
+        raise UsageError(f"--table {args.table} needs a single process; use python, not torchrun")
+    is_greedy_speed = not table.is_memory_table and not any(temperatures)
+    if any(case.is_hf for case in cases) and not is_greedy_speed:
+        names = ", ".join(HF_METHODS)
+        raise UsageError(f"{names}: only greedy speed; use temperature 0 and no memory table")
+
+
+def resolve_models(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with the target and draft of --pair or of the table, and with absolute
+    paths, so that --resume works in every folder."""
+    found = vars(args).copy()
+    is_enlarged = args.table == "enlarged" and args.target is None and args.draft is None
+    pair = found["pair"] or ("enlarged" if is_enlarged else None)
+    if pair:
+        found["target"], found["draft"] = PAIRS[pair]()
+    for name in PATHS:
+        if found[name] and os.path.exists(found[name]):
+            found[name] = os.path.abspath(found[name])
+    return argparse.Namespace(**(found | {"pair": None}))
+
+
+def check_lengths(cases: Sequence[Case], pair: Pair) -> None:
+    """Raise UsageError for a window that the models cannot have. Warn if texts are longer than the
+    target's training length."""
+    for case in cases:
+        if not case.is_hf:
+            require_fit(case.generation_config(), pair, f"{case.row}: ")
+    unwindowed = [case for case in cases if " window=" not in case.row]
+    warn_of_length(pair, max((c.prompt_tokens + c.new_tokens for c in unwindowed), default=0))
+
+
+def choose_prompts(texts: list[str], pair: Pair, part: Part) -> tuple[list[list[int]], str]:
+    """Return the ids of a part's prompts, cut to its largest length, and their name. Print a note
+    if there are too few.
+
+    A single length is a maximum. If there are several, every prompt must reach all of them: the
+    target extends builtin prompts, and of other datasets only texts that are long enough are used.
+    """
+    max_tokens = max(part.prompt_tokens)
+    has_several = len(part.prompt_tokens) > 1
+    is_builtin = part.dataset == DATASETS[0]
+    min_tokens = max_tokens if has_several and not is_builtin else 1
+    vocab_size = pair.target.config.vocab_size
+    prompts = cut_prompts(texts, pair.tokenizer, vocab_size, max_tokens, part.n_prompts, min_tokens)
+    if len(prompts) < part.n_prompts:
+        limit = f" of {min_tokens} tokens or more" if min_tokens > 1 else ""
+        print_line(f"note: {part.dataset} has {len(prompts)} prompts{limit}, not {part.n_prompts}")
+    if has_several and is_builtin and min(len(prompt) for prompt in prompts) < max_tokens:
+        print_line(f"note: the target extends the builtin prompts to {max_tokens} tokens")
+        return extend_prompts(prompts, pair, max_tokens), f"{part.dataset}, extended by the target"
+    return prompts, part.dataset
+
+
+def hash_prompts(prompts: Prompts) -> str:
+    """Return the SHA-256 of the ids of all prompts."""
+    all_ids = [prompt for ids in prompts.values() for prompt in ids]
+    return hashlib.sha256(repr(all_ids).encode()).hexdigest()
+
+
+def describe_preset(name: str, cases: Sequence[Case], drafter: str) -> str:
+    """Return the title of a paper's table, which says so if no published figure matches a case; an
+    empty string for other tables. drafter: the name of the drafts."""
+    if name not in PRESETS:
+        return ""
+    title = PRESETS[name].title.replace("{drafter}", drafter)
+    is_published = any(any(part.published.values()) for part in PRESETS[name].parts)
+    if is_published and not any(case.published for case in cases):
+        return f"{title}; its published figures are for other prompts, sizes or rows"
+    return title
+
+
+def describe_drafts(cases: Sequence[Case], pair: Pair, models: dict) -> str:
+    """Return the kinds and names of the drafts that the cases use. models: as open_pair reports."""
+    drafting = [case for case in cases if case.is_drafting]
+    kind = "EAGLE head" if head_of(pair.draft) else "draft model"
+    names = []
+    if not all(case.uses_head for case in drafting):
+        names.append(f"the {kind} {path_from_root(models['draft'])}")
+    if any(case.uses_head for case in drafting):
+        names.append(f"the EAGLE head {path_from_root(models['head'])}")
+    return " and ".join(names) or "no draft"
+
+
+def require_same_conditions(before: Line, now: Line) -> None:
+    """Raise UsageError if an interrupted table would be resumed under other conditions."""
+    was, found = before["machine"], now["machine"]
+    names = sorted(was.keys() | found.keys())
+    changes = [
+        f"{name} was {was.get(name)} and is {found.get(name)}"
+        for name in names
+        if was.get(name) != found.get(name)
+    ]
+    now = json.loads(json.dumps(now))
+    for name in ("prompts_sha256", "columns", "cases"):
+        if before[name] != now[name]:
+            changes.append(f"the {name.removesuffix('_sha256')} have changed")
+    if changes:
+        raise UsageError(f"--resume: {', '.join(changes)}; use the same conditions or a new file")
+
+
+def describe_tables() -> str:
+    """Return the output of --tables."""
+    means = {"NAME_mean": "mean ± standard deviation over the texts"}
+    speedups = {"NAME_speedup": f"x ar, as a ratio of means; for {', '.join(WITH_SPEEDUP)}"}
+    columns = {name: title(name) for name in (*NUMBERS, *OTHERS)} | means | speedups
+    papers = {name: t.title.replace("{drafter}", "your --draft") for name, t in PRESETS.items()}
+    sections = {
+        "tables of this project:": {name: table.title for name, table in TABLES.items()},
+        "tables of the papers, shown with published figures:": papers,
+        "unavailable tables of the papers, and what they need:": UNAVAILABLE,
+        "columns, with their titles:": columns,
+    }
+    blocks = []
+    for heading, titles in sections.items():
+        lines = [f"  {name:<18} {title}" for name, title in titles.items()]
+        lines = [textwrap.fill(line, 80, subsequent_indent=" " * 21) for line in lines]
+        blocks.append("\n".join([heading, *lines]))
+    return "\n\n".join(blocks)
