@@ -10,6 +10,7 @@ NAME = "NVIDIA Pretended H100"
 CAPABILITY = (9, 0)
 # Figures of memory, which the device does not measure
 FREE, TOTAL, USED = 70 * 10**9, 80 * 10**9, 10**9
+GRAPHS = {"segment_pool_id": (0, 1), "total_size": USED}
 
 
 class Event:
@@ -78,6 +79,7 @@ FUNCTIONS = {  # these replace attributes of torch.cuda
     "memory_allocated": lambda device=None: USED,
     "mem_get_info": lambda device=None: (FREE, TOTAL),
     "memory_reserved": lambda device=None: USED,
+    "memory_snapshot": lambda: [GRAPHS],
     "stream": StreamContext,
     "synchronize": lambda device=None: timeline.wait("synchronize"),
 }
