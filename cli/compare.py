@@ -65,13 +65,14 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
     }
     if not config.sampling.is_greedy:
         return found
-    theirs = reference.ids.tolist()
-    at = first_difference(written.ids.tolist(), theirs)
+    at = first_difference(written.ids, reference.ids)
     found |= {"exact": at is None, "first_difference": at}
     if config.strict:
         found["logits_difference"] = first_difference(digests.found, of_ar.found)
     elif at is not None:
-        found["top2_gap"] = top2_gap(request.pair, request.prompt + theirs[:at], config.window)
+        found["top2_gap"] = top2_gap(
+            request.pair, request.prompt + reference.ids[:at], config.window
+        )
     return found
 
 

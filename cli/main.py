@@ -261,7 +261,7 @@ def report(request: Request, tally: Tally, comparison: Comparison | None) -> dic
     """Return the object of --json, except for its settings."""
     n_graphs, capture_s = request.pair.captured()
     found = {
-        "token_ids": tally.ids.tolist(),
+        "token_ids": tally.ids,
         "text": "".join(tally.pieces),
         "finish_reason": tally.finish_reason,
         "metrics": asdict(tally.metrics()),

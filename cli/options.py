@@ -44,7 +44,8 @@ def add_method_options(parser: argparse._ActionsContainer) -> None:
     method = "decoding method (default dynatree)"
     parser.add_argument("--method", choices=METHODS, default="dynatree", metavar="M", help=method)
     listing = "print the methods and their settings, and exit"
-    parser.add_argument("--list-methods", action=ListMethods, help=listing)
+    named = {"nargs": "?", "choices": METHODS, "metavar": "M"}
+    parser.add_argument("--list-methods", action=ListMethods, **named, help=listing)
     add_word(parser, "--set", metavar="NAME=VALUE", help="setting of the method (repeatable)")
     window = "keep the latest N to N + N / 4 tokens (default all)"
     add_word(parser, "--window", type="window={}".format, metavar="N", help=window)
@@ -74,9 +75,6 @@ def add_word(parser: argparse._ActionsContainer, name: str, **kwargs: object) ->
 class ListMethods(argparse.Action):
     """The option --list-methods: print all methods, or one, and exit."""
 
-    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, dest, nargs="?", metavar="M", help=help)
-
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -84,9 +82,6 @@ class ListMethods(argparse.Action):
         method: str | None,
         option: str | None = None,
     ) -> None:
-        if method is not None and method not in METHODS:
-            known = ", ".join(METHODS)
-            parser.error(f"{option}: there is no method {method!r}; choose from {known}")
         print(describe(METHODS if method is None else {method: METHODS[method]}))
         parser.exit()
 
@@ -99,7 +94,9 @@ def choose_config(args: argparse.Namespace) -> GenerationConfig:
         raise UsageError(f"--method {args.method}: {error}") from error
     sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
     if args.draft_temperature is not None:
-        require_temperature(args.method, config.make_rule(), sampling.draws_candidates)
+        if not has_temperature(config.make_rule(), sampling.draws_candidates):
+            why = f"the trees of {args.method} do not depend on the draft's probabilities"
+            raise UsageError(f"--draft-temperature has no effect, because {why}")
     if config.acceptance and sampling.is_greedy:
         raise UsageError(f"--accept {config.acceptance} needs a --temperature above 0")
     return replace(config, sampling=sampling, graphs=not args.no_graphs)
@@ -126,13 +123,6 @@ def has_temperature(rule: Rule, draws: bool) -> bool:
     """Whether the temperature of the draft changes a rule's trees. draws: whether candidates are
     drawn if the rule supports it."""
     return (draws and rule.draws_candidates) or (rule.max_depth > 0 and rule.depends_on_probs)
-
-
-def require_temperature(method: str, rule: Rule, draws: bool) -> None:
-    """Raise UsageError if the draft temperature does not change the method's trees."""
-    if not has_temperature(rule, draws):
-        why = f"the trees of {method} do not depend on the draft's probabilities"
-        raise UsageError(f"--draft-temperature has no effect, because {why}")
 
 
 def require_fit(config: GenerationConfig, pair: Pair, whose: str = "") -> None:

@@ -99,7 +99,7 @@ MISTAKES = [
     (A + " --device cuda", {}, "--device cpu"),
     (A + " --device cpu --no-graphs", {}, "has no effect on cpu"),
     (A + " --reference --strict", {}, "--reference: no --strict"),
-    (A + " --list-methods none", {}, "there is no method 'none'; choose from ar, linear"),
+    (A + " --list-methods none", {}, "invalid choice: 'none' (choose from "),
     (A + " --dtype int8", {}, "--dtype is int8, it must be one of float32, "),
     (A + " --method ar --draft-dtype int8", {}, "--draft-dtype is int8, it must be one of"),
     (A + " --temperature -1", {}, "--temperature is -1.0, it must be a positive"),
