@@ -4,7 +4,6 @@
 const PAPER = "https://github.com/cny123222/DynaTree/blob/main/paper/dynatree.pdf";
 const ACCEPTANCES = { // name, address and section of the paper
   token: ["DySpec", "https://arxiv.org/abs/2410.11744", ", Algorithm 3"],
-  block: ["Block Verification", "https://arxiv.org/abs/2403.10444", ""],
   traversal: ["Traversal Verification", "https://arxiv.org/abs/2505.12398", ""],
 };
 

@@ -14,7 +14,7 @@ const DEPTH_RATIO_BOUNDS = { low: 0.6, high: 0.8 }; // between them, history cha
 const STEPS = ["draft", "mask", "verify", "accept", "commit", "adapt"]; // the steps of the README
 
 function textOf(id) {
-  return data.vocabulary[id] ?? `#${id}`;
+  return data.vocabulary[id];
 }
 
 function depthsOf(parents) {
@@ -40,7 +40,7 @@ function viewOf(index) {
   view.isAccepted = new Set(iteration.path);
   view.leaf = iteration.path[iteration.path.length - 1];
   view.trials = new Map(); // row -> trial; empty for greedy text
-  for (const [row, p, uniform, remaining] of iteration.trials ?? []) {
+  for (const [row, p, uniform, remaining] of iteration.trials) {
     view.trials.set(row, { p, uniform, remaining });
   }
   view.stages.push(...stagesOf(iteration));

@@ -35,7 +35,6 @@ const RULE_OF_ACCEPTANCE = {
     "probability.",
   traversal: "From the leaves up, the first row whose uniform number is below its acceptance " +
     "probability ends the path.",
-  "the method's": "The method has its own acceptance.",
 };
 
 function meaningOf(name) {
@@ -82,8 +81,7 @@ const CAPTIONS = {
     const { pass } = stage;
     if (stage.isNothing) return "Nothing is drafted. The tree is only its root, the pending token.";
     if (stage.isRetrieval) {
-      const source = SOURCES_OF_RETRIEVED[settings.method];
-      const retrieval = source ? `Retrieval from ${source}` : "Retrieval";
+      const retrieval = `Retrieval from ${SOURCES_OF_RETRIEVED[settings.method]}`;
       const nodes = formatCount(view.isRetrieved.size, "node");
       return `${retrieval} adds ${nodes}, without a pass of the draft model. Their p(u) is an estimate.`;
     }
@@ -121,7 +119,7 @@ const CAPTIONS = {
       const how = "The path starts at the root and follows the target model’s most probable tokens";
       return `${how}. ${capitalise(accepted)}. ${quote([bonus])} is the bonus token.`;
     }
-    const how = RULE_OF_ACCEPTANCE[settings.acceptance] ?? RULE_OF_ACCEPTANCE.token;
+    const how = RULE_OF_ACCEPTANCE[settings.acceptance];
     const nTrials = view.trials.size;
     const trials = `After ${formatCount(nTrials, "trial")}`;
     const outcome = nTrials ? `${trials}, ${accepted}` : capitalise(accepted);
