@@ -65,14 +65,13 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
     }
     if not config.sampling.is_greedy:
         return found
-    at = first_difference(written.ids, reference.ids)
+    theirs = reference.ids
+    at = first_difference(written.ids, theirs)
     found |= {"exact": at is None, "first_difference": at}
     if config.strict:
         found["logits_difference"] = first_difference(digests.found, of_ar.found)
     elif at is not None:
-        found["top2_gap"] = top2_gap(
-            request.pair, request.prompt + reference.ids[:at], config.window
-        )
+        found["top2_gap"] = top2_gap(request.pair, request.prompt + theirs[:at], config.window)
     return found
 
 
