@@ -104,9 +104,11 @@ def rates(texts: pd.DataFrame, kind: str, part: str, title: str) -> sns.FacetGri
         points, kind="line", x=x, y="share", col="label", col_wrap=4, hue="method", marker="o",
         palette=PALETTE, legend=False, height=1.7, aspect=WIDTH / 4 / 1.7
     )  # fmt: skip
-    grid.set_titles("{col_name}").set(ylim=(0, 1.05))
-    for panel in grid.axes.flat if kind == "calibration" else ():
-        panel.axline((0, 0), (1, 1), color=GREY, linewidth=0.8, linestyle=":")
+    grid.set(ylim=(0, 1.05))
+    for label, panel in grid.axes_dict.items():
+        panel.set_title(textwrap.fill(label, 26))
+        if kind == "calibration":
+            panel.axline((0, 0), (1, 1), color=GREY, linewidth=0.8, linestyle=":")
     grid.figure.suptitle(title)
     return grid
 

@@ -25,9 +25,9 @@ from cli.errors import UsageError
 from cli.metrics import token_ids
 from cli.models import Pair
 from draft_tree import Tree
-from engine.checkpoint import read_config
 from engine.generate import Step
 from engine.memory import OutOfMemory
+from gpt_neox import read_config
 
 DRAFT, HEAD = str(TINY / "draft"), str(TINY / "eagle")
 QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--max-new-tokens", "6"]
@@ -317,10 +317,8 @@ def test_setup_time_counts_only_the_models_that_a_method_loads(
             self.load_s = 20.0
 
         def decode(self, name: str, prompt: list[int], n_new: int, n_steps: int | None) -> list:
-            return [
-                Step([prompt[0]], Tree.from_root(0), [0], verify_ms=1.0)
-                for _ in range(n_steps or n_new)
-            ]
+            tree = Tree.from_root(0)
+            return [Step([prompt[0]], tree, [0], verify_ms=1.0) for _ in range(n_steps or n_new)]
 
     monkeypatch.setattr(bench, "HuggingFace", Repeating)
     load_s = {"target": 50.0, "draft": 100.0}
