@@ -48,10 +48,8 @@ def memory_for(what: str) -> Iterator[None]:
     """Raise OutOfMemory if the block runs out of memory. what: the purpose of the memory."""
     try:
         yield
-    except OutOfMemory:  # its message is more precise
-        raise
     except Exception as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
         raise OutOfMemory(f"out of memory for {what}") from error
 
