@@ -292,15 +292,6 @@ def test_results_of_each_row_for_the_host(
         assert k > SMALL_K or candidates == ranked[:k]
 
 
-def test_no_more_ids_than_there_are() -> None:
-    """Check k above the vocabulary size, 96. It once raised an error in torch."""
-    model = random_model(6)
-    cache = model.new_cache(1)
-    model.forward(torch.tensor([7]), torch.tensor([0]), cache)
-    scores = cache.scores
-    assert sorted(scores.top_ids(100)[0]) == list(range(96)) and len(scores.top_ids(3)[0]) == 3
-
-
 @pytest.mark.parametrize("is_shaped", [False, True], ids=["tight", "fixed"])
 def test_prefill_reports_the_likeliest_ids_after_each_token(
     is_shaped: bool, monkeypatch: MonkeyPatch
