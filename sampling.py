@@ -26,6 +26,9 @@ from torch import Tensor
 from draft_tree import Tree
 from verify import finite_rows
 
+FLOAT32 = torch.finfo(torch.float32)  # in which logits are divided
+FIXED_POINT_ONE = 2**40  # probability 1 as an integer
+
 
 class Sampler:
     """The Acceptance of sampled text. One sampler serves one text."""
@@ -41,11 +44,8 @@ class Sampler:
 
         Raises ValueError for a number out of range.
         """
-        float32 = torch.finfo(torch.float32)
-        if not float32.tiny <= temperature <= float32.max:
-            raise ValueError(f"temperature is {temperature}, it must be a positive float32")
-        if not float32.tiny <= top_p <= 1:
-            raise ValueError(f"top_p is {top_p}, it must be a positive float32, at most 1")
+        require_positive("temperature", temperature)
+        require_positive("top_p", top_p, 1)
         self.temperature = temperature
         self.top_p = top_p
         self.random = Random(seed)
@@ -79,19 +79,39 @@ class Sampler:
         return int(torch.searchsorted(ends, point, right=True))
 
 
+def require_positive(name: str, value: float, high: float = FLOAT32.max) -> None:
+    """Raise ValueError unless a number is positive in float32, and at most `high`."""
+    if not isinstance(value, float | int) or not FLOAT32.tiny <= value <= high:
+        limit = f", at most {high}" if high < FLOAT32.max else ""
+        raise ValueError(f"{name} is {value!r}, it must be a positive float32{limit}")
+
+
 def path_tokens(tree: Tree, path: list[int]) -> list[int]:
     """Return the tokens of a path, without the root's."""
     return [tree.tokens[row] for row in path[1:]]
 
 
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits [n, V] divided by a temperature, shifted so that a tiny one cannot give nan."""
+    if temperature == 1:
+        return logits
+    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
+
+
 def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     """Return the distributions [n, V] of logits [n, V] at a temperature, 0 outside the top-p set;
     not normalised."""
-    shifted = logits - logits.amax(dim=-1, keepdim=True)  # without it a tiny temperature gives inf
-    probs = torch.softmax(shifted / temperature, dim=-1)
+    probs = torch.softmax(tempered(logits, temperature), dim=-1)
     if top_p == 1:
         return probs
     sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
-    # A token stays if the likelier ones have not reached top_p; the first one always stays
-    stays = sorted_probs.cumsum(dim=-1) - sorted_probs < top_p
-    return torch.zeros_like(probs).scatter_(-1, order, sorted_probs * stays)
+    kept = sorted_probs * is_in_top_p(sorted_probs, top_p)
+    return torch.zeros_like(probs).scatter_(-1, order, kept)
+
+
+def is_in_top_p(sorted_probs: Tensor, top_p: float) -> Tensor:
+    """Return which of the probabilities [n, m], highest first, are in the top-p set: those for
+    which the ones before have not reached top_p. The first one always is."""
+    # Integers add up to one sum in any order, while CUDA's float sums differ from run to run
+    parts = (sorted_probs * FIXED_POINT_ONE).long()
+    return parts.cumsum(dim=-1) - parts < max(round(top_p * FIXED_POINT_ONE), 1)

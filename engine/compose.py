@@ -21,12 +21,12 @@ from torch import Tensor
 from draft_tree import Candidates, Rule, Settings
 from dynatree import Drafter, ModelDrafter
 from engine.run import ModelRun
-from methods.acceptances import Accept, choose_acceptance
+from methods.acceptances import choose_acceptance
 from methods.calibration import CalibratedDrafter
 from methods.drawn import DrawnDrafter, DrawnRule
 from methods.eagle import EagleDrafter, HiddenDrafter, head_of, require_size
 from methods.rules import make_rule
-from methods.sampler import GREEDY, Sampling
+from methods.sampler import GREEDY, DrawingSampler, Sampling
 
 
 class Parts(NamedTuple):
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
     drafter: Drafter | None
     rule: Rule
-    accept: Accept | None  # None for greedy text
+    accept: DrawingSampler | None  # None for greedy text
 
 
 class RankedDrafter(ModelDrafter):
@@ -96,4 +96,5 @@ def compose(
         if acceptance:
             raise ValueError(f"{acceptance} is for sampled text, and this is greedy")
         return Parts(drafter, rule, None)
-    return Parts(drafter, rule, Accept(choose_acceptance(rule, acceptance), sampler, proposing))
+    sampler.accept = choose_acceptance(rule, acceptance)
+    return Parts(drafter, rule, sampler)

@@ -18,7 +18,8 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from methods.sampler import SMALL_K, tempered, top_k_by_repeated_max
+from methods.sampler import SMALL_K, top_k_by_repeated_max
+from sampling import tempered
 from verify import finite_rows
 
 

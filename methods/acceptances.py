@@ -50,12 +50,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_tree import Tree
-from dynatree import Drafter
-from methods.drawn import DrawnDrafter
 from methods.rules import MethodRule, are_retrieved
 from methods.sampler import DrawingSampler
 from sampling import path_tokens
-from verify import finite_rows
 
 # accept(tree, target_probs [N, V], sampler, draft_probs) -> the accepted rows, the root first, and
 # the token after each of them, the bonus token last. draft_probs: by draft slot, the distribution
@@ -63,27 +60,6 @@ from verify import finite_rows
 DrawnAcceptance = Callable[
     [Tree, Tensor, DrawingSampler, list[Tensor]], tuple[list[int], list[int]]
 ]
-
-
-class Accept:
-    """The verify.Acceptance of sampled text: calls a DrawnAcceptance with what it needs."""
-
-    def __init__(self, accept: DrawnAcceptance, sampler: DrawingSampler, drafter: Drafter | None):
-        self.accept, self.sampler, self.drafter = accept, sampler, drafter
-
-    def __call__(
-        self, tree: Tree, logits: Tensor, is_finite: list[bool] | None = None
-    ) -> tuple[list[int], list[int]]:
-        """is_finite: verify.finite_rows of the logits, if known."""
-        is_finite = is_finite or finite_rows(logits)
-        if not all(is_finite):  # the path is cut before such a row, so its numbers do not matter
-            logits = logits.clone()
-            logits[[row for row, finite in enumerate(is_finite) if not finite]] = 0.0
-        draft_probs = self.drafter.probs if isinstance(self.drafter, DrawnDrafter) else []
-        target_probs = self.sampler.target_distribution(logits)
-        path, tokens = self.accept(tree, target_probs, self.sampler, draft_probs)
-        n = next((n for n, row in enumerate(path) if not is_finite[row]), len(path))
-        return path[:n], tokens[:n]
 
 
 def accept_by_token(

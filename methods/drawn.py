@@ -36,16 +36,15 @@ class DrawnDrafter(ModelDrafter):
     def __init__(self, model: Model, sampler: DrawingSampler, n_drawn: int):
         super().__init__(model)
         self.sampler, self.n_drawn = sampler, n_drawn
-        self.probs: list[Tensor] = []  # by draft slot: the distribution [V] of its candidates
 
     def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
         if parents is None:
-            self.probs = []
+            self.sampler.draft_probs = []
         return super().draft(tokens, parents, k)
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
         probs = self.level_probs = self.sampler.draft_distribution(logits)  # [n, V]
-        self.probs.extend(probs)
+        self.sampler.draft_probs.extend(probs)
         return Candidates(*self.sampler.propose(probs, self.n_drawn))
 
 

@@ -19,16 +19,16 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from sampling import Sampler
+from draft_tree import Tree
+from sampling import Sampler, is_in_top_p, require_positive, tempered
+from verify import finite_rows
 
 MAX_SEED = 2**63 - 1
-FIXED_POINT_ONE = 2**40  # probability 1 as an integer
 N_SORTED = 256  # number of likeliest ids that are searched for the top-p set first
 # The exponential race is faster for more draws per row: from 32 on at 4,096 ids, from 127 on at
 # 50,304 (measured on a CPU)
 MAX_CDF_DRAWS = 64
 SMALL_K = 8  # up to this k, repeated maxima are faster than topk
-FLOAT32 = torch.finfo(torch.float32)  # in which logits are divided
 
 # on_trial(row, probability, uniform, remaining_mass): a row of the tree is accepted if the uniform
 # number is below the probability. remaining_mass: of the residual if the row is rejected
@@ -51,12 +51,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature != 0:
-            require_number("temperature", self.temperature)
+            require_positive("temperature", self.temperature)
         if self.draft_temperature is not None:
-            require_number("draft-temperature", self.draft_temperature)
-        require_number("top-p", self.top_p)
-        if self.top_p > 1:
-            raise ValueError(f"top-p is {self.top_p}, it must be above 0 and at most 1")
+            require_positive("draft-temperature", self.draft_temperature)
+        require_positive("top-p", self.top_p, 1)
         if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed is {self.seed}, it must be an integer from 0 to 2^63 - 1")
         if self.draws_greedy and not self.temperature and self.draft_temperature is None:
@@ -81,23 +79,32 @@ class Sampling:
         return DrawingSampler(self, device)
 
 
-def require_number(name: str, value: float) -> None:
-    """Raise ValueError unless the value is a positive number, in float32 too."""
-    if not isinstance(value, float | int) or not FLOAT32.tiny <= value <= FLOAT32.max:
-        raise ValueError(f"{name} is {value!r}, it must be a positive float32")
-
-
 GREEDY = Sampling()
 
 
 class DrawingSampler(Sampler):
-    """The core's sampler with a method to draw candidates, which depends on the device."""
+    """The Acceptance of sampled text, which also draws the candidates of methods that want it."""
 
     def __init__(self, settings: Sampling, device: torch.device):
         super().__init__(settings.temperature or 1.0, settings.top_p, MAX_SEED - settings.seed)
         self.settings = settings
         self.generator = torch.Generator(device).manual_seed(settings.seed)
+        self.accept: Callable | None = None  # a DrawnAcceptance (acceptances.py)
+        # By draft slot of the current tree: the distribution [V] of the row's candidates
+        self.draft_probs: list[Tensor] = []
         self.on_trial: OnTrial | None = None
+
+    def __call__(
+        self, tree: Tree, logits: Tensor, is_finite: list[bool] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return what Sampler does, by `accept`. is_finite: finite_rows of the logits, if known."""
+        is_finite = is_finite or finite_rows(logits)
+        if not all(is_finite):  # the path is cut before such a row, so its numbers do not matter
+            logits = logits.clone()
+            logits[[row for row, finite in enumerate(is_finite) if not finite]] = 0.0
+        path, tokens = self.accept(tree, self.target_distribution(logits), self, self.draft_probs)
+        n = next((n for n, row in enumerate(path) if not is_finite[row]), len(path))
+        return path[:n], tokens[:n]
 
     def target_distribution(self, logits: Tensor) -> Tensor:
         """Return the target's distributions [n, V], 0 outside the top-p set."""
@@ -121,11 +128,7 @@ class DrawingSampler(Sampler):
         """Return probabilities [n, V], 0 outside the top-p set, which is searched for among the
         n_sorted likeliest ids first."""
         sorted_probs, order = stable_top_k(probs, n_sorted)  # [n, n_sorted] each
-        # A token stays if those above it have not reached top_p yet; the first one always stays.
-        # Integers add up to one sum in any order, while CUDA's float sums differ from run to run
-        parts = (sorted_probs * FIXED_POINT_ONE).long()
-        above = parts.cumsum(dim=-1) - parts
-        stays = above < max(round(self.top_p * FIXED_POINT_ONE), 1)
+        stays = is_in_top_p(sorted_probs, self.top_p)
         kept = torch.zeros_like(probs).scatter_(-1, order, sorted_probs * stays)
         if n_sorted < probs.shape[1]:
             lowest = sorted_probs.masked_fill(~stays, math.inf).amin(dim=-1)
@@ -191,12 +194,10 @@ class DrawingSampler(Sampler):
         """Draw k tokens of each row: ids [n, k] int64 in draw order, and their log-probabilities
         [n, k] float32. Both are numpy arrays, and one copy brings them to the host."""
         ids, drawn = self.draw_several(probs, min(k, probs.shape[1]))
-        if probs.device.type == "cpu":
-            ids, drawn = ids.numpy(), drawn.numpy()
-        else:  # float32 holds every id below 2^24 exactly
-            ids, drawn = torch.stack((ids.float(), drawn)).cpu().numpy()
+        # float32 holds every id below 2^24 exactly
+        ids, drawn = torch.stack((ids.float(), drawn)).cpu().numpy()
         with numpy.errstate(divide="ignore"):
-            return ids.astype(numpy.int64, copy=False), numpy.log(drawn)
+            return ids.astype(numpy.int64), numpy.log(drawn)
 
     def draw(self, probs: Tensor) -> int:
         return int(self.draw_several(probs.unsqueeze(0), 1)[0])
@@ -211,13 +212,6 @@ class DrawingSampler(Sampler):
         if self.on_trial:
             self.on_trial(row, probability, uniform, remaining_mass)
         return uniform < probability
-
-
-def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits [n, V] divided by a temperature, shifted so that a tiny one cannot give nan."""
-    if temperature == 1:
-        return logits
-    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
 
 
 def stable_top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from copy import copy
 from types import SimpleNamespace
 from typing import TypeVar
 
@@ -30,7 +29,7 @@ from engine.generate import generate
 from engine.generation_config import GenerationConfig
 from engine.run import ModelRun
 from gpt_neox import Config, GPTNeoX, Model
-from methods.acceptances import ACCEPTANCES, Accept, DrawnAcceptance
+from methods.acceptances import ACCEPTANCES, DrawnAcceptance
 from methods.sampler import DrawingSampler, Sampling
 from verify import Acceptance
 
@@ -107,20 +106,20 @@ class Enumeration:
         """Return the tokens that one iteration may write after `root`, and their probability."""
         found = []
         for (tree, parts), p_tree in self.trees(root, n_left):
-            accept = copy(parts.accept)
-            accept.accept = acceptance or accept.accept
-            draws_once = accept.accept in ACCEPTANCES.values()
-            accept.sampler = (BonusRecorder if draws_once else Scripted)(self.sampling, Choices([]))
+            accept = acceptance or parts.accept.accept
+            draws_once = accept in ACCEPTANCES.values()
+            sampler = (BonusRecorder if draws_once else Scripted)(self.sampling, Choices([]))
+            sampler.accept, sampler.draft_probs = accept, parts.accept.draft_probs
 
-            def verifying(choices: Choices, accept: Accept = accept, tree: Tree = tree) -> Text:
-                accept.sampler.choose = choices.choose
-                return commit(accept, tree, self.table)
+            def verifying(choices: Choices, sampler: Scripted = sampler, tree: Tree = tree) -> Text:
+                sampler.choose = choices.choose
+                return commit(sampler, tree, self.table)
 
             for text, p_path in every_outcome(verifying):
                 if not draws_once:
                     found.append((text, p_tree * p_path))
                     continue
-                for token, p in enumerate(accept.sampler.bonus_probs):
+                for token, p in enumerate(sampler.bonus_probs):
                     if p > 0:
                         found.append(((*text[:-1], token), p_tree * p_path * p))
         return found

@@ -19,7 +19,6 @@ from engine.compose import Parts
 from methods import METHODS
 from methods.acceptances import (
     ACCEPTANCES,
-    Accept,
     accept_by_token,
     accept_by_traversal,
     choose_acceptance,
@@ -54,7 +53,7 @@ def test_every_trial_is_reported(acceptance: str) -> None:
     for seed in range(30):
         parts, tree = make_drafted_tree(SpecInfer("2:2"), seed)
         parts.accept.accept = ACCEPTANCES[acceptance]
-        parts.accept.sampler.on_trial = lambda *trial: trials.append(trial)
+        parts.accept.on_trial = lambda *trial: trials.append(trial)
         path, _ = parts.accept(tree, TARGET.float()[tree.tokens])
         accepted = [row for row, probability, number, _ in trials if number < probability]
         assert accepted == (path[1:] if acceptance == "token" else path[1:][-1:])
@@ -78,7 +77,8 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
     n_reached = 0
     for seed in range(500):
         sampler = Sampling(1.0, seed=seed).sampler(CPU)
-        path, tokens = Accept(ACCEPTANCES[acceptance], sampler, None)(tree, logits)
+        sampler.accept = ACCEPTANCES[acceptance]
+        path, tokens = sampler(tree, logits)
         assert path == [0] and len(tokens) == 1
         n_reached += tokens == [1]
     assert abs(n_reached - 500 * p) < 5 * math.sqrt(500 * p * (1 - p))

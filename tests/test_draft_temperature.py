@@ -84,7 +84,7 @@ def test_candidates_of_greedy_text_are_drawn_at_the_draft_temperature(
     commit = DrawnDrafter.commit
 
     def keep(self: DrawnDrafter, *verified: object) -> None:
-        kept.append(self.probs)
+        kept.append(self.sampler.draft_probs)
         commit(self, *verified)
 
     monkeypatch.setattr(DrawnDrafter, "commit", keep)

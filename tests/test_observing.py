@@ -115,7 +115,7 @@ def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
     calibrated, rule = parts.drafter, parts.rule
     assert isinstance(calibrated, CalibratedDrafter)
     assert isinstance(calibrated.drafter, DrawnDrafter)
-    assert parts.accept.drafter is calibrated.drafter is rule.drafter
+    assert parts.accept is calibrated.drafter.sampler and rule.drafter is calibrated.drafter
     assert isinstance(rule, DrawnRule) and rule.calibrated is calibrated
     assert isinstance(rule.rule, CostGates) and isinstance(rule.rule.rule, GraftRule)
     head = Watching()

@@ -521,7 +521,10 @@ def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
         ({"temperature": 1e-46}, "temperature is 1e-46, it must be a positive float32"),
         ({"temperature": 1e39}, r"temperature is 1e\+39, it must be a positive float32"),
         ({"temperature": 0.0, "draws_greedy": True}, "greedy text needs a draft-temperature"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top-p is 1.5, it must be above 0 and at most 1"),
+        (
+            {"temperature": 1.0, "top_p": 1.5},
+            "top-p is 1.5, it must be a positive float32, at most 1",
+        ),
         ({"temperature": 1.0, "seed": -1}, "seed is -1, it must be an integer"),
         ({"temperature": 1.0, "seed": 1.0}, "seed is 1.0, it must be an integer"),
     ],

@@ -13,12 +13,13 @@ import torch
 from conftest import make_tree, path_to, random_tree
 
 from draft_tree import MAX_ROWS, Tree
-from methods.acceptances import Accept, accept_by_token
+from methods.acceptances import accept_by_token
 from methods.sampler import Sampling
 from sampling import Sampler
 from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
 
-by_token = Accept(accept_by_token, Sampling(1.0).sampler(torch.device("cpu")), None)
+by_token = Sampling(1.0).sampler(torch.device("cpu"))
+by_token.accept = accept_by_token
 
 
 def children_of(tree: Tree, row: int) -> list[int]:
