@@ -33,7 +33,7 @@ from benchmark.enlarged import enlarged_pair
 from benchmark.hf import HF_METHODS
 from benchmark.machine import describe_machine, one_minute_load, path_from_root
 from benchmark.prompts import DATASETS, cut_prompts, extend_prompts, load_prompts
-from benchmark.report import NUMBERS, OTHERS, WITH_SPEEDUP, title
+from benchmark.report import COLUMNS, WITH_SPEEDUP, require_columns
 from benchmark.results import FORMAT, Line, Results
 from cli.errors import Parser, UsageError, print_line
 from cli.models import (
@@ -51,7 +51,6 @@ from cli.models import (
 from cli.options import add_graphs_option, add_model_options, choose_sampling, require_fit
 from engine.generation_config import FLAGS
 from engine.ranks import from_rank_0, world_size
-from methods.eagle import head_of
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
@@ -184,7 +183,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     head = {
         "format": FORMAT,
         "table": args.table,
-        "title": describe_preset(args.table, cases, describe_drafts(cases, pair, models)),
+        "title": describe_preset(args.table, cases, models),
         "columns": columns,
         "options": recorded_options(args),
         "machine": from_rank_0(describe_machine, pair, models, any(c.is_hf for c in cases)),
@@ -204,8 +203,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
 def choose_columns(option: str | None, default: Sequence[str]) -> list[str]:
     """Return the names of the columns of --columns, or the default. Raises UsageError."""
     columns = list(default) if option is None else split_list(option, "--columns")
-    for name in columns:
-        title(name)  # raises UsageError for an unknown column
+    require_columns(columns)
     return columns
 
 
@@ -282,40 +280,32 @@ def hash_prompts(prompts: Prompts) -> str:
     return hashlib.sha256(repr(all_ids).encode()).hexdigest()
 
 
-def describe_preset(name: str, cases: Sequence[Case], drafter: str) -> str:
-    """Return the title of a paper's table, which says so if no published figure matches a case; an
-    empty string for other tables. drafter: the name of the drafts."""
+def describe_preset(name: str, cases: Sequence[Case], models: dict) -> str:
+    """Return the title of a paper's table, which names the drafts that its rows use, and says so if
+    no published figure matches a case; an empty string for other tables.
+
+    models: as open_pair reports, and the head.
+    """
     if name not in PRESETS:
         return ""
-    title = PRESETS[name].title.replace("{drafter}", drafter)
+    roles = {"head" if case.uses_head else "draft" for case in cases if case.is_drafting}
+    drafts = " and ".join(path_from_root(models[role]) for role in sorted(roles))
+    found = PRESETS[name].title.replace("{drafter}", drafts or "no draft")
     is_published = any(any(part.published.values()) for part in PRESETS[name].parts)
     if is_published and not any(case.published for case in cases):
-        return f"{title}; its published figures are for other prompts, sizes or rows"
-    return title
-
-
-def describe_drafts(cases: Sequence[Case], pair: Pair, models: dict) -> str:
-    """Return the kinds and names of the drafts that the cases use. models: as open_pair reports."""
-    drafting = [case for case in cases if case.is_drafting]
-    kind = "EAGLE head" if head_of(pair.draft) else "draft model"
-    names = []
-    if not all(case.uses_head for case in drafting):
-        names.append(f"the {kind} {path_from_root(models['draft'])}")
-    if any(case.uses_head for case in drafting):
-        names.append(f"the EAGLE head {path_from_root(models['head'])}")
-    return " and ".join(names) or "no draft"
+        found += "; its published figures are for other prompts, sizes or rows"
+    return found
 
 
 def require_same_conditions(before: Line, now: Line) -> None:
     """Raise UsageError if an interrupted table would be resumed under other conditions."""
+    now = json.loads(json.dumps(now))
     was, found = before["machine"], now["machine"]
-    names = sorted(was.keys() | found.keys())
     changes = [
         f"{name} was {was.get(name)} and is {found.get(name)}"
-        for name in names
+        for name in sorted(was.keys() | found.keys())
         if was.get(name) != found.get(name)
     ]
-    now = json.loads(json.dumps(now))
     for name in ("prompts_sha256", "columns", "cases"):
         if before[name] != now[name]:
             changes.append(f"the {name.removesuffix('_sha256')} have changed")
@@ -325,19 +315,20 @@ def require_same_conditions(before: Line, now: Line) -> None:
 
 def describe_tables() -> str:
     """Return the output of --tables."""
-    means = {"NAME_mean": "mean ± standard deviation over the texts"}
-    speedups = {"NAME_speedup": f"x ar, as a ratio of means; for {', '.join(WITH_SPEEDUP)}"}
-    columns = {name: title(name) for name in (*NUMBERS, *OTHERS)} | means | speedups
-    papers = {name: t.title.replace("{drafter}", "your --draft") for name, t in PRESETS.items()}
+    columns = {name: title for name, (title, _) in COLUMNS.items()}
+    columns["NAME_mean"] = "mean ± standard deviation over the texts"
+    columns["NAME_speedup"] = f"x ar, as a ratio of means; for {', '.join(WITH_SPEEDUP)}"
     sections = {
         "tables of this project:": {name: table.title for name, table in TABLES.items()},
-        "tables of the papers, shown with published figures:": papers,
+        "tables of the papers, shown with published figures:": {
+            name: table.title.replace("{drafter}", "--draft") for name, table in PRESETS.items()
+        },
         "unavailable tables of the papers, and what they need:": UNAVAILABLE,
         "columns, with their titles:": columns,
     }
-    blocks = []
+    lines = []
     for heading, titles in sections.items():
-        lines = [f"  {name:<18} {title}" for name, title in titles.items()]
-        lines = [textwrap.fill(line, 80, subsequent_indent=" " * 21) for line in lines]
-        blocks.append("\n".join([heading, *lines]))
-    return "\n\n".join(blocks)
+        lines += ["", heading]
+        for name, found in titles.items():
+            lines.append(textwrap.fill(f"  {name:<18} {found}", 80, subsequent_indent=" " * 21))
+    return "\n".join(lines[1:])

@@ -13,6 +13,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pandas as pd
 
@@ -45,9 +46,6 @@ NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the 
     "other": ("other ms", "other_ms", "{:.2f}"),
     "repetition": ("repeat", "repetition", "{:.2f}"),
     "peak": ("peak MB", "peak_mb", "{:.0f}"),
-    "weights_and_caches": ("weights + caches MB", "weights_and_caches_mb", "{:.0f}"),
-    "pools": ("graph pools MB", "pools_mb", "{:.0f}"),
-    "cuda_context": ("CUDA context MB", "cuda_context_mb", "{:.0f}"),
 }
 RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = (*RATES, "wall")
@@ -128,51 +126,17 @@ def is_near_tie(gap: float | None) -> bool:
 # Cells. Each function gets the texts of one case; a cell is empty if it was not measured
 
 
-def cell(name: str, texts: pd.DataFrame) -> str:
-    """Return the cell of a column."""
-    if name in OTHERS:
-        return OTHERS[name][1](texts)
-    base, kind = split_name(name)
-    _, metric, form = NUMBERS[base]
-    match kind:
-        case "mean":
-            return mean_cell(values(texts, metric), form)
-        case "speedup":
-            found = ratio(metric, texts)
-            return f"{found if base in RATES else 1 / found:.2f}x" if found else ""
-    return median_cell(values(texts, metric), form)
-
-
-def title(name: str) -> str:
-    """Return the title of a column."""
-    if name in OTHERS:
-        return OTHERS[name][0]
-    base, kind = split_name(name)
-    found = NUMBERS[base][0]
-    return {"": found, "mean": f"{found} mean", "speedup": f"{found.split()[0]} x ar"}[kind]
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the name of a number and "mean", "speedup" or "". Raises UsageError."""
-    if name in NUMBERS:
-        return name, ""
-    base, _, kind = name.rpartition("_")
-    if base in NUMBERS and (kind == "mean" or (kind == "speedup" and base in WITH_SPEEDUP)):
-        return base, kind
-    known = f"{', '.join([*NUMBERS, *OTHERS])}, or NAME_mean or NAME_speedup (see --tables)"
-    raise UsageError(f"column is {name!r}, it must be one of {known}")
-
-
-def values(texts: pd.DataFrame, metric: str) -> pd.Series:
+def values(metric: str, texts: pd.DataFrame) -> pd.Series:
     """Return a metric of every text, or nothing if a text lacks it, for example because
     transformers does not report it. For the speed-up, return the values of texts that have one."""
     found = texts[metric].dropna()
     return found if metric == "speedup" or len(found) == len(texts) else found[:0]
 
 
-def median_cell(found: pd.Series, form: str) -> str:
+def median_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
     """Return median and quartiles, as "1.27x (1.20-1.33)"; only the median if the formatted
     quartiles are equal."""
+    found = values(metric, texts)
     if found.empty:
         return ""
     low, median, high = (form.format(found.quantile(q)) for q in (0.25, 0.5, 0.75))
@@ -180,21 +144,31 @@ def median_cell(found: pd.Series, form: str) -> str:
     return median if low == high else median + spread
 
 
-def mean_cell(found: pd.Series, form: str) -> str:
+def mean_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
     """Return the mean and the standard deviation over the texts, which divides by n as the papers'
     does; only the mean of a single text."""
+    found = values(metric, texts)
     numbers = [statistics.mean(found), statistics.pstdev(found)] if len(found) else []
     return " ± ".join(form.format(number) for number in numbers[: len(found)])
 
 
-def ratio(metric: str, texts: pd.DataFrame) -> float | None:
-    """Return the mean of a metric / the baseline's mean on the same prompts; None if one of them is
+def ratio(metric: str, texts: pd.DataFrame) -> float:
+    """Return the mean of a metric / the baseline's mean on the same prompts; 0 if one of them is
     not known or not positive."""
     compared = texts[texts.has_baseline]
-    own, of_baseline = (
-        compared[name].sum(skipna=False) for name in (metric, f"of_baseline_{metric}")
-    )
-    return own / of_baseline if own > 0 and of_baseline > 0 else None
+    own, ar = (compared[name].sum(skipna=False) for name in (metric, f"of_baseline_{metric}"))
+    return own / ar if own > 0 and ar > 0 else 0.0
+
+
+def speedup_cell(metric: str, texts: pd.DataFrame) -> str:
+    """Return the speed-up over the baseline, as a ratio of means."""
+    found = ratio(metric, texts)
+    return f"{found if metric in RATES else 1 / found:.2f}x" if found else ""
+
+
+def more_memory_cell(texts: pd.DataFrame) -> str:
+    found = ratio("peak_mb", texts)
+    return f"{found - 1:+.1%}" if found else ""
 
 
 def pooled_cell(texts: pd.DataFrame) -> str:
@@ -209,16 +183,28 @@ def exact_cell(texts: pd.DataFrame) -> str:
     return f"{n - texts.is_different.sum()}/{n}" if n else ""
 
 
-def more_memory_cell(texts: pd.DataFrame) -> str:
-    found = ratio("peak_mb", texts)
-    return "" if found is None else f"{found - 1:+.1%}"
-
-
-OTHERS: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {  # by column: title, cell
-    "tokens_pooled": ("tok/iter pooled", pooled_cell),
-    "exact": ("exact", exact_cell),
-    "more_memory": ("over ar", more_memory_cell),
+COLUMNS: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {  # by name: title, cell
+    name: (title, partial(median_cell, metric, form))
+    for name, (title, metric, form) in NUMBERS.items()
 }
+COLUMNS["tokens_pooled"] = "tok/iter pooled", pooled_cell
+COLUMNS["exact"] = "exact", exact_cell
+COLUMNS["more_memory"] = "over ar", more_memory_cell
+VARIANTS = {  # of the numbers; speed-ups as the papers' authors compute them
+    f"{name}_mean": (f"{title} mean", partial(mean_cell, metric, form))
+    for name, (title, metric, form) in NUMBERS.items()
+}
+for name in WITH_SPEEDUP:
+    title, metric, _ = NUMBERS[name]
+    VARIANTS[f"{name}_speedup"] = f"{title.split()[0]} x ar", partial(speedup_cell, metric)
+
+
+def require_columns(names: Sequence[str]) -> None:
+    """Raise UsageError for an unknown column."""
+    for name in names:
+        if name not in COLUMNS | VARIANTS:
+            known = f"{', '.join(COLUMNS)}, or NAME_mean or NAME_speedup (see --tables)"
+            raise UsageError(f"column is {name!r}, it must be one of {known}")
 
 
 # Tables
@@ -233,9 +219,10 @@ def table_of(results: Results, columns: Sequence[str]) -> pd.DataFrame:
     texts = dict(list(text_frame(results).groupby("label", sort=False)))
     found = {}
     for name in columns:
-        found[name_baseline(results, title(name))] = [cell(name, own) for own in texts.values()]
+        title, cell = (COLUMNS | VARIANTS)[name]
+        found[name_baseline(results, title)] = [cell(own) for own in texts.values()]
         if any(name in case.published for case in results.cases):
-            paper = f"paper {title(name).replace('x ar', 'x')}"  # with a baseline of its own
+            paper = f"paper {title.replace('x ar', 'x')}"  # with a baseline of its own
             found[paper] = [cases[label].published.get(name, "") for label in texts]
     return pd.DataFrame(found, index=list(texts)).rename_axis(columns="method")
 

@@ -18,7 +18,7 @@ from benchmark.cases import (
 )
 from benchmark.hf import HF_METHODS
 from benchmark.plan import PAIRS, build_parser, check_options, describe_preset, resolve_models
-from benchmark.report import title
+from benchmark.report import require_columns
 from cli.errors import UsageError
 from cli.models import PYTHIA
 from engine.generation_config import GenerationConfig
@@ -47,7 +47,8 @@ def test_every_table_is_valid(name: str) -> None:
     keys = {case.key: case for case in cases}
     assert len(keys) == len(set(labels(cases))) == len(cases)
     assert len(cases) > 1 or name == "steps"
-    assert all(map(title, table.columns)) and CONTROL not in {case.row for case in cases}
+    require_columns(table.columns)
+    assert CONTROL not in {case.row for case in cases}
     for case in cases:
         case.generation_config().make_rule()
         assert ("ar", *case.key[1:]) in keys and (case.reference, *case.key[1:]) in keys
@@ -142,7 +143,7 @@ def test_published_figures_are_shown_only_for_their_own_prompts_and_sizes(
     cases = chosen(name, *shlex.split(words))
     named = zip(labels(cases), cases, strict=True)
     assert sorted(label for label, case in named if case.published) == sorted(rows)
-    title = describe_preset(name, cases, "a drafter")
+    title = describe_preset(name, cases, {"draft": "a draft", "head": "a head"})
     assert title.endswith("are for other prompts, sizes or rows") == (not rows)
 
 
