@@ -32,7 +32,7 @@ from benchmark.cases import (
 from benchmark.enlarged import enlarged_pair
 from benchmark.hf import HF_METHODS
 from benchmark.machine import describe_machine, one_minute_load, path_from_root
-from benchmark.prompts import DATASETS, cut_prompts, extend_prompts, load_prompts
+from benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from benchmark.report import COLUMNS, WITH_SPEEDUP, require_columns
 from benchmark.results import FORMAT, Line, Results
 from cli.errors import Parser, UsageError, print_line
@@ -177,9 +177,11 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         models["head"] = args.head or embedded_head()
         eagle_pair = with_draft(pair, Path(models["head"]), pair.draft.dtype)
     check_lengths(cases, pair)
-    chosen = [choose_prompts(found, pair, part) for found, part in zip(texts, parts, strict=True)]
-    prompts = {part.dataset: ids for part, (ids, _) in zip(parts, chosen, strict=True)}
-    names = [f"{len(ids)} {name}" if len(parts) > 1 else name for ids, name in chosen]
+    prompts = {
+        part.dataset: choose_prompts(found, pair, part)
+        for part, found in zip(parts, texts, strict=True)
+    }
+    names = [f"{len(ids)} {name}" if len(parts) > 1 else name for name, ids in prompts.items()]
     head = {
         "format": FORMAT,
         "table": args.table,
@@ -252,26 +254,17 @@ def check_lengths(cases: Sequence[Case], pair: Pair) -> None:
     warn_of_length(pair, max((c.prompt_tokens + c.new_tokens for c in unwindowed), default=0))
 
 
-def choose_prompts(texts: list[str], pair: Pair, part: Part) -> tuple[list[list[int]], str]:
-    """Return the ids of a part's prompts, cut to its largest length, and their name. Print a note
-    if there are too few.
-
-    A single length is a maximum. If there are several, every prompt must reach all of them: the
-    target extends builtin prompts, and of other datasets only texts that are long enough are used.
-    """
+def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
+    """Return the ids of a part's prompts, cut to its largest length. Print a note if there are too
+    few. A single length is a maximum. If there are several, every prompt must reach all of them."""
     max_tokens = max(part.prompt_tokens)
-    has_several = len(part.prompt_tokens) > 1
-    is_builtin = part.dataset == DATASETS[0]
-    min_tokens = max_tokens if has_several and not is_builtin else 1
+    min_tokens = max_tokens if len(part.prompt_tokens) > 1 else 1
     vocab_size = pair.target.config.vocab_size
     prompts = cut_prompts(texts, pair.tokenizer, vocab_size, max_tokens, part.n_prompts, min_tokens)
     if len(prompts) < part.n_prompts:
         limit = f" of {min_tokens} tokens or more" if min_tokens > 1 else ""
         print_line(f"note: {part.dataset} has {len(prompts)} prompts{limit}, not {part.n_prompts}")
-    if has_several and is_builtin and min(len(prompt) for prompt in prompts) < max_tokens:
-        print_line(f"note: the target extends the builtin prompts to {max_tokens} tokens")
-        return extend_prompts(prompts, pair, max_tokens), f"{part.dataset}, extended by the target"
-    return prompts, part.dataset
+    return prompts
 
 
 def hash_prompts(prompts: Prompts) -> str:

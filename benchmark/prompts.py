@@ -5,10 +5,6 @@ A dataset that cannot be fetched is an error that names the alternatives.
     texts = load_prompts("wikitext2", None)
     texts = load_prompts("wikitext2-script", None)  # as the script of DynaTree's authors reads them
     prompts = cut_prompts(texts, tokenizer, vocab_size, n_tokens=150, n_prompts=8)
-
-The builtin prompts are short. The target can extend them to a longer length:
-
-    prompts = extend_prompts(prompts, pair, n_tokens=800)
 """
 
 import json
@@ -21,13 +17,8 @@ from tokenizers import Tokenizer
 
 from benchmark.pg19 import fetch_opening, list_books
 from cli.errors import UsageError, print_line
-from cli.metrics import token_ids
-from cli.models import Pair, Request
 from cli.tokens import encode_prompt
 from engine.checkpoint import CheckpointError, convert_hub_errors
-from engine.generation_config import GenerationConfig
-from methods.sampler import Sampling
-from methods.static import PaddedAutoregressive
 
 SCRIPT = "wikitext2-script"
 DATASETS = ("builtin", "wikitext2", SCRIPT, "pg19")
@@ -213,24 +204,6 @@ def pick_evenly(items: Sequence, n: int) -> list:
     """Return n evenly spaced items, or all if there are fewer."""
     n = min(n, len(items))
     return [items[i * len(items) // n] for i in range(n)]
-
-
-def extend_prompts(prompts: list[list[int]], pair: Pair, n_tokens: int) -> list[list[int]]:
-    """Return the prompts cut or extended to n_tokens. The target generates the extensions.
-
-    They are sampled at temperature 1 with seed 0, because greedy text repeats itself. A table with
-    such prompts must say that a model wrote them.
-    """
-    found = []
-    for prompt in prompts:
-        ids = list(prompt)
-        n_missing = n_tokens - len(prompt)
-        if n_missing > 0:
-            sampling = Sampling(temperature=1.0, seed=0)
-            config = GenerationConfig(PaddedAutoregressive(), sampling=sampling)
-            ids += token_ids(Request(pair, prompt, config, n_missing).decode())
-        found.append(ids[:n_tokens])
-    return found
 
 
 # Twelve prompts: encyclopaedic, narrative, lists and code

@@ -58,10 +58,8 @@ SEVERAL = "linear,dynatree,dyspec,recycle,auto"
 SMALL = {  # options that make a table quick, in addition to QUICK
     "main": ["--target", str(TINY / "target"), "--columns", "predicted,exact"],
     "length": ["--max-new-tokens", "4,9", "--methods", SEVERAL],
-    "prompt": ["--prompt-tokens", "4,9", "--methods", SEVERAL],
     "sampling": ["--methods", SEVERAL],
     "calibration": ["--methods", "dyspec N=8 calibrate=on costs=learned,auto"],
-    "sweep": ["--methods", ",".join(TABLES["sweep"].parts[0].rows[::20])],  # of a hundred rows
     "memory": ["--methods", "ar", "--threads", "1"],  # one process per text
     "heads": ["--target", str(TINY / "target"), "--methods", "auto,linear,linear head"],
     "trees": ["--methods", "dyspec N=150"],
@@ -257,7 +255,7 @@ def test_a_text_that_differs_from_its_reference(capsys: Captured, tmp_path: Path
         ("--n 4", "unrecognized arguments: --n 4"),
         ("--dataset none", "--dataset is 'none', it must be one of builtin, wikitext2"),
         ("--prompts none.txt --dataset wikitext2", "--prompts exclude each other"),
-        (f"--table prompt --prompts {ROOT}/LICENSE", "no prompt of 1000 tokens or more"),
+        (f"--table v2-fig8 --prompts {ROOT}/LICENSE", "no prompt of 1000 tokens or more"),
         ("--max-new-tokens 0", "--max-new-tokens: 0 is not a whole number of at least 1"),
         ("--max-new-tokens 999999999999", "these lower it: a 16-bit --dtype, fewer --max-new-toke"),
         ("--n-prompts x", "--n-prompts: x is not a whole number of at least 1"),
@@ -383,18 +381,16 @@ def test_the_enlarged_pair_is_made_once(
 
 
 def test_notes_before_a_table(capsys: Captured) -> None:
-    """Check three notes: too few prompts, prompts extended by the target to compare lengths, and
-    more tokens than the target was trained for."""
-    words = ["--table", "prompt", "--methods", "ar", "--target", DRAFT, "--draft", DRAFT]
-    words += ["--n-prompts", "13", "--prompt-tokens", "4,80", "--max-new-tokens", "3000"]
+    """Check two notes: too few prompts that reach every length, and more tokens than the target was
+    trained for."""
+    words = ["--methods", "ar", "--target", DRAFT, "--draft", DRAFT]
+    words += ["--n-prompts", "13", "--prompt-tokens", "4,20", "--max-new-tokens", "3000"]
     plan = make_plan(build_parser().parse_args(words))
     said = capsys.readouterr().err
-    assert "note: builtin has 12 prompts, not 13\n" in said
-    assert "note: the target extends the builtin prompts to 80 tokens\n" in said
-    assert "warning: 3080 tokens in all; the target was trained" in said
-    assert plan.head["n_prompts"] == {"builtin": 12}
-    assert plan.head["prompts"] == "builtin, extended by the target"
-    assert [len(prompt) for prompt in plan.prompts["builtin"]] == [80] * 12
+    assert "note: builtin has 12 prompts of 20 tokens or more, not 13\n" in said
+    assert "warning: 3020 tokens in all; the target was trained" in said
+    assert plan.head["n_prompts"] == {"builtin": 12} and plan.head["prompts"] == "builtin"
+    assert [len(prompt) for prompt in plan.prompts["builtin"]] == [20] * 12
     assert json.loads(json.dumps(plan.head)) == plan.head
 
 

@@ -9,13 +9,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Captured, random_model
+from conftest import TINY, Captured
 from pytest import MonkeyPatch
 
 from benchmark import pg19
-from benchmark.prompts import cut_prompts, extend_prompts, load_prompts, paragraphs, script_prompts
+from benchmark.prompts import cut_prompts, load_prompts, paragraphs, script_prompts
 from cli.errors import UsageError
-from cli.models import Pair, load_tokenizer
+from cli.models import load_tokenizer
 
 LONG = "word " * 50
 WIKITEXT = f" \n = Title = \n \n {LONG}\n more of it \n \n = = Part = = \n \n short \n \n {LONG}\n"
@@ -117,17 +117,6 @@ def test_cut_prompts_are_spread_over_the_dataset() -> None:
     assert cut_prompts(texts, tokenizer, 4096, 999, 9) == whole, "all there are"
     long = max(whole, key=len)
     assert cut_prompts(texts, tokenizer, 4096, 999, 1, min_tokens=len(long)) == [long]
-
-
-def test_a_short_prompt_is_extended_by_sampling_from_the_target() -> None:
-    pair = Pair(random_model(0), random_model(1), None, Path(), None, {})
-    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7]]
-    short, long, other = extend_prompts(prompts, pair, 8)
-    assert short[:3] == [3, 1, 4] and len(short) == 8
-    assert long == [1, 5, 9, 2, 6, 5, 3, 5], "cut, like any prompt"
-    assert other[:2] == [2, 7] and len(other) == 8
-    assert extend_prompts(prompts, pair, 8) == [short, long, other], "the same every time"
-    assert extend_prompts([[3, 1, 4]], pair, 20)[0][:8] == short, "a longer one begins as a shorter"
 
 
 class Bucket(SimpleHTTPRequestHandler):
