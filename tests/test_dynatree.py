@@ -1,6 +1,6 @@
 """Tests of the decoding loop: commit lengths, both caches, the limit, non-finite logits, steps."""
 
-import random
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +14,8 @@ from conftest import (
     prefilled,
     random_config,
     random_model,
-    random_settings,
     random_tensors,
+    run,
 )
 from torch import Tensor
 
@@ -23,9 +23,10 @@ import gpt_neox
 from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings, Tree
 from engine import memory
-from engine.cache import FastCache, cache_bytes
+from engine.cache import cache_bytes
 from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX
+from gpt_neox import GPTNeoX, KVCache
 from methods import METHODS
 from methods.dyspec import DySpec
 from methods.sampler import GREEDY, DrawingSampler, Sampling
@@ -82,54 +83,51 @@ def test_what_an_iteration_commits(
     assert [len(step.tokens) for step in steps[1:]] == lengths
 
 
-@pytest.fixture
-def caches(monkeypatch: pytest.MonkeyPatch) -> list[FastCache]:
-    """Record every cache that a model makes. A target's comes before its draft's."""
-    made: list[FastCache] = []
-    real = FastGPTNeoX.new_cache
-
-    def new_cache(*arguments: object) -> FastCache:
-        made.append(real(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(FastGPTNeoX, "new_cache", new_cache)
-    return made
-
-
 RULES = [Chain(K=4), Fixed(D=4, B=3, tau=0.0), DynaTree(tau=0.001), DySpec(N=12, D_max=5)]
+LOOPS = [(GPTNeoX, "keep"), (FastGPTNeoX, "keep"), (FastGPTNeoX, "rebuild")]
 
 
+@pytest.mark.parametrize(("kind", "commit"), LOOPS)
 @pytest.mark.parametrize("settings", RULES)
-def test_both_caches_equal_a_fresh_prefill_after_every_commit(
-    settings: Settings, caches: list[FastCache]
+def test_each_token_and_both_caches_after_every_commit(
+    settings: Settings, kind: type[GPTNeoX], commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare slots [0, length) of both caches with a prefill of the committed tokens.
+    """Compare each token with one pass over the whole sequence, and slots [0, length) of both
+    caches with a prefill of the committed tokens.
 
     The target's cache has all of them, the draft's may have fewer. This finds errors of mask,
     positions, commit and catch-up. commit="rebuild" runs the accepted rows again.
     """
-    models = noisy_pair()
-    runs = []
-    for commit in ("keep", "rebuild"):
-        caches.clear()
-        ids = list(PROMPT)
-        runs.append([])
-        for step in generate(*models, PROMPT, settings, 30, commit=commit):
-            runs[-1].append((step.tokens, step.path))
-            n_before = len(ids)
-            ids += step.tokens
-            for model, cache in zip(models, caches[:2], strict=True):
-                n = cache.length
-                fresh = prefilled(model, ids[: max(n, 1)], 64)
-                assert_close(cache.kv[..., :n, :], fresh.kv[..., :n, :])
-            assert step.cache_lengths == (caches[0].length, caches[1].length)
-            assert step.cache_lengths[0] == len(ids) - 1
-            if step.draft_rows:
-                n_run = sum(step.tree.draft_slots[row] >= 0 for row in step.path)
-                assert step.cache_lengths[1] == n_before - 1 + n_run
-    assert runs[0] == runs[1]
-    moved = [path for _, path in runs[0] if path != list(range(len(path)))]
-    assert moved or isinstance(settings, Chain)
+    models, text, paths = noisy_pair(3, kind=kind), list(PROMPT), []
+    made: list[KVCache] = []
+    new_cache = kind.new_cache
+
+    def record_cache(*arguments: object) -> KVCache:
+        made.append(new_cache(*arguments))
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "new_cache", record_cache)
+        steps = generate(*models, PROMPT, settings, 30, commit=commit)
+        first = next(steps)
+    caches = made[:2]  # the target's and the draft's
+    for step in itertools.chain([first], steps):
+        n_before = len(text)
+        for token in step.tokens:
+            assert token == int(run(models[0], text)[-1].argmax())
+            text.append(token)
+        for model, cache in zip(models, caches, strict=True):
+            n = cache.length
+            fresh = prefilled(model, text[: max(n, 1)], 64)
+            assert_close(cache.kv[..., :n, :], fresh.kv[..., :n, :])
+        assert step.cache_lengths == (caches[0].length, caches[1].length)
+        assert step.cache_lengths[0] == len(text) - 1
+        if step.draft_rows:
+            n_run = sum(step.tree.draft_slots[row] >= 0 for row in step.path)
+            assert step.cache_lengths[1] == n_before - 1 + n_run
+            paths.append(step.path)
+    assert len(text) == 35 and max(map(len, paths)) > 3
+    assert any(path != list(range(len(path))) for path in paths) or isinstance(settings, Chain)
 
 
 @pytest.mark.parametrize(
@@ -176,11 +174,11 @@ def test_a_cache_is_returned_if_the_drafts_does_not_fit(monkeypatch: pytest.Monk
 # Logits that are not finite.
 
 
-def broken_at(token: int) -> FastGPTNeoX:
+def broken_at(token: int, kind: type[GPTNeoX] = FastGPTNeoX) -> GPTNeoX:
     """Return random_model(7), changed so that it overflows where it reads this token."""
     tensors = random_tensors(random_config(), 7)
     tensors["gpt_neox.embed_in.weight"][token] = float("nan")
-    return FastGPTNeoX.from_tensors(random_config(), tensors)
+    return kind.from_tensors(random_config(), tensors)
 
 
 def text_of_seven() -> tuple[FastGPTNeoX, list[int]]:
@@ -200,15 +198,16 @@ def test_tokens_before_a_non_finite_row_are_kept() -> None:
         assert got == text[: at + 1]
 
 
+@pytest.mark.parametrize("kind", [GPTNeoX, FastGPTNeoX])
 @pytest.mark.parametrize("prompt", [[9, 1, 2, 3, 4], [1, 2, 3, 9, 4], [1, 2, 3, 4, 9]])
 def test_an_overflow_in_the_prompt_is_an_error_too(
-    prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    prompt: list[int], kind: type[GPTNeoX], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check an overflow at any token. Prefill computes logits only for the last one, but that one
     attends to all others."""
     monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", 2)
     with pytest.raises(NonFiniteLogits):
-        next(generate(broken_at(9), None, prompt, PaddedAutoregressive(), 5))
+        next(generate(broken_at(9, kind), None, prompt, PaddedAutoregressive(), 5))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -216,14 +215,11 @@ def test_a_non_finite_draft_changes_no_text(method: str) -> None:
     """Check a draft that overflows in the middle of the text or in all of it. Greedy ids must be
     the target's, and sampled text must reach its full length."""
     target, text = text_of_seven()
-    rng = random.Random(method)
     for token in (text[4], PROMPT[0]):
-        for settings in (METHODS[method](), *(random_settings(method, rng) for _ in range(3))):
-            steps = generate(target, broken_at(token), PROMPT, settings, 20)
-            assert token_ids(steps) == text
-            sampled = {"sampling": Sampling(1.0, 0.9)}
-            steps = generate(target, broken_at(token), PROMPT, settings, 20, **sampled)
-            assert len(token_ids(steps)) == 20
+        draft, settings = broken_at(token), METHODS[method]()
+        assert token_ids(generate(target, draft, PROMPT, settings, 20)) == text
+        steps = generate(target, draft, PROMPT, settings, 20, sampling=Sampling(1.0, 0.9))
+        assert len(token_ids(steps)) == 20
 
 
 # Rules and steps.
