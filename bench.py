@@ -64,20 +64,10 @@ from benchmark.plan import (
     require_alone,
 )
 from benchmark.report import is_exact, markdown_report, text_frame, text_report
-from benchmark.results import (
-    KEYS,
-    Key,
-    Line,
-    Results,
-    append,
-    create,
-    drop_partial_line,
-    load,
-    remove,
-)
+from benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
 from benchmark.step_times import measure_step_times
 from cli.compare import first_difference, top2_gap
-from cli.errors import print_line, run_command_line
+from cli.errors import UsageError, print_line, run_command_line, writing
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
 from cli.models import Pair, Request, overflow_note
@@ -110,11 +100,6 @@ class Bench:
         self.hf: HuggingFace | None = None  # runs the hf- rows; made by warm_up
         self.setup_s: dict[Case, float] = {}
 
-    @property
-    def has_measurements(self) -> bool:
-        """Whether there is a text, or the times of single passes."""
-        return bool(self.results.texts or self.results.step_times)
-
     def measure_all(self) -> None:
         """Generate the texts that the results file lacks, then compare greedy texts with ar's."""
         jobs = [job for job in self.all_jobs() if job.key not in self.results.texts]
@@ -127,7 +112,9 @@ class Bench:
         self.compare_with_references()
 
     def add(self, line: Line) -> None:
-        """Add a line to the file and to the results."""
+        """Add a line to the file, which begins with the head, and to the results."""
+        if not self.file.exists():
+            append(self.file, {"head": self.results.head})
         append(self.file, line)
         self.results.add(line)
 
@@ -298,7 +285,7 @@ def run_table(bench: Bench) -> int:
         print_line("interrupted")
         return 130
     finally:
-        if bench.has_measurements:
+        if bench.results.texts or bench.results.step_times:
             print_table(bench.results, bench.results.head["columns"], bench.args.format)
             print_line(f"results in {bench.file}{resume_hint(bench)}")
     return 0 if is_exact(bench.results) else 1
@@ -342,19 +329,15 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def measure_table(args: argparse.Namespace) -> int:
-    """Measure a table into a new file, which is removed if nothing is measured. Raises UsageError,
-    also if the file exists."""
+    """Measure a table into a new file, which the first text makes. Raises UsageError."""
     name = f"run_{datetime.now():%Y%m%d-%H%M%S}_{args.table}.jsonl"
-    file, bench = Path(args.output or ROOT / "results" / name), None
-    create(file)
-    try:
-        plan = make_plan(args)
-        append(file, {"head": plan.head})
-        bench = Bench(plan, Results(plan.head), file)
-        return run_table(bench)
-    finally:
-        if not (bench and bench.has_measurements):
-            remove(file)
+    file = Path(args.output or ROOT / "results" / name)
+    with writing(file):
+        exists = from_rank_0(file.exists)
+    if exists:
+        raise UsageError(f"{file} exists already; use another name, or --resume to continue it")
+    plan = make_plan(args)
+    return run_table(Bench(plan, Results(plan.head), file))
 
 
 def resume_table(args: argparse.Namespace) -> int:

@@ -88,34 +88,17 @@ def load(file: str | Path) -> Results:
     return results
 
 
-# Only rank 0 has a file: on other ranks these functions do nothing
-
-
-def create(file: Path) -> None:
-    """Create an empty file and its folder. Raises UsageError, also if the file exists."""
-    if rank():
-        return
-    with writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
-            raise UsageError(f"{file} exists already; use another name, or --resume to continue it")
-        file.touch()
-
-
 def append(file: Path, line: Line) -> None:
-    """Add a line to a file. Raises UsageError."""
+    """Add a line to a file, which only rank 0 has. Raises UsageError."""
     content = json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n"
     if rank() == 0:
-        with writing(file), file.open("a", encoding="utf-8") as stream:
-            stream.write(content)
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(content)
 
 
 def drop_partial_line(file: Path) -> None:
     """Remove the incomplete last line that a full disk or a crash may have left."""
     if rank() == 0:
         os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
-
-
-def remove(file: Path) -> None:
-    if rank() == 0:
-        file.unlink()
