@@ -143,6 +143,7 @@ def compute(folder: Path, found: Found) -> int:
             found[work.__name__] = work(folder)
         return 0
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     return run_on_ranks(program)
 
 
