@@ -57,6 +57,7 @@ class RuleWrapper(Rule):
     change some of them."""
 
     def __init__(self, rule: Rule):
+        super().__init__(rule.max_branches, rule.max_depth, rule.max_rows)  # read for every row
         self.rule = rule
 
     def __getattr__(self, name: str) -> object:
