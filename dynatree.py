@@ -36,7 +36,7 @@ import argparse
 import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -44,14 +44,13 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, Tree, grow
+from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Tree, grow
 from gpt_neox import GPTNeoX, Model
 from sampling import Sampler
 from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
 
 TINY = Path(__file__).resolve().parent / "models" / "tiny"  # the embedded pair
 METHODS = {"ar": Autoregressive, "dynatree": DynaTree}  # of the command line below
-BOOL_WORDS = {"on": True, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,32 +230,12 @@ def require_parts(drafter: Drafter | None, rule: Rule) -> None:
         raise ValueError(f"drafter is {drafter!r:.80}, this rule needs a Drafter")
 
 
-def read_settings(kind: type[Settings], assignments: Sequence[str]) -> Settings:
-    """Return a method's default settings, changed by NAME=VALUE assignments. Raises ValueError."""
-    types = {f.name: f.type for f in fields(kind)}
-    values = {}
-    for assignment in assignments:
-        name, _, word = assignment.partition("=")
-        if name not in types:
-            raise ValueError(f"--set {assignment}: the settings are {', '.join(types) or 'none'}")
-        is_bool = types[name] is bool
-        try:
-            values[name] = BOOL_WORDS[word] if is_bool else types[name](word)
-        except (KeyError, ValueError) as error:
-            expected = "on or off" if is_bool else types[name].__name__
-            raise ValueError(f"--set {assignment}: {name} must be {expected}") from error
-    return kind(**values)
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     description = "Tree speculative decoding of GPT-NeoX models"
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="(default 128)")
     parser.add_argument("--method", choices=METHODS, default="dynatree", help="(default dynatree)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting"
-    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="(default 1)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
@@ -264,7 +243,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", default=TINY / "draft", help="folder of a checkpoint")
     parser.add_argument("--device", default="cpu", help="(default cpu)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--compare", action="store_true", help="also run ar on the same prompt")
     return parser.parse_args(arguments)
 
 
@@ -319,49 +297,38 @@ def write(steps: Iterator[Step], tokenizer: Tokenizer, eos_ids: Sequence[int]) -
     print(tokenizer.decode(ids)[n_shown:])
 
 
-def measure(steps: Iterator[Step]) -> tuple[list[int], float, float]:
-    """Return the ids of a generation, its tokens per second after the first token, and its tokens
-    per iteration, which include those that EOS or the limit cuts."""
-    ids = list(next(steps).tokens)  # the prefill is no iteration
-    began, n_iterations, n_tokens = time.perf_counter(), 0, 0
-    for step in steps:
-        ids += step.tokens
-        n_iterations += 1
-        n_tokens += len(step.path)  # one token after each row of the path
-    seconds = time.perf_counter() - began
-    return ids, (len(ids) - 1) / seconds, n_tokens / max(n_iterations, 1)
-
-
 def run(args: argparse.Namespace) -> None:
-    """Generate and print a text, and with --compare also run ar."""
-    settings = read_settings(METHODS[args.method], args.set)
+    """Generate and print a text, and its speed after the first token."""
+    rule = METHODS[args.method]().make_rule()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: torch finds no CUDA device")
     dtype = getattr(torch, args.dtype)
     target = GPTNeoX.from_pretrained(args.target, args.device, dtype)
     drafter = None
-    if settings.make_rule().max_depth > 0:
+    if rule.max_depth > 0:
         drafter = ModelDrafter(GPTNeoX.from_pretrained(args.draft, args.device, dtype))
     tokenizer = load_tokenizer(args.target)
     prompt, eos_ids = encode_prompt(args.prompt, tokenizer), target.config.eos_ids
+    is_sampled = args.temperature != 0
+    accept = Sampler(args.temperature, args.top_p, args.seed) if is_sampled else accept_greedy
+    options = {"eos_ids": eos_ids, "accept": accept}
+    steps = generate(target, drafter, prompt, rule, args.max_new_tokens, **options)
+    print(summary(write(steps, tokenizer, eos_ids)), file=sys.stderr)
 
-    def decode(rule: Rule) -> Iterator[Step]:
-        is_sampled = args.temperature != 0
-        accept = Sampler(args.temperature, args.top_p, args.seed) if is_sampled else accept_greedy
-        options = {"eos_ids": eos_ids, "accept": accept}
-        return generate(target, drafter, prompt, rule, args.max_new_tokens, **options)
 
-    ids, rate, tokens_per_iter = measure(write(decode(settings.make_rule()), tokenizer, eos_ids))
-    summary = f"{len(ids)} tokens, {rate:.1f} tokens/s, {tokens_per_iter:.2f} tokens/iter"
-    print(summary if len(ids) > 1 else "1 token", file=sys.stderr)
-    if args.compare:  # time the method again without printing, which takes time
-        ids, rate, _ = measure(decode(settings.make_rule()))
-        ar_ids, ar_rate, _ = measure(decode(Autoregressive().make_rule()))
-        verdict = "equal" if ids == ar_ids else "different"
-        if args.temperature:  # two samples of one distribution
-            verdict = "sampled, not compared"
-        speed = f"{ar_rate:.1f} tokens/s, so {rate / ar_rate:.2f}x" if ar_rate else "no speed"
-        print(f"ar: {speed}; the ids are {verdict}", file=sys.stderr)
+def summary(steps: Iterator[Step]) -> str:
+    """Return the speed of a generation after its first token, and its tokens per iteration, which
+    include those that EOS or the limit cuts."""
+    n_new = len(next(steps).tokens)  # the prefill is no iteration
+    began, n_iterations, n_tokens = time.perf_counter(), 0, 0
+    for step in steps:
+        n_new += len(step.tokens)
+        n_iterations += 1
+        n_tokens += len(step.path)  # one token after each row of the path
+    if not n_iterations:
+        return "1 token"
+    rate = (n_new - 1) / (time.perf_counter() - began)
+    return f"{n_new} tokens, {rate:.1f} tokens/s, {n_tokens / n_iterations:.2f} tokens/iter"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -115,7 +115,6 @@ UNSUPPORTED = [  # the error, the changes that cause it
     ("32.* 5 heads", {"num_attention_heads": 5}),
     ("gives 3 rotary dimensions", {"rotary_pct": 0.2}),
     ("2 heads: the size of a head must be", {"hidden_size": 30, "rotary_pct": 0.55}),
-    ("num_hidden_layers is 1001", {"num_hidden_layers": 1001}),
     ("use_parallel_residual is 'false'", {"use_parallel_residual": "false"}),
 ]
 

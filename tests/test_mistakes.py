@@ -142,10 +142,6 @@ for part, damage in DIFFERING.items():
 
 
 SMALL = [  # the same for the small program of dynatree.py
-    (A + " --set N_max=a", {}, "--set N_max=a: N_max must be int"),
-    (A + " --set history=yes", {}, "--set history=yes: history must be on or off"),
-    (A + " --set width=2", {}, "--set width=2: the settings are B_min, B_mid"),
-    (A + " --set tau=2", {}, "tau is 2.0, it must be from 0.0 to 1.0"),
     (A + " --max-new-tokens 0", {}, "max_new_tokens is 0, it must be an int from 1"),
     (A + " --target nowhere", {}, "nowhere"),
     (AS_TARGET, {"model/tokenizer.json": "{"}, "model/tokenizer.json is not a tokenizer: "),
