@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +46,6 @@ UNUSED_SAMPLING = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "typic
 UNUSED_SAMPLING |= {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 UNUSED_BEAMS = {"length_penalty": 1, "early_stopping": False}
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # ends of names of weight files
 HEAD_TYPE = "eagle_head"  # model_type of an EAGLE head (engine/eagle_head.py)
 OTHER_HEADS = re.compile("eagle|medusa|hydra|speculator", re.IGNORECASE)  # words in config.json
 OFFLINE = "; without a network: --target models/tiny/target --draft models/tiny/draft"
@@ -70,7 +70,8 @@ def find_checkpoint(
     """
     text = str(name_or_path)
     if os.path.isdir(text):
-        require_checkpoint(Path(text))
+        is_head(Path(text))  # refuses other models
+        weight_files(Path(text))
         return Path(text)
     name, _, revision = text.partition("@")
     if not name or name.startswith((".", "/", "~")) or os.path.exists(text):
@@ -79,38 +80,27 @@ def find_checkpoint(
         return fetch(name, revision or None, announce)
 
 
-def require_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError unless a folder has a GPT-NeoX or an EAGLE head, with safetensors."""
-    if (folder / "config.json").exists() and not is_head(folder):
-        read_config(folder)
-    weight_files(folder)
-
-
 def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> Path:
     """Fetch the files of a repository that a run reads, and return their folder in the cache."""
     from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, RemoteEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError
 
     commit = HfApi().resolve_revision(name, revision=revision)
-    folder = Path(hf_hub_download(name, "config.json", revision=commit)).parent
+    get = partial(hf_hub_download, name, revision=commit)
+    folder = Path(get("config.json")).parent
     with suppress(EntryNotFoundError):  # most repositories have none
-        hf_hub_download(name, GENERATION_CONFIG, revision=commit)
-    if not is_head(folder):
-        read_config(folder)  # reject other models before their weights are fetched
-        hf_hub_download(name, "tokenizer.json", revision=commit)
+        get(GENERATION_CONFIG)
+    if not is_head(folder):  # which refuses other models before their weights are fetched
+        get("tokenizer.json")
     try:
-        files = [hf_hub_download(name, SINGLE, revision=commit, dry_run=True)]
+        files = [get(SINGLE, dry_run=True)]
     except EntryNotFoundError:
-        try:
-            shards = shard_names(Path(hf_hub_download(name, INDEX, revision=commit)))
-        except RemoteEntryNotFoundError as error:
-            raise CheckpointError(f"{name} has neither {SINGLE} nor {INDEX}") from error
-        files = [hf_hub_download(name, shard, revision=commit, dry_run=True) for shard in shards]
+        files = [get(shard, dry_run=True) for shard in shard_names(Path(get(INDEX)))]
     n_bytes = sum(file.file_size for file in files if file.will_download)
     if n_bytes:
         announce(f"fetching {name}: {n_bytes / 1e6:,.1f} MB into {folder.parents[2]}")
     for file in files:
-        hf_hub_download(name, file.filename, revision=commit)
+        get(file.filename)
     return folder
 
 
@@ -150,22 +140,25 @@ def read_json(file: Path) -> dict:
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder has an EAGLE head. Raises CheckpointError, also for a head of another
-    format."""
+    """Whether a folder has an EAGLE head and not a GPT-NeoX. Raises CheckpointError for any other
+    model, and for a head of another format."""
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
-    if kind not in ("gpt_neox", HEAD_TYPE) and OTHER_HEADS.search(json.dumps(raw)):
+    if kind == HEAD_TYPE:
+        return True
+    if kind != "gpt_neox" and OTHER_HEADS.search(json.dumps(raw)):
         why = "only this project's EAGLE heads load"
         raise CheckpointError(f"{folder} is a head of another format; {why}")
-    return kind == HEAD_TYPE
+    with reading(folder):
+        gpt_neox.read_config(folder)
+    return False
 
 
 def read_config(folder: Path) -> Config:
     """Return the Config of a GPT-NeoX's folder. Raises CheckpointError."""
     if is_head(folder):
         raise CheckpointError(f"{folder} is an EAGLE head: use it as --draft")
-    with reading(folder):
-        return gpt_neox.read_config(folder)
+    return gpt_neox.read_config(folder)
 
 
 def unused_settings(folder: Path) -> list[str]:
@@ -290,14 +283,10 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if (folder / INDEX).exists():
         return [folder / name for name in shard_names(folder / INDEX)]
-    found = ", ".join(sorted(n for n in os.listdir(folder) if n.lower().endswith(WEIGHTS)))
-    others = f"; it has {found:.100}; use a whole model's float safetensors" if found else ""
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{others}")
+    has = ", ".join(sorted(file.name for file in folder.iterdir()))
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}, but only {has:.200}")
 
 
 def shard_names(index: Path) -> list[str]:
     """Return the names of the files that an index lists. Raises CheckpointError."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index} has no weight_map")
-    return sorted({str(name) for name in weight_map.values()})
+    return sorted(set(read_json(index)["weight_map"].values()))

@@ -3,12 +3,10 @@
 import copy
 import json
 import pickle
-import random
+import re
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from conftest import (
     Captured,
     assert_close,
     error_line,
-    published_json,
     random_config,
     random_model,
     random_tensors,
@@ -26,13 +23,11 @@ from conftest import (
     write_checkpoint,
     write_shards,
 )
-from safetensors import SafetensorError
 from torch import Tensor
 
 import gpt_neox
 from cli.main import main
 from engine.checkpoint import INDEX, SINGLE, CheckpointError, read_config, unused_settings
-from engine.memory import OutOfMemory
 from engine.model import FastGPTNeoX, load_reference, open_checkpoint
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
 
@@ -78,24 +73,8 @@ def test_eos_ids_of_both_files_are_joined(
 
 
 def test_what_is_missing_has_the_defaults_of_transformers() -> None:
-    """Check the defaults of GPTNeoXConfig 5.24, for example a rotary_pct of 0.25."""
-    defaults = Config.from_json({"model_type": "gpt_neox"}, {})
-    assert asdict(defaults) == {
-        "vocab_size": 50432,
-        "hidden_size": 6144,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "intermediate_size": 24576,
-        "max_position_embeddings": 2048,
-        "rotary_pct": 0.25,
-        "rotary_emb_base": 10000.0,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "use_parallel_residual": True,
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "eos_ids": (2,),
-    }
+    """Check a rotary embedding of which only one part is given."""
+    assert Config.from_json({"model_type": "gpt_neox"}, {}) == Config()
     some = {"rope_parameters": {"rope_theta": 500.0}}
     assert Config.from_json(SIZES | some, {}).rotary_pct == 0.25
     assert Config.from_json(SIZES | some | {"rotary_pct": 0.5}, {}).rotary_pct == 0.5
@@ -292,14 +271,11 @@ def test_an_invalid_tensor_is_named(
 SHARD = "model-1.safetensors"
 DAMAGE = {  # file, its first bytes that are left or its new text (None: no file), error
     "tail": (SINGLE, 9000, "model.safetensors: "),
-    "header": (SINGLE, 100, "model.safetensors: "),
-    "weights": (SINGLE, None, "has neither model.safetensors nor model.safetensors.index.json$"),
+    "weights": (SINGLE, None, "has neither model.safetensors nor .*, but only config.json"),
     "config": ("config.json", None, "No such file or directory: .*config.json"),
     "generation": ("generation_config.json", "{", "generation_config.json is not JSON"),
-    "config's type": ("config.json", "[]", "config.json is not a JSON object"),
     "shard": (SHARD, None, "No such file.*model-1.safetensors"),
     "index": (INDEX, 40, "json is not JSON: Unterminated string"),
-    "no map": (INDEX, '{"metadata": {}}', "has no weight_map"),
 }
 
 
@@ -320,122 +296,18 @@ def test_a_damaged_folder_is_one_clear_line(
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-# JSON text that no Python value is written as; it replaces its mark in the file
-RAW_VALUES = {"@inf": "1e999", "@nan": "NaN", "@long": "9" * 5000, "@deep": "[" * 10**5}
-RAW_VALUES |= {"@nested": '{"a":' * 10**5, "@control": '"\\u001b[31m\\n"'}
-ODD = (10**8, 10**20, -(10**30), 1e300, 1e-300, -1, 0, 1, 7, 2.5, *RAW_VALUES)
-ODD += (None, True, False, "", "false", "9", "../x", [], {}, [[]], {"a": 1}, ["x"])
-
-
-def mutate(text: bytes, rng: random.Random) -> bytes:
-    """Return a JSON file with one error: it is cut short, or a byte or a value is changed."""
-    how = rng.choice(["odd", "odd", "odd", "drop", "nest", "cut", "flip"])
-    at = rng.randrange(len(text))
-    if how == "cut":
-        return text[:at]
-    if how == "flip":
-        return text[:at] + rng.randbytes(1) + text[at + 1 :]
-    content = holder = json.loads(text)
-    key = rng.choice(list(holder))
-    while isinstance(holder[key], dict) and holder[key] and rng.random() < 0.8:
-        holder = holder[key]
-        key = rng.choice(list(holder))
-    value = holder.pop(key)
-    if how != "drop":
-        holder[key] = [value] if how == "nest" else rng.choice(ODD)
-    changed = json.dumps(content)
-    for mark, raw in RAW_VALUES.items():
-        changed = changed.replace(f'"{mark}"', raw)
-    return changed.encode()
-
-
-def mutate_header(content: bytes, rng: random.Random) -> bytes:
-    """Return a safetensors file with an error in its JSON header or in the header's length, which
-    is stored in the first 8 bytes."""
-    n = int.from_bytes(content[:8], "little")
-    header = mutate(content[8 : 8 + n], rng)
-    n_claimed = rng.choice([len(header)] * 9 + [0, 1, len(content), 2**31, 2**40, 2**63])
-    return n_claimed.to_bytes(8, "little") + header + content[8 + n :]
-
-
-def assert_read_correctly(raw: dict, config: Config) -> None:
-    """Assert that a Config has the values of config.json, which this oracle reads by itself."""
-    rope = raw.pop("rope_parameters", None) or {}
-    for key, name in (("rotary_pct", "partial_rotary_factor"), ("rotary_emb_base", "rope_theta")):
-        if name in rope:
-            raw[key] = rope[name]
-    for key, value in published_json(config).items():
-        said = raw.get(key)
-        if key == "eos_token_id":  # the ids of generation_config.json come after these
-            said = [said] if isinstance(said, int) else said
-            value = value[: len(said or [])]
-        taken = json.dumps(value, allow_nan=False)
-        assert said is None or json.dumps(said) == taken  # 1 is not true
-
-
-KINDS = {  # the file, keys that are added to it
-    "published": ("config.json", {}),
-    "newer": ("config.json", {"rope_parameters": ROPE}),
-    "generation": ("generation_config.json", {}),
-    "index": (INDEX, {}),
-    "header": (SHARD, {}),
-}
-
-
-@pytest.mark.filterwarnings("default:tie_word_embeddings")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mutated_folder_is_read_right_or_refused(kind: str, tmp_path: Path) -> None:
-    """Check that all loaders agree, that the only error is a CheckpointError (or OutOfMemory), and
-    that what is loaded is what the file says."""
-    name, more = KINDS[kind]
-    write_shards(tmp_path, random_config(eos_ids=(0,)), random_tensors(random_config(), 15))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 5], "bos_token_id": 0}')
-    valid = (tmp_path / name).read_bytes()
-    if more:
-        valid = json.dumps(json.loads(valid) | more).encode()
-    rng, outcomes = random.Random(kind), set()
-    for _ in range(30):
-        (tmp_path / name).write_bytes((mutate_header if name == SHARD else mutate)(valid, rng))
-        ends = []
-        for load in LOADERS:
-            try:
-                ends.append(load(tmp_path).config)
-            except (CheckpointError, OutOfMemory) as error:
-                ends.append(str(error))
-        assert ends[0] == ends[1]
-        with suppress(OSError, ValueError, SafetensorError):  # errors of the core's own loader
-            GPTNeoX.from_pretrained(tmp_path)
-        if isinstance(ends[0], Config):
-            assert_read_correctly(json.loads((tmp_path / "config.json").read_text()), ends[0])
-        outcomes.add(isinstance(ends[0], str))
-    assert True in outcomes and len(outcomes) == 1 + (name != SHARD)
-
-
-OTHER_FILES = ["pythia.Q4_K_M.gguf", "adapter_model.safetensors", "pytorch_model.bin"]
-
-
-@pytest.mark.parametrize("name", OTHER_FILES)
-def test_other_weights_are_named(name: str, tmp_path: Path) -> None:
-    """Check that no advice is given that does not help: an adapter was once to be renamed."""
-    (tmp_path / name).touch()
-    message = f"has neither .* nor .*; it has {name}; use a whole model's float safetensors"
-    with pytest.raises(CheckpointError, match=message):
-        FastGPTNeoX.from_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="neither a folder nor a hub name"):
-        FastGPTNeoX.from_pretrained(tmp_path / name)
-
-
 MEDUSA = {"medusa_num_heads": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
 EAGLE = {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
-OTHER_HEADS = [  # config.json of a head of another project, the error
+OTHERS = [  # config.json of a head or model of another kind, the error
     (MEDUSA, "is a head of another format; only this project's EAGLE heads load"),
     (EAGLE, "is a head of another format; only this project's EAGLE heads load"),
     ({"model_type": "llama", "num_hidden_layers": 1}, "model_type is 'llama'"),
+    (PUBLISHED, "has neither .* nor .*, but only config.json, pytorch_model.bin"),
 ]
 
 
-@pytest.mark.parametrize(("config", "message"), OTHER_HEADS)
-def test_a_head_of_another_project_is_named(
+@pytest.mark.parametrize(("config", "message"), OTHERS)
+def test_what_is_no_checkpoint_is_named(
     config: dict[str, object], message: str, tmp_path: Path, capsys: Captured
 ) -> None:
     """Check that config.json is read first. It was once asked for a tokenizer or safetensors."""
@@ -444,7 +316,7 @@ def test_a_head_of_another_project_is_named(
     for options in (["--draft", str(tmp_path)], ["--target", str(tmp_path), "--method", "ar"]):
         target = ["--target", str(TINY / "draft")] if options[0] == "--draft" else []
         line = error_line(capsys, main, ["--prompt", "a", *target, *options])
-        assert line.startswith(f"error: {tmp_path}") and message in line
+        assert re.match(f"error: {tmp_path}.* {message}", line)
 
 
 def test_an_eagle_head_is_no_target(capsys: Captured) -> None:

@@ -119,7 +119,6 @@ MISTAKES = [
     (A + " --target x --method ar", {"x": "a"}, "'x' is neither a folder nor a hub name"),
     (A + f" --target {TARGET}", {}, "--target also needs --draft; without a draft model use"),
     (A + " --target . --method ar", {"x": "a"}, "json"),
-    (A + " --target . --method ar", {"x.gguf": "GGUF"}, "it has x.gguf; use a whole model's float"),
     (MISSING_TARGET + " --html no/such/folder/x", {}, "No such file"),
     (MISSING_TARGET + " --trace /dev/full", {}, "not a regular file"),
     (AS_TARGET + " --dtype float16", {"model/model.safetensors": scale}, "use bfloat16 or float32"),
