@@ -44,7 +44,6 @@ from cli.models import (
     embedded_head,
     embedded_pair,
     open_pair,
-    require_graphs,
     warn_of_length,
     with_draft,
 )
@@ -211,7 +210,6 @@ def choose_columns(option: str | None, default: Sequence[str]) -> list[str]:
 
 def check_options(args: argparse.Namespace, table: Table, cases: Sequence[Case]) -> None:
     """Raise UsageError for options that contradict each other."""
-    require_graphs(args)
     temperatures = {case.temperature for case in cases}
     for value in temperatures:
         if value or not any(temperatures):  # greedy texts of a sampled table ignore top_p and seed
@@ -259,8 +257,7 @@ def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
     few. A single length is a maximum. If there are several, every prompt must reach all of them."""
     max_tokens = max(part.prompt_tokens)
     min_tokens = max_tokens if len(part.prompt_tokens) > 1 else 1
-    vocab_size = pair.target.config.vocab_size
-    prompts = cut_prompts(texts, pair.tokenizer, vocab_size, max_tokens, part.n_prompts, min_tokens)
+    prompts = cut_prompts(texts, pair.tokenizer, max_tokens, part.n_prompts, min_tokens)
     if len(prompts) < part.n_prompts:
         limit = f" of {min_tokens} tokens or more" if min_tokens > 1 else ""
         print_line(f"note: {part.dataset} has {len(prompts)} prompts{limit}, not {part.n_prompts}")

@@ -4,7 +4,7 @@ A dataset that cannot be fetched is an error that names the alternatives.
 
     texts = load_prompts("wikitext2", None)
     texts = load_prompts("wikitext2-script", None)  # as the script of DynaTree's authors reads them
-    prompts = cut_prompts(texts, tokenizer, vocab_size, n_tokens=150, n_prompts=8)
+    prompts = cut_prompts(texts, tokenizer, n_tokens=150, n_prompts=8)
 """
 
 import json
@@ -183,7 +183,6 @@ def fetch_wikitext(file: str) -> str:
 def cut_prompts(
     texts: list[str],
     tokenizer: Tokenizer,
-    vocab_size: int,
     n_tokens: int,
     n_prompts: int,
     min_tokens: int = 1,
@@ -193,7 +192,7 @@ def cut_prompts(
     They are evenly spaced among the texts of at least min_tokens. Raises UsageError if there is no
     such text.
     """
-    encoded = [encode_prompt(text, tokenizer, vocab_size) for text in texts]
+    encoded = [encode_prompt(text, tokenizer) for text in texts]
     usable = [ids[:n_tokens] for ids in encoded if len(ids) >= min_tokens]
     if not usable:
         raise UsageError(f"the dataset has no prompt of {min_tokens} tokens or more")

@@ -65,14 +65,9 @@ def not_empty(word: str) -> str:
     return word
 
 
-def printable(text: str) -> str:
-    """Return untrusted text on one line, with its control characters escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def print_line(line: str) -> None:
-    """Print one line on stderr, without terminal control characters."""
-    print(printable(line), file=sys.stderr, flush=True)
+    """Print one line on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def run_command_line(

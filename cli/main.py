@@ -28,7 +28,6 @@ from cli.models import (
     Request,
     open_pair,
     overflow_note,
-    require_graphs,
     warn_of_length,
 )
 from cli.options import (
@@ -41,7 +40,7 @@ from cli.options import (
     require_fit,
 )
 from cli.page import require_places, save_trace
-from cli.terminal import LEGEND, draw_tree, escaped, has_color
+from cli.terminal import LEGEND, draw_tree
 from cli.tokens import encode_prompt
 from cli.trace import Trace, describe_base, meanings
 from engine.generate import Step
@@ -113,11 +112,10 @@ def prepare(args: argparse.Namespace) -> tuple[Request, dict]:
         require_places(args.html, args.trace)
     if (args.draft or args.draft_dtype) and not is_drafting:
         print_line(f"note: --method {args.method} ignores --draft and --draft-dtype")
-    require_graphs(args)
     pair, models = open_pair(args, is_drafting, print_line, args.reference)
     require_fit(config, pair)
     target = pair.target.config
-    prompt = encode_prompt(text, pair.tokenizer, target.vocab_size)
+    prompt = encode_prompt(text, pair.tokenizer)
     eos_ids = () if args.ignore_eos else target.eos_ids
     if config.window == FULL_ATTENTION:
         warn_of_length(pair, len(prompt) + args.max_new_tokens)
@@ -205,26 +203,18 @@ def stream(
         for piece in pieces():
             tally.pieces.append(piece)
             if is_streaming:
-                print_text(piece)
+                print(piece, end="", flush=True)
     finally:
         if tally.ids:
             if not args.json:
-                print_text("\n" if is_streaming else "".join(tally.pieces) + "\n")
+                print("" if is_streaming else "".join(tally.pieces), flush=True)
             print_summary(request, tally)
-
-
-def print_text(text: str) -> None:
-    """Print generated text on stdout."""
-    if sys.stdout.isatty():
-        text = escaped(text)
-    print(text, end="", flush=True)
 
 
 def show_tree(step: Step, number: int, tokenizer: Tokenizer) -> None:
     """Print a summary line and the tree of an iteration on stderr."""
     print_line(f"iteration {number}: {summarise_step(step)}")
-    is_colored = has_color(sys.stderr)
-    drawn = draw_tree(step.tree, step.path, step.bonus, tokenizer, is_colored)
+    drawn = draw_tree(step.tree, step.path, step.bonus, tokenizer, sys.stderr.isatty())
     print(drawn, file=sys.stderr, flush=True)
 
 

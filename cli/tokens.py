@@ -1,7 +1,7 @@
 """Tokenizers: loading them, encoding prompts, and decoding text while it is generated.
 
 tokenizer = load_tokenizer(Path("models/tiny/target"))
-ids = encode_prompt("The ship sailed at dawn", tokenizer, vocab_size=4096)
+ids = encode_prompt("The ship sailed at dawn", tokenizer)
 print(TextStream(tokenizer).push(ids))
 """
 
@@ -44,29 +44,13 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
         raise CheckpointError(f"target and draft tokenizers differ: {', '.join(differing)}")
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a text that begins a sequence, with the tokens that tokenizer.json's
-    post_processor adds. Raises UsageError for a prompt without tokens of its own, and for ids
-    outside the target's vocabulary."""
+    post_processor adds. Raises UsageError for a prompt without tokens of its own."""
     try:
-        ids = dynatree.encode_prompt(prompt, tokenizer)
+        return dynatree.encode_prompt(prompt, tokenizer)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return require_embedded(ids, vocab_size)
-
-
-def encode(text: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Return the ids of a part of a text, to which nothing is added. Raises UsageError for ids
-    outside the target's vocabulary."""
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    return require_embedded(ids, vocab_size)
-
-
-def require_embedded(ids: list[int], vocab_size: int) -> list[int]:
-    """Return the ids if the target has an embedding of each, and else raise UsageError."""
-    if max(ids, default=0) >= vocab_size:
-        raise UsageError(f"the prompt has id {max(ids)}, but the target has only {vocab_size} ids")
-    return ids
 
 
 class TextStream:
@@ -113,15 +97,9 @@ def parse_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def special_stops(stops: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of stop texts that are special tokens, because decoded text omits them. Raises
-    UsageError for a stop text that contains a special token and more, which text never matches."""
+    """Return the ids of stop texts that are special tokens, because decoded text omits them."""
     added = tokenizer.get_added_tokens_decoder() if stops else {}
-    ids = {token.content: i for i, token in added.items() if token.special}
-    for stop in stops:
-        held = next((content for content in ids if content in stop), None)
-        if held and stop not in ids:
-            raise UsageError(f"stop text {stop!r} contains a special token; use {held!r} by itself")
-    return tuple(ids[stop] for stop in stops if stop in ids)
+    return tuple(i for i, token in added.items() if token.special and token.content in stops)
 
 
 class StopTexts:

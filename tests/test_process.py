@@ -78,7 +78,7 @@ def some_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "some_program.py"
 
 
-@pytest.mark.parametrize("name", ["numpy", "huggingface_hub", "engine.typo", "torch.typo", "typo"])
+@pytest.mark.parametrize("name", ["huggingface_hub", "torch.typo"])
 def test_only_what_is_required_is_said_to_be_missing(
     name: str, some_program: Path, capsys: Captured
 ) -> None:
@@ -92,16 +92,11 @@ def test_only_what_is_required_is_said_to_be_missing(
         assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize("chosen", ["", "0"])
-def test_huge_pages_are_asked_for_unless_the_user_has_chosen(
-    chosen: str, some_program: Path
-) -> None:
+def test_huge_pages_are_asked_for(some_program: Path) -> None:
     some_program.write_text("import os\nmain = lambda: os.environ['THP_MEM_ALLOC_ENABLE']\n")
-    if chosen:
-        os.environ["THP_MEM_ALLOC_ENABLE"] = chosen
     with pytest.raises(SystemExit) as ended:
         run_program("some_program")
-    assert ended.value.code == (chosen or "1")
+    assert ended.value.code == "1"
 
 
 def test_a_character_that_the_output_cannot_encode(
@@ -152,25 +147,12 @@ def test_a_file_is_replaced_and_no_other(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["a", "b", "link", "there"]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_file_whole(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise error
+        raise KeyboardInterrupt
 
     (tmp_path / "a").write_text("old")
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(type(error)):
+    with pytest.raises(KeyboardInterrupt):
         write_whole(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("name", ["fifo", ".", "none/a"])
-def test_what_is_no_file_is_not_replaced(name: str, tmp_path: Path) -> None:
-    """Check that a device stays. A rename would put a file in the place of /dev/null."""
-    os.mkfifo(tmp_path / "fifo")
-    for write in (require_writable, lambda file: write_whole(file, "new")):
-        with pytest.raises(OSError):
-            write(tmp_path / name)
-    assert (tmp_path / "fifo").is_fifo() and len(list(tmp_path.iterdir())) == 1

@@ -64,7 +64,7 @@ def test_every_program_encodes_a_prompt_as_the_post_processor_says(
         assert main(words) == 0
         assert capsys.readouterr().out == texts[1] != texts[0]
     tokenizer = load_tokenizer(with_first_token)
-    assert cut_prompts([PROMPT], tokenizer, 4096, 99, 1) == [[7, *plain]]
+    assert cut_prompts([PROMPT], tokenizer, 99, 1) == [[7, *plain]]
 
 
 def test_nothing_is_added_inside_a_text(with_first_token: Path, tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_a_prompt_of_only_an_added_token_is_empty(
     for main, prompt in ((dynatree.main, ["--prompt", ""]), (cli.main.main, words[:2])):
         assert error_line(capsys, main, [*prompt, *models]).endswith("empty: it has no tokens")
     with pytest.raises(UsageError, match="empty: it has no tokens"):
-        cut_prompts([""], load_tokenizer(with_first_token), 4096, 99, 1)
+        cut_prompts([""], load_tokenizer(with_first_token), 99, 1)
 
 
 def test_the_ids_of_the_builtin_prompts_stay() -> None:
     """Check that no change of encoding changes what committed results measured."""
-    ids = cut_prompts(list(BUILTIN), load_tokenizer(TINY / "target"), 4096, 2048, len(BUILTIN))
+    ids = cut_prompts(list(BUILTIN), load_tokenizer(TINY / "target"), 2048, len(BUILTIN))
     assert hashlib.sha256(repr(ids).encode()).hexdigest()[:16] == "da718626592811cd"
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from cli.errors import Parser, UsageError, print_line, run_command_line, writing
 from cli.files import require_writable
 from cli.models import choose_device, choose_dtype, set_threads
-from cli.tokens import encode, load_tokenizer
+from cli.tokens import load_tokenizer
 from engine.checkpoint import find_checkpoint, read_config
 from engine.model import load_reference
 from gpt_neox import Config
@@ -56,7 +56,7 @@ def read_ids(files: Sequence[str], folder: Path, config: Config) -> Tensor:
             raise UsageError(f"--text {file} cannot be read: {error}") from error
         ids += config.eos_ids[:1]
         for start in range(0, len(text), PIECE):
-            ids += encode(text[start : start + PIECE], tokenizer, config.vocab_size)
+            ids += tokenizer.encode(text[start : start + PIECE], add_special_tokens=False).ids
     return torch.tensor(ids)
 
 
