@@ -179,7 +179,7 @@ def test_the_trials_decide_the_path(method: str) -> None:
     trace = Trace(TOKENIZER, settings)
     options = {"sampling": Sampling(0.8, 1.0, 2), "acceptance": "token", "observer": trace}
     n_rejected = 0
-    steps = write(settings, 1, 40, random_model(2), **options)
+    steps = write(settings, 1, 16, random_model(2), **options)
     for step, found in zip(steps[1:], trace.iterations[1:], strict=True):
         path = [0]
         for row, p, number, remaining in found["trials"]:
