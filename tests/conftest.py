@@ -19,12 +19,13 @@ import draft_tree
 import engine.generate
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree
 from engine import cuda_graphs
-from engine.checkpoint import INDEX, SINGLE, published_shapes
+from engine.checkpoint import DTYPES, INDEX, SINGLE, published_shapes
 from engine.eagle_head import FastHead
 from engine.generate import Step
 from engine.generation_config import GenerationConfig
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import PassConfig
+from engine.tensor_parallel import UNSHARDED, Shard
 from gpt_neox import Config, GPTNeoX, KVCache, rotate
 from methods import METHODS
 from methods.drawn import DrawnRule
@@ -90,13 +91,12 @@ def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
         name_or_path: str | Path,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | str = torch.float32,
-        *others: object,
-        **options: object,
+        shard: Shard = UNSHARDED,
     ) -> FastGPTNeoX:
         folder = Path(name_or_path).absolute()
-        if folder.parent != TINY or str(device) != "cpu" or others or options:
-            return load(cls, name_or_path, device, dtype, *others, **options)
-        shared = load_tiny(load, folder, device, dtype)
+        if folder.parent != TINY or str(device) != "cpu" or shard != UNSHARDED:
+            return load(cls, name_or_path, device, dtype, shard)
+        shared = load_tiny(load, folder, "cpu", DTYPES.get(dtype, dtype))
         model = object.__new__(FastGPTNeoX)
         model.__dict__ |= shared.__dict__ | {"reusable": [], "invariance_results": {}}
         return model
