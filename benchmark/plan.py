@@ -47,7 +47,7 @@ from cli.models import (
     warn_of_length,
     with_draft,
 )
-from cli.options import add_graphs_option, add_model_options, choose_sampling, require_fit
+from cli.options import add_model_options, choose_sampling, require_fit
 from engine.generation_config import FLAGS
 from engine.ranks import from_rank_0, world_size
 
@@ -103,7 +103,6 @@ def build_parser() -> Parser:
     add_model_options(parser)
     head = "EAGLE head of rows with the word head (default: the embedded one)"
     add("--head", metavar="FOLDER", help=head)
-    add_graphs_option(parser)
     add("--output", metavar="FILE", help="results file (default results/run_<time>_<table>.jsonl)")
     add("--resume", metavar="FILE", help="continue the interrupted run of a results file")
     add("--show", metavar="FILE", help="print the table of a results file, and exit")

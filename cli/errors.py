@@ -104,10 +104,9 @@ def describe_mistake(error: Exception, parser: Parser) -> str | None:
             return str(error)
     if not is_out_of_memory(error):
         return None
-    line = f"out of memory: {first_line(error)}"
-    if isinstance(error, OutOfMemory):  # its message says what the memory was for
-        line = str(error)
-    return f"{line}; these lower it: {parser.less_memory}"
+    # The message of OutOfMemory says what the memory was for
+    what = "" if isinstance(error, OutOfMemory) else "out of memory: "
+    return f"{what}{first_line(error)}; these lower it: {parser.less_memory}"
 
 
 @contextmanager

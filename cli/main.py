@@ -31,7 +31,6 @@ from cli.models import (
     warn_of_length,
 )
 from cli.options import (
-    add_graphs_option,
     add_method_options,
     add_model_options,
     add_sampling_options,
@@ -71,7 +70,6 @@ def build_parser() -> Parser:
     add_sampling_options(parser.add_argument_group("sampling"))
     models = parser.add_argument_group("models")
     add_model_options(models)
-    add_graphs_option(models)
     reference = "run the readable model of gpt_neox.py (slower)"
     models.add_argument("--reference", action="store_true", help=reference)
     add_output_options(parser.add_argument_group("output"))

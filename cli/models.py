@@ -25,7 +25,6 @@ from cli.tokens import (
     TextStream,
     encode_prompt,
     load_tokenizer,
-    parse_stops,
     require_same_tokenizer,
     special_stops,
 )
@@ -241,7 +240,8 @@ def stream_text(
     if sampling:
         config = replace(config, sampling=Sampling(**sampling))
     eos_ids = checked_ids("eos_ids", target.eos_ids if eos_ids is None else eos_ids)
-    return Request(pair, ids, config, max_new_tokens, eos_ids, parse_stops(stop)).text()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    return Request(pair, ids, config, max_new_tokens, eos_ids, stops).text()
 
 
 def warn_of_length(pair: Pair, n_tokens: int) -> None:

@@ -32,11 +32,8 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
     draft_dtype = "dtype of the draft (default by --dtype and device)"
     add("--draft-dtype", metavar="DTYPE", help=draft_dtype)
     add("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
-
-
-def add_graphs_option(parser: argparse._ActionsContainer) -> None:
     no_graphs = "on cuda, launch each kernel without CUDA graphs"
-    parser.add_argument("--no-graphs", action="store_true", help=no_graphs)
+    add("--no-graphs", action="store_true", help=no_graphs)
 
 
 def add_method_options(parser: argparse._ActionsContainer) -> None:

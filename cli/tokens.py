@@ -6,7 +6,7 @@ print(TextStream(tokenizer).push(ids))
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -86,16 +86,6 @@ class TextStream:
         return rest
 
 
-def parse_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """Return stop texts as a tuple. Raises ValueError unless each is a non-empty string."""
-    is_one = isinstance(stop, str | bytes) or not isinstance(stop, Iterable)
-    stops = (stop,) if is_one else tuple(stop)
-    for text in stops:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"a stop text is {text!r}, it must be a non-empty string")
-    return stops
-
-
 def special_stops(stops: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids of stop texts that are special tokens, because decoded text omits them."""
     added = tokenizer.get_added_tokens_decoder() if stops else {}
@@ -106,7 +96,7 @@ class StopTexts:
     """Cuts a stream of text before the stop text that is completed first."""
 
     def __init__(self, stops: Sequence[str] = ()):
-        self.stops = parse_stops(stops)
+        self.stops = stops
         self.held = ""  # possible beginning of a stop text
         self.has_ended = False
 
