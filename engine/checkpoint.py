@@ -245,7 +245,7 @@ class StoredTensors(Mapping):
         file, stored_name = self.files[name]
         # Not kept open, because a file's pages count as memory
         with reading(file), safe_open(file, "pt") as tensors:
-            tensor = read_shard(tensors, stored_name, self.shard)
+            tensor = own_part(tensors.get_tensor(stored_name), name, self.shard)
             if not tensor.is_floating_point():
                 raise ValueError(f"{name} is {tensor.dtype}; only floating types load")
             # A copy is aligned. A file's memory may not be, and the rounding of products depends
@@ -262,18 +262,15 @@ class StoredTensors(Mapping):
         return len(self.files)
 
 
-def read_shard(tensors: safe_open, name: str, shard: Shard) -> Tensor:
-    """Return a tensor, or a rank's part of it. Ids after the vocabulary's end get zeros."""
-    axis = split_axis(ALIASES.get(name, name))
-    if shard is UNSHARDED or axis is None:
-        return tensors.get_tensor(name)
-    whole = tensors.get_slice(name)
-    n = whole.get_shape()[axis]
+def own_part(tensor: Tensor, name: str, shard: Shard) -> Tensor:
+    """Return a rank's part of a tensor. Ids after the vocabulary's end get zeros."""
+    axis = split_axis(name)
+    if axis is None:
+        return tensor
+    n = tensor.shape[axis]
     start, end = shard.bounds(n)
-    if axis == 1:
-        return whole[:, start:end]
-    part = whole[start:end]
-    n_missing = shard.size(n) - len(part)
+    n_missing = shard.size(n) - (end - start)
+    part = tensor.narrow(axis, start, end - start)
     return F.pad(part, (0, 0, 0, n_missing)) if n_missing else part
 
 

@@ -161,17 +161,14 @@ def test_a_text_ends_at_a_stop_text_that_is_a_special_token(
     capsys: Captured, tmp_path: Path
 ) -> None:
     """Check a stop text that decoding leaves out, like Dolly's "### End". ar ends there as well."""
-    free = run_json(capsys, ["--max-new-tokens", "20"])["token_ids"]
-    for folder in (TARGET, DRAFT):
-        shutil.copytree(folder, tmp_path / Path(folder).name)
-    for folder in tmp_path.iterdir():
-        tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
-        special = tokenizer.id_to_token(free[6])
-        tokenizer.add_special_tokens([special])
-        tokenizer.save(f"{folder}/tokenizer.json")
-    pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
-    options = [*pair, "--max-new-tokens", "20", "--stop"]
-    found = run_json(capsys, [*options, special, "--compare"])
+    free = run_json(capsys, ["--max-new-tokens", "20", *DRAFT_TWICE])["token_ids"]
+    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
+    tokenizer = Tokenizer.from_file(f"{DRAFT}/tokenizer.json")
+    special = tokenizer.id_to_token(free[6])
+    tokenizer.add_special_tokens([special])
+    tokenizer.save(f"{tmp_path}/tokenizer.json")
+    pair = ["--target", str(tmp_path), "--draft", DRAFT]
+    found = run_json(capsys, [*pair, "--max-new-tokens", "20", "--stop", special, "--compare"])
     assert found["token_ids"] == free[: free.index(free[6]) + 1] and found["compare"]["exact"]
     assert found["text"] == tokenizer.decode(found["token_ids"][:-1])
     assert found["finish_reason"] == "stop" and special not in found["text"]
@@ -207,16 +204,17 @@ def test_prompt_from_file_and_standard_input(
 
 def test_the_reference_model_writes_the_same(capsys: Captured) -> None:
     """Compare ids and iterations. With --compare, ar runs on the reference model as well."""
-    report = run_json(capsys, ["--max-new-tokens", "16"])
-    reference = run_json(capsys, ["--max-new-tokens", "16", "--reference", "--compare"])
+    words = ["--max-new-tokens", "16", *DRAFT_TWICE]
+    report = run_json(capsys, words)
+    reference = run_json(capsys, [*words, "--reference", "--compare"])
     assert reference["token_ids"] == report["token_ids"] and reference["compare"]["exact"]
     assert reference["metrics"]["iterations"] == report["metrics"]["iterations"]
 
 
 def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) -> None:
-    free = run_json(capsys, ["--max-new-tokens", "20"])
+    free = run_json(capsys, ["--max-new-tokens", "20", *DRAFT_TWICE])
     eos = free["token_ids"][6]
-    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config["eos_token_id"] = [eos, 4095]
     (tmp_path / "config.json").write_text(json.dumps(config))
