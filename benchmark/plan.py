@@ -11,6 +11,7 @@ import os
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from benchmark.cases import (
     find_table,
     split_list,
 )
-from benchmark.enlarged import enlarged_pair
+from benchmark.enlarged import SHAPES, enlarged_pair
 from benchmark.hf import HF_METHODS
 from benchmark.machine import describe_machine, one_minute_load, path_from_root
 from benchmark.prompts import DATASETS, cut_prompts, load_prompts
@@ -52,7 +53,8 @@ from engine.generation_config import FLAGS
 from engine.ranks import from_rank_0, world_size
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
-PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA, "enlarged": enlarged_pair}
+PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA}
+PAIRS |= {name: partial(enlarged_pair, name) for name in SHAPES}
 # Not in a results file: they do not change what is measured; --pair is recorded as its two models
 UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair")
 PATHS = ("prompts", "target", "draft", "head")  # options that may be paths
@@ -234,7 +236,7 @@ def resolve_models(args: argparse.Namespace) -> argparse.Namespace:
     is_enlarged = args.table == "enlarged" and args.target is None and args.draft is None
     pair = found["pair"] or ("enlarged" if is_enlarged else None)
     if pair:
-        found["target"], found["draft"] = PAIRS[pair]()
+        found["target"], found["draft"] = from_rank_0(PAIRS[pair])
     for name in PATHS:
         if found[name] and os.path.exists(found[name]):
             found[name] = os.path.abspath(found[name])

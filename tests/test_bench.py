@@ -17,7 +17,6 @@ from test_results import make_head, rows_of, write_results
 
 import bench
 from bench import Bench, Job, main
-from benchmark import enlarged
 from benchmark.cases import TABLES, Case
 from benchmark.plan import Plan, build_parser, make_plan
 from benchmark.results import Line, Results, key_of, load
@@ -28,7 +27,6 @@ from cli.models import Pair
 from draft_tree import Tree
 from engine.generate import Step
 from engine.memory import OutOfMemory
-from gpt_neox import read_config
 
 DRAFT, HEAD = str(TINY / "draft"), str(TINY / "eagle")
 QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--max-new-tokens", "6"]
@@ -362,22 +360,6 @@ def test_a_tables_line_in_a_log_is_its_own(
     except KeyboardInterrupt:
         pass
     assert "text" in log.getvalue() and log.getvalue().endswith("\n")
-
-
-def test_the_enlarged_pair_is_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Captured
-) -> None:
-    """Check, with the draft only, that existing files are reused and that a failure is reported."""
-    monkeypatch.setattr(enlarged, "FOLDER", tmp_path / "enlarged")
-    monkeypatch.setattr(enlarged, "SHAPES", {"draft": (256, 2)})
-    monkeypatch.setattr(enlarged, "VOCABULARY", 4100)
-    (folder,) = enlarged.enlarged_pair()
-    assert read_config(Path(folder)).hidden_size == 256
-    assert enlarged.enlarged_pair() == [folder]
-    assert capfd.readouterr().err.count("making the enlarged pair") == 1
-    monkeypatch.setattr(enlarged, "SHAPES", {"target": (641, 6)})
-    with pytest.raises(UsageError, match="could not be made; see the line above"):
-        enlarged.enlarged_pair()
 
 
 def test_notes_before_a_table(capsys: Captured) -> None:

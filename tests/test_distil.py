@@ -20,7 +20,6 @@ from conftest import (
     run,
 )
 from safetensors.torch import load_file, save
-from test_enlarge import read_all
 from tokenizers import Tokenizer
 
 from benchmark.prompts import BUILTIN
@@ -185,11 +184,11 @@ def test_a_mistake_is_one_line(
     (tmp_path / "SHORT").write_text("A short text.")
     (tmp_path / "LATIN").write_bytes(b"caf\xe9 " * 500)
     (tmp_path / "FULL").mkdir()
-    before = read_all(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
     words = [f"{tmp_path}/{word}" if word[0].isupper() else word for word in changes]
     options = override([*arguments(text, tmp_path / "draft"), *DRAFT], *words)
     assert message in error_line(capsys, distil.main, options)
-    assert read_all(tmp_path) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_draft_model_needs_sizes(text: str, tmp_path: Path, capsys: Captured) -> None:

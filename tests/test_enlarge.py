@@ -1,79 +1,59 @@
-"""Tests that an enlarged checkpoint computes the same, and that no other file changes."""
+"""Tests of the enlarged pairs, and that a new checkpoint is written whole or not at all."""
 
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Captured, error_line, override, run
+from conftest import TINY, Captured, run
 from safetensors import SafetensorError
 
+from benchmark import enlarged
+from benchmark.enlarged import enlarge, enlarged_pair
+from cli import folders
+from cli.errors import UsageError
 from engine.model import FastGPTNeoX
-from tools import enlarge, folders
-
-SMALL = str(TINY / "draft")
-FITTING = ("--hidden", "256", "--layers", "2", "--vocab", "4096")
 
 
-def read_all(folder: Path) -> dict[str, bytes | None]:
-    """Return the content of every file below a folder, by name; None for a folder."""
-    return {
-        str(place.relative_to(folder)): place.read_bytes() if place.is_file() else None
-        for place in sorted(folder.rglob("*"))
-    }
-
-
-@pytest.mark.parametrize(("role", "hidden", "layers"), [("target", 640, 7), ("draft", 384, 2)])
-def test_logits_stay(role: str, hidden: int, layers: int, tmp_path: Path) -> None:
-    """Write over what a run that was killed has left."""
-    source, folder = TINY / role, tmp_path / "deep" / "large"
-    (tmp_path / "deep" / "large.unfinished").mkdir(parents=True)
-    sizes = ["--hidden", str(hidden), "--layers", str(layers), "--vocab", "4200"]
-    assert enlarge.main([str(source), str(folder), *sizes]) == 0
-    small, large = FastGPTNeoX.from_pretrained(source), FastGPTNeoX.from_pretrained(folder)
-    assert large.config.hidden_size == hidden and large.config.num_hidden_layers == layers
-    assert large.config.head_size == small.config.head_size
+def test_an_enlarged_pair_computes_the_same_and_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Check the logits, the files and their modes. A run that was killed has left a folder."""
+    monkeypatch.setattr(enlarged, "SHAPES", {"large": {"target": (640, 7), "draft": (384, 2)}})
+    monkeypatch.setattr(enlarged, "VOCABULARY", 4200)
+    monkeypatch.setattr(enlarged, "ROOT", tmp_path)
+    (tmp_path / "models" / "large" / "target.unfinished").mkdir(parents=True)
+    (tmp_path / "models" / "tiny").symlink_to(TINY)
+    pair = enlarged_pair("large")
     tokens = [5, 900, 31, 7, 7, 2048, 13]
-    expected = run(small, tokens)
-    logits = run(large, tokens)
-    assert (logits[:, :4096] - expected).abs().max() < 0.05  # float16's rounding
-    assert (logits[:, 4096:] < expected.amin()).all()
-    assert {file.name for file in folder.iterdir()} == {file.name for file in source.iterdir()}
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # all may read the weights
-    assert [file.name for file in folder.parent.iterdir()] == ["large"]
+    for role, folder in zip(("target", "draft"), map(Path, pair), strict=True):
+        small, large = FastGPTNeoX.from_pretrained(TINY / role), FastGPTNeoX.from_pretrained(folder)
+        shape = large.config.hidden_size, large.config.num_hidden_layers
+        assert shape == enlarged.SHAPES["large"][role]
+        assert large.config.head_size == small.config.head_size
+        expected, logits = run(small, tokens), run(large, tokens)
+        assert (logits[:, :4096] - expected).abs().max() < 0.05  # float16's rounding
+        assert (logits[:, 4096:] < expected.amin()).all()
+        names = {file.name for file in folder.iterdir()}
+        assert names == {file.name for file in (TINY / role).iterdir()}
+        assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # all may read them
+    assert {file.name for file in Path(pair[0]).parent.iterdir()} == {"target", "draft"}
+    assert enlarged_pair("large") == pair and capsys.readouterr().err.count("making ") == 2
 
 
 @pytest.mark.parametrize(
-    ("place", "sizes", "message"),
+    ("error", "shown"),
     [
-        ("new", ["--hidden", "320"], "two or more times hidden size 128"),
-        ("new", ["--hidden", "128"], "two or more times hidden size 128"),
-        ("new", ["--layers", "1"], "no less than 2 layers"),
-        ("new", ["--vocab", "9"], "4096 ids"),
-        ("model", [], "exists already"),
-        ("model/config.json/new", [], "cannot be written"),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (SafetensorError("I/O error: No space left"), UsageError),
     ],
 )
-def test_a_mistake_changes_nothing(
-    place: str, sizes: list[str], message: str, tmp_path: Path, capsys: Captured
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    before = read_all(tmp_path)
-    words = override([SMALL, f"{tmp_path}/{place}", *FITTING], *sizes)
-    assert message in error_line(capsys, enlarge.main, words)
-    assert read_all(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(KeyboardInterrupt(), 130), (SafetensorError("I/O error: No space left"), 2)],
-)
 def test_nothing_half_made_is_left(
-    error: BaseException, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, shown: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_half(tensors: object, file: Path, metadata: object) -> None:
         file.write_bytes(b"half")
         raise error
 
     monkeypatch.setattr(folders, "save_file", write_half)
-    assert enlarge.main([SMALL, str(tmp_path / "new"), *FITTING]) == status
-    assert not read_all(tmp_path)
+    with pytest.raises(shown):
+        enlarge(TINY / "draft", tmp_path / "new", 256, 2, 4100)
+    assert not list(tmp_path.iterdir())

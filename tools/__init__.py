@@ -6,8 +6,6 @@ eagle_training  the training of an EAGLE head
 own_text      text that a target writes itself, for the training of a head
 training      the training loop of both, which can be resumed
 batches       batches of sequences on the layers of gpt_neox.py
-enlarge       makes a checkpoint of a larger shape that computes what a small one does
-folders       writes new checkpoints, whole or not at all
 gpu_check.sh  checks and times the CUDA code on a GPU, in one command
 gpu_first_pass  passes of models with random weights, with CUDA graphs and without
 """

@@ -31,13 +31,13 @@ from torch import Tensor
 
 from cli.errors import Parser, UsageError, print_line, run_command_line, writing
 from cli.files import require_writable
+from cli.folders import new_folder, write_checkpoint
 from cli.models import choose_device, choose_dtype, set_threads
 from cli.tokens import load_tokenizer
 from engine.checkpoint import find_checkpoint, read_config
 from engine.model import load_reference
 from gpt_neox import Config
 from tools import draft_training, eagle_training
-from tools.folders import new_folder, write_checkpoint
 from tools.training import Progress
 
 # Characters per call of the tokenizer, whose result takes 100 times the memory of the characters

@@ -10,12 +10,14 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 python=("${PYTHON:-python3}") out=${OUT:-results} failed=0
-large=models/enlarged_gpu target=${1:-$large/target} draft=${2:-$large/draft} dry="" test=""
+models=(--pair enlarged_gpu) dry="" test=""
 sizes="--n-prompts 4 --prompt-tokens 150 --max-new-tokens 128" methods=""
-if [[ $target == --dry ]]; then
-  python+=(tests/pretend_cuda) target=models/tiny/target draft=models/tiny/draft dry=--dry
+if [[ ${1:-} == --dry ]]; then
+  python+=(tests/pretend_cuda) models=(--pair embedded) dry=--dry
   sizes="--n-prompts 1 --prompt-tokens 12 --max-new-tokens 4 --columns exact"
   methods="--methods ar,auto" test=odd_width
+elif [[ $# == 2 ]]; then
+  models=(--target "$1" --draft "$2")
 fi
 device=$("${python[@]}" -c "import torch; print(torch.cuda.get_device_name())") || exit 2
 name=gpu_${device//[^A-Za-z0-9]/_}
@@ -29,11 +31,7 @@ check() {
   step -m torch.utils.collect_env
   step -m tools.gpu_first_pass $dry
   step -m pytest -o addopts= -m cuda -k "$test" tests/test_cuda.py
-  if [[ $target == "$large"/* && ! -d $large ]]; then
-    step tools/enlarge.py models/tiny/target "$target" --hidden 2560 --layers 32 --vocab 50304
-    step tools/enlarge.py models/tiny/draft "$draft" --hidden 512 --layers 6 --vocab 50304
-  fi
-  local table=(bench.py --target "$target" --draft "$draft" $sizes --output "$out/$name")
+  local table=(bench.py "${models[@]}" $sizes --output "$out/$name")
   step "${table[@]}_main.jsonl" $methods
   step "${table[@]}_strict.jsonl" --methods "ar,dynatree,ar strict,dynatree strict"
   return $failed
