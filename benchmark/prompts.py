@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from benchmark.pg19 import fetch_opening, list_books
 from cli.errors import UsageError, print_line
+from cli.options import read_prompt
 from cli.tokens import encode_prompt
 from engine.checkpoint import CheckpointError, convert_hub_errors
 
@@ -29,15 +30,6 @@ SCRIPT_FILE = "wikitext-2-raw/wiki.valid.raw"
 SCRIPT_CHARACTERS = 800  # to which the authors' script cuts a text
 SCRIPT_TEXTS = 10
 MIN_PARAGRAPH = 200  # characters; shorter paragraphs of WikiText have too little context
-FORMATS = {  # the beginnings of files that are no prompts, in small letters
-    b"par1": "Parquet",
-    b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "Zstandard",
-    b"pk\x03\x04": "a zip archive",
-    b"%pdf-": "PDF",
-    b"<!doctype html": "HTML",
-    b"<html": "HTML",
-}
 
 
 def load_prompts(dataset: str, file: str | None, n_prompts: int = 12) -> list[str]:
@@ -65,17 +57,18 @@ def load_prompts(dataset: str, file: str | None, n_prompts: int = 12) -> list[st
 def read_prompts(file: Path) -> tuple[list[str], str]:
     """Return the prompts of a file, and what is one of them. Raises UsageError.
 
-    The content decides, not the name. If the first line that is not empty is a JSON object, each
-    line has {"prompt": ...} or {"turns": [...]}. Other text has a prompt in each block between
-    empty lines or, if it is a single block, in each line. A raw file of WikiText is cut like the
-    dataset.
+    The content decides, not the name. If it begins with a brace, each line has {"prompt": ...} or
+    {"turns": [...]}. Other text has a prompt in each block between empty lines or, if it is a
+    single block, in each line. A raw file of WikiText is cut like the dataset.
     """
-    text = read_text(file)
+    text = read_prompt(None, str(file)).removeprefix("\ufeff").replace("\r\n", "\n")
     lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise UsageError(f"{file} has no prompt: it is empty")
+    if re.match(r'\s*\[\s*["{]', text):
+        raise UsageError(f"{file} is a JSON array; use one JSON object per line, or plain text")
     first = lines[0][1]
-    if is_json_object(first):
+    if first.lstrip().startswith("{"):
         return [prompt_of(line, f"{file}, line {n}") for n, line in lines], "one per JSON object"
     if is_heading(first):
         return paragraphs(text), "one per paragraph of WikiText"
@@ -85,38 +78,6 @@ def read_prompts(file: Path) -> tuple[list[str], str]:
     return [line.rstrip() for _, line in lines], "one per line"
 
 
-def read_text(file: Path) -> str:
-    """Return the text of a file of prompts. Raises UsageError if it has another format."""
-    try:
-        content = file.read_bytes()
-        format = format_of(content)
-        if format:
-            raise UsageError(f"{file} is {format}; use one JSON object per line, or plain text")
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 text: {error}") from error
-
-
-def format_of(content: bytes) -> str | None:
-    """Return the name of a file's format if it is neither JSON lines nor plain text."""
-    start = content.lstrip()[:64].lower()
-    for beginning, name in FORMATS.items():
-        if start.startswith(beginning):
-            return name
-    try:
-        json.loads(content)
-    except ValueError:  # not JSON as a whole
-        return None
-    return "JSON" if start.startswith(b"[") or b"\n" in content.strip() else None
-
-
-def is_json_object(line: str) -> bool:
-    """Whether a line begins like a JSON object, which may turn out to be invalid."""
-    return bool(re.match(r'\s*\{\s*("|\}\s*$)', line))
-
-
 def prompt_of(line: str, where: str) -> str:
     """Return the prompt in a line of JSON: its "prompt" or, in the format of MT-bench and
     Spec-Bench, the first of its "turns". Raises UsageError."""
@@ -124,12 +85,10 @@ def prompt_of(line: str, where: str) -> str:
         found = json.loads(line)
     except ValueError as error:
         raise UsageError(f"{where} is not JSON: {error}") from error
-    found = found if isinstance(found, dict) else {}
-    turns = found.get("turns")
-    prompt = found.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
-    if not isinstance(prompt, str) or not prompt:
-        raise UsageError(f"{where} has no text as `prompt` or as the first of its `turns`")
-    return prompt
+    match found:
+        case {"prompt": str(prompt)} | {"turns": [str(prompt), *_]} if prompt:
+            return prompt
+    raise UsageError(f"{where} has no text as `prompt` or as the first of its `turns`")
 
 
 def is_heading(line: str) -> bool:

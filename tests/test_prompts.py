@@ -2,18 +2,18 @@
 
 import json
 import re
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
+from io import BytesIO
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request
 
 import pytest
 from conftest import TINY, Captured
 from pytest import MonkeyPatch
 
 from benchmark import pg19
-from benchmark.prompts import cut_prompts, load_prompts, paragraphs, script_prompts
+from benchmark.prompts import cut_prompts, load_prompts, script_prompts
 from cli.errors import UsageError
 from cli.models import load_tokenizer
 
@@ -21,31 +21,25 @@ LONG = "word " * 50
 WIKITEXT = f" \n = Title = \n \n {LONG}\n more of it \n \n = = Part = = \n \n short \n \n {LONG}\n"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.txt", "a"])
-def test_lines_of_json(name: str, tmp_path: Path, capsys: Captured) -> None:
-    """Check that content decides and not the name, and that only line feeds end a line: a JSON
-    string may contain U+2028, U+0085 or U+001C."""
-    texts = ["One.", "a\u2028b", "a\x85b", "\x1cc"]
-    lines = [json.dumps({"prompt": text, "id": 3}, ensure_ascii=False) for text in texts]
-    file = tmp_path / name
-    file.write_bytes(b"\xef\xbb\xbf\n" + "\r\n".join(lines).encode() + b"\n\n")
-    assert load_prompts("builtin", str(file)) == texts
-    note = f"note: {file} has 4 prompts, one per JSON object"
-    assert capsys.readouterr().err == f"{note}\n"
-    assert load_prompts("builtin", str(file), n_prompts=3) == texts
-    assert capsys.readouterr().err == f"{note}; 3 of them are used\n"
-    turns = {"question_id": 81, "turns": ["First.", ""], "reference": []}
-    file.write_text(json.dumps(turns) + "\n" + json.dumps(turns | {"prompt": "Ours."}))
-    assert load_prompts("builtin", str(file)) == ["First.", "Ours."]
-
-
+OBJECTS = ["One.", "a\u2028b", "a\x85b", "\x1cc"]  # a JSON string may have what ends a line
+TURNS = {"question_id": 81, "turns": ["First.", ""], "reference": []}
 QUESTIONS = [f"What is {n} plus {n}?" for n in range(20)]
 CODE = "def f(x):\n    return x"
+
+
+def json_lines(*objects: object, end: str = "\n") -> str:
+    return end.join(json.dumps(each, ensure_ascii=False) for each in objects)
 
 
 @pytest.mark.parametrize(
     ("text", "prompts", "unit"),
     [
+        (
+            "\ufeff\n" + json_lines(*({"prompt": text} for text in OBJECTS), end="\r\n") + "\n\n",
+            OBJECTS,
+            "4 prompts, one per JSON object\n",
+        ),
+        (json_lines(TURNS, TURNS | {"prompt": "Ours."}), ["First.", "Ours."], "2 prompts, one per"),
         ("\n".join(QUESTIONS), QUESTIONS, "20 prompts, one per line; 12 of them are used"),
         ("\r\n".join(QUESTIONS[:2]) + "\r\n\r\n\n", QUESTIONS[:2], "2 prompts, one per line"),
         (
@@ -58,45 +52,33 @@ CODE = "def f(x):\n    return x"
         (WIKITEXT, [f"{LONG.strip()}\nmore of it", LONG.strip()], "one per paragraph of WikiText"),
     ],
 )
-def test_plain_text(
-    text: str, prompts: list[str], unit: str, tmp_path: Path, capsys: Captured
-) -> None:
-    """Check blocks between empty lines, however short, and lines where there is a single block."""
-    file = tmp_path / "prompts.jsonl"
+def test_files(text: str, prompts: list[str], unit: str, tmp_path: Path, capsys: Captured) -> None:
+    """Check lines of JSON, blocks between empty lines, however short, and lines where there is a
+    single block."""
+    file = tmp_path / "prompts"
     file.write_bytes(text.encode())
     assert load_prompts("builtin", str(file)) == prompts
     assert unit in capsys.readouterr().err
 
 
-def test_paragraphs_are_joined_up_to_a_blank_line_or_a_heading() -> None:
-    """Check also the prompts of DynaTree's own script: a short paragraph belongs to the next, and
-    there are ten prompts of 800 characters."""
-    assert paragraphs(WIKITEXT) == [f"{LONG.strip()}\nmore of it", LONG.strip()]
+def test_prompts_of_the_authors_script() -> None:
+    """Check that a short paragraph belongs to the next, and that there are ten prompts of 800
+    characters."""
     assert script_prompts(WIKITEXT) == [f"{LONG}\n  more of it", f"short \n  {LONG.strip()}"]
     assert script_prompts(f" {'x' * 900} \n \n" * 12) == ["x" * 800] * 10
-
-
-OBJECT = b'{"prompt": "x"}\n'
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b" \n\n", "has no prompt: it is empty"),
-        (b"\xe9" * 300, "is not UTF-8 text: "),
-        (OBJECT + b"\nnot json\n", "line 3 is not JSON: "),
-        (b'{"prompt": "x"\n' + OBJECT, "line 1 is not JSON: "),
-        (OBJECT + b'"x"\n', "line 2 has no text as `prompt`"),
-        (b'{"text": "x"}\n', "line 1 has no text as `prompt`"),
+        (b"\xe9" * 300, "is not UTF-8: "),
+        (b'{"prompt": "x"}\n\nnot json\n', "line 3 is not JSON: "),
+        (b'{"prompt": "x"\n', "line 1 is not JSON: "),
+        (b'{"prompt": "x"}\n"x"\n', "line 2 has no text as `prompt`"),
         (b'{"turns": []}\n', "line 1 has no text"),
-        (b'{"prompt": 3}\n', "line 1 has no text"),
         (b'{"prompt": ""}\n', "line 1 has no text"),
-        (b'["x"]', "is JSON; use one JSON object per line, or plain text"),
-        (b'[\n {"prompt": "x"}\n]\n', "is JSON; use one JSON object per line"),
-        (b'{\n "prompt": "x"\n}\n', "is JSON; use one JSON object per line"),
-        (b"PAR1\x15\x04", "is Parquet; use one JSON object per line"),
-        (b"\x1f\x8b\x08", "is gzip; use one JSON object per line"),
-        (b"\n<!DOCTYPE html>\n", "is HTML; use one JSON object per line"),
+        (b'[\n {"prompt": "x"}\n]\n', "is a JSON array; use one JSON object per line"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
@@ -119,48 +101,27 @@ def test_cut_prompts_are_spread_over_the_dataset() -> None:
     assert cut_prompts(texts, tokenizer, 999, 1, min_tokens=len(long)) == [long]
 
 
-class Bucket(SimpleHTTPRequestHandler):
-    """A stand-in for PG-19's host. It answers a request for a part with the whole file, as a host
-    may."""
+def test_openings_of_books(monkeypatch: MonkeyPatch) -> None:
+    """Check that each has at most N_BYTES, even if the host sends the whole file, and no partial
+    character. n_prompts limits the books. An error has the address and the other datasets."""
+    books = {"1.txt": b"One. " * 9, "2.txt": "ééé".encode(), "3.txt": b"Three."}
+    names = [{"name": f"test/{name}"} for name in ("", *books)]
+    pages = {f"{pg19.HOST}/deepmind-gutenberg/test/{name}": books[name] for name in books}
+    listing = f"{pg19.HOST}/storage/v1/b/deepmind-gutenberg/o?prefix=test/"
+    pages[listing] = json.dumps({"items": names}).encode()
+    requests = []
 
-    requests: list[tuple[str, str | None]] = []  # path and range
+    def urlopen(request: Request, timeout: float) -> BytesIO:
+        requests.append((request.full_url, request.get_header("Range")))
+        if request.full_url not in pages:
+            raise HTTPError(request.full_url, 404, "Not Found", Message(), None)
+        return BytesIO(pages[request.full_url])
 
-    def log_message(self, *_: object) -> None:
-        self.requests.append((self.path, self.headers["Range"]))
-
-
-LISTING = "storage/v1/b/deepmind-gutenberg/o"
-BOOKS = {"test/1.txt": b"One. " * 9, "test/2.txt": "ééé".encode(), "test/3.txt": b"Three."}
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Path]:
-    """Start the host and return the folder that it serves."""
-    (tmp_path / LISTING).parent.mkdir(parents=True)
-    (tmp_path / "deepmind-gutenberg" / "test").mkdir(parents=True)
-    names = [{"name": name} for name in ("test/", *BOOKS)]
-    (tmp_path / LISTING).write_text(json.dumps({"items": names}))
-    for name, content in BOOKS.items():
-        (tmp_path / "deepmind-gutenberg" / name).write_bytes(content)
-    monkeypatch.setattr(Bucket, "requests", [])
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    handler = partial(Bucket, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        monkeypatch.setattr(pg19, "HOST", f"http://127.0.0.1:{server.server_port}")
-        yield tmp_path
-        server.shutdown()
-
-
-def test_openings_of_books(bucket: Path, monkeypatch: MonkeyPatch) -> None:
-    """Check that each has at most N_BYTES, no partial character, and n_prompts limits the books. An
-    error has the address and the other datasets."""
+    monkeypatch.setattr(pg19, "urlopen", urlopen)
     monkeypatch.setattr(pg19, "N_BYTES", 5)
     assert load_prompts("pg19", None) == ["One. ", "éé", "Three"]
     assert load_prompts("pg19", None, n_prompts=2) == ["One. ", "éé"]
-    listing, *books = Bucket.requests[:4]
-    assert listing == (f"/{LISTING}?prefix=test/", None)
-    assert books == [(f"/deepmind-gutenberg/{name}", "bytes=0-4") for name in BOOKS]
-    (bucket / "deepmind-gutenberg" / "test" / "2.txt").unlink()
+    assert requests[:4] == [(listing, None), *((page, "bytes=0-4") for page in [*pages][:3])]
+    del pages[requests[2][0]]
     with pytest.raises(UsageError, match="2.txt cannot be fetched: HTTP Error 404.*--prompts FILE"):
         load_prompts("pg19", None)
