@@ -57,7 +57,6 @@ from benchmark.memory import measure_in_new_process
 from benchmark.plan import (
     Plan,
     build_parser,
-    choose_columns,
     describe_tables,
     make_plan,
     read_options,
@@ -319,8 +318,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.show is not None:
         require_alone(args, "--show", allowed=("columns", "format"))
         results = load(args.show)
-        columns = choose_columns(args.columns, results.head["columns"])
-        print_table(results, columns, args.format)
+        print_table(results, args.columns or results.head["columns"], args.format)
         return 0
     if args.resume is not None:
         require_alone(args, "--resume", allowed=("format",))

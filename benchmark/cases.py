@@ -221,20 +221,9 @@ def choose_cases(
     of their sizes. Raises UsageError."""
     cases = []
     for part in parts:
-        names = [*part.rows, *control] if part.rows else []
-        if args.methods is not None:
-            names = split_list(args.methods, "--methods")
-        rows = choose_rows(names, args)
+        rows = choose_rows(args.methods or [*part.rows, *(control if part.rows else ())], args)
         cases += [make_case(row, part, size) for size in part.sizes() for row in rows]
     return cases
-
-
-def split_list(text: str, option: str) -> list[str]:
-    """Return the parts of a comma-separated list. Raises UsageError if one is empty or repeated."""
-    parts = [" ".join(part.split()) for part in text.split(",")]
-    if "" in parts or len(set(parts)) < len(parts):
-        raise UsageError(f"{option} {text!r}: an item of the list is empty or given twice")
-    return parts
 
 
 def choose_rows(names: Sequence[str], args: argparse.Namespace) -> list[str]:
@@ -243,7 +232,7 @@ def choose_rows(names: Sequence[str], args: argparse.Namespace) -> list[str]:
     rows = [*names, *(row for row in HF_METHODS if args.hf and row not in names)]
     if not rows:
         return []
-    baseline = " ".join((args.baseline or "ar").split())
+    baseline = args.baseline or "ar"
     for row in (*rows, baseline):
         require_row(row)
     needed = [*map(reference_of, [*rows, baseline]), baseline]

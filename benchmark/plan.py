@@ -28,13 +28,12 @@ from benchmark.cases import (
     choose_cases,
     choose_parts,
     find_table,
-    split_list,
 )
 from benchmark.enlarged import SHAPES, enlarged_pair
 from benchmark.hf import HF_METHODS
 from benchmark.machine import describe_machine, one_minute_load, path_from_root
 from benchmark.prompts import DATASETS, cut_prompts, load_prompts
-from benchmark.report import COLUMNS, WITH_SPEEDUP, require_columns
+from benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from benchmark.results import FORMAT, Line, Results
 from cli.errors import Parser, UsageError, print_line
 from cli.models import (
@@ -85,10 +84,16 @@ def build_parser() -> Parser:
     options = (*FLAGS, "window=N", "sinks=S", HEAD)
     words = " ".join(f"[{word}]" for word in options if word != "keep")
     rows = f'table rows, each "method NAME=VALUE ... {words}" (default: the table\'s)'
-    add("--methods", metavar="M,...", help=rows)
-    add("--columns", metavar="C,...", help="columns to show, see --tables (default: the table's)")
+    add("--methods", type=list_of(words_of), metavar="M,...", help=rows)
+    shown = "columns to show, see --tables (default: the table's)"
+    add("--columns", type=list_of(column), metavar="C,...", help=shown)
     add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
-    add("--baseline", metavar="M", help="row that speed-ups are relative to (default ar)")
+    add(
+        "--baseline",
+        type=words_of,
+        metavar="M",
+        help="row that speed-ups are relative to (default ar)",
+    )
     add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (default: the table's)")
     prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text'
     add("--prompts", metavar="FILE", help=prompts)
@@ -120,16 +125,23 @@ def count(text: str) -> int:
     return int(text)
 
 
-def list_of(kind: Callable[[str], float]) -> Callable[[str], list]:
-    """Return a parser of a comma-separated list of different numbers. kind: parses one."""
+def words_of(text: str) -> str:
+    """Return the words of a row with one space between two. Raises argparse.ArgumentTypeError."""
+    if not text.split():
+        raise argparse.ArgumentTypeError("a row is empty")
+    return " ".join(text.split())
 
-    def number(text: str) -> list:  # argparse's messages include this name
+
+def list_of(kind: Callable[[str], float | str]) -> Callable[[str], list]:
+    """Return a parser of a comma-separated list of different items. kind: parses one."""
+
+    def items(text: str) -> list:  # argparse's messages include this name
         found = [kind(part) for part in text.split(",")]
         if len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"{text!r} has a number twice")
+            raise argparse.ArgumentTypeError(f"{text!r} has an item twice")
         return found
 
-    return number
+    return items
 
 
 def require_alone(args: argparse.Namespace, option: str, allowed: Sequence[str] = ()) -> None:
@@ -161,7 +173,6 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     previous: the content of the file to resume.
     """
     table = find_table(args.table)
-    columns = choose_columns(args.columns, table.columns)
     is_half = choose_dtype(args.dtype, choose_device(args.device)) != torch.float32
     parts = choose_parts(args)
     cases = choose_cases(parts, args, [CONTROL] if is_half and "exact" in table.columns else [])
@@ -186,7 +197,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         "format": FORMAT,
         "table": args.table,
         "title": describe_preset(args.table, cases, models),
-        "columns": columns,
+        "columns": args.columns or list(table.columns),
         "options": recorded_options(args),
         "machine": from_rank_0(describe_machine, pair, models, any(c.is_hf for c in cases)),
         "load_before": load_before,
@@ -200,13 +211,6 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     max_length = max(len(prompt) for ids in prompts.values() for prompt in ids)
     pass_context = min(max_length, parts[0].prompt_tokens[0]) + parts[0].new_tokens[0] // 2
     return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
-
-
-def choose_columns(option: str | None, default: Sequence[str]) -> list[str]:
-    """Return the names of the columns of --columns, or the default. Raises UsageError."""
-    columns = list(default) if option is None else split_list(option, "--columns")
-    require_columns(columns)
-    return columns
 
 
 def check_options(args: argparse.Namespace, table: Table, cases: Sequence[Case]) -> None:

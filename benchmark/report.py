@@ -199,12 +199,12 @@ for name in WITH_SPEEDUP:
     VARIANTS[f"{name}_speedup"] = f"{title.split()[0]} x ar", partial(speedup_cell, metric)
 
 
-def require_columns(names: Sequence[str]) -> None:
-    """Raise UsageError for an unknown column."""
-    for name in names:
-        if name not in COLUMNS | VARIANTS:
-            known = f"{', '.join(COLUMNS)}, or NAME_mean or NAME_speedup (see --tables)"
-            raise UsageError(f"column is {name!r}, it must be one of {known}")
+def column(name: str) -> str:
+    """Return the name of a column. Raises UsageError if there is no such column."""
+    if name not in COLUMNS | VARIANTS:
+        known = f"{', '.join(COLUMNS)}, or NAME_mean or NAME_speedup (see --tables)"
+        raise UsageError(f"column is {name!r}, it must be one of {known}")
+    return name
 
 
 # Tables

@@ -119,7 +119,7 @@ def test_commands_are_as_their_programs_take_them(monkeypatch: pytest.MonkeyPatc
             choose_config(args)
         elif program == "bench.py":
             assert args.table is None or args.table in TABLES | PRESETS
-            for words in (args.methods or "ar").split(","):
+            for words in args.methods or ["ar"]:
                 GenerationConfig.parse(*words.split())
 
 
