@@ -88,15 +88,11 @@ def build_parser() -> Parser:
     shown = "columns to show, see --tables (default: the table's)"
     add("--columns", type=list_of(column), metavar="C,...", help=shown)
     add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
-    add(
-        "--baseline",
-        type=words_of,
-        metavar="M",
-        help="row that speed-ups are relative to (default ar)",
-    )
-    add("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (default: the table's)")
+    add("--baseline", type=words_of, metavar="M", help="row of the speed-ups (default ar)")
+    source = parser.add_mutually_exclusive_group().add_argument
+    source("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (default: the table's)")
     prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text'
-    add("--prompts", metavar="FILE", help=prompts)
+    source("--prompts", metavar="FILE", help=prompts)
     add("--n-prompts", type=count, metavar="N", help="number of prompts (default: the table's)")
     add("--prompt-tokens", type=list_of(count), metavar="N,...", help="lengths to cut prompts to")
     lengths = {"dest": "new_tokens", "type": list_of(count)}  # the name in results files
@@ -219,8 +215,6 @@ def check_options(args: argparse.Namespace, table: Table, cases: Sequence[Case])
     for value in temperatures:
         if value or not any(temperatures):  # greedy texts of a sampled table ignore top_p and seed
             choose_sampling(value, args.top_p, args.seed, None)
-    if args.dataset and args.prompts:
-        raise UsageError("--dataset and --prompts exclude each other; use one of them")
     if args.pair and (args.target or args.draft):
         raise UsageError("--pair excludes --target and --draft; use one or the other")
     if args.head and not any(case.uses_head for case in cases):

@@ -251,7 +251,10 @@ def test_a_text_that_differs_from_its_reference(capsys: Captured, tmp_path: Path
         ("--seed 1 --seed=2", "--seed is given 2 times, it takes one value"),
         ("--n 4", "unrecognized arguments: --n 4"),
         ("--dataset none", "--dataset is 'none', it must be one of builtin, wikitext2"),
-        ("--prompts none.txt --dataset wikitext2", "--prompts exclude each other"),
+        (
+            "--prompts none.txt --dataset wikitext2",
+            "argument --dataset: not allowed with argument --prompts",
+        ),
         (f"--table v2-fig8 --prompts {ROOT}/LICENSE", "no prompt of 1000 tokens or more"),
         ("--max-new-tokens 0", "--max-new-tokens: 0 is not a whole number of at least 1"),
         ("--max-new-tokens 999999999999", "these lower it: a 16-bit --dtype, fewer --max-new-toke"),
