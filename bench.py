@@ -316,12 +316,12 @@ def execute(args: argparse.Namespace) -> int:
         print(describe_tables())
         return 0
     if args.show is not None:
-        require_alone(args, "--show", allowed=("columns", "format"))
+        require_alone(args, "--show", "--columns", "--format")
         results = load(args.show)
         print_table(results, args.columns or results.head["columns"], args.format)
         return 0
     if args.resume is not None:
-        require_alone(args, "--resume", allowed=("format",))
+        require_alone(args, "--resume", "--format")
         return resume_table(args)
     return measure_table(args)
 

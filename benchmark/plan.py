@@ -49,7 +49,7 @@ from cli.models import (
 )
 from cli.options import add_model_options, choose_sampling, require_fit
 from engine.generation_config import FLAGS
-from engine.ranks import from_rank_0, world_size
+from engine.ranks import from_rank_0
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA}
@@ -140,14 +140,13 @@ def list_of(kind: Callable[[str], float | str]) -> Callable[[str], list]:
     return items
 
 
-def require_alone(args: argparse.Namespace, option: str, allowed: Sequence[str] = ()) -> None:
+def require_alone(args: argparse.Namespace, option: str, *allowed: str) -> None:
     """Raise UsageError for options that have no effect together with this one."""
-    defaults = vars(build_parser().parse_args([]))
-    given = [name for name, value in vars(args).items() if value != defaults[name]]
-    others = [name for name in given if f"--{name}" != option and name not in allowed]
+    actions = [a for a in build_parser()._actions if getattr(args, a.dest, a.default) != a.default]
+    given = [action.option_strings[0] for action in actions]
+    others = [name for name in given if name not in (option, *allowed)]
     if others:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
-        raise UsageError(f"{names.replace('--new-', '--max-new-')}: no effect with {option}")
+        raise UsageError(f"{', '.join(others)}: no effect with {option}")
 
 
 def recorded_options(args: argparse.Namespace) -> Line:
@@ -219,8 +218,6 @@ def check_options(args: argparse.Namespace, table: Table, cases: Sequence[Case])
         raise UsageError("--pair excludes --target and --draft; use one or the other")
     if args.head and not any(case.uses_head for case in cases):
         raise UsageError(f"--head {args.head} has no effect: no row has the word {HEAD}")
-    if table.is_memory_table and world_size() > 1:
-        raise UsageError(f"--table {args.table} needs a single process; use python, not torchrun")
     is_greedy_speed = not table.is_memory_table and not any(temperatures)
     if any(case.is_hf for case in cases) and not is_greedy_speed:
         names = ", ".join(HF_METHODS)

@@ -1,4 +1,4 @@
-"""Tests that peak memory is measured for one text, in a process of its own."""
+"""Tests of the peak memory of one text (test_bench.py: in a process of its own)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,13 +41,15 @@ def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
-def test_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a text, an error and a process that is killed. One start of Python takes seconds."""
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise ValueError('no')", "ValueError: no"),
+        ("import os; os.kill(os.getpid(), 9)", "it was killed"),
+    ],
+)
+def test_errors_of_the_process(code: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args, case = build_parser().parse_args(ARGS), Case("ar", "builtin", 3, 4, 0.0)
-    metrics, ids = measure_in_new_process(args, case, [3, 1, 4], seed=0)
-    assert len(ids) == 4 and 50 < metrics["peak_mb"] < 5000
-    kill = "import os; os.kill(os.getpid(), 9)"
-    for code, reason in (("raise ValueError('no')", "ValueError: no"), (kill, "it was killed")):
-        monkeypatch.setattr(memory, "COMMAND", [memory.COMMAND[0], "-c", code])
-        with pytest.raises(UsageError, match=f"^ar: .* failed: {reason}"):
-            measure_in_new_process(args, case, [3, 1, 4], seed=0)
+    monkeypatch.setattr(memory, "COMMAND", [memory.COMMAND[0], "-c", code])
+    with pytest.raises(UsageError, match=f"^ar: .* failed: {reason}"):
+        measure_in_new_process(args, case, [3, 1, 4], seed=0)
