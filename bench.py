@@ -236,18 +236,14 @@ class Bench:
                 continue
             job = jobs[key]
             reference = job._replace(case=replace(job.case, row=job.case.reference))
-            ids, reference_ids = (self.greedy_ids(each) for each in (job, reference))
+            digests = (self.results.texts[each.key]["ids_digest"] for each in (job, reference))
+            ids, reference_ids = map(self.results.ids.get, digests)
             at = first_difference(ids, reference_ids)
             # Rows that begin with hf- have no config
             window = FULL_ATTENTION if job.case.is_hf else job.case.generation_config().window
             gap = top2_gap(self.pair, self.prompt_ids(job) + reference_ids[:at], window)
             line = dict(zip(KEYS, key, strict=True)) | {"at": at, "gap": gap}
             self.add({"difference": line})
-
-    def greedy_ids(self, job: Job) -> list[int]:
-        """Return the ids of a greedy text. Texts with equal ids share one line that has them, found
-        by its digest."""
-        return self.results.ids[self.results.texts[job.key]["ids_digest"]]
 
 
 def has_timed_passes(case: Case) -> bool:

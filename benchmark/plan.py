@@ -187,6 +187,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         part.dataset: choose_prompts(found, pair, part)
         for part, found in zip(parts, texts, strict=True)
     }
+    all_ids = [prompt for ids in prompts.values() for prompt in ids]
     names = [f"{len(ids)} {name}" if len(parts) > 1 else name for name, ids in prompts.items()]
     head = {
         "format": FORMAT,
@@ -198,13 +199,14 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         "load_before": load_before,
         "n_prompts": {dataset: len(ids) for dataset, ids in prompts.items()},
         "prompts": ", ".join(names),
-        "prompts_sha256": hash_prompts(prompts),
+        "prompts_sha256": hashlib.sha256(repr(all_ids).encode()).hexdigest(),
         "cases": [asdict(case) for case in cases],
     }
     if previous:
         require_same_conditions(previous.head, head)
-    max_length = max(len(prompt) for ids in prompts.values() for prompt in ids)
-    pass_context = min(max_length, parts[0].prompt_tokens[0]) + parts[0].new_tokens[0] // 2
+    pass_context = (
+        min(max(map(len, all_ids)), parts[0].prompt_tokens[0]) + parts[0].new_tokens[0] // 2
+    )
     return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
 
 
@@ -258,12 +260,6 @@ def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
         limit = f" of {min_tokens} tokens or more" if min_tokens > 1 else ""
         print_line(f"note: {part.dataset} has {len(prompts)} prompts{limit}, not {part.n_prompts}")
     return prompts
-
-
-def hash_prompts(prompts: Prompts) -> str:
-    """Return the SHA-256 of the ids of all prompts."""
-    all_ids = [prompt for ids in prompts.values() for prompt in ids]
-    return hashlib.sha256(repr(all_ids).encode()).hexdigest()
 
 
 def describe_preset(name: str, cases: Sequence[Case], models: dict) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmark.results import load
-from cli.errors import Parser, UsageError, print_line, run_command_line
+from cli.errors import Parser, UsageError, print_line, run_command_line, writing
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -33,11 +33,9 @@ def execute(args: argparse.Namespace) -> int:
             continue
         for ending, figure in draw(results).items():
             path = Path(args.output or Path(name).parent) / f"{Path(name).stem}{ending}.png"
-            try:
+            with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 figure.savefig(path)
-            except OSError as error:
-                raise UsageError(f"{path} cannot be written: {error.strerror}") from error
             print(path)
     return 0
 
