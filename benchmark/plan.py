@@ -204,9 +204,8 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     }
     if previous:
         require_same_conditions(previous.head, head)
-    pass_context = (
-        min(max(map(len, all_ids)), parts[0].prompt_tokens[0]) + parts[0].new_tokens[0] // 2
-    )
+    longest = min(max(map(len, all_ids)), parts[0].prompt_tokens[0])
+    pass_context = longest + parts[0].new_tokens[0] // 2
     return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
 
 
