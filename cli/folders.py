@@ -1,11 +1,9 @@
 """The folder of a new checkpoint, written whole or not at all.
 
-folder = new_folder("my-draft")
-write_checkpoint(folder, tensors, {"model_type": "gpt_neox"}, source)
+write_checkpoint(Path("my-draft"), tensors, {"model_type": "gpt_neox"}, source)
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,14 +17,6 @@ from cli.errors import UsageError
 UNCHANGED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 # transformers 4 and 5 have one key each
 DTYPE = {"torch_dtype": "float16", "dtype": "float16"}
-
-
-def new_folder(text: str) -> Path:
-    """Return the absolute path of a new checkpoint. Raises UsageError if it exists already."""
-    folder = Path(text).absolute()
-    if os.path.lexists(folder):
-        raise UsageError(f"{text} exists already; use a new folder")
-    return folder
 
 
 def write_checkpoint(

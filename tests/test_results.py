@@ -237,22 +237,8 @@ def test_a_file_holds_everything(lines: list[Line], tmp_path: Path) -> None:
     assert load(file) == written
     with pytest.raises(UsageError, match="cannot be written: File exists"):
         append(file / "r.jsonl", line)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "is no results file"),
-        ('{"row": "ar"}\n', "is no results file"),
-        ('{"head": {"format": 4}}\n', "has format 4, it must be 5"),
-        (None, "cannot be read: Is a directory"),
-    ],
-)
-def test_another_file_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "r.jsonl" if content is not None else tmp_path
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(UsageError, match=f"^{re.escape(str(file))} {message}"):
+    file.write_text('{"head": {"format": 4}}\n')
+    with pytest.raises(UsageError, match="r.jsonl has format 4, it must be 5"):
         load(file)
 
 

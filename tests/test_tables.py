@@ -19,7 +19,6 @@ from benchmark.cases import (
 from benchmark.hf import HF_METHODS
 from benchmark.plan import PAIRS, build_parser, check_options, describe_preset, resolve_models
 from benchmark.report import column
-from cli.errors import UsageError
 from cli.models import PYTHIA
 from engine.generation_config import GenerationConfig
 from engine.passes import Window
@@ -107,7 +106,8 @@ def test_dyspecs_tables_draft_and_accept_as_the_papers_methods(name: str) -> Non
 
 ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1 N_max=256", "dynatree"]
 V2 = [f"{row} on wikitext2" for row in ALL]
-V2 += [f"{row} on pg19" for row in ("ar", "linear K=5", ALL[2], "dynatree D_max=9")]
+PG19 = ["ar", "linear K=5", ALL[2], "dynatree D_max=9"]
+V2 += [f"{row} on pg19" for row in PG19]
 DYSPEC = ["ar", "specinfer widths=4:2:2:1:1", "sequoia N=64 D_max=16", "dyspec N=64"]
 SIXTH = ["ar L=200", "linear K=6 L=200", "linear K=7 L=200"]
 SIXTH += [f"fixed D={depth} B=2 tau=0.05 N_max=256 L=200" for depth in (6, 7)]
@@ -122,6 +122,7 @@ SIXTH += [f"fixed D={depth} B=2 tau=0.05 N_max=256 L=200" for depth in (6, 7)]
         ("v2-1", "--prompt-tokens 800", V2[:4]),
         ("v2-1", "--temperature 0,0.6", [f"{row} t=0.0" for row in V2]),
         ("v2-1", "--dataset wikitext2", ALL),
+        ("v2-1", "--dataset pg19", PG19),
         ("v2-1", "--dataset wikitext2-script --n-prompts 10", ALL),
         ("v2-1", "--dataset builtin", []),
         ("v2-1", "--prompts own.txt", []),
@@ -147,18 +148,6 @@ def test_published_figures_are_shown_only_for_their_own_prompts_and_sizes(
     assert title.endswith("are for other prompts, sizes or rows") == (not rows)
 
 
-def test_which_part_a_dataset_keeps() -> None:
-    """Check --dataset and --prompts: the part on that dataset is kept, or else the first part."""
-    first, second = PRESETS["v2-1"].parts
-    for words, dataset, rows in (
-        ("--dataset pg19", "pg19", second.rows),
-        ("--dataset wikitext2-script", "wikitext2-script", first.rows),
-        ("--prompts a/b.txt", "b.txt", first.rows),
-    ):
-        (part,) = choose_parts(build_parser().parse_args(["--table", "v2-1", *words.split()]))
-        assert (part.dataset, part.rows) == (dataset, rows)
-
-
 def test_a_pair_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(words: str) -> tuple[str, str]:
         args = resolve_models(build_parser().parse_args(words.split()))
@@ -169,8 +158,6 @@ def test_a_pair_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PAIRS, "enlarged", lambda: ["large", "small"])
     for words in ("--pair enlarged", "--table enlarged"):
         assert resolve(words) == ("large", "small")
-    with pytest.raises(UsageError, match="--pair excludes --target and --draft"):
-        chosen("main", "--pair", "pythia", "--draft", "b")
 
 
 def test_references_and_the_baseline() -> None:

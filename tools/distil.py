@@ -31,7 +31,7 @@ from torch import Tensor
 
 from cli.errors import Parser, UsageError, print_line, run_command_line, writing
 from cli.files import require_writable
-from cli.folders import new_folder, write_checkpoint
+from cli.folders import write_checkpoint
 from cli.models import choose_device, choose_dtype, set_threads
 from cli.tokens import load_tokenizer
 from engine.checkpoint import find_checkpoint, read_config
@@ -90,7 +90,9 @@ def execute(args: Namespace) -> int:
     require_valid(args)
     device = choose_device(args.device)
     set_threads(args.threads, device)
-    out = new_folder(args.out)
+    out = Path(args.out).absolute()
+    if out.exists():
+        raise UsageError(f"{args.out} exists already; use a new folder")
     folder = find_checkpoint(args.target, print_line)
     config = read_config(folder)
     text = read_ids(args.text, folder, config)
