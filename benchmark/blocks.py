@@ -10,8 +10,6 @@ depth-first    the order to which the paper changes
     print(random_table())  # next to the paper's table 5
 
 The attention of this project computes all blocks: the paper finds no gain end to end.
-
-Shapes: N tree rows, P slots before the tree, which every row attends to.
 """
 
 import random
@@ -24,7 +22,7 @@ from numpy import ndarray
 from verify import ancestor_mask
 
 ORDERS = ("grown", "breadth-first", "depth-first")
-# The paper's table 5: random trees, P = 0, blocks of 32; before and after its change of the order
+# The paper's table 5: random trees, no prefix, blocks of 32; before and after its change of order
 PUBLISHED = {256: "36 / 22.5", 512: "135.5 / 52.8", 1024: "490.2 / 119.3", 2048: "1654.5 / 278.7"}
 
 
@@ -53,22 +51,19 @@ def depth_first(parents: Sequence[int]) -> list[int]:
     return order
 
 
-def count_blocks(mask: ndarray, size: int = 32, n_prefix: int = 0) -> int:
-    """Return how many blocks of size x size are not empty in a mask [N, N] after P slots, to which
-    every row attends."""
+def count_blocks(mask: ndarray, size: int = 32) -> int:
+    """Return how many blocks of size x size are not empty in a mask [N, N]."""
     n = len(mask)
-    n_rows, n_columns = -(-n // size), -(-(n_prefix + n) // size)
-    padded = numpy.zeros((n_rows * size, n_columns * size), dtype=bool)
-    padded[:n, :n_prefix] = True
-    padded[:n, n_prefix : n_prefix + n] = mask
-    return int(padded.reshape(n_rows, size, n_columns, size).any(axis=(1, 3)).sum())
+    n_blocks = -(-n // size)
+    padded = numpy.zeros((n_blocks * size, n_blocks * size), dtype=bool)
+    padded[:n, :n] = mask
+    return int(padded.reshape(n_blocks, size, n_blocks, size).any(axis=(1, 3)).sum())
 
 
-def counts_by_order(parents: Sequence[int], grown: Sequence[int]) -> list[int]:
-    """Return the number of blocks of a tree in each of ORDERS. grown: the rows in the order of
-    growth."""
+def counts_by_order(parents: Sequence[int]) -> list[int]:
+    """Return the number of blocks of a tree, whose rows are as grown, in each of ORDERS."""
     mask = ancestor_mask(parents)
-    orders = [grown, breadth_first(parents), depth_first(parents)]
+    orders = [range(len(parents)), breadth_first(parents), depth_first(parents)]
     return [count_blocks(mask[numpy.ix_(rows, rows)]) for rows in orders]
 
 
@@ -76,6 +71,6 @@ def random_table(n_trees: int = 8) -> pd.DataFrame:
     """Return the mean counts of random trees of several sizes, next to the paper's."""
     rng, found = random.Random(0), {}
     for n in PUBLISHED:
-        trees = [counts_by_order(random_parents(n, rng), range(n)) for _ in range(n_trees)]
+        trees = [counts_by_order(random_parents(n, rng)) for _ in range(n_trees)]
         found[n] = numpy.mean(trees, axis=0)
     return pd.DataFrame(found, index=ORDERS).T.assign(paper=PUBLISHED.values())

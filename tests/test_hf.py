@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import random_model
 
-from benchmark.hf import HF_METHODS, HuggingFace
+from benchmark.hf import HF_METHODS, HuggingFace, StepRecorder
 from cli.errors import UsageError
 from cli.models import Pair
 
@@ -29,8 +29,10 @@ class Model:
 
     eval = to
 
-    def generate(self, ids: torch.Tensor, **options: object) -> None:
+    def generate(self, ids: torch.Tensor, streamer: StepRecorder, **options: object) -> None:
         self.calls.append({"target": self.folder} | options)
+        for each in (ids, torch.tensor([5]), torch.tensor([6, 7])):
+            streamer.put(each)
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +52,16 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_row_has_its_own_options() -> None:
-    """Check the options that the model receives. All rows are greedy."""
+    """Check the options that the model receives, and the steps. All rows are greedy."""
     transformers = HuggingFace(PAIR)
     for name in HF_METHODS:
-        transformers.decode(name, [3, 1], 4)
+        steps = transformers.decode(name, [3, 1], 4)
+        assert [step.tokens for step in steps] == [[5], [6, 7]], "without the prompt"
+        assert all(step.verify_ms > 0 for step in steps)
     found = []
     for options in Model.calls:
         assert not options.pop("do_sample") and options.pop("max_new_tokens") == 4
-        assert options.pop("target") == "T" and options.pop("streamer")
+        assert options.pop("target") == "T"
         found.append({name: getattr(v, "folder", v) for name, v in options.items()})
     assert found == [{}, {"assistant_model": "D"}, {"prompt_lookup_num_tokens": 10}]
 
