@@ -74,15 +74,18 @@ class Case:
     def generation_config(
         self, top_p: float | None = None, seed: int = 0, graphs: bool = True
     ) -> GenerationConfig:
-        """Return the generation config, which rows of transformers do not have. Raises ValueError
+        """Return the generation config, which rows of transformers do not have. Raises UsageError
         for an invalid row."""
         words = [word for word in self.row.split() if word != HEAD]
-        config = GenerationConfig.parse(*words, *filter(None, [self.acceptance]))
         sampling = GREEDY
-        if self.temperature or self.draft_temperature:
-            top_p = top_p if self.temperature and top_p is not None else 1.0
-            draft = self.draft_temperature, self.is_drawn
-            sampling = Sampling(self.temperature, top_p, seed, *draft)
+        try:
+            config = GenerationConfig.parse(*words, *filter(None, [self.acceptance]))
+            if self.temperature or self.draft_temperature:
+                top_p = top_p if self.temperature and top_p is not None else 1.0
+                draft = self.draft_temperature, self.is_drawn
+                sampling = Sampling(self.temperature, top_p, seed, *draft)
+        except ValueError as error:
+            raise UsageError(f"{self.row}: {error}") from error
         return replace(config, sampling=sampling, graphs=graphs)
 
 
@@ -247,17 +250,9 @@ def require_row(row: str) -> None:
     if method not in METHODS:
         known = ", ".join([*METHODS, *HF_METHODS])
         raise UsageError(f"method is {row!r}, it must be one of {known}")
-    rule = config_of(Case(row, "", 0, 0, 0.0)).make_rule()
+    rule = Case(row, "", 0, 0, 0.0).generation_config().make_rule()
     if HEAD in words and not rule.max_depth:
         raise UsageError(f"{row}: {method} uses no draft model; remove {HEAD}")
-
-
-def config_of(case: Case) -> GenerationConfig:
-    """Return the generation config of a case. Raises UsageError."""
-    try:
-        return case.generation_config()
-    except ValueError as error:
-        raise UsageError(f"{case.row}: {error}") from error
 
 
 def reference_of(row: str) -> str:
@@ -280,7 +275,7 @@ def make_case(row: str, part: Part, size: Size) -> Case:
     case = Case(row, part.dataset, *size, reference=reference_of(row), published=published)
     if case.is_hf:
         return case
-    config = config_of(case)
+    config = case.generation_config()
     rule = config.make_rule()
     is_sampled = case.temperature > 0
     if config.acceptance and not is_sampled:

@@ -24,7 +24,6 @@ from benchmark.cases import (
     UNAVAILABLE,
     Case,
     Part,
-    Table,
     choose_cases,
     choose_parts,
     find_table,
@@ -171,7 +170,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     is_half = choose_dtype(args.dtype, choose_device(args.device)) != torch.float32
     parts = choose_parts(args)
     cases = choose_cases(parts, args, [CONTROL] if is_half and "exact" in table.columns else [])
-    check_options(args, table, cases)
+    check_options(args, cases)
     args = resolve_models(args)
     load_before = one_minute_load()
     texts = [
@@ -209,7 +208,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
 
 
-def check_options(args: argparse.Namespace, table: Table, cases: Sequence[Case]) -> None:
+def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
     """Raise UsageError for options that contradict each other."""
     temperatures = {case.temperature for case in cases}
     for value in temperatures:
@@ -219,10 +218,8 @@ def check_options(args: argparse.Namespace, table: Table, cases: Sequence[Case])
         raise UsageError("--pair excludes --target and --draft; use one or the other")
     if args.head and not any(case.uses_head for case in cases):
         raise UsageError(f"--head {args.head} has no effect: no row has the word {HEAD}")
-    is_greedy_speed = not table.is_memory_table and not any(temperatures)
-    if any(case.is_hf for case in cases) and not is_greedy_speed:
-        names = ", ".join(HF_METHODS)
-        raise UsageError(f"{names}: only greedy speed; use temperature 0 and no memory table")
+    if any(case.is_hf and case.temperature for case in cases):
+        raise UsageError(f"{', '.join(HF_METHODS)}: only greedy text; use temperature 0")
 
 
 def resolve_models(args: argparse.Namespace) -> argparse.Namespace:

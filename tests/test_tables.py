@@ -30,7 +30,7 @@ def chosen(name: str, *words: str) -> list[Case]:
     """Return the cases of --table NAME with these options, which are checked."""
     args = build_parser().parse_args(["--table", name, *words])
     cases = choose_cases(choose_parts(args), args)
-    check_options(args, find_table(name), cases)
+    check_options(args, cases)
     return cases
 
 
