@@ -20,6 +20,7 @@ import bench
 from bench import Bench, Job, main
 from benchmark.cases import Case
 from benchmark.plan import Plan, build_parser, make_plan
+from benchmark.report import text_report
 from benchmark.results import Line, Results, key_of, load
 from benchmark.step_times import measure_step_times
 from cli.models import Pair, Request
@@ -27,6 +28,7 @@ from draft_tree import Tree
 from engine.generate import Step
 from engine.generation_config import GenerationConfig
 from engine.memory import OutOfMemory
+from methods.eagle import EagleHead
 
 DRAFT, HEAD = str(TINY / "draft"), str(TINY / "eagle")
 QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--max-new-tokens", "6", "--threads", "1"]
@@ -94,19 +96,21 @@ def test_cases_take_turns(measured: tuple[Results, str, Path]) -> None:
 def test_rows_over_a_head_and_over_the_draft_model(tmp_path: Path) -> None:
     """Check that the rows of one table use their own drafts, and that a head as --draft is timed
     and named. A row with the word head has no prediction."""
-    options = ["--target", str(TINY / "target"), "--n-prompts", "1", "--max-new-tokens", "30"]
-    options += ["--methods", "linear K=4,linear K=4 head", "--columns", "predicted"]
-    results, printed = run_bench(tmp_path / "a.jsonl", BRIEF, *options)
-    swapped = ["--draft", HEAD, "--methods", "linear K=4", "--dataset", "builtin"]
-    swapped += ["--table", "deagle-2", "--temperature", "0", "--columns", "predicted"]
-    alone, of_head = run_bench(tmp_path / "b.jsonl", BRIEF, *options[:6], *swapped)
-    _, own, by_head = results.texts.values()
-    _, lone = alone.texts.values()
-    assert own["iterations"] != by_head["iterations"] == lone["iterations"]
-    assert "predicted_ms" in own and "predicted_ms" not in by_head and "predicted_ms" in lone
-    assert min(alone.step_times.draft_ms) > 0
-    assert "models/tiny/draft and models/tiny/eagle" in " ".join(printed.split())
-    assert "here: models/tiny/eagle, WikiText-2" in " ".join(of_head.split())
+    options = ["--target", str(TINY / "target"), "--methods", "linear,linear head"]
+    plan = make_plan(build_parser().parse_args(override(BRIEF, *options)))
+    table = Bench(plan, Results(plan.head), tmp_path / "a.jsonl")
+    drafts = [table.pair_of(case).draft for case in table.results.cases]
+    assert [isinstance(draft, EagleHead) for draft in drafts] == [False, False, True]
+    texts = [table.generate(Job(case, 0, 0)) for case in table.results.cases[1:]]
+    of_draft, of_head = ([step.tree.tokens for step in text] for text in texts)
+    assert of_draft[1][0] == of_head[1][0] and of_draft[1] != of_head[1]
+    assert [bench.has_timed_passes(case) for case in table.results.cases] == [True, True, False]
+    assert text_report(table.results, [], 999).count("models/tiny/draft and models/tiny/eagle") == 1
+    options = ["--target", str(TINY / "target"), "--draft", HEAD, "--n-prompts", "1"]
+    options += ["--table", "deagle-2", "--temperature", "0", "--dataset", "builtin"]
+    results, printed = run_bench(tmp_path / "b.jsonl", BRIEF, *options, "--columns", "predicted")
+    assert "here: models/tiny/eagle, WikiText-2" in " ".join(printed.split())
+    assert min(results.step_times.draft_ms) > 0
 
 
 @pytest.mark.parametrize("table", ["steps", "memory"])
