@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import pytest
@@ -23,7 +24,7 @@ from torch import Tensor
 
 import methods.sampler
 from cli.metrics import token_ids
-from draft_tree import Gates, Level, Rule, Settings, setting
+from draft_tree import Gates, Level, Rule, Settings
 from engine.compose import Parts
 from methods import METHODS
 from methods.acceptances import (
@@ -153,21 +154,6 @@ def test_the_seed_decides_what_is_drawn(k: int) -> None:
     assert one.equal(again) and not one.equal(other)
 
 
-@pytest.mark.parametrize("k", [2, 5, 9])
-def test_propose_returns_what_draw_several_draws(k: int) -> None:
-    """Check ids and log-probabilities, and that the draft's temperature warps its distribution."""
-    sampling = Sampling(1.0, top_p=0.9, seed=3, draft_temperature=0.5)
-    logits = logits_table(4).float()
-    sampler = sampling.sampler(CPU)
-    probs = sampler.draft_distribution(logits)
-    ids, logprobs = sampler.propose(probs, k)
-    expected = Sampling(0.5, top_p=0.9).sampler(CPU).target_distribution(logits)
-    torch.testing.assert_close(probs, expected)
-    drawn, drawn_probs = sampling.sampler(CPU).draw_several(probs, min(k, N_IDS))
-    assert ids.tolist() == drawn.tolist()
-    numpy.testing.assert_allclose(numpy.exp(logprobs), drawn_probs, rtol=1e-6)
-
-
 def test_rounding_alone_rejects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a child that is the target's only possible token, so that the residual after a
     rejection is empty. Its ratio is just below 1 by rounding."""
@@ -183,63 +169,62 @@ def test_rounding_alone_rejects_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 # The distribution of texts is the target's, by enumeration (enumeration.py).
 
 
-class TopKFixed(Fixed):
-    """fixed with top-k candidates for sampled text too, as beam has them."""
-
-    def make_rule(self) -> Rule:
-        rule = super().make_rule()
-        rule.draws_candidates = False
-        return rule
-
-
 @dataclass(frozen=True)
-class Primed:
-    """Settings of graft or auto whose rule has already observed the successors of every token."""
+class Made:
+    """Settings whose rules are made by a function."""
 
-    settings: Graft | Auto
-    n_ids: int = N_IDS
-
-    def make_rule(self) -> Rule:
-        rule = self.settings.make_rule()
-        best = OTHER[: self.n_ids, : self.n_ids].flip(1)
-        rule.observe_target(list(range(self.n_ids)), top_k(best, self.n_ids).tokens)
-        return rule
+    make_rule: Callable[[], Rule]
 
 
-@dataclass(frozen=True)
-class Copied:
-    """Settings whose rule copies the two tokens that followed token 0 before, without a draft."""
+def make_top_k(settings: Settings) -> Rule:
+    """Return a rule with top-k candidates for sampled text too, as beam has them."""
+    rule = settings.make_rule()
+    rule.draws_candidates = False
+    return rule
 
-    def make_rule(self) -> Rule:
-        rule = Lookup(K=2).make_rule()
-        rule.start([0, 2, 1, 3])
-        return rule
+
+def make_primed(settings: Graft | Auto, n_ids: int = N_IDS) -> Rule:
+    """Return a rule of graft or auto that has already observed the successors of every token."""
+    rule = settings.make_rule()
+    best = OTHER[:n_ids, :n_ids].flip(1)
+    rule.observe_target(list(range(n_ids)), top_k(best, n_ids).tokens)
+    return rule
+
+
+def make_copying() -> Rule:
+    """Return a rule that copies the two tokens that followed token 0 before, without a draft."""
+    rule = Lookup(K=2).make_rule()
+    rule.start([0, 2, 1, 3])
+    return rule
+
+
+def top_k_fixed(**values: float) -> Made:
+    return Made(partial(make_top_k, Fixed(**values)))
+
+
+def primed(settings: Graft | Auto, n_ids: int = N_IDS) -> Made:
+    return Made(partial(make_primed, settings, n_ids))
 
 
 RULES = {
     "drawn chain": Chain(K=2),
     "stops by what was drawn": ConfidentChain(K=2, p_min=0.3),
-    "ranked chain": TopKFixed(D=2, B=1, tau=0.0),
-    "copied": Copied(),
-    "drawn siblings": DySpec(N=4, D_max=1, t=0.001, exact=False),  # up to three
+    "ranked chain": top_k_fixed(D=2, B=1, tau=0.0),
+    "copied": Made(make_copying),
     "those of value": DySpec(N=4, D_max=1, t=0.3, exact=False),
-    "ranked": TopKFixed(D=2, B=3, tau=0.0),
-    "grafted beside drawn": Primed(Graft(base="linear:K=1", N=4, D_max=1, checkpoints="off")),
-    "grafted below drawn": Primed(Graft(base="linear:K=1", N=4, at="tail")),
+    "ranked": top_k_fixed(D=2, B=3, tau=0.0),
+    "grafted beside drawn": primed(Graft(base="linear:K=1", N=4, D_max=1, checkpoints="off")),
+    "grafted below drawn": primed(Graft(base="linear:K=1", N=4, at="tail")),
 }
 FEW_RULES = {
     "best of all drawn": DySpec(N=3, D_max=2),  # more is drawn than verified
     "pairs of pairs": SpecInfer("2:2"),
     "by confidence": METHODS["dynatree"](B_mid=1, B_max=2, tau_l=0.6, D0=1, D_max=2, rho_stop=0.2),
     "above tau": Fixed(D=2, B=2, tau=0.2),
-    "three below one": SpecInfer("1:3"),
     "settled shape": Sequoia(N=6, D_max=2, p="0.6:0.3:0.1"),
-    "grafted, best": Primed(Graft(base="dyspec:N=3:D_max=2", checkpoints="1@0.4", N=5), 3),
-    "grafted, tail": Primed(Graft(base="dyspec:N=4:D_max=1", N=5, at="tail"), 3),
-    "grafted, confident": Primed(
-        Graft(base="dynatree:B_mid=1:B_max=2:tau_l=0.6:D0=1:D_max=2", checkpoints="1@0.4", N=5), 3
-    ),
-    "remembered beside drawn": Primed(Auto(N=5, D_max=2, costs="0.3:0.04:0.2:0.01"), 3),
+    "grafted, best": primed(Graft(base="dyspec:N=3:D_max=2", checkpoints="1@0.4", N=5), 3),
+    "grafted, tail": primed(Graft(base="dyspec:N=4:D_max=1", N=5, at="tail"), 3),
+    "remembered beside drawn": primed(Auto(N=5, D_max=2, costs="0.3:0.04:0.2:0.01"), 3),
 }
 
 
@@ -260,8 +245,7 @@ def error_of(
 
 @pytest.mark.parametrize("rule", RULES | FEW_RULES)
 def test_every_acceptance_is_exact_and_accepts_no_less_than_token(rule: str) -> None:
-    """Check the distribution for every acceptance, draft and sampling, and the mean accepted
-    length.
+    """Check the distribution for every acceptance and draft, and the mean accepted length.
 
     Every acceptance accepts at least as much as token: of top-k rows equally much, and of drawn
     rows below drawn rows more for at least one draft.
@@ -269,17 +253,16 @@ def test_every_acceptance_is_exact_and_accepts_no_less_than_token(rule: str) -> 
     settings, target, tables = (RULES | FEW_RULES)[rule], TARGET, DRAFTS
     if rule in FEW_RULES:
         target, tables = FEW_TARGET, FEW_DRAFTS
+    samplings = itertools.islice(itertools.cycle([PLAIN, *SAMPLINGS]), len(rule) % 4, None)
     gains: dict[str, list[float]] = {by: [] for by in ACCEPTANCES}
-    for (name, draft), other in zip(tables.items(), itertools.cycle(SAMPLINGS), strict=False):
-        for sampling in (PLAIN, other):
-            texts = Enumeration(settings, target, draft, sampling)
-            expected = target_distribution(target, 3, sampling)
-            for by, accept in ACCEPTANCES.items():
-                error = difference(texts.distribution(3, accept), expected)
-                assert error < 2e-8, (by, name, sampling)
-                if sampling == PLAIN:
-                    length = texts.mean_length(3, accept)
-                    gains[by].append(length - texts.mean_length(3, accept_by_token))
+    for (name, draft), sampling in zip(tables.items(), samplings, strict=False):
+        texts = Enumeration(settings, target, draft, sampling)
+        expected = target_distribution(target, 3, sampling)
+        for by, accept in ACCEPTANCES.items():
+            error = difference(texts.distribution(3, accept), expected)
+            assert error < 2e-8, (by, name, sampling)
+            length = texts.mean_length(3, accept)
+            gains[by].append(length - texts.mean_length(3, accept_by_token))
     for by, more in gains.items():
         assert min(more) > -1e-9
         if not settings.make_rule().draws_candidates:
@@ -303,49 +286,76 @@ def test_every_method_is_exact(method: str) -> None:
     assert n_done == 2
 
 
-def test_a_row_budget_does_not_choose_among_drawn_nodes() -> None:
-    """Check graft with fewer rows than its base, whose threshold form has a row budget."""
-    base = "dyspec:exact=off:t=0.2:N=6:D_max=3"
-    rule = Graft(base=base, N=4, checkpoints="off", graft=False)
-    draft = torch.eye(4, dtype=torch.float64).log()  # certain, but for the root
-    draft[0] = torch.tensor([0.0, 0.6, 0.3, 0.1]).log()
-    assert error_of(rule, draft, 4, target=TARGET[:4, :4]) < 2e-8
+# What was drawn, or was learned, does not choose among drawn rows.
 
 
-def test_a_stop_by_what_a_level_adds_does_not_choose_among_drawn_nodes() -> None:
-    """Check opttree, which has top-k candidates for this reason.
-
-    Suppose it drew. Let its four rows begin with the root and a (0.6), whose own child is certain.
-    The second drawn child then has the value 0.4. If it is b (0.3), level 2 adds 0.5, so level 3 is
-    drafted, and its row replaces b. If it is c (0.1), level 2 adds 0.3, and c is verified.
-    """
-    draft = torch.tensor([[0.0, 0.6, 0.3, 0.1]] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
-    target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
-    assert error_of(OptTree(N=4, D_max=3, delta=0.4), draft, 4, target=target) < 2e-8
+def set_rising_shares(parts: Parts) -> None:
+    parts.rule.rule.shares[:2] = 0.09, 0.6
 
 
-def test_a_cost_gate_does_not_choose_among_drawn_nodes() -> None:
-    """Check dyspec with three rows. The child of a is certain, so it takes the row of a's sibling.
-
-    If the net gain of a row depended on this tree's own draws, this would happen if the sibling is
-    b, but not if it is c.
-    """
-    draft = torch.tensor([[0.0, 0.6, 0.3, 0.1]] + [[0.0, 1.0, 0.0, 0.0]] * 3).log()
-    target = torch.tensor([[0.0, 0.2, 0.4, 0.4]] * 4).log()
-    settings = DySpec(N=3, D_max=3, costs="1e-9:0.277:1e-9:1e-9")
-    assert error_of(settings, draft, 4, target=target) < 2e-8
+def set_weights(parts: Parts) -> None:
+    parts.drafter.weights = parts.drafter.initial = (1.386, 0.856)
 
 
-def test_cost_gates_choose_the_last_level_before_the_tree() -> None:
-    """Check dyspec with four rows. Which rows of the first level are kept depends on whether there
-    is a second one. If the tree's own draws decided that, the total variation would be 0.008."""
-    draft = [[0.4, 0, 0.6, 0], [0.1, 0.9, 0, 0], [0.3, 0.7, 0, 0], [0.15, 0, 0.2, 0.65]]
-    target = torch.tensor([[0.29, 0.22, 0.2, 0.29]] * 4).log()
-    settings = DySpec(N=4, D_max=2, costs="1e-9:1e-9:1e-9:0.5")
-    assert error_of(settings, torch.tensor(draft).log(), 4, target=target) < 1e-7
+# The draft is certain, but for the root, whose best child is a
+SURE = [[0.0, 0.6, 0.3, 0.1], [0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+AFTER_SURE = [[0.0, 0.2, 0.4, 0.4]] * 4
+GIVEN = "0.01:0.1:0.01:0.1"
+CHOICES = {  # settings; probabilities of the draft and of the target; a learned state
+    # A base in threshold form, whose row budget is larger than graft's
+    "row budget": (
+        Graft(base="dyspec:exact=off:t=0.2:N=6:D_max=3", N=4, checkpoints="off", graft=False),
+        [SURE[0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
+        TARGET[:4, :4].softmax(-1),
+        None,
+    ),
+    # opttree has top-k candidates for this reason. If it drew, a second child b (0.3) would make
+    # level 3 pay, and a row of that level would replace b; c (0.1) would be verified
+    "stop by what a level adds": (OptTree(N=4, D_max=3, delta=0.4), SURE, AFTER_SURE, None),
+    # The certain child of a takes the row of a's sibling. A net gain that depended on this tree's
+    # own draws would let this happen if the sibling is b, but not if it is c
+    "cost of a row": (DySpec(N=3, D_max=3, costs="1e-9:0.277:1e-9:1e-9"), SURE, AFTER_SURE, None),
+    # Which rows of level 1 are kept depends on whether there is a second level. If the tree's own
+    # draws decided that, the total variation would be 0.008
+    "cost of a level": (
+        DySpec(N=4, D_max=2, costs="1e-9:1e-9:1e-9:0.5"),
+        [[0.4, 0, 0.6, 0], [0.1, 0.9, 0, 0], [0.3, 0.7, 0, 0], [0.15, 0, 0.2, 0.65]],
+        [[0.29, 0.22, 0.2, 0.29]] * 4,
+        None,
+    ),
+    # Shares that rise from one place to the next. The gate once cut the first drawn candidate and
+    # not the second: total variation 0.098
+    "later sibling": (
+        DySpec(N=3, D_max=1, costs=GIVEN),
+        [[0.6, 0.25, 0.15]] * 3,
+        [[0.2, 0.5, 0.3]] * 3,
+        set_rising_shares,
+    ),
+    # A drawn row may be displaced if its calibrated probability is above the value known before the
+    # draw. A checkpoint that looked at the former gave a total variation of 0.019
+    "checkpoint": (
+        Graft(base="dyspec:N=3:D_max=3:calibrate=on", checkpoints="1@0.7", graft=False),
+        [[0.2, 0.5, 0.3]] * 3,
+        [[0.01, 0.55, 0.44]] * 3,
+        set_weights,
+    ),
+    # Branches compete for rows, with two possible ids after each. So the rows of one depend on the
+    # draws of the others
+    "competing branches": (
+        DySpec(N=5, D_max=3, t=0.05, exact=False),
+        [[0.7, 0.3, 0.0], [0.0, 0.45, 0.55], [0.8, 0.0, 0.2]],
+        FEW_TARGET.softmax(-1),
+        None,
+    ),
+}
 
 
-# What a method has learned does not bias the text.
+@pytest.mark.parametrize("name", CHOICES)
+def test_no_draw_chooses_among_drawn_rows(name: str) -> None:
+    settings, draft, target, learn = CHOICES[name]
+    draft, target = (torch.as_tensor(rows).double().log() for rows in (draft, target))
+    accept = accept_by_traversal if name == "competing branches" else None
+    assert error_of(settings, draft, 4, accept, target=target, learn=learn) < 1e-7
 
 
 def random_learning(seed: int) -> Learn:
@@ -378,73 +388,39 @@ def trackers_of(rule: Rule) -> list[CostTracker]:
     return own + (trackers_of(rule.rule) if isinstance(rule, RuleWrapper) else [])
 
 
-SMALL = {
+LEARNING = {
     "confident": {"K": 2, "p_min": 0.3},
     "fixed": {"D": 2, "B": 2, "tau": 0.2},
     "dynatree": {"B_mid": 1, "B_max": 2, "tau_l": 0.6, "D0": 1, "D_max": 2, "rho_stop": 0.2},
     "dyspec": {"N": 3, "D_max": 2},
     "wide dyspec": {"N": 4, "D_max": 1},
 }
-GIVEN = "0.01:0.1:0.01:0.1"
 
 
 @pytest.mark.parametrize("is_base", [False, True], ids=["alone", "grafted"])
-@pytest.mark.parametrize(("calibrate", "costs"), [("on", "off"), ("off", GIVEN), ("on", "learned")])
-@pytest.mark.parametrize("method", SMALL)
-def test_what_was_learned_does_not_bias_the_text(
-    method: str, calibrate: str, costs: str, is_base: bool
-) -> None:
+@pytest.mark.parametrize("method", [*LEARNING, "auto"])
+def test_what_was_learned_does_not_bias_the_text(method: str, is_base: bool) -> None:
     """Check random learned states of every rule that draws and learns, and of graft over it."""
-    values = SMALL[method] | {"calibrate": calibrate == "on", "costs": costs}
-    name = method.split()[-1]
-    settings: Settings | Primed = METHODS[name](**values)
-    if is_base:
-        base = ":".join([name, *(f"{key}={value}" for key, value in values.items())])
-        settings = Primed(Graft(base=base, checkpoints="1@0.6", N=5), 3)
-    rng = random.Random(f"{method} {calibrate} {costs} {is_base}")
+    if method == "auto":
+        settings = primed(Auto(N=5, D_max=2, costs=GIVEN), 3)
+    else:
+        values = LEARNING[method] | {"calibrate": True, "costs": ("learned", GIVEN)[is_base]}
+        name = method.split()[-1]
+        settings = METHODS[name](**values)
+        if is_base:
+            base = ":".join([name, *(f"{key}={value}" for key, value in values.items())])
+            settings = primed(Graft(base=base, checkpoints="1@0.6", N=5), 3)
+    rng = random.Random(f"{method} {is_base}")
     draft = rng.choice(list(FEW_DRAFTS.values()))
     assert error_of(settings, draft, 3, learn=random_learning(rng.randrange(10**6))) < 2e-7
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_what_auto_has_learned_does_not_bias_the_text(seed: int) -> None:
-    settings = Primed(Auto(N=5, D_max=2, costs=GIVEN), 3)
-    draft = list(FEW_DRAFTS.values())[seed % len(FEW_DRAFTS)]
-    assert error_of(settings, draft, 3, learn=random_learning(seed)) < 2e-7
-
-
-def test_a_later_sibling_is_not_added_without_its_earlier_one() -> None:
-    """Check shares that rise from one place to the next. The cost gate once cut the first drawn
-    candidate and not the second. That one was accepted as if it had been drawn from the draft's
-    whole distribution: total variation 0.098."""
-    draft = torch.tensor([[0.6, 0.25, 0.15]] * 3).double().log()
-    target = torch.tensor([[0.2, 0.5, 0.3]] * 3).double().log()
-
-    def learn(parts: Parts) -> None:
-        parts.rule.rule.shares[:2] = 0.09, 0.6
-
-    settings = DySpec(N=3, D_max=1, costs=GIVEN)
-    assert error_of(settings, draft, 3, target=target, learn=learn) < 1e-7
-
-
-def test_a_checkpoint_does_not_look_at_a_drawn_row_that_may_be_displaced() -> None:
-    """Check a calibrated probability that is above the value known before the draw. Using it gave a
-    total variation of 0.019."""
-    draft = torch.tensor([[0.2, 0.5, 0.3]] * 3).double().log()
-    target = torch.tensor([[0.01, 0.55, 0.44]] * 3).double().log()
-    base = "dyspec:N=3:D_max=3:calibrate=on"
-    settings = Graft(base=base, checkpoints="1@0.7", graft=False)
-
-    def learn(parts: Parts) -> None:
-        parts.drafter.weights = parts.drafter.initial = (1.386, 0.856)
-
-    assert error_of(settings, draft, 3, target=target, learn=learn) < 1e-7
 
 
 class Second(MethodRule):
     """A fork's faulty rule: of two drawn candidates it adds only the second."""
 
-    draws_candidates = True
+    def __init__(self, draws_candidates: bool):
+        super().__init__(max_branches=2, max_depth=1, max_rows=3)
+        self.draws_candidates = draws_candidates
 
     def add_gates(self, level: Level) -> Gates:
         return {"second": numpy.arange(level.tokens.shape[1]) == numpy.ones((len(level.tokens), 1))}
@@ -452,53 +428,27 @@ class Second(MethodRule):
 
 def test_a_rule_may_cut_drawn_candidates_only_as_a_suffix() -> None:
     """Refuse another cut, whose total variation would be 0.53. Any top-k candidate may be cut."""
-
-    @dataclass(frozen=True)
-    class Seconds(Settings):
-        draws: bool = setting(True, False, True, "whether its candidates are drawn")
-
-        def make_rule(self) -> Rule:
-            rule = Second(max_branches=2, max_depth=1, max_rows=3)
-            rule.draws_candidates = self.draws
-            return rule
-
+    draft = FEW_DRAFTS["few other"]
     with pytest.raises(ValueError, match="Second cuts a drawn candidate and adds a later one"):
-        error_of(Seconds(), FEW_DRAFTS["few other"])
-    assert error_of(Seconds(draws=False), FEW_DRAFTS["few other"]) < 2e-8
-
-
-@pytest.mark.parametrize("is_exact", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_that_compete_for_a_budget_do_not_bias_the_text(seed: int, is_exact: bool) -> None:
-    """Check branches that compete for rows, with two possible ids after each.
-
-    The rows of a branch depend on the draws of the others, and the reverse. So a rejection in one
-    branch gives information about the others.
-    """
-    draft = 2 * logits_table(seed)[:3, :3]
-    draft[torch.arange(3), torch.randint(3, (3,))] = -torch.inf
-    settings = DySpec(N=5, D_max=3, t=0.05, exact=is_exact)
-    for sampling in (PLAIN, Sampling(0.7, 0.9)):
-        assert error_of(settings, draft, 4, accept_by_traversal, sampling) < 2e-8
+        error_of(Made(partial(Second, True)), draft)
+    assert error_of(Made(partial(Second, False)), draft) < 2e-8
 
 
 def test_a_long_text_follows_the_targets_distribution() -> None:
-    """Check which tokens follow each token, in 1,000 tokens by the random generator itself."""
+    """Check which tokens follow each token, in 600 tokens by the random generator itself."""
     sampling = Sampling(0.8, 0.95, seed=5)
     target, draft = (
         Stub(lambda tokens, positions, table=table: table[tokens].float(), N_IDS)
         for table in (TARGET, OTHER)
     )
-    ids = token_ids(generate(target, draft, [0], DySpec(N=4, D_max=2), 1000, sampling=sampling))
+    ids = token_ids(generate(target, draft, [0], DySpec(N=4, D_max=2), 600, sampling=sampling))
     pairs = Counter(itertools.pairwise([0, *ids]))
     for token, after in enumerate(sampling.sampler(CPU).target_distribution(TARGET).tolist()):
         counts = Counter({(i,): pairs[token, i] for i in range(N_IDS) if pairs[token, i]})
         assert_distributed(counts, {(i,): p * counts.total() for i, p in enumerate(after)})
 
 
-@pytest.mark.parametrize(
-    "settings", [OptTree(), Chain(), SpecInfer(), DySpec(), PaddedAutoregressive()], ids=str
-)
+@pytest.mark.parametrize("settings", [OptTree(), SpecInfer(), DySpec()], ids=str)
 def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
     """Compare texts by seed, and a tiny temperature with greedy, for each acceptance."""
     target = random_model(0)
@@ -517,16 +467,10 @@ def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
     ("values", "message"),
     [
         ({"temperature": "0.8"}, "temperature is '0.8', it must be a positive float32"),
-        ({"temperature": math.nan}, "temperature is nan, it must"),
         ({"temperature": 1e-46}, "temperature is 1e-46, it must be a positive float32"),
-        ({"temperature": 1e39}, r"temperature is 1e\+39, it must be a positive float32"),
         ({"temperature": 0.0, "draws_greedy": True}, "greedy text needs a draft-temperature"),
-        (
-            {"temperature": 1.0, "top_p": 1.5},
-            "top-p is 1.5, it must be a positive float32, at most 1",
-        ),
+        ({"temperature": 1.0, "top_p": 1.5}, "top-p is 1.5, it must be a positive float32"),
         ({"temperature": 1.0, "seed": -1}, "seed is -1, it must be an integer"),
-        ({"temperature": 1.0, "seed": 1.0}, "seed is 1.0, it must be an integer"),
     ],
 )
 def test_settings_are_checked(values: dict[str, float], message: str) -> None:
