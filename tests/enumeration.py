@@ -73,8 +73,8 @@ class Enumeration:
     ):
         """target_table, draft_table: [V, V]; in float64 the error is about 1e-8. The draft may have
         fewer ids than the target, or more."""
-        self.table = finite(target_table)
-        self.target, self.draft = table_model(self.table), table_model(draft_table)
+        self.table = target_table
+        self.target, self.draft = table_model(target_table), table_model(draft_table)
         self.settings, self.sampling, self.learn = settings, sampling, learn
         self.trees = functools.cache(self.draft_trees)
         self.steps = functools.cache(self.accept_trees)
@@ -167,16 +167,12 @@ def commit(accept: Acceptance, tree: Tree, table: Tensor) -> Text:
     return tuple(tokens)
 
 
-def finite(table: Tensor) -> Tensor:
-    """Return a target's table with finite logits; -inf would count as an overflow."""
-    return table.clamp(min=-1e30)
-
-
 def target_distribution(
     target_table: Tensor, n_tokens: int, sampling: Sampling = PLAIN
 ) -> Distribution:
     """Return the probability of each text of n_tokens that the target writes after token 0."""
-    return model_distribution(table_model(finite(target_table)), n_tokens, sampling)
+    table = target_table.clamp(min=-1e30)  # a Stub's logits are its hidden states: never infinite
+    return model_distribution(table_model(table), n_tokens, sampling)
 
 
 def model_distribution(model: Model, n_tokens: int, sampling: Sampling) -> Distribution:
