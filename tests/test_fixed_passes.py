@@ -16,12 +16,11 @@ from conftest import (
     random_model,
     run_tree,
 )
-from torch import Tensor
 
 from draft_tree import Tree
 from engine.cache import FastCache
 from engine.cuda_graphs import FixedPasses, make_shape
-from engine.masks import PLAIN, Masks, pack_mask
+from engine.masks import PLAIN, Masks
 from engine.model import FastGPTNeoX
 from engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig
 from engine.scores import Ranking
@@ -66,21 +65,6 @@ def test_passes_run_outside_inference_mode_after_a_generation(
     target.prefill(PROMPT, cache)
     append(target, [5], cache)
     assert cache.scores.top_ids(3).shape == (1, 3)
-
-
-def unpack(packed: Tensor, n_columns: int) -> Tensor:
-    bits = [(packed >> bit) & 1 for bit in range(8)]
-    return torch.stack(bits, dim=2).flatten(1)[:, :n_columns].bool()
-
-
-@pytest.mark.parametrize("n_scratch", [5, 6, 7, 128])
-def test_a_mask_in_bits(n_scratch: int) -> None:
-    mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) < 0.5
-    packed = torch.from_numpy(pack_mask(mask, 4, n_scratch))
-    found = unpack(packed, n_scratch + 2)
-    assert found.shape == (4, n_scratch + 2)
-    assert found[:3, 0].all() and found[:3, 1:6].equal(mask) and not found[:3, 6:].any()
-    assert found[3, :-1].all() and not found[3, -1], "padding"
 
 
 @pytest.mark.parametrize("masks", [PLAIN, STRICT])

@@ -6,7 +6,6 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from conftest import ROOT, source_files
 
 # The core's five files, which import no package
@@ -67,15 +66,3 @@ def test_each_package_lists_its_files() -> None:
         said = set(re.findall(r"^(\w+)  +\S", doc, re.MULTILINE))
         files = {file.stem for file in package.glob("*.py")} - {"__init__"}
         assert said == files or (said < files and package.name == "methods"), package.name
-
-
-def test_a_virtual_environment_in_the_clone_is_not_the_projects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check source_files, which once included the files of such an environment."""
-    package = ".venv/lib/python3.11/site-packages/other"
-    for name in ("bench.py", "cli/__init__.py", "venv/x.py", f"{package}/__init__.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr("conftest.ROOT", tmp_path)
-    assert source_files() == [tmp_path / "bench.py", tmp_path / "cli" / "__init__.py"]

@@ -64,7 +64,7 @@ def own_states(model: GPTNeoX, text: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("is_shaped", [False, True], ids=["tight", "fixed"])
 @pytest.mark.parametrize("options", [{}, {"strict": True}, {"commit": "rebuild"}])
-@pytest.mark.parametrize("settings", [Chain(K=3), Fixed(D=2, B=3, tau=0.0), Graft(base="linear")])
+@pytest.mark.parametrize("settings", [Fixed(D=2, B=3, tau=0.0), Graft(base="linear")])
 def test_hidden_states_are_shown_by_every_pass(
     settings: Settings, options: dict, is_shaped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
