@@ -9,7 +9,7 @@ from conftest import TINY, append, assert_close, generate, prefilled, random_con
 from tokenizers import Tokenizer
 
 from cli.metrics import token_ids
-from draft_tree import DynaTree, Settings
+from draft_tree import DynaTree
 from engine.masks import attend
 from engine.model import FastGPTNeoX
 from methods import METHODS
@@ -69,20 +69,6 @@ def test_an_odd_width_is_padded(intermediate_size: int) -> None:
     assert found[0] == found[1]
 
 
-def test_two_generations_at_once(pair: Pair) -> None:
-    """Check that each generation has its own cache, so neither replays over the other's."""
-    target, draft, prompt = pair
-    prompts = prompt, prompt[:5]
-    expected = [token_ids(generate(target, draft, p, DynaTree(), 60)) for p in prompts]
-    both = [generate(target, draft, p, DynaTree(), 60) for p in prompts]
-    ids: list[list[int]] = [[], []]
-    for steps in zip(*both, strict=False):  # until the shorter one ends
-        for text, step in zip(ids, steps, strict=True):
-            text += step.tokens
-    for text, whole in zip(ids, expected, strict=True):
-        assert len(text) > 20 and text == whole[: len(text)]
-
-
 @pytest.mark.parametrize("n", [1, 8, 60, 128])
 def test_a_replay_gives_the_eager_logits(n: int) -> None:
     config = random_config(max_position_embeddings=600)
@@ -119,19 +105,6 @@ def test_attention_obeys_an_arbitrary_mask(n: int, dtype: torch.dtype) -> None:
     expected = scores.softmax(-1) @ v.double()
     error = (attend(q, k, v, bias).double() - expected).abs().max()
     assert error < 0.02 * expected.abs().max()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("settings", [PaddedAutoregressive(), DynaTree()])
-def test_half_precision_stays_close(settings: Settings, dtype: torch.dtype, pair: Pair) -> None:
-    """Check only the first ids. Half precision need not give equal ids, but nothing may break."""
-    target, draft, prompt = pair
-    expected = token_ids(generate(target, draft, prompt, settings, 8))
-    half_target = FastGPTNeoX.from_pretrained(TINY / "target", "cuda", dtype)
-    half_draft = FastGPTNeoX.from_pretrained(TINY / "draft", "cuda", dtype)
-    assert half_target.min_rows == half_draft.min_rows == 2 > target.min_rows
-    written = token_ids(generate(half_target, half_draft, prompt, settings, 8))
-    assert written[:4] == expected[:4]
 
 
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])

@@ -12,6 +12,7 @@ from conftest import (
     generate,
     noisy_pair,
     prefilled,
+    pretend_capture,
     random_config,
     random_model,
     random_tensors,
@@ -214,16 +215,22 @@ def test_a_non_finite_draft_changes_no_text(method: str) -> None:
 # Rules and steps.
 
 
-def test_generations_share_nothing() -> None:
-    """Interleave two generations step by step. In the paper's code history leaks from prompt to
-    prompt, so its results depend on their order."""
-    settings = DynaTree(W=2, tau=0.001, rho_stop=0.002)
-    models = noisy_pair()
-    alone = [(step.tokens, step.tree) for step in generate(*models, PROMPT, settings, 40)]
-    runs = [generate(*models, PROMPT, settings, 40) for _ in range(2)]
-    for (tokens, tree), *steps in zip(alone, *runs, strict=True):
-        for step in steps:
-            assert step.tokens == tokens and step.tree == tree
+@pytest.mark.parametrize("is_shaped", [False, True])
+def test_generations_share_nothing(is_shaped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interleave two generations step by step, also with captured passes. In the paper's code
+    history leaks from prompt to prompt, so its results depend on their order."""
+    pretend_capture(monkeypatch)
+    settings, models = DynaTree(W=2, tau=0.001, rho_stop=0.002), noisy_pair()
+    if is_shaped:
+        fix_shapes(*models)
+    alone = [
+        [(step.tokens, step.tree) for step in generate(*models, prompt, settings, 40)]
+        for prompt in (PROMPT, PROMPT[:2])
+    ]
+    both = [generate(*models, prompt, settings, 40) for prompt in (PROMPT, PROMPT[:2])]
+    for found in itertools.zip_longest(*both):
+        for expected, step in zip(alone, found, strict=True):
+            assert step is None or (step.tokens, step.tree) == expected.pop(0)
 
 
 def test_a_step_has_the_targets_predictions() -> None:

@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .dispatch import Operation, run
 from .tensors import CudaTensor
-from .timeline import project_line
 
 ALIGNMENT = 16  # bytes
 ATTENTION = Operation("attention")
@@ -31,7 +30,7 @@ def scaled_dot_product_attention(
     if n_ours == 0:
         return host_attention(*given, **options)
     if n_ours < len(given):
-        raise RuntimeError(f"Expected all tensors to be on the same device, at {project_line()}")
+        raise RuntimeError("Expected all tensors to be on the same device")
     if attn_mask.dtype != query.dtype:
         raise RuntimeError("Expected attn_mask dtype to match query dtype")
     if query.shape[-1] * query.dtype.itemsize % ALIGNMENT == 0:  # else torch uses another kernel
@@ -61,6 +60,4 @@ def require_aligned(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> 
             if is_read and tensor.stride(axis) * size % ALIGNMENT:
                 faults.append(f"stride{letter}")
         if faults:
-            raise RuntimeError(
-                f"{name} is not correctly aligned ({', '.join(faults)}), at {project_line()}"
-            )
+            raise RuntimeError(f"{name} is not correctly aligned ({', '.join(faults)})")

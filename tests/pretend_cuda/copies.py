@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .tensors import CudaTensor, map_nested, poison, unwrap, wrap
-from .timeline import project_line, timeline
+from .timeline import timeline
 
 aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}  # the operators that copy between devices
@@ -42,14 +42,11 @@ class PendingTransfer:
         self.content = host.clone()
         self.arriving = arriving
         self.moment = moment
-        self.line = project_line()
 
     def settle(self) -> None:
         """Complete the copy. Raises RuntimeError if the host has written to its memory."""
         if not torch.equal(as_bytes(self.host), as_bytes(self.content)):
-            raise RuntimeError(
-                f"pinned memory was written to before the copy at {self.line} was waited for"
-            )
+            raise RuntimeError("pinned memory was written to before its copy was waited for")
         if self.arriving is not None:
             self.host.copy_(self.arriving)
 

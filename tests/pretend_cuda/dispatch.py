@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .copies import COPIES, copy, run_on_host
 from .tensors import CudaTensor, is_cuda, map_nested, poison, tensors_in, unwrap, wrap
-from .timeline import project_line, timeline
+from .timeline import timeline
 
 aten = torch.ops.aten
 UNINITIALIZED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -117,7 +117,7 @@ def check_mixing(operation: Operation, args: tuple, host: Tensor) -> None:
     if not operation.takes_scalar or host.ndim or (operation.written and args[0] is host):
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
-            f"and cpu! ({operation.name}, host tensor {tuple(host.shape)}, at {project_line()})"
+            f"and cpu! ({operation.name}, host tensor {tuple(host.shape)})"
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .tensors import CudaTensor, map_nested, owner_of, poison, tensors_in, unwrap
-from .timeline import project_line, timeline
+from .timeline import timeline
 
 POOLS: dict[tuple[int, int], list["CUDAGraph"]] = {}  # each pool's graphs, in order of capture
 BROKEN: set[tuple[int, int]] = set()  # pools of broken captures
@@ -33,7 +33,7 @@ class CUDAGraph:
         self.made: list[Tensor] = []  # during the capture, the memory of all results
         self.results: list[weakref.ref[CudaTensor]] = []  # those that are still referenced
         self.watched: dict[int, weakref.ref[CudaTensor]] = {}  # owners of memory not of the pool
-        self.stale_use = ""  # the operation whose memory was freed after the capture, and its line
+        self.stale_use = ""  # the operation whose memory was freed after the capture
         self.is_spoiled = False
         self.is_done = False
 
@@ -63,8 +63,7 @@ class CUDAGraph:
     def watch(self, owner: CudaTensor, func: Callable) -> None:
         """Call `invalidate` when memory that a replay would use is freed."""
         if owner.graph is not self and id(owner) not in self.watched:
-            user = f"{func} at {project_line()}"
-            self.watched[id(owner)] = weakref.ref(owner, partial(self.invalidate, user))
+            self.watched[id(owner)] = weakref.ref(owner, partial(self.invalidate, str(func)))
 
     def invalidate(self, user: str, _: object) -> None:
         self.stale_use = user

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .timeline import project_line, timeline
+from .timeline import timeline
 
 if TYPE_CHECKING:
     from .graphs import CUDAGraph
@@ -50,7 +50,7 @@ class CudaTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
-        raise AssertionError(f"{func} at {project_line()} went past the pretended device")
+        raise AssertionError(f"{func} went past the pretended device")
 
     def tolist(self) -> list:
         timeline.wait(".tolist()")

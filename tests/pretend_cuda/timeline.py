@@ -7,8 +7,6 @@ open until `done` has reached it.
     timeline.wait("synchronize")   # done = now
 """
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +14,6 @@ import torch
 if TYPE_CHECKING:
     from .copies import PendingTransfer
     from .graphs import CUDAGraph
-
-HERE = f"{Path(__file__).parent}/"
-ROOT = f"{Path(__file__).parents[2]}/"
 
 
 class Timeline:
@@ -46,8 +41,7 @@ class Timeline:
         if self.capture is not None:
             self.capture.is_spoiled = True
             raise torch.AcceleratorError(
-                "CUDA error: operation not permitted when stream is capturing: "
-                f"{what} at {project_line()}"
+                f"CUDA error: operation not permitted when stream is capturing: {what}"
             )
 
     def settle(self, moment: int | None = None) -> None:
@@ -57,18 +51,6 @@ class Timeline:
         self.open = [transfer for transfer in self.open if transfer.moment > self.done]
         for transfer in settled:
             transfer.settle()
-
-
-def project_line() -> str:
-    """Return the innermost line of the project on the stack, outside the pretended device."""
-    frame = sys._getframe(1)
-    while frame:
-        file = frame.f_code.co_filename
-        is_device = file.startswith(HERE) and not file.startswith(f"{HERE}test_")
-        if file.startswith(ROOT) and not is_device and "site-packages" not in file:
-            return f"{file.removeprefix(ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
 
 
 timeline = Timeline()
