@@ -88,25 +88,17 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
 
 
 def test_the_default_depends_on_the_kind_of_tree() -> None:
+    """Check also two methods that their settings make a chain."""
     rules = {name: make_rule(kind()) for name, kind in METHODS.items()}
     chosen = {n: choose_acceptance(rule, None) for n, rule in rules.items() if not rule.acceptance}
     of_one_shape = {"linear", "confident", "specinfer", "sequoia"}
     assert {name for name, by in chosen.items() if by is accept_by_traversal} == of_one_shape
     assert {by for name, by in chosen.items() if name not in of_one_shape} == {accept_by_token}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        METHODS["dynatree"](B_min=1, B_mid=1, B_max=1),
-        Graft("linear", graft=False, checkpoints="off"),
-    ],
-    ids=str,
-)
-def test_a_method_that_its_settings_make_a_chain_is_accepted_as_one(settings: Settings) -> None:
-    assert choose_acceptance(settings.make_rule(), None) is accept_by_traversal
-    _, tree = make_drafted_tree(settings, 0)
-    assert len(tree) > 2 and tree.parents == list(range(-1, len(tree) - 1))
+    dynatree = METHODS["dynatree"](B_min=1, B_mid=1, B_max=1)
+    for settings in (dynatree, Graft("linear", graft=False, checkpoints="off")):
+        assert choose_acceptance(settings.make_rule(), None) is accept_by_traversal
+        _, tree = make_drafted_tree(settings, 0)
+        assert len(tree) > 2 and tree.parents == list(range(-1, len(tree) - 1))
 
 
 def test_an_invalid_choice_is_an_error() -> None:

@@ -1,15 +1,11 @@
-"""Tests that everything the documents name exists, and that the code of docs/method.md works.
+"""Tests that everything the documents name exists. .ci/run runs the code of docs/method.md.
 
 python -m pytest tests/test_docs.py
 """
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import guide
-import pytest
 from conftest import ROOT
 
 from benchmark.cases import PRESETS, TABLES
@@ -17,22 +13,6 @@ from benchmark.results import load
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-@pytest.mark.slow
-def test_a_wrong_tree_fails_the_test_of_the_tree_alone(tmp_path: Path) -> None:
-    """Plant an error in the page's method and run the page's own tests. As the page says, an exact
-    text does not prove that the tree is right. .ci/run also runs them without the error."""
-    copy = tmp_path / "copy"
-    guide.make_copy(copy)
-    wide = copy / "methods" / "wide.py"
-    right = wide.read_text(encoding="utf-8")
-    wide.write_text(right.replace("level.logprobs", "level.path_logprobs"), encoding="utf-8")
-    own = [name for name in guide.read_files() if name.startswith("tests/")]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *own]
-    output = subprocess.run(command, cwd=copy, capture_output=True, text=True).stdout
-    assert output.count("FAILED") == 1 and "test_the_tree_is_the_one_defined" in output, output
-    assert output.splitlines()[-1].startswith("1 failed, 4 passed")
 
 
 def is_defined(name: str, file: Path) -> bool:

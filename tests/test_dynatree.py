@@ -147,20 +147,6 @@ def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
         next(generate(target, target, PROMPT, Chain(K=4), 50))
 
 
-def test_a_cache_is_returned_if_the_drafts_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the target's cache is kept for reuse. Graphs over it are never destroyed."""
-    target, draft = random_model(7), random_model(8)
-    fix_shapes(target)
-
-    def no_room(*_: int) -> None:
-        raise OutOfMemory("none")
-
-    monkeypatch.setattr(draft, "new_memory", no_room)
-    with pytest.raises(OutOfMemory):
-        next(generate(target, draft, PROMPT, Chain(K=4), 50))
-    assert len(target.reusable) == 1
-
-
 # Logits that are not finite.
 
 

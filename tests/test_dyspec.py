@@ -1,7 +1,6 @@
 """Tests of dyspec against a literal Algorithm 1, for top-k and drawn candidates."""
 
 import heapq
-import math
 import random
 from collections import Counter
 from zlib import crc32
@@ -14,7 +13,6 @@ from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, pa
 from torch import Tensor
 
 from methods.dyspec import DySpec, DySpecRule
-from methods.opttree import OptTree
 from methods.rules import DrawnLevel, added_mask, best_rows
 from methods.sampler import DrawingSampler, Sampling
 
@@ -140,20 +138,6 @@ def test_the_tree_is_the_heaps_set(is_drawn: bool) -> None:
         seen["too few nodes"] += is_scarce and not is_full
         seen["a level is enough"] += n_deep == 0 and is_full
     assert min(seen.values()) >= 10, f"the cases have become too tame: {seen}"
-
-
-@pytest.mark.parametrize("settings", [DySpec(N=12, D_max=2), OptTree(N=12, D_max=2, delta=0.0)])
-@pytest.mark.parametrize("row", [1, 2])
-def test_broken_logits_end_only_their_own_branch(settings: DySpec | OptTree, row: int) -> None:
-    """Check one NaN logit. NaN sorts above every number and must not count as a best value."""
-    above = paths(grow(settings.make_rule(), ROOT, FakeDraft(1), 127))[row]
-    broken = FakeDraft(1).logits(above)
-    broken[3] = math.nan
-    tree = grow(settings.make_rule(), ROOT, FakeDraft(1, {above: broken}), 127)
-    whole = heap_tree(FewIds(1, scale=1.0), 1 + 32 + 32**2, 2)
-    rest = [path for path in whole if path == above or path[: len(above)] != above]
-    rest.sort(key=whole.get, reverse=True)
-    assert sorted(paths(tree)) == sorted(rest[:12])
 
 
 def test_equal_values_do_not_use_up_the_row_budget() -> None:
