@@ -130,22 +130,14 @@ class RuleRecorder:
         return rule
 
 
-LARGE_TREES = {  # settings that give trees of more than 128 rows; ar has passes of as many
-    "ar": "rows=192",
-    "linear": "K=150",
-    "confident": "K=150 p_min=0",
-    "fixed": "D=5 B=4 tau=0 N_max=1024",
+LARGE_TREES = {  # settings that give trees of more than 128 rows
     "specinfer": "widths=6:5:4:2",
-    "sequoia": "N=700 D_max=12 p=0.5:0.3:0.1:0.05",
     "dynatree": "B_min=2 B_mid=4 B_max=6 tau=0 rho_stop=0 rho_deep=0.001 N_max=300",
     "dyspec": "N=256",
-    "opttree": "N=200 delta=0",
-    "beam": "k=12 N_max=400",
-    "deagle": "k=12 N_max=300 votes=3",
-    "recycle": "N=200 D_max=12",
-    "lookup": "K=150",
     "graft": "base=fixed:D=4:B=4:tau=0:N_max=256 N=300",
-    "auto": "N=400 costs=0.001:0.00001:0.001:0.0001",
+    "beam": "k=12 N_max=400",
+    "opttree": "N=200 delta=0",
+    "sequoia": "N=700 D_max=12 p=0.5:0.3:0.1:0.05",
 }
 LARGE_SETTINGS = {
     method: GenerationConfig.parse(method, *words.split()).settings
