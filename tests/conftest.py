@@ -26,7 +26,7 @@ from engine.generation_config import GenerationConfig
 from engine.model import FastCache, FastGPTNeoX
 from engine.passes import PassConfig
 from engine.tensor_parallel import UNSHARDED, Shard
-from gpt_neox import Config, GPTNeoX, KVCache, rotate
+from gpt_neox import Config, GPTNeoX, KVCache
 from methods import METHODS
 from methods.drawn import DrawnRule
 from methods.eagle import EagleHead, last_states
@@ -398,18 +398,6 @@ def append(model: GPTNeoX, tokens: list[int], cache: KVCache) -> Tensor:
     logits = model.forward(torch.tensor(tokens), positions, cache)
     cache.commit(range(len(tokens)))
     return logits[-1:]
-
-
-def remove_slots(model: GPTNeoX, cache: KVCache, start: int, n: int) -> None:
-    """Drop n slots of a cache from `start` on, as FastCache.remove_slots does. A reference model's
-    rotary pairs are ordered as published."""
-    if isinstance(model, FastGPTNeoX):
-        cache.remove_slots(start, n)
-        return
-    kept = cache.kv[:, :, :, start + n : cache.length].clone()
-    kept[0] = rotate(kept[0], cache.rotary[n : n + 1].conj())
-    cache.rewind(cache.length - n)
-    cache.kv[:, :, :, start : cache.length] = kept
 
 
 def make_tree(tokens: list[int], parents: list[int]) -> Tree:

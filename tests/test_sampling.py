@@ -39,7 +39,6 @@ from methods.opttree import OptTree
 from methods.retrieval import Graft
 from methods.rules import MethodRule, make_rule
 from methods.sampler import MAX_CDF_DRAWS, Sampling
-from methods.sequoia import Sequoia
 from methods.static import Chain, ConfidentChain, Fixed, PaddedAutoregressive, SpecInfer
 
 Draw = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -202,8 +201,6 @@ RULES = {
 FEW_RULES = {
     "best of all drawn": DySpec(N=3, D_max=2),  # more is drawn than verified
     "pairs of pairs": SpecInfer("2:2"),
-    "above tau": Fixed(D=2, B=2, tau=0.2),
-    "settled shape": Sequoia(N=6, D_max=2, p="0.6:0.3:0.1"),
     "grafted, best": primed(Graft(base="dyspec:N=3:D_max=2", checkpoints="1@0.4", N=5), 3),
     "grafted, tail": primed(Graft(base="dyspec:N=4:D_max=1", N=5, at="tail"), 3),
     "remembered beside drawn": primed(Auto(N=5, D_max=2, costs="0.3:0.04:0.2:0.01"), 3),

@@ -52,7 +52,7 @@ WRONG_TOGETHER = [  # method, values, error
     ("dynatree", {"D0": 7, "D_max": 6}, "must have B_min <= B_mid"),
     ("specinfer", {"widths": "1024"}, "1025 rows, it must have at most 1024"),
     ("specinfer", {"widths": ":".join(["1"] * 512)}, "512 levels, it must have at most 511"),
-    *(("specinfer", {"widths": word}, "whole numbers") for word in ("", "3:0:1", "3:1.5", "3,2")),
+    *(("specinfer", {"widths": word}, "whole numbers") for word in ("", "3:0:1", "3:1.5")),
     *(("recycle", {"p": word}, "from 0 to 1") for word in ("", "1.5")),
     *(("graft", {"p": word}, "at most the one before") for word in ("0.5:0.6", "0.5:0.0")),
     ("graft", {"p": ":".join(["0.01"] * 33)}, "33 successors, it must have at most 32"),
