@@ -11,7 +11,6 @@ from conftest import (
     generate,
     make_tree,
     noisy_pair,
-    path_to,
     pretend_capture,
     random_model,
     run_tree,
@@ -34,23 +33,6 @@ def random_large_tree(n: int, seed: int) -> Tree:
     rng = random.Random(seed)
     parents = sorted(rng.randrange(max(1, row // 2)) for row in range(1, n))
     return make_tree([rng.randrange(90) for _ in range(n)], [-1, *parents])
-
-
-@pytest.mark.parametrize("n_rows", [129, 193, 1024])
-def test_a_row_of_a_large_tree_is_its_own_path(n_rows: int) -> None:
-    """Compare the logits of some rows with those of their tokens in a plain sequence."""
-    model = random_model(3, max_position_embeddings=2000)
-    tree = random_large_tree(n_rows, seed=n_rows)
-    for is_shaped in (False, True):
-        model.has_fixed_shapes = is_shaped
-        cache = model.new_cache(2000, PassConfig(n_rows, n_scratch=n_rows))
-        model.prefill(PROMPT, cache)
-        logits = run_tree(model, cache, tree).clone()
-        for row in (0, 1, n_rows // 2, n_rows - 1):
-            cache.rewind(len(PROMPT))
-            tokens = [tree.tokens[each] for each in path_to(tree, row)]
-            expected = append(model, tokens, cache)[-1]
-            torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_passes_run_outside_inference_mode_after_a_generation(
