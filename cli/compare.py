@@ -1,6 +1,6 @@
 """The comparison of a generation with ar on the same prompt (--compare).
 
-    comparison = compare(request, tally(steps), digests=None)
+    comparison = compare(request, tally(steps))
     print(describe_comparison(comparison))
 
 A comparison is a dict, which --json prints:
@@ -11,14 +11,10 @@ exact               whether the ids equal ar's; None for sampled text, where the
 first_difference    index of the first different id in token_ids; None if all are equal
 top2_gap            the target's top-2 logit gap at that id, in float32; None if not computed
 is_strict           whether the generation is strict; ar is then strict with as many rows per pass
-logits_difference   index of the first token whose logits differ in a bit; None if not strict
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-
-from torch import Tensor
 
 from cli.metrics import Tally, tally
 from cli.models import Pair, Request
@@ -32,27 +28,12 @@ TIE = 1e-4  # rounding decides where the top-2 gap in float32 is smaller
 Comparison = dict[str, float | bool | int | None]
 
 
-class Digests:
-    """Collects a digest of the logits that each token was chosen from (`inspect` of a request)."""
-
-    def __init__(self) -> None:
-        self.found: list[bytes] = []
-
-    def __call__(self, logits: Tensor) -> None:
-        for row in logits.cpu().numpy():
-            self.found.append(hashlib.blake2b(row.tobytes()).digest())
-
-
-def compare(request: Request, written: Tally, digests: Digests | None) -> Comparison:
-    """Run ar and compare a finished generation with it.
-
-    digests: of a strict generation, whose logits are compared too; else None.
-    """
+def compare(request: Request, written: Tally) -> Comparison:
+    """Run ar and compare a finished generation with it."""
     config = request.config
     if request.stop:  # ar stops there too, but perhaps some tokens earlier
         request = replace(request, max_new_tokens=len(written.ids))
-    of_ar = Digests() if config.strict else None
-    reference = tally(reference_of(request).decode(of_ar))
+    reference = tally(reference_of(request).decode())
     speed, ar = written.metrics().throughput, reference.metrics().throughput
     found: Comparison = {
         "ar_throughput": ar or None,
@@ -61,25 +42,21 @@ def compare(request: Request, written: Tally, digests: Digests | None) -> Compar
         "first_difference": None,
         "top2_gap": None,
         "is_strict": config.strict,
-        "logits_difference": None,
     }
     if not config.sampling.is_greedy:
         return found
     theirs = reference.ids
     at = first_difference(written.ids, theirs)
     found |= {"exact": at is None, "first_difference": at}
-    if config.strict:
-        found["logits_difference"] = first_difference(digests.found, of_ar.found)
-    elif at is not None:
+    if at is not None and not config.strict:
         found["top2_gap"] = top2_gap(request.pair, request.prompt + theirs[:at], config.window)
     return found
 
 
 def is_wrong(found: Comparison) -> bool:
-    """Whether ids or logits differ for another reason than rounding. Strict generations have no
-    such excuse."""
-    has_other_ids = found["exact"] is False and not is_tie(found["top2_gap"])
-    return has_other_ids or found["logits_difference"] is not None
+    """Whether ids differ for another reason than rounding. Strict generations have no such
+    excuse."""
+    return found["exact"] is False and not is_tie(found["top2_gap"])
 
 
 def describe_comparison(found: Comparison) -> str:
@@ -92,26 +69,18 @@ def describe_comparison(found: Comparison) -> str:
 
 
 def describe_ids(found: Comparison) -> str:
-    """Return the part about the ids, and about the logits if strict."""
-    gap, ids = found["top2_gap"], equal_or_not(found["first_difference"])
+    """Return the part about the ids."""
     if found["exact"] is None:
         return "are sampled, not compared"
-    if found["is_strict"] and is_wrong(found):
-        return f"{ids}, the logits {equal_or_not(found['logits_difference'])}"
-    if found["is_strict"]:
-        return "and logits are equal, bit for bit"
     if found["exact"]:
+        return "are equal"
+    gap, ids = found["top2_gap"], f"differ from token {found['first_difference']} on"
+    if found["is_strict"]:
         return ids
     if gap is None:
         return f"{ids} (not enough memory for the float32 model that shows the top-2 gap)"
     kind = "a tie" if is_tie(gap) else "not a tie"
     return f"{ids} (top-2 gap {gap:.1e} in float32: {kind})"
-
-
-def equal_or_not(first_difference: int | None) -> str:
-    if first_difference is None:
-        return "are equal"
-    return f"differ from token {first_difference} on"
 
 
 def reference_of(request: Request) -> Request:

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 
 from cli.compare import (
     Comparison,
-    Digests,
     compare,
     describe_comparison,
     is_wrong,
@@ -145,7 +144,6 @@ def write(args: argparse.Namespace) -> int:
     """Run the parsed command line and return the exit status."""
     request, reported = prepare(args)
     tally, trace, comparison = Tally(), None, None
-    digests = Digests() if args.compare and request.config.strict else None
     if args.html or args.trace:
         trace = Trace(request.pair.tokenizer, request.config.settings, request.eos_ids)
     if args.compare:
@@ -153,9 +151,9 @@ def write(args: argparse.Namespace) -> int:
             list(islice(warm_up.decode(), WARM_UP_STEPS))
     is_interrupted = True  # or failed, until everything is done
     try:
-        stream(request, args, tally, trace, digests)
+        stream(request, args, tally, trace)
         if args.compare:
-            comparison = compare(request, tally, digests)
+            comparison = compare(request, tally)
             print_line(describe_comparison(comparison))
         is_interrupted = False
     finally:
@@ -176,7 +174,6 @@ def stream(
     args: argparse.Namespace,
     tally: Tally,
     trace: Trace | None,
-    digests: Digests | None,
 ) -> None:
     """Generate and print the text, then its summary. If something ends it early, the tally has the
     text so far."""
@@ -193,7 +190,7 @@ def stream(
             show_tree(step, tally.n_steps - 1, request.pair.tokenizer)
 
     def pieces() -> Iterator[str]:
-        tally.finish_reason = yield from request.text(on_step, digests, trace)
+        tally.finish_reason = yield from request.text(on_step, observer=trace)
 
     if args.show_tree:
         print_line(LEGEND)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from cli.errors import UsageError, print_line
 from cli.tokens import (
@@ -163,12 +162,8 @@ class Request:
         """Ids of stop texts that are special tokens."""
         return special_stops(self.stop, self.pair.tokenizer)
 
-    def decode(
-        self,
-        inspect: Callable[[Tensor], None] | None = None,
-        observer: object | None = None,
-    ) -> Iterator[Step]:
-        """Return the steps. inspect, observer: as in engine.generate.generate."""
+    def decode(self, observer: object | None = None) -> Iterator[Step]:
+        """Return the steps. observer: as in engine.generate.generate."""
         return generate(
             self.pair.target,
             self.pair.draft,
@@ -176,14 +171,12 @@ class Request:
             self.config,
             self.max_new_tokens,
             eos_ids=(*self.eos_ids, *self.stop_ids),
-            inspect=inspect,
             observer=observer,
         )
 
     def text(
         self,
         on_step: Callable[[Step], None] = lambda step: None,
-        inspect: Callable[[Tensor], None] | None = None,
         observer: object | None = None,
     ) -> Generator[str, None, str]:
         """Yield the text in pieces, each as soon as it is final, without EOS and stop text. Return
@@ -192,7 +185,7 @@ class Request:
         on_step: called with each step, before its piece is yielded.
         """
         stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
-        for step in self.decode(inspect, observer):
+        for step in self.decode(observer):
             on_step(step)
             new = stream.push([i for i in step.tokens if i not in self.eos_ids])
             yield stops.push(new)
