@@ -131,7 +131,7 @@ def list_of(kind: Callable[[str], float | str]) -> Callable[[str], list]:
     """Return a parser of a comma-separated list of different items. kind: parses one."""
 
     def items(text: str) -> list:  # argparse's messages include this name
-        found = [kind(part) for part in text.split(",")]
+        found = [kind(part.strip()) for part in text.split(",")]
         if len(set(found)) < len(found):
             raise argparse.ArgumentTypeError(f"{text!r} has an item twice")
         return found

@@ -59,7 +59,7 @@ def run_bench(file: Path, words: Sequence[str], *later: str) -> tuple[Results, s
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, str, Path]:
     """Return the results of two rounds of ROWS, what bench.py printed, and the file."""
     file = tmp_path_factory.mktemp("measured") / "r.jsonl"
-    options = ["--methods", ",".join(ROWS), "--columns", "predicted,exact", "--repeats", "2"]
+    options = ["--methods", ",".join(ROWS), "--columns", "predicted, exact", "--repeats", "2"]
     return *run_bench(file, BRIEF, *options), file
 
 
