@@ -289,7 +289,8 @@ class BonusRecorder(Scripted):
 
 
 class ScriptedUniform:
-    """A number uniform on [0, 1) that can be compared only once."""
+    """A number u, uniform on [0, 1), that can be compared only once: as u < p or, as in the core,
+    as u * total >= p."""
 
     def __init__(self, choose: Callable[[list[float]], int]):
         self.choose = choose
@@ -300,6 +301,13 @@ class ScriptedUniform:
         self.is_known = True
         probability = min(max(0.0, float(probability)), 1.0)  # nan becomes 0, as x < nan is False
         return self.choose([probability, 1 - probability]) == 0
+
+    def __mul__(self, total: float) -> "ScriptedUniform":
+        self.total = total
+        return self
+
+    def __ge__(self, p: float) -> bool:
+        return not self < p / self.total
 
 
 def every_outcome(trial: Callable[[Choices], Result]) -> Iterator[tuple[Result, float]]:

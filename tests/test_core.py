@@ -26,7 +26,14 @@ from conftest import (
     random_settings,
     run,
 )
-from enumeration import Choices, difference, every_outcome, model_distribution, tiny_model
+from enumeration import (
+    Choices,
+    ScriptedUniform,
+    difference,
+    every_outcome,
+    model_distribution,
+    tiny_model,
+)
 from torch import Tensor
 
 import dynatree
@@ -116,27 +123,13 @@ def test_the_core_loads_no_draft_for_ar(capsys: Captured) -> None:
 # The core's loop on reference models.
 
 
-class Number:
-    """A random number of [0, 1) whose one comparison has a scripted result."""
-
-    def __init__(self, choices: Choices):
-        self.choices = choices
-
-    def __mul__(self, total: float) -> "Number":
-        self.total = total
-        return self
-
-    def __ge__(self, p: float) -> bool:
-        return self.choices.choose([p / self.total, 1 - p / self.total]) == 1
-
-
 class ScriptedSampler(Sampler):
     """The core's sampler with scripted random choices."""
 
     def __init__(self, choices: Choices, temperature: float, top_p: float):
         super().__init__(temperature, top_p)
         self.choices = choices
-        self.random = SimpleNamespace(random=lambda: Number(choices))
+        self.random = SimpleNamespace(random=lambda: ScriptedUniform(choices.choose))
 
     def draw(self, probs: Tensor) -> int:
         total = float(probs.sum())

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from conftest import (
-    LARGE_SETTINGS,
     append,
     fix_shapes,
     generate,
@@ -24,6 +23,7 @@ from engine.model import FastGPTNeoX
 from engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig
 from engine.scores import Ranking
 from engine.strict import STRICT
+from methods.static import Chain
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 
@@ -42,7 +42,7 @@ def test_passes_run_outside_inference_mode_after_a_generation(
     pretend_capture(monkeypatch)
     target, draft = noisy_pair(seed=5)
     fix_shapes(target, draft)
-    list(generate(target, draft, PROMPT, LARGE_SETTINGS["dyspec"], 8))
+    list(generate(target, draft, PROMPT, Chain(K=3), 8))
     cache = target.new_cache(30, PassConfig(ranking=Ranking(3)))
     target.prefill(PROMPT, cache)
     append(target, [5], cache)
