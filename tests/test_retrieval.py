@@ -25,7 +25,6 @@ from draft_tree import Candidates, Gates, Level, Tree
 from methods.cost_gates import CostGates
 from methods.deagle import Deagle
 from methods.drafting import DRAFTING
-from methods.dyspec import DySpec
 from methods.retrieval import (
     TINY_PAIR_SUCCESSOR_PROBS,
     Graft,
@@ -36,7 +35,7 @@ from methods.retrieval import (
     parse_checkpoints,
     parse_successor_probs,
 )
-from methods.rules import DrawnLevel, MixedTree, added_mask, are_retrieved, make_rule
+from methods.rules import MixedTree, are_retrieved, make_rule
 from methods.sequoia import Sequoia
 from methods.static import Chain, StaticRule
 
@@ -261,21 +260,6 @@ def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
     best = float(torch.log_softmax(logits, -1).max().exp())
     rule = GraftRule(base, 8, 0, {1: best - 1e-3}, RANK_PROBS)
     assert max(grow(rule, ROOT, draft, 3).depths) == 1
-
-
-@pytest.mark.parametrize(("value", "is_expanded"), [(0.3, False), (0.6, True)])
-def test_a_checkpoint_looks_at_no_more_than_a_drawn_rows_value(
-    value: float, is_expanded: bool
-) -> None:
-    """Check a drawn candidate whose path probability is higher than the value that was known before
-    the draw. Rows below may take its place in the tree, so the value decides."""
-    rule = GraftRule(DySpec(N=5).make_rule(), 8, 0, {1: 0.5}, RANK_PROBS)
-    rule.begin_tree(ROOT, 5)
-    path_logprobs, values = (numpy.log(numpy.array([[p]], numpy.float32)) for p in (0.9, value))
-    tokens = numpy.array([[1]])
-    level = DrawnLevel(0, tokens, path_logprobs, path_logprobs, values, lambda: numpy.ones(1))
-    assert added_mask(level, rule.add_gates(level)).all()
-    assert rule.expand_gates(level)["checkpoints"] == is_expanded
 
 
 def test_each_token_has_as_many_successors_as_p_has_ranks() -> None:
