@@ -69,7 +69,8 @@ from cli.compare import first_difference, top2_gap
 from cli.errors import UsageError, print_line, run_command_line, writing
 from cli.main import WARM_UP_STEPS
 from cli.metrics import measure, measure_acceptance, token_ids
-from cli.models import Pair, Request, overflow_note
+from cli.models import Pair, overflow_note
+from cli.request import Request
 from engine.generate import Step  # dynatree.Step with times and counts
 from engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
 from engine.ranks import from_rank_0, run_on_ranks, world_size

@@ -2,7 +2,8 @@
 
 main      one generation: options, streamed text, summary, reports
 options   options of methods, sampling and models; the prompt
-models    device, dtype and checkpoints of target and draft; a request to continue a prompt
+models    device, dtype and checkpoints of target and draft
+request   a request to continue a prompt: its steps and its text
 tokens    tokenizers, prompts, streamed text, stop texts
 terminal  drawn trees, the list of methods and settings
 metrics   the numbers of one generation

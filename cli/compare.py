@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cli.metrics import Tally, tally
-from cli.models import Pair, Request
+from cli.models import Pair
+from cli.request import Request
 from draft_tree import Settings
 from engine.memory import OutOfMemory
 from engine.passes import FULL_ATTENTION, PassConfig, Window, round_up_rows

@@ -24,7 +24,6 @@ from cli.compare import (
 from cli.errors import Parser, UsageError, print_line, run_command_line
 from cli.metrics import Metrics, Tally, versions
 from cli.models import (
-    Request,
     open_pair,
     overflow_note,
     warn_of_length,
@@ -38,6 +37,7 @@ from cli.options import (
     require_fit,
 )
 from cli.page import require_places, save_trace
+from cli.request import Request
 from cli.terminal import LEGEND, draw_tree
 from cli.tokens import encode_prompt
 from cli.trace import Trace, describe_base, meanings

@@ -1,8 +1,6 @@
-"""The pair of target and draft models, and requests to continue a prompt.
+"""The pair of target and draft models: device, dtypes, loading.
 
 pair = load_pair("models/tiny/target", "models/tiny/draft")
-for piece in stream_text(pair, "The ship sailed at dawn", max_new_tokens=64):
-    print(piece, end="", flush=True)
 """
 
 import argparse
@@ -10,8 +8,8 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,15 +17,8 @@ import torch
 from tokenizers import Tokenizer
 
 from cli.errors import UsageError, print_line
-from cli.tokens import (
-    StopTexts,
-    TextStream,
-    encode_prompt,
-    load_tokenizer,
-    require_same_tokenizer,
-    special_stops,
-)
-from dynatree import Drafter, checked_ids
+from cli.tokens import load_tokenizer, require_same_tokenizer
+from dynatree import Drafter
 from engine.checkpoint import (
     DTYPES,
     find_checkpoint,
@@ -36,13 +27,10 @@ from engine.checkpoint import (
     unused_settings,
 )
 from engine.eagle_head import load_head
-from engine.generate import Step, generate
-from engine.generation_config import GenerationConfig
 from engine.model import FastGPTNeoX, is_fast, load_reference
 from engine.ranks import world_size
 from engine.tensor_parallel import UNSHARDED, Shard, own_shard
 from gpt_neox import GPTNeoX
-from methods.sampler import Sampling
 
 TINY = Path(__file__).parent.parent / "models" / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -144,97 +132,6 @@ class Pair:
         """Return the number of captured CUDA graphs, and the seconds that capturing took."""
         fast = [model for model in self.models if is_fast(model)]
         return sum(model.n_graphs for model in fast), sum(model.capture_s for model in fast)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One generation: its prompt, its config, and where it ends."""
-
-    pair: Pair
-    prompt: list[int]  # ids
-    config: GenerationConfig
-    max_new_tokens: int
-    eos_ids: Sequence[int] = ()
-    stop: Sequence[str] = ()  # generation stops before any of these texts
-
-    @cached_property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids of stop texts that are special tokens."""
-        return special_stops(self.stop, self.pair.tokenizer)
-
-    def decode(self, observer: object | None = None) -> Iterator[Step]:
-        """Return the steps. observer: as in engine.generate.generate."""
-        return generate(
-            self.pair.target,
-            self.pair.draft,
-            self.prompt,
-            self.config,
-            self.max_new_tokens,
-            eos_ids=(*self.eos_ids, *self.stop_ids),
-            observer=observer,
-        )
-
-    def text(
-        self,
-        on_step: Callable[[Step], None] = lambda step: None,
-        observer: object | None = None,
-    ) -> Generator[str, None, str]:
-        """Yield the text in pieces, each as soon as it is final, without EOS and stop text. Return
-        the finish reason: "eos", "stop" or "length".
-
-        on_step: called with each step, before its piece is yielded.
-        """
-        stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
-        for step in self.decode(observer):
-            on_step(step)
-            new = stream.push([i for i in step.tokens if i not in self.eos_ids])
-            yield stops.push(new)
-            if stops.has_ended:
-                return "stop"
-        yield stops.push(stream.finish())
-        yield stops.held
-        if step.tokens[-1] in self.eos_ids:
-            return "eos"
-        has_stopped = stops.has_ended or step.tokens[-1] in self.stop_ids
-        return "stop" if has_stopped else "length"
-
-
-def stream_text(
-    pair: Pair,
-    prompt: str,
-    config: GenerationConfig | str = "dynatree",
-    max_new_tokens: int = 128,
-    eos_ids: Iterable[int] | None = None,
-    stop: str | Iterable[str] = (),
-    **sampling: float,
-) -> Generator[str, None, str]:
-    """Yield the text that continues a prompt, in pieces of whole characters, each as soon as it is
-    final. Return (the value of `yield from`) the finish reason: "eos", "stop" or "length".
-
-    Args:
-        config: a GenerationConfig, or words for one, such as "dynatree tau=0.02 strict".
-        eos_ids: None for the target's.
-        stop: a text, or several, before which generation stops.
-        sampling: temperature, top_p, seed and other fields of methods.sampler.Sampling. They
-            replace those of the config.
-
-    Raises UsageError for a prompt without valid tokens, ValueError for other invalid arguments,
-    and the errors of engine.generate.generate.
-    """
-    if not isinstance(prompt, str):
-        raise ValueError(f"prompt is {prompt!r:.80}, it must be a str; engine.generate takes ids")
-    names = [f.name for f in fields(Sampling)]
-    for name in sampling.keys() - set(names):
-        raise ValueError(f"{name} is no argument; those of sampling are {', '.join(names)}")
-    target = pair.target.config
-    ids = encode_prompt(prompt, pair.tokenizer)
-    if isinstance(config, str):
-        config = GenerationConfig.parse(*config.split())
-    if sampling:
-        config = replace(config, sampling=Sampling(**sampling))
-    eos_ids = checked_ids("eos_ids", target.eos_ids if eos_ids is None else eos_ids)
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    return Request(pair, ids, config, max_new_tokens, eos_ids, stops).text()
 
 
 def warn_of_length(pair: Pair, n_tokens: int) -> None:

@@ -299,14 +299,10 @@ class Trace:
 
 
 def rows_setting(settings: Settings) -> str:
-    """Return the setting that limits the rows of a tree; "rows" if no single one does."""
-    if isinstance(settings, Graft):
-        base = parse_base(settings.base)
-        of_base = rows_setting(base)
-        if of_base == "N":  # graft has an N too, and the smaller one counts
-            return "rows"
-        return "N" if settings.N < base.make_rule().max_verified else of_base
-    return next((name for name in ROWS if hasattr(settings, name)), "rows")
+    """Return the setting that limits the rows of a tree; "rows" for graft, which has an N and that
+    of its base, and for a method without one."""
+    names = () if isinstance(settings, Graft) else ROWS
+    return next((name for name in names if hasattr(settings, name)), "rows")
 
 
 def deepest_setting(settings: Settings) -> str:

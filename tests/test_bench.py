@@ -23,7 +23,8 @@ from benchmark.plan import Plan, build_parser, make_plan
 from benchmark.report import text_report
 from benchmark.results import Line, Results, key_of, load
 from benchmark.step_times import measure_step_times
-from cli.models import Pair, Request
+from cli.models import Pair
+from cli.request import Request
 from draft_tree import Tree
 from engine.generate import Step
 from engine.generation_config import GenerationConfig

@@ -19,12 +19,13 @@ from tokenizers import Tokenizer
 import cli.compare
 import cli.main
 import dynatree
-from cli import models
+from cli import models, request
 from cli.compare import Comparison
 from cli.errors import UsageError
 from cli.main import main
 from cli.metrics import Metrics, Tally, token_ids
-from cli.models import Pair, Request, load_pair, stream_text
+from cli.models import Pair, load_pair
+from cli.request import Request, stream_text
 from cli.terminal import draw_tree
 from draft_tree import Autoregressive, Tree
 from engine.generate import Step, generate
@@ -310,7 +311,7 @@ def test_an_error_keeps_the_text_so_far(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = run_json(capsys, ["--max-new-tokens", "40"] + DRAFT_TWICE)
-    real = models.generate
+    real = request.generate
 
     def fail_early(*args: object, **options: object) -> Iterator[Step]:
         steps = real(*args, **options)
@@ -318,7 +319,7 @@ def test_an_error_keeps_the_text_so_far(
             yield next(steps)
         raise kind("x")
 
-    monkeypatch.setattr(models, "generate", fail_early)
+    monkeypatch.setattr(request, "generate", fail_early)
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "40"] + DRAFT_TWICE + ["--json"] * is_json
     if status is None:
         with pytest.raises(kind):
@@ -365,7 +366,7 @@ def test_no_step_is_kept(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> N
             yield step
         assert sum(one() is not None for one in made) == 1, "only the last"
 
-    monkeypatch.setattr(models, "generate", steps)
+    monkeypatch.setattr(request, "generate", steps)
     assert len(run_json(capsys, ["--compare"])["token_ids"]) == 50
 
 

@@ -27,8 +27,9 @@ import torch
 from conftest import ROOT, TINY, source_files
 
 from benchmark.cases import PRESETS, TABLES
-from cli.models import Request, load_pair
+from cli.models import load_pair
 from cli.options import choose_config
+from cli.request import Request
 from cli.trace import Trace
 from draft_tree import DynaTree
 from dynatree import ModelDrafter

@@ -10,7 +10,7 @@ from benchmark import memory
 from benchmark.cases import Case
 from benchmark.memory import measure_in_new_process, measure_memory
 from benchmark.plan import build_parser
-from cli import models
+from cli import request
 from cli.errors import UsageError
 from dynatree import Step
 from engine.generation_config import GenerationConfig
@@ -24,13 +24,13 @@ ARGS = ["--target", str(TINY / "draft"), "--draft", str(TINY / "draft"), "--thre
 def test_memory_is_measured_as_the_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the generation config of a strict row and of a row over a window and without a
     draft."""
-    real, seen = models.generate, []
+    real, seen = request.generate, []
 
     def generate(*args: object, **how: object) -> Iterator[Step]:
         seen.append((args[1] is not None, args[3]))
         return real(*args, **how)
 
-    monkeypatch.setattr(models, "generate", generate)
+    monkeypatch.setattr(request, "generate", generate)
     for text, n in (("ar window=8", 20), ("linear strict", 3)):
         case = Case(text, "builtin", 3, n, 0.0)
         metrics, ids = measure_memory(build_parser().parse_args(ARGS), case, [3, 1, 4], 0)
