@@ -114,13 +114,9 @@ def is_exact(results: Results) -> bool:
     different = texts[texts.is_different]
     is_float32 = results.head["machine"]["dtype"] == "float32"
     return not any(
-        "strict" in row.split() or (is_float32 and not is_near_tie(gap))
+        "strict" in row.split() or (is_float32 and not is_tie(gap))
         for row, gap in zip(different.row, different.gap, strict=True)
     )
-
-
-def is_near_tie(gap: float | None) -> bool:
-    return bool(pd.notna(gap)) and is_tie(gap)
 
 
 # Cells. Each function gets the texts of one case; a cell is empty if it was not measured
@@ -344,7 +340,7 @@ def describe_differences(texts: pd.DataFrame) -> str:
     label, row, reference = different[["label", "row", "reference"]].iloc[0]
     first = "unknown" if different["at"].isna().all() else int(different["at"].min())
     gap = "unknown" if different.gap.isna().all() else f"at most {different.gap.max():.1e}"
-    n_ties = different.gap.map(is_near_tie).sum()
+    n_ties = different.gap.map(is_tie).sum()
     return (
         f"{label} differs from {label.replace(row, reference, 1)} on {len(different)} of "
         f"{len(texts)} texts (first prompt: {different.prompt.min()}, earliest token: {first}, "
