@@ -17,18 +17,16 @@ from conftest import (
     pretend_capture,
     random_model,
     random_settings,
-    top_k,
 )
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
-from draft_tree import Candidates, Gates, Level, Tree
+from draft_tree import Tree
 from methods.cost_gates import CostGates
 from methods.deagle import Deagle
 from methods.drafting import DRAFTING
 from methods.retrieval import (
     TINY_PAIR_SUCCESSOR_PROBS,
     Graft,
-    GraftRule,
     Recycle,
     SuccessorTable,
     parse_base,
@@ -37,7 +35,7 @@ from methods.retrieval import (
 )
 from methods.rules import MixedTree, are_retrieved, make_rule
 from methods.sequoia import Sequoia
-from methods.static import Chain, StaticRule
+from methods.static import Chain
 
 RANK_PROBS = parse_successor_probs(TINY_PAIR_SUCCESSOR_PROBS)
 
@@ -240,26 +238,6 @@ def test_the_table_reads_candidates_before_another_pass_overwrites_them(
         assert any(len(step.path) > 2 for step in steps)
         tables.append(settings.rules[-1].table)
     assert tables[0] == tables[1]
-
-
-def test_a_checkpoint_looks_at_paths_that_are_in_the_tree() -> None:
-    """Check that a candidate that was not added does not count. The added one is unlikely."""
-    logits = torch.tensor([[-9.0, 1.0, 0.9, 0.8]])
-
-    def draft(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        return top_k(logits.expand(len(tokens), -1), k)
-
-    class Second(StaticRule):
-        def add_gates(self, level: Level) -> Gates:
-            return {"second": level.tokens == 2}
-
-        def expand_gates(self, level: Level) -> Gates:
-            return {}
-
-    base = Second(widths=[2, 2, 2], n_rows=8)
-    best = float(torch.log_softmax(logits, -1).max().exp())
-    rule = GraftRule(base, 8, 0, {1: best - 1e-3}, RANK_PROBS)
-    assert max(grow(rule, ROOT, draft, 3).depths) == 1
 
 
 def test_each_token_has_as_many_successors_as_p_has_ranks() -> None:

@@ -107,13 +107,7 @@ def test_the_tree_has_that_shape(kind: type[FakeDraft], rank_probs: RankProbs) -
 def test_settings_make_the_rule() -> None:
     """Check p = 0.6, 0.3 with two levels. The nodes add 0.6, 0.36, 0.3, 0.18 and 0.18 expected
     tokens."""
-    assert Sequoia(N=6, D_max=2, p="0.6:3e-1").make_rule().shape == [
-        [1, 2],
-        [3, 4],
-        [5],
-        [],
-        [],
-        [],
-    ]
+    shape = Sequoia(N=6, D_max=2, p="0.6:3e-1").make_rule().shape
+    assert shape == [[1, 2], [3, 4], [5], [], [], []]
     assert len(grow(Sequoia(N=1).make_rule(), ROOT, FakeDraft(0), 127)) == 1
     assert len(grow(Sequoia(p="0.0").make_rule(), ROOT, FakeDraft(0), 127)) == 1
