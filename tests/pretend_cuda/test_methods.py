@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from cli.main import main
 from cli.metrics import token_ids
-from draft_tree import Settings
 from engine.eagle_head import load_head
 from engine.model import FastGPTNeoX
 from engine.passes import Window
@@ -45,11 +44,6 @@ def load_pair(device: str) -> Pair:
     return target, draft, tokenizer.encode(TEXT).ids
 
 
-def make_settings(method: str) -> Settings:
-    """Return a method's default settings; for auto with given costs, so that no clock decides."""
-    return METHODS[method](**({"costs": "0.3:0.04:0.2:0.4"} if method == "auto" else {}))
-
-
 @pytest.fixture(scope="module")
 def on_cuda() -> Pair:
     return load_pair("cuda")
@@ -66,9 +60,7 @@ def write(pair: Pair, method: str, case: str) -> list[int]:
         draft = load_head(TINY / "eagle", TINY / "target", target.device, target.dtype)
     if case == "long prompt":
         prompt = prompt * 30  # longer than a chunk of prefill and any fixed shape
-    settings = make_settings(method)
-    if case == "large":
-        settings = LARGE_SETTINGS.get(method, settings)
+    settings = LARGE_SETTINGS[method] if case == "large" else METHODS[method]()
     n_tokens = N_TOKENS.get(case, 40)
     return token_ids(generate(target, draft, prompt, settings, n_tokens, **OPTIONS[case]))
 
