@@ -2,6 +2,7 @@
 
 import random
 
+import numpy
 import pytest
 import torch
 from conftest import (
@@ -18,7 +19,7 @@ from conftest import (
 from draft_tree import Tree
 from engine.cache import FastCache
 from engine.cuda_graphs import FixedPasses, make_shape
-from engine.masks import PLAIN, Masks
+from engine.masks import PLAIN, Masks, pack_mask
 from engine.model import FastGPTNeoX
 from engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig
 from engine.scores import Ranking
@@ -47,6 +48,15 @@ def test_passes_run_outside_inference_mode_after_a_generation(
     target.prefill(PROMPT, cache)
     append(target, [5], cache)
     assert cache.scores.top_ids(3).shape == (1, 3)
+
+
+def test_a_mask_in_bits() -> None:
+    """Check three rows and one of padding, which attends to all but the other slots."""
+    mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    bits = numpy.unpackbits(pack_mask(mask, 4, n_scratch=6), axis=1, bitorder="little").astype(bool)
+    assert bits[:3, 0].all() and not bits[:3, 6:].any()
+    assert bits[:3, 1:6].tolist() == mask.tolist()
+    assert bits[3].tolist() == [True] * 7 + [False]
 
 
 @pytest.mark.parametrize("masks", [PLAIN, STRICT])
