@@ -5,8 +5,11 @@ test_exactness.py tests the texts over a head, of all methods and in all modes.
     python -m pytest tests/test_eagle.py
 """
 
+import contextlib
 import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,12 +35,12 @@ from torch import Tensor
 import dynatree
 from cli.main import main
 from cli.metrics import token_ids
-from draft_tree import DynaTree, Settings
+from draft_tree import DynaTree, Settings, Tree
 from engine.checkpoint import CheckpointError
 from engine.eagle_head import FastHead, load_head
 from engine.model import FastGPTNeoX
 from engine.passes import Window
-from gpt_neox import GPTNeoX
+from gpt_neox import GPTNeoX, KVCache
 from methods.eagle import EagleDrafter, EagleHead, ReferenceHead
 from methods.static import Fixed, PaddedAutoregressive, SpecInfer
 
@@ -152,6 +155,33 @@ def test_a_drafter_over_a_head_is_like_the_head() -> None:
     by_head = [step.path for step in generate(target, head, PROMPT, TREE, 24)]
     drafter = dynatree.ModelDrafter(random_pair()[1])
     assert [step.path for step in generate(target, drafter, PROMPT, TREE, 24)] == by_head
+
+
+@pytest.mark.parametrize("kind", [GPTNeoX, FastGPTNeoX], ids=["reference", "fast"])
+def test_generations_may_share_a_head(kind: type[GPTNeoX]) -> None:
+    """Draft each level of two texts at one time, as two threads may. Their states once belonged to
+    the head, so each text got some of the other one's."""
+    target, head = random_pair(kind)
+    prompts = [3, 14, 15], [92, 65]
+    alone = [[s.tree for s in generate(target, head, p, TREE, 24)] for p in prompts]
+    barrier = threading.Barrier(2)
+    take_states = head.take_states
+
+    def wait_and_take(cache: KVCache, n: int) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # one text has ended
+            barrier.wait(timeout=5)
+        take_states(cache, n)
+
+    def write(prompt: list[int]) -> list[Tree | None]:
+        torch.set_num_threads(1)
+        try:
+            return [step.tree for step in generate(target, head, prompt, TREE, 24)]
+        finally:
+            barrier.abort()
+
+    head.take_states = wait_and_take
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(write, prompts)) == alone
 
 
 @pytest.mark.parametrize("kind", [GPTNeoX, FastGPTNeoX], ids=["reference", "fast"])
