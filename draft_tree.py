@@ -77,6 +77,7 @@ class Candidates(NamedTuple):
     # [n, k] float32, log-probability of each token given its path. It is -inf where a row has fewer
     # than k candidates and nan where the draft overflowed; neither becomes a row
     logprobs: ndarray
+    entropy: ndarray | None = None  # [n] float32, of the distribution after each row, in nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Level:
     tokens: ndarray  # [n, k] int64, of the candidates, as Candidates has them
     logprobs: ndarray  # [n, k] float32, of each candidate given its path
     path_logprobs: ndarray  # [n, k] float32, log p(v) of each candidate v
+    entropy: ndarray | None = None  # [n] float32, as Candidates has it
 
     @property
     def confidence(self) -> ndarray:
@@ -120,14 +122,14 @@ def grow(rule: "Rule", root_token: int, draft: Draft, max_depth: int, vocab_size
         if not frontier or len(tree) >= rule.max_rows:
             break
         found = draft([tree.tokens[row] for row in frontier], parent_indices, rule.max_branches)
-        tokens, logprobs = checked(found, len(frontier), vocab_size)
+        tokens, logprobs, entropy = checked(found, len(frontier), vocab_size)
         for row in frontier:
             tree.draft_slots[row] = next_slot
             next_slot += 1
         parent_logprobs = [[tree.path_logprobs[row]] for row in frontier]  # [n, 1]
         with numpy.errstate(over="ignore"):  # a sum below -3.4e38 is -inf
             path_logprobs = numpy.array(parent_logprobs, numpy.float32) + logprobs
-        level = Level(depth, tokens, logprobs, path_logprobs)
+        level = Level(depth, tokens, logprobs, path_logprobs, entropy)
         is_added = passing(level, rule.add_gates(level))
         is_expanded = passing(level, rule.expand_gates(level))  # counts only for added candidates
         level_rows = frontier
@@ -151,10 +153,10 @@ def checked(found: Candidates, n: int, vocab_size: int) -> Candidates:
     ValueError if they are not two arrays of one shape [n, k], or a token is not an id below
     vocab_size.
     """
-    is_pair = isinstance(found, tuple) and len(found) == 2
-    if not is_pair or not all(isinstance(part, ndarray) for part in found):
+    is_pair = isinstance(found, Candidates)
+    if not is_pair or not all(isinstance(part, ndarray) for part in found[:2]):
         raise ValueError(f"a drafter gave {found!r:.200}, it must give Candidates of two arrays")
-    tokens, logprobs = found
+    tokens, logprobs, entropy = found
     are_numbers = tokens.dtype.kind == "i" and logprobs.dtype.kind == "f"
     have_shape = tokens.shape == logprobs.shape and tokens.ndim == 2 and len(tokens) == n
     if not (are_numbers and have_shape and tokens.size > 0):
@@ -163,9 +165,8 @@ def checked(found: Candidates, n: int, vocab_size: int) -> Candidates:
     if not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise ValueError(f"a drafter gave a token outside the target's ids, 0 to {vocab_size - 1}")
     logprobs = numpy.where(numpy.isnan(logprobs), -math.inf, numpy.minimum(logprobs, 0))
-    return Candidates(
-        tokens.astype(numpy.int64, copy=False), logprobs.astype(numpy.float32, copy=False)
-    )
+    logprobs = logprobs.astype(numpy.float32, copy=False)
+    return Candidates(tokens.astype(numpy.int64, copy=False), logprobs, entropy)
 
 
 def passing(level: Level, gates: Gates) -> ndarray:
@@ -288,7 +289,8 @@ class DynaTree(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_ordered = self.B_min <= self.B_mid <= self.B_max and self.D0 <= self.D_max
+        has_breadth = not self.adapt_breadth or self.B_min <= self.B_mid <= self.B_max
+        is_ordered = has_breadth and self.D0 <= self.D_max
         if not (is_ordered and self.tau_l < self.tau_h and self.rho_stop < self.rho_deep):
             order = "B_min <= B_mid <= B_max, D0 <= D_max, tau_l < tau_h, rho_stop < rho_deep"
             raise ValueError(f"{self} must have {order}")
@@ -311,21 +313,19 @@ class DynaTreeRule(Rule):
     def add_gates(self, level: Level) -> Gates:
         """Add B(u) children of each node, but no unlikely ones (Algorithm 1, lines 17 to 26)."""
         s = self.current
-        breadth = [s.B_mid] * len(level.tokens)  # B(u)
-        if s.adapt_breadth:
-            breadth = [self.branching_factor(c) for c in level.confidence.tolist()]
+        breadth = self.breadth(level) if s.adapt_breadth else numpy.array(s.B_mid)
         ranks = numpy.arange(level.tokens.shape[1])
-        gates = {"confidence": ranks < numpy.array(breadth)[:, None]}  # [n, k], the first B(u)
+        is_first = ranks < breadth[..., None]  # [n, k], the first B(u); [k] if all have B_mid
+        gates = {"confidence": numpy.broadcast_to(is_first, level.tokens.shape)}
         if s.prune:
             gates["tau"] = level.path_logprobs >= log_threshold(s.tau)
         return gates
 
-    def branching_factor(self, confidence: float) -> int:
-        """Return B(u): few children where the draft is confident, more where it is not."""
-        s = self.current
-        if confidence >= s.tau_h:
-            return s.B_min
-        return s.B_max if confidence < s.tau_l else s.B_mid
+    def breadth(self, level: Level) -> ndarray:
+        """Return B(u) [n] of each row u: few children where the draft is confident, more where it
+        is not. A variant of DynaTree replaces this method."""
+        s, c = self.current, level.confidence.astype(float)
+        return numpy.where(c >= s.tau_h, s.B_min, numpy.where(c < s.tau_l, s.B_max, s.B_mid))
 
     def expand_gates(self, level: Level) -> Gates:
         """Expand only nodes on likely paths (Algorithm 1, lines 27 to 30)."""

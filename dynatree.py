@@ -130,9 +130,12 @@ class ModelDrafter(Drafter):
         return logits
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
-        """Return the k likeliest tokens of each row of logits [n, V]."""
-        found = torch.log_softmax(logits, dim=-1).topk(min(k, logits.shape[1]))
-        return Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy())
+        """Return the k likeliest tokens after each row of logits [n, V], and the entropy."""
+        logprobs = torch.log_softmax(logits, dim=-1)
+        entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)  # - p log p; 0 where p is 0
+        found = logprobs.topk(min(k, logits.shape[1]))
+        parts = found.indices, found.values, entropy
+        return Candidates(*(part.cpu().numpy() for part in parts))
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
         # Rows that were not run (-1) come last in a path, because nothing is run below them
@@ -169,8 +172,9 @@ def generate(
     vocab_size, n_left = target.config.vocab_size, max_new_tokens
     prompt = checked_prompt(vocab_size, prompt, max_new_tokens)
     eos_ids = checked_ids("eos_ids", eos_ids)
-    require_parts(drafter, rule)
+    require_new(rule)
     rule.is_used = True
+    require_drafter(drafter, rule)
     drafter = drafter or Drafter()  # never asked to draft, because the rule has max_depth 0
     capacity = len(prompt) + max_new_tokens + rule.max_rows
     cache = target.new_cache(capacity)
@@ -221,10 +225,14 @@ def checked_ids(name: str, ids: Iterable[int]) -> list[int]:
         raise ValueError(f"{name} is {ids!r:.80}, it must be a sequence of token ids") from error
 
 
-def require_parts(drafter: Drafter | None, rule: Rule) -> None:
-    """Raise ValueError for what `generate` cannot use as a drafter or a rule."""
+def require_new(rule: Rule) -> None:
+    """Raise ValueError unless a rule is one that has served no other text."""
     if not isinstance(rule, Rule) or rule.is_used:
         raise ValueError(f"rule is {rule!r:.80}, it must be a Rule that served no other text")
+
+
+def require_drafter(drafter: Drafter | None, rule: Rule) -> None:
+    """Raise ValueError for what `generate` cannot use as a drafter."""
     may_be_none = rule.max_depth == 0
     if not isinstance(drafter, Drafter) and not (drafter is None and may_be_none):
         raise ValueError(f"drafter is {drafter!r:.80}, this rule needs a Drafter")

@@ -166,6 +166,9 @@ class Model(Protocol):
 
     config: Config
 
+    @property
+    def device(self) -> torch.device: ...
+
     def new_cache(self, capacity: int) -> KVCache: ...
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor: ...

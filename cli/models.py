@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 
 from cli.errors import UsageError, print_line
 from cli.tokens import load_tokenizer, require_same_tokenizer
-from dynatree import Drafter
 from engine.checkpoint import (
     DTYPES,
     find_checkpoint,
@@ -111,7 +110,7 @@ class Pair:
     """A target model with its tokenizer, and a draft model unless the method needs none."""
 
     target: GPTNeoX  # fast unless --reference; one shard of it if there are several ranks
-    draft: GPTNeoX | Drafter | None  # a GPTNeoX may be an EAGLE head
+    draft: GPTNeoX | None  # may be an EAGLE head
     tokenizer: Tokenizer
     target_folder: Path
     draft_folder: Path | None
@@ -119,7 +118,7 @@ class Pair:
 
     @property
     def models(self) -> list[GPTNeoX]:
-        return [model for model in (self.target, self.draft) if isinstance(model, GPTNeoX)]
+        return [model for model in (self.target, self.draft) if model]
 
     @cached_property
     def float32_target(self) -> FastGPTNeoX:

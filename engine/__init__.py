@@ -11,6 +11,7 @@ strict        masks of batch-invariant passes: a row's bits depend only on posit
 scores        the results of a pass that the host reads
 run           a model in one generation: its cache, and who observes its passes
 compose       assembly of a method's parts
+process       logits processors of the caller
 generate      the core's loop with windows, strict passes, graphs and timing
 generation_config  all options of a generation: method, settings, sampling, window
 checkpoint    finding, fetching, checking and loading a checkpoint

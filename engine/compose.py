@@ -1,6 +1,6 @@
 """Assembly of a method's parts, in the order in which they must wrap each other.
 
-    parts = compose(target, draft, DySpec(), Sampling(0.8))
+    parts = compose(target, draft, DySpec().make_rule(), Sampling(0.8))
 
 dynatree.generate runs the parts. From the inside out:
 
@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from draft_tree import Candidates, Rule, Settings
+from draft_tree import Candidates, Rule
 from dynatree import Drafter, ModelDrafter
 from engine.run import ModelRun
 from methods.acceptances import choose_acceptance
 from methods.calibration import CalibratedDrafter
 from methods.drawn import DrawnDrafter, DrawnRule
 from methods.eagle import EagleDrafter, HiddenDrafter, head_of, require_size
-from methods.rules import make_rule
 from methods.sampler import GREEDY, DrawingSampler, Sampling
 
 
@@ -40,19 +39,26 @@ class Parts(NamedTuple):
 class RankedDrafter(ModelDrafter):
     """A draft model whose passes rank the candidates at a temperature."""
 
-    def __init__(self, model: ModelRun, temperature: float):
+    def __init__(self, model: ModelRun, temperature: float, has_entropy: bool):
         super().__init__(model)
-        self.temperature = temperature
+        self.temperature, self.has_entropy = temperature, has_entropy
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
-        scores = self.model.scores
-        return Candidates(*scores.top_candidates(k, self.temperature, self.vocab_size))
+        scores, n_ids = self.model.scores, self.vocab_size
+        return scores.top_candidates(k, self.temperature, n_ids, self.has_entropy)
+
+
+def require_hidden(target: ModelRun) -> None:
+    """Raise ValueError for a target whose passes do not give hidden states."""
+    if not all(hasattr(target.model, name) for name in ("hidden", "logits")):
+        name = type(target.model).__name__
+        raise ValueError(f"{name} has no hidden and logits as GPTNeoX has, this drafter needs them")
 
 
 def compose(
     target: ModelRun,
     draft: ModelRun | Drafter | None,
-    settings: Settings,
+    rule: Rule,
     sampling: Sampling = GREEDY,
     acceptance: str | None = None,
     observer: object | None = None,
@@ -62,27 +68,28 @@ def compose(
     Args:
         draft: a model, which may be an EAGLE head; or a Drafter, whose own candidates are used
             even if text is sampled.
+        rule: a new one, with the attributes of a MethodRule.
         acceptance: a name of methods.acceptances.ACCEPTANCES; None for the method's default.
         observer: wraps the rule and gets every trial (cli.trace.Trace).
 
     Raises ValueError if the method does not support the acceptance, and for a head of a target of
     another size.
     """
-    rule = make_rule(settings)
     sampler = sampling.sampler(target.device)
     proposing = calibrated = None  # `proposing` chooses the candidates
     if rule.max_depth and draft is not None:
         if isinstance(draft, Drafter):
             proposing = draft
         elif rule.draws_candidates and sampling.draws_candidates:
-            proposing = DrawnDrafter(draft, sampler, rule.n_drawn)
+            proposing = DrawnDrafter(draft, sampler, rule.n_drawn, rule.reads_entropy)
         else:
-            proposing = RankedDrafter(draft, sampling.top_k_temperature)
+            proposing = RankedDrafter(draft, sampling.top_k_temperature, rule.reads_entropy)
     drafter = proposing
     if drafter and not isinstance(drafter, HiddenDrafter) and (head := head_of(draft)):
         require_size(head, target)
         drafter = EagleDrafter(drafter, head)
     if isinstance(drafter, HiddenDrafter):
+        require_hidden(target)
         target.show_hidden(drafter.observe_hidden)
     if drafter and rule.is_calibrated:
         drafter = calibrated = CalibratedDrafter(drafter, isinstance(proposing, DrawnDrafter))

@@ -25,13 +25,14 @@ from engine.generation_config import GenerationConfig
 from engine.masks import PLAIN
 from engine.model import is_fast
 from engine.passes import SMALL_PASS, PassConfig
+from engine.process import Process, processed
 from engine.run import ModelRun
-from engine.scores import Ranking
+from engine.scores import Ranking, Scores
 from engine.strict import STRICT
 from gpt_neox import Model
-from methods.rules import RuleWrapper
+from methods.rules import RuleWrapper, with_attributes
 from methods.sampler import Sampling
-from verify import accept_best
+from verify import Acceptance, accept_best
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,18 @@ class LimitedRule(RuleWrapper):
 class Recorder(Drafter):
     """A method's drafter and acceptance, which records what a Step has more than the loop's."""
 
-    def __init__(self, parts: Parts, target: ModelRun, draft: ModelRun | None, keeps_logits: bool):
-        self.drafter, self.sampled = parts.drafter, parts.accept
-        self.target, self.draft_run, self.keeps_logits = target, draft, keeps_logits
+    def __init__(
+        self,
+        parts: Parts,
+        prompt: list[int],
+        target: ModelRun,
+        draft: ModelRun | None,
+        own_accept: Acceptance | None,
+        process: Process | None,
+    ):
+        self.drafter, self.sampled, self.own_accept = parts.drafter, parts.accept, own_accept
+        self.target, self.draft_run, self.process = target, draft, process
+        self.text = prompt[:-1]  # the committed ids, without the pending token
         self.draft_ms = 0.0
         self.has_candidate = True  # whether the last root has a candidate, or the draft overflowed
 
@@ -88,15 +98,20 @@ class Recorder(Drafter):
 
     def accept(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
         """Accept rows by the scores of the pass, which the host has read (a verify.Acceptance)."""
-        scores = self.target.scores
-        is_finite, self.predictions = scores.finite_rows(), scores.argmax()
-        if self.sampled:
+        scores, self.logits = self.target.scores, logits
+        is_finite = scores.finite_rows()
+        if self.process:
+            logits, is_finite = processed(self.process, logits, is_finite, self.text, tree)
+            scores = Scores(None, logits)
+        self.predictions = scores.argmax()
+        if self.own_accept:
+            path, tokens = self.own_accept(tree, logits)
+        elif self.sampled:
             path, tokens = self.sampled(tree, logits, is_finite)
         else:
             path, tokens = accept_best(tree, self.predictions, is_finite)
         self.bonus = tokens[-1]
-        if self.keeps_logits:
-            self.logits = logits[path]  # [n, V], from which the n tokens were chosen
+        self.text += [tree.tokens[row] for row in path]
         return path, tokens
 
     def step(self, step: dynatree.Step, ms: float) -> Step:
@@ -123,20 +138,28 @@ class Recorder(Drafter):
 
 def generate(
     target: Model,
-    draft: Model | Drafter | None,
+    draft: Model | None,
     prompt: Sequence[int],
     config: GenerationConfig,
     max_new_tokens: int,
     *,
     eos_ids: Sequence[int] = (),
+    rule: Rule | None = None,
+    drafter: Drafter | None = None,
+    accept: Acceptance | None = None,
+    process: Process | None = None,
     inspect: Callable[[Tensor], None] | None = None,
     observer: object | None = None,
 ) -> Iterator[Step]:
     """Decode a text as dynatree.generate does. Strict trees are at most 15 levels deep.
 
     Args:
-        inspect: called after each step with the target's float32 logits [n, V], from which the n
-            tokens were chosen.
+        rule: a new one, in place of that of config.settings.
+        drafter: in place of the draft, which is then None.
+        accept: in place of the acceptance of config.sampling, which is then greedy.
+        process: changes the target's logits before a token is chosen from them.
+        inspect: called after each step with the target's own float32 logits [n, V], from which
+            the n tokens were chosen, perhaps after `process`.
         observer: wraps the rule and gets every trial (cli.trace.Trace).
 
     Raises OutOfMemory, and what dynatree.generate raises.
@@ -144,18 +167,20 @@ def generate(
     if not isinstance(config, GenerationConfig):
         why = "it must be a GenerationConfig; use GenerationConfig.parse to make one from words"
         raise ValueError(f"config is {config!r:.80}, {why}")
+    require_one(draft, drafter, accept, config)
     prompt = dynatree.checked_prompt(target.config.vocab_size, prompt, max_new_tokens)
     eos_ids = dynatree.checked_ids("eos_ids", eos_ids)
-    target, draft = configure_models(target, draft, config, len(prompt) + max_new_tokens)
-    parts = compose(target, draft, config.settings, config.sampling, config.acceptance, observer)
-    runs = [each for each in (target, draft) if isinstance(each, ModelRun)]
+    rule = choose_rule(rule, config)
+    n_tokens = len(prompt) + max_new_tokens
+    target, draft = configure_models(target, draft, rule, config, n_tokens)
+    parts = compose(target, drafter or draft, rule, config.sampling, config.acceptance, observer)
+    runs = [each for each in (target, draft) if each]
     fast = [(each.model, each.capacity, each.pass_config) for each in runs if each.pass_config]
     if fast:
         require_caches(fast)
-    draft_run = draft if isinstance(draft, ModelRun) else None
-    recorder = Recorder(parts, target, draft_run, inspect is not None)
-    drafter = recorder if parts.drafter else None
+    recorder = Recorder(parts, prompt, target, draft, accept, process)
     rule = LimitedRule(parts.rule, target)
+    drafter = recorder if parts.drafter else None
     steps = dynatree.generate(
         target, drafter, prompt, rule, max_new_tokens, eos_ids=eos_ids, accept=recorder.accept
     )
@@ -167,7 +192,7 @@ def generate(
         for step in steps:
             ms = (time.perf_counter() - began) * 1e3
             if inspect:
-                inspect(recorder.logits[: len(step.tokens)])
+                inspect(recorder.logits[step.path[: len(step.tokens)]])
             # Read here, because a caller may change the Step
             goes_on = len(step.tokens) < max_new_tokens and step.tokens[-1] not in eos_ids
             yield recorder.step(step, ms)
@@ -178,12 +203,35 @@ def generate(
             is_first, began = False, time.perf_counter()
 
 
+def choose_rule(rule: Rule | None, config: GenerationConfig) -> Rule:
+    """Return the caller's rule, or a new one of config.settings. Raises ValueError for a rule that
+    has served another text or that config does not support."""
+    if rule is None:
+        return config.make_rule()
+    dynatree.require_new(rule)
+    config.require_supported(with_attributes(rule))
+    rule.is_used = True
+    return rule
+
+
+def require_one(
+    draft: Model | None,
+    drafter: Drafter | None,
+    accept: Acceptance | None,
+    config: GenerationConfig,
+) -> None:
+    """Raise ValueError if two arguments say the same thing in two ways."""
+    if isinstance(draft, Drafter) or (draft and drafter):
+        raise ValueError("draft must be a model, or None if drafter is given")
+    if accept and not config.sampling.is_greedy:
+        raise ValueError("accept replaces sampling, so config.sampling must be greedy")
+
+
 def configure_models(
-    target: Model, draft: Model | Drafter | None, config: GenerationConfig, n_tokens: int
-) -> tuple[ModelRun, ModelRun | Drafter | None]:
+    target: Model, draft: Model | None, rule: Rule, config: GenerationConfig, n_tokens: int
+) -> tuple[ModelRun, ModelRun | None]:
     """Return both models, wrapped for one generation of n_tokens. The draft is None if the method
-    does not use it. Raises ValueError for options that a model of gpt_neox.py lacks."""
-    rule = config.make_rule()
+    does not use it. Raises ValueError for options that only an engine model has."""
     n_ids, target_config, draft_config = target.config.vocab_size, None, None
     if is_fast(target):
         target_config = PassConfig(
@@ -196,12 +244,11 @@ def configure_models(
             rebuilds_cache=config.commit == "rebuild",
         )
     elif not config.works_on_reference_model:
-        raise ValueError("a GPTNeoX has no strict passes, window or rebuilt commit")
+        name = type(target).__name__
+        raise ValueError(f"{name} has no strict passes, window or rebuilt commit; FastGPTNeoX has")
     target = ModelRun(target, n_tokens, rule.max_verified, target_config)
     if not rule.max_depth or draft is None:
         return target, None
-    if isinstance(draft, Drafter):
-        return target, draft
     if is_fast(draft):
         ranking = draft_ranking(rule, config.sampling)
         # A level seldom has more rows than the tree; if it has, its pass has no fixed shape
@@ -216,4 +263,5 @@ def draft_ranking(rule: Rule, sampling: Sampling) -> Ranking:
     candidates."""
     if rule.draws_candidates and sampling.draws_candidates:
         return Ranking(is_read=False)
-    return Ranking(rule.max_branches, are_logprobs=True, temperature=sampling.top_k_temperature)
+    temperature = sampling.top_k_temperature
+    return Ranking(rule.max_branches, True, True, temperature, rule.reads_entropy)

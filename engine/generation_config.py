@@ -46,7 +46,10 @@ class GenerationConfig:
             raise ValueError(
                 f"commit is {self.commit}, it must be one of {', '.join(COMMIT_MODES)}"
             )
-        rule = self.make_rule()
+        self.require_supported(self.make_rule())
+
+    def require_supported(self, rule: MethodRule) -> None:
+        """Raise ValueError if the options do not suit a rule."""
         if self.acceptance:
             if rule.max_verified == 1:
                 raise ValueError(f"{self.acceptance} has no effect: the method drafts no tokens")

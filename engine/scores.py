@@ -18,6 +18,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from draft_tree import Candidates
 from methods.sampler import SMALL_K, top_k_by_repeated_max
 from sampling import tempered
 from verify import finite_rows
@@ -30,6 +31,7 @@ class Ranking(NamedTuple):
     are_logprobs: bool = False  # the candidates' values are log-probabilities, not logits
     is_read: bool = True  # False: the host reads nothing, because the device draws the candidates
     temperature: float = 1.0  # of the log-probabilities
+    has_entropy: bool = False  # also the entropy of the distribution
 
 
 class Scores:
@@ -61,17 +63,21 @@ class Scores:
         return top_k_by_argmax(self.logits.numpy().copy(), k)[1]
 
     def top_candidates(
-        self, k: int, temperature: float = 1.0, n_ids: int | None = None
-    ) -> tuple[ndarray, ndarray]:
-        """Return the k likeliest of the first n_ids ids, [n, k], and their log-probabilities
-        [n, k]."""
+        self,
+        k: int,
+        temperature: float = 1.0,
+        n_ids: int | None = None,
+        has_entropy: bool = False,
+    ) -> Candidates:
+        """Return the k likeliest of the first n_ids ids after each row."""
         logprobs = log_probabilities(self.logits[:, :n_ids], temperature)
+        entropy = entropies(logprobs).cpu().numpy() if has_entropy else None
         k = min(k, logprobs.shape[1])
         if k > SMALL_K or logprobs.device.type != "cpu":
             found = logprobs.topk(k)
-            return found.indices.cpu().numpy(), found.values.cpu().numpy()
+            return Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy(), entropy)
         values, ids = top_k_by_argmax(logprobs.numpy(), k)
-        return ids, values
+        return Candidates(ids, values, entropy)
 
 
 class RankedScores(Scores):
@@ -82,22 +88,27 @@ class RankedScores(Scores):
         """Unpack `ranked`, the result of rank_logits for these logits, on the host."""
         super().__init__(hidden, logits)
         found, k = ranked.numpy(), ranking.k
-        middle = found.shape[1] // 2 + 1
-        values, ids = found[:, 2:middle], found[:, middle:]  # make_shape may have rounded k up
+        n_found = (found.shape[1] - 2) // 2  # make_shape may have rounded k up
+        values, ids = found[:, 2 : 2 + n_found], found[:, 2 + n_found : 2 + 2 * n_found]
         self.ranking = ranking
         self.highest = found[:, 0], found[:, 1].astype(numpy.int64)
-        self.candidates = ids[:, :k].astype(numpy.int64), values[:, :k]
+        entropy = found[:, -1] if ranking.has_entropy else None
+        self.candidates = Candidates(ids[:, :k].astype(numpy.int64), values[:, :k], entropy)
 
     def top_ids(self, k: int) -> ndarray:
-        return self.candidates[0] if self.ranking.k == k else super().top_ids(k)
+        return self.candidates.tokens if self.ranking.k == k else super().top_ids(k)
 
     def top_candidates(
-        self, k: int, temperature: float = 1.0, n_ids: int | None = None
-    ) -> tuple[ndarray, ndarray]:
-        is_read = self.ranking == Ranking(k, are_logprobs=True, temperature=temperature)
-        if is_read and (n_ids is None or self.logits.shape[1] <= n_ids):
+        self,
+        k: int,
+        temperature: float = 1.0,
+        n_ids: int | None = None,
+        has_entropy: bool = False,
+    ) -> Candidates:
+        wanted = Ranking(k, True, temperature=temperature, has_entropy=has_entropy)
+        if self.ranking == wanted and (n_ids is None or self.logits.shape[1] <= n_ids):
             return self.candidates
-        return super().top_candidates(k, temperature, n_ids)
+        return super().top_candidates(k, temperature, n_ids, has_entropy)
 
 
 def make_scores(hidden: Tensor, logits: Tensor, ranking: Ranking) -> Scores:
@@ -110,6 +121,11 @@ def make_scores(hidden: Tensor, logits: Tensor, ranking: Ranking) -> Scores:
 def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
     """Return the log-probabilities [n, V] of logits [n, V] at a temperature."""
     return torch.log_softmax(tempered(logits, temperature), dim=-1)
+
+
+def entropies(logprobs: Tensor) -> Tensor:
+    """Return the entropy [n] of log-probabilities [n, V], in nats."""
+    return torch.special.entr(logprobs.exp()).sum(dim=-1)
 
 
 def top_k_by_argmax(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
@@ -130,15 +146,19 @@ def top_k_by_argmax(values: ndarray, k: int) -> tuple[ndarray, ndarray]:
 
 
 def rank_logits(logits: Tensor, ranking: Ranking) -> Tensor:
-    """Return the numbers that the host reads of logits [n, V], in one float32 tensor [n, 2 + 2 k].
+    """Return the numbers that the host reads of logits [n, V], in one float32 tensor [n, 2 + 2 k]
+    or with the entropy [n, 3 + 2 k].
 
     They are the highest value and its id (the first of equal ones), then the values of k candidates
-    and their ids. Values are logits or log-probabilities. float32 is exact for ids below 2^24.
+    and their ids, then the entropy. Values are logits or log-probabilities. float32 is exact for
+    ids below 2^24.
     """
     k = min(ranking.k, logits.shape[1])
-    values = logits
+    values, rest = logits, []
     if ranking.are_logprobs:
         values = log_probabilities(logits, ranking.temperature)
+    if ranking.has_entropy:  # before top_k_by_repeated_max overwrites the values
+        rest.append(entropies(values).unsqueeze(1))
     if k > SMALL_K:  # of equal values topk may take any, but the first id is needed
         parts = [*top_k_by_repeated_max(values, 1), values.topk(k)]
     else:
@@ -148,4 +168,4 @@ def rank_logits(logits: Tensor, ranking: Ranking) -> Tensor:
         parts = parts[:1] + parts[:k]
     (highest, *candidates), ids = zip(*parts, strict=True)
     ids = torch.cat(ids, dim=1).float()
-    return torch.cat([highest, ids[:, :1], *candidates, ids[:, 1:]], dim=1)
+    return torch.cat([highest, ids[:, :1], *candidates, ids[:, 1:], *rest], dim=1)

@@ -61,7 +61,7 @@ class CalibratedDrafter(Drafter):
             self.tokens, self.inputs, self.draft_logprobs = [], [], []
         candidates = self.drafter.draft(tokens, parents, k)
         self.draft_logprobs.append(candidates.logprobs)
-        return Candidates(candidates.tokens, self.calibrate(candidates))
+        return candidates._replace(logprobs=self.calibrate(candidates))
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
         self.drafter.commit(tree, path, tokens)

@@ -17,8 +17,10 @@ Shapes: n rows, k candidates per row, V vocabulary.
 """
 
 import math
+from dataclasses import fields
 
 import numpy
+import torch
 from numpy import ndarray
 from torch import Tensor
 
@@ -33,9 +35,9 @@ from methods.sampler import DrawingSampler
 class DrawnDrafter(ModelDrafter):
     """A draft model whose candidates are drawn, n_drawn per row."""
 
-    def __init__(self, model: Model, sampler: DrawingSampler, n_drawn: int):
+    def __init__(self, model: Model, sampler: DrawingSampler, n_drawn: int, has_entropy: bool):
         super().__init__(model)
-        self.sampler, self.n_drawn = sampler, n_drawn
+        self.sampler, self.n_drawn, self.has_entropy = sampler, n_drawn, has_entropy
 
     def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
         if parents is None:
@@ -45,7 +47,8 @@ class DrawnDrafter(ModelDrafter):
     def choose(self, logits: Tensor, k: int) -> Candidates:
         probs = self.level_probs = self.sampler.draft_distribution(logits)  # [n, V]
         self.sampler.draft_probs.extend(probs)
-        return Candidates(*self.sampler.propose(probs, self.n_drawn))
+        entropy = torch.special.entr(probs).sum(dim=-1) if self.has_entropy else None
+        return self.sampler.propose(probs, self.n_drawn, entropy)
 
 
 class DrawnRule(RuleWrapper):
@@ -63,8 +66,8 @@ class DrawnRule(RuleWrapper):
 
     def add_gates(self, level: Level) -> Gates:
         values = drawn_values(level.logprobs, self.parent_scores, self.calibrated is not None)
-        parts = level.row_depth, level.tokens, level.logprobs, level.path_logprobs
-        self.level = DrawnLevel(*parts, values, self.find_confidence)
+        parts = [getattr(level, f.name) for f in fields(Level)]
+        self.level = DrawnLevel(*parts, values=values, find_confidence=self.find_confidence)
         gates = super().add_gates(self.level)
         self.is_added = added_mask(self.level, gates)
         self.require_suffix(values > -math.inf)

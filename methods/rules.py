@@ -21,6 +21,7 @@ class MethodRule(Rule):
     is_chain = False  # no row of its trees has two children
     is_calibrated = False  # logprobs are calibrated acceptance probabilities (calibration.py)
     min_rows = 1  # the engine pads a pass to at least these rows
+    reads_entropy = False  # its levels have the entropy of the draft's distributions
     target_top_k = 0  # number of the target's best ids per row that observe_target gets; 0: no call
     acceptance: Callable | None = None  # its own acceptances.DrawnAcceptance of sampled text
 
@@ -83,9 +84,12 @@ class RuleWrapper(Rule):
 
 
 def make_rule(settings: Settings) -> Rule:
-    """Return a new rule of a method. A rule of the core gets the attributes of a MethodRule that it
-    has not."""
-    rule = settings.make_rule()
+    """Return a new rule of a method, as with_attributes returns it."""
+    return with_attributes(settings.make_rule())
+
+
+def with_attributes(rule: Rule) -> Rule:
+    """Return the rule. A rule of the core gets the attributes of a MethodRule that it has not."""
     if not isinstance(rule, MethodRule | RuleWrapper):
         defaults = MethodRule(rule.max_branches, rule.max_depth, rule.max_rows)
         for name in dir(defaults):
@@ -94,7 +98,7 @@ def make_rule(settings: Settings) -> Rule:
     return rule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DrawnLevel(Level):
     """A level whose candidates are in draw order (drawn.py)."""
 

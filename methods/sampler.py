@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import numpy
 import torch
-from numpy import ndarray
 from torch import Tensor
 
-from draft_tree import Tree
+from draft_tree import Candidates, Tree
 from sampling import Sampler, is_in_top_p, require_positive, tempered
 from verify import finite_rows
 
@@ -190,14 +189,18 @@ class DrawingSampler(Sampler):
             drawn_probs.append([*map(row_probs.item, drawn), *padding])
         return torch.tensor(ids), torch.tensor(drawn_probs, dtype=torch.float32)
 
-    def propose(self, probs: Tensor, k: int) -> tuple[ndarray, ndarray]:
-        """Draw k tokens of each row: ids [n, k] int64 in draw order, and their log-probabilities
-        [n, k] float32. Both are numpy arrays, and one copy brings them to the host."""
-        ids, drawn = self.draw_several(probs, min(k, probs.shape[1]))
+    def propose(self, probs: Tensor, k: int, entropy: Tensor | None = None) -> Candidates:
+        """Draw k tokens of each row, in draw order. One copy brings them, their log-probabilities
+        and the entropy [n] of the rows to the host."""
+        ids, drawn = self.draw_several(probs, min(k, probs.shape[1]))  # [n, k] each
+        rest = [] if entropy is None else [entropy.unsqueeze(1)]
         # float32 holds every id below 2^24 exactly
-        ids, drawn = torch.stack((ids.float(), drawn)).cpu().numpy()
+        found = torch.cat([ids.float(), drawn, *rest], dim=1).cpu().numpy()
+        k = ids.shape[1]
         with numpy.errstate(divide="ignore"):
-            return ids.astype(numpy.int64), numpy.log(drawn)
+            logprobs = numpy.log(found[:, k : 2 * k])
+        tokens = found[:, :k].astype(numpy.int64)
+        return Candidates(tokens, logprobs, found[:, -1] if rest else None)
 
     def draw(self, probs: Tensor) -> int:
         return int(self.draw_several(probs.unsqueeze(0), 1)[0])

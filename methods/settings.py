@@ -9,6 +9,7 @@ settings = Sequoia(**read_values(Sequoia, ["p=0.7:0.2"]))
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field, fields
+from typing import ClassVar
 
 from draft_tree import Settings
 
@@ -17,6 +18,8 @@ BOOL_WORDS = {"true": True, "on": True, "1": True, "false": False, "off": False,
 
 class MethodSettings(Settings):
     """Settings of which some are words; each of these has a parser."""
+
+    needs: ClassVar[dict[str, str]] = {}  # setting -> the bool without which it has no effect
 
     def check(self, name: str, value: object, kind: type, metadata: Mapping) -> None:
         if "parse" not in metadata:
@@ -58,7 +61,7 @@ def text(
 def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
     """Parse NAME=VALUE assignments to fields of the settings dataclass `kind`.
 
-    Ranges are not checked. Raises ValueError naming the invalid assignment.
+    Ranges are not checked. Raises ValueError naming an assignment that is invalid or has no effect.
     """
     types = {f.name: f.type for f in fields(kind)}
     values = {}
@@ -77,4 +80,7 @@ def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
             is_bool = field_type is bool
             expected = "on or off" if is_bool else f"a value of type {field_type.__name__}"
             raise ValueError(f"{assignment}: {name} takes {expected}") from error
+    for name, switch in getattr(kind, "needs", {}).items():
+        if name in values and values.get(switch) is False:
+            raise ValueError(f"{name} has no effect with {switch}=off")
     return values

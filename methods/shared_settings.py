@@ -78,6 +78,8 @@ class DrawingDynaTreeRule(DynaTreeRule, MethodRule):
 @dataclass(frozen=True)
 class ExtendedDynaTree(SharedSettings, DynaTree):
     __doc__ = DynaTree.__doc__
+    needs = dict.fromkeys(("B_min", "B_max", "tau_h", "tau_l"), "adapt_breadth")
+    needs |= {"rho_stop": "adapt_depth", "rho_deep": "adapt_depth", "tau": "prune", "W": "history"}
 
     def make_rule(self) -> Rule:
         return self.configure(DrawingDynaTreeRule(self))

@@ -303,7 +303,7 @@ class Stub(GPTNeoX):
         return hidden
 
 
-GENERATE_ARGUMENTS = ("eos_ids", "inspect", "observer")
+GENERATE_ARGUMENTS = ("eos_ids", "drafter", "inspect", "observer")
 
 
 def generate(

@@ -27,9 +27,11 @@ from draft_tree import Settings, Tree, grow
 from engine.compose import Parts, compose
 from engine.generate import generate
 from engine.generation_config import GenerationConfig
+from engine.process import Process
 from engine.run import ModelRun
-from gpt_neox import Config, GPTNeoX, Model
+from gpt_neox import Config, GPTNeoX, KVCache, Model
 from methods.acceptances import ACCEPTANCES, DrawnAcceptance
+from methods.rules import make_rule
 from methods.sampler import DrawingSampler, Sampling
 from verify import Acceptance
 
@@ -83,7 +85,7 @@ class Enumeration:
         """Return new parts of the method; all random choices are the sampler's."""
         given = given_sampler(self.sampling, sampler)
         target, draft = (ModelRun(each, 99, 0) for each in (self.target, self.draft))
-        parts = compose(target, draft, self.settings, given)
+        parts = compose(target, draft, make_rule(self.settings), given)
         if self.learn:
             self.learn(parts)
         return parts
@@ -203,9 +205,16 @@ def tiny_model(seed: int, n_ids: int) -> GPTNeoX:
 
 @torch.inference_mode()
 def difference_by_generate(
-    target: Model, draft: Model, settings: Settings, n_tokens: int, sampling: Sampling
+    target: Model,
+    draft: Model,
+    settings: Settings,
+    n_tokens: int,
+    sampling: Sampling,
+    process: Process | None = None,
+    acceptance: str | None = None,
 ) -> float:
-    """Return the total variation between the distribution of `generate` and the target's own.
+    """Return the total variation between the distribution of `generate` and the target's own, of
+    processed logits if `process` is given.
 
     Unlike Enumeration, this covers real models and what a rule learns from tree to tree.
     It has more cases, so it can take even fewer ids and tokens.
@@ -213,14 +222,25 @@ def difference_by_generate(
 
     def write(choices: Choices) -> Text:
         given = given_sampler(sampling, Scripted(sampling, choices))
-        config = GenerationConfig(settings, sampling=given)
-        steps = generate(target, draft, [0], config, n_tokens)
+        config = GenerationConfig(settings, sampling=given, acceptance=acceptance)
+        steps = generate(target, draft, [0], config, n_tokens, process=process)
         return tuple(token for step in steps for token in step.tokens)
 
     found: Distribution = defaultdict(float)
     for text, probability in every_outcome(write):
         found[text] += probability
-    return difference(found, model_distribution(target, n_tokens, sampling))
+    own = Processed(target, process) if process else target
+    return difference(found, model_distribution(own, n_tokens, sampling))
+
+
+class Processed:
+    """A model whose logits are processed, for model_distribution."""
+
+    def __init__(self, model: Model, process: Process):
+        self.model, self.process, self.new_cache = model, process, model.new_cache
+
+    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
+        return self.process(self.model.prefill(tokens, cache), [tokens])
 
 
 def difference(one: Distribution, other: Distribution) -> float:

@@ -16,7 +16,7 @@ REGISTRY = Path("methods") / "drafting.py"
 def read_files() -> dict[str, str]:
     """Return the source of each file that the page prints in full, by the file's path."""
     text = PAGE.read_text(encoding="utf-8")
-    found = re.findall(r"`(\w+/\w+\.py)`:\n\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return dict(found)
 
 

@@ -230,14 +230,23 @@ def test_log_probabilities_at_the_ends_of_their_range(given: float, found: float
 VALID = numpy.zeros((1, 2), numpy.int64), numpy.zeros((1, 2), numpy.float32)
 INVALID_CANDIDATES = [
     (None, "a drafter gave None, it must give Candidates"),
-    ((torch.zeros(1, 2).long(), torch.zeros(1, 2)), "it must give Candidates of two arrays"),
-    ((VALID[0], VALID[1][:, :1]), "gave int64 [1, 2] and float32 [1, 1], it must give int64 and"),
-    ((VALID[0][[0, 0]], VALID[1][[0, 0]]), "gave int64 [2, 2] and float32 [2, 2], it must"),
-    ((VALID[0][:, :0], VALID[1][:, :0]), "gave int64 [1, 0] and float32 [1, 0], it must"),
-    ((VALID[1], VALID[1]), "gave float32 [1, 2] and"),
-    ((VALID[0], VALID[0]), "and int64 [1, 2], it must"),
-    ((VALID[0] + 96, VALID[1]), "outside the target's ids, 0 to 95"),
-    ((VALID[0] - 1, VALID[1]), "outside the target's ids, 0 to 95"),
+    (
+        Candidates(torch.zeros(1, 2).long(), torch.zeros(1, 2)),
+        "it must give Candidates of two arrays",
+    ),
+    (
+        Candidates(VALID[0], VALID[1][:, :1]),
+        "gave int64 [1, 2] and float32 [1, 1], it must",
+    ),
+    (
+        Candidates(VALID[0][[0, 0]], VALID[1][[0, 0]]),
+        "gave int64 [2, 2] and float32 [2, 2], it",
+    ),
+    (Candidates(VALID[0][:, :0], VALID[1][:, :0]), "gave int64 [1, 0] and float32 [1, 0], it must"),
+    (Candidates(VALID[1], VALID[1]), "gave float32 [1, 2] and"),
+    (Candidates(VALID[0], VALID[0]), "and int64 [1, 2], it must"),
+    (Candidates(VALID[0] + 96, VALID[1]), "outside the target's ids, 0 to 95"),
+    (Candidates(VALID[0] - 1, VALID[1]), "outside the target's ids, 0 to 95"),
 ]
 
 

@@ -81,7 +81,7 @@ class FakeDraft:
         if self.sampler:
             probs = self.level_probs = self.sampler.draft_distribution(logits)
             self.probs.extend(probs)
-            return Candidates(*self.sampler.propose(probs, logits.shape[1]))
+            return self.sampler.propose(probs, logits.shape[1])
         return top_k(logits, k)
 
 

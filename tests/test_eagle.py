@@ -112,7 +112,7 @@ def test_every_token_follows_one_state() -> None:
     """Check that each pass uses up the states, and that one waits for every uncached token."""
     target, head = random_pair(GPTNeoX)
     drafter = EagleDrafter(dynatree.ModelDrafter(head), head)
-    for _ in generate(target, drafter, PROMPT, TREE, 20):
+    for _ in generate(target, None, PROMPT, TREE, 20, drafter=drafter):
         assert len(drafter.drafter.cache.next_states) == 0
         assert sum(map(len, drafter.states)) == len(drafter.drafter.uncached)
 
@@ -154,7 +154,8 @@ def test_a_drafter_over_a_head_is_like_the_head() -> None:
     target, head = random_pair()
     by_head = [step.path for step in generate(target, head, PROMPT, TREE, 24)]
     drafter = dynatree.ModelDrafter(random_pair()[1])
-    assert [step.path for step in generate(target, drafter, PROMPT, TREE, 24)] == by_head
+    steps = generate(target, None, PROMPT, TREE, 24, drafter=drafter)
+    assert [step.path for step in steps] == by_head
 
 
 @pytest.mark.parametrize("kind", [GPTNeoX, FastGPTNeoX], ids=["reference", "fast"])

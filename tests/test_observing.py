@@ -51,7 +51,7 @@ class Watching(HiddenDrafter):
 def states_of(target: GPTNeoX, settings: Settings, **options: object) -> tuple[list[int], Tensor]:
     """Return a text without its last token, and the target's state [n, hidden] of each token."""
     drafter, text = Watching(), list(PROMPT)
-    for step in generate(target, drafter, PROMPT, settings, 24, **options):
+    for step in generate(target, None, PROMPT, settings, 24, drafter=drafter, **options):
         text += step.tokens
     return text[:-1], torch.cat(drafter.committed)[: len(text) - 1]
 
@@ -110,7 +110,7 @@ def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
     calibration."""
     target, draft = (ModelRun(model, 30, 9) for model in noisy_pair(3, kind=GPTNeoX))
     base = "dyspec:N=6:calibrate=on:costs=learned"
-    parts = compose(target, draft, Graft(base=base), Sampling(1.0))
+    parts = compose(target, draft, make_rule(Graft(base=base)), Sampling(1.0))
     assert len(target.on_pass) == 1 and not draft.on_pass
     calibrated, rule = parts.drafter, parts.rule
     assert isinstance(calibrated, CalibratedDrafter)
@@ -120,6 +120,6 @@ def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
     assert isinstance(rule.rule, CostGates) and isinstance(rule.rule.rule, GraftRule)
     head = Watching()
     for settings in (DySpec(N=4, calibrate=True), Auto()):
-        parts = compose(target, head, settings, Sampling(1.0))
+        parts = compose(target, head, make_rule(settings), Sampling(1.0))
         found = parts.drafter
         assert (found.drafter if isinstance(found, CalibratedDrafter) else found) is head

@@ -66,6 +66,7 @@ WRONG_TOGETHER = [  # method, values, error
     ("graft", {"base": "linear:K"}, "the base is 'linear:K', it must be one of"),
     ("graft", {"base": "linear:K=x"}, "base=linear:K=x: K=x: K takes"),
     ("graft", {"base": "linear:B=2"}, "B=2: this method has no 'B'"),
+    ("graft", {"base": "dynatree:prune=off:tau=0.2"}, "tau has no effect with prune=off"),
     ("graft", {"base": "linear:K=5000"}, "K is 5000, it must be from 0 to 511"),
 ]
 
@@ -113,6 +114,18 @@ def test_assignments(words: list[str], expected: dict[str, object] | str) -> Non
     with pytest.raises(ValueError) as caught:
         read_values(Given, words)
     assert expected in str(caught.value)
+
+
+def test_a_setting_without_effect_is_refused() -> None:
+    """Check each setting that dynatree has for a part that is off, and the others."""
+    kind = METHODS["dynatree"]
+    for name, switch in kind.needs.items():
+        value = getattr(kind(), name)
+        assert read_values(kind, [f"{name}={value}", f"{switch}=on"])[name] == value
+        with pytest.raises(ValueError, match=f"{name} has no effect with {switch}=off"):
+            read_values(kind, [f"{switch}=off", f"{name}={value}"])
+    switches = [f"{switch}=off" for switch in set(kind.needs.values())]
+    assert len(read_values(kind, [*switches, "B_mid=3", "D0=2", "D_max=3"])) == 7
 
 
 WORDS = st.integers().map(str) | st.floats().map(str) | st.text(max_size=9)
