@@ -1,11 +1,11 @@
 """Benchmark of every method against ar. This file has the measurement loop.
 
-A table is a list of cases (benchmark/cases.py). A case is one row of it: a method with settings,
-such as "linear K=8", a dataset, a prompt length, a number of new tokens and a temperature. A round
-is one pass over all prompts; --repeats gives the number of rounds. A text is what a case generates
-after one prompt in one round. For each text the results file gets a line: case, prompt and round,
-metrics, and the ids of greedy text. All texts come from one process, except in tables of peak
-memory, where each text has its own. The comparison is fair for these reasons:
+A table is a list of cases (dynatree_lab/benchmark/cases.py). A case is one row of it: a method with
+settings, such as "linear K=8", a dataset, a prompt length, a number of new tokens and a
+temperature. A round is one pass over all prompts; --repeats gives the number of rounds. A text is
+what a case generates after one prompt in one round. For each text the results file gets a line:
+case, prompt and round, metrics, and the ids of greedy text. All texts come from one process, except
+in tables of peak memory, where each text has its own. The comparison is fair for these reasons:
 
 order     all cases run on one prompt, then all on the next, and a different case comes first on
           each prompt. So whatever slows the machine for a while slows all of them
@@ -25,11 +25,11 @@ exact     whether a greedy text has the ids of its reference: ar's text on the s
 
     python bench.py --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
 
-The folder benchmark/ has tables, options, results files, reports and further metrics.
+The folder dynatree_lab/benchmark/ has tables, options, results files, reports and further metrics.
 """
 
 if __name__ == "__main__":  # before torch is imported, because run_program sets it up
-    from cli.start import run_program
+    from dynatree_lab.cli.start import run_program
 
     run_program("bench")  # imports this file as a module, calls its main(), and does not return
 
@@ -49,12 +49,12 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from benchmark.cases import Case
-from benchmark.counts import count_calibration, count_depths
-from benchmark.hf import UNREPORTED_METRICS, HuggingFace
-from benchmark.machine import ROOT
-from benchmark.memory import measure_in_new_process
-from benchmark.plan import (
+from dynatree_lab.benchmark.cases import Case
+from dynatree_lab.benchmark.counts import count_calibration, count_depths
+from dynatree_lab.benchmark.hf import UNREPORTED_METRICS, HuggingFace
+from dynatree_lab.benchmark.machine import ROOT
+from dynatree_lab.benchmark.memory import measure_in_new_process
+from dynatree_lab.benchmark.plan import (
     Plan,
     build_parser,
     describe_tables,
@@ -62,18 +62,18 @@ from benchmark.plan import (
     read_options,
     require_alone,
 )
-from benchmark.report import is_exact, markdown_report, text_frame, text_report
-from benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
-from benchmark.step_times import measure_step_times
-from cli.compare import first_difference, top2_gap
-from cli.errors import UsageError, print_line, run_command_line, writing
-from cli.main import WARM_UP_STEPS
-from cli.metrics import measure, measure_acceptance, token_ids
-from cli.models import Pair, overflow_note
-from cli.request import Request
-from engine.generate import Step  # dynatree.Step with times and counts
-from engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
-from engine.ranks import from_rank_0, run_on_ranks, world_size
+from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
+from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
+from dynatree_lab.benchmark.step_times import measure_step_times
+from dynatree_lab.cli.compare import first_difference, top2_gap
+from dynatree_lab.cli.errors import UsageError, print_line, run_command_line, writing
+from dynatree_lab.cli.main import WARM_UP_STEPS
+from dynatree_lab.cli.metrics import measure, measure_acceptance, token_ids
+from dynatree_lab.cli.models import Pair, overflow_note
+from dynatree_lab.cli.request import Request
+from dynatree_lab.engine.generate import Step  # dynatree.Step with times and counts
+from dynatree_lab.engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
+from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
 
 LOG_S = 30.0  # seconds between two progress lines where stderr is not a terminal
 
@@ -326,7 +326,7 @@ def execute(args: argparse.Namespace) -> int:
 def measure_table(args: argparse.Namespace) -> int:
     """Measure a table into a new file, which the first text makes. Raises UsageError."""
     name = f"run_{datetime.now():%Y%m%d-%H%M%S}_{args.table}.jsonl"
-    file = Path(args.output or ROOT / "results" / name)
+    file = Path(args.output or Path("results", name))
     with writing(file):
         exists = from_rank_0(file.exists)
     if exists:

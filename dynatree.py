@@ -24,13 +24,13 @@ Shapes: n rows of one level, k candidates of each row, V vocabulary.
 import sys
 from pathlib import Path
 
-# In a clone, run the command line of cli/, with all methods and options, instead of the small one
+# Beside dynatree_lab, run its command line, with all methods and options, instead of the small one
 # below. run_program does not return. It is called before `import torch`, because it sets how torch
 # allocates memory. The program may be started through a link, which `resolve` follows
-if __name__ == "__main__" and (Path(__file__).resolve().parent / "cli" / "main.py").exists():
-    from cli.start import run_program
+if __name__ == "__main__" and (Path(__file__).resolve().parent / "dynatree_lab").exists():
+    from dynatree_lab.cli.start import run_program
 
-    run_program("cli.main")
+    run_program("dynatree_lab.cli.main")
 
 import argparse
 import operator

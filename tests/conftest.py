@@ -16,21 +16,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import draft_tree
-import engine.generate
+import dynatree_lab.engine.generate
 from draft_tree import MAX_ROWS, Candidates, Rule, Settings, Tree
-from engine import cuda_graphs
-from engine.checkpoint import DTYPES, INDEX, SINGLE, published_shapes
-from engine.eagle_head import FastHead
-from engine.generate import Step
-from engine.generation_config import GenerationConfig
-from engine.model import FastCache, FastGPTNeoX
-from engine.passes import PassConfig
-from engine.tensor_parallel import UNSHARDED, Shard
+from dynatree_lab.engine import cuda_graphs
+from dynatree_lab.engine.checkpoint import DTYPES, INDEX, SINGLE, published_shapes
+from dynatree_lab.engine.eagle_head import FastHead
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.model import FastCache, FastGPTNeoX
+from dynatree_lab.engine.passes import PassConfig
+from dynatree_lab.engine.tensor_parallel import UNSHARDED, Shard
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.drawn import DrawnRule
+from dynatree_lab.methods.eagle import EagleHead, last_states
+from dynatree_lab.methods.rules import breadth_first
 from gpt_neox import Config, GPTNeoX, KVCache
-from methods import METHODS
-from methods.drawn import DrawnRule
-from methods.eagle import EagleHead, last_states
-from methods.rules import breadth_first
 from verify import tree_inputs
 
 if "pretend_cuda" not in sys.modules:
@@ -47,10 +47,11 @@ Captured = pytest.CaptureFixture[str]
 
 
 def source_files() -> list[Path]:
-    """Return the project's Python files at the top and in its packages, but no tests. A virtual
-    environment in the same folder is left out."""
-    packages = [file.parent for file in ROOT.glob("*/__init__.py")]
-    return [file for folder in (ROOT, *sorted(packages)) for file in sorted(folder.glob("*.py"))]
+    """Return the project's Python files at the top, in tools/ and in its packages, but no tests."""
+    lab = ROOT / "dynatree_lab"
+    packages = sorted(file.parent for file in lab.glob("*/__init__.py"))
+    folders = [ROOT, ROOT / "tools", lab, *packages]
+    return [file for folder in folders for file in sorted(folder.glob("*.py"))]
 
 
 @pytest.fixture(autouse=True)
@@ -314,10 +315,12 @@ def generate(
     max_new_tokens: int,
     **options: object,
 ) -> Iterator[Step]:
-    """Run engine.generate.generate. `options`: its arguments and the fields of GenerationConfig."""
+    """Run the engine's generate. `options`: its arguments and the fields of GenerationConfig."""
     rest = {name: options.pop(name) for name in GENERATE_ARGUMENTS if name in options}
     config = GenerationConfig(settings, **options)
-    return engine.generate.generate(target, draft, prompt, config, max_new_tokens, **rest)
+    return dynatree_lab.engine.generate.generate(
+        target, draft, prompt, config, max_new_tokens, **rest
+    )
 
 
 def fix_shapes(*models: FastGPTNeoX) -> None:

@@ -24,15 +24,15 @@ from conftest import Stub
 from torch import Tensor
 
 from draft_tree import Settings, Tree, grow
-from engine.compose import Parts, compose
-from engine.generate import generate
-from engine.generation_config import GenerationConfig
-from engine.process import Process
-from engine.run import ModelRun
+from dynatree_lab.engine.compose import Parts, compose
+from dynatree_lab.engine.generate import generate
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.process import Process
+from dynatree_lab.engine.run import ModelRun
+from dynatree_lab.methods.acceptances import ACCEPTANCES, DrawnAcceptance
+from dynatree_lab.methods.rules import make_rule
+from dynatree_lab.methods.sampler import DrawingSampler, Sampling
 from gpt_neox import Config, GPTNeoX, KVCache, Model
-from methods.acceptances import ACCEPTANCES, DrawnAcceptance
-from methods.rules import make_rule
-from methods.sampler import DrawingSampler, Sampling
 from verify import Acceptance
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "method.md"
-REGISTRY = Path("methods") / "drafting.py"
+REGISTRY = Path("dynatree_lab") / "methods" / "drafting.py"
 
 
 def read_files() -> dict[str, str]:
@@ -21,7 +21,7 @@ def read_files() -> dict[str, str]:
 
 
 def patched_registry() -> str:
-    """Return the source of methods/drafting.py with the lines that the page adds to it."""
+    """Return the source of drafting.py with the lines that the page adds to it."""
     text = PAGE.read_text(encoding="utf-8")
     source = (ROOT / REGISTRY).read_text(encoding="utf-8")
     for diff in re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
@@ -43,7 +43,7 @@ def apply_diff(source: str, diff: str) -> str:
 
 def make_copy(folder: Path) -> None:
     """Copy the project, with the page's additions, to a folder that does not exist yet."""
-    names = (".git", ".*_cache", "__pycache__", ".venv", "venv", "env", "enlarged")
+    names = (".git", ".*_cache", "__pycache__", ".venv", "venv", "env", "enlarged", "*.egg-info")
     left_out = shutil.ignore_patterns(*names)
     shutil.copytree(ROOT, folder, ignore=left_out)
     (folder / REGISTRY).write_text(patched_registry(), encoding="utf-8")

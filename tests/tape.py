@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.cuda_graphs import PassResult
+from dynatree_lab.engine.cuda_graphs import PassResult
 
 REFUSED = {"item", "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal"}
 REFUSED |= {"scalar_tensor", "lift_fresh", "exponential_"}
@@ -57,7 +57,7 @@ def tensors(found: object) -> list[Tensor]:
 
 
 def record(run: Callable[[], PassResult], *_: object) -> tuple[Tape, PassResult]:
-    """Run and record a function. Replaces engine.cuda_graphs.capture_graph."""
+    """Run and record a function. Replaces dynatree_lab.engine.cuda_graphs.capture_graph."""
     tape = Tape()
     with torch.inference_mode(), tape:
         result = run()

@@ -15,22 +15,22 @@ from test_dynatree import PROMPT
 from test_sampling import N_IDS, OTHER, TARGET
 
 from draft_tree import Settings, Tree
-from engine.compose import Parts
-from methods import METHODS
-from methods.acceptances import (
+from dynatree_lab.engine.compose import Parts
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.acceptances import (
     ACCEPTANCES,
     accept_by_token,
     accept_by_traversal,
     choose_acceptance,
 )
-from methods.retrieval import Graft
-from methods.rules import make_rule
-from methods.sampler import Sampling
-from methods.static import Chain, SpecInfer
+from dynatree_lab.methods.retrieval import Graft
+from dynatree_lab.methods.rules import make_rule
+from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.static import Chain, SpecInfer
 
 
 def test_a_chain_is_worth_more_than_its_tokens() -> None:
-    """Check the example in the docstring of methods/acceptances.py."""
+    """Check the example in the docstring of dynatree_lab/methods/acceptances.py."""
     target = torch.tensor([[1 / 3, 2 / 3]] * 2).double().log()
     texts = Enumeration(Chain(K=2), target, target.flip(1))
     found = [texts.mean_length(3, accept) for accept in ACCEPTANCES.values()]

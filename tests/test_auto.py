@@ -11,9 +11,9 @@ from test_exactness import make_draft
 from test_retrieval import assert_in_order
 
 from draft_tree import Candidates
-from engine.generate import Step
-from methods.auto import INITIAL_RATES, PRIOR_WEIGHT, Auto, AutoRule, NGramAcceptance
-from methods.rules import are_retrieved
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.methods.auto import INITIAL_RATES, PRIOR_WEIGHT, Auto, AutoRule, NGramAcceptance
+from dynatree_lab.methods.rules import are_retrieved
 
 N_IDS = 32
 FREE = "1e-9:1e-4:1e-9:1e-9"

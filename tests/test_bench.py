@@ -18,18 +18,18 @@ from test_results import make_head, rows_of, write_results
 
 import bench
 from bench import Bench, Job, main
-from benchmark.cases import Case
-from benchmark.plan import Plan, build_parser, make_plan
-from benchmark.report import text_report
-from benchmark.results import Line, Results, key_of, load
-from benchmark.step_times import measure_step_times
-from cli.models import Pair
-from cli.request import Request
 from draft_tree import Tree
-from engine.generate import Step
-from engine.generation_config import GenerationConfig
-from engine.memory import OutOfMemory
-from methods.eagle import EagleHead
+from dynatree_lab.benchmark.cases import Case
+from dynatree_lab.benchmark.plan import Plan, build_parser, make_plan
+from dynatree_lab.benchmark.report import text_report
+from dynatree_lab.benchmark.results import Line, Results, key_of, load
+from dynatree_lab.benchmark.step_times import measure_step_times
+from dynatree_lab.cli.models import Pair
+from dynatree_lab.cli.request import Request
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.methods.eagle import EagleHead
 
 DRAFT, HEAD = str(TINY / "draft"), str(TINY / "eagle")
 QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--max-new-tokens", "6", "--threads", "1"]

@@ -5,7 +5,7 @@ import random
 import numpy
 import pytest
 
-from benchmark.blocks import (
+from dynatree_lab.benchmark.blocks import (
     count_blocks,
     counts_by_order,
     depth_first,

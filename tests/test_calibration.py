@@ -10,9 +10,9 @@ from enumeration import difference_by_generate, tiny_model
 
 from draft_tree import Candidates, Tree
 from dynatree import Drafter
-from methods import METHODS
-from methods.calibration import CalibratedDrafter
-from methods.sampler import Sampling
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.calibration import CalibratedDrafter
+from dynatree_lab.methods.sampler import Sampling
 
 SMALL = {
     "dynatree": dict(B_min=1, B_mid=1, B_max=2, tau_h=0.9, tau_l=0.6, rho_stop=0.2, tau=0.3),

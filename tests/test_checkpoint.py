@@ -26,9 +26,15 @@ from conftest import (
 from torch import Tensor
 
 import gpt_neox
-from cli.main import main
-from engine.checkpoint import INDEX, SINGLE, CheckpointError, read_config, unused_settings
-from engine.model import FastGPTNeoX, load_reference, open_checkpoint
+from dynatree_lab.cli.main import main
+from dynatree_lab.engine.checkpoint import (
+    INDEX,
+    SINGLE,
+    CheckpointError,
+    read_config,
+    unused_settings,
+)
+from dynatree_lab.engine.model import FastGPTNeoX, load_reference, open_checkpoint
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
 
 PREFIX = list(range(40, 50))

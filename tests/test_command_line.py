@@ -9,31 +9,32 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from conftest import ROOT, TINY, Captured
+from conftest import TINY, Captured
 from tokenizers import Tokenizer
 
-import cli.compare
-import cli.main
 import dynatree
-from cli import models, request
-from cli.compare import Comparison
-from cli.errors import UsageError
-from cli.main import main
-from cli.metrics import Metrics, Tally, token_ids
-from cli.models import Pair, load_pair
-from cli.request import Request, stream_text
-from cli.terminal import draw_tree
+import dynatree_lab.cli.compare
+import dynatree_lab.cli.main
 from draft_tree import Autoregressive, Tree
-from engine.generate import Step, generate
-from engine.generation_config import GenerationConfig
-from engine.memory import OutOfMemory
-from methods import METHODS
-from methods.rules import MixedTree
-from methods.sampler import Sampling
+from dynatree_lab.cli import models, request
+from dynatree_lab.cli.compare import Comparison
+from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.cli.main import main
+from dynatree_lab.cli.metrics import Metrics, Tally, token_ids
+from dynatree_lab.cli.models import Pair, load_pair
+from dynatree_lab.cli.request import Request, stream_text
+from dynatree_lab.cli.terminal import draw_tree
+from dynatree_lab.engine.generate import Step, generate
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.rules import MixedTree
+from dynatree_lab.methods.sampler import Sampling
 from verify import NonFiniteLogits
 
 PROMPT = "The ship sailed at dawn"
@@ -243,9 +244,9 @@ def corrupt_id(monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
     def compare(request: Request, written: Tally) -> Comparison:
         if at is not None:
             written.ids[at] += 1
-        return cli.compare.compare(request, written)
+        return dynatree_lab.cli.compare.compare(request, written)
 
-    monkeypatch.setattr(cli.main, "compare", compare)
+    monkeypatch.setattr(dynatree_lab.cli.main, "compare", compare)
 
 
 STRICT, HALF = ["--strict"], ["--dtype", "bfloat16"]
@@ -346,7 +347,7 @@ def test_ctrl_c_while_comparing_keeps_the_json(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.main, "compare", interrupt)
+    monkeypatch.setattr(dynatree_lab.cli.main, "compare", interrupt)
     report = run_json(capsys, ["--compare", "--max-new-tokens", "5"], status=130)
     assert report["interrupted"] and len(report["token_ids"]) == 5
 
@@ -370,13 +371,8 @@ def test_no_step_is_kept(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(run_json(capsys, ["--compare"])["token_ids"]) == 50
 
 
-def test_text_for_python(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare stream_text with the command line, as in the README and with other options."""
-    monkeypatch.chdir(ROOT)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    exec(re.search("^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)[1], {})
-    text = capsys.readouterr().out
-    assert text == run_json(capsys, ["--max-new-tokens", "64"])["text"]
+def test_text_for_python(capsys: Captured) -> None:
+    """Compare stream_text with the command line."""
     pair = load_pair(TARGET, DRAFT)
     hot = ["--max-new-tokens", "12", "--method", "linear", "--temperature", "0.8"]
     config = GenerationConfig(METHODS["linear"](), sampling=Sampling(0.8))
@@ -408,27 +404,6 @@ def test_arguments_from_python_are_checked() -> None:
         next(generate(pair.target, None, ids, "ar", 9))
 
 
-INVALID = [  # arguments of stream_text besides the pair, the ValueError
-    ({"prompt": ["a", "b"]}, r"prompt is \['a', 'b'\], it must be a str"),
-    ({"prompt": [5, 7]}, r"prompt is \[5, 7\], it must be a str; engine.generate takes ids"),
-    ({"prompt": b"a"}, "prompt is b'a', it must be a str"),
-    ({"prompt": None}, "prompt is None, it must be a str"),
-    ({"prompt": "a", "eos_ids": 0}, "eos_ids is 0, it must be a sequence of token ids"),
-    ({"prompt": "a", "eos_ids": ["a"]}, r"eos_ids is \['a'\], it must be a sequence"),
-    ({"prompt": "a", "temp": 0.3}, "temp is no argument; those of sampling are temperature, top_p"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), INVALID)
-def test_invalid_arguments_of_stream_text_are_named(
-    arguments: dict[str, object], message: str
-) -> None:
-    """Check the errors of a notebook's mistakes. They once named the tokenizer or Python types."""
-    with pytest.raises(ValueError, match=message) as caught:
-        stream_text(load_pair(DRAFT, None), **arguments)
-    assert type(caught.value) is ValueError
-
-
 def test_eos_ids_of_both_loops_are_checked() -> None:
     target = load_pair(DRAFT, None).target
     loops = [generate(target, None, [5], GenerationConfig.parse("ar"), 9, eos_ids=0)]
@@ -456,8 +431,9 @@ def make_example(tokenizer: Tokenizer) -> MixedTree:
 def test_a_drawn_tree() -> None:
     """Check one line per token, whatever characters it has, and the colours of accepted nodes."""
     tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
-    example, bonus = make_example(tokenizer), tokenizer.encode("\n").ids[0]
-    plain = draw_tree(example, [0, 1, 4], bonus, tokenizer, is_colored=False).splitlines()
+    bonus = tokenizer.encode("\n").ids[0]
+    step = SimpleNamespace(tree=make_example(tokenizer), path=[0, 1, 4], bonus=bonus)
+    plain = draw_tree(step, tokenizer).splitlines()
     assert plain == [
         "' the' 1.00 *",
         "|-- ' cat' 0.60 *",
@@ -467,7 +443,7 @@ def test_a_drawn_tree() -> None:
         "    `-- ' ran' 0.24",
         r"bonus: '\n'",
     ]
-    colored = draw_tree(example, [0, 1, 4], bonus, tokenizer, is_colored=True).splitlines()
+    colored = draw_tree(step, tokenizer, is_colored=True).splitlines()
     for line, same in zip(colored[:-1], plain, strict=False):
         assert ("\033[1;32m" in line) == ("*" in same)
         assert ("\033[2m" in line) == ("*" not in same)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from methods.costs import ROW, CostModel, CostTracker, RecentMean, cost_counts
+from dynatree_lab.methods.costs import ROW, CostModel, CostTracker, RecentMean, cost_counts
 
 
 @pytest.mark.parametrize(("tree", "row"), [(2.0, 0.1), (-1.0, 1.0)])

@@ -8,13 +8,19 @@ import pytest
 from conftest import make_tree
 
 import dynatree
-from benchmark.counts import count_calibration, count_depths
-from cli.metrics import code_acceptance, measure, measure_acceptance, repetition, top1_match
 from draft_tree import DynaTree, Settings
-from engine.generate import Step
-from methods.deagle import Deagle
-from methods.rules import MixedTree
-from methods.static import Chain, Fixed, PaddedAutoregressive
+from dynatree_lab.benchmark.counts import count_calibration, count_depths
+from dynatree_lab.cli.metrics import (
+    code_acceptance,
+    measure,
+    measure_acceptance,
+    repetition,
+    top1_match,
+)
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.methods.deagle import Deagle
+from dynatree_lab.methods.rules import MixedTree
+from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -8,12 +8,12 @@ import torch
 from conftest import TINY, append, assert_close, generate, prefilled, random_config, random_tensors
 from tokenizers import Tokenizer
 
-from cli.metrics import token_ids
 from draft_tree import DynaTree
-from engine.masks import attend
-from engine.model import FastGPTNeoX
-from methods import METHODS
-from methods.static import PaddedAutoregressive
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.engine.masks import attend
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.static import PaddedAutoregressive
 
 pytestmark = [
     pytest.mark.cuda,

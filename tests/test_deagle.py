@@ -9,7 +9,7 @@ import torch
 from conftest import grow
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
-from methods.deagle import Beam, Deagle, cast_votes
+from dynatree_lab.methods.deagle import Beam, Deagle, cast_votes
 
 SETTINGS = Deagle()
 LITERAL = Deagle(length="literal")

@@ -1,4 +1,4 @@
-"""Tests of tools/distil.py: a draft model or a head learns, an interrupted run resumes exactly,
+"""Tests of training/distil.py: a draft model or a head learns, an interrupted run resumes exactly,
 dynatree.py can use the result, and a mistake is one line and leaves no files."""
 
 import shutil
@@ -22,14 +22,14 @@ from conftest import (
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 
-from benchmark.prompts import BUILTIN
-from cli.main import main as dynatree
-from engine.eagle_head import load_head
-from engine.model import FastGPTNeoX, load_reference
+from dynatree_lab.benchmark.prompts import BUILTIN
+from dynatree_lab.cli.main import main as dynatree
+from dynatree_lab.engine.eagle_head import load_head
+from dynatree_lab.engine.model import FastGPTNeoX, load_reference
+from dynatree_lab.methods.eagle import ReferenceHead
+from dynatree_lab.training import distil, draft_training, eagle_training, loop, own_text
+from dynatree_lab.training.batches import run_layers
 from gpt_neox import GPTNeoX, read_config, rotary_table
-from methods.eagle import ReferenceHead
-from tools import distil, draft_training, eagle_training, own_text, training
-from tools.batches import run_layers
 
 TARGET = TINY / "draft"  # the smaller one
 DRAFT = ["--rate", "0.01", "--layers", "1", "--hidden", "16"]
@@ -101,7 +101,7 @@ def test_a_draft_learns_and_can_be_used(text: str, tmp_path: Path) -> None:
 def interrupt_after(n: int, options: list[str]) -> None:
     """Run with a checkpoint after every step, and interrupt after the n-th one as Ctrl-C does. The
     first one is before the first step."""
-    save, saved = training.Progress.save, []
+    save, saved = loop.Progress.save, []
 
     def save_and_end(*state: object) -> None:
         save(*state)
@@ -110,8 +110,8 @@ def interrupt_after(n: int, options: list[str]) -> None:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "SAVE_S", 0.0)
-        patch.setattr(training.Progress, "save", save_and_end)
+        patch.setattr(loop, "SAVE_S", 0.0)
+        patch.setattr(loop.Progress, "save", save_and_end)
         assert distil.main(options) == 130
 
 
@@ -205,7 +205,7 @@ def test_a_loss_that_is_no_number_ends_the_run(
     assert "the loss of step 0 is nan: lower --rate, and delete " in line
 
 
-# EAGLE heads (tools/eagle_training.py).
+# EAGLE heads (dynatree_lab/training/eagle_training.py).
 
 
 def random_head() -> tuple[GPTNeoX, eagle_training.TrainableHead, torch.Tensor, torch.Tensor]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from conftest import ROOT
 
-from benchmark.cases import PRESETS, TABLES
-from benchmark.results import load
+from dynatree_lab.benchmark.cases import PRESETS, TABLES
+from dynatree_lab.benchmark.results import load
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,14 +14,14 @@ from conftest import Stub, generate, random_settings
 from test_core import with_fixed_costs
 from torch import Tensor
 
-from cli.options import has_temperature
 from draft_tree import Settings, Tree
-from engine.generate import Step
-from methods import METHODS
-from methods.drafting import DRAFTING
-from methods.drawn import DrawnDrafter
-from methods.rules import make_rule
-from methods.sampler import GREEDY, Sampling
+from dynatree_lab.cli.options import has_temperature
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.drafting import DRAFTING
+from dynatree_lab.methods.drawn import DrawnDrafter
+from dynatree_lab.methods.rules import make_rule
+from dynatree_lab.methods.sampler import GREEDY, Sampling
 
 N_IDS = 40
 TEMPERATURES = (0.3, 0.6, 2.5)

@@ -28,11 +28,11 @@ from draft_tree import (
     Settings,
     Tree,
 )
-from methods import METHODS
-from methods.drafting import DRAFTING
-from methods.rules import MethodRule
-from methods.sampler import DrawingSampler, Sampling
-from methods.static import Chain, ConfidentChain, Fixed
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.drafting import DRAFTING
+from dynatree_lab.methods.rules import MethodRule
+from dynatree_lab.methods.sampler import DrawingSampler, Sampling
+from dynatree_lab.methods.static import Chain, ConfidentChain, Fixed
 
 VOCAB = 32
 ROOT = 7
@@ -60,7 +60,7 @@ class FakeDraft:
         self.level: list[Path] = []  # the rows of the last call
         self.ran: list[Path] = []  # the rows of all calls
         self.n_calls = 0
-        self.probs: list[Tensor] = []  # of all rows, as in methods.drawn.DrawnDrafter
+        self.probs: list[Tensor] = []  # of all rows, as in dynatree_lab.methods.drawn.DrawnDrafter
 
     def logits(self, path: Path) -> Tensor:
         generator = torch.Generator().manual_seed(crc32(repr((self.seed, path)).encode()))

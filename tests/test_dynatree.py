@@ -17,16 +17,16 @@ from conftest import (
 )
 
 import gpt_neox
-from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings
-from engine import memory
-from engine.cache import cache_bytes
-from engine.memory import OutOfMemory
-from engine.model import FastGPTNeoX
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.engine import memory
+from dynatree_lab.engine.cache import cache_bytes
+from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive, SpecInfer
 from gpt_neox import GPTNeoX, KVCache
-from methods import METHODS
-from methods.sampler import Sampling
-from methods.static import Chain, Fixed, PaddedAutoregressive, SpecInfer
 from verify import NonFiniteLogits
 
 PROMPT = [3, 1, 4, 1, 5]

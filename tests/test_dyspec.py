@@ -12,9 +12,9 @@ from conftest import grow, make_tree
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, paths
 from torch import Tensor
 
-from methods.dyspec import DySpec, DySpecRule
-from methods.rules import DrawnLevel, added_mask, best_rows
-from methods.sampler import DrawingSampler, Sampling
+from dynatree_lab.methods.dyspec import DySpec, DySpecRule
+from dynatree_lab.methods.rules import DrawnLevel, added_mask, best_rows
+from dynatree_lab.methods.sampler import DrawingSampler, Sampling
 
 
 class SeededByPath(DrawingSampler):

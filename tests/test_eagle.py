@@ -1,4 +1,4 @@
-"""Tests that an EAGLE head runs as methods/eagle.py defines it, and of its checkpoint.
+"""Tests that an EAGLE head runs as dynatree_lab/methods/eagle.py defines it, and of its checkpoint.
 
 test_exactness.py tests the texts over a head, of all methods and in all modes.
 
@@ -33,16 +33,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import dynatree
-from cli.main import main
-from cli.metrics import token_ids
 from draft_tree import DynaTree, Settings, Tree
-from engine.checkpoint import CheckpointError
-from engine.eagle_head import FastHead, load_head
-from engine.model import FastGPTNeoX
-from engine.passes import Window
+from dynatree_lab.cli.main import main
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.engine.checkpoint import CheckpointError
+from dynatree_lab.engine.eagle_head import FastHead, load_head
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import Window
+from dynatree_lab.methods.eagle import EagleDrafter, EagleHead, ReferenceHead
+from dynatree_lab.methods.static import Fixed, PaddedAutoregressive, SpecInfer
 from gpt_neox import GPTNeoX, KVCache
-from methods.eagle import EagleDrafter, EagleHead, ReferenceHead
-from methods.static import Fixed, PaddedAutoregressive, SpecInfer
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89]
 CPU = torch.device("cpu")
@@ -192,7 +192,10 @@ def test_a_head_without_its_targets_states_is_refused(kind: type[GPTNeoX]) -> No
     drafter, rule = dynatree.ModelDrafter(head), TREE.make_rule()
     larger = random_model(3, kind=kind, hidden_size=64)
     for steps, message in [
-        (generate(head, head, PROMPT, TREE, 5), "use it as the draft of engine.generate"),
+        (
+            generate(head, head, PROMPT, TREE, 5),
+            "use it as the draft of dynatree_lab.engine.generate",
+        ),
         (dynatree.generate(target, drafter, PROMPT, rule, 5), "use it as the draft of"),
         (generate(larger, head, PROMPT, TREE, 5), "hidden_size 32, this one has 64"),
     ]:

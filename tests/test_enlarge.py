@@ -6,11 +6,11 @@ import pytest
 from conftest import TINY, Captured, run
 from safetensors import SafetensorError
 
-from benchmark import enlarged
-from benchmark.enlarged import enlarge, enlarged_pair
-from cli import folders
-from cli.errors import UsageError
-from engine.model import FastGPTNeoX
+from dynatree_lab.benchmark import enlarged
+from dynatree_lab.benchmark.enlarged import enlarge, enlarged_pair
+from dynatree_lab.cli import folders
+from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.engine.model import FastGPTNeoX
 
 
 def test_an_enlarged_pair_computes_the_same_and_is_made_once(
@@ -19,9 +19,8 @@ def test_an_enlarged_pair_computes_the_same_and_is_made_once(
     """Check the logits, the files and their modes. A run that was killed has left a folder."""
     monkeypatch.setattr(enlarged, "SHAPES", {"large": {"target": (640, 7), "draft": (384, 2)}})
     monkeypatch.setattr(enlarged, "VOCABULARY", 4200)
-    monkeypatch.setattr(enlarged, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "large" / "target.unfinished").mkdir(parents=True)
-    (tmp_path / "models" / "tiny").symlink_to(TINY)
     pair = enlarged_pair("large")
     tokens = [5, 900, 31, 7, 7, 2048, 13]
     for role, folder in zip(("target", "draft"), map(Path, pair), strict=True):

@@ -31,20 +31,20 @@ from conftest import (
 )
 from torch import Tensor
 
-from cli.metrics import token_ids
 from draft_tree import Settings
-from engine.eagle_head import FastHead
-from engine.generate import Step
-from engine.model import FastGPTNeoX
-from engine.passes import SMALL_PASS, Window, round_up_rows
-from engine.strict import invariant_rows
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.engine.eagle_head import FastHead
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import SMALL_PASS, Window, round_up_rows
+from dynatree_lab.engine.strict import invariant_rows
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.dyspec import DySpec
+from dynatree_lab.methods.eagle import EagleHead, ReferenceHead
+from dynatree_lab.methods.rules import are_retrieved, make_rule
+from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.static import PaddedAutoregressive
 from gpt_neox import GPTNeoX
-from methods import METHODS
-from methods.dyspec import DySpec
-from methods.eagle import EagleHead, ReferenceHead
-from methods.rules import are_retrieved, make_rule
-from methods.sampler import Sampling
-from methods.static import PaddedAutoregressive
 from verify import cut
 
 # The reference model of gpt_neox.py; passes of exactly the rows and slots they need, or of the

@@ -6,8 +6,7 @@ colon or comma is an example too, unless it is a list. A paragraph with two spac
 a table or a drawing.
 
 Command lines are parsed by their program. Python runs if all its names are known (`known_names`,
-and those of modules). If not, and for benchmark/ and tools/, which take longer, its calls are
-compared with signatures.
+and those of modules). If not, and for the packages in SLOW, its calls are compared with signatures.
 
     python -m pytest tests/test_examples.py
 """
@@ -26,19 +25,20 @@ import pytest
 import torch
 from conftest import ROOT, TINY, source_files
 
-from benchmark.cases import PRESETS, TABLES
-from cli.models import load_pair
-from cli.options import choose_config
-from cli.request import Request
-from cli.trace import Trace
 from draft_tree import DynaTree
 from dynatree import ModelDrafter
-from engine.generation_config import GenerationConfig
+from dynatree_lab.benchmark.cases import PRESETS, TABLES
+from dynatree_lab.cli.models import load_pair
+from dynatree_lab.cli.options import choose_config
+from dynatree_lab.cli.request import Request
+from dynatree_lab.cli.trace import Trace
+from dynatree_lab.engine.generation_config import GenerationConfig
 
 Names = dict[str, object]
 COMMAND = re.compile(r"(?:python|torchrun --nproc-per-node \d) (?:-m )?([\w./]+) ?(.*)")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FIGURES = "benchmark/figures.py"  # needs seaborn, which is optional
+SLOW = ("dynatree_lab/benchmark/", "dynatree_lab/training/", "tools/")
+FIGURES = "dynatree_lab/benchmark/figures.py"  # needs seaborn, which is optional
 NOT_OURS = ("pytest", "pretend_cuda", "wide")  # wide is the method that docs/method.md adds
 
 
@@ -98,7 +98,7 @@ def test_commands_are_as_their_programs_take_them(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
     for program, options in COMMANDS:
-        module = "cli.main" if program == "dynatree.py" else module_of(program)
+        module = "dynatree_lab.cli.main" if program == "dynatree.py" else module_of(program)
         with pytest.raises((Parsed, SystemExit)) as ended:
             importlib.import_module(module).main(shlex.split(options, comments=True))
         (args,) = ended.value.args
@@ -169,7 +169,7 @@ def test_python_works_as_printed(
     beside = [other for other in others if Path(other).parent == Path(file).parent]
     names = public_names(others) | known_names | public_names([*beside, file])
     tree = ast.parse(PYTHON[file])
-    if names_read(tree) <= names.keys() and not file.startswith(("benchmark/", "tools/")):
+    if names_read(tree) <= names.keys() and not file.startswith(SLOW):
         exec(compile(tree, file, "exec"), names)
     else:
         check_calls(tree, names)

@@ -17,14 +17,14 @@ from conftest import (
 )
 
 from draft_tree import Tree
-from engine.cache import FastCache
-from engine.cuda_graphs import FixedPasses, make_shape
-from engine.masks import PLAIN, Masks, pack_mask
-from engine.model import FastGPTNeoX
-from engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig
-from engine.scores import Ranking
-from engine.strict import STRICT
-from methods.static import Chain
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.cuda_graphs import FixedPasses, make_shape
+from dynatree_lab.engine.masks import PLAIN, Masks, pack_mask
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig
+from dynatree_lab.engine.scores import Ranking
+from dynatree_lab.engine.strict import STRICT
+from dynatree_lab.methods.static import Chain
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 

@@ -29,12 +29,12 @@ from conftest import (
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from engine.checkpoint import CheckpointError, load_tensors
-from engine.layers import Affine, fold
-from engine.linear import FbgemmLinear, Linear, OneDnnLinear, make_linear
-from engine.model import FastGPTNeoX
-from engine.passes import PassConfig
-from engine.strict import STRICT, invariant_rows
+from dynatree_lab.engine.checkpoint import CheckpointError, load_tensors
+from dynatree_lab.engine.layers import Affine, fold
+from dynatree_lab.engine.linear import FbgemmLinear, Linear, OneDnnLinear, make_linear
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import PassConfig
+from dynatree_lab.engine.strict import STRICT, invariant_rows
 from gpt_neox import Config, GPTNeoX, read_config
 
 Weights = tuple[Config, dict[str, Tensor]]

@@ -29,10 +29,10 @@ from conftest import (
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
-from engine.cache import cache_bytes
-from engine.model import FastGPTNeoX
-from engine.passes import PassConfig
-from engine.scores import SMALL_K, RankedScores, Ranking, Scores, rank_logits
+from dynatree_lab.engine.cache import cache_bytes
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import PassConfig
+from dynatree_lab.engine.scores import SMALL_K, RankedScores, Ranking, Scores, rank_logits
 from gpt_neox import EMBEDDING, GPTNeoX
 
 SEQUENTIAL = {"use_parallel_residual": False}
@@ -73,7 +73,7 @@ def test_cached_equals_whole(
     whole = prefilled(model, tokens, 24)
     cache = model.new_cache(24)
     expected = run(model, tokens)
-    monkeypatch.setattr("engine.cache.PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("dynatree_lab.engine.cache.PREFILL_CHUNK", chunk)
     assert_close(model.prefill(tokens, cache)[0], expected[-1])
     assert cache.length == 20
     assert_close(cache.kv[:, :, :, :20], whole.kv[:, :, :, :20])

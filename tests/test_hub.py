@@ -18,12 +18,12 @@ from conftest import TINY, Captured, error_line
 from huggingface_hub import constants
 from pytest import MonkeyPatch
 
-from benchmark import prompts
-from cli.errors import UsageError
-from cli.main import main
-from cli.models import load_pair
-from engine.checkpoint import CheckpointError, find_checkpoint, is_head
-from engine.model import FastGPTNeoX
+from dynatree_lab.benchmark import prompts
+from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.cli.main import main
+from dynatree_lab.cli.models import load_pair
+from dynatree_lab.engine.checkpoint import CheckpointError, find_checkpoint, is_head
+from dynatree_lab.engine.model import FastGPTNeoX
 
 GOLDEN = Path(__file__).parent / "golden"
 SINGLE, SHARDED = "pythia", "gelu_fast_20b"

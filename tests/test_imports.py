@@ -8,21 +8,25 @@ from pathlib import Path
 
 from conftest import ROOT, source_files
 
+LAB = "dynatree_lab"
 # The core's five files, which import no package
 CORE = [{"gpt_neox", "draft_tree"}, {"verify"}, {"sampling"}, {"dynatree"}]
-PACKAGES = [{"methods"}, {"engine"}, {"cli"}, {"benchmark"}, {"bench"}, {"tools"}]
-LAYERS = CORE + PACKAGES
-LAYER = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+PACKAGES = [{"methods"}, {"engine"}, {"cli"}, {"training", "benchmark"}, {"bench"}, {"tools"}]
+LAYER = {name: layer for layer, names in enumerate(CORE + PACKAGES) for name in names}
 
 
 def project_modules() -> dict[str, Path]:
     """Return the project's files by module name."""
     found = {}
     for file in source_files():
-        parts = file.relative_to(ROOT).with_suffix("").parts
-        if parts[0] in LAYER:
-            found[".".join(parts).removesuffix(".__init__")] = file
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = file
     return found
+
+
+def package_of(module: str) -> str:
+    """Return the name in LAYER that a module belongs to."""
+    return module.removeprefix(f"{LAB}.").split(".")[0]
 
 
 def find_imports(file: Path) -> set[str]:
@@ -43,13 +47,14 @@ def test_imports_point_down_without_cycles() -> None:
     """Check that the core's five files import no package, with one exception: the last lines of
     dynatree start the command line. methods must not import engine."""
     files = project_modules()
+    del files[LAB]  # names its modules in strings
     below = {name: find_imports(file) & set(files) for name, file in files.items()}
-    below["dynatree"] = {name for name in below["dynatree"] if not name.startswith("cli")}
-    assert "draft_tree" in below["dynatree"] and "gpt_neox" in below["engine.model"]
+    below["dynatree"] = {name for name in below["dynatree"] if not name.startswith(LAB)}
+    assert "draft_tree" in below["dynatree"] and "gpt_neox" in below["dynatree_lab.engine.model"]
     list(TopologicalSorter(below).static_order())  # raises CycleError
     for name, others in below.items():
-        package = name.split(".")[0]
-        for other in {other.split(".")[0] for other in others} - {package}:
+        package = package_of(name)
+        for other in set(map(package_of, others)) - {package}:
             assert LAYER[other] < LAYER[package], f"{name} imports {other}"
             assert package != "methods" or other != "engine", f"{name}: {other}"
 
@@ -57,12 +62,12 @@ def test_imports_point_down_without_cycles() -> None:
 def test_each_package_lists_its_files() -> None:
     """Check that each __init__ names every file, and no removed one. Methods that a user adds need
     not be named."""
-    packages = [file.parent for file in ROOT.glob("*/__init__.py")]
-    assert {"engine", "methods", "cli", "benchmark", "tools"} <= {
-        package.name for package in packages
-    }
+    packages = [file.parent for file in source_files() if file.name == "__init__.py"]
+    assert {package.name for package in packages} > {LAB, "engine", "methods", "cli", "tools"}
     for package in packages:
-        doc = importlib.import_module(package.name).__doc__
+        doc = importlib.import_module(".".join(package.relative_to(ROOT).parts)).__doc__
         said = set(re.findall(r"^(\w+)  +\S", doc, re.MULTILINE))
         files = {file.stem for file in package.glob("*.py")} - {"__init__"}
+        if package.name == LAB:
+            files = {folder.name for folder in package.iterdir()} - {"__init__.py", "__pycache__"}
         assert said == files or (said < files and package.name == "methods"), package.name

@@ -8,9 +8,9 @@ import pytest
 from conftest import RuleRecorder, generate, grow, random_model
 
 from draft_tree import Tree
-from engine.passes import FULL_ATTENTION, Window
-from methods.lookup import COPY_PROBS, Lookup
-from methods.rules import are_retrieved
+from dynatree_lab.engine.passes import FULL_ATTENTION, Window
+from dynatree_lab.methods.lookup import COPY_PROBS, Lookup
+from dynatree_lab.methods.rules import are_retrieved
 
 
 def literal_copy(text: list[int], n: int, n_tokens: int) -> tuple[list[int], int, int]:

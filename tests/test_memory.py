@@ -7,9 +7,9 @@ import torch
 from conftest import random_config, random_model, random_tensors, write_checkpoint
 from safetensors import SafetensorError
 
-from engine import memory
-from engine.memory import OutOfMemory, free_memory
-from engine.model import FastGPTNeoX
+from dynatree_lab.engine import memory
+from dynatree_lab.engine.memory import OutOfMemory, free_memory
+from dynatree_lab.engine.model import FastGPTNeoX
 
 CPU = torch.device("cpu")
 
@@ -33,11 +33,17 @@ def test_weights_that_do_not_fit_are_not_read(
 
 
 REFUSALS = [  # function that gets no memory, its error
-    ("engine.checkpoint.safe_open", OSError(12, "Cannot allocate memory")),
-    ("engine.checkpoint.safe_open", SafetensorError("Cannot allocate memory (os error 12)")),
-    ("engine.checkpoint.safe_open", RuntimeError("unable to mmap: Cannot allocate memory (12)")),
+    ("dynatree_lab.engine.checkpoint.safe_open", OSError(12, "Cannot allocate memory")),
+    (
+        "dynatree_lab.engine.checkpoint.safe_open",
+        SafetensorError("Cannot allocate memory (os error 12)"),
+    ),
+    (
+        "dynatree_lab.engine.checkpoint.safe_open",
+        RuntimeError("unable to mmap: Cannot allocate memory (12)"),
+    ),
     ("torch.Tensor.to", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")),
-    ("engine.linear.OneDnnLinear", RuntimeError("could not create a memory object")),
+    ("dynatree_lab.engine.linear.OneDnnLinear", RuntimeError("could not create a memory object")),
 ]
 
 
@@ -52,8 +58,8 @@ def test_memory_that_is_refused_is_named(
         raise error
 
     write_checkpoint(tmp_path, random_config(), random_tensors(random_config(), 15))
-    monkeypatch.setattr("engine.linear.is_exact_in_half", lambda _: False)
-    monkeypatch.setattr("engine.linear.MIN_ONEDNN_BYTES", 0)
+    monkeypatch.setattr("dynatree_lab.engine.linear.is_exact_in_half", lambda _: False)
+    monkeypatch.setattr("dynatree_lab.engine.linear.MIN_ONEDNN_BYTES", 0)
     monkeypatch.setattr(place, refuse)
     with pytest.raises(OutOfMemory, match=f"out of memory for the weights of {tmp_path}"):
         FastGPTNeoX.from_pretrained(tmp_path)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import dynatree
-from cli.main import main
+from dynatree_lab.cli.main import main
 
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")
@@ -186,7 +186,7 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("cli.main.prepare", fail)
+    monkeypatch.setattr("dynatree_lab.cli.main.prepare", fail)
 
 
 @pytest.mark.parametrize(("error", "words"), MEMORY_ERRORS)

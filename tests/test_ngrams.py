@@ -2,7 +2,7 @@
 
 import random
 
-from methods.ngrams import NGrams
+from dynatree_lab.methods.ngrams import NGrams
 
 
 def test_the_oldest_contexts_are_dropped() -> None:

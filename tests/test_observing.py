@@ -9,21 +9,21 @@ from conftest import fix_shapes, generate, noisy_pair, pretend_capture, random_m
 from torch import Tensor
 
 from draft_tree import Candidates, DynaTree, Rule, Settings, Tree
-from engine.compose import compose
-from engine.passes import Window
-from engine.run import ModelRun
+from dynatree_lab.engine.compose import compose
+from dynatree_lab.engine.passes import Window
+from dynatree_lab.engine.run import ModelRun
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.auto import Auto
+from dynatree_lab.methods.calibration import CalibratedDrafter
+from dynatree_lab.methods.cost_gates import CostGates
+from dynatree_lab.methods.drawn import DrawnDrafter, DrawnRule
+from dynatree_lab.methods.dyspec import DySpec
+from dynatree_lab.methods.eagle import HiddenDrafter
+from dynatree_lab.methods.retrieval import Graft, GraftRule
+from dynatree_lab.methods.rules import RuleWrapper, make_rule
+from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.static import Chain, Fixed
 from gpt_neox import GPTNeoX
-from methods import METHODS
-from methods.auto import Auto
-from methods.calibration import CalibratedDrafter
-from methods.cost_gates import CostGates
-from methods.drawn import DrawnDrafter, DrawnRule
-from methods.dyspec import DySpec
-from methods.eagle import HiddenDrafter
-from methods.retrieval import Graft, GraftRule
-from methods.rules import RuleWrapper, make_rule
-from methods.sampler import Sampling
-from methods.static import Chain, Fixed
 
 PROMPT = [3, 14, 15, 92, 65]
 

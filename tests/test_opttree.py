@@ -8,7 +8,7 @@ import torch
 from conftest import grow
 from test_draft_tree import ROOT, FakeDraft, HalfHalfDraft, Path, assert_well_formed, paths
 
-from methods.opttree import OptTree
+from dynatree_lab.methods.opttree import OptTree
 
 DEPTH = 6
 

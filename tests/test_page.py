@@ -1,6 +1,6 @@
 """Tests of the page of --html in a real browser: it shows the run, and text in it stays text.
 
-They need a Chromium on this machine, and `pip install -r requirements-browser.txt`. To make
+They need a Chromium on this machine, and `pip install -e ".[browser]"`. To make
 docs/example.html again, run the command that its Settings panel shows. docs/page.png is that page
 at #7, 1280 x 720, with the pointer on the node `·said` of depth 2.
 """
@@ -16,8 +16,8 @@ import pytest
 from conftest import Captured, override, path_to
 from test_trace import TEXT, tree_of
 
-from cli.main import main
-from cli.page import as_page
+from dynatree_lab.cli.main import main
+from dynatree_lab.cli.page import as_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

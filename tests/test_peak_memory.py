@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from conftest import TINY
 
-from benchmark import memory
-from benchmark.cases import Case
-from benchmark.memory import measure_in_new_process, measure_memory
-from benchmark.plan import build_parser
-from cli import request
-from cli.errors import UsageError
 from dynatree import Step
-from engine.generation_config import GenerationConfig
-from engine.passes import Window
-from methods.static import Chain, PaddedAutoregressive
+from dynatree_lab.benchmark import memory
+from dynatree_lab.benchmark.cases import Case
+from dynatree_lab.benchmark.memory import measure_in_new_process, measure_memory
+from dynatree_lab.benchmark.plan import build_parser
+from dynatree_lab.cli import request
+from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.passes import Window
+from dynatree_lab.methods.static import Chain, PaddedAutoregressive
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 ARGS = ["--target", str(TINY / "draft"), "--draft", str(TINY / "draft"), "--threads", "1"]

@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT, Captured, error_line
 from test_results import AR, make_head, make_text, write_results
 
-from benchmark.cases import Case
-from benchmark.plot import main
-from benchmark.results import Line, Results
+from dynatree_lab.benchmark.cases import Case
+from dynatree_lab.benchmark.plot import main
+from dynatree_lab.benchmark.results import Line, Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ def make_lines(cases: list[Case]) -> list[Line]:
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, "Figure"]:
     """Return the figures of these rows, greedy and sampled."""
-    draw = pytest.importorskip("benchmark.figures").draw  # it needs seaborn
+    draw = pytest.importorskip("dynatree_lab.benchmark.figures").draw  # it needs seaborn
     cases = [replace(AR, row=row, temperature=t) for t in (0.0, 0.6) for row in NAMES]
     found = Results(make_head(cases, 4))
     for line in make_lines(cases):
@@ -86,5 +86,5 @@ def test_files(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
     assert captured.out == f"{figure}\n" and figure.read_bytes()[:4] == b"\x89PNG"
     line = error_line(capsys, main, [str(file), "--output", str(figure)])
     assert "cannot be written: File exists" in line
-    monkeypatch.setitem(sys.modules, "benchmark.figures", None)
+    monkeypatch.setitem(sys.modules, "dynatree_lab.benchmark.figures", None)
     assert "pip install seaborn==" in error_line(capsys, main, [str(file)])

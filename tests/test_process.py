@@ -14,10 +14,10 @@ import pytest
 from conftest import ROOT, Captured
 from test_trace import data_of
 
-from cli.errors import Parser, run_command_line
-from cli.files import require_writable, write_whole
-from cli.main import main
-from cli.start import run_program
+from dynatree_lab.cli.errors import Parser, run_command_line
+from dynatree_lab.cli.files import require_writable, write_whole
+from dynatree_lab.cli.main import main
+from dynatree_lab.cli.start import run_program
 
 TEXT = ["dynatree.py", "--prompt", "The ship sailed at dawn", "--ignore-eos", "--threads", "1"]
 
@@ -66,7 +66,7 @@ def test_a_start_without_the_packages() -> None:
         out, err = process.communicate()
     assert process.returncode == 2 and out == ""
     assert err.startswith("error: No module named ") and len(err.splitlines()) == 1
-    assert "pip install -r requirements.txt" in err
+    assert "pip install -e ." in err
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 from conftest import TINY, Captured
 from pytest import MonkeyPatch
 
-from benchmark import pg19
-from benchmark.prompts import cut_prompts, load_prompts, script_prompts
-from cli.errors import UsageError
-from cli.models import load_tokenizer
+from dynatree_lab.benchmark import pg19
+from dynatree_lab.benchmark.prompts import cut_prompts, load_prompts, script_prompts
+from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.cli.models import load_tokenizer
 
 LONG = "word " * 50
 WIKITEXT = f" \n = Title = \n \n {LONG}\n more of it \n \n = = Part = = \n \n short \n \n {LONG}\n"

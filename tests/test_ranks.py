@@ -31,25 +31,25 @@ from conftest import (
 )
 
 import bench
-import cli.main
-import engine.ranks
-from cli.errors import Parser, UsageError, run_command_line
-from cli.metrics import token_ids
-from cli.models import open_pair
+import dynatree_lab.cli.main
+import dynatree_lab.engine.ranks
 from draft_tree import DynaTree
-from engine.cache import cache_bytes
-from engine.checkpoint import CheckpointError, load_tensors, read_config
-from engine.model import FastGPTNeoX, weight_bytes
-from engine.passes import Window
-from engine.ranks import RanksError, from_rank_0, rank, run_on_ranks
-from engine.tensor_parallel import Shard, own_shard
+from dynatree_lab.cli.errors import Parser, UsageError, run_command_line
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.cli.models import open_pair
+from dynatree_lab.engine.cache import cache_bytes
+from dynatree_lab.engine.checkpoint import CheckpointError, load_tensors, read_config
+from dynatree_lab.engine.model import FastGPTNeoX, weight_bytes
+from dynatree_lab.engine.passes import Window
+from dynatree_lab.engine.ranks import RanksError, from_rank_0, rank, run_on_ranks
+from dynatree_lab.engine.tensor_parallel import Shard, own_shard
+from dynatree_lab.methods.auto import Auto
+from dynatree_lab.methods.costs import CostTracker
+from dynatree_lab.methods.dyspec import DySpec
+from dynatree_lab.methods.retrieval import Graft
+from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.static import Chain, Fixed
 from gpt_neox import PREFILL_CHUNK
-from methods.auto import Auto
-from methods.costs import CostTracker
-from methods.dyspec import DySpec
-from methods.retrieval import Graft
-from methods.sampler import Sampling
-from methods.static import Chain, Fixed
 from verify import NonFiniteLogits
 
 CPU = torch.device("cpu")
@@ -152,12 +152,12 @@ def compute(folder: Path, found: Found) -> int:
 def fail(ranks: tuple[int, ...], folder: Path, found: Found) -> int:
     """Run a program that fails on these ranks."""
     if 0 not in ranks:
-        engine.ranks.RANK_0_TIMEOUT = timedelta(seconds=0.1)
+        dynatree_lab.engine.ranks.RANK_0_TIMEOUT = timedelta(seconds=0.1)
 
     def execute(args: Namespace) -> int:
         if rank() in ranks:
             raise UsageError("a mistake")
-        return from_rank_0(rank) + engine.ranks.gather(0)[1]
+        return from_rank_0(rank) + dynatree_lab.engine.ranks.gather(0)[1]
 
     return run_on_ranks(partial(run_command_line, execute, Parser(prog="x"), []))
 
@@ -179,15 +179,17 @@ def resume(folder: Path, found: Found) -> int:
 
 def end_within_a_text(folder: Path, found: Found) -> int:
     """Kill rank 1 before its ninth pass."""
-    require_equal, n_left = engine.tensor_parallel.require_equal, iter(range(8))
+    require_equal, n_left = dynatree_lab.engine.tensor_parallel.require_equal, iter(range(8))
 
     def require_or_end(*inputs: torch.Tensor | None) -> None:
         if rank() and next(n_left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
         require_equal(*inputs)
 
-    engine.tensor_parallel.require_equal = require_or_end
-    return cli.main.main(["--prompt", "The ship sailed at dawn", "--json", "--threads", "1"])
+    dynatree_lab.engine.tensor_parallel.require_equal = require_or_end
+    return dynatree_lab.cli.main.main(
+        ["--prompt", "The ship sailed at dawn", "--json", "--threads", "1"]
+    )
 
 
 PROGRAMS: dict[str, Callable[[Path, Found], int]] = {

@@ -9,9 +9,9 @@ import pandas
 import pytest
 from conftest import ROOT
 
-from benchmark.cases import COLUMNS, Case
-from benchmark.hf import UNREPORTED_METRICS
-from benchmark.report import (
+from dynatree_lab.benchmark.cases import COLUMNS, Case
+from dynatree_lab.benchmark.hf import UNREPORTED_METRICS
+from dynatree_lab.benchmark.report import (
     PUBLISHED_NOTE,
     caption,
     is_exact,
@@ -22,7 +22,7 @@ from benchmark.report import (
     table_of,
     text_report,
 )
-from benchmark.results import (
+from dynatree_lab.benchmark.results import (
     FORMAT,
     KEYS,
     Line,
@@ -31,8 +31,8 @@ from benchmark.results import (
     drop_partial_line,
     load,
 )
-from cli.errors import UsageError
-from cli.metrics import Metrics
+from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.cli.metrics import Metrics
 
 SHOWN = [f"results/{name}_cpu.jsonl" for name in ("main", "enlarged")]
 MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "draft_dtype": "float32"}

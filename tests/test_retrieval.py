@@ -21,10 +21,10 @@ from conftest import (
 from test_draft_tree import ROOT, FakeDraft, Path, paths
 
 from draft_tree import Tree
-from methods.cost_gates import CostGates
-from methods.deagle import Deagle
-from methods.drafting import DRAFTING
-from methods.retrieval import (
+from dynatree_lab.methods.cost_gates import CostGates
+from dynatree_lab.methods.deagle import Deagle
+from dynatree_lab.methods.drafting import DRAFTING
+from dynatree_lab.methods.retrieval import (
     TINY_PAIR_SUCCESSOR_PROBS,
     Graft,
     Recycle,
@@ -33,9 +33,9 @@ from methods.retrieval import (
     parse_checkpoints,
     parse_successor_probs,
 )
-from methods.rules import MixedTree, are_retrieved, make_rule
-from methods.sequoia import Sequoia
-from methods.static import Chain
+from dynatree_lab.methods.rules import MixedTree, are_retrieved, make_rule
+from dynatree_lab.methods.sequoia import Sequoia
+from dynatree_lab.methods.static import Chain
 
 RANK_PROBS = parse_successor_probs(TINY_PAIR_SUCCESSOR_PROBS)
 

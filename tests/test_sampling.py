@@ -22,24 +22,30 @@ from enumeration import (
 )
 from torch import Tensor
 
-import methods.sampler
-from cli.metrics import token_ids
+import dynatree_lab.methods.sampler
 from draft_tree import Gates, Level, Rule, Settings
-from engine.compose import Parts
-from methods import METHODS
-from methods.acceptances import (
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.engine.compose import Parts
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.acceptances import (
     ACCEPTANCES,
     DrawnAcceptance,
     accept_by_token,
     accept_by_traversal,
 )
-from methods.auto import Auto
-from methods.dyspec import DySpec
-from methods.opttree import OptTree
-from methods.retrieval import Graft
-from methods.rules import MethodRule, make_rule
-from methods.sampler import MAX_CDF_DRAWS, Sampling
-from methods.static import Chain, ConfidentChain, Fixed, PaddedAutoregressive, SpecInfer
+from dynatree_lab.methods.auto import Auto
+from dynatree_lab.methods.dyspec import DySpec
+from dynatree_lab.methods.opttree import OptTree
+from dynatree_lab.methods.retrieval import Graft
+from dynatree_lab.methods.rules import MethodRule, make_rule
+from dynatree_lab.methods.sampler import MAX_CDF_DRAWS, Sampling
+from dynatree_lab.methods.static import (
+    Chain,
+    ConfidentChain,
+    Fixed,
+    PaddedAutoregressive,
+    SpecInfer,
+)
 
 Draw = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 N_IDS = 5
@@ -90,7 +96,7 @@ def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.Mo
     """Compare bit for bit, with many equally likely ids. All ids are sorted only if the first few
     do not suffice."""
     n_ranked: Counter = Counter()
-    real = methods.sampler.stable_top_k
+    real = dynatree_lab.methods.sampler.stable_top_k
 
     def counting(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         n_ranked[k] += 1
@@ -98,13 +104,13 @@ def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.Mo
 
     generator = torch.Generator().manual_seed(1)
     steps = (4 * torch.randn(20, 3000, generator=generator)).round() / 2
-    few = methods.sampler.N_SORTED
+    few = dynatree_lab.methods.sampler.N_SORTED
     for sharpness, top_p in itertools.product((0.0, 0.3, 1, 4), (1e-9, 0.3, 0.9, 1 - 1e-12)):
         sampler = Sampling(1.0, top_p).sampler(CPU)
         probs = torch.softmax(sharpness * steps, dim=-1)
         kept = sampler.keep_top_p(probs, 3000)
         with monkeypatch.context() as patch:
-            patch.setattr(methods.sampler, "stable_top_k", counting)
+            patch.setattr(dynatree_lab.methods.sampler, "stable_top_k", counting)
             assert sampler.keep_top_p(probs, few).equal(kept)
     assert n_ranked[few] == 16 and 4 <= n_ranked[3000] <= 12, n_ranked
 

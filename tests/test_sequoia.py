@@ -8,7 +8,7 @@ from conftest import grow
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, assert_well_formed, paths
 from torch import Tensor
 
-from methods.sequoia import RankProbs, Sequoia, SequoiaRule, TreeShape, plan_shape
+from dynatree_lab.methods.sequoia import RankProbs, Sequoia, SequoiaRule, TreeShape, plan_shape
 
 FALLING = (0.7, 0.12, 0.04, 0.02)
 RISING = (0.1, 0.5, 0.2)  # rank 1 is likelier than rank 0, but needs it as its earlier sibling

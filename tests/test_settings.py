@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_tree import setting
-from methods import METHODS
-from methods.settings import MethodSettings, choice, read_values, text
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.settings import MethodSettings, choice, read_values, text
 
 
 @dataclass(frozen=True)

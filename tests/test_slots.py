@@ -23,15 +23,15 @@ from torch import Tensor
 import dynatree
 from draft_tree import DynaTree, DynaTreeRule, Gates, Level, Tree
 from dynatree import ModelDrafter
-from engine.generate import generate
-from engine.generation_config import GenerationConfig
-from engine.model import FastGPTNeoX
-from engine.process import Process, RowTexts
+from dynatree_lab.engine.generate import generate
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.process import Process, RowTexts
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.dyspec import DySpec
+from dynatree_lab.methods.rules import MethodRule
+from dynatree_lab.methods.sampler import Sampling
 from gpt_neox import GPTNeoX
-from methods import METHODS
-from methods.dyspec import DySpec
-from methods.rules import MethodRule
-from methods.sampler import Sampling
 from sampling import Sampler
 from verify import accept_greedy
 

@@ -7,8 +7,8 @@ import torch
 from conftest import grow
 from test_draft_tree import ROOT, VOCAB, FakeDraft, Path, paths
 
-from methods.sampler import Sampling
-from methods.static import ConfidentChain, SpecInfer
+from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.static import ConfidentChain, SpecInfer
 
 CPU = torch.device("cpu")
 

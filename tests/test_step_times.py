@@ -6,14 +6,14 @@ import pytest
 from conftest import generate, random_config, random_model, random_tensors
 from torch import Tensor
 
-from benchmark.step_times import StepTimes, padded_rows, step_bytes
-from cli.models import Pair
 from draft_tree import DynaTree, Settings
-from engine.generation_config import GenerationConfig
-from engine.model import FastGPTNeoX
-from engine.passes import Passes
-from methods.dyspec import DySpec
-from methods.static import Chain, PaddedAutoregressive
+from dynatree_lab.benchmark.step_times import StepTimes, padded_rows, step_bytes
+from dynatree_lab.cli.models import Pair
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import Passes
+from dynatree_lab.methods.dyspec import DySpec
+from dynatree_lab.methods.static import Chain, PaddedAutoregressive
 
 PAIR = Pair(random_model(0), random_model(1), None, Path(), None, {})
 PROMPT = [3, 1, 4, 1, 5]

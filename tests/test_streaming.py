@@ -13,14 +13,14 @@ from conftest import (
 )
 from test_exactness import generate_streaming
 
-from cli.metrics import token_ids
 from draft_tree import Tree
 from dynatree import ModelDrafter
-from engine.model import FastCache, FastGPTNeoX
-from engine.passes import PassConfig, Window
-from engine.run import ModelRun
-from engine.scores import Ranking
-from methods.static import Chain
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.engine.model import FastCache, FastGPTNeoX
+from dynatree_lab.engine.passes import PassConfig, Window
+from dynatree_lab.engine.run import ModelRun
+from dynatree_lab.engine.scores import Ranking
+from dynatree_lab.methods.static import Chain
 
 
 @torch.inference_mode()

@@ -18,13 +18,13 @@ from conftest import (
 )
 from torch import Tensor
 
-from engine import masks, strict
-from engine.cache import FastCache
-from engine.generation_config import GenerationConfig
-from engine.model import FastGPTNeoX
-from engine.passes import PassConfig
-from engine.strict import MAX_STRICT_ROWS
-from methods.static import Chain
+from dynatree_lab.engine import masks, strict
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import PassConfig
+from dynatree_lab.engine.strict import MAX_STRICT_ROWS
+from dynatree_lab.methods.static import Chain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Around the number of recent positions, the ends of blocks, and where old slots fill a block

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmark.cases import (
+from dynatree_lab.benchmark.cases import (
     CONTROL,
     PRESETS,
     TABLES,
@@ -16,14 +16,20 @@ from benchmark.cases import (
     find_table,
     labels,
 )
-from benchmark.hf import HF_METHODS
-from benchmark.plan import PAIRS, build_parser, check_options, describe_preset, resolve_models
-from benchmark.report import column
-from cli.models import PYTHIA
-from engine.generation_config import GenerationConfig
-from engine.passes import Window
-from methods.sampler import Sampling
-from methods.static import Chain
+from dynatree_lab.benchmark.hf import HF_METHODS
+from dynatree_lab.benchmark.plan import (
+    PAIRS,
+    build_parser,
+    check_options,
+    describe_preset,
+    resolve_models,
+)
+from dynatree_lab.benchmark.report import column
+from dynatree_lab.cli.models import PYTHIA
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.passes import Window
+from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.static import Chain
 
 
 def chosen(name: str, *words: str) -> list[Case]:

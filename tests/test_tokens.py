@@ -11,16 +11,16 @@ from conftest import TINY, Captured, error_line
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.processors import TemplateProcessing
 
-import cli.main
 import dynatree
-from benchmark.prompts import BUILTIN, cut_prompts
-from cli.errors import UsageError
-from cli.metrics import token_ids
-from cli.tokens import LONG, StopTexts, TextStream, load_tokenizer
+import dynatree_lab.cli.main
 from draft_tree import Autoregressive, Tree
 from dynatree import Step
+from dynatree_lab.benchmark.prompts import BUILTIN, cut_prompts
+from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.cli.tokens import LONG, StopTexts, TextStream, load_tokenizer
+from dynatree_lab.training.distil import read_ids
 from gpt_neox import GPTNeoX, read_config
-from tools.distil import read_ids
 
 PROMPT = "The ship sailed at dawn"
 TEXT = "naïve café — “quoted” 日本語 🚢🌊 ok"
@@ -60,7 +60,7 @@ def test_every_program_encodes_a_prompt_as_the_post_processor_says(
         texts.append(EMBEDDED.decode(token_ids(steps)) + "\n")
     folder = str(with_first_token)
     words = ["--prompt", PROMPT, "--method", "ar", "--max-new-tokens", "9", "--target", folder]
-    for main in (dynatree.main, cli.main.main):
+    for main in (dynatree.main, dynatree_lab.cli.main.main):
         assert main(words) == 0
         assert capsys.readouterr().out == texts[1] != texts[0]
     tokenizer = load_tokenizer(with_first_token)
@@ -81,7 +81,10 @@ def test_a_prompt_of_only_an_added_token_is_empty(
     (tmp_path / "empty.txt").write_text("\n")
     models = ["--target", str(with_first_token), "--draft", str(with_first_token)]
     words = ["--prompt-file", str(tmp_path / "empty.txt"), *models]
-    for main, prompt in ((dynatree.main, ["--prompt", ""]), (cli.main.main, words[:2])):
+    for main, prompt in (
+        (dynatree.main, ["--prompt", ""]),
+        (dynatree_lab.cli.main.main, words[:2]),
+    ):
         assert error_line(capsys, main, [*prompt, *models]).endswith("empty: it has no tokens")
     with pytest.raises(UsageError, match="empty: it has no tokens"):
         cut_prompts([""], load_tokenizer(with_first_token), 99, 1)
@@ -116,7 +119,7 @@ TOKENIZERS = {  # a sentencepiece model saved as tokenizer.json has one of the f
 
 
 def streamed(parts: Sequence[list[int]], tokenizer: Tokenizer, capsys: Captured) -> str:
-    """Return the text that the command line of cli/ prints if the ids arrive in these parts."""
+    """Return the text that the whole command line prints for ids in these parts."""
     stream = TextStream(tokenizer)
     return "".join([*map(stream.push, parts), stream.finish()])
 

@@ -13,14 +13,14 @@ from conftest import TINY, Captured, generate, make_tree, random_model, random_s
 from test_draft_tree import paths
 from tokenizers import Tokenizer
 
-from cli.main import main
-from cli.trace import MAX_DROPPED, NO_LEVEL_LEFT, Trace, describe_base, meanings
 from draft_tree import DynaTree, Settings, Tree
-from engine.generate import Step
+from dynatree_lab.cli.main import main
+from dynatree_lab.cli.trace import MAX_DROPPED, NO_LEVEL_LEFT, Trace, describe_base, meanings
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.rules import are_retrieved
+from dynatree_lab.methods.sampler import GREEDY, Sampling
 from gpt_neox import GPTNeoX
-from methods import METHODS
-from methods.rules import are_retrieved
-from methods.sampler import GREEDY, Sampling
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 TEXT = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "20"]

@@ -13,8 +13,8 @@ import torch
 from conftest import make_tree, path_to, random_tree
 
 from draft_tree import MAX_ROWS, Tree
-from methods.acceptances import accept_by_token
-from methods.sampler import Sampling
+from dynatree_lab.methods.acceptances import accept_by_token
+from dynatree_lab.methods.sampler import Sampling
 from sampling import Sampler
 from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
 

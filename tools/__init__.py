@@ -1,11 +1,5 @@
-"""Scripts for checkpoints and for GPUs.
+"""Checks of the CUDA code on a GPU.
 
-distil        trains a draft model or an EAGLE head for a target on text
-draft_training  the training of a draft model
-eagle_training  the training of an EAGLE head
-own_text      text that a target writes itself, for the training of a head
-training      the training loop of both, which can be resumed
-batches       batches of sequences on the layers of gpt_neox.py
-gpu_check.sh  checks and times the CUDA code on a GPU, in one command
+gpu_check.sh    checks and times the CUDA code, in one command
 gpu_first_pass  passes of models with random weights, with CUDA graphs and without
 """

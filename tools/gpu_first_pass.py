@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engine.cache import FastCache
-from engine.model import FastGPTNeoX
-from engine.passes import PassConfig
-from engine.scores import Ranking
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import PassConfig
+from dynatree_lab.engine.scores import Ranking
 from gpt_neox import Config, GPTNeoX
 from verify import ancestor_mask
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmark.report import text_frame
-from benchmark.results import load
-from engine.layers import Head
+from dynatree_lab.benchmark.report import text_frame
+from dynatree_lab.benchmark.results import load
+from dynatree_lab.engine.layers import Head
 from tools.gpu_first_pass import DRY_ROWS, DRY_SHAPES, check_model
 
 pytestmark = pytest.mark.cuda

@@ -9,13 +9,13 @@ import pytest
 from conftest import LARGE_SETTINGS, TINY, generate
 from tokenizers import Tokenizer
 
-from cli.main import main
-from cli.metrics import token_ids
-from engine.eagle_head import load_head
-from engine.model import FastGPTNeoX
-from engine.passes import Window
-from methods import METHODS
-from methods.sampler import DrawingSampler, Sampling
+from dynatree_lab.cli.main import main
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.engine.eagle_head import load_head
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import Window
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.sampler import DrawingSampler, Sampling
 
 pytestmark = pytest.mark.cuda
 Pair = tuple[FastGPTNeoX, FastGPTNeoX, list[int]]  # target, draft and a prompt

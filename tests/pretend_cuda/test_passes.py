@@ -9,11 +9,11 @@ import torch
 from conftest import assert_close, generate, random_config, random_tensors
 from torch import Tensor
 
-from engine.cache import FastCache
-from engine.model import FastGPTNeoX
-from engine.passes import PassConfig
-from methods.dyspec import DySpec
-from methods.sampler import Sampling
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import PassConfig
+from dynatree_lab.methods.dyspec import DySpec
+from dynatree_lab.methods.sampler import Sampling
 
 pytestmark = pytest.mark.cuda
 PREFIX = [i % 90 for i in range(260)]

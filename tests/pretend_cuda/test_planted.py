@@ -6,10 +6,10 @@ import pytest
 import torch
 from conftest import generate, random_config, random_tensors
 
-from cli.metrics import token_ids
-from engine.memory import OutOfMemory
-from engine.model import FastGPTNeoX
-from methods.lookup import Lookup
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.methods.lookup import Lookup
 
 from .graphs import CUDAGraph
 from .runtime import Stream

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench import main
-from benchmark.report import text_frame
-from benchmark.results import load
+from dynatree_lab.benchmark.report import text_frame
+from dynatree_lab.benchmark.results import load
 
 pytestmark = pytest.mark.cuda
 TINY = ["--target", "models/tiny/target", "--draft", "models/tiny/draft"]

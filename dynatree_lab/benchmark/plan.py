@@ -1,0 +1,312 @@
+"""The plan of a table's run: options of bench.py, and the cases, models and prompts they choose.
+
+plan = make_plan(build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"]))
+plan.prompts["builtin"][0]  # ids
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dynatree_lab.benchmark.cases import (
+    CONTROL,
+    HEAD,
+    PRESETS,
+    TABLES,
+    UNAVAILABLE,
+    Case,
+    Part,
+    choose_cases,
+    choose_parts,
+    find_table,
+)
+from dynatree_lab.benchmark.enlarged import SHAPES, enlarged_pair
+from dynatree_lab.benchmark.hf import HF_METHODS
+from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, path_from_root
+from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
+from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
+from dynatree_lab.benchmark.results import FORMAT, Line, Results
+from dynatree_lab.cli.errors import Parser, UsageError, print_line
+from dynatree_lab.cli.models import (
+    PYTHIA,
+    Pair,
+    choose_device,
+    choose_dtype,
+    embedded_head,
+    embedded_pair,
+    open_pair,
+    warn_of_length,
+    with_draft,
+)
+from dynatree_lab.cli.options import add_model_options, choose_sampling, require_fit
+from dynatree_lab.engine.generation_config import FLAGS
+from dynatree_lab.engine.ranks import from_rank_0
+
+Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
+PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA}
+PAIRS |= {name: partial(enlarged_pair, name) for name in SHAPES}
+# Not in a results file: they do not change what is measured; --pair is recorded as its two models
+UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair")
+PATHS = ("prompts", "target", "draft", "head")  # options that may be paths
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A table that is ready to be measured."""
+
+    args: argparse.Namespace
+    head: Line  # of the results file
+    pair: Pair
+    eagle_pair: Pair | None  # with the EAGLE head as its draft, if a row uses it
+    prompts: Prompts
+    pass_context: int  # cached tokens at which single passes are timed
+    is_memory_table: bool  # measures peak memory, each text in a new process
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="bench.py",
+        description="Compare the speed of methods with ar on the same prompts.",
+    )
+    parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, a smaller --target"
+    add = parser.add_argument
+    add("--table", default="main", metavar="T", help="table, see --tables (default main)")
+    add("--tables", action="store_true", help="list tables and columns, and exit")
+    options = (*FLAGS, "window=N", "sinks=S", HEAD)
+    words = " ".join(f"[{word}]" for word in options if word != "keep")
+    rows = f'table rows, each "method NAME=VALUE ... {words}" (default: the table\'s)'
+    add("--methods", type=list_of(words_of), metavar="M,...", help=rows)
+    shown = "columns to show, see --tables (default: the table's)"
+    add("--columns", type=list_of(column), metavar="C,...", help=shown)
+    add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
+    add("--baseline", type=words_of, metavar="M", help="row of the speed-ups (default ar)")
+    source = parser.add_mutually_exclusive_group().add_argument
+    source("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (default: the table's)")
+    prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text'
+    source("--prompts", metavar="FILE", help=prompts)
+    add("--n-prompts", type=count, metavar="N", help="number of prompts (default: the table's)")
+    add("--prompt-tokens", type=list_of(count), metavar="N,...", help="lengths to cut prompts to")
+    lengths = {"dest": "new_tokens", "type": list_of(count)}  # the name in results files
+    add("--max-new-tokens", **lengths, metavar="N,...", help="tokens to generate")
+    greedy = "0 is greedy (default: the table's)"
+    add("--temperature", type=list_of(float), metavar="X,...", help=greedy)
+    add("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
+    add("--seed", type=int, metavar="N", help="first random seed (default 0)")
+    add("--repeats", type=count, default=1, metavar="N", help="rounds over prompts (default 1)")
+    add("--pair", choices=PAIRS, help="target and draft by name")
+    add_model_options(parser)
+    head = "EAGLE head of rows with the word head (default: the embedded one)"
+    add("--head", metavar="FOLDER", help=head)
+    add("--output", metavar="FILE", help="results file (default results/run_<time>_<table>.jsonl)")
+    add("--resume", metavar="FILE", help="continue the interrupted run of a results file")
+    add("--show", metavar="FILE", help="print the table of a results file, and exit")
+    formats = ("text", "markdown")
+    add("--format", choices=formats, default="text", help="format of the table (default text)")
+    return parser
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1. Raises argparse.ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def words_of(text: str) -> str:
+    """Return the words of a row with one space between two. Raises argparse.ArgumentTypeError."""
+    if not text.split():
+        raise argparse.ArgumentTypeError("a row is empty")
+    return " ".join(text.split())
+
+
+def list_of(kind: Callable[[str], float | str]) -> Callable[[str], list]:
+    """Return a parser of a comma-separated list of different items. kind: parses one."""
+
+    def items(text: str) -> list:  # argparse's messages include this name
+        found = [kind(part.strip()) for part in text.split(",")]
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{text!r} has an item twice")
+        return found
+
+    return items
+
+
+def require_alone(args: argparse.Namespace, option: str, *allowed: str) -> None:
+    """Raise UsageError for options that have no effect together with this one."""
+    actions = [a for a in build_parser()._actions if getattr(args, a.dest, a.default) != a.default]
+    given = [action.option_strings[0] for action in actions]
+    others = [name for name in given if name not in (option, *allowed)]
+    if others:
+        raise UsageError(f"{', '.join(others)}: no effect with {option}")
+
+
+def recorded_options(args: argparse.Namespace) -> Line:
+    """Return the options that a results file records: all that change what is measured."""
+    given = {name: value for name, value in vars(args).items() if name not in UNRECORDED_OPTIONS}
+    return {name: value for name, value in given.items() if value not in (None, False)}
+
+
+def read_options(head: Line) -> argparse.Namespace:
+    """Return the options that a results file was measured with."""
+    defaults = vars(build_parser().parse_args([]))
+    threads = {"threads": head["machine"]["threads"]}
+    return argparse.Namespace(**(defaults | threads | head["options"]))
+
+
+def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan:
+    """Check the options, then load models and prompts. Raises UsageError.
+
+    previous: the content of the file to resume.
+    """
+    table = find_table(args.table)
+    is_half = choose_dtype(args.dtype, choose_device(args.device)) != torch.float32
+    parts = choose_parts(args)
+    cases = choose_cases(parts, args, [CONTROL] if is_half and "exact" in table.columns else [])
+    check_options(args, cases)
+    args = resolve_models(args)
+    load_before = one_minute_load()
+    texts = [
+        from_rank_0(load_prompts, part.dataset, args.prompts, part.n_prompts) for part in parts
+    ]
+    pair, models = open_pair(args, is_drafting=True, announce=print_line)
+    eagle_pair = None
+    if any(case.uses_head for case in cases):
+        models["head"] = args.head or embedded_head()
+        eagle_pair = with_draft(pair, Path(models["head"]), pair.draft.dtype)
+    check_lengths(cases, pair)
+    prompts = {
+        part.dataset: choose_prompts(found, pair, part)
+        for part, found in zip(parts, texts, strict=True)
+    }
+    all_ids = [prompt for ids in prompts.values() for prompt in ids]
+    names = [f"{len(ids)} {name}" if len(parts) > 1 else name for name, ids in prompts.items()]
+    head = {
+        "format": FORMAT,
+        "table": args.table,
+        "title": describe_preset(args.table, cases, models),
+        "columns": args.columns or list(table.columns),
+        "options": recorded_options(args),
+        "machine": from_rank_0(describe_machine, pair, models, any(c.is_hf for c in cases)),
+        "load_before": load_before,
+        "n_prompts": {dataset: len(ids) for dataset, ids in prompts.items()},
+        "prompts": ", ".join(names),
+        "prompts_sha256": hashlib.sha256(repr(all_ids).encode()).hexdigest(),
+        "cases": [asdict(case) for case in cases],
+    }
+    if previous:
+        require_same_conditions(previous.head, head)
+    longest = min(max(map(len, all_ids)), parts[0].prompt_tokens[0])
+    pass_context = longest + parts[0].new_tokens[0] // 2
+    return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
+
+
+def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
+    """Raise UsageError for options that contradict each other."""
+    temperatures = {case.temperature for case in cases}
+    for value in temperatures:
+        if value or not any(temperatures):  # greedy texts of a sampled table ignore top_p and seed
+            choose_sampling(value, args.top_p, args.seed, None)
+    if args.pair and (args.target or args.draft):
+        raise UsageError("--pair excludes --target and --draft; use one or the other")
+    if args.head and not any(case.uses_head for case in cases):
+        raise UsageError(f"--head {args.head} has no effect: no row has the word {HEAD}")
+    if any(case.is_hf and case.temperature for case in cases):
+        raise UsageError(f"{', '.join(HF_METHODS)}: only greedy text; use temperature 0")
+
+
+def resolve_models(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with the target and draft of --pair or of the table, and with absolute
+    paths, so that --resume works in every folder."""
+    found = vars(args).copy()
+    is_enlarged = args.table == "enlarged" and args.target is None and args.draft is None
+    pair = found["pair"] or ("enlarged" if is_enlarged else None)
+    if pair:
+        found["target"], found["draft"] = from_rank_0(PAIRS[pair])
+    for name in PATHS:
+        if found[name] and os.path.exists(found[name]):
+            found[name] = os.path.abspath(found[name])
+    return argparse.Namespace(**(found | {"pair": None}))
+
+
+def check_lengths(cases: Sequence[Case], pair: Pair) -> None:
+    """Raise UsageError for a window that the models cannot have. Warn if texts are longer than the
+    target's training length."""
+    for case in cases:
+        if not case.is_hf:
+            require_fit(case.generation_config(), pair, f"{case.row}: ")
+    unwindowed = [case for case in cases if " window=" not in case.row]
+    warn_of_length(pair, max((c.prompt_tokens + c.new_tokens for c in unwindowed), default=0))
+
+
+def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
+    """Return the ids of a part's prompts, cut to its largest length. Print a note if there are too
+    few. A single length is a maximum. If there are several, every prompt must reach all of them."""
+    max_tokens = max(part.prompt_tokens)
+    min_tokens = max_tokens if len(part.prompt_tokens) > 1 else 1
+    prompts = cut_prompts(texts, pair.tokenizer, max_tokens, part.n_prompts, min_tokens)
+    if len(prompts) < part.n_prompts:
+        limit = f" of {min_tokens} tokens or more" if min_tokens > 1 else ""
+        print_line(f"note: {part.dataset} has {len(prompts)} prompts{limit}, not {part.n_prompts}")
+    return prompts
+
+
+def describe_preset(name: str, cases: Sequence[Case], models: dict) -> str:
+    """Return the title of a paper's table, which names the drafts that its rows use, and says so if
+    no published figure matches a case; an empty string for other tables.
+
+    models: as open_pair reports, and the head.
+    """
+    if name not in PRESETS:
+        return ""
+    roles = {"head" if case.uses_head else "draft" for case in cases if case.is_drafting}
+    drafts = " and ".join(path_from_root(models[role]) for role in sorted(roles))
+    found = PRESETS[name].title.replace("{drafter}", drafts or "no draft")
+    is_published = any(any(part.published.values()) for part in PRESETS[name].parts)
+    if is_published and not any(case.published for case in cases):
+        found += "; its published figures are for other prompts, sizes or rows"
+    return found
+
+
+def require_same_conditions(before: Line, now: Line) -> None:
+    """Raise UsageError if an interrupted table would be resumed under other conditions."""
+    now = json.loads(json.dumps(now))
+    was, found = before["machine"], now["machine"]
+    changes = [
+        f"{name} was {was.get(name)} and is {found.get(name)}"
+        for name in sorted(was.keys() | found.keys())
+        if was.get(name) != found.get(name)
+    ]
+    for name in ("prompts_sha256", "columns", "cases"):
+        if before[name] != now[name]:
+            changes.append(f"the {name.removesuffix('_sha256')} have changed")
+    if changes:
+        raise UsageError(f"--resume: {', '.join(changes)}; use the same conditions or a new file")
+
+
+def describe_tables() -> str:
+    """Return the output of --tables."""
+    columns = {name: title for name, (title, _) in COLUMNS.items()}
+    columns["NAME_mean"] = "mean ± standard deviation over the texts"
+    columns["NAME_speedup"] = f"x ar, as a ratio of means; for {', '.join(WITH_SPEEDUP)}"
+    sections = {
+        "tables of this project:": {name: table.title for name, table in TABLES.items()},
+        "tables of the papers, shown with published figures:": {
+            name: table.title.replace("{drafter}", "--draft") for name, table in PRESETS.items()
+        },
+        "unavailable tables of the papers, and what they need:": UNAVAILABLE,
+        "columns, with their titles:": columns,
+    }
+    lines = []
+    for heading, titles in sections.items():
+        lines += ["", heading]
+        for name, found in titles.items():
+            lines.append(textwrap.fill(f"  {name:<18} {found}", 80, subsequent_indent=" " * 21))
+    return "\n".join(lines[1:])

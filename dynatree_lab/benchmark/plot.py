@@ -1,0 +1,51 @@
+"""Command line that draws results files as PNG figures, next to each file or in another folder.
+
+    # main_cpu.png, main_cpu_depth.png, ...
+    python -m dynatree_lab.benchmark.plot results/main_cpu.jsonl
+
+benchmark/figures.py draws them.
+"""
+
+if __name__ == "__main__":
+    from dynatree_lab.cli.start import run_program
+
+    run_program("dynatree_lab.benchmark.plot")
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynatree_lab.benchmark.results import load
+from dynatree_lab.cli.errors import Parser, UsageError, print_line, run_command_line, writing
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the parsed command line and return the exit status."""
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's shells inherit a backend that may be missing
+    try:
+        from dynatree_lab.benchmark.figures import draw
+    except ImportError as error:
+        raise UsageError(f"{error}; use pip install seaborn==0.13.2") from error
+    for name in args.files:
+        results = load(name)
+        if not results.texts:
+            print_line(f"note: {name} has no texts to draw")
+            continue
+        for ending, figure in draw(results).items():
+            path = Path(args.output or Path(name).parent) / f"{Path(name).stem}{ending}.png"
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                figure.savefig(path)
+            print(path)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="python -m dynatree_lab.benchmark.plot",
+        description="Draw results files as PNG figures.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="results file of bench.py")
+    parser.add_argument("--output", metavar="FOLDER", help="another folder for the figures")
+    return run_command_line(execute, parser, arguments)

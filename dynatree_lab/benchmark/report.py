@@ -1,0 +1,348 @@
+"""Reports of a results file: its texts as a DataFrame, its table, its caption and its notes.
+
+    results = load("results/main_cpu.jsonl")
+    print(text_report(results, ["throughput", "speedup_mean"], width=80))
+    text_frame(results).groupby("label").speedup.median()
+
+A column NAME of a table is the median of a metric over the texts, with its quartiles. NAME_mean is
+its mean and standard deviation, as in the papers. NAME_speedup is a ratio of means, as the papers'
+authors compute speed-ups. docs/results.md explains the metrics, which are those of cli/metrics.py.
+"""
+
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import pandas as pd
+
+from dynatree_lab.benchmark.cases import Case, labels
+from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
+from dynatree_lab.benchmark.step_times import StepTimes
+from dynatree_lab.cli.compare import is_tie
+from dynatree_lab.cli.errors import UsageError
+
+NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the baseline
+    "throughput": ("tok/s", "throughput", "{:.1f}"),
+    "speedup": ("x ar", "speedup", "{:.2f}x"),
+    "predicted": ("predicted", "predicted", "{:.2f}x"),
+    "end_to_end": ("end-to-end tok/s", "end_to_end", "{:.1f}"),
+    "wall": ("wall ms/token", "wall_ms", "{:.2f}"),
+    "setup": ("set-up s", "setup_s", "{:.2f}"),
+    "ttft": ("TTFT ms", "ttft_ms", "{:.1f}"),
+    "tpot": ("TPOT ms", "tpot_ms", "{:.2f}"),
+    "tokens_per_iter": ("tok/iter", "tokens_per_iter", "{:.2f}"),
+    "accepted_per_iter": ("accepted/iter", "accepted_per_iter", "{:.2f}"),
+    "acceptance_rate": ("accept", "acceptance_rate", "{:.2f}"),
+    "top1_match": ("top-1 match", "top1_match", "{:.2f}"),
+    "code_acceptance": ("accept (code)", "code_acceptance", "{:.1%}"),
+    "drafted_per_iter": ("drafted/iter", "drafted_per_iter", "{:.1f}"),
+    "iterations": ("iters", "iterations", "{:.0f}"),
+    "draft_passes": ("passes", "draft_passes", "{:.2f}"),
+    "draft_pass": ("draft ms/pass", "draft_pass_ms", "{:.2f}"),
+    "draft": ("draft ms", "draft_ms", "{:.2f}"),
+    "verify": ("verify ms", "verify_ms", "{:.2f}"),
+    "other": ("other ms", "other_ms", "{:.2f}"),
+    "repetition": ("repeat", "repetition", "{:.2f}"),
+    "peak": ("peak MB", "peak_mb", "{:.0f}"),
+}
+RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
+WITH_SPEEDUP = (*RATES, "wall")
+OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
+FIELDS = [*KEYS, *dict.fromkeys(metric for _, metric, _ in NUMBERS.values())]
+FIELDS += ["predicted_ms", "ids_digest", "depths", "calibration"]
+PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
+PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
+
+
+def text_frame(results: Results) -> pd.DataFrame:
+    """Return a DataFrame with a row for each text, ordered by case. It has the fields of the file,
+    empty where a text has none, and these columns:
+
+    key               the text's key in `results.texts`
+    label, reference  of the text's case
+    of_baseline_NAME  the baseline's metrics on the same prompt in the same round
+    has_baseline      whether these were measured; False for the baseline itself
+    draft_pass_ms     milliseconds of drafting per pass of the draft
+    speedup           x ar as measured
+    predicted         x ar as predicted from the times of single passes
+    is_compared       whether the text must equal that of a reference, which was measured
+    is_different      whether its ids differ from the reference's
+    at, gap           index of the first token that differs, and the top-2 logit gap there
+    """
+    order = {case.key: i for i, case in enumerate(results.cases)}
+    keys = sorted(results.texts, key=lambda key: order[key[: len(CASE_KEYS)]])
+    texts = pd.DataFrame([results.texts[key] for key in keys], columns=FIELDS).assign(key=keys)
+    places = [order[key[: len(CASE_KEYS)]] for key in keys]
+    names = labels(results.cases)
+    texts["label"] = [names[i] for i in places]
+    references = [results.cases[i].reference for i in places]
+    texts["reference"] = pd.Series(references, dtype=object)  # also if there is none
+    texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
+    return with_difference(with_baseline(texts, results.baseline), results)
+
+
+def with_baseline(texts: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    of_baseline = texts.loc[texts.row == baseline, [*PROMPT_KEYS, *OF_BASELINE]]
+    of_baseline = of_baseline.rename(columns={name: f"of_baseline_{name}" for name in OF_BASELINE})
+    texts = texts.merge(of_baseline, "left", on=PROMPT_KEYS, indicator="has_baseline")
+    texts["has_baseline"] = (texts.has_baseline == "both") & (texts.row != baseline)
+    ar = texts.of_baseline_throughput
+    is_timed = texts.has_baseline & (texts.throughput > 0) & (ar > 0)
+    texts["speedup"] = (texts.throughput / ar).where(is_timed)
+    texts["predicted"] = (texts.of_baseline_predicted_ms / texts.predicted_ms).where(is_timed)
+    return texts
+
+
+def with_difference(texts: pd.DataFrame, results: Results) -> pd.DataFrame:
+    names = {"row": "reference", "ids_digest": "reference_digest"}
+    references = texts[[*KEYS, "ids_digest"]].rename(columns=names)
+    texts = texts.merge(references, "left", on=["reference", *PROMPT_KEYS])
+    is_compared = texts.reference_digest.notna() & (texts.row != texts.reference)
+    texts["is_compared"] = is_compared & (texts.temperature == 0)
+    texts["is_different"] = texts.is_compared & (texts.ids_digest != texts.reference_digest)
+    for name in ("at", "gap"):
+        texts[name] = [results.differences.get(key, {}).get(name) for key in texts.key]
+    return texts
+
+
+def is_exact(results: Results) -> bool:
+    """Whether no strict text differs from its reference and, in float32, no other text does except
+    at a near-tie."""
+    texts = text_frame(results)
+    different = texts[texts.is_different]
+    is_float32 = results.head["machine"]["dtype"] == "float32"
+    return not any(
+        "strict" in row.split() or (is_float32 and not is_tie(gap))
+        for row, gap in zip(different.row, different.gap, strict=True)
+    )
+
+
+# Cells. Each function gets the texts of one case; a cell is empty if it was not measured
+
+
+def values(metric: str, texts: pd.DataFrame) -> pd.Series:
+    """Return a metric of every text, or nothing if a text lacks it, for example because
+    transformers does not report it. For the speed-up, return the values of texts that have one."""
+    found = texts[metric].dropna()
+    return found if metric == "speedup" or len(found) == len(texts) else found[:0]
+
+
+def median_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
+    """Return median and quartiles, as "1.27x (1.20-1.33)"; only the median if the formatted
+    quartiles are equal."""
+    found = values(metric, texts)
+    if found.empty:
+        return ""
+    low, median, high = (form.format(found.quantile(q)) for q in (0.25, 0.5, 0.75))
+    spread = f" ({low.removesuffix('x')}-{high.removesuffix('x')})"
+    return median if low == high else median + spread
+
+
+def mean_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
+    """Return the mean and the standard deviation over the texts, which divides by n as the papers'
+    does; only the mean of a single text."""
+    found = values(metric, texts)
+    numbers = [statistics.mean(found), statistics.pstdev(found)] if len(found) else []
+    return " ± ".join(form.format(number) for number in numbers[: len(found)])
+
+
+def ratio(metric: str, texts: pd.DataFrame) -> float:
+    """Return the mean of a metric / the baseline's mean on the same prompts; 0 if one of them is
+    not known or not positive."""
+    compared = texts[texts.has_baseline]
+    own, ar = (compared[name].sum(skipna=False) for name in (metric, f"of_baseline_{metric}"))
+    return own / ar if own > 0 and ar > 0 else 0.0
+
+
+def speedup_cell(metric: str, texts: pd.DataFrame) -> str:
+    """Return the speed-up over the baseline, as a ratio of means."""
+    found = ratio(metric, texts)
+    return f"{found if metric in RATES else 1 / found:.2f}x" if found else ""
+
+
+def more_memory_cell(texts: pd.DataFrame) -> str:
+    found = ratio("peak_mb", texts)
+    return f"{found - 1:+.1%}" if found else ""
+
+
+def pooled_cell(texts: pd.DataFrame) -> str:
+    """Return the tokens of all texts / the iterations of all texts."""
+    n_iterations = texts.iterations.sum(skipna=False)
+    n_tokens = (texts.tokens_per_iter * texts.iterations).sum(skipna=False)
+    return f"{n_tokens / n_iterations:.2f}" if n_iterations > 0 else ""
+
+
+def exact_cell(texts: pd.DataFrame) -> str:
+    n = texts.is_compared.sum()
+    return f"{n - texts.is_different.sum()}/{n}" if n else ""
+
+
+COLUMNS: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {  # by name: title, cell
+    name: (title, partial(median_cell, metric, form))
+    for name, (title, metric, form) in NUMBERS.items()
+}
+COLUMNS["tokens_pooled"] = "tok/iter pooled", pooled_cell
+COLUMNS["exact"] = "exact", exact_cell
+COLUMNS["more_memory"] = "over ar", more_memory_cell
+VARIANTS = {  # of the numbers; speed-ups as the papers' authors compute them
+    f"{name}_mean": (f"{title} mean", partial(mean_cell, metric, form))
+    for name, (title, metric, form) in NUMBERS.items()
+}
+for name in WITH_SPEEDUP:
+    title, metric, _ = NUMBERS[name]
+    VARIANTS[f"{name}_speedup"] = f"{title.split()[0]} x ar", partial(speedup_cell, metric)
+
+
+def column(name: str) -> str:
+    """Return the name of a column. Raises UsageError if there is no such column."""
+    if name not in COLUMNS | VARIANTS:
+        known = f"{', '.join(COLUMNS)}, or NAME_mean or NAME_speedup (see --tables)"
+        raise UsageError(f"column is {name!r}, it must be one of {known}")
+    return name
+
+
+# Tables
+
+
+def table_of(results: Results, columns: Sequence[str]) -> pd.DataFrame:
+    """Return the table as text: a row for each case with texts, its cells of these columns, and
+    next to a column the published figures, if there are any."""
+    if results.head["table"] == "steps":
+        return step_table(results.step_times)
+    cases = dict(zip(labels(results.cases), results.cases, strict=True))
+    texts = dict(list(text_frame(results).groupby("label", sort=False)))
+    found = {}
+    for name in columns:
+        title, cell = (COLUMNS | VARIANTS)[name]
+        found[name_baseline(results, title)] = [cell(own) for own in texts.values()]
+        if any(name in case.published for case in results.cases):
+            paper = f"paper {title.replace('x ar', 'x')}"  # with a baseline of its own
+            found[paper] = [cases[label].published.get(name, "") for label in texts]
+    return pd.DataFrame(found, index=list(texts)).rename_axis(columns="method")
+
+
+def name_baseline(results: Results, text: str) -> str:
+    """Return a title with "ar" replaced by the name of the baseline."""
+    return re.sub(r"\b(x|over) ar\b", rf"\1 {results.baseline}", text)
+
+
+def step_table(times: StepTimes | None) -> pd.DataFrame:
+    """Return a table of the times of a pass by its number of rows, also relative to one row."""
+    if not times:
+        raise UsageError("the results file has no step times yet; use --resume to measure them")
+    found = {}
+    for role in ("draft", "target"):
+        ms = pd.Series(getattr(times, f"{role}_ms"), index=times.rows)
+        found[f"{role} ms"] = ms.map("{:.2f}".format)
+        found[f"{role} x 1 row"] = (ms / ms.iloc[0]).map("{:.2f}".format)
+    return pd.DataFrame(found).rename_axis(columns="rows")
+
+
+def text_report(results: Results, columns: Sequence[str], width: int) -> str:
+    """Return the table for a terminal of `width` columns, with its caption and notes."""
+    lines = table_of(results, columns).to_string(line_width=width).splitlines()
+    table = "\n".join(line.rstrip(" \\") for line in lines)  # pandas marks a wrapped table by \
+    first, *rest = (textwrap.fill(text, width) for text in [caption(results), *notes(results)])
+    return "\n\n".join([first, table, *rest])
+
+
+def markdown_report(results: Results, columns: Sequence[str]) -> str:
+    """Return the caption, table and notes as markdown."""
+    sentences = "\n".join(f"- {note}" for note in notes(results))
+    table = "\n".join(markdown_lines(table_of(results, columns)))
+    return "\n\n".join([caption(results), table, sentences])
+
+
+def markdown_lines(table: pd.DataFrame) -> list[str]:
+    rows = [(table.columns.name, *table.columns), ["---"] * (1 + len(table.columns))]
+    rows += table.itertuples(name=None)
+    return [f"| {' | '.join(map(str, row))} |" for row in rows]
+
+
+# Captions and notes
+
+
+def caption(results: Results) -> str:
+    """Return one line on what was measured, with which models and on which machine."""
+    head, machine = results.head, results.head["machine"]
+    what = "single forward passes"
+    if results.cases:
+        temperature = sizes_text(results.cases, "temperature")
+        n_rounds = 1 + max((text["round"] for text in results.texts.values()), default=0)
+        what = f"{prompts_text(results)}, temperature {temperature}, rounds: {n_rounds}"
+    models = " and ".join(machine[role] for role in ("target", "draft", "head") if role in machine)
+    where = f"{models}, {machine_text(machine)}"
+    if head["load_before"] is not None:
+        where += f", load average {head['load_before']:.2f} at the start"
+    found = f"{head['table']}: {what}. {where}."
+    if results.n_missing:
+        n = len(results.texts)
+        found = f"UNFINISHED, {n:,} of {n + results.n_missing:,} texts. {found}"
+    return found
+
+
+def prompts_text(results: Results) -> str:
+    """Return the number, source and length of the prompts, and the number of new tokens."""
+    n_prompts = sum(results.head["n_prompts"].values())
+    noun = "prompt" if n_prompts == 1 else "prompts"
+    longest, new = (sizes_text(results.cases, name) for name in ("prompt_tokens", "new_tokens"))
+    which = f"{n_prompts} {noun} ({results.head['prompts']}) of up to {longest} tokens"
+    return f"{which}, {new} new tokens"
+
+
+def sizes_text(cases: Sequence[Case], name: str) -> str:
+    return " / ".join(dict.fromkeys(str(getattr(case, name)) for case in cases))
+
+
+def machine_text(machine: Line) -> str:
+    """Return dtypes, processor, threads, versions and the commit of the code."""
+    libraries = f"torch {machine['torch']}"
+    if "transformers" in machine:
+        libraries += f", transformers {machine['transformers']}"
+    precision = machine["dtype"]
+    if machine["draft_dtype"] not in (None, precision):
+        precision += f" (draft {machine['draft_dtype']})"
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    where = f"{precision} on {machine['processor']}, {threads}"
+    if "ranks" in machine:
+        where += f" in each of {machine['ranks']} ranks"
+    return f"{where}, {libraries}, Python {machine['python']}, commit {machine['commit']}"
+
+
+def notes(results: Results) -> Iterator[str]:
+    """Yield the notes below the table: its title, the source of published figures, texts that are
+    not exact, and the bandwidth floor."""
+    if results.head["title"]:
+        yield f"{results.head['title']}."
+    if any(case.published for case in results.cases):
+        yield PUBLISHED_NOTE
+    texts = text_frame(results)
+    for _, own in texts[texts.is_compared].groupby("label", sort=False):
+        if own.is_different.any():
+            yield describe_differences(own)
+    if texts.is_compared.any() and not texts.is_different.any():
+        yield "Every greedy text is identical to ar's, token for token."
+    rows = " ".join(case.row for case in results.cases)
+    if " strict" in rows:
+        yield "A strict row is compared with strict ar at the same number of rows per pass."
+    if " window=" in rows:
+        yield "A row with a window is compared with ar with that window."
+    if results.step_times:
+        yield from map(results.step_times.describe_floor, ("target", "draft"))
+
+
+def describe_differences(texts: pd.DataFrame) -> str:
+    """Return a note on the texts of a row that differ from its reference's: how many, the first
+    prompt and token, and the largest top-2 gap, unknown if it is not measured yet."""
+    different = texts[texts.is_different]
+    label, row, reference = different[["label", "row", "reference"]].iloc[0]
+    first = "unknown" if different["at"].isna().all() else int(different["at"].min())
+    gap = "unknown" if different.gap.isna().all() else f"at most {different.gap.max():.1e}"
+    n_ties = different.gap.map(is_tie).sum()
+    return (
+        f"{label} differs from {label.replace(row, reference, 1)} on {len(different)} of "
+        f"{len(texts)} texts (first prompt: {different.prompt.min()}, earliest token: {first}, "
+        f"top-2 gap in float32: {gap}, near-ties: {n_ties})."
+    )

@@ -1,0 +1,158 @@
+"""Times of single forward passes by number of rows, their bandwidth floor, and predicted times.
+
+A one-row pass reads every weight once, so bytes / bandwidth is its floor. Speculation pays if a
+pass over a tree takes little longer than a pass over one token. The times of single passes, with
+the rows that the passes of a text had, predict the speed of the text. Its measured speed is lower
+because of the time between the passes.
+
+    times = measure_step_times(target, draft, context=200)
+    times.predict_ms(pair, config, steps)
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from dynatree_lab.cli.models import Pair
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.eagle_head import fc_bytes
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.passes import (
+    ROW_COUNTS,
+    SMALL_PASS,
+    PassConfig,
+    causal_mask,
+    round_up_rows,
+)
+from dynatree_lab.engine.scores import Ranking
+from dynatree_lab.methods.eagle import EagleHead
+
+COPY_BYTES = 2**28  # larger than any cache, so that memory is measured
+BURST = 3  # consecutive runs of a pass before the next pass runs
+# What passes of target and draft rank on CUDA, as those of DynaTree's default settings
+RANKINGS = Ranking(), Ranking(3, are_logprobs=True)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Median milliseconds of single forward passes, and the bytes that a one-row pass reads."""
+
+    context: int  # cached tokens before the rows
+    rows: list[int]  # increasing
+    target_ms: list[float]  # one for each of `rows`
+    draft_ms: list[float]
+    target_bytes: int
+    draft_bytes: int
+    copy_gb_s: float  # gigabytes per second, read and written, of a large copy
+
+    def predict_ms(self, pair: Pair, config: GenerationConfig, steps: Sequence[Step]) -> float:
+        """Return the milliseconds that the passes of a text take after its prefill, without other
+        work. Times between two measured numbers of rows are interpolated."""
+        min_rows = config.make_rule().min_rows
+        drafted = [n for step in steps[1:] for n in step.draft_rows]
+        verified = [len(step.tree) for step in steps[1:]]
+        if config.commit == "rebuild":
+            verified += [len(step.path) for step in steps[1:]]
+        drafted = [padded_rows(pair.draft, n, min_rows) for n in drafted]
+        verified = [padded_rows(pair.target, n, min_rows) for n in verified]
+        draft_ms = numpy.interp(drafted, self.rows, self.draft_ms)
+        return float(draft_ms.sum() + numpy.interp(verified, self.rows, self.target_ms).sum())
+
+    def describe_floor(self, role: str) -> str:
+        """Return a sentence that compares a one-row pass with its bandwidth floor. It is faster
+        where the processor's cache holds the weights. role: target or draft."""
+        n_bytes, (ms, *_) = (getattr(self, f"{role}_{name}") for name in ("bytes", "ms"))
+        floor = n_bytes / self.copy_gb_s / 1e6
+        return (
+            f"A one-row {role} pass at {self.context} cached tokens takes {ms:.2f} ms. Reading its "
+            f"{n_bytes / 1e6:,.1f} MB at the {self.copy_gb_s:.1f} GB/s of a copy takes {floor:.2f}."
+        )
+
+
+def padded_rows(model: FastGPTNeoX, n: int, min_rows: int) -> int:
+    """Return the number of rows that a pass over n rows runs, padding included."""
+    n = max(n, min_rows, model.min_rows)
+    return round_up_rows(n) if model.has_fixed_shapes and n <= ROW_COUNTS[-1] else n
+
+
+def measure_step_times(
+    target: FastGPTNeoX,
+    draft: FastGPTNeoX,
+    context: int,
+    max_rows: int = SMALL_PASS,
+    graphs: bool = True,
+    n_rounds: int = 5,
+) -> StepTimes:
+    """Return the median times of both models' passes with each number of ROW_COUNTS up to max_rows,
+    which is one of them. graphs: use CUDA graphs on CUDA."""
+    rows = [n for n in ROW_COUNTS if n <= max_rows]
+    medians = []
+    for model, ranking in zip((target, draft), RANKINGS, strict=True):
+        config = PassConfig(max_rows, n_scratch=max_rows, ranking=ranking)
+        cache = model.new_cache(context + max_rows, config)
+        cache.advance(context)
+        if graphs:
+            cache.capture(context)
+        medians.append(median_ms([make_forward(model, cache, n) for n in rows], n_rounds))
+        cache.close()
+    n_bytes = [step_bytes(model, context) for model in (target, draft)]
+    return StepTimes(context, rows, *medians, *n_bytes, copy_bandwidth(target.device))
+
+
+def make_forward(model: FastGPTNeoX, cache: FastCache, n: int) -> Callable[[], torch.Tensor]:
+    """Return a function that runs a pass of n rows as the decoding loop does: tokens on the host,
+    and a mask if n > 1."""
+    tokens = torch.arange(n) % model.config.vocab_size
+    mask = causal_mask(n) if n > 1 else None
+    positions = torch.arange(cache.length, cache.length + n)
+
+    @torch.inference_mode()
+    def forward() -> torch.Tensor:
+        if isinstance(model, EagleHead):  # any states will do
+            cache.next_states = model.gpt_neox.embed_in.weight[:n]
+        return model.forward(tokens, positions, cache, mask)
+
+    return forward
+
+
+def median_ms(passes: Sequence[Callable], n_rounds: int) -> list[float]:
+    """Return the median milliseconds of each pass. In each round every pass runs one burst. All
+    passes run once before, to warm up."""
+    for forward in passes:
+        forward()
+    samples: list[list[float]] = [[] for _ in passes]
+    for _ in range(n_rounds):
+        for i, forward in enumerate(passes):
+            for _ in range(BURST):
+                start = time.perf_counter()
+                forward()  # reads a result, so a GPU has finished
+                samples[i].append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(ms) for ms in samples]
+
+
+def step_bytes(model: FastGPTNeoX, context: int) -> int:
+    """Return the bytes that a one-row pass reads: the stored weights without the input embedding,
+    of which it reads one row, and the cache."""
+    weights = model.embed_out.nbytes + sum(layer.nbytes for layer in model.gpt_neox.layers)
+    return weights + fc_bytes(model) + model.bytes_per_token * context
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the gigabytes read and written per second when a tensor larger than any cache is
+    copied."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    ms = []
+    for _ in range(6):
+        start = time.perf_counter()
+        copy.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        ms.append((time.perf_counter() - start) * 1e3)
+    return 2 * COPY_BYTES / statistics.median(ms[1:]) / 1e6  # the first copy touches new memory

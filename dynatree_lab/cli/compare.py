@@ -1,0 +1,126 @@
+"""The comparison of a generation with ar on the same prompt (--compare).
+
+    comparison = compare(request, tally(steps))
+    print(describe_comparison(comparison))
+
+A comparison is a dict, which --json prints:
+
+ar_throughput       tokens per second of ar; None after a single token, which has no rate
+speedup             throughput of the method / throughput of ar; None if one of them has no rate
+exact               whether the ids equal ar's; None for sampled text, where they need not
+first_difference    index of the first different id in token_ids; None if all are equal
+top2_gap            the target's top-2 logit gap at that id, in float32; None if not computed
+is_strict           whether the generation is strict; ar is then strict with as many rows per pass
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from draft_tree import Settings
+from dynatree_lab.cli.metrics import Tally, tally
+from dynatree_lab.cli.models import Pair
+from dynatree_lab.cli.request import Request
+from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.engine.passes import FULL_ATTENTION, PassConfig, Window, round_up_rows
+from dynatree_lab.methods.static import PaddedAutoregressive
+
+TIE = 1e-4  # rounding decides where the top-2 gap in float32 is smaller
+
+Comparison = dict[str, float | bool | int | None]
+
+
+def compare(request: Request, written: Tally) -> Comparison:
+    """Run ar and compare a finished generation with it."""
+    config = request.config
+    if request.stop:  # ar stops there too, but perhaps some tokens earlier
+        request = replace(request, max_new_tokens=len(written.ids))
+    reference = tally(reference_of(request).decode())
+    speed, ar = written.metrics().throughput, reference.metrics().throughput
+    found: Comparison = {
+        "ar_throughput": ar or None,
+        "speedup": speed / ar if speed and ar else None,
+        "exact": None,
+        "first_difference": None,
+        "top2_gap": None,
+        "is_strict": config.strict,
+    }
+    if not config.sampling.is_greedy:
+        return found
+    theirs = reference.ids
+    at = first_difference(written.ids, theirs)
+    found |= {"exact": at is None, "first_difference": at}
+    if at is not None and not config.strict:
+        found["top2_gap"] = top2_gap(request.pair, request.prompt + theirs[:at], config.window)
+    return found
+
+
+def is_wrong(found: Comparison) -> bool:
+    """Whether ids differ for another reason than rounding. Strict generations have no such
+    excuse."""
+    return found["exact"] is False and not is_tie(found["top2_gap"])
+
+
+def describe_comparison(found: Comparison) -> str:
+    """Return the line that --compare prints."""
+    ar = "strict ar" if found["is_strict"] else "ar"
+    speed = "no speed of a single token"
+    if found["speedup"]:
+        speed = f"{found['ar_throughput']:.1f} tokens/s, so {found['speedup']:.2f}x"
+    return f"{ar}: {speed}; the ids {describe_ids(found)}"
+
+
+def describe_ids(found: Comparison) -> str:
+    """Return the part about the ids."""
+    if found["exact"] is None:
+        return "are sampled, not compared"
+    if found["exact"]:
+        return "are equal"
+    gap, ids = found["top2_gap"], f"differ from token {found['first_difference']} on"
+    if found["is_strict"]:
+        return ids
+    if gap is None:
+        return f"{ids} (not enough memory for the float32 model that shows the top-2 gap)"
+    kind = "a tie" if is_tie(gap) else "not a tie"
+    return f"{ids} (top-2 gap {gap:.1e} in float32: {kind})"
+
+
+def reference_of(request: Request) -> Request:
+    """Return the ar request that a request is compared with."""
+    config = request.config
+    ar = strict_reference(config.settings) if config.strict else PaddedAutoregressive()
+    return replace(request, config=replace(config, settings=ar, acceptance=None))
+
+
+def strict_reference(settings: Settings) -> PaddedAutoregressive:
+    """Return the settings of ar with as many rows per pass as a strict generation has."""
+    rule = settings.make_rule()
+    return PaddedAutoregressive(rows=round_up_rows(max(rule.max_verified, rule.min_rows)))
+
+
+def is_tie(gap: float | None) -> bool:
+    """Whether a top-2 gap is so small that rounding decides. None is an unknown gap."""
+    return gap is not None and gap < TIE
+
+
+def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
+    """Return the first index at which two lists differ, or None if they are equal. It is the length
+    of the shorter list if that begins the longer one."""
+    if ours == theirs:
+        return None
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            return i
+    return min(len(ours), len(theirs))
+
+
+def top2_gap(pair: Pair, ids: list[int], window: Window = FULL_ATTENTION) -> float | None:
+    """Return the gap between the target's two largest next-token logits, computed in float32. None
+    if memory does not suffice for the float32 model."""
+    try:
+        target = pair.float32_target
+        config = PassConfig(window=window)
+        with target.new_cache(min(len(ids), window.max_length), config) as cache:
+            best, second = target.prefill(ids, cache)[0].topk(2).values.tolist()
+    except OutOfMemory:
+        return None
+    return best - second

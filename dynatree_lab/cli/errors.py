@@ -1,0 +1,118 @@
+"""Errors of a command line: one line per user mistake, the exit status, and Ctrl-C.
+
+status = run_command_line(execute, parser, arguments)
+"""
+
+import argparse
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from dynatree_lab.engine.checkpoint import CheckpointError, first_line
+from dynatree_lab.engine.memory import OutOfMemory, is_out_of_memory
+from dynatree_lab.engine.ranks import RanksError
+from verify import NonFiniteLogits
+
+VERSION = f"%(prog)s 0.1, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+class UsageError(Exception):
+    """A request that cannot be carried out. The message is one line for the user."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that raises UsageError instead of printing its usage and exiting."""
+
+    less_memory = ""  # options that lower the memory that is needed
+    repeatable: Sequence[str] = ()  # options with a value that may be given several times
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+        self.register("type", None, not_empty)  # for options without a type
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        words = sys.argv[1:] if args is None else args
+        self.require_no_repeats(words)
+        return super().parse_args(words, namespace)
+
+    def require_no_repeats(self, words: Sequence[str]) -> None:
+        """Raise UsageError for two values of an option, of which argparse would use the last."""
+        options = [word.partition("=")[0] for word in words]
+        for option in options:
+            action = self._option_string_actions.get(option)
+            takes_value = action is not None and action.nargs != 0
+            if takes_value and option not in self.repeatable and options.count(option) > 1:
+                self.error(f"{option} is given {options.count(option)} times, it takes one value")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see --help)")
+
+
+def not_empty(word: str) -> str:
+    """Return an option's value. Raises argparse.ArgumentTypeError if it is empty, for example from
+    an unset shell variable."""
+    if not word:
+        raise argparse.ArgumentTypeError("is empty")
+    return word
+
+
+def print_line(line: str) -> None:
+    """Print one line on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def run_command_line(
+    execute: Callable[[argparse.Namespace], int], parser: Parser, arguments: Sequence[str] | None
+) -> int:
+    """Parse and execute a command line, and return its exit status.
+
+    A user mistake prints one line on stderr and gives status 2. Ctrl-C and SIGTERM give 130. A
+    closed stdout gives 1. Any other exception is a mistake in code and is raised.
+    """
+    parser.add_argument("--version", action="version", version=VERSION, help=argparse.SUPPRESS)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print_line(f"note: {message}")
+        try:
+            return execute(parser.parse_args(arguments))
+        except KeyboardInterrupt:
+            return 130  # the shell's status of SIGINT: 128 + 2
+        except BrokenPipeError:  # for example after `| head`
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # for what Python still writes at its end
+            os.dup2(nowhere, sys.stdout.fileno())
+            return 1
+        except Exception as error:
+            line = describe_mistake(error, parser)
+            if line is None:
+                raise
+            print_line(f"error: {line}")
+            return 2
+
+
+def describe_mistake(error: Exception, parser: Parser) -> str | None:
+    """Return one line for a user mistake or for a lack of memory; None for any other exception."""
+    match error:
+        case UsageError() | CheckpointError() | NonFiniteLogits() | RanksError():
+            return str(error)
+    if not is_out_of_memory(error):
+        return None
+    # The message of OutOfMemory says what the memory was for
+    what = "" if isinstance(error, OutOfMemory) else "out of memory: "
+    return f"{what}{first_line(error)}; these lower it: {parser.less_memory}"
+
+
+@contextmanager
+def writing(file: Path | str) -> Iterator[None]:
+    """Raise UsageError if the block fails to write a file."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error

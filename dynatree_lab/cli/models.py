@@ -1,0 +1,289 @@
+"""The pair of target and draft models: device, dtypes, loading.
+
+pair = load_pair()
+"""
+
+import argparse
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from dynatree_lab.cli.errors import UsageError, print_line
+from dynatree_lab.cli.tokens import load_tokenizer, require_same_tokenizer
+from dynatree_lab.engine.checkpoint import (
+    DTYPES,
+    find_checkpoint,
+    is_head,
+    read_config,
+    unused_settings,
+)
+from dynatree_lab.engine.eagle_head import load_head
+from dynatree_lab.engine.model import FastGPTNeoX, is_fast, load_reference
+from dynatree_lab.engine.ranks import world_size
+from dynatree_lab.engine.tensor_parallel import UNSHARDED, Shard, own_shard
+from gpt_neox import GPTNeoX
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+if not TINY.exists():  # the project is installed
+    TINY = Path(__file__).parents[1] / "tiny"
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16_CAPABILITY = (8, 0)  # the first NVIDIA GPUs with bfloat16 arithmetic
+PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return the named device; without a name, cuda if available, else cpu. Raises UsageError."""
+    n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = name or ("cuda" if n_cuda else "cpu")
+    found = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", name)
+    if not found:
+        raise UsageError(f"--device is {name!r}, it must be cpu, cuda or cuda:N")
+    if name == "cpu":
+        return torch.device(name)
+    index = int(found[1] or 0)
+    if index >= n_cuda:
+        has = f"torch finds {n_cuda} CUDA devices" + ", the first is cuda:0" * bool(n_cuda)
+        raise UsageError(f"--device {name}: {has}; use --device cpu")
+    return torch.device("cuda", index)
+
+
+def choose_dtype(
+    name: str | torch.dtype | None, device: torch.device, option: str = "--dtype"
+) -> torch.dtype:
+    """Return the named dtype; without a name, float16 on CUDA and float32 on CPU. Raises
+    UsageError."""
+    if isinstance(name, torch.dtype):
+        name = dtype_name(name)
+    name = name or ("float16" if device.type == "cuda" else "float32")
+    if name not in DTYPES:
+        raise UsageError(f"{option} is {name}, it must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def choose_draft_dtype(
+    name: str | None, target_dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """Return the named dtype; without a name, the target's. On a GPU with bfloat16 it replaces
+    float16, because small Pythia models overflow in float16. Raises UsageError."""
+    if name:
+        return choose_dtype(name, device, "--draft-dtype")
+    if target_dtype == torch.float16 and device.type == "cuda":
+        return torch.bfloat16 if has_instructions(torch.bfloat16, device) else torch.float16
+    return target_dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def has_instructions(dtype: torch.dtype, device: torch.device) -> bool | None:
+    """Whether a device computes in this dtype without emulation; None if Linux does not list the
+    features of the processor."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return dtype != torch.bfloat16 or capability >= BFLOAT16_CAPABILITY
+    names = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16"}}
+    text = CPU_INFO.read_text() if CPU_INFO.exists() else ""
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    if not found:
+        return None
+    return dtype not in names or not names[dtype].isdisjoint(found[1].split())
+
+
+def set_threads(n: int | None, device: torch.device) -> None:
+    """Use n CPU threads. None means torch's default on CPU, and one thread on CUDA, where waking a
+    second thread takes longer than the host's work."""
+    if n is None and device.type == "cuda":
+        n = 1
+    if n is not None:
+        torch.set_num_threads(n)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target model with its tokenizer, and a draft model unless the method needs none."""
+
+    target: GPTNeoX  # fast unless --reference; one shard of it if there are several ranks
+    draft: GPTNeoX | None  # may be an EAGLE head
+    tokenizer: Tokenizer
+    target_folder: Path
+    draft_folder: Path | None
+    load_s: dict[str, float]  # seconds, by "target" and "draft"
+
+    @property
+    def models(self) -> list[GPTNeoX]:
+        return [model for model in (self.target, self.draft) if model]
+
+    @cached_property
+    def float32_target(self) -> FastGPTNeoX:
+        """The fast target in float32, loaded if necessary. Raises OutOfMemory."""
+        if self.target.dtype == torch.float32 and is_fast(self.target):
+            return self.target
+        return load_model(self.target_folder, self.target.device, torch.float32, own_shard())
+
+    def captured(self) -> tuple[int, float]:
+        """Return the number of captured CUDA graphs, and the seconds that capturing took."""
+        fast = [model for model in self.models if is_fast(model)]
+        return sum(model.n_graphs for model in fast), sum(model.capture_s for model in fast)
+
+
+def warn_of_length(pair: Pair, n_tokens: int) -> None:
+    """Warn if a sequence is longer than the target was trained for."""
+    trained = pair.target.config.max_position_embeddings
+    if n_tokens > trained:
+        print_line(f"warning: {n_tokens} tokens in all; the target was trained for {trained}")
+
+
+def warn_of_unused_settings(folder: Path) -> None:
+    """Warn if the target's generation_config.json changes transformers' text."""
+    if names := unused_settings(folder):
+        what = f"generation_config.json sets {', '.join(names)}, which DynaTree does not use"
+        warnings.warn(f"{what}, so transformers' text may differ", stacklevel=3)
+
+
+def overflow_note(draft: GPTNeoX) -> str:
+    """Return the note for a draft model that overflows."""
+    remedy = "another --draft" if draft.dtype == torch.float32 else "--draft-dtype float32"
+    what = f"the draft's logits are not finite in {dtype_name(draft.dtype)}"
+    return f"note: {what}; until they are, it drafts nothing; try {remedy}"
+
+
+def embedded_pair() -> tuple[str, str]:
+    """Return the folders of target and draft, relative to the working folder."""
+    return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
+
+
+def embedded_head() -> str:
+    """Return the folder of the embedded target's EAGLE head, relative to the working folder."""
+    return os.path.relpath(TINY / "eagle")
+
+
+def default_models(device: torch.device) -> tuple[str, str]:
+    """Return names of target and draft: Pythia on CUDA, the embedded pair elsewhere."""
+    return PYTHIA if device.type == "cuda" else embedded_pair()
+
+
+def open_pair(
+    args: argparse.Namespace,
+    is_drafting: bool,
+    announce: Callable[[str], None],
+    is_reference: bool = False,
+) -> tuple[Pair, dict[str, str | int | None]]:
+    """Announce and load the models that the options name. Return them and a report.
+
+    is_reference: load gpt_neox.GPTNeoX instead of fast models.
+    """
+    device = choose_device(args.device)
+    set_threads(args.threads, device)
+    if world_size() > 1 and device.type == "cuda":
+        device = choose_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
+    dtype = choose_dtype(args.dtype, device)
+    draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
+    if is_drafting and args.target and not args.draft:
+        raise UsageError(
+            "--target also needs --draft; without a draft model use --method lookup or recycle"
+        )
+    target, draft = default_models(device)
+    target = args.target or target
+    draft = (args.draft or draft) if is_drafting else None
+    found = {"target": target, "draft": draft, "device": str(device), "dtype": dtype_name(dtype)}
+    found["draft_dtype"] = dtype_name(draft_dtype) if draft else None
+    if world_size() > 1:
+        found["ranks"] = world_size()
+    announce(announcement(found))
+    for each in {dtype, draft_dtype} if draft else {dtype}:
+        if has_instructions(each, device) is False:
+            announce(f"note: {device} has no {dtype_name(each)} instructions, so it is slow")
+    pair = load_pair(target, draft, device, dtype, draft_dtype, announce, is_reference)
+    return pair, found | {"threads": torch.get_num_threads()}
+
+
+def announcement(found: dict[str, str | int | None]) -> str:
+    """Return the line that announces a run. found: the report of open_pair."""
+    models = f"target {found['target']}"
+    precision = found["dtype"]
+    if found["draft"]:
+        models += f", draft {found['draft']}"
+        if found["draft_dtype"] != found["dtype"]:
+            precision += f", draft {found['draft_dtype']}"
+    where = found["device"]
+    if "ranks" in found:
+        where = f"{found['ranks']} ranks on {where}"
+    return f"{models}; {where}, {precision}"
+
+
+def load_pair(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    draft_dtype: torch.dtype | str | None = None,
+    announce: Callable[[str], None] = lambda line: None,
+    is_reference: bool = False,
+) -> Pair:
+    """Find, check and load the models. Each rank loads its shard of the target.
+
+    Args:
+        target: None for the embedded target, and without a draft the embedded pair.
+        draft: None for methods that need none.
+        device, dtype: None for the defaults of choose_device and choose_dtype.
+        draft_dtype: None for the target's.
+        announce: called with a line before a download.
+        is_reference: load gpt_neox.GPTNeoX instead of fast models.
+
+    Warns of settings in the target's generation_config.json that are not used. Raises UsageError
+    for an unknown device or dtype, CheckpointError for invalid checkpoints or different tokenizers,
+    and OutOfMemory.
+    """
+    if target is None:
+        target, draft = TINY / "target", draft or TINY / "draft"
+    device = choose_device(str(device) if device else None)
+    dtype = choose_dtype(dtype, device, "dtype")
+    draft_dtype = choose_dtype(draft_dtype or dtype, device, "draft_dtype")
+    # The draft first, because a misspelt one is noticed before the target, which may be gigabytes
+    draft_folder = find_checkpoint(draft, announce) if draft else None
+    target_folder = find_checkpoint(target, announce)
+    read_config(target_folder)  # refuses an EAGLE head, which has no tokenizer either
+    warn_of_unused_settings(target_folder)
+    tokenizer = load_tokenizer(target_folder)
+    if draft_folder and not is_head(draft_folder):
+        require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
+    start = time.perf_counter()
+    target_model = load_model(target_folder, device, dtype, own_shard(), is_reference)
+    load_s = {"target": time.perf_counter() - start, "draft": 0.0}
+    pair = Pair(target_model, None, tokenizer, target_folder, None, load_s)
+    return with_draft(pair, draft_folder, draft_dtype, is_reference) if draft_folder else pair
+
+
+def with_draft(pair: Pair, folder: Path, dtype: torch.dtype, is_reference: bool = False) -> Pair:
+    """Return the pair with the draft model or EAGLE head of a folder. Raises CheckpointError and
+    OutOfMemory."""
+    start, device = time.perf_counter(), pair.target.device
+    if is_head(folder):
+        draft = load_head(folder, pair.target_folder, device, dtype, is_reference)
+    else:
+        draft = load_model(folder, device, dtype, is_reference=is_reference)
+    load_s = pair.load_s | {"draft": time.perf_counter() - start}
+    return replace(pair, draft=draft, draft_folder=folder, load_s=load_s)
+
+
+def load_model(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    shard: Shard = UNSHARDED,
+    is_reference: bool = False,
+) -> GPTNeoX:
+    """Load this shard of a model. Raises the errors of FastGPTNeoX.from_pretrained."""
+    if is_reference:
+        return load_reference(folder, device, dtype)
+    return FastGPTNeoX.from_pretrained(folder, device, dtype, shard)

@@ -1,0 +1,74 @@
+"""--html and --trace: write the record of a run to one file without dependencies.
+
+    save_trace(trace.as_json(prompt, about), page="run.html", trace=None)
+
+The page is page/template.html with colours, style, scripts and data inserted. Text from a user or a
+model is data: it is in a JSON string without any `<`, and the script shows it as text.
+"""
+
+import json
+from pathlib import Path
+
+from dynatree_lab.cli.errors import print_line, writing
+from dynatree_lab.cli.files import require_writable, write_whole
+from dynatree_lab.methods import METHODS
+
+FOLDER = Path(__file__).parent.parent / "page"
+SCRIPTS = (  # in order: the first two make elements and read the data, the last starts the page
+    "elements.js",
+    "run.js",
+    "tree.js",
+    "rows.js",
+    "overview.js",
+    "words.js",
+    "about.js",
+    "main.js",
+)
+
+
+def require_places(page: str | None, trace: str | None) -> None:
+    """Raise UsageError if the page or the trace could not be written."""
+    for name in (page, trace):
+        if name:
+            with writing(name):
+                require_writable(Path(name))
+
+
+def save_trace(content: dict, page: str | None, trace: str | None) -> None:
+    """Write the page, the trace or both, and print their names. Raises UsageError if a file cannot
+    be written."""
+    for kind, name, form in (("trace", trace, as_data), ("page", page, as_page)):
+        if name:
+            with writing(name):
+                write_whole(Path(name), form(content))
+            print_line(f"{kind} written to {name}")
+
+
+def as_data(content: dict) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def as_page(content: dict) -> str:
+    """Return the HTML page that shows this trace."""
+    parts = {
+        "/* style */": colours(content["settings"]["method"]) + read("style.css"),
+        "/* script */": "\n".join(map(read, SCRIPTS)),
+        "/* data */": as_data(content).replace("<", "\\u003c"),  # no text can end the script
+    }
+    text = read("template.html")
+    for place, part in parts.items():
+        text = text.replace(place, part, 1)
+    return text
+
+
+def colours(method: str) -> str:
+    """Return CSS variables with the colours of the figures: of each part, and of the method."""
+    found = json.loads(read("colours.json"))
+    methods = found["methods"]
+    parts = found["parts"] | {"method": methods[list(METHODS).index(method) % len(methods)]}
+    names = "".join(f"--{name}-colour: {colour}; " for name, colour in parts.items())
+    return f":root {{ {names}}}\n"
+
+
+def read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")

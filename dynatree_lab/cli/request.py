@@ -1,0 +1,155 @@
+"""Requests to continue a prompt, whose text is streamed in whole characters.
+
+pair = load_pair()
+for piece in stream_text(pair, "The ship sailed at dawn", "dynatree tau=0.01"):
+    print(piece, end="", flush=True)
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from dynatree import checked_ids
+from dynatree_lab.cli.models import Pair
+from dynatree_lab.cli.tokens import StopTexts, TextStream, encode_prompt, special_stops
+from dynatree_lab.engine.generate import Step, generate
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.methods.sampler import GREEDY, Sampling
+
+SAMPLING = {f.name: int if f.type is int else float for f in fields(Sampling)}
+SAMPLING.pop("draws_greedy")  # for tests and tables
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation: its prompt, its config, and where it ends."""
+
+    pair: Pair
+    prompt: list[int]  # ids
+    config: GenerationConfig
+    max_new_tokens: int
+    eos_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()  # generation stops before any of these texts
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids of stop texts that are special tokens."""
+        return special_stops(self.stop, self.pair.tokenizer)
+
+    def decode(
+        self,
+        inspect: Callable[[Tensor], None] | None = None,
+        observer: object | None = None,
+    ) -> Iterator[Step]:
+        """Return the steps. inspect, observer: as in engine/generate.py."""
+        return generate(
+            self.pair.target,
+            self.pair.draft,
+            self.prompt,
+            self.config,
+            self.max_new_tokens,
+            eos_ids=(*self.eos_ids, *self.stop_ids),
+            inspect=inspect,
+            observer=observer,
+        )
+
+    def text(
+        self,
+        on_step: Callable[[Step], None] = lambda step: None,
+        inspect: Callable[[Tensor], None] | None = None,
+        observer: object | None = None,
+    ) -> Generator[str, None, str]:
+        """Yield the text in pieces, each as soon as it is final, without EOS and stop text. Return
+        the finish reason: "eos", "stop" or "length".
+
+        on_step: called with each step, before its piece is yielded.
+        """
+        stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
+        for step in self.decode(inspect, observer):
+            on_step(step)
+            new = stream.push([i for i in step.tokens if i not in self.eos_ids])
+            yield stops.push(new)
+            if stops.has_ended:
+                return "stop"
+        yield stops.push(stream.finish())
+        yield stops.held
+        if step.tokens[-1] in self.eos_ids:
+            return "eos"
+        has_stopped = stops.has_ended or step.tokens[-1] in self.stop_ids
+        return "stop" if has_stopped else "length"
+
+
+def stream_text(
+    pair: Pair,
+    prompt: str,
+    config: GenerationConfig | str = "dynatree",
+    max_new_tokens: int = 128,
+    eos_ids: Iterable[int] | None = None,
+    stop: str | Iterable[str] = (),
+    **sampling: float,
+) -> Generator[str, None, str]:
+    """Yield the text that continues a prompt, in pieces of whole characters, each as soon as it is
+    final. Return (the value of `yield from`) the finish reason: "eos", "stop" or "length".
+
+    Args:
+        config: a GenerationConfig, or words for one, such as "dynatree tau=0.02 strict".
+        eos_ids: None for the target's.
+        stop: a text, or several, before which generation stops.
+        sampling: temperature, top_p, seed and draft_temperature, which the words may have instead.
+
+    Raises ValueError for invalid arguments, and the errors of engine/generate.py.
+    """
+    return make_request(pair, prompt, config, max_new_tokens, eos_ids, stop, sampling).text()
+
+
+def make_request(
+    pair: Pair,
+    prompt: str,
+    config: GenerationConfig | str,
+    max_new_tokens: int,
+    eos_ids: Iterable[int] | None,
+    stop: str | Iterable[str],
+    sampling: dict[str, float],
+) -> Request:
+    """Return the request of stream_text's arguments. Raises ValueError."""
+    for name, value, kind in (("pair", pair, Pair), ("prompt", prompt, str)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is {value!r:.80}, it must be a {kind.__name__}")
+    config = with_sampling(config, sampling)
+    ids = encode_prompt(prompt, pair.tokenizer)
+    eos_ids = checked_ids("eos_ids", pair.target.config.eos_ids if eos_ids is None else eos_ids)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    return Request(pair, ids, config, max_new_tokens, eos_ids, stops)
+
+
+def with_sampling(config: GenerationConfig | str, given: dict[str, float]) -> GenerationConfig:
+    """Return a config with these fields of Sampling, which its words may have as well. Raises
+    ValueError for an unknown field, and for one that is given twice."""
+    for name in given.keys() - SAMPLING.keys():
+        raise ValueError(f"{name} is no argument; those of sampling are {', '.join(SAMPLING)}")
+    if not isinstance(config, str):
+        if not isinstance(config, GenerationConfig):
+            raise ValueError(f"config is {config!r:.80}, it must be words or a GenerationConfig")
+        if given and config.sampling != GREEDY:
+            raise ValueError(f"{', '.join(given)}: config.sampling is given as well; use one")
+        return replace(config, sampling=Sampling(**given)) if given else config
+    values, others = dict(given), []
+    for word in config.split():
+        name, _, value = word.partition("=")
+        if name not in SAMPLING:
+            others.append(word)
+        elif name in values:
+            raise ValueError(f"{name} is given twice, in the words and as a keyword or again")
+        else:
+            values[name] = parse_number(name, value)
+    return replace(GenerationConfig.parse(*others), sampling=Sampling(**values))
+
+
+def parse_number(name: str, word: str) -> float:
+    """Return the value of a field of Sampling. Raises ValueError."""
+    try:
+        return SAMPLING[name](word)
+    except ValueError as error:
+        raise ValueError(f"{name}={word}: it must be of type {SAMPLING[name].__name__}") from error

@@ -1,0 +1,90 @@
+"""Terminal output: drawn trees, and the list of methods.
+
+print(draw_tree(step, tokenizer))
+"""
+
+import dataclasses
+import math
+import textwrap
+
+from tokenizers import Tokenizer
+
+from draft_tree import Tree
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.methods.rules import are_retrieved
+
+LEGEND = "every iteration's tree, a line per node: its token, p(path); * accepted, + retrieved"
+ACCEPTED, REJECTED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
+
+
+def draw_tree(step: Step, tokenizer: Tokenizer, is_colored: bool = False) -> str:
+    """Draw an iteration's tree, a line per node: token, p(path), * if accepted, + if retrieved."""
+    tree, path = step.tree, step.path
+    children: list[list[int]] = [[] for _ in tree.parents]
+    for row in range(1, len(tree)):
+        children[tree.parents[row]].append(row)
+    lines: list[str] = []
+
+    def visit(row: int, lead: str, branch: str, below: str) -> None:
+        label = describe_node(tree, row, row in path, tokenizer)
+        if is_colored:
+            label = f"{ACCEPTED if row in path else REJECTED}{label}{PLAIN}"
+        lines.append(lead + branch + label)
+        for child in children[row]:
+            if child == children[row][-1]:
+                visit(child, lead + below, "`-- ", "    ")
+            else:
+                visit(child, lead + below, "|-- ", "|   ")
+
+    visit(0, "", "", "")
+    lines.append(f"bonus: {quoted(tokenizer, step.bonus)}")
+    return "\n".join(lines)
+
+
+def describe_node(tree: Tree, row: int, is_accepted: bool, tokenizer: Tokenizer) -> str:
+    """Return a node's token, p(path) and marks."""
+    label = f"{quoted(tokenizer, tree.tokens[row])} {math.exp(tree.path_logprobs[row]):.2f}"
+    if is_accepted:
+        label += " *"
+    if are_retrieved(tree)[row]:
+        label += " +"
+    return label
+
+
+def quoted(tokenizer: Tokenizer, token: int) -> str:
+    """Return a token as a quoted string on one line."""
+    return repr(tokenizer.decode([token], skip_special_tokens=False))
+
+
+def describe(methods: dict[str, type]) -> str:
+    """Return the methods with their settings, symbols, defaults and ranges, for --list-methods."""
+    lines = ["methods and their settings (--set NAME=VALUE):"]
+    shared: dict[str, list[str]] = {}  # by a setting's line, the methods that share it
+    for name, settings in methods.items():
+        title = (settings.__doc__ or "").splitlines()[0].removeprefix(f"{name}: ")
+        lines.append(textwrap.fill(f"  {name}: {title}", 80, subsequent_indent=" " * 4))
+        own_first = sorted(dataclasses.fields(settings), key=lambda f: f.kw_only)
+        for f in own_first:
+            if f.kw_only and len(methods) > 1:
+                shared.setdefault(describe_setting(f), []).append(name)
+            else:
+                lines.append(describe_setting(f))
+    for names in dict.fromkeys(map(tuple, shared.values())):
+        heading = f"  also for {', '.join(names)}:"
+        lines.append(textwrap.fill(heading, 80, subsequent_indent=" " * 4))
+        lines += [line for line, sharing in shared.items() if tuple(sharing) == names]
+    return "\n".join(lines)
+
+
+def describe_setting(f: dataclasses.Field) -> str:
+    """Return a setting's symbol, default, meaning and range."""
+    default = f.type(f.default)
+    if f.type is bool:
+        default = "on" if default else "off"
+    value = f"{f.name}={default}"
+    line = f"    {value:<13} {f.metadata['meaning']}"
+    if f.type is str:
+        line += f" (e.g. {', '.join(f.metadata['examples'])})"
+    elif f.type is not bool:
+        line += f" ({f.metadata['low']:g} to {f.metadata['high']:g})"
+    return textwrap.fill(line, 80, subsequent_indent=" " * 18)

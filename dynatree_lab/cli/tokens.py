@@ -1,0 +1,122 @@
+"""Tokenizers: loading them, encoding prompts, and decoding text while it is generated.
+
+tokenizer = load_tokenizer(Path("models/tiny/target"))
+ids = encode_prompt("The ship sailed at dawn", tokenizer)
+print(TextStream(tokenizer).push(ids))
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+import dynatree
+from dynatree import ends_bytes, final_text
+from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.engine.checkpoint import CheckpointError, reading
+
+CONTEXT = 4  # earlier ids that the text of an id may depend on, such as the space between words
+LONG = 32  # if nothing is held back, at most so many ids are decoded again with each new one
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder's tokenizer.json. Raises CheckpointError."""
+    with reading(folder / "tokenizer.json"):
+        return dynatree.load_tokenizer(folder)
+
+
+def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise CheckpointError unless both give the same ids. The draft's may lack tokens that were
+    added to the target's after the last id of the draft's."""
+    theirs, added = draft.get_vocab(), target.get_added_tokens_decoder()
+    last = max(theirs.values(), default=-1)
+    ours = {token: i for token, i in target.get_vocab().items() if i <= last or i not in added}
+    differing = ["vocabulary"] if ours != theirs else []
+    if not differing:
+        ours, theirs = json.loads(target.to_str()), json.loads(draft.to_str())
+        if ours["model"].get("merges") != theirs["model"].get("merges"):
+            differing.append("merges")
+        for part in ("normalizer", "pre_tokenizer"):
+            if ours[part] != theirs[part]:
+                differing.append(part)
+    if differing:
+        raise CheckpointError(f"target and draft tokenizers differ: {', '.join(differing)}")
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text that begins a sequence, with the tokens that tokenizer.json's
+    post_processor adds. Raises UsageError for a prompt without tokens of its own."""
+    try:
+        return dynatree.encode_prompt(prompt, tokenizer)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+class TextStream:
+    """Decodes ids step by step. Text that later ids may change is held back until they follow."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.recent: list[int] = []  # the latest ids, enough to decode the next ones in context
+        self.n_shown = 0  # characters of their text that were returned
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Return the text that these ids complete. All pieces and that of `finish` are the text."""
+        self.recent += ids
+        text = final_text(self.recent, self.tokenizer)
+        new, self.n_shown = text[self.n_shown :], len(text)
+        if len(self.recent) > LONG:
+            self.shorten()
+        return new
+
+    def shorten(self) -> None:
+        """Forget all but the latest ids, unless text is held back. Later text does not depend on
+        the forgotten ones, because the character and the run of bytes at the end are complete."""
+        is_complete = len(self.tokenizer.decode(self.recent)) == self.n_shown
+        if is_complete and ends_bytes(self.recent[-1], self.tokenizer):
+            self.recent = self.recent[-CONTEXT:]
+            self.n_shown = len(self.tokenizer.decode(self.recent))
+
+    def finish(self) -> str:
+        """Return the text that was held back and never completed."""
+        rest = self.tokenizer.decode(self.recent)[self.n_shown :]
+        self.recent = []
+        self.n_shown = 0
+        return rest
+
+
+def special_stops(stops: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids of stop texts that are special tokens, because decoded text omits them."""
+    added = tokenizer.get_added_tokens_decoder() if stops else {}
+    return tuple(i for i, token in added.items() if token.special and token.content in stops)
+
+
+class StopTexts:
+    """Cuts a stream of text before the stop text that is completed first."""
+
+    def __init__(self, stops: Sequence[str] = ()):
+        self.stops = stops
+        self.held = ""  # possible beginning of a stop text
+        self.has_ended = False
+
+    def push(self, text: str) -> str:
+        """Add a piece. Return the text that cannot belong to a stop text."""
+        text = self.held + text
+        found = []
+        for stop in self.stops:
+            at = text.find(stop)
+            if at >= 0:
+                found.append((at + len(stop), at))
+        self.has_ended = bool(found)
+        end = min(found)[1] if found else len(text) - self.n_open(text)
+        self.held = "" if found else text[end:]
+        return text[:end]
+
+    def n_open(self, text: str) -> int:
+        """Return how many characters at the end may begin a stop text."""
+        longest = max(map(len, self.stops), default=0)
+        for n in range(min(longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self.stops):
+                return n
+        return 0

@@ -1,0 +1,276 @@
+"""The KV cache of the fast model: its memory, its passes, and statistics of them.
+
+Each generation makes a cache for its own length. CUDA graphs work only on the memory over which
+they were captured. So on CUDA, a closed cache leaves its memory and graphs to the next cache. For
+the same reason, memory is allocated for all positions of the model if there is room. On a CPU,
+closing a cache frees its memory.
+
+    cache = FastCache(model, 500, PassConfig(max_rows=64))
+    ...
+    cache.close()
+
+Shapes: n rows, L layers, H heads, D head size, R rotary dimensions.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dynatree_lab.engine.cuda_graphs import FixedPasses, buffer_rows
+from dynatree_lab.engine.layers import rotate_
+from dynatree_lab.engine.memory import free_memory, memory_for, require_memory
+from dynatree_lab.engine.passes import (
+    SLOT_STEP,
+    SMALL_PASS,
+    PassConfig,
+    Passes,
+    round_up_rows,
+    round_up_slots,
+)
+from dynatree_lab.engine.ranks import gather
+from dynatree_lab.engine.scores import Scores
+from gpt_neox import PREFILL_CHUNK, KVCache
+
+if TYPE_CHECKING:
+    from dynatree_lab.engine.model import FastGPTNeoX
+
+OnPass = Callable[[list[int], Scores], None]  # gets the n tokens of a pass and their scores
+
+
+class FastCache(KVCache):
+    """A cache with the PassConfig of one generation. It keeps the scores of its last pass."""
+
+    def __init__(self, model: "FastGPTNeoX", capacity: int, config: PassConfig):
+        """Raises OutOfMemory."""
+        self.model = model
+        self.config = config._replace(min_rows=config.masks.min_rows(model, config))
+        self.passes = find_reusable(model, capacity, self.config)
+        if self.passes:
+            model.reusable.remove(self.passes)
+            self.passes.is_replaying = False  # until `capture` has been called for this cache
+        else:
+            model.free_reusable()  # all are too small
+            self.passes = allocate_passes(model, capacity, self.config)
+        super().__init__(self.passes.kv, self.passes.rotary, capacity)
+        self.max_length = config.window.max_length
+        self.tokens = torch.empty(0, dtype=torch.int64)  # tokens of the last pass, for `commit`
+        self.scores: Scores | None = None  # of the last pass; on CUDA the next one overwrites them
+        self.on_pass: list[OnPass] = []  # callbacks of report_pass
+        self.ms = 0.0  # milliseconds of passes and commits since pop_pass_stats
+        self.rows: list[int] = []  # row counts of these passes; a prefill counts as one
+
+    def capture(self, shortest: int) -> None:
+        """Capture the small passes over this cache as CUDA graphs, for all lengths from `shortest`
+        on. Other passes are captured when they first run. On a CPU, do nothing. Raises
+        OutOfMemory."""
+        model, began = self.model, time.perf_counter()
+        if not model.has_fixed_shapes:
+            return
+        # Trees seldom fill all of their scratch slots, so not all of them count
+        n_rare = max(self.config.n_scratch - SMALL_PASS, 0)
+        lengths = range(shortest, max(self.capacity - n_rare, shortest) + 1)
+        with memory_for(f"the CUDA graphs of {lengths[-1]} tokens; use --no-graphs"):
+            model.n_graphs += self.passes.capture(model, lengths, self.length, self.config)
+        model.capture_s += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Leave the memory and its graphs to the next cache, on CUDA."""
+        if self.model.has_fixed_shapes and self.passes not in self.model.reusable:
+            self.model.reusable.append(self.passes)
+
+    def __enter__(self) -> "FastCache":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def n_until_drop(self) -> int:
+        """Number of tokens that may be committed before the window drops some, at least 1."""
+        return self.max_length - self.length
+
+    @property
+    def max_commit(self) -> int:
+        """Maximum number of tokens that one iteration may commit, not across a drop."""
+        return min(self.n_until_drop, self.config.masks.max_path)
+
+    def require(self, need: int) -> None:
+        if need > self.capacity:
+            raise IndexError(f"the cache has {self.capacity} slots, {need} are needed")
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        n_last: int | None = None,
+    ) -> Scores:
+        """Run n rows as GPTNeoX.forward does. Return and keep the scores of the last n_last rows,
+        by default of all."""
+        began = time.perf_counter()
+        scores = self.run(tokens, positions, mask, n_last or len(tokens))
+        self.record(began, len(tokens))
+        return scores
+
+    def run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, n_last: int) -> Scores:
+        """Do what `forward` does, without recording the time."""
+        n = len(tokens)
+        self.require(self.length + n)
+        self.tokens = tokens
+        self.model.shard.require_equal(tokens, positions, mask)
+        self.model.before_pass(self, n)
+        rows = tokens, positions, mask, self.length, n_last
+        self.scores = self.passes.forward(self.model, *rows, self.config)
+        return self.scores
+
+    def prefill(self, tokens: list[int]) -> Tensor:
+        """Run and commit the next tokens of the sequence as GPTNeoX.prefill does. A chunk also ends
+        where the window drops tokens. Returns the logits [1, V] after the last token."""
+        n = len(tokens)
+        if self.config.is_draft and n <= min(SMALL_PASS, self.max_commit):
+            positions = torch.arange(self.length, self.length + n)
+            scores = self.forward(torch.tensor(tokens), positions, n_last=1)
+            self.advance(n)
+            return scores.logits
+        began = time.perf_counter()
+        ids, is_finite = torch.tensor(tokens), torch.tensor(True, device=self.kv.device)
+        while len(ids):
+            chunk, ids = ids.tensor_split([min(PREFILL_CHUNK, self.n_until_drop)])
+            x = self.prefill_chunk(chunk)  # [n, hidden]
+            is_finite &= x.isfinite().all()
+        x = x[-1:].masked_fill(~is_finite, torch.nan)
+        self.scores = self.model.score(x, self.config)
+        self.record(began, n)
+        return self.scores.logits
+
+    def prefill_chunk(self, tokens: Tensor) -> Tensor:
+        """Run and commit tokens [n]. Return their last hidden states [n, hidden]."""
+        n = len(tokens)
+        self.require(self.length + n)
+        self.model.shard.require_equal(tokens)
+        self.model.before_pass(self, n)
+        x = self.passes.prefill(self.model, tokens, self.length)
+        if self.config.reports_prompt:
+            self.report_pass(tokens, self.model.score(x, self.config))
+        self.advance(n)
+        return x
+
+    def report_pass(self, tokens: Tensor, scores: Scores) -> None:
+        """Report a pass over tokens [n] to the callbacks."""
+        for on_pass in self.on_pass:
+            on_pass(tokens.tolist(), scores)
+
+    def record(self, began: float, *n_rows: int) -> None:
+        """Add the time since `began` and the row counts of passes to the statistics."""
+        self.ms += (time.perf_counter() - began) * 1e3
+        self.rows.extend(n_rows)
+
+    def pop_pass_stats(self) -> tuple[float, list[int]]:
+        """Return the milliseconds of passes and commits since the last call, and the row count of
+        each pass."""
+        stats = self.ms, self.rows
+        self.ms, self.rows = 0.0, []
+        return stats
+
+    def advance(self, n: int) -> None:
+        """Commit the first n scratch rows."""
+        self.require(self.length + n)
+        self.length += n
+        self.drop_oldest()
+
+    def commit(self, rows: Sequence[int]) -> None:
+        began = time.perf_counter()
+        if self.config.rebuilds_cache:
+            positions = torch.arange(self.length, self.length + len(rows))
+            self.run(self.tokens[list(rows)], positions, None, n_last=1)
+            self.length += len(rows)
+        else:
+            super().commit(rows)
+        self.drop_oldest()
+        self.record(began)
+
+    def drop_oldest(self) -> None:
+        """Drop the oldest tokens after the sinks if the cache is full."""
+        if not self.n_until_drop:
+            self.remove_slots(self.config.window.sinks, self.config.window.slack)
+
+    def remove_slots(self, start: int, n: int) -> None:
+        """Drop slots [start, start + n), and move the tokens after them down by n slots and n
+        positions.
+
+        A key encodes its position as a rotation, so it is rotated back. Each rotation rounds the
+        key once in the model's dtype.
+        """
+        moved = self.kv[:, :, :, start + n : self.length].clone()  # source and destination overlap
+        rotate_(moved[0, ..., : 2 * self.rotary.shape[-1]], self.rotary[n : n + 1].conj())
+        self.length -= n
+        self.kv[:, :, :, start : self.length] = moved
+
+
+def allocate_passes(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> Passes:
+    """Return passes over new memory for `capacity` tokens. Raises OutOfMemory."""
+    n_slots = count_slots(model, choose_capacity(model, capacity, config), config)
+    # Memory that the next cache may reuse must also be usable outside of inference mode
+    is_inference = torch.is_inference_mode_enabled() and not model.has_fixed_shapes
+    with memory_for(f"a cache of {capacity} tokens"), torch.inference_mode(is_inference):
+        kv, rotary = model.new_memory(n_slots)
+        if model.has_fixed_shapes:
+            return FixedPasses(kv, rotary, buffer_rows(config), model.config.vocab_size)
+        return Passes(kv, rotary)
+
+
+def choose_capacity(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> int:
+    """Return the number of tokens to allocate memory for, at least `capacity`.
+
+    On CUDA this is the number of positions that the model was trained for. Otherwise every longer
+    text would need new memory and new graphs, and graphs are not freed. Memory for all positions
+    may take at most half of the free memory, because the draft's cache may need the rest.
+    """
+    if not model.has_fixed_shapes:
+        return capacity
+    max_capacity = max(capacity, model.config.max_position_embeddings)
+    free = min(gather(free_memory(model.device)))
+    return capacity if cache_bytes(model, max_capacity, config) > free / 2 else max_capacity
+
+
+def find_reusable(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> FixedPasses | None:
+    """Return passes that a closed cache has left and that have room for `capacity` tokens and the
+    rows of the config, if there are any."""
+    n_slots, n_rows = count_slots(model, capacity, config), buffer_rows(config)
+    for passes in model.reusable:
+        if passes.kv.shape[3] >= n_slots and len(passes.logits) >= n_rows:
+            return passes
+    return None
+
+
+def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> int:
+    """Return how many slots a cache needs, including those that padding rows write to."""
+    if model.has_fixed_shapes:
+        # Padding to a number of ROW_COUNTS adds fewer than half of its rows, and fewer than 256
+        n_padding = min(buffer_rows(config) // 2, SLOT_STEP)
+        return round_up_slots(capacity + max(round_up_rows(config.min_rows), n_padding))
+    step = config.masks.slot_step
+    return -(-(capacity + max(config.min_rows, model.min_rows) - 1) // step) * step
+
+
+def cache_bytes(model: "FastGPTNeoX", capacity: int, config: PassConfig | None = None) -> int:
+    """Return the size in bytes of a cache for `capacity` tokens."""
+    return model.bytes_per_token * count_slots(model, capacity, config or PassConfig())
+
+
+def require_caches(needs: Sequence[tuple["FastGPTNeoX", int, PassConfig]]) -> None:
+    """Raise OutOfMemory unless caches of these models and capacities fit into memory together.
+
+    On a CPU, the system provides memory only when it is first written. So each cache could be made,
+    although all of them together do not fit.
+    """
+    n_bytes = 0
+    for model, capacity, config in needs:
+        if not find_reusable(model, capacity, config):
+            model.free_reusable()
+            n_bytes += cache_bytes(model, capacity, config)
+    sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
+    require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")

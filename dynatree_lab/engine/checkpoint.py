@@ -1,0 +1,289 @@
+"""A checkpoint's folder: finding or fetching it, and reading its config and its tensors.
+
+Supported are published Pythia checkpoints and newer saves, in one file or in shards, and old files
+with unused buffers. For all others, the error names what is missing, extra or misshapen.
+
+    folder = find_checkpoint("models/tiny/target")
+    config = read_config(folder)
+    tensors = load_tensors(folder, config, torch.device("cpu"), torch.float32)
+
+The hub's own client fetches repositories of the hub into its cache, so HF_HOME, HF_TOKEN,
+HF_ENDPOINT and HF_HUB_OFFLINE work as usual. Only safetensors and JSON files are fetched, one after
+the other. snapshot_download is not used, because Ctrl-C would not end its threads at once.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+import gpt_neox
+from dynatree_lab.engine.tensor_parallel import UNSHARDED, Shard, split_axis
+from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ALIASES = {"lm_head.weight": OUTPUT_HEAD}  # stored names and the published names they stand for
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
+# Settings of generation_config.json that change transformers' text, with their defaults there: in
+# any case, only if do_sample is true, and only if num_beams is above 1
+UNUSED = {"do_sample": False, "num_beams": 1, "guidance_scale": 1, "max_time": None}
+UNUSED |= {"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0}
+UNUSED |= {"encoder_no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0}
+UNUSED |= {"bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": []}
+UNUSED |= {"sequence_bias": [], "stop_strings": [], "forced_eos_token_id": None}
+UNUSED |= {"exponential_decay_length_penalty": None, "watermarking_config": None}
+UNUSED_SAMPLING = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "typical_p": 1}
+UNUSED_SAMPLING |= {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
+UNUSED_BEAMS = {"length_penalty": 1, "early_stopping": False}
+LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
+HEAD_TYPE = "eagle_head"  # model_type of an EAGLE head (engine/eagle_head.py)
+OTHER_HEADS = re.compile("eagle|medusa|hydra|speculator", re.IGNORECASE)  # words in config.json
+OFFLINE = "; without a network: --target models/tiny/target --draft models/tiny/draft"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be found, fetched or used. The message is one line for the user."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def find_checkpoint(
+    name_or_path: str | Path, announce: Callable[[str], None] = lambda line: None
+) -> Path:
+    """Return the folder of a checkpoint, given a folder or a hub repository NAME or NAME@REVISION.
+
+    A repository is downloaded. announce: called with a line about the download before it starts.
+    Raises CheckpointError.
+    """
+    text = str(name_or_path)
+    if os.path.isdir(text):
+        is_head(Path(text))  # refuses other models
+        weight_files(Path(text))
+        return Path(text)
+    name, _, revision = text.partition("@")
+    if not name or name.startswith((".", "/", "~")) or os.path.exists(text):
+        raise CheckpointError(f"{text!r} is neither a folder nor a hub name")
+    with convert_hub_errors(f"{text!r} is not a folder, and", OFFLINE):
+        return fetch(name, revision or None, announce)
+
+
+def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> Path:
+    """Fetch the files of a repository that a run reads, and return their folder in the cache."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    commit = HfApi().resolve_revision(name, revision=revision)
+    get = partial(hf_hub_download, name, revision=commit)
+    folder = Path(get("config.json")).parent
+    with suppress(EntryNotFoundError):  # most repositories have none
+        get(GENERATION_CONFIG)
+    if not is_head(folder):  # which refuses other models before their weights are fetched
+        get("tokenizer.json")
+    try:
+        files = [get(SINGLE, dry_run=True)]
+    except EntryNotFoundError:
+        files = [get(shard, dry_run=True) for shard in shard_names(Path(get(INDEX)))]
+    n_bytes = sum(file.file_size for file in files if file.will_download)
+    if n_bytes:
+        announce(f"fetching {name}: {n_bytes / 1e6:,.1f} MB into {folder.parents[2]}")
+    for file in files:
+        get(file.filename)
+    return folder
+
+
+@contextmanager
+def convert_hub_errors(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise CheckpointError, with the client's message on one line, if the block cannot fetch.
+
+    what, remedy: the start and the end of the line. The client is imported here, because its import
+    takes half a second and only hub names need it.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub.errors import RevisionResolutionError
+
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (HTTPError, OSError, ValueError, RevisionResolutionError) as error:
+        message = " ".join(str(error).split())
+        raise CheckpointError(f"{what} cannot be fetched: {message}{remedy}") from error
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raise CheckpointError, with the file's name, if the block cannot read or use the file."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        line = first_line(error)
+        raise CheckpointError(line if str(file) in line else f"{file}: {line}") from error
+
+
+def read_json(file: Path) -> dict:
+    """Return the object that a JSON file holds. Raises CheckpointError."""
+    with reading(file):
+        return gpt_neox.read_json(file)
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder has an EAGLE head and not a GPT-NeoX. Raises CheckpointError for any other
+    model, and for a head of another format."""
+    raw = read_json(folder / "config.json")
+    kind = raw.get("model_type")
+    if kind == HEAD_TYPE:
+        return True
+    if kind != "gpt_neox" and OTHER_HEADS.search(json.dumps(raw)):
+        why = "only this project's EAGLE heads load"
+        raise CheckpointError(f"{folder} is a head of another format; {why}")
+    with reading(folder):
+        gpt_neox.read_config(folder)
+    return False
+
+
+def read_config(folder: Path) -> Config:
+    """Return the Config of a GPT-NeoX's folder. Raises CheckpointError."""
+    if is_head(folder):
+        raise CheckpointError(f"{folder} is an EAGLE head: use it as --draft")
+    return gpt_neox.read_config(folder)
+
+
+def unused_settings(folder: Path) -> list[str]:
+    """Return the names of the settings in generation_config.json that are not used here, but change
+    transformers' text. Raises CheckpointError."""
+    if not (folder / GENERATION_CONFIG).exists():
+        return []
+    raw = read_json(folder / GENERATION_CONFIG)
+    defaults = dict(UNUSED)
+    if raw.get("do_sample"):
+        defaults |= UNUSED_SAMPLING
+    if raw.get("num_beams") not in (None, 1):
+        defaults |= UNUSED_BEAMS
+    return [name for name, default in defaults.items() if raw.get(name) not in (None, default)]
+
+
+def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a checkpoint must have, by its published name."""
+    with torch.device("meta"):
+        model = GPTNeoX(config)
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+
+def load_tensors(
+    folder: Path,
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    shard: Shard = UNSHARDED,
+) -> "StoredTensors":
+    """Return a shard of a checkpoint's tensors by published name; each lookup reads the file.
+
+    Raises CheckpointError if a tensor is missing, extra or misshapen, or if a file is truncated.
+    """
+    shapes = published_shapes(config)
+    # A tied head may be stored as well
+    allowed = {OUTPUT_HEAD: shapes[EMBEDDING], **shapes}
+    return StoredTensors(find_tensors(folder, shapes, allowed), device, dtype, shard)
+
+
+def find_tensors(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], allowed: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[Path, str]]:
+    """Return the file and the stored name of each tensor of a folder, by published name.
+
+    shapes: of the tensors that must be there; allowed: of all that may be there. Raises
+    CheckpointError.
+    """
+    files = {}
+    for file in weight_files(folder):
+        with reading(file), safe_open(file, "pt") as tensors:
+            for stored_name in tensors.keys():
+                if LEGACY_BUFFERS.search(stored_name):
+                    continue
+                name = ALIASES.get(stored_name, stored_name)
+                shape = tuple(tensors.get_slice(stored_name).get_shape())
+                if name not in allowed:
+                    raise ValueError(f"{file} has the tensor {name}, which GPT-NeoX does not have")
+                if shape != allowed[name]:
+                    raise ValueError(f"{name} is {shape}, by config.json {allowed[name]}")
+                if name in files:
+                    raise ValueError(f"the tensor {name} is stored a second time")
+                files[name] = file, stored_name
+    for name in shapes:
+        if name not in files:
+            raise CheckpointError(f"{folder} has no tensor {name}")
+    return files
+
+
+@dataclass(frozen=True)
+class StoredTensors(Mapping):
+    """The tensors of a shard, on a device and in a dtype.
+
+    Each lookup reads the file, so memory holds only the tensors that the caller keeps.
+    """
+
+    files: dict[str, tuple[Path, str]]  # by published name: the file, and the name in the file
+    device: torch.device
+    dtype: torch.dtype
+    shard: Shard
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises CheckpointError if the tensor cannot be read, holds integers or is not finite."""
+        file, stored_name = self.files[name]
+        # Not kept open, because a file's pages count as memory
+        with reading(file), safe_open(file, "pt") as tensors:
+            tensor = own_part(tensors.get_tensor(stored_name), name, self.shard)
+            if not tensor.is_floating_point():
+                raise ValueError(f"{name} is {tensor.dtype}; only floating types load")
+            # A copy is aligned. A file's memory may not be, and the rounding of products depends
+            # on alignment
+            tensor = tensor.to(self.device, self.dtype, copy=True)
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} is not finite in {self.dtype}")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def own_part(tensor: Tensor, name: str, shard: Shard) -> Tensor:
+    """Return a rank's part of a tensor. Ids after the vocabulary's end get zeros."""
+    axis = split_axis(name)
+    if axis is None:
+        return tensor
+    n = tensor.shape[axis]
+    start, end = shard.bounds(n)
+    n_missing = shard.size(n) - (end - start)
+    part = tensor.narrow(axis, start, end - start)
+    return F.pad(part, (0, 0, 0, n_missing)) if n_missing else part
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return model.safetensors, or the shards that the index lists. Raises CheckpointError."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if (folder / INDEX).exists():
+        return [folder / name for name in shard_names(folder / INDEX)]
+    has = ", ".join(sorted(file.name for file in folder.iterdir()))
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}, but only {has:.200}")
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the names of the files that an index lists. Raises CheckpointError."""
+    return sorted(set(read_json(index)["weight_map"].values()))

@@ -1,0 +1,107 @@
+"""Assembly of a method's parts, in the order in which they must wrap each other.
+
+    parts = compose(target, draft, DySpec().make_rule(), Sampling(0.8))
+
+dynatree.generate runs the parts. From the inside out:
+
+    drafter  gives drawn or top-k candidates; over an EAGLE head (methods/eagle.py), gets the
+             target's hidden states; then calibrated (methods/calibration.py), so that all readers
+             of its candidates get acceptance probabilities
+    rule     the method's own, which may have cost gates; then traced (cli/trace.py), so that the
+             trace gets the same levels as the rule; then given drawn levels (methods/drawn.py)
+    target   shows its hidden states to a drafter that reads them, and its best tokens to a rule
+             that reads those
+    accept   for sampled text; reads the distributions that the drafter drew from
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from draft_tree import Candidates, Rule
+from dynatree import Drafter, ModelDrafter
+from dynatree_lab.engine.run import ModelRun
+from dynatree_lab.methods.acceptances import choose_acceptance
+from dynatree_lab.methods.calibration import CalibratedDrafter
+from dynatree_lab.methods.drawn import DrawnDrafter, DrawnRule
+from dynatree_lab.methods.eagle import EagleDrafter, HiddenDrafter, head_of, require_size
+from dynatree_lab.methods.sampler import GREEDY, DrawingSampler, Sampling
+
+
+class Parts(NamedTuple):
+    """The arguments of dynatree.generate that a method decides."""
+
+    drafter: Drafter | None
+    rule: Rule
+    accept: DrawingSampler | None  # None for greedy text
+
+
+class RankedDrafter(ModelDrafter):
+    """A draft model whose passes rank the candidates at a temperature."""
+
+    def __init__(self, model: ModelRun, temperature: float, has_entropy: bool):
+        super().__init__(model)
+        self.temperature, self.has_entropy = temperature, has_entropy
+
+    def choose(self, logits: Tensor, k: int) -> Candidates:
+        scores, n_ids = self.model.scores, self.vocab_size
+        return scores.top_candidates(k, self.temperature, n_ids, self.has_entropy)
+
+
+def require_hidden(target: ModelRun) -> None:
+    """Raise ValueError for a target whose passes do not give hidden states."""
+    if not all(hasattr(target.model, name) for name in ("hidden", "logits")):
+        name = type(target.model).__name__
+        raise ValueError(f"{name} has no hidden and logits as GPTNeoX has, this drafter needs them")
+
+
+def compose(
+    target: ModelRun,
+    draft: ModelRun | Drafter | None,
+    rule: Rule,
+    sampling: Sampling = GREEDY,
+    acceptance: str | None = None,
+    observer: object | None = None,
+) -> Parts:
+    """Return the parts of a method.
+
+    Args:
+        draft: a model, which may be an EAGLE head; or a Drafter, whose own candidates are used
+            even if text is sampled.
+        rule: a new one, with the attributes of a MethodRule.
+        acceptance: a name of methods.acceptances.ACCEPTANCES; None for the method's default.
+        observer: wraps the rule and gets every trial (cli.trace.Trace).
+
+    Raises ValueError if the method does not support the acceptance, and for a head of a target of
+    another size.
+    """
+    sampler = sampling.sampler(target.device)
+    proposing = calibrated = None  # `proposing` chooses the candidates
+    if rule.max_depth and draft is not None:
+        if isinstance(draft, Drafter):
+            proposing = draft
+        elif rule.draws_candidates and sampling.draws_candidates:
+            proposing = DrawnDrafter(draft, sampler, rule.n_drawn, rule.reads_entropy)
+        else:
+            proposing = RankedDrafter(draft, sampling.top_k_temperature, rule.reads_entropy)
+    drafter = proposing
+    if drafter and not isinstance(drafter, HiddenDrafter) and (head := head_of(draft)):
+        require_size(head, target)
+        drafter = EagleDrafter(drafter, head)
+    if isinstance(drafter, HiddenDrafter):
+        require_hidden(target)
+        target.show_hidden(drafter.observe_hidden)
+    if drafter and rule.is_calibrated:
+        drafter = calibrated = CalibratedDrafter(drafter, isinstance(proposing, DrawnDrafter))
+    if rule.target_top_k:
+        target.show_top_ids(rule.target_top_k, rule.observe_target)
+    if observer:
+        rule, sampler.on_trial = observer.wrap(rule, calibrated), observer.add_trial
+    if isinstance(proposing, DrawnDrafter):
+        rule = DrawnRule(rule, proposing, calibrated)
+    if sampling.is_greedy:
+        if acceptance:
+            raise ValueError(f"{acceptance} is for sampled text, and this is greedy")
+        return Parts(drafter, rule, None)
+    sampler.accept = choose_acceptance(rule, acceptance)
+    return Parts(drafter, rule, sampler)

@@ -1,0 +1,122 @@
+"""The generation config: method, settings, sampling, window and other options in one object.
+
+It can be parsed from words, which bench.py's rows and the command line give:
+
+    GenerationConfig.parse("dynatree", "tau=0.02", "strict", "window=512", "sinks=4")
+    GenerationConfig(DynaTree(tau=0.02), strict=True, window=Window(512, 4))  # the same
+"""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+
+from draft_tree import Settings
+from dynatree_lab.engine.passes import FULL_ATTENTION, Window
+from dynatree_lab.engine.strict import MAX_STRICT_ROWS
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.acceptances import ACCEPTANCES, choose_acceptance
+from dynatree_lab.methods.rules import MethodRule, make_rule
+from dynatree_lab.methods.sampler import GREEDY, Sampling
+from dynatree_lab.methods.settings import read_values
+from gpt_neox import Config
+
+DEFAULT_SINKS = 4  # StreamingLLM's number
+COMMIT_MODES = ("keep", "rebuild")
+# The fields that each word sets, apart from settings of methods and NUMBER_OPTIONS
+FLAGS = {"strict": {"strict": True}} | {name: {"commit": name} for name in COMMIT_MODES}
+FLAGS |= {name: {"acceptance": name} for name in ACCEPTANCES}
+NUMBER_OPTIONS = ("window", "sinks")  # window=512
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """All options of a generation. Raises ValueError for an acceptance that the method refuses, and
+    for strict passes over too many rows."""
+
+    settings: Settings  # the method and its settings
+    _: KW_ONLY
+    sampling: Sampling = GREEDY
+    acceptance: str | None = None  # for sampled text; None: the method's default
+    commit: str = "keep"  # "keep" moves accepted rows in the cache, "rebuild" runs them again (3.5)
+    window: Window = FULL_ATTENTION  # the tokens that the caches keep
+    strict: bool = False  # the target's logits equal ar's bit for bit (engine/strict.py)
+    graphs: bool = True  # on CUDA, capture the passes as graphs
+
+    def __post_init__(self) -> None:
+        if self.commit not in COMMIT_MODES:
+            raise ValueError(
+                f"commit is {self.commit}, it must be one of {', '.join(COMMIT_MODES)}"
+            )
+        self.require_supported(self.make_rule())
+
+    def require_supported(self, rule: MethodRule) -> None:
+        """Raise ValueError if the options do not suit a rule."""
+        if self.acceptance:
+            if rule.max_verified == 1:
+                raise ValueError(f"{self.acceptance} has no effect: the method drafts no tokens")
+            choose_acceptance(rule, self.acceptance)
+        n_rows = max(rule.max_verified, rule.min_rows)
+        if self.strict and n_rows > MAX_STRICT_ROWS:
+            why = f"it must have at most {MAX_STRICT_ROWS}; use a smaller tree"
+            raise ValueError(f"strict: a pass of this method has up to {n_rows} rows, {why}")
+
+    @classmethod
+    def parse(cls, method: str = "", *words: str) -> "GenerationConfig":
+        """Return the config of greedy text with the options that the words name.
+
+        words: NAME=VALUE, strict, rebuild, an acceptance, window=N and sinks=S. Raises ValueError
+        with the invalid word.
+        """
+        if method not in METHODS:
+            raise ValueError(f"method is {method!r}, it must be one of {', '.join(METHODS)}")
+        fields, assignments = {}, []
+        for word in words:
+            found = parse_word(word)
+            if fields.keys() & found.keys():
+                raise ValueError(f"{word} is given twice, it must be given once")
+            fields |= found
+            if not found:
+                assignments.append(word)
+        size, sinks = (fields.pop(name, None) for name in NUMBER_OPTIONS)
+        if size is not None:
+            fields["window"] = Window(size, DEFAULT_SINKS if sinks is None else sinks)
+        elif sinks is not None:
+            raise ValueError(f"sinks={sinks} needs a window=N")
+        kind = METHODS[method]
+        return cls(kind(**read_values(kind, assignments)), **fields)
+
+    def make_rule(self) -> MethodRule:
+        """Return a new rule of the method."""
+        return make_rule(self.settings)
+
+    @property
+    def works_on_reference_model(self) -> bool:
+        """Whether the reference model, gpt_neox.py's own, supports all of these options."""
+        only_fast = {"commit": "keep", "window": FULL_ATTENTION, "strict": False}
+        return replace(self, **only_fast) == self
+
+    def require_fit(self, models: Sequence[Config]) -> None:
+        """Raise ValueError if the window has no room for the method's trees, or more tokens than
+        these models were trained for."""
+        if self.window == FULL_ATTENTION:
+            return
+        n_rows = self.make_rule().max_verified
+        n_positions = min(config.max_position_embeddings for config in models)
+        size, sinks = self.window.size, self.window.sinks
+        max_size = (n_positions - sinks) * 4 // 5  # the cache has sinks + size + size // 4 tokens
+        why = f"the method's tree has {n_rows} rows, the models {n_positions} positions"
+        if max_size < n_rows:
+            raise ValueError(f"sinks={sinks} leaves no window: {why}")
+        if not n_rows <= size <= max_size:
+            raise ValueError(f"window is {size}, it must be from {n_rows} to {max_size} ({why})")
+
+
+def parse_word(word: str) -> dict[str, object]:
+    """Return the fields that a word sets, where window=N and sinks=S set "window" and "sinks". A
+    setting of the method gives an empty dict. Raises ValueError."""
+    name, _, value = word.partition("=")
+    if name not in NUMBER_OPTIONS:
+        return FLAGS.get(word, {})
+    try:
+        return {name: int(value)}
+    except ValueError as error:
+        raise ValueError(f"{word}: {name} must be a whole number") from error

@@ -1,0 +1,134 @@
+"""A model in one generation: it makes the cache, and shows the results of each pass.
+
+The decoding loop calls it as it calls any gpt_neox.Model. It also takes models of gpt_neox.py, so a
+method reads the scores of a pass in one way. A rule or drafter that needs more than the scores of
+the latest pass observes all passes, those over the prompt included.
+
+    target = ModelRun(model, n_tokens=200, n_scratch=64, pass_config=PassConfig(max_rows=64))
+    target.show_top_ids(4, lambda ids, top_ids: print(ids, top_ids))
+
+Shapes: n rows of a pass, V vocabulary, k top ids of each row.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from numpy import ndarray
+from torch import Tensor
+
+from dynatree_lab.engine.cache import OnPass
+from dynatree_lab.engine.passes import PassConfig
+from dynatree_lab.engine.scores import Scores
+from gpt_neox import PREFILL_CHUNK, KVCache, Model
+
+
+class ModelRun:
+    """A gpt_neox.Model that wraps another one for one generation. It makes one cache."""
+
+    def __init__(
+        self, model: Model, n_tokens: int, n_scratch: int, pass_config: PassConfig | None = None
+    ):
+        """
+        Args:
+            n_tokens: number of tokens of the prompt and the new text.
+            n_scratch: rows of the largest tree.
+            pass_config: of a fast model; None for a model of gpt_neox.py.
+        """
+        self.model, self.pass_config = model, pass_config
+        self.config, self.device = model.config, model.device
+        n_kept = pass_config.window.max_length if pass_config else n_tokens
+        self.capacity = min(n_tokens, n_kept) + n_scratch
+        self.cache: KVCache | None = None
+        self.scores: Scores | None = None  # of the latest pass
+        self.on_pass: list[OnPass] = []
+        self.shows_hidden = False
+        self.ms, self.rows = 0.0, []  # of the passes of a model of gpt_neox.py
+
+    def show_top_ids(self, k: int, observe: Callable[[list[int], ndarray], None]) -> None:
+        """Call `observe` after each pass, with its tokens and the best ids [n, k] after each."""
+        self.on_pass.append(lambda ids, scores: observe(ids, scores.top_ids(k)))
+
+    def show_hidden(self, observe: Callable[[Tensor], None]) -> None:
+        """Call `observe` after each pass, with its last hidden states [n, hidden]."""
+        self.shows_hidden = True
+        self.on_pass.append(lambda _, scores: observe(scores.hidden))
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """Return the cache. Its own capacity replaces the argument, which ignores the window."""
+        if self.pass_config is None:
+            self.cache = self.model.new_cache(self.capacity)
+        else:
+            config = self.pass_config._replace(reports_prompt=bool(self.on_pass))
+            self.cache = self.model.new_cache(self.capacity, config)
+            self.cache.on_pass.extend(self.on_pass)
+        return self.cache
+
+    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
+        """Run and commit the next tokens as GPTNeoX.prefill does. Observers get all of them."""
+        if self.pass_config is None and self.on_pass:
+            return self.prefill_by_forward(tokens, cache)
+        began = time.perf_counter()
+        logits = self.model.prefill(tokens, cache)  # a FastCache calls on_pass
+        self.record(began, len(tokens), None, logits)
+        return logits
+
+    def prefill_by_forward(self, tokens: list[int], cache: KVCache) -> Tensor:
+        """Do what `prefill` does, with logits after every token. They are nan if one overflowed."""
+        is_finite = True
+        for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
+            positions = torch.arange(cache.length, cache.length + len(ids))
+            logits = self.forward(ids, positions, cache)
+            is_finite &= bool((logits < torch.inf).all())  # False for nan, too
+            cache.commit(range(len(ids)))
+        logits = logits[-1:] if is_finite else torch.full_like(logits[-1:], torch.nan)
+        self.scores = Scores(None, logits)
+        return logits
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
+    ) -> Tensor:
+        """Run n rows as GPTNeoX.forward does, and show their scores."""
+        began, hidden = time.perf_counter(), None
+        if self.shows_hidden and self.pass_config is None:
+            hidden = self.model.hidden(tokens, positions, cache, mask)
+            logits = self.model.logits(hidden)
+        else:
+            logits = self.model.forward(tokens, positions, cache, mask)
+        self.record(began, len(tokens), hidden, logits)
+        for on_pass in self.on_pass:
+            on_pass(tokens.tolist(), self.scores)
+        return logits
+
+    def record(self, began: float, n_rows: int, hidden: Tensor | None, logits: Tensor) -> None:
+        """Keep the scores of a pass, its time and its number of rows."""
+        if self.pass_config:
+            self.scores = self.cache.scores  # the cache has recorded the rest
+            return
+        self.scores = Scores(hidden, logits)
+        self.ms += (time.perf_counter() - began) * 1e3
+        self.rows.append(n_rows)
+
+    def pop_pass_stats(self) -> tuple[float, list[int]]:
+        """Return the milliseconds of passes since the last call, and the row count of each."""
+        stats = self.ms, self.rows
+        self.ms, self.rows = 0.0, []
+        return self.cache.pop_pass_stats() if self.pass_config else stats
+
+    @property
+    def max_commit(self) -> int:
+        """Maximum number of tokens that one iteration may commit."""
+        return self.cache.max_commit if self.pass_config else sys.maxsize
+
+    def capture(self, shortest: int) -> None:
+        """Capture the passes for all lengths from `shortest` on, on CUDA."""
+        if self.pass_config:
+            self.cache.capture(shortest)
+
+    def __enter__(self) -> "ModelRun":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pass_config and self.cache:
+            self.cache.__exit__(*error)

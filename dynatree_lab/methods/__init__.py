@@ -1,0 +1,43 @@
+"""The registry of methods, which the command lines, the benchmark, tests and tools read.
+
+A method is a frozen dataclass of settings whose `make_rule()` returns a Rule (draft_tree.py). To
+add one, write a file here. Then add a line to drafting.py, or to METHODS below if the method needs
+more than a draft model. --list-methods, graft's bases, the benchmark, the exactness suite and the
+GPU check include it from then on.
+
+static      ar, linear, confident, fixed, specinfer: widths are fixed before decoding
+sequoia     the tree shape that is best for measured acceptance probabilities by rank
+dyspec      the nodes with the highest estimated values, in any shape
+opttree     the likeliest nodes, drafted until a level adds too little
+deagle      beam and deagle: the likeliest nodes of each level, to a fixed depth or by votes
+drafting    the methods that need only a draft model: all above but ar, and dynatree
+ngrams      an index from the last tokens of a context to a value, for lookup and auto
+retrieval   recycle and graft: candidates from a table of successors
+lookup      candidates copied from the text itself
+auto        draft and n-grams, each level and node only while it pays
+drawn       candidates drawn from the draft's distribution
+acceptances  of sampled text with drawn candidates: by token and by traversal
+calibration  acceptance probabilities, learned online: a wrapper of the drafter
+eagle       a trained head over the target's hidden states as the draft (EAGLE)
+rules       base classes of rules, the rule wrapper, trees with retrieved rows
+costs       a linear model of an iteration's time, and whether drafting pays
+cost_gates  gates around a rule: draft and verify only what pays
+shared_settings  calibration and cost gates, as settings of many rules
+settings    settings whose values are words, and the parsing of NAME=VALUE
+"""
+
+from draft_tree import Settings
+from dynatree_lab.methods.auto import Auto
+from dynatree_lab.methods.drafting import DRAFTING
+from dynatree_lab.methods.lookup import Lookup
+from dynatree_lab.methods.retrieval import Graft, Recycle
+from dynatree_lab.methods.static import PaddedAutoregressive
+
+METHODS: dict[str, type[Settings]] = {
+    "ar": PaddedAutoregressive,
+    **DRAFTING,
+    "recycle": Recycle,
+    "lookup": Lookup,
+    "graft": Graft,
+    "auto": Auto,
+}

@@ -1,0 +1,259 @@
+"""auto: no thresholds; measured costs and acceptance rates decide which rows and levels to add.
+
+There are two sources of candidates. One is the draft model. The other is an index of n-grams: for
+each context of one to three tokens, the target's likeliest next tokens when it last ran this
+context. Each level, each node and the draft itself must pay for its time (costs.py). If the n-gram
+nodes together do not pay for verifying a tree, and nothing is drafted, this is ar.
+
+The draft's candidates are the top k, or for sampled text one drawn token. A drawn token is accepted
+with probability min(1, q / p), where p is the draft's probability and q the target's. An undrawn
+token is accepted only if the target draws it.
+
+Acceptance probabilities are learned in each generation: for the draft by calibration.py, for
+n-grams by counting. There are separate counts for each context length and rank, and for rows below
+which the draft has proposed other tokens. Their initial values are too high for sampled text,
+because the target often draws another token than its likeliest.
+
+    python dynatree.py --method auto --prompt "..."
+
+Shapes: N tree rows, n rows of one level, k candidates per row.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy
+from numpy import ndarray
+
+from draft_tree import MAX_LEVELS, MAX_ROWS, Gates, Level, Rule, Tree, setting
+from dynatree_lab.methods.costs import (
+    EXAMPLE_COSTS,
+    INITIAL_LEVEL_GAIN,
+    LEVEL,
+    ROW,
+    TREE,
+    CostTracker,
+    parse_costs,
+)
+from dynatree_lab.methods.ngrams import Context, NGrams
+from dynatree_lab.methods.rules import (
+    DrawnLevel,
+    MethodRule,
+    MixedTree,
+    are_retrieved,
+    select,
+    values_of,
+)
+from dynatree_lab.methods.settings import MethodSettings, text
+
+# Initial acceptance rates of n-gram candidates: by length of the known context, then by rank
+INITIAL_RATES = ((0.45, 0.1, 0.05, 0.03), (0.75, 0.08, 0.03, 0.01), (0.85, 0.06, 0.02, 0.01))
+RUN_BY_DRAFT_FACTOR = 0.4  # for children of rows below which the draft has proposed other tokens
+MAX_CONTEXT = len(INITIAL_RATES)
+N_RANKS = len(INITIAL_RATES[0])
+PRIOR_WEIGHT = 8.0  # trials that an initial rate stands for
+COUNT_DECAY = 0.99  # share of the counts that an iteration keeps; the rest returns to the prior
+MAX_NGRAM_DEPTH = 16  # of n-gram nodes
+
+
+def list_initial_rates() -> list[float]:
+    """Return the initial rate of each bin; those below rows that the draft has run come last."""
+    rates = [rate for ranks in INITIAL_RATES for rate in ranks]
+    return [*rates, *(RUN_BY_DRAFT_FACTOR * rate for rate in rates)]
+
+
+def ngram_bin(n_known: int, is_run_by_draft: bool) -> int:
+    """Return the bin of the best candidate after n_known tokens of context; other ranks follow.
+
+    is_run_by_draft: whether the draft has run the parent, and so has proposed tokens below it.
+    """
+    n_before = n_known - 1 + (MAX_CONTEXT if is_run_by_draft else 0)
+    return N_RANKS * n_before
+
+
+class NGramAcceptance:
+    """Acceptance rates of n-gram candidates by bin; recent iterations count most."""
+
+    def __init__(self, initial_rates: list[float]):
+        self.initial_rates = numpy.array(initial_rates)
+        self.hits = PRIOR_WEIGHT * self.initial_rates
+        self.tries = numpy.full(len(initial_rates), PRIOR_WEIGHT)
+        self.rates = initial_rates  # hits / tries
+
+    def update(self, outcomes: list[tuple[int, bool]]) -> None:
+        """Record one iteration's tried candidates, each as (bin, is_accepted)."""
+        self.hits += (1 - COUNT_DECAY) * (PRIOR_WEIGHT * self.initial_rates - self.hits)
+        self.tries += (1 - COUNT_DECAY) * (PRIOR_WEIGHT - self.tries)
+        for bin, is_accepted in outcomes:
+            self.hits[bin] += is_accepted
+            self.tries[bin] += 1
+        self.rates = (self.hits / self.tries).tolist()
+
+
+@dataclass(frozen=True)
+class Auto(MethodSettings):
+    """auto: draft and n-grams, each level and node only while it pays (this project's own)."""
+
+    N: int = setting(48, 1, MAX_ROWS, "maximum rows per tree, root included")
+    D_max: int = setting(8, 0, MAX_LEVELS, "maximum levels drafted; 0 needs no draft model")
+    costs: str = text(
+        "learned",
+        parse_costs,
+        "learned, or tree:row:drafting:level in ar iterations, for reproducible samples",
+        EXAMPLE_COSTS,
+    )
+
+    def make_rule(self) -> Rule:
+        return AutoRule(self)
+
+
+class AutoRule(MethodRule):
+    """The rule of auto: the n-grams, acceptance rates and costs of one generation."""
+
+    draws_candidates = True
+    is_calibrated = True
+    target_top_k = N_RANKS
+
+    def __init__(self, settings: Auto):
+        s = settings
+        super().__init__(N_RANKS, s.D_max, s.N)
+        self.n_drawn = 1
+        self.settings = settings
+        self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT)  # the target's best next tokens
+        self.ngram_acceptance = NGramAcceptance(list_initial_rates())
+        self.tracker = CostTracker(parse_costs(s.costs))
+        self.recent: Context = ()  # of the last token before the root
+        # All else is about the tree that grows or is verified
+        self.tree: MixedTree | None = None
+        self.bins: list[int] = []  # [N], where a row is counted; -1 for the root and drafted rows
+        self.contexts: list[Context] = []  # [N], each ends with the row's token
+        self.top_ids: list[list[int]] = []  # [N, target_top_k], the target's best tokens after it
+        self.ngram_net_gain = 0.0
+        self.n_levels = 0  # drafted
+
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
+        """Build a tree of n-gram nodes, and return 0 levels unless drafting may gain more."""
+        self.began = time.perf_counter()
+        self.depth_limit = max_depth
+        self.n_levels = 0
+        self.tracker.begin_tree()
+        prices = self.tracker.prices
+        self.set_tree(MixedTree.from_tree(Tree.from_root(root_token)))
+        self.add_ngram_nodes(MAX_NGRAM_DEPTH)
+        expected = sum(map(math.exp, self.tree.path_logprobs))  # the root's term: the bonus token
+        if expected - 1 <= prices[TREE] + prices[ROW] * (len(self.tree) - 1):
+            self.set_tree(MixedTree.from_tree(Tree.from_root(root_token)))
+            expected = 1.0
+        self.ngram_net_gain = self.tracker.net_gain(expected, len(self.tree))
+        should_draft = self.tracker.should_draft(self.ngram_net_gain)
+        return super().begin_tree(root_token, max_depth) if should_draft else 0
+
+    def state(self) -> dict[str, float | str]:
+        """Return the net gain of each source, and the source of this tree."""
+        draft_net_gain = self.tracker.net_gain_of_drafting
+        source = "n-grams"
+        if self.max_depth and self.tracker.is_probe:
+            source = "draft (probe)"
+        elif self.max_depth and draft_net_gain > self.ngram_net_gain:
+            source = "draft and n-grams"
+        elif len(self.tree) == 1:
+            source = "nothing"
+        return {"ngrams": self.ngram_net_gain, "draft": draft_net_gain, "source": source}
+
+    def set_tree(self, tree: MixedTree) -> None:
+        """Make this the current tree. Its rows, if any below the root, are drafted."""
+        self.tree = tree
+        self.bins = [-1]
+        self.contexts = [self.ngrams.extend_context(self.recent, tree.tokens[0])]
+        for row in range(1, len(tree)):
+            self.append_row(row, -1)
+
+    def append_row(self, row: int, bin: int) -> None:
+        """Append the context and the bin of the next row of the tree."""
+        above = self.contexts[self.tree.parents[row]]
+        self.contexts.append(self.ngrams.extend_context(above, self.tree.tokens[row]))
+        self.bins.append(bin)
+
+    def add_ngram_nodes(self, max_depth: int) -> None:
+        """Add the likeliest n-gram candidates, best first, while each pays for its row."""
+        tree = self.tree
+        present = set(zip(tree.parents, tree.tokens, strict=True))
+        heap: list[tuple[float, int, int, int]] = []  # - probability, parent's row, token, bin
+        for row in range(len(tree)):
+            if tree.depths[row] < max_depth:
+                self.push_candidates(heap, row, present)
+        while heap and len(tree) < self.max_rows:
+            negative, parent, token, bin = heappop(heap)
+            row = tree.add_retrieved(token, parent, math.log(-negative))
+            self.append_row(row, bin)
+            if tree.depths[row] < max_depth:
+                self.push_candidates(heap, row, present)
+
+    def push_candidates(self, heap: list, parent: int, present: set[tuple[int, int]]) -> None:
+        """Push a row's n-gram candidates that pay and are not in the tree yet."""
+        price = self.tracker.prices[ROW]
+        parent_prob = math.exp(self.tree.path_logprobs[parent])
+        if parent_prob < price:
+            return
+        n_known, best = self.ngrams.find_longest(self.contexts[parent])
+        first = ngram_bin(n_known, is_run_by_draft=self.tree.draft_slots[parent] >= 0)
+        for bin, token in enumerate(best or (), start=first):
+            prob = parent_prob * self.ngram_acceptance.rates[bin]
+            if prob >= price and (parent, token) not in present:
+                heappush(heap, (-prob, parent, token, bin))
+
+    def add_gates(self, level: Level) -> Gates:
+        """Return c_row, which passes candidates that pay for their rows."""
+        prices = self.tracker.prices
+        pays = level.path_logprobs >= math.log(prices[ROW])
+        if isinstance(level, DrawnLevel):  # the one drawn candidate is added, whatever it is
+            pays = numpy.ones_like(pays)
+        self.n_levels += 1
+        # Either all added rows are expanded, or none
+        added = level.path_logprobs[pays & (values_of(level) > -math.inf)]
+        self.goes_on = bool(INITIAL_LEVEL_GAIN * numpy.exp(added).sum() >= prices[LEVEL])
+        return {"c_row": pays}
+
+    def expand_gates(self, level: Level) -> Gates:
+        """Return c_level, which passes all added rows if together they pay for another level."""
+        return {"c_level": self.goes_on}
+
+    def finish_tree(self, tree: Tree) -> Tree:
+        """Return the drafted tree with n-gram nodes, or the n-gram tree if nothing was drafted."""
+        if len(tree) > 1:
+            tree = MixedTree.from_tree(tree)
+            self.set_tree(tree)
+            self.add_ngram_nodes(min(self.depth_limit, MAX_NGRAM_DEPTH))
+        # The draft may have run the root, even if none of its candidates became a row
+        self.tree.draft_slots[0] = tree.draft_slots[0]
+        rows = [row for row in range(len(self.tree)) if self.tree.depths[row] <= self.depth_limit]
+        rows.sort(key=self.tree.depths.__getitem__)  # stable: drafted rows stay first in a level
+        self.tree = select(self.tree, rows)
+        self.bins = [self.bins[row] for row in rows]
+        self.contexts = [self.contexts[row] for row in rows]
+        return self.tree
+
+    def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
+        """Index the prompt's tokens. Those of a tree wait for `adapt`, which has the path."""
+        self.top_ids = top_ids.tolist()
+        if self.tree is None:
+            for token, best in zip(tokens, self.top_ids, strict=True):
+                self.recent = self.ngrams.extend_context(self.recent, token)
+                self.ngrams.write(self.recent, best)
+
+    def adapt(self, tree: Tree, path: list[int]) -> None:
+        """Index all rows, count the outcomes of the tried n-gram rows, and record the costs."""
+        # Rejected rows are indexed too, because their tokens may be right elsewhere. The path comes
+        # last, so that its entries replace those of the same contexts
+        others = [row for row in range(len(tree)) if row not in path]
+        for row in others + path:
+            self.ngrams.write(self.contexts[row], self.top_ids[row])
+        self.recent = self.contexts[path[-1]]
+        tried = [row for row in range(1, len(tree)) if tree.parents[row] in path]
+        is_retrieved = are_retrieved(tree)
+        retrieved = [row for row in tried if is_retrieved[row]]
+        self.ngram_acceptance.update([(self.bins[row], row in path) for row in retrieved])
+        ms = (time.perf_counter() - self.began) * 1e3
+        self.tracker.record(len(path), len(tree), self.n_levels, ms)

@@ -1,0 +1,142 @@
+"""Cost gates: draft and verify only what is expected to pay for its time (costs.py).
+
+They are added to a rule's own gates:
+
+- c_row: a row is verified if its acceptance probability is at least its price. A drawn row is
+  judged before the draw: by its value, times the share of such values that draws have left so far.
+  The shares are learned separately for the first, second, ... candidate of a row.
+- c_level: another level is drafted if its expected gain is at least the price of a draft pass. This
+  gain is the sum of its parents' acceptance probabilities, times the mean gain per unit of such a
+  sum. For drawn trees the number of levels is fixed in advance, from earlier trees. It must not
+  depend on what is drawn, because some rules keep the best rows of all levels (drawn.py).
+- Nothing is drafted while recent trees were not expected to pay for their time. Decoding is then
+  autoregressive, except for occasional probes.
+
+    CostGates(rule, costs=None)  # learns the costs as it runs
+
+Shapes: n rows of a level, k candidates per row.
+"""
+
+import math
+import time
+from typing import NamedTuple
+
+import numpy
+from numpy import ndarray
+
+from draft_tree import Gates, Level, Rule, Tree, passing
+from dynatree_lab.methods.costs import INITIAL_LEVEL_GAIN, LEVEL, ROW, CostTracker
+from dynatree_lab.methods.rules import DrawnLevel, RuleWrapper, added_mask, are_retrieved, values_of
+
+RATE = 0.1  # weight of the latest tree in a running mean
+PRIOR_TREES = 10  # drafted trees that the initial estimate of drafting stands for
+INITIAL_SHARE = 0.7  # of the first drawn candidate of a row; to the power of the place of others
+MAX_LEVEL_GAIN = 0.98  # below 1, so that the number of levels is limited
+
+
+class LevelStats(NamedTuple):
+    """The expected gain of one level of a tree."""
+
+    values: ndarray  # [k], sums over the added rows, by place among siblings; before the draw
+    accepted: ndarray  # [k], the sums of their acceptance probabilities; after the draw
+    n_added: int
+    expandable: float  # sum of the acceptance probabilities of the rows that the rule would expand
+
+
+class CostGates(RuleWrapper):
+    """A rule with cost gates, which learn from the costs and gains of this generation's trees."""
+
+    def __init__(self, rule: Rule, costs: tuple[float, ...] | None):
+        """costs: as methods.costs.parse_costs returns them; None to learn them."""
+        super().__init__(rule)
+        self.depends_on_probs = True
+        self.given_costs = costs
+        self.tracker = CostTracker(costs, prior_weight=PRIOR_TREES)
+        self.level_gain = INITIAL_LEVEL_GAIN  # mean gain of a level per unit of its parents' sum
+        # [k] by place in draw order: the share of a drawn row's value that its draw leaves
+        self.shares = INITIAL_SHARE ** numpy.arange(1, rule.n_drawn + 1)
+        self.is_drawn = False
+
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
+        """Return 0 levels if drafting does not pay, otherwise as many as the rule wants."""
+        self.began = time.perf_counter()
+        self.tracker.begin_tree()
+        self.row_price = self.tracker.prices[ROW]
+        self.min_log_value = math.log(self.row_price)
+        self.n_drawn_levels = self.plan_drawn_levels()
+        self.levels: list[LevelStats] = []
+        n_levels = super().begin_tree(root_token, max_depth)
+        net_gain_without = self.tracker.net_gain(1.0, n_rows=1)
+        return n_levels if self.tracker.should_draft(net_gain_without) else 0
+
+    def plan_drawn_levels(self) -> int:
+        """Return how many levels of a drawn tree are expected to pay; at least 1."""
+        n_levels, expected = 1, self.level_gain**2
+        while n_levels < self.rule.max_depth and expected >= self.tracker.prices[LEVEL]:
+            n_levels += 1
+            expected *= self.level_gain
+        return n_levels
+
+    def add_gates(self, level: Level) -> Gates:
+        """Return the rule's gates and c_row."""
+        gates = super().add_gates(level)
+        expected = values_of(level)
+        self.is_drawn = isinstance(level, DrawnLevel)
+        if self.is_drawn:
+            expected = expected + numpy.log(self.shares[: expected.shape[1]])
+            # A later share may exceed an earlier one, because each is learned separately. But no
+            # candidate may pass without the earlier ones of its row, because it was drawn from
+            # what they left
+            expected = numpy.minimum.accumulate(expected, axis=1)
+        gates = {**gates, "c_row": expected >= self.min_log_value}
+        self.is_added = added_mask(level, gates)
+        return gates
+
+    def expand_gates(self, level: Level) -> Gates:
+        """Return the rule's gates and c_level."""
+        gates = super().expand_gates(level)
+        is_added, log_values = self.is_added, values_of(level)
+        is_expanded = passing(level, gates) & is_added
+        probs = numpy.exp(log_values + level.logprobs if self.is_drawn else log_values)
+        values = numpy.where(is_added, numpy.exp(log_values), 0).sum(axis=0)
+        accepted = numpy.where(is_added, probs, 0).sum(axis=0)
+        expandable = probs[is_expanded].sum()
+        self.levels.append(LevelStats(values, accepted, int(is_added.sum()), expandable))
+        if self.is_drawn:
+            goes_on = level.row_depth + 1 < self.n_drawn_levels
+        else:
+            goes_on = self.level_gain * expandable >= self.tracker.prices[LEVEL]
+        return {**gates, "c_level": bool(goes_on)}
+
+    def adapt(self, tree: Tree, path: list[int]) -> None:
+        """Update costs, gain per level and shares; only now, because all draws are decided."""
+        ms = (time.perf_counter() - self.began) * 1e3
+        is_drawn = self.is_drawn and tree.draft_slots[0] >= 0
+        self.tracker.record(expected_tokens(tree, is_drawn), len(tree), len(self.levels), ms)
+        parents_sum = 1.0  # the root's acceptance probability
+        for level in self.levels:
+            if parents_sum > 0:
+                gained = max(level.accepted.sum() - self.row_price * level.n_added, 0.0)
+                gain = min(gained / parents_sum, MAX_LEVEL_GAIN)
+                self.level_gain += RATE * (gain - self.level_gain)
+            for place in level.values.nonzero()[0] if is_drawn else ():
+                share = level.accepted[place] / level.values[place]
+                self.shares[place] += RATE * (share - self.shares[place])
+            parents_sum = level.expandable
+        super().adapt(tree, path)
+
+
+def expected_tokens(tree: Tree, is_drawn: bool) -> float:
+    """Return the expected number of tokens from the tree's drafted rows, the bonus included."""
+    none_accepted = [1.0] * len(tree)  # probability that a row's drawn children are all rejected
+    total = 1.0
+    retrieved = are_retrieved(tree)
+    for row in range(1, len(tree)):
+        parent = tree.parents[row]
+        if retrieved[row]:
+            continue
+        total += none_accepted[parent] * math.exp(tree.path_logprobs[row])
+        if is_drawn:
+            logprob = tree.path_logprobs[row] - tree.path_logprobs[parent]
+            none_accepted[parent] *= 1 - math.exp(logprob)
+    return total
