@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Captured, run
+from conftest import TINY, Captured, error_line, run
 from safetensors import SafetensorError
 
-from dynatree_lab.benchmark import enlarged
-from dynatree_lab.benchmark.enlarged import enlarge, enlarged_pair
+from dynatree_lab.benchmark import enlarge as enlarging
+from dynatree_lab.benchmark.enlarge import enlarge, enlarged_pair, main
 from dynatree_lab.cli import folders
 from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.engine.model import FastGPTNeoX
@@ -17,8 +17,8 @@ def test_an_enlarged_pair_computes_the_same_and_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """Check the logits, the files and their modes. A run that was killed has left a folder."""
-    monkeypatch.setattr(enlarged, "SHAPES", {"large": {"target": (640, 7), "draft": (384, 2)}})
-    monkeypatch.setattr(enlarged, "VOCABULARY", 4200)
+    monkeypatch.setattr(enlarging, "SHAPES", {"large": {"target": (640, 7), "draft": (384, 2)}})
+    monkeypatch.setattr(enlarging, "VOCABULARY", 4200)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "large" / "target.unfinished").mkdir(parents=True)
     pair = enlarged_pair("large")
@@ -26,7 +26,7 @@ def test_an_enlarged_pair_computes_the_same_and_is_made_once(
     for role, folder in zip(("target", "draft"), map(Path, pair), strict=True):
         small, large = FastGPTNeoX.from_pretrained(TINY / role), FastGPTNeoX.from_pretrained(folder)
         shape = large.config.hidden_size, large.config.num_hidden_layers
-        assert shape == enlarged.SHAPES["large"][role]
+        assert shape == enlarging.SHAPES["large"][role]
         assert large.config.head_size == small.config.head_size
         expected, logits = run(small, tokens), run(large, tokens)
         assert (logits[:, :4096] - expected).abs().max() < 0.05  # float16's rounding
@@ -56,3 +56,15 @@ def test_nothing_half_made_is_left(
     with pytest.raises(shown):
         enlarge(TINY / "draft", tmp_path / "new", 256, 2, 4100)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_program_takes_any_larger_shape(tmp_path: Path, capsys: Captured) -> None:
+    """Check a model with no more ids, and the line for a shape or a folder that cannot be."""
+    words = [str(TINY / "draft"), str(tmp_path / "large"), "--layers", "2", "--vocab", "4096"]
+    for hidden in ("128", "300"):
+        line = error_line(capsys, main, [*words, "--hidden", hidden])
+        assert "can be enlarged to two or more times hidden size 128" in line
+    assert main([*words, "--hidden", "256"]) == 0
+    small, large = map(FastGPTNeoX.from_pretrained, (TINY / "draft", tmp_path / "large"))
+    assert (run(large, [5, 9]) - run(small, [5, 9])).abs().max() < 0.05  # float16's rounding
+    assert "exists already" in error_line(capsys, main, [*words, "--hidden", "256"])

@@ -4,7 +4,7 @@ cases       tables of this project and of the papers (tables.toml), as rows on a
 plan        options of bench.py, and the cases, models and prompts that they choose
 prompts     prompts from prompts.jsonl, WikiText-2, PG-19 or a file
 pg19        download of PG-19's books
-enlarged    embedded pair at the cost of larger models, made once
+enlarge     embedded pair at the cost of larger models, made once
 machine     description of the machine and the versions
 hf          transformers on the same weights, for comparison rows
 step_times  times of single passes by number of rows, the bandwidth floor, predicted times

@@ -28,7 +28,7 @@ from dynatree_lab.benchmark.cases import (
     choose_parts,
     find_table,
 )
-from dynatree_lab.benchmark.enlarged import SHAPES, enlarged_pair
+from dynatree_lab.benchmark.enlarge import SHAPES, enlarged_pair
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, path_from_root
 from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts

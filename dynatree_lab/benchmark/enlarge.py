@@ -6,17 +6,25 @@ weights as those of a published pair. Every channel and head of the small model 
 and their consumers are divided by r. Added layers write zeros, and added ids have tiny
 probabilities. The logits are the small model's up to rounding.
 
-A pair is in a folder of models/, in the working folder. Git ignores it, and it may be deleted.
+A pair is in a folder of models/, in the working folder. Git ignores it, and it may be deleted. This
+makes another shape:
 
-    target, draft = enlarged_pair("enlarged")
+    python -m dynatree_lab.benchmark.enlarge models/tiny/target large --hidden 640 --layers 12
 """
 
+if __name__ == "__main__":
+    from dynatree_lab.cli.start import run_program
+
+    run_program("dynatree_lab.benchmark.enlarge")  # does not return
+
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dynatree_lab.cli.errors import print_line
+from dynatree_lab.cli.errors import Parser, UsageError, print_line, run_command_line
 from dynatree_lab.cli.folders import write_checkpoint
 from dynatree_lab.cli.models import TINY
 from dynatree_lab.engine.checkpoint import load_tensors, published_shapes, read_config
@@ -44,9 +52,15 @@ def enlarged_pair(name: str) -> list[str]:
 
 
 def enlarge(source: Path, folder: Path, hidden_size: int, n_layers: int, vocab_size: int) -> None:
-    """Write a checkpoint of a larger shape, in float16, that computes what `source` does."""
+    """Write a checkpoint of a larger shape, in float16, that computes what `source` does. Raises
+    UsageError for a shape that is not larger."""
     small = read_config(source)
-    r = hidden_size // small.hidden_size
+    r, rest = divmod(hidden_size, small.hidden_size)
+    if rest or r < 2 or n_layers < small.num_hidden_layers or vocab_size < small.vocab_size:
+        raise UsageError(
+            f"{source} can be enlarged to two or more times hidden size {small.hidden_size}, and "
+            f"to no less than {small.num_hidden_layers} layers and {small.vocab_size} ids"
+        )
     config_json = read_json(source / "config.json") | {
         "hidden_size": hidden_size,
         "num_hidden_layers": n_layers,
@@ -84,24 +98,21 @@ def enlarge_layers(tensors: dict[str, Tensor], name: str, r: int, n_layers: int)
 
 
 def enlarge_end(tensors: dict[str, Tensor], r: int, n_ids: int) -> dict[str, Tensor]:
-    """Return the final norm and the output matrix for n_ids, more than the small model's, in
-    float32."""
+    """Return the final norm and the output matrix for n_ids, in float32."""
     norm = "gpt_neox.final_layer_norm"
     weight, bias = (repeat(tensors[f"{norm}.{part}"], r) for part in ("weight", "bias"))
     head = (tensors.get(OUTPUT_HEAD, tensors[EMBEDDING]) / r).repeat(1, r)  # [V, hidden]
-    # The last channel becomes a constant 1. Only the added ids read it, with weight NEVER. What it
-    # added to the other logits goes to the channel that it is a copy of.
-    original = head.shape[1] // r - 1
-    head[:, original] += head[:, -1]
-    head[:, -1] = 0.0
-    weight[-1], bias[-1] = 0.0, 1.0
-    never = torch.zeros(head.shape[1])
-    never[-1] = NEVER
-    return {
-        f"{norm}.weight": weight,
-        f"{norm}.bias": bias,
-        OUTPUT_HEAD: add_rows(head, n_ids, never),
-    }
+    if n_ids > len(head):
+        # The last channel becomes a constant 1. Only the added ids read it, with weight NEVER. What
+        # it added to the other logits goes to the channel that it is a copy of
+        original = head.shape[1] // r - 1
+        head[:, original] += head[:, -1]
+        head[:, -1] = 0.0
+        weight[-1], bias[-1] = 0.0, 1.0
+        never = torch.zeros(head.shape[1])
+        never[-1] = NEVER
+        head = add_rows(head, n_ids, never)
+    return {f"{norm}.weight": weight, f"{norm}.bias": bias, OUTPUT_HEAD: head}
 
 
 def repeat(small: Tensor, r: int) -> Tensor:
@@ -112,3 +123,23 @@ def repeat(small: Tensor, r: int) -> Tensor:
 
 def add_rows(small: Tensor, n: int, row: Tensor) -> Tensor:
     return torch.cat([small, row.expand(n - len(small), -1)])
+
+
+def execute(args: Namespace) -> int:
+    folder = Path(args.folder)
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; use a new folder")
+    enlarge(Path(args.source), folder, args.hidden, args.layers, args.vocab)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    description = "Write a checkpoint of a larger shape that computes what a small one does."
+    parser = Parser(prog="python -m dynatree_lab.benchmark.enlarge", description=description)
+    parser.add_argument("source", help="folder of the small checkpoint")
+    parser.add_argument("folder", help="new folder of the large checkpoint, in float16")
+    parser.add_argument("--hidden", type=int, required=True, metavar="N", help="hidden size")
+    parser.add_argument("--layers", type=int, required=True, metavar="N", help="layers")
+    ids = f"ids (default {VOCABULARY})"
+    parser.add_argument("--vocab", type=int, default=VOCABULARY, metavar="N", help=ids)
+    return run_command_line(execute, parser, arguments)
