@@ -20,6 +20,7 @@ page       the HTML page, in JavaScript
 
 from importlib import import_module
 
+__version__ = "0.6.0"
 PLACES = {  # of each name, the module that has it
     "load_pair": "cli.models",
     "stream_text": "cli.request",

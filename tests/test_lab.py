@@ -1,6 +1,6 @@
 """Tests of the package from Python: the examples of docs/python.md, and the arguments of a text."""
 
-import json
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,8 +11,10 @@ from conftest import ROOT, Captured
 
 import dynatree_lab as lab
 from draft_tree import DynaTree
+from dynatree_lab.cli.main import main
 from dynatree_lab.cli.models import Pair
 from dynatree_lab.methods.static import Chain
+from gpt_neox import GPTNeoX
 
 PROMPT = "The ship sailed at dawn"
 
@@ -44,9 +46,8 @@ def test_the_examples_run(
     assert PROMPT in text and len(capsys.readouterr().out) > 200
     if page == "docs/python.md":
         assert (tmp_path / "run.html").stat().st_size > 50_000
-        expected = "".join(lab.stream_text(names["pair"], "The ship", "ar", max_new_tokens=64))
         assert len(names["logprobs"]) == 64 and (names["logprobs"] <= 0).all()
-        assert names["result"].text != expected and len(names["result"].ids) == 64
+        assert "I had a good deal to think of it" in names["result"].text
         texts = ["".join(lab.stream_text(names["pair"], PROMPT, "ar", max_new_tokens=64))]
         texts.append(names["pair"].tokenizer.decode(names["ids"]))
         assert texts[0] == texts[1]
@@ -62,25 +63,56 @@ def test_a_result_is_shown_as_its_text(pair: Pair) -> None:
     assert result.finish_reason == "length" and result.metrics.new_tokens == 24
 
 
-def test_a_page_is_that_of_the_command_line(pair: Pair) -> None:
-    """Check that the data have the keys of --trace, and a command that writes the same text."""
-    from dynatree_lab.cli.main import main
+RUNS = [  # words, sampling, other arguments
+    ("dyspec N=12 calibrate=on strict", {"temperature": 0.8, "seed": 3, "top_p": 0.9}, {}),
+    ("dynatree window=64 sinks=2", {"draft_temperature": 2.0}, {"eos_ids": ()}),
+    ("linear token", {"temperature": 0.8, "seed": 3}, {"stop": ["ship", "qq"]}),
+    (lab.GenerationConfig(DynaTree(tau=0.02, prune=True)), {}, {}),
+]
 
-    words = "dyspec N=12 calibrate=on strict"
-    result = lab.write_text(pair, PROMPT, words, max_new_tokens=24, temperature=0.8, seed=3)
-    command = result.data["command"]
-    assert command[0] == "dynatree.py" and {"--seed", "3", "--strict"} <= set(command)
-    assert json.dumps(result.data)
+
+@pytest.mark.parametrize(("words", "sampling", "others"), RUNS)
+def test_a_page_is_that_of_the_command_line(
+    words: str, sampling: dict, others: dict, pair: Pair, tmp_path: Path
+) -> None:
+    """Run the page's command, which must write the same text, trees and keys."""
+    result = lab.write_text(pair, PROMPT, words, max_new_tokens=24, **sampling, **others)
+    lab.save_page(result, tmp_path / "run.html")
     with pytest.MonkeyPatch.context() as patch:
         written: list[dict] = []
         patch.setattr("dynatree_lab.cli.main.save_trace", lambda data, *_: written.append(data))
-        assert main([*command[1:], "--html", "run.html"]) == 0
-    assert written[0].keys() == result.data.keys()
-    assert written[0]["settings"].keys() == result.data["settings"].keys()
-    assert written[0]["token_ids"] == result.ids
-    assert [i["tree"] for i in written[0]["iterations"][1:]] == [
-        i["tree"] for i in result.data["iterations"][1:]
+        assert main([*result.data["command"][1:], "--html", str(tmp_path / "other.html")]) == 0
+    found = written[0]
+    assert found.keys() == result.data.keys()
+    assert found["settings"].keys() >= result.data["settings"].keys() - {"prune"}
+    assert found["token_ids"] == result.ids and found["text"] == result.text
+    assert [i.get("tree") for i in found["iterations"]] == [
+        i.get("tree") for i in result.data["iterations"]
     ]
+
+
+class Only:
+    """A model that has exactly the members of gpt_neox.Model."""
+
+    def __init__(self, model: GPTNeoX):
+        for name in ("config", "device", "new_cache", "prefill", "forward"):
+            setattr(self, name, getattr(model, name))
+
+
+def test_a_run_that_no_command_repeats_has_a_page(pair: Pair, tmp_path: Path) -> None:
+    """Check models of the caller, a method of the caller, a rebuilt cache and other EOS ids."""
+    own = dataclasses.make_dataclass("Own", [], bases=(Chain,), frozen=True)
+    slow = lab.load_pair(is_reference=True)
+    bare = dataclasses.replace(slow, target=Only(slow.target), draft=Only(slow.draft))
+    for given, config, others in [
+        (bare, "dynatree", {}),
+        (pair, lab.GenerationConfig(own()), {}),
+        (pair, "dynatree rebuild", {}),
+        (pair, "dynatree", {"eos_ids": [7]}),
+    ]:
+        result = lab.write_text(given, PROMPT, config, max_new_tokens=9, **others)
+        assert result.data["command"] == [] and result.text
+        lab.save_page(result, tmp_path / "run.html")
 
 
 SAMPLED = lab.GenerationConfig(Chain(), sampling=lab.Sampling(0.8))
@@ -96,6 +128,15 @@ INVALID = [  # arguments besides the pair, the ValueError
     ({"prompt": None}, "prompt is None, it must be a str"),
     ({"eos_ids": 0}, "eos_ids is 0, it must be a sequence of token ids"),
     ({"eos_ids": ["a"]}, r"eos_ids is \['a'\], it must be a sequence"),
+    ({"config": "dynatree window=8"}, "window is 8, it must be from 64 to"),
+    ({"config": "linear", "draft_temperature": 2.0}, "draft_temperature has no effect, because"),
+    ({"seed": 3}, "seed needs a temperature above 0"),
+    ({"config": "dynatree top_p=0.5"}, "top_p needs a temperature above 0"),
+    ({"stop": ""}, "stop is '', it must be a text or several, none of them empty"),
+    ({"stop": [1]}, r"stop is \[1\], it must be a text"),
+    ({"stop": None}, "stop is None, it must be a text"),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"tau": 0.01}, 'tau is no argument; .* words, such as "dynatree tau=0.01 strict"'),
     ({"topp": 0.5}, "topp is no argument; those of sampling are temperature, top_p, seed"),
     ({"temperature": -1}, "temperature is -1"),
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
@@ -110,6 +151,33 @@ def test_mistakes_in_arguments_are_one_error(
     given = {"pair": pair, "prompt": PROMPT} | changes
     with pytest.raises(ValueError, match=message):
         list(lab.stream_text(**given))
+
+
+def test_mistakes_with_models_are_one_error(pair: Pair, tmp_path: Path) -> None:
+    step = lab.write_text(pair, PROMPT, max_new_tokens=9).steps[1]
+    alone = lab.load_pair("models/tiny/target") if Path("models/tiny").exists() else None
+    config, ids = lab.GenerationConfig.parse("dynatree"), [5, 7]
+    calls = [
+        (lambda: lab.load_pair(5), "target is 5, it must be a folder or a hub name"),
+        (lambda: lab.load_pair(device="tpu"), "--device is 'tpu'"),
+        (lambda: lab.write_text(alone, PROMPT), "the pair has no draft: load one, or use ar"),
+        (lambda: lab.save_page("text", "run.html"), "it must be a Result of write_text"),
+        (lambda: lab.draw_tree(step, pair), "draw_tree takes a step of a result"),
+        (lambda: lab.GenerationConfig("dynatree"), "settings is 'dynatree' and window"),
+        (lambda: lab.GenerationConfig.parse(["dynatree"]), "method is .*, it must be one of"),
+        (lambda: next(lab.generate(pair, None, ids, config, 9)), "target is Pair.*must be a model"),
+        (
+            lambda: next(lab.generate(pair.target, None, ids, config, 9, drafter=pair.draft)),
+            "drafter must be a dynatree.Drafter",
+        ),
+        (
+            lambda: next(lab.generate(pair.target, pair.draft, ids, config, 9, accept="token")),
+            "accept is 'token', it must be a function",
+        ),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_words_and_keywords_are_one_sampling(pair: Pair) -> None:

@@ -81,6 +81,11 @@ def assert_in_order(merged: Tree) -> None:
             assert not any(are_retrieved(merged)[i] for i in earlier_siblings)
 
 
+def has_effect(settings: object, switch: str = "", needed: bool = True) -> bool:
+    """Whether a setting that needs this value of a switch has an effect."""
+    return not switch or getattr(settings, switch) == needed
+
+
 @pytest.mark.parametrize("at", ["root", "tail"])
 @pytest.mark.parametrize("name", DRAFTING)
 def test_the_base_keeps_to_its_own_settings(name: str, at: str) -> None:
@@ -91,7 +96,7 @@ def test_the_base_keeps_to_its_own_settings(name: str, at: str) -> None:
         own = random_settings(name, rng)
         drafted = grow(own.make_rule(), ROOT, FakeDraft(5), 127)
         needs = getattr(own, "needs", {})  # without them a setting has no effect and is refused
-        given = [f.name for f in fields(own) if getattr(own, needs.get(f.name, ""), True)]
+        given = [f.name for f in fields(own) if has_effect(own, *needs.get(f.name, ()))]
         base = ":".join([name, *(f"{each}={getattr(own, each)}" for each in given)])
         rule = Graft(base=base, checkpoints="off", N=96, at=at).make_rule()
         graft = rule.rule if isinstance(rule, CostGates) else rule

@@ -100,6 +100,9 @@ def test_texts_are_those_of_the_rows() -> None:
     texts = RowTexts([5, 6], tree)
     expected = [[5, 6, 7], [5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 7, 1, 3], [5, 6, 7, 2, 4]]
     assert list(texts) == expected and len(texts) == 5 and texts[-1] == expected[-1]
+    assert texts[1:3] == expected[1:3]
+    texts.committed.append(9)  # as the text goes on
+    assert texts[0] == expected[0]
     with pytest.raises(IndexError):
         texts[5]
 
@@ -128,6 +131,7 @@ def test_a_row_without_a_possible_token_is_an_error_of_process(kind: type[GPTNeo
         (lambda logits, texts: logits[:, 1:], "process gave torch.float32"),
         (lambda logits, texts: None, "process gave NoneType, it must give logits"),
         (lambda logits, texts: logits * math.nan, "or made one nan or inf"),
+        (lambda logits, texts: logits.double() * 1e300, "or made one nan or inf"),
     ],
 )
 def test_a_wrong_process_is_named(process: Process, message: str) -> None:
@@ -158,7 +162,7 @@ def test_slots_that_contradict_are_refused() -> None:
     wide = MethodRule(4, 4, 300)
     strict = GenerationConfig(DynaTree(), strict=True)
     for options, config, message in [
-        ({"drafter": ModelDrafter(draft)}, GREEDY_CONFIG, "draft must be a model, or None"),
+        ({"drafter": ModelDrafter(draft)}, GREEDY_CONFIG, "drafter must be a dynatree.Drafter"),
         ({"accept": accept_greedy}, GenerationConfig(DynaTree(), sampling=Sampling(1.0)), "greedy"),
         ({"rule": used}, GREEDY_CONFIG, "a Rule that served no other text"),
         ({"rule": DynaTree()}, GREEDY_CONFIG, "a Rule that served no other text"),

@@ -9,6 +9,7 @@ its mean and standard deviation, as in the papers. NAME_speedup is a ratio of me
 authors compute speed-ups. docs/results.md explains the metrics, which are those of cli/metrics.py.
 """
 
+import argparse
 import re
 import statistics
 import textwrap
@@ -196,10 +197,10 @@ for name in WITH_SPEEDUP:
 
 
 def column(name: str) -> str:
-    """Return the name of a column. Raises UsageError if there is no such column."""
+    """Return the name of a column. Raises argparse.ArgumentTypeError if there is none."""
     if name not in COLUMNS | VARIANTS:
         known = f"{', '.join(COLUMNS)}, or NAME_mean or NAME_speedup (see --tables)"
-        raise UsageError(f"column is {name!r}, it must be one of {known}")
+        raise argparse.ArgumentTypeError(f"column is {name!r}, it must be one of {known}")
     return name
 
 

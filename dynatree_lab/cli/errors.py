@@ -15,15 +15,16 @@ from typing import NoReturn
 
 import torch
 
+from dynatree_lab import __version__
 from dynatree_lab.engine.checkpoint import CheckpointError, first_line
 from dynatree_lab.engine.memory import OutOfMemory, is_out_of_memory
 from dynatree_lab.engine.ranks import RanksError
 from verify import NonFiniteLogits
 
-VERSION = f"%(prog)s 0.1, torch {torch.__version__}, Python {platform.python_version()}"
+VERSION = f"%(prog)s {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """A request that cannot be carried out. The message is one line for the user."""
 
 

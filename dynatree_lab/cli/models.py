@@ -107,7 +107,7 @@ def set_threads(n: int | None, device: torch.device) -> None:
         torch.set_num_threads(n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pair:
     """A target model with its tokenizer, and a draft model unless the method needs none."""
 
@@ -117,6 +117,9 @@ class Pair:
     target_folder: Path
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
+
+    def __repr__(self) -> str:  # as a notebook shows it
+        return f"Pair(target {self.target_folder}, draft {self.draft_folder})"
 
     @property
     def models(self) -> list[GPTNeoX]:
@@ -244,6 +247,9 @@ def load_pair(
     for an unknown device or dtype, CheckpointError for invalid checkpoints or different tokenizers,
     and OutOfMemory.
     """
+    for name, model in {"target": target, "draft": draft}.items():
+        if not isinstance(model, str | Path | None):
+            raise UsageError(f"{name} is {model!r:.80}, it must be a folder or a hub name")
     if target is None:
         target, draft = TINY / "target", draft or TINY / "draft"
     device = choose_device(str(device) if device else None)

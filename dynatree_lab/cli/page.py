@@ -65,7 +65,8 @@ def colours(method: str) -> str:
     """Return CSS variables with the colours of the figures: of each part, and of the method."""
     found = json.loads(read("colours.json"))
     methods = found["methods"]
-    parts = found["parts"] | {"method": methods[list(METHODS).index(method) % len(methods)]}
+    place = list(METHODS).index(method) if method in METHODS else len(METHODS)
+    parts = found["parts"] | {"method": methods[place % len(methods)]}
     names = "".join(f"--{name}-colour: {colour}; " for name, colour in parts.items())
     return f":root {{ {names}}}\n"
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynatree import checked_ids
 from dynatree_lab.cli.models import Pair
+from dynatree_lab.cli.options import has_temperature
 from dynatree_lab.cli.tokens import StopTexts, TextStream, encode_prompt, special_stops
 from dynatree_lab.engine.generate import Step, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
@@ -111,16 +112,25 @@ def make_request(
     max_new_tokens: int,
     eos_ids: Iterable[int] | None,
     stop: str | Iterable[str],
-    sampling: dict[str, float],
+    given: dict[str, float],
 ) -> Request:
     """Return the request of stream_text's arguments. Raises ValueError."""
     for name, value, kind in (("pair", pair, Pair), ("prompt", prompt, str)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r:.80}, it must be a {kind.__name__}")
-    config = with_sampling(config, sampling)
+    config = with_sampling(config, given)
+    config.require_fit([each.config for each in pair.models])
+    rule, sampling = config.make_rule(), config.sampling
+    if sampling.draft_temperature and not has_temperature(rule, sampling.draws_candidates):
+        why = "because the trees do not depend on the draft's probabilities"
+        raise ValueError(f"draft_temperature has no effect, {why}")
+    if pair.draft is None and rule.max_depth:
+        raise ValueError("the pair has no draft: load one, or use ar, lookup or recycle")
     ids = encode_prompt(prompt, pair.tokenizer)
     eos_ids = checked_ids("eos_ids", pair.target.config.eos_ids if eos_ids is None else eos_ids)
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = (stop,) if isinstance(stop, str | int | None) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop is {stop!r:.80}, it must be a text or several, none of them empty")
     return Request(pair, ids, config, max_new_tokens, eos_ids, stops)
 
 
@@ -128,13 +138,15 @@ def with_sampling(config: GenerationConfig | str, given: dict[str, float]) -> Ge
     """Return a config with these fields of Sampling, which its words may have as well. Raises
     ValueError for an unknown field, and for one that is given twice."""
     for name in given.keys() - SAMPLING.keys():
-        raise ValueError(f"{name} is no argument; those of sampling are {', '.join(SAMPLING)}")
+        known = f"those of sampling are {', '.join(SAMPLING)}"
+        how = 'settings go into the words, such as "dynatree tau=0.01 strict"'
+        raise ValueError(f"{name} is no argument; {known}; {how}")
     if not isinstance(config, str):
         if not isinstance(config, GenerationConfig):
             raise ValueError(f"config is {config!r:.80}, it must be words or a GenerationConfig")
         if given and config.sampling != GREEDY:
             raise ValueError(f"{', '.join(given)}: config.sampling is given as well; use one")
-        return replace(config, sampling=Sampling(**given)) if given else config
+        return replace(config, sampling=make_sampling(given)) if given else config
     values, others = dict(given), []
     for word in config.split():
         name, _, value = word.partition("=")
@@ -144,7 +156,15 @@ def with_sampling(config: GenerationConfig | str, given: dict[str, float]) -> Ge
             raise ValueError(f"{name} is given twice, in the words and as a keyword or again")
         else:
             values[name] = parse_number(name, value)
-    return replace(GenerationConfig.parse(*others), sampling=Sampling(**values))
+    return replace(GenerationConfig.parse(*others), sampling=make_sampling(values))
+
+
+def make_sampling(values: dict[str, float]) -> Sampling:
+    """Return the Sampling of these fields. Raises ValueError, also for a field without effect."""
+    for name in ("top_p", "seed"):
+        if name in values and not values.get("temperature"):
+            raise ValueError(f"{name} needs a temperature above 0")
+    return Sampling(**values)
 
 
 def parse_number(name: str, word: str) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from draft_tree import Settings
+from dynatree_lab.cli.errors import writing
 from dynatree_lab.cli.files import write_whole
 from dynatree_lab.cli.main import report, request_report, summarise
 from dynatree_lab.cli.metrics import Metrics, Tally
@@ -22,7 +23,9 @@ from dynatree_lab.cli.request import Request, make_request
 from dynatree_lab.cli.trace import Trace, describe_base, meanings
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.methods import METHODS
+from gpt_neox import Model
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,51 +65,77 @@ def write_text(
         tally.add(step)
         steps.append(step)
 
+    about = {"interrupted": False, "settings": settings_report(request)}
+    about |= {"meanings": meanings(settings), "base": describe_base(settings)}
+    about["command"] = command(prompt, request)
     pieces = request.text(on_step, observer=trace)
     while tally.finish_reason is None:
         try:
             tally.pieces.append(next(pieces))
         except StopIteration as end:
             tally.finish_reason = end.value
-    about = report(request, tally, None) | {"interrupted": False}
-    about |= {"settings": settings_report(request), "command": command(prompt, request)}
-    about |= {"meanings": meanings(settings), "base": describe_base(settings)}
-    text, data = "".join(tally.pieces), trace.as_json(request.prompt, about)
+    text = "".join(tally.pieces)
+    data = trace.as_json(request.prompt, report(request, tally, None) | about)
     return Result(text, tally.ids, tally.finish_reason, tally.metrics(), steps, data)
 
 
 def save_page(result: Result, file: str | Path) -> None:
-    """Write the HTML page that shows a run step by step. Raises OSError."""
-    write_whole(Path(file), as_page(result.data))
+    """Write the HTML page that shows a run step by step. Raises ValueError."""
+    if not isinstance(result, Result):
+        raise ValueError(f"result is {result!r:.80}, it must be a Result of write_text")
+    with writing(str(file)):
+        write_whole(Path(file), as_page(result.data))
 
 
 def settings_report(request: Request) -> dict:
     """Return what the page says of a request: its method and models."""
     pair, settings = request.pair, request.config.settings
     models = {"target": str(pair.target_folder), "draft": None, "device": str(pair.target.device)}
-    models |= {"dtype": dtype_name(pair.target.dtype), "draft_dtype": None}
+    models |= {"dtype": dtype_of(pair.target), "draft_dtype": None}
     if pair.draft:
-        models |= {"draft": str(pair.draft_folder), "draft_dtype": dtype_name(pair.draft.dtype)}
+        models |= {"draft": str(pair.draft_folder), "draft_dtype": dtype_of(pair.draft)}
     threads = {"threads": torch.get_num_threads()}
-    method = {"method": method_name(settings)} | asdict(settings)
+    method = {"method": method_name(settings) or type(settings).__name__} | asdict(settings)
     return method | models | threads | request_report(request)
 
 
-def method_name(settings: Settings) -> str:
-    """Return the name of the method that has these settings."""
-    return next((name for name, kind in METHODS.items() if kind is type(settings)), "own")
+def dtype_of(model: Model) -> str | None:
+    """Return the name of a model's dtype; None if it has only the members of the interface."""
+    return dtype_name(model.dtype) if hasattr(model, "dtype") else None
+
+
+def method_name(settings: Settings) -> str | None:
+    """Return the name of the method that has these settings, or the core's; None if none has."""
+    kinds = {name: kind for name, kind in METHODS.items() if issubclass(kind, type(settings))}
+    exact = [name for name, kind in kinds.items() if kind is type(settings)]
+    return next(iter(exact or kinds), None)
 
 
 def command(prompt: str, request: Request) -> list[str]:
-    """Return a command line that writes the text of a request."""
-    settings, sampling = request.config.settings, request.config.sampling
-    words = ["dynatree.py", "--prompt", prompt, "--method", method_name(settings)]
-    words += ["--max-new-tokens", str(request.max_new_tokens)]
-    for f in fields(settings):
-        if (value := getattr(settings, f.name)) != f.default:
+    """Return a command line that writes the text of a request, or an empty list if none does."""
+    pair, config, sampling = request.pair, request.config, request.config.sampling
+    method, eos_ids = method_name(config.settings), tuple(request.eos_ids)
+    is_own_eos = eos_ids not in ((), tuple(pair.target.config.eos_ids))
+    if not method or config.commit != "keep" or is_own_eos or not dtype_of(pair.target):
+        return []
+    options = {"--method": method, "--max-new-tokens": request.max_new_tokens}
+    options |= {"--target": pair.target_folder, "--dtype": dtype_of(pair.target)}
+    options["--device"] = pair.target.device
+    if pair.draft:
+        options |= {"--draft": pair.draft_folder, "--draft-dtype": dtype_of(pair.draft)}
+    if not sampling.is_greedy:
+        options |= {"--temperature": sampling.temperature, "--top-p": sampling.top_p}
+        options |= {"--seed": sampling.seed, "--accept": config.acceptance}
+    options["--draft-temperature"] = sampling.draft_temperature
+    if config.window != FULL_ATTENTION:
+        options |= {"--window": config.window.size, "--sinks": config.window.sinks}
+    words = ["dynatree.py", "--prompt", prompt]
+    for name, value in options.items():
+        words += [] if value is None else [name, str(value)]
+    for f in fields(config.settings):
+        if (value := getattr(config.settings, f.name)) != f.default:
             word = ("off", "on")[value] if f.type is bool else value
             words += ["--set", f"{f.name}={word}"]
-    for name in ("temperature", "top_p", "seed"):
-        if not sampling.is_greedy:
-            words += [f"--{name.replace('_', '-')}", str(getattr(sampling, name))]
-    return words + ["--strict"] * request.config.strict
+    for text in request.stop:
+        words += ["--stop", text]
+    return words + ["--strict"] * config.strict + ["--ignore-eos"] * (not eos_ids)

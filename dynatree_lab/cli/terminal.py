@@ -19,6 +19,8 @@ ACCEPTED, REJECTED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 
 def draw_tree(step: Step, tokenizer: Tokenizer, is_colored: bool = False) -> str:
     """Draw an iteration's tree, a line per node: token, p(path), * if accepted, + if retrieved."""
+    if not hasattr(step, "bonus") or not isinstance(tokenizer, Tokenizer):
+        raise ValueError("draw_tree takes a step of a result, and the pair's tokenizer")
     tree, path = step.tree, step.path
     children: list[list[int]] = [[] for _ in tree.parents]
     for row in range(1, len(tree)):

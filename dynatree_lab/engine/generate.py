@@ -88,7 +88,7 @@ class Recorder(Drafter):
         self.target, self.draft_run, self.process = target, draft, process
         self.text = prompt[:-1]  # the committed ids, without the pending token
         self.draft_ms = 0.0
-        self.has_candidate = True  # whether the last root has a candidate, or the draft overflowed
+        self.of_root: Candidates | None = None  # those below the latest root
 
     def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
         self.drafter.start(prompt, capacity, vocab_size)
@@ -97,7 +97,7 @@ class Recorder(Drafter):
         began = time.perf_counter()
         found = self.drafter.draft(tokens, parents, k)
         if parents is None:
-            self.has_candidate = bool((found.logprobs > -numpy.inf).any())
+            self.of_root = found  # checked by draft_tree.grow
         self.draft_ms += (time.perf_counter() - began) * 1e3
         return found
 
@@ -137,7 +137,7 @@ class Recorder(Drafter):
             self.predictions,
             rows,
             (self.target.cache.length, n_cached),
-            bool(rows) and not self.has_candidate,
+            bool(rows) and not (self.of_root.logprobs > -numpy.inf).any(),
             draft_ms,
             verify_ms,
             ms - draft_ms - verify_ms,
@@ -175,7 +175,7 @@ def generate(
     if not isinstance(config, GenerationConfig):
         why = "it must be a GenerationConfig; use GenerationConfig.parse to make one from words"
         raise ValueError(f"config is {config!r:.80}, {why}")
-    require_one(draft, drafter, accept, config)
+    require_slots(target, draft, drafter, accept, process, config)
     prompt = dynatree.checked_prompt(target.config.vocab_size, prompt, max_new_tokens)
     eos_ids = dynatree.checked_ids("eos_ids", eos_ids)
     rule = choose_rule(rule, config)
@@ -222,15 +222,23 @@ def choose_rule(rule: Rule | None, config: GenerationConfig) -> Rule:
     return rule
 
 
-def require_one(
+def require_slots(
+    target: Model,
     draft: Model | None,
     drafter: Drafter | None,
     accept: Acceptance | None,
+    process: Process | None,
     config: GenerationConfig,
 ) -> None:
-    """Raise ValueError if two arguments say the same thing in two ways."""
-    if isinstance(draft, Drafter) or (draft and drafter):
-        raise ValueError("draft must be a model, or None if drafter is given")
+    """Raise ValueError for an argument of another type, and for two that say one thing."""
+    for name, model in {"target": target, "draft": draft}.items():
+        if not (hasattr(model, "new_cache") or (name == "draft" and model is None)):
+            raise ValueError(f"{name} is {model!r:.80}, it must be a model, such as pair.{name}")
+    if drafter and (draft or not isinstance(drafter, Drafter)):
+        raise ValueError("drafter must be a dynatree.Drafter, and draft is then None")
+    for name, slot in {"accept": accept, "process": process}.items():
+        if slot is not None and not callable(slot):
+            raise ValueError(f"{name} is {slot!r:.80}, it must be a function")
     if accept and not config.sampling.is_greedy:
         raise ValueError("accept replaces sampling, so config.sampling must be greedy")
 

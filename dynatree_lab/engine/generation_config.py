@@ -42,6 +42,11 @@ class GenerationConfig:
     graphs: bool = True  # on CUDA, capture the passes as graphs
 
     def __post_init__(self) -> None:
+        is_settings = hasattr(self.settings, "make_rule") and not isinstance(self.settings, type)
+        if not is_settings or not isinstance(self.window, Window):
+            found = f"settings is {self.settings!r:.80} and window {self.window!r:.80}"
+            what = "they must be a method's settings and a Window"
+            raise ValueError(f"{found}, {what}; GenerationConfig.parse makes a config of words")
         if self.commit not in COMMIT_MODES:
             raise ValueError(
                 f"commit is {self.commit}, it must be one of {', '.join(COMMIT_MODES)}"
@@ -66,7 +71,7 @@ class GenerationConfig:
         words: NAME=VALUE, strict, rebuild, an acceptance, window=N and sinks=S. Raises ValueError
         with the invalid word.
         """
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"method is {method!r}, it must be one of {', '.join(METHODS)}")
         fields, assignments = {}, []
         for word in words:

@@ -28,17 +28,19 @@ class RowTexts(Sequence[list[int]]):
     """The text that ends in each row of a tree. It is built only when it is asked for."""
 
     def __init__(self, committed: list[int], tree: Tree):
-        self.committed, self.tree = committed, tree
+        self.committed, self.n_committed, self.tree = committed, len(committed), tree
 
     def __len__(self) -> int:
         return len(self.tree)
 
-    def __getitem__(self, row: int) -> list[int]:
+    def __getitem__(self, row: int | slice) -> list:
+        if isinstance(row, slice):
+            return [self[i] for i in range(len(self))[row]]
         path, above = [], range(len(self.tree))[row]  # raises IndexError
         while above >= 0:
             path.append(self.tree.tokens[above])
             above = self.tree.parents[above]
-        return self.committed + path[::-1]
+        return self.committed[: self.n_committed] + path[::-1]
 
 
 def processed(
@@ -57,7 +59,8 @@ def processed(
     if not is_tensor or found.shape != logits.shape or not found.is_floating_point():
         given = f"{found.dtype} {list(found.shape)}" if is_tensor else type(found).__name__
         raise ValueError(f"process gave {given}, it must give logits {list(logits.shape)}")
+    found = found.float()
     has_best = found.amax(dim=-1).isfinite().tolist()  # nan if any is nan
     if not has_best[0]:
         raise ValueError("process left no finite logit for the next token, or made one nan or inf")
-    return found.float(), [a and b for a, b in zip(is_finite, has_best, strict=True)]
+    return found, [a and b for a, b in zip(is_finite, has_best, strict=True)]

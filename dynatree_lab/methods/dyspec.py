@@ -41,6 +41,7 @@ class DySpec(SharedSettings):
     t: float = setting(0.05, 0.0, 1.0, "value from which a node is added if exact is off")
     D_max: int = setting(16, 1, MAX_LEVELS, "hard limit of depth")
     exact: bool = setting(True, False, True, "add the N best; off: all of value t or more, up to N")
+    needs = {"t": ("exact", False)}
 
     def make_rule(self) -> Rule:
         return self.configure(DySpecRule(self))

@@ -55,7 +55,7 @@ class Sampling:
             require_positive("draft-temperature", self.draft_temperature)
         require_positive("top-p", self.top_p, 1)
         if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed is {self.seed}, it must be an integer from 0 to 2^63 - 1")
+            raise ValueError(f"seed is {self.seed!r}, it must be an integer from 0 to 2^63 - 1")
         if self.draws_greedy and not self.temperature and self.draft_temperature is None:
             raise ValueError("drawing candidates for greedy text needs a draft-temperature")
 

@@ -19,7 +19,8 @@ BOOL_WORDS = {"true": True, "on": True, "1": True, "false": False, "off": False,
 class MethodSettings(Settings):
     """Settings of which some are words; each of these has a parser."""
 
-    needs: ClassVar[dict[str, str]] = {}  # setting -> the bool without which it has no effect
+    # Setting -> another setting, and the only value of it with which the first has an effect
+    needs: ClassVar[dict[str, tuple[str, bool]]] = {}
 
     def check(self, name: str, value: object, kind: type, metadata: Mapping) -> None:
         if "parse" not in metadata:
@@ -80,7 +81,8 @@ def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
             is_bool = field_type is bool
             expected = "on or off" if is_bool else f"a value of type {field_type.__name__}"
             raise ValueError(f"{assignment}: {name} takes {expected}") from error
-    for name, switch in getattr(kind, "needs", {}).items():
-        if name in values and values.get(switch) is False:
-            raise ValueError(f"{name} has no effect with {switch}=off")
+    for name, (switch, needed) in getattr(kind, "needs", {}).items():
+        if name in values and values.get(switch, getattr(kind, switch)) != needed:
+            word = "off" if needed else "on"
+            raise ValueError(f"{name} has no effect with {switch}={word}")
     return values

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from draft_tree import DynaTree, DynaTreeRule, Gates, Level, Rule, log_threshold, setting
 from dynatree_lab.methods.cost_gates import CostGates
 from dynatree_lab.methods.costs import EXAMPLE_COSTS, parse_costs
-from dynatree_lab.methods.rules import MethodRule, values_of
+from dynatree_lab.methods.rules import MethodRule, values_of, with_attributes
 from dynatree_lab.methods.settings import MethodSettings, text
 
 
@@ -45,6 +45,7 @@ class SharedSettings(MethodSettings):
 
     def configure(self, rule: Rule) -> Rule:
         """Set rule.is_calibrated, and return the rule, with cost gates unless costs is off."""
+        rule = with_attributes(rule)
         rule.is_calibrated = self.calibrate
         return rule if self.costs == "off" else CostGates(rule, parse_costs(self.costs))
 
@@ -78,8 +79,9 @@ class DrawingDynaTreeRule(DynaTreeRule, MethodRule):
 @dataclass(frozen=True)
 class ExtendedDynaTree(SharedSettings, DynaTree):
     __doc__ = DynaTree.__doc__
-    needs = dict.fromkeys(("B_min", "B_max", "tau_h", "tau_l"), "adapt_breadth")
-    needs |= {"rho_stop": "adapt_depth", "rho_deep": "adapt_depth", "tau": "prune", "W": "history"}
+    needs = dict.fromkeys(("B_min", "B_max", "tau_h", "tau_l"), ("adapt_breadth", True))
+    needs |= dict.fromkeys(("rho_stop", "rho_deep"), ("adapt_depth", True))
+    needs |= {"tau": ("prune", True), "W": ("history", True)}
 
     def make_rule(self) -> Rule:
         return self.configure(DrawingDynaTreeRule(self))

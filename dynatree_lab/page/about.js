@@ -59,9 +59,9 @@ function sections() {
     ["Compared with ar", Object.entries(compare ?? {})],
     ["Machine", [...Object.entries(versions), ["graphs", graphs]]],
   ];
+  const command = data.command.map(shellWord).join(" ");
   return [
-    html("h3", {}, "Command"),
-    html("code", { class: "command" }, data.command.map(shellWord).join(" ")),
+    ...(command ? [html("h3", {}, "Command"), html("code", { class: "command" }, command)] : []),
     ...tables.filter(([, found]) => found.length).flatMap(([title, found]) => {
       return [html("h3", {}, title), table(found)];
     }),
