@@ -53,6 +53,13 @@ def test_the_examples_run(
         assert texts[0] == texts[1]
 
 
+def test_a_streamed_target_writes_the_same_text(pair: Pair) -> None:
+    streamed = lab.load_pair(target_memory="30MB")
+    result = lab.write_text(streamed, PROMPT, max_new_tokens=16)
+    assert result.ids == lab.write_text(pair, PROMPT, max_new_tokens=16).ids
+    assert "30.0MB" in result.data["command"]
+
+
 def test_a_result_is_shown_as_its_text(pair: Pair) -> None:
     result = lab.write_text(pair, PROMPT, max_new_tokens=24)
     streamed = "".join(lab.stream_text(pair, PROMPT, max_new_tokens=24))

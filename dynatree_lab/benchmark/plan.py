@@ -76,7 +76,7 @@ def build_parser() -> Parser:
         prog="bench.py",
         description="Compare the speed of methods with ar on the same prompts.",
     )
-    parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, a smaller --target"
+    parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, --target-memory"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help="table, see --tables (default main)")
     add("--tables", action="store_true", help="list tables and columns, and exit")

@@ -63,7 +63,7 @@ def build_parser() -> Parser:
     )
     parser.repeatable = ("--set", "--stop")
     parser.less_memory = "a 16-bit --dtype, a shorter prompt, fewer --max-new-tokens, a --window"
-    parser.less_memory += ", a smaller --target"
+    parser.less_memory += ", --target-memory, a smaller --target"
     add_input_options(parser.add_argument_group("input"))
     add_method_options(parser.add_argument_group("method"))
     add_sampling_options(parser.add_argument_group("sampling"))

@@ -28,6 +28,7 @@ from dynatree_lab.engine.checkpoint import (
 from dynatree_lab.engine.eagle_head import load_head
 from dynatree_lab.engine.model import FastGPTNeoX, is_fast, load_reference
 from dynatree_lab.engine.ranks import world_size
+from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
 from dynatree_lab.engine.tensor_parallel import UNSHARDED, Shard, own_shard
 from gpt_neox import GPTNeoX
 
@@ -36,6 +37,7 @@ if not TINY.exists():  # the project is installed
     TINY = Path(__file__).parents[1] / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_CAPABILITY = (8, 0)  # the first NVIDIA GPUs with bfloat16 arithmetic
+UNITS = {"M": 10**6, "G": 10**9}
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
 
@@ -117,6 +119,7 @@ class Pair:
     target_folder: Path
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
+    target_memory: int | None = None  # bytes; other layers are streamed (engine/streamed.py)
 
     def __repr__(self) -> str:  # as a notebook shows it
         return f"Pair(target {self.target_folder}, draft {self.draft_folder})"
@@ -130,7 +133,8 @@ class Pair:
         """The fast target in float32, loaded if necessary. Raises OutOfMemory."""
         if self.target.dtype == torch.float32 and is_fast(self.target):
             return self.target
-        return load_model(self.target_folder, self.target.device, torch.float32, own_shard())
+        device, memory = self.target.device, self.target_memory
+        return load_target(self.target_folder, device, torch.float32, memory=memory)
 
     def captured(self) -> tuple[int, float]:
         """Return the number of captured CUDA graphs, and the seconds that capturing took."""
@@ -206,7 +210,8 @@ def open_pair(
     for each in {dtype, draft_dtype} if draft else {dtype}:
         if has_instructions(each, device) is False:
             announce(f"note: {device} has no {dtype_name(each)} instructions, so it is slow")
-    pair = load_pair(target, draft, device, dtype, draft_dtype, announce, is_reference)
+    dtypes = dtype, draft_dtype
+    pair = load_pair(target, draft, device, *dtypes, announce, is_reference, args.target_memory)
     return pair, found | {"threads": torch.get_num_threads()}
 
 
@@ -232,6 +237,7 @@ def load_pair(
     draft_dtype: torch.dtype | str | None = None,
     announce: Callable[[str], None] = lambda line: None,
     is_reference: bool = False,
+    target_memory: str | None = None,
 ) -> Pair:
     """Find, check and load the models. Each rank loads its shard of the target.
 
@@ -242,6 +248,8 @@ def load_pair(
         draft_dtype: None for the target's.
         announce: called with a line before a download.
         is_reference: load gpt_neox.GPTNeoX instead of fast models.
+        target_memory: a size such as "2GB". Layers of the target that do not fit into it are read
+            from their files in each pass.
 
     Warns of settings in the target's generation_config.json that are not used. Raises UsageError
     for an unknown device or dtype, CheckpointError for invalid checkpoints or different tokenizers,
@@ -263,10 +271,13 @@ def load_pair(
     tokenizer = load_tokenizer(target_folder)
     if draft_folder and not is_head(draft_folder):
         require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
+    memory = parse_size(target_memory) if target_memory is not None else None
     start = time.perf_counter()
-    target_model = load_model(target_folder, device, dtype, own_shard(), is_reference)
+    target_model = load_target(target_folder, device, dtype, is_reference, memory)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
-    pair = Pair(target_model, None, tokenizer, target_folder, None, load_s)
+    if memory is not None:
+        announce(describe_layers(target_model))
+    pair = Pair(target_model, None, tokenizer, target_folder, None, load_s, memory)
     return with_draft(pair, draft_folder, draft_dtype, is_reference) if draft_folder else pair
 
 
@@ -280,6 +291,41 @@ def with_draft(pair: Pair, folder: Path, dtype: torch.dtype, is_reference: bool 
         draft = load_model(folder, device, dtype, is_reference=is_reference)
     load_s = pair.load_s | {"draft": time.perf_counter() - start}
     return replace(pair, draft=draft, draft_folder=folder, load_s=load_s)
+
+
+def load_target(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_reference: bool = False,
+    memory: int | None = None,
+) -> GPTNeoX:
+    """Load this rank's shard of a target, or stream its layers if `memory`, bytes, is given. Raises
+    the errors of FastGPTNeoX.from_pretrained, and UsageError."""
+    if memory is None:
+        return load_model(folder, device, dtype, own_shard(), is_reference)
+    if is_reference or world_size() > 1 or device.type != "cpu":
+        raise UsageError("--target-memory works on a CPU, without --reference and torchrun")
+    return load_streamed(folder, dtype, memory)
+
+
+def describe_layers(target: StreamedGPTNeoX) -> str:
+    """Return the note on a streamed target."""
+    layers = target.layers
+    if not layers.bytes_per_pass:
+        return "note: all layers of the target fit into --target-memory"
+    kept = f"{layers.n_resident} of the target's {layers.n_layers} layers stay in memory"
+    return f"note: {kept}, and each pass reads {layers.bytes_per_pass / 1e9:.3g} GB"
+
+
+def parse_size(word: str) -> int:
+    """Return the bytes of a size such as 2GB, 1.5 GB or 800MB. Raises UsageError."""
+    found = re.fullmatch(r"([0-9.]+) *([MG])B", str(word).strip(), re.IGNORECASE)
+    try:
+        n_bytes = int(float(found[1]) * UNITS[found[2].upper()])
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--target-memory is {word!r}, it must be like 2GB or 800MB") from error
+    return n_bytes
 
 
 def load_model(

@@ -32,6 +32,8 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
     draft_dtype = "dtype of the draft (default by --dtype and device)"
     add("--draft-dtype", metavar="DTYPE", help=draft_dtype)
     add("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
+    memory = "memory for the target, such as 2GB; other layers are read in each pass"
+    add("--target-memory", metavar="SIZE", help=memory)
     no_graphs = "on cuda, launch each kernel without CUDA graphs"
     add("--no-graphs", action="store_true", help=no_graphs)
 

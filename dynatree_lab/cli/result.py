@@ -123,6 +123,8 @@ def command(prompt: str, request: Request) -> list[str]:
     options["--device"] = pair.target.device
     if pair.draft:
         options |= {"--draft": pair.draft_folder, "--draft-dtype": dtype_of(pair.draft)}
+    if pair.target_memory:
+        options["--target-memory"] = f"{pair.target_memory / 10**6}MB"
     if not sampling.is_greedy:
         options |= {"--temperature": sampling.temperature, "--top-p": sampling.top_p}
         options |= {"--seed": sampling.seed, "--accept": config.acceptance}

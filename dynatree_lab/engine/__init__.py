@@ -1,5 +1,6 @@
 """A faster model and loop than the core's, and a loader of published checkpoints.
 
+streamed      a target whose layers stay in their files
 model         GPTNeoX with fused layers, and with caches that own their passes
 layers        the fused layers
 linear        linear layers over matrices packed for passes of a few rows

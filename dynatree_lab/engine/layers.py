@@ -326,14 +326,19 @@ def overflow_value(dtype: torch.dtype) -> float:
 
 
 def reorder_qkv(qkv: Affine, config: Config) -> Affine:
-    """Return query_key_value with its rows [H * 3 * D] in the order [3, H, D], and the dimensions
-    of each rotary pair adjacent."""
+    """Return query_key_value with its rows in qkv_order."""
+    order = qkv_order(len(qkv.weight), config).to(qkv.weight.device)
+    return Affine(qkv.weight[order], qkv.bias[order])
+
+
+def qkv_order(n_rows: int, config: Config) -> Tensor:
+    """Return the rows [H * 3 * D] of query_key_value in the order [3, H, D], with the dimensions of
+    each rotary pair adjacent."""
     size, n_pairs = config.head_size, config.rotary_dims // 2
-    rows = torch.arange(len(qkv.weight)).view(-1, 3, size).transpose(0, 1).clone()  # [3, H, D]
+    rows = torch.arange(n_rows).view(-1, 3, size).transpose(0, 1).clone()  # [3, H, D]
     pairs = rows[:2, :, : 2 * n_pairs].unflatten(-1, (2, n_pairs)).mT.flatten(-2).clone()
     rows[:2, :, : 2 * n_pairs] = pairs
-    order = rows.flatten().to(qkv.weight.device)
-    return Affine(qkv.weight[order], qkv.bias[order])
+    return rows.flatten()
 
 
 def fold(norm: Affine, linear: Affine) -> Affine:

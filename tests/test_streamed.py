@@ -1,0 +1,279 @@
+"""Tests of a target whose layers stay in their files: it computes what the model in memory does,
+its buffers hold the right layers, and a file that cannot be read ends in one line."""
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    GOLDEN,
+    TINY,
+    Captured,
+    assert_close,
+    error_line,
+    generate,
+    make_tree,
+    prefilled,
+    run,
+    run_tree,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dynatree_lab.cli.main import main
+from dynatree_lab.cli.metrics import token_ids
+from dynatree_lab.engine import streamed
+from dynatree_lab.engine.checkpoint import CheckpointError
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers, load_streamed
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.static import Fixed, PaddedAutoregressive
+
+SMALL = 30_000_000  # bytes for the embedded target: embedding, head and buffers take 22 MB
+TARGET = TINY / "target"
+PROMPT = [510, 1453, 4, 99, 260, 7]
+WORDS = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "30"]
+MEMORY = ["--target-memory", "30MB"]
+
+
+def load(folder: Path = TARGET, budget: int = SMALL, **options: object) -> StreamedGPTNeoX:
+    return load_streamed(folder, options.get("dtype", torch.float32), budget)
+
+
+@pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
+def test_golden_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check shards, tied heads, both kinds of residual and files of every dtype. No layer stays."""
+    monkeypatch.setattr(StreamedLayers, "keep", lambda *_: None)
+    model, data = load(folder), load_file(folder / "golden.safetensors")
+    prompt = data["input_ids"].tolist()
+    assert_close(run(model, prompt), data["logits"])
+    tree = make_tree(data["tree_tokens"].tolist(), data["tree_parents"].tolist())
+    assert_close(run_tree(model, prefilled(model, prompt, 60), tree), data["tree_logits"])
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[StreamedGPTNeoX, FastGPTNeoX, FastGPTNeoX]:
+    """Return the embedded target, streamed and in memory, and the draft."""
+    return load(), *(FastGPTNeoX.from_pretrained(TINY / role) for role in ("target", "draft"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_writes_the_text_of_the_model_in_memory(
+    method: str, models: tuple[FastGPTNeoX, ...]
+) -> None:
+    target, in_memory, draft = models
+    texts = [
+        token_ids(generate(each, draft, PROMPT, METHODS[method](), 24))
+        for each in (target, in_memory)
+    ]
+    assert texts[0] == texts[1] and target.layers.n_resident == 0
+
+
+@pytest.mark.parametrize("options", [{"strict": True}, {"commit": "rebuild"}])
+def test_options_of_the_engine_work(options: dict, models: tuple[FastGPTNeoX, ...]) -> None:
+    """Compare with ar under the same options; strict logits are compared bit for bit."""
+    target, _, draft = models
+    logits: list[list[Tensor]] = [[], []]
+    settings = Fixed(D=3, B=2, tau=0.0), PaddedAutoregressive(rows=16)
+    texts = [
+        token_ids(generate(target, draft, PROMPT, each, 24, inspect=found.append, **options))
+        for each, found in zip(settings, logits, strict=True)
+    ]
+    assert texts[0] == texts[1]
+    if "strict" in options:
+        assert torch.equal(*(torch.cat(found) for found in logits))
+
+
+def test_the_budget_decides_which_layers_stay() -> None:
+    """Check that all layers stay if the buffers would take as much memory, and the least size."""
+    layer = load().layers.buffers[0].nbytes
+    cache = 1024 * load().bytes_per_token
+    for n in (0, 1, 3):
+        layers = load(budget=22_000_000 + cache + n * layer).layers
+        assert layers.n_resident == n and len(layers.buffers) == 2
+        assert layers.bytes_per_pass == (6 - n) * layers.stored.layer_bytes(0)
+    layers = load(budget=22_000_000 + cache + 4 * layer).layers
+    assert layers.n_resident == 6 and not layers.buffers and not layers.bytes_per_pass
+    with pytest.raises(
+        CheckpointError, match="is 9MB, but its embedding, head and two layers"
+    ) as e:
+        load(budget=9_000_000)
+    least = int(str(e.value).rpartition(" ")[2].removesuffix("MB"))
+    assert load(budget=least * 10**6).layers.n_resident == 0
+
+
+def test_a_layer_is_read_while_the_one_before_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the order, and that a second pass finds its first layer begun."""
+    model, events = load(), []
+    begin, fill = StreamedLayers.begin, StreamedLayers.fill
+
+    def record(self: StreamedLayers, i: int, buffer: int) -> None:
+        events.append(f"read {i}")
+        begin(self, i, buffer)
+
+    def check(self: StreamedLayers, layer: object, i: int) -> object:
+        assert threading.current_thread().name.startswith("layer reader")
+        return fill(self, layer, i)
+
+    monkeypatch.setattr(StreamedLayers, "begin", record)
+    monkeypatch.setattr(StreamedLayers, "fill", check)
+    for _ in range(2):
+        with model.layers.lock:
+            for i, _ in enumerate(model.layers):
+                events.append(f"run {i}")
+    once = [event for i in range(6) for event in (f"read {(i + 1) % 6}", f"run {i}")]
+    assert events == ["read 0", *once, *once]
+
+
+class Broken(Exception):
+    pass
+
+
+def test_a_pass_that_ended_early_spoils_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load()
+    expected, forward = run(model, PROMPT), streamed.StreamedLayer.forward
+    for n in range(6):
+        left = iter(range(n))
+
+        def fail(layer: object, *inputs: object, left: Iterator = left) -> Tensor:
+            if next(left, None) is None:
+                raise Broken
+            return forward(layer, *inputs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(streamed.StreamedLayer, "forward", fail)
+            with pytest.raises(Broken):
+                run(model, PROMPT + [3])
+        assert torch.equal(run(model, PROMPT), expected)
+
+
+def test_texts_may_share_a_streamed_target(models: tuple[FastGPTNeoX, ...]) -> None:
+    """Write two texts in two threads."""
+    target, _, draft = models
+    prompts = [PROMPT, [9, 260, 1453]]
+
+    def write(prompt: list[int]) -> list[int]:
+        torch.set_num_threads(1)
+        return token_ids(generate(target, draft, prompt, Fixed(D=2, B=2), 24))
+
+    alone = list(map(write, prompts))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(write, prompts)) == alone
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    shutil.copytree(TARGET, tmp_path / "target")
+    return tmp_path / "target" / "model.safetensors"
+
+
+def change(file: Path) -> None:
+    os.utime(file, ns=(1, 1))
+
+
+def shorten(file: Path) -> None:
+    os.truncate(file, 30_000)
+
+
+def replace(file: Path) -> None:
+    """Put another file in its place. The run goes on reading the first one."""
+    other = file.with_name("other")
+    other.write_bytes(b"other")
+    other.rename(file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change, "cannot be read: it has changed since the run began"),
+        (shorten, "cannot be read: it has changed since the run began"),
+        (replace, None),
+    ],
+)
+def test_a_file_that_changes_ends_the_text_in_one_line(
+    damage: object, message: str | None, copied: Path, capsys: Captured, monkeypatch: object
+) -> None:
+    """Check that what was written stays."""
+    assert main(WORDS + MEMORY) == 0
+    text = capsys.readouterr().out
+    fill, n_left = StreamedLayers.fill, iter(range(40))
+
+    def damage_then_fill(self: StreamedLayers, layer: object, i: int) -> object:
+        if next(n_left, None) is None:
+            damage(copied)
+            monkeypatch.undo()
+        return fill(self, layer, i)
+
+    monkeypatch.setattr(StreamedLayers, "fill", damage_then_fill)
+    models = ["--target", str(copied.parent), "--draft", str(TINY / "draft")]
+    status = main(WORDS + MEMORY + models)
+    out, err = capsys.readouterr()
+    if message is None:
+        assert status == 0 and out == text
+        return
+    assert status == 2 and f"error: {copied} {message}" in err and "Traceback" not in err
+    assert len(out) > 5 and text.startswith(out.rstrip("\n"))
+
+
+def test_a_disk_error_is_one_line(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(streamed, "read_at", fail)
+    line = error_line(capsys, main, WORDS + MEMORY)
+    assert line.endswith("model.safetensors cannot be read: Input/output error")
+
+
+def test_a_system_without_preadv_reads_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(load(), PROMPT)
+    for name in ("preadv", "posix_fadvise"):
+        monkeypatch.delattr(os, name)
+    assert torch.equal(run(load(), PROMPT), expected)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.full((960,), torch.nan), "layer 4: attention.query_key_value.bias is not finite"),
+        (torch.zeros(960, dtype=torch.int8), "query_key_value.bias is I8; only floating types"),
+    ],
+)
+def test_a_wrong_weight_of_a_layer_is_named(
+    tensor: Tensor, message: str, copied: Path, capsys: Captured
+) -> None:
+    tensors = load_file(copied)
+    tensors["gpt_neox.layers.4.attention.query_key_value.bias"] = tensor
+    save_file(tensors, copied)
+    models = ["--target", str(copied.parent), "--method", "ar"]
+    assert main(WORDS + MEMORY + models) == 2
+    assert message in capsys.readouterr().err
+
+
+MISTAKES = [
+    ([f"--target-memory={size}"], f"--target-memory is '{size}', it must be like 2GB or 800MB")
+    for size in ("0", "2", "GB", "-1GB", "1.2.3GB", "2TB")
+]
+MISTAKES += [
+    (["--target-memory", "0GB"], "the target's memory is 0MB, but its embedding"),
+    (MEMORY + ["--reference"], "--target-memory works on a CPU, without --reference and torchrun"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_mistakes(words: list[str], message: str, capsys: Captured) -> None:
+    assert message in error_line(capsys, main, WORDS + words)
+
+
+def test_the_command_line_tells_what_is_streamed(capsys: Captured) -> None:
+    """Check also --compare, and a size in which all layers fit."""
+    assert main(WORDS + ["--compare", "--target-memory", "30 mb"]) == 0
+    err = capsys.readouterr().err
+    assert "note: 0 of the target's 6 layers stay in memory, and each pass reads 0.0148 GB" in err
+    assert "the ids are equal" in err
+    assert main(WORDS + ["--target-memory", "0.1GB"]) == 0
+    assert "note: all layers of the target fit into --target-memory" in capsys.readouterr().err
