@@ -23,6 +23,7 @@ from dynatree_lab.cli.request import Request, make_request
 from dynatree_lab.cli.trace import Trace, describe_base, meanings
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.methods import METHODS
 from gpt_neox import Model
@@ -140,4 +141,6 @@ def command(prompt: str, request: Request) -> list[str]:
             words += ["--set", f"{f.name}={word}"]
     for text in request.stop:
         words += ["--stop", text]
-    return words + ["--strict"] * config.strict + ["--ignore-eos"] * (not eos_ids)
+    flags = {"--strict": config.strict, "--ignore-eos": not eos_ids}
+    flags["--reference"] = not is_fast(pair.target)
+    return words + [name for name, is_on in flags.items() if is_on]
