@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 
@@ -225,9 +226,9 @@ class PlainLinear(Linear):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is: in an open file, from byte `offset` on."""
+    """The place of a tensor: an open file, and the bytes from `offset` on."""
 
-    file: object
+    file: FileIO
     path: Path
     offset: int
     n_bytes: int
@@ -283,27 +284,28 @@ class StoredLayers:
         return staging[: place.n_bytes].view(place.dtype).view(place.shape)
 
 
-def file_stat(file: object) -> tuple[int, int]:
+def file_stat(file: FileIO) -> tuple[int, int]:
     """Return size and time of the last change of an open file."""
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns
 
 
-def read_header(file: object) -> tuple[int, dict]:
+def read_header(file: FileIO) -> tuple[int, dict]:
     """Return where the data of a safetensors file begin, and its header: a dict by stored name."""
     size = int.from_bytes(file.read(8), "little")
     return 8 + size, json.loads(file.read(size))
 
 
-def read_at(file: object, view: memoryview, offset: int) -> None:
+def read_at(file: FileIO, view: memoryview, offset: int) -> None:
     """Fill a view with the bytes of a file from an offset on. Raises OSError."""
-    if not hasattr(os, "preadv"):
-        file.seek(offset)
     n_read = 0
     while n_read < len(view):
-        rest = view[n_read:]
-        at = offset + n_read
-        n = os.preadv(file.fileno(), [rest], at) if hasattr(os, "preadv") else file.readinto(rest)
+        rest, at = view[n_read:], offset + n_read
+        if hasattr(os, "preadv"):
+            n = os.preadv(file.fileno(), [rest], at)
+        else:
+            file.seek(at)
+            n = file.readinto(rest)
         if not n:
             raise OSError("it is truncated")
         n_read += n
