@@ -9,7 +9,7 @@ in tables of peak memory, where each text has its own. The comparison is fair fo
 
 order     all cases run on one prompt, then all on the next, and a different case comes first on
           each prompt. So whatever slows the machine for a while slows all of them
-set-up    the models are loaded, and every case runs 8 steps (WARM_UP_STEPS), before the first
+set-up    the models are loaded, and every case runs 8 steps (Pair.warm_up_steps), before the first
           measured text
 seeds     sampled texts have a different seed for each prompt of a dataset and each round, the same
           for every method. Prompts of equal number in two datasets share it
@@ -67,7 +67,6 @@ from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, dro
 from dynatree_lab.benchmark.step_times import measure_step_times
 from dynatree_lab.cli.compare import first_difference, top2_gap
 from dynatree_lab.cli.errors import UsageError, print_line, run_command_line, writing
-from dynatree_lab.cli.main import WARM_UP_STEPS
 from dynatree_lab.cli.metrics import measure, measure_acceptance, token_ids
 from dynatree_lab.cli.models import Pair, overflow_note
 from dynatree_lab.cli.request import Request
@@ -137,7 +136,7 @@ class Bench:
         notes = {}  # keys, in order: one for each draft that overflows
         for case in dict.fromkeys(cases):  # without repeats
             start = time.perf_counter()
-            steps = self.generate(Job(case, prompt=0, round=0), WARM_UP_STEPS)
+            steps = self.generate(Job(case, prompt=0, round=0), self.pair.warm_up_steps)
             self.setup_s[case] = time.perf_counter() - start + self.load_seconds(case)
             if any(step.draft_overflowed for step in steps):  # its logits were not finite
                 notes[overflow_note(self.pair_of(case).draft)] = None
@@ -157,9 +156,10 @@ class Bench:
 
     def time_passes(self) -> None:
         """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
-        of the cases, if the table shows these times or predicts speeds from them."""
+        of the cases, if the report needs these times or predicts speeds from them."""
         head = self.results.head
         is_shown = head["table"] == "steps" or "predicted" in head["columns"]
+        is_shown |= self.pair.target_memory is not None  # the ratio of target and draft
         if is_shown and not self.results.step_times:
             size = self.plan.pass_context, largest_pass(self.results.cases)
             graphs = not self.args.no_graphs

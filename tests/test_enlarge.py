@@ -17,16 +17,17 @@ def test_an_enlarged_pair_computes_the_same_and_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """Check the logits, the files and their modes. A run that was killed has left a folder."""
-    monkeypatch.setattr(enlarging, "SHAPES", {"large": {"target": (640, 7), "draft": (384, 2)}})
-    monkeypatch.setattr(enlarging, "VOCABULARY", 4200)
+    shapes = {"target": (640, 7, 4200), "draft": (384, 2, 4200)}
+    monkeypatch.setattr(enlarging, "SHAPES", {"large": shapes})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "large" / "target.unfinished").mkdir(parents=True)
     pair = enlarged_pair("large")
     tokens = [5, 900, 31, 7, 7, 2048, 13]
     for role, folder in zip(("target", "draft"), map(Path, pair), strict=True):
         small, large = FastGPTNeoX.from_pretrained(TINY / role), FastGPTNeoX.from_pretrained(folder)
-        shape = large.config.hidden_size, large.config.num_hidden_layers
-        assert shape == enlarging.SHAPES["large"][role]
+        config = large.config
+        shape = config.hidden_size, config.num_hidden_layers, config.vocab_size
+        assert shape == shapes[role]
         assert large.config.head_size == small.config.head_size
         expected, logits = run(small, tokens), run(large, tokens)
         assert (logits[:, :4096] - expected).abs().max() < 0.05  # float16's rounding

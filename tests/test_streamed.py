@@ -27,10 +27,10 @@ from torch import Tensor
 
 from dynatree_lab.cli.main import main
 from dynatree_lab.cli.metrics import token_ids
-from dynatree_lab.engine import streamed
+from dynatree_lab.engine import layer_files, streamed
 from dynatree_lab.engine.checkpoint import CheckpointError
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers, load_streamed
+from dynatree_lab.engine.streamed import Budget, FileLayers, StreamedGPTNeoX, load_streamed
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.static import Fixed, PaddedAutoregressive
 
@@ -42,13 +42,13 @@ MEMORY = ["--target-memory", "30MB"]
 
 
 def load(folder: Path = TARGET, budget: int = SMALL, **options: object) -> StreamedGPTNeoX:
-    return load_streamed(folder, options.get("dtype", torch.float32), budget)
+    return load_streamed(folder, torch.device("cpu"), torch.float32, budget)
 
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_golden_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check shards, tied heads, both kinds of residual and files of every dtype. No layer stays."""
-    monkeypatch.setattr(StreamedLayers, "keep", lambda *_: None)
+    monkeypatch.setattr(Budget, "n_resident", lambda *_: 0)
     model, data = load(folder), load_file(folder / "golden.safetensors")
     prompt = data["input_ids"].tolist()
     assert_close(run(model, prompt), data["logits"])
@@ -90,38 +90,38 @@ def test_options_of_the_engine_work(options: dict, models: tuple[FastGPTNeoX, ..
 
 
 def test_the_budget_decides_which_layers_stay() -> None:
-    """Check that all layers stay if the buffers would take as much memory, and the least size."""
-    layer = load().layers.buffers[0].nbytes
-    cache = 1024 * load().bytes_per_token
-    for n in (0, 1, 3):
-        layers = load(budget=22_000_000 + cache + n * layer).layers
-        assert layers.n_resident == n and len(layers.buffers) == 2
-        assert layers.bytes_per_pass == (6 - n) * layers.stored.layer_bytes(0)
-    layers = load(budget=22_000_000 + cache + 4 * layer).layers
-    assert layers.n_resident == 6 and not layers.buffers and not layers.bytes_per_pass
+    """Check that they are spread evenly, that all stay if buffers would not save memory, and the
+    least size."""
     with pytest.raises(
         CheckpointError, match="is 9MB, but its embedding, head and two layers"
     ) as e:
         load(budget=9_000_000)
-    least = int(str(e.value).rpartition(" ")[2].removesuffix("MB"))
-    assert load(budget=least * 10**6).layers.n_resident == 0
+    least = int(str(e.value).rpartition(" ")[2].removesuffix("MB")) * 10**6
+    layers = load(budget=least).layers
+    layer, caches = layers.files.layer_bytes(0), 1024 * load().bytes_per_token
+    resident = {0: [], 1: [5], 2: [2, 5], 3: [1, 3, 5], 4: [0, 1, 2, 3, 4, 5]}
+    for n, expected in resident.items():
+        layers = load(budget=least + caches + n * layer).layers
+        assert list(layers.resident) == expected and layers.n_resident == len(expected)
+        assert layers.bytes_per_pass == (6 - len(expected)) * layer
+        assert len(layers.buffers) == (0 if n == 4 else 2)
 
 
 def test_a_layer_is_read_while_the_one_before_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the order, and that a second pass finds its first layer begun."""
     model, events = load(), []
-    begin, fill = StreamedLayers.begin, StreamedLayers.fill
+    begin, fill = FileLayers.begin, FileLayers.fill
 
-    def record(self: StreamedLayers, i: int, buffer: int) -> None:
+    def record(self: FileLayers, i: int, buffer: int) -> None:
         events.append(f"read {i}")
         begin(self, i, buffer)
 
-    def check(self: StreamedLayers, layer: object, i: int) -> object:
+    def check(self: FileLayers, layer: object, i: int) -> object:
         assert threading.current_thread().name.startswith("layer reader")
         return fill(self, layer, i)
 
-    monkeypatch.setattr(StreamedLayers, "begin", record)
-    monkeypatch.setattr(StreamedLayers, "fill", check)
+    monkeypatch.setattr(FileLayers, "begin", record)
+    monkeypatch.setattr(FileLayers, "fill", check)
     for _ in range(2):
         with model.layers.lock:
             for i, _ in enumerate(model.layers):
@@ -136,7 +136,7 @@ class Broken(Exception):
 
 def test_a_pass_that_ended_early_spoils_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load()
-    expected, forward = run(model, PROMPT), streamed.StreamedLayer.forward
+    expected, forward = run(model, PROMPT), streamed.StoredLayer.forward
     for n in range(6):
         left = iter(range(n))
 
@@ -146,7 +146,7 @@ def test_a_pass_that_ended_early_spoils_no_later_one(monkeypatch: pytest.MonkeyP
             return forward(layer, *inputs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(streamed.StreamedLayer, "forward", fail)
+            patch.setattr(streamed.StoredLayer, "forward", fail)
             with pytest.raises(Broken):
                 run(model, PROMPT + [3])
         assert torch.equal(run(model, PROMPT), expected)
@@ -201,15 +201,15 @@ def test_a_file_that_changes_ends_the_text_in_one_line(
     """Check that what was written stays."""
     assert main(WORDS + MEMORY) == 0
     text = capsys.readouterr().out
-    fill, n_left = StreamedLayers.fill, iter(range(40))
+    fill, n_left = FileLayers.fill, iter(range(40))
 
-    def damage_then_fill(self: StreamedLayers, layer: object, i: int) -> object:
+    def damage_then_fill(self: FileLayers, layer: object, i: int) -> object:
         if next(n_left, None) is None:
             damage(copied)
             monkeypatch.undo()
         return fill(self, layer, i)
 
-    monkeypatch.setattr(StreamedLayers, "fill", damage_then_fill)
+    monkeypatch.setattr(FileLayers, "fill", damage_then_fill)
     models = ["--target", str(copied.parent), "--draft", str(TINY / "draft")]
     status = main(WORDS + MEMORY + models)
     out, err = capsys.readouterr()
@@ -224,7 +224,7 @@ def test_a_disk_error_is_one_line(capsys: Captured, monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(streamed, "read_at", fail)
+    monkeypatch.setattr(layer_files, "read_at", fail)
     line = error_line(capsys, main, WORDS + MEMORY)
     assert line.endswith("model.safetensors cannot be read: Input/output error")
 
@@ -260,7 +260,7 @@ MISTAKES = [
 ]
 MISTAKES += [
     (["--target-memory", "0GB"], "the target's memory is 0MB, but its embedding"),
-    (MEMORY + ["--reference"], "--target-memory works on a CPU, without --reference and torchrun"),
+    (MEMORY + ["--reference"], "--target-memory works without --reference and torchrun"),
 ]
 
 

@@ -155,6 +155,8 @@ def test_published_figures_are_shown_only_for_their_own_prompts_and_sizes(
 
 
 def test_a_pair_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check also the tables that have a pair of their own."""
+
     def resolve(words: str) -> tuple[str, str]:
         args = resolve_models(build_parser().parse_args(words.split()))
         return args.target, args.draft
@@ -162,7 +164,8 @@ def test_a_pair_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("--pair pythia") == PYTHIA
     assert resolve("--table enlarged --target a --draft b") == ("a", "b")
     monkeypatch.setitem(PAIRS, "enlarged", lambda: ["large", "small"])
-    for words in ("--pair enlarged", "--table enlarged"):
+    monkeypatch.setitem(PAIRS, "enlarged_streamed", PAIRS["enlarged"])
+    for words in ("--pair enlarged", "--table enlarged", "--table streamed"):
         assert resolve(words) == ("large", "small")
 
 

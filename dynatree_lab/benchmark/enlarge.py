@@ -1,4 +1,4 @@
-"""The embedded pair at the cost of larger models, made once: --table enlarged and --pair.
+"""The embedded pair at the cost of larger models, made once: tables enlarged and streamed, --pair.
 
 The embedded pair is so small that calls take longer than their computation, so its speeds say
 little about real models. An enlarged pair generates the same text, and its passes read as many
@@ -26,29 +26,35 @@ from torch import Tensor
 
 from dynatree_lab.cli.errors import Parser, UsageError, print_line, run_command_line
 from dynatree_lab.cli.folders import write_checkpoint
-from dynatree_lab.cli.models import TINY
+from dynatree_lab.cli.models import TINY, embedded_pair
 from dynatree_lab.engine.checkpoint import load_tensors, published_shapes, read_config
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, read_json
 
-SHAPES = {  # of target and draft: hidden size, a multiple of the embedded model's, and layers
-    "enlarged": {"target": (960, 28), "draft": (512, 6)},  # Pythia-410M and 70M, 1 GB on disk
-    "enlarged_gpu": {"target": (2560, 32), "draft": (512, 6)},  # Pythia-2.8B and 70M, 6 GB
-}
 VOCABULARY = 50304
+EMBEDDED = 4096  # ids of the embedded models
+# Of target and draft: hidden size, a multiple of the embedded model's, layers and ids
+SHAPES = {
+    # Pythia-410M and 70M, 1 GB on disk
+    "enlarged": {"target": (960, 28, VOCABULARY), "draft": (512, 6, VOCABULARY)},
+    # Pythia-2.8B and 70M, 6 GB
+    "enlarged_gpu": {"target": (2560, 32, VOCABULARY), "draft": (512, 6, VOCABULARY)},
+    # Pythia-2.8B with the embedded draft model, 5 GB
+    "enlarged_streamed": {"target": (2560, 32, EMBEDDED)},
+}
 NEVER = -60.0  # the logit of an added id
 
 
 def enlarged_pair(name: str) -> list[str]:
     """Return the folders of target and draft, relative to the working folder, and make the models
     if they are missing. Raises UsageError if they cannot be written."""
-    folders = []
-    for role, (hidden_size, n_layers) in SHAPES[name].items():
+    folders = dict(zip(("target", "draft"), embedded_pair(), strict=True))
+    for role, shape in SHAPES[name].items():
         folder = Path("models", name, role)
         if not folder.exists():
             print_line(f"making {folder}, once")
-            enlarge(TINY / role, folder, hidden_size, n_layers, VOCABULARY)
-        folders.append(str(folder))
-    return folders
+            enlarge(TINY / role, folder, *shape)
+        folders[role] = str(folder)
+    return list(folders.values())
 
 
 def enlarge(source: Path, folder: Path, hidden_size: int, n_layers: int, vocab_size: int) -> None:

@@ -53,6 +53,8 @@ from dynatree_lab.engine.ranks import from_rank_0
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA}
 PAIRS |= {name: partial(enlarged_pair, name) for name in SHAPES}
+PAIR_OF_TABLE = {"enlarged": "enlarged", "streamed": "enlarged_streamed"}
+STREAMED_MEMORY = "2GB"  # --target-memory of table streamed
 # Not in a results file: they do not change what is measured; --pair is recorded as its two models
 UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair")
 PATHS = ("prompts", "target", "draft", "head")  # options that may be paths
@@ -226,8 +228,10 @@ def resolve_models(args: argparse.Namespace) -> argparse.Namespace:
     """Return the options with the target and draft of --pair or of the table, and with absolute
     paths, so that --resume works in every folder."""
     found = vars(args).copy()
-    is_enlarged = args.table == "enlarged" and args.target is None and args.draft is None
-    pair = found["pair"] or ("enlarged" if is_enlarged else None)
+    has_own = args.target is None and args.draft is None
+    pair = found["pair"] or (PAIR_OF_TABLE.get(args.table) if has_own else None)
+    if args.table == "streamed" and args.target_memory is None:
+        found["target_memory"] = STREAMED_MEMORY
     if pair:
         found["target"], found["draft"] = from_rank_0(PAIRS[pair])
     for name in PATHS:

@@ -275,6 +275,8 @@ def caption(results: Results) -> str:
         what = f"{prompts_text(results)}, temperature {temperature}, rounds: {n_rounds}"
     models = " and ".join(machine[role] for role in ("target", "draft", "head") if role in machine)
     where = f"{models}, {machine_text(machine)}"
+    if "streamed" in machine:
+        where += f", {machine['streamed']}"
     if head["load_before"] is not None:
         where += f", load average {head['load_before']:.2f} at the start"
     found = f"{head['table']}: {what}. {where}."
@@ -332,6 +334,8 @@ def notes(results: Results) -> Iterator[str]:
         yield "A row with a window is compared with ar with that window."
     if results.step_times:
         yield from map(results.step_times.describe_floor, ("target", "draft"))
+        if results.step_times.read_gb_s:
+            yield results.step_times.describe_ratio()
 
 
 def describe_differences(texts: pd.DataFrame) -> str:

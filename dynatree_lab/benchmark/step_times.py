@@ -31,6 +31,7 @@ from dynatree_lab.engine.passes import (
     round_up_rows,
 )
 from dynatree_lab.engine.scores import Ranking
+from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers
 from dynatree_lab.methods.eagle import EagleHead
 
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured
@@ -50,6 +51,7 @@ class StepTimes:
     target_bytes: int
     draft_bytes: int
     copy_gb_s: float  # gigabytes per second, read and written, of a large copy
+    read_gb_s: float | None = None  # of reading a streamed target's layers without a pass
 
     def predict_ms(self, pair: Pair, config: GenerationConfig, steps: Sequence[Step]) -> float:
         """Return the milliseconds that the passes of a text take after its prefill, without other
@@ -68,11 +70,19 @@ class StepTimes:
         """Return a sentence that compares a one-row pass with its bandwidth floor. It is faster
         where the processor's cache holds the weights. role: target or draft."""
         n_bytes, (ms, *_) = (getattr(self, f"{role}_{name}") for name in ("bytes", "ms"))
-        floor = n_bytes / self.copy_gb_s / 1e6
+        gb_s, how = self.copy_gb_s, "of a copy"
+        if role == "target" and self.read_gb_s:
+            gb_s, how = self.read_gb_s, "of reading alone"
+        floor = n_bytes / gb_s / 1e6
         return (
             f"A one-row {role} pass at {self.context} cached tokens takes {ms:.2f} ms. Reading its "
-            f"{n_bytes / 1e6:,.1f} MB at the {self.copy_gb_s:.1f} GB/s of a copy takes {floor:.2f}."
+            f"{n_bytes / 1e6:,.1f} MB at the {gb_s:.1f} GB/s {how} takes {floor:.2f}."
         )
+
+    def describe_ratio(self) -> str:
+        """Return a sentence on T_t / T_d, DySpec's measure of how large a tree may be."""
+        ratio = self.target_ms[0] / self.draft_ms[0]
+        return f"T_t / T_d, a one-row pass of the target over one of the draft, is {ratio:,.0f}."
 
 
 def padded_rows(model: FastGPTNeoX, n: int, min_rows: int) -> int:
@@ -92,6 +102,9 @@ def measure_step_times(
     """Return the median times of both models' passes with each number of ROW_COUNTS up to max_rows,
     which is one of them. graphs: use CUDA graphs on CUDA."""
     rows = [n for n in ROW_COUNTS if n <= max_rows]
+    read_gb_s, burst = None, BURST
+    if isinstance(target, StreamedGPTNeoX) and target.layers.bytes_per_pass:
+        read_gb_s, n_rounds, burst = read_bandwidth(target.layers), 1, 1  # a pass takes seconds
     medians = []
     for model, ranking in zip((target, draft), RANKINGS, strict=True):
         config = PassConfig(max_rows, n_scratch=max_rows, ranking=ranking)
@@ -99,10 +112,11 @@ def measure_step_times(
         cache.advance(context)
         if graphs:
             cache.capture(context)
-        medians.append(median_ms([make_forward(model, cache, n) for n in rows], n_rounds))
+        medians.append(median_ms([make_forward(model, cache, n) for n in rows], n_rounds, burst))
         cache.close()
     n_bytes = [step_bytes(model, context) for model in (target, draft)]
-    return StepTimes(context, rows, *medians, *n_bytes, copy_bandwidth(target.device))
+    copy_gb_s = copy_bandwidth(target.device)
+    return StepTimes(context, rows, *medians, *n_bytes, copy_gb_s, read_gb_s)
 
 
 def make_forward(model: FastGPTNeoX, cache: FastCache, n: int) -> Callable[[], torch.Tensor]:
@@ -121,15 +135,15 @@ def make_forward(model: FastGPTNeoX, cache: FastCache, n: int) -> Callable[[], t
     return forward
 
 
-def median_ms(passes: Sequence[Callable], n_rounds: int) -> list[float]:
-    """Return the median milliseconds of each pass. In each round every pass runs one burst. All
+def median_ms(passes: Sequence[Callable], n_rounds: int, burst: int) -> list[float]:
+    """Return the median milliseconds of each pass. In each round every pass runs `burst` times. All
     passes run once before, to warm up."""
     for forward in passes:
         forward()
     samples: list[list[float]] = [[] for _ in passes]
     for _ in range(n_rounds):
         for i, forward in enumerate(passes):
-            for _ in range(BURST):
+            for _ in range(burst):
                 start = time.perf_counter()
                 forward()  # reads a result, so a GPU has finished
                 samples[i].append((time.perf_counter() - start) * 1e3)
@@ -138,9 +152,21 @@ def median_ms(passes: Sequence[Callable], n_rounds: int) -> list[float]:
 
 def step_bytes(model: FastGPTNeoX, context: int) -> int:
     """Return the bytes that a one-row pass reads: the stored weights without the input embedding,
-    of which it reads one row, and the cache."""
+    of which it reads one row, and the cache; of a streamed model the layers that are read again."""
+    if isinstance(model, StreamedGPTNeoX) and model.layers.bytes_per_pass:
+        return model.layers.bytes_per_pass
     weights = model.embed_out.nbytes + sum(layer.nbytes for layer in model.gpt_neox.layers)
     return weights + fc_bytes(model) + model.bytes_per_token * context
+
+
+def read_bandwidth(layers: StreamedLayers) -> float:
+    """Return the gigabytes per second of reading the streamed layers alone, the floor of a pass."""
+    for _ in range(2):  # the first one checks the weights
+        start = time.perf_counter()
+        layers.read_all()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return layers.bytes_per_pass / (time.perf_counter() - start) / 1e9
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -48,7 +48,6 @@ from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.methods.sampler import GREEDY
 
-WARM_UP_STEPS = 8
 DESCRIPTION = "Generate text by tree speculative decoding: dynatree.py --prompt TEXT [options]"
 EXIT_STATUS = "exit status: 1 wrong ids (--compare) or closed stdout, 2 error, 130 interrupted"
 
@@ -148,7 +147,7 @@ def write(args: argparse.Namespace) -> int:
         trace = Trace(request.pair.tokenizer, request.config.settings, request.eos_ids)
     if args.compare:
         for warm_up in (request, reference_of(request)):  # so that neither is the first to run
-            list(islice(warm_up.decode(), WARM_UP_STEPS))
+            list(islice(warm_up.decode(), warm_up.pair.warm_up_steps))
     is_interrupted = True  # or failed, until everything is done
     try:
         stream(request, args, tally, trace)

@@ -64,10 +64,10 @@ class FastCache(KVCache):
 
     def capture(self, shortest: int) -> None:
         """Capture the small passes over this cache as CUDA graphs, for all lengths from `shortest`
-        on. Other passes are captured when they first run. On a CPU, do nothing. Raises
-        OutOfMemory."""
+        on. Other passes are captured when they first run. On a CPU and for streamed layers, do
+        nothing. Raises OutOfMemory."""
         model, began = self.model, time.perf_counter()
-        if not model.has_fixed_shapes:
+        if not (model.has_fixed_shapes and model.has_graphs):
             return
         # Trees seldom fill all of their scratch slots, so not all of them count
         n_rare = max(self.config.n_scratch - SMALL_PASS, 0)

@@ -36,6 +36,8 @@ from gpt_neox import Config, GPTNeoX, rotary_table, untied_if_head_differs
 class FastGPTNeoX(GPTNeoX):
     """A GPT-NeoX with fused layers, made by from_pretrained or from_tensors."""
 
+    has_graphs = True  # passes of fixed shapes may be captured as CUDA graphs
+
     def __init__(self, config: Config, shard: Shard = UNSHARDED):
         super().__init__(config)
         self.shard = shard
