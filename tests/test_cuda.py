@@ -12,6 +12,7 @@ from draft_tree import DynaTree
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.masks import attend
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.streamed import Budget, load_streamed
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.static import PaddedAutoregressive
 
@@ -53,6 +54,26 @@ def test_the_text_is_the_one_the_cpu_writes(pair: Pair) -> None:
     on_cpu = FastGPTNeoX.from_pretrained(TINY / "target")
     expected = token_ids(generate(on_cpu, None, prompt, PaddedAutoregressive(), 30))
     assert token_ids(generate(target, draft, prompt, DynaTree(), 30)) == expected
+
+
+@pytest.mark.parametrize("n_resident", [0, 2, 6])
+def test_a_streamed_target_computes_the_same_bits(
+    n_resident: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare logits with those of the model in memory, over trees and single rows."""
+    monkeypatch.setattr(Budget, "n_resident", lambda *_: n_resident)
+    target, draft, prompt = pair
+    streamed = load_streamed(TINY / "target", target.device, target.dtype, budget=0)
+    found = []
+    for model in (target, streamed):
+        logits: list[torch.Tensor] = []
+        options = {"graphs": model is streamed, "inspect": logits.append}
+        for settings in (DynaTree(), PaddedAutoregressive()):
+            list(generate(model, draft, prompt, settings, 20, **options))
+        found.append(torch.cat(logits).cpu())
+    assert torch.equal(*found)
+    assert streamed.n_graphs == 0, "passes are not captured"
+    assert len(streamed.layers.buffers) == (0 if n_resident == 6 else 2)
 
 
 @pytest.mark.parametrize("intermediate_size", [61, 63])

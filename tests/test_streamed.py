@@ -3,6 +3,7 @@ its buffers hold the right layers, and a file that cannot be read ends in one li
 
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dynatree_lab.cli import terminal
 from dynatree_lab.cli.main import main
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine import layer_files, streamed
@@ -267,6 +269,22 @@ MISTAKES += [
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_mistakes(words: list[str], message: str, capsys: Captured) -> None:
     assert message in error_line(capsys, main, WORDS + words)
+
+
+def test_a_slow_pass_shows_its_progress(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a terminal shows it and that it is cleared, and that a log has nothing."""
+    monkeypatch.setattr(terminal, "SLOW_PASS", 0.0)
+    assert main(WORDS + MEMORY) == 0
+    text, err = capsys.readouterr()
+    assert " layer " not in err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(WORDS + MEMORY) == 0
+    shown = capsys.readouterr()
+    parts = shown.err.split(terminal.SAVE)[1:]
+    assert shown.out == text and parts[:2] == [
+        f" layer {n} of 6{terminal.CLEAR}{terminal.RESTORE}" for n in (2, 3)
+    ]
+    assert parts[-1].startswith(terminal.CLEAR)
 
 
 def test_the_command_line_tells_what_is_streamed(capsys: Captured) -> None:

@@ -38,7 +38,7 @@ from dynatree_lab.cli.options import (
 )
 from dynatree_lab.cli.page import require_places, save_trace
 from dynatree_lab.cli.request import Request
-from dynatree_lab.cli.terminal import LEGEND, draw_tree
+from dynatree_lab.cli.terminal import LEGEND, LayerProgress, draw_tree
 from dynatree_lab.cli.tokens import encode_prompt
 from dynatree_lab.cli.trace import Trace, describe_base, meanings
 from dynatree_lab.engine.generate import Step
@@ -110,6 +110,8 @@ def prepare(args: argparse.Namespace) -> tuple[Request, dict]:
         print_line(f"note: --method {args.method} ignores --draft and --draft-dtype")
     pair, models = open_pair(args, is_drafting, print_line, args.reference)
     require_fit(config, pair)
+    if pair.target_memory is not None and sys.stderr.isatty():
+        pair.target.layers.on_layer = LayerProgress(pair.target.layers.n_layers)
     target = pair.target.config
     prompt = encode_prompt(text, pair.tokenizer)
     eos_ids = () if args.ignore_eos else target.eos_ids

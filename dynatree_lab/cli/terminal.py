@@ -1,11 +1,13 @@
-"""Terminal output: drawn trees, and the list of methods.
+"""Terminal output: drawn trees, the progress of slow passes, and the list of methods.
 
 print(draw_tree(step, tokenizer))
 """
 
 import dataclasses
 import math
+import sys
 import textwrap
+import time
 
 from tokenizers import Tokenizer
 
@@ -15,6 +17,9 @@ from dynatree_lab.methods.rules import are_retrieved
 
 LEGEND = "every iteration's tree, a line per node: its token, p(path); * accepted, + retrieved"
 ACCEPTED, REJECTED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
+SLOW_PASS = 2.0  # seconds after which a pass shows its progress
+# Of a terminal: save the cursor and do not wrap the line, clear what follows, undo the first
+SAVE, CLEAR, RESTORE = "\0337\033[?7l", "\033[K", "\0338\033[?7h"
 
 
 def draw_tree(step: Step, tokenizer: Tokenizer, is_colored: bool = False) -> str:
@@ -56,6 +61,23 @@ def describe_node(tree: Tree, row: int, is_accepted: bool, tokenizer: Tokenizer)
 def quoted(tokenizer: Tokenizer, token: int) -> str:
     """Return a token as a quoted string on one line."""
     return repr(tokenizer.decode([token], skip_special_tokens=False))
+
+
+class LayerProgress:
+    """Shows on stderr, after the text, which layer of a slow pass runs; clears it before the last
+    layer."""
+
+    def __init__(self, n_layers: int):
+        self.n_layers, self.began = n_layers, 0.0
+
+    def __call__(self, i: int) -> None:
+        """Called before layer i runs."""
+        now = time.perf_counter()
+        if i == 0:
+            self.began = now
+        if now - self.began > SLOW_PASS:
+            label = f" layer {i + 1} of {self.n_layers}" if i + 1 < self.n_layers else ""
+            print(SAVE + label + CLEAR + RESTORE, end="", file=sys.stderr, flush=True)
 
 
 def describe(methods: dict[str, type]) -> str:

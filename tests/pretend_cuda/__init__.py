@@ -17,16 +17,18 @@ memory    is poisoned until something is written to it
 alignment attention takes only pointers and strides of whole 16 bytes
 pinned    a copy is pending until the host waits for it: it is an error if the host writes to its
           memory before, and a read before gives poison
+streams   an operation that may run while another stream still uses its memory is an error
 
-It cannot check the kernels and their rounding, nccl, races between streams, memory, speed, or on
-which device a Generator draws. It has only the functions of torch.cuda that this project calls.
+It cannot check the kernels and their rounding, nccl, memory, speed, or on which device a Generator
+draws. It has only the functions of torch.cuda that this project calls.
 
 timeline   the order of the host's requests, and how many of them were waited for
 tensors    the tensor
 copies     copies between host and device, and pinned memory
 graphs     capture and replay
 dispatch   all operations of torch
-runtime    stand-ins for torch.cuda's functions, streams and events, under their own names
+streams    streams, and the check of what may run too early
+runtime    stand-ins for torch.cuda's functions and events, under their own names
 attention  the alignment that attention on a GPU requires
 device     installation in torch
 plugin     the pytest plugin

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .streams import record_use
 from .tensors import CudaTensor, map_nested, poison, unwrap, wrap
 from .timeline import timeline
 
@@ -60,12 +61,14 @@ def copy(func: Callable, args: tuple, kwargs: dict) -> object:
     timeline.forbid_capture("copy between host and device")
     if func is aten._to_copy.default:
         if isinstance(args[0], CudaTensor):
+            record_use([args[0]], [])
             return download(func(args[0].inner, **map_nested(unwrap, kwargs)))
         record_upload(args[0], kwargs.get("dtype"), not kwargs.get("non_blocking"))
         return wrap(func(args[0], **map_nested(unwrap, kwargs)))
     destination, source = args[:2]
     is_waiting = args[2:] != (True,) and not kwargs.get("non_blocking")
     if isinstance(source, CudaTensor):
+        record_use([source], [])
         if is_waiting or not is_pinned(destination):
             return destination.copy_(download(source.inner))
         value = torch.empty_like(destination).copy_(source.inner)
@@ -73,6 +76,7 @@ def copy(func: Callable, args: tuple, kwargs: dict) -> object:
         moment = timeline.submit()
         timeline.open.append(PendingTransfer(destination, value, moment))
         return destination
+    record_use([], [destination])
     record_upload(source, destination.dtype, is_waiting)
     destination.inner.copy_(source)
     return destination

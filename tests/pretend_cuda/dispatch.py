@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .copies import COPIES, copy, run_on_host
+from .streams import record_use
 from .tensors import CudaTensor, is_cuda, map_nested, poison, tensors_in, unwrap, wrap
 from .timeline import timeline
 
@@ -131,6 +132,7 @@ def run(func: Callable, operation: Operation, args: tuple, kwargs: dict) -> obje
     if kwargs.get("generator") is not None:
         timeline.forbid_capture("a generator that the graph does not know")
     launch(operation, args, kwargs)
+    use_memory(operation, args, kwargs)
     if operation.written:
         return write(func, operation, args, kwargs)
     return make(func, operation, args, kwargs)
@@ -153,6 +155,14 @@ def launch(operation: Operation, args: tuple, kwargs: dict) -> None:
         timeline.forbid_capture(f"first run of {operation.name}")
 
 
+def use_memory(operation: Operation, args: tuple, kwargs: dict) -> None:
+    """Check and record which memory an operation reads and writes."""
+    written = [kwargs.get(key) if isinstance(key, str) else args[key] for key in operation.written]
+    ours = [tensor for tensor in tensors_in([args, kwargs]) if isinstance(tensor, CudaTensor)]
+    written = [tensor for tensor in ours if any(tensor is each for each in tensors_in(written))]
+    record_use([tensor for tensor in ours if all(tensor is not w for w in written)], written)
+
+
 def write(func: Callable, operation: Operation, args: tuple, kwargs: dict) -> object:
     """Run or capture an operation that writes to its arguments, and return these."""
     if timeline.capture is None:
@@ -167,6 +177,7 @@ def make(func: Callable, operation: Operation, args: tuple, kwargs: dict) -> obj
     """Run or capture an operation that makes new tensors."""
     result = map_nested(wrap, func(*map_nested(unwrap, args), **map_nested(unwrap, kwargs)))
     made = [outer for outer in tensors_in([result]) if outer.owner is None]
+    record_use([], made)
     capture = timeline.capture
     if capture and made:  # nothing is made if the result shares the memory of an argument
         if operation.name in UNINITIALIZED:

@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import pytest
 
-from .runtime import DEFAULT_STREAM, Stream
+from .streams import DEFAULT_STREAM, Stream
 from .timeline import timeline
 
 

@@ -1,9 +1,10 @@
-"""Stand-ins for torch.cuda's functions, streams and events, under their own names."""
+"""Stand-ins for torch.cuda's functions and events, under their own names."""
 
 from contextlib import nullcontext
 
 import torch
 
+from .streams import Stream, StreamContext
 from .timeline import timeline
 
 NAME = "NVIDIA Pretended H100"
@@ -26,33 +27,6 @@ class Event:
         timeline.forbid_capture("Event.synchronize")
         if self.moment > timeline.done:
             timeline.wait("Event.synchronize", self.moment)
-
-
-class Stream:
-    """A stream. The operations of all streams run in the order of their submission."""
-
-    current: "Stream"
-
-    def synchronize(self) -> None:
-        timeline.wait("Stream.synchronize")
-
-
-DEFAULT_STREAM = Stream()
-Stream.current = DEFAULT_STREAM
-
-
-class StreamContext:
-    """torch.cuda.stream: makes another stream the current one inside a `with` block."""
-
-    def __init__(self, stream: Stream | None):
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        self.before = Stream.current
-        Stream.current = self.stream or Stream.current
-
-    def __exit__(self, *error: object) -> None:
-        Stream.current = self.before
 
 
 class Generator(torch._C.Generator):

@@ -15,6 +15,7 @@ from .timeline import timeline
 
 if TYPE_CHECKING:
     from .graphs import CUDAGraph
+    from .streams import Stream
 
 POISON = 0x5A5A5A5A  # as an index far out of range
 LISTS = (list, tuple)  # the containers of arguments and results
@@ -25,7 +26,11 @@ class CudaTensor(torch.Tensor):
 
     inner: Tensor
     owner: "CudaTensor | None"  # the tensor that this is a view of; None if it is no view
-    graph: "CUDAGraph | None"  # if it is no view: the capture that made it
+    # If it is no view: the capture that made it, and the last operation of each stream that read it
+    # and that wrote to it
+    graph: "CUDAGraph | None"
+    readers: "dict[Stream, int]"
+    writers: "dict[Stream, int]"
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "CudaTensor":
@@ -75,7 +80,7 @@ def wrap(inner: object) -> object:
     else:
         OWNERS[storage] = weakref.ref(outer)
         weakref.finalize(outer, OWNERS.pop, storage).atexit = False
-        outer.owner = None
+        outer.owner, outer.readers, outer.writers = None, {}, {}
         outer.graph = timeline.capture
         if timeline.capture:
             timeline.capture.add_result(outer)

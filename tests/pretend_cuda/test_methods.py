@@ -14,6 +14,7 @@ from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.eagle_head import load_head
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
+from dynatree_lab.engine.streamed import load_streamed
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import DrawingSampler, Sampling
 
@@ -27,6 +28,7 @@ OPTIONS = {
     "sampled": {"sampling": Sampling(0.8, 0.9, seed=3)},
     "long prompt": {},
     "head": {},
+    "streamed": {},
     "large": {},
 }
 N_TOKENS = {"window": 100, "long prompt": 20, "large": 20}  # others: 40
@@ -58,6 +60,8 @@ def write(pair: Pair, method: str, case: str) -> list[int]:
     target, draft, prompt = pair
     if case == "head":
         draft = load_head(TINY / "eagle", TINY / "target", target.device, target.dtype)
+    if case == "streamed":
+        target = load_streamed(TINY / "target", target.device, target.dtype, budget=40_000_000)
     if case == "long prompt":
         prompt = prompt * 30  # longer than a chunk of prefill and any fixed shape
     settings = LARGE_SETTINGS[method] if case == "large" else METHODS[method]()

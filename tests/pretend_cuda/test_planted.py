@@ -4,15 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import generate, random_config, random_tensors
+from conftest import TINY, generate, random_config, random_tensors
 
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.engine.streamed import load_streamed
 from dynatree_lab.methods.lookup import Lookup
 
 from .graphs import CUDAGraph
-from .runtime import Stream
+from .streams import DEFAULT_STREAM, Stream
 
 pytestmark = pytest.mark.cuda
 
@@ -50,6 +51,33 @@ def test_queries_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_model()
     with pytest.raises(RuntimeError, match=r"query is not correctly aligned \(strideM\)"):
         write(model)
+
+
+def skip_wait(monkeypatch: pytest.MonkeyPatch, is_default: bool) -> None:
+    """Let the default stream, or all others, not wait for the other stream."""
+    wait: Callable[[Stream, Stream], None] = Stream.wait_stream
+
+    def skip(stream: Stream, other: Stream) -> None:
+        if (stream is DEFAULT_STREAM) != is_default:
+            wait(stream, other)
+
+    monkeypatch.setattr(Stream, "wait_stream", skip)
+
+
+@pytest.mark.parametrize(
+    ("is_default", "message"), [(True, "still be written to by"), (False, "still be read by")]
+)
+def test_a_streamed_layer_that_is_not_waited_for(
+    is_default: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check a layer that runs before its copy has ended, and a copy into a buffer in use."""
+    model = load_streamed(TINY / "target", torch.device("cuda"), torch.float32, 40_000_000)
+    expected = write(model)
+    with monkeypatch.context() as patch:
+        skip_wait(patch, is_default)
+        with pytest.raises(RuntimeError, match=message):
+            write(model)
+    assert write(model) == expected
 
 
 @pytest.mark.parametrize("k", [0, 20])
