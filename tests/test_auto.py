@@ -86,7 +86,7 @@ def test_rows_are_indexed_by_context_and_counted_by_source() -> None:
         rule = make_taught_rule(
             Auto(N=30, D_max=2, costs=FREE), dict.fromkeys(range(N_IDS), [0, 1, 2, 3])
         )
-        rule.tracker.drafting.tokens = 1e6  # so that it drafts
+        rule.tracker.drafted.tokens = 1e6  # so that it drafts
         tree = grow(rule, 7, FakeDraft(seed), 99)
         assert_in_order(tree)
         assert len(set(paths(tree))) == 30 and any(slot > 0 for slot in tree.draft_slots)
@@ -139,7 +139,7 @@ def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:
     """Check that the root's draft slot survives in a tree of n-grams only. Without it, the draft
     would run the root twice."""
     rule = make_taught_rule(Auto(costs=FREE), BEST)
-    rule.tracker.drafting.tokens = 1e6  # so that it drafts
+    rule.tracker.drafted.tokens = 1e6  # so that it drafts
     tree = grow(rule, 1, draft_overflow, 99)
     assert rule.n_levels == 1 and len(tree) > 1
     assert tree.draft_slots == [0] + [-1] * (len(tree) - 1)

@@ -127,7 +127,7 @@ def run_different_tokens(folder: Path) -> str:
 def learn_prices(folder: Path) -> list[float]:
     """Return prices that are learned from times that differ between the ranks."""
     tracker = CostTracker()
-    tracker.record(n_tokens=4, n_rows=12, n_levels=3, ms=7.5 + rank())
+    tracker.record(4, 12, 3, draft_ms=2.0 + rank(), other_ms=5.5 + rank())
     tracker.begin_tree()
     return tracker.prices
 

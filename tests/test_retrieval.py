@@ -262,7 +262,7 @@ def test_cost_gates_over_graft_learn_from_all_rows() -> None:
     """Check that drafted and grafted rows are recorded, because both take time."""
     rule = Graft(base="dynatree:costs=learned").make_rule()
     recorded = []
-    rule.tracker.record = lambda tokens, n_rows, n_levels, ms: recorded.append(n_rows)
+    rule.tracker.record = lambda tokens, n_rows, *others: recorded.append(n_rows)
     rule.begin_tree(0, 9)
     tree = MixedTree.from_tree(make_tree([0, 1], [-1, 0]))
     for token in (2, 3):

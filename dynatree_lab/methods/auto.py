@@ -125,6 +125,7 @@ class AutoRule(MethodRule):
         self.ngram_acceptance = NGramAcceptance(list_initial_rates())
         self.tracker = CostTracker(parse_costs(s.costs))
         self.recent: Context = ()  # of the last token before the root
+        self.n_observed, self.began = 0, time.perf_counter()  # tokens of the prompt, their start
         # All else is about the tree that grows or is verified
         self.tree: MixedTree | None = None
         self.bins: list[int] = []  # [N], where a row is counted; -1 for the root and drafted rows
@@ -133,11 +134,14 @@ class AutoRule(MethodRule):
         self.ngram_net_gain = 0.0
         self.n_levels = 0  # drafted
 
+    def start(self, prompt: list[int]) -> None:
+        self.began = time.perf_counter()
+
     def begin_tree(self, root_token: int, max_depth: int) -> int:
         """Build a tree of n-gram nodes, and return 0 levels unless drafting may gain more."""
         self.began = time.perf_counter()
         self.depth_limit = max_depth
-        self.n_levels = 0
+        self.n_levels, self.draft_ms = 0, 0.0
         self.tracker.begin_tree()
         prices = self.tracker.prices
         self.set_tree(MixedTree.from_tree(Tree.from_root(root_token)))
@@ -148,7 +152,9 @@ class AutoRule(MethodRule):
             expected = 1.0
         self.ngram_net_gain = self.tracker.net_gain(expected, len(self.tree))
         should_draft = self.tracker.should_draft(self.ngram_net_gain)
-        return super().begin_tree(root_token, max_depth) if should_draft else 0
+        n_levels = super().begin_tree(root_token, max_depth) if should_draft else 0
+        self.drafting_began = time.perf_counter()
+        return n_levels
 
     def state(self) -> dict[str, float | str]:
         """Return the net gain of each source, and the source of this tree."""
@@ -222,6 +228,7 @@ class AutoRule(MethodRule):
 
     def finish_tree(self, tree: Tree) -> Tree:
         """Return the drafted tree with n-gram nodes, or the n-gram tree if nothing was drafted."""
+        self.draft_ms = (time.perf_counter() - self.drafting_began) * 1e3
         if len(tree) > 1:
             tree = MixedTree.from_tree(tree)
             self.set_tree(tree)
@@ -239,6 +246,8 @@ class AutoRule(MethodRule):
         """Index the prompt's tokens. Those of a tree wait for `adapt`, which has the path."""
         self.top_ids = top_ids.tolist()
         if self.tree is None:
+            self.n_observed += len(tokens)
+            self.tracker.observe_prompt(self.n_observed, (time.perf_counter() - self.began) * 1e3)
             for token, best in zip(tokens, self.top_ids, strict=True):
                 self.recent = self.ngrams.extend_context(self.recent, token)
                 self.ngrams.write(self.recent, best)
@@ -256,4 +265,5 @@ class AutoRule(MethodRule):
         retrieved = [row for row in tried if is_retrieved[row]]
         self.ngram_acceptance.update([(self.bins[row], row in path) for row in retrieved])
         ms = (time.perf_counter() - self.began) * 1e3
-        self.tracker.record(len(path), len(tree), self.n_levels, ms)
+        times = self.draft_ms, ms - self.draft_ms
+        self.tracker.record(len(path), len(tree), self.n_levels, *times)

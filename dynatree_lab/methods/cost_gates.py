@@ -59,7 +59,7 @@ class CostGates(RuleWrapper):
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
         """Return 0 levels if drafting does not pay, otherwise as many as the rule wants."""
-        self.began = time.perf_counter()
+        self.began, self.draft_ms = time.perf_counter(), 0.0
         self.tracker.begin_tree()
         self.row_price = self.tracker.prices[ROW]
         self.min_log_value = math.log(self.row_price)
@@ -67,7 +67,12 @@ class CostGates(RuleWrapper):
         self.levels: list[LevelStats] = []
         n_levels = super().begin_tree(root_token, max_depth)
         net_gain_without = self.tracker.net_gain(1.0, n_rows=1)
+        self.drafting_began = time.perf_counter()
         return n_levels if self.tracker.should_draft(net_gain_without) else 0
+
+    def finish_tree(self, tree: Tree) -> Tree:
+        self.draft_ms = (time.perf_counter() - self.drafting_began) * 1e3
+        return super().finish_tree(tree)
 
     def plan_drawn_levels(self) -> int:
         """Return how many levels of a drawn tree are expected to pay; at least 1."""
@@ -112,7 +117,8 @@ class CostGates(RuleWrapper):
         """Update costs, gain per level and shares; only now, because all draws are decided."""
         ms = (time.perf_counter() - self.began) * 1e3
         is_drawn = self.is_drawn and tree.draft_slots[0] >= 0
-        self.tracker.record(expected_tokens(tree, is_drawn), len(tree), len(self.levels), ms)
+        counts = expected_tokens(tree, is_drawn), len(tree), len(self.levels)
+        self.tracker.record(*counts, self.draft_ms, ms - self.draft_ms)
         parents_sum = 1.0  # the root's acceptance probability
         for level in self.levels:
             if parents_sum > 0:
