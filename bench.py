@@ -50,7 +50,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from dynatree_lab.benchmark.cases import Case
-from dynatree_lab.benchmark.counts import count_calibration, count_depths
+from dynatree_lab.benchmark.counts import count_calibration
 from dynatree_lab.benchmark.hf import UNREPORTED_METRICS, HuggingFace
 from dynatree_lab.benchmark.machine import ROOT
 from dynatree_lab.benchmark.memory import measure_in_new_process
@@ -215,8 +215,8 @@ class Bench:
         config = case.generation_config()
         found |= measure_acceptance(steps, config.settings)
         is_greedy, is_first = case.temperature == 0, job.round == 0
-        if is_first or not is_greedy:  # every round of greedy text has the same counts
-            found["depths"] = count_depths(steps)
+        if is_greedy and not is_first:  # every round of greedy text has the same counts
+            del found["depths"]
         if is_first and is_greedy:  # sampled text accepts other tokens than the best
             found["calibration"] = count_calibration(steps)
         if self.results.step_times and has_timed_passes(case):

@@ -55,10 +55,14 @@ def run_json(capsys: Captured, options: list[str], status: int = 0) -> dict:
 def test_text_is_streamed_and_summed_up(capsys: Captured) -> None:
     assert main(["--prompt", PROMPT, "--max-new-tokens", "12"]) == 0
     captured = capsys.readouterr()
-    announced, summary = captured.err.splitlines()
+    announced, summary, by_depth = captured.err.splitlines()
     assert "models/tiny/target" in announced and "cpu, float32" in announced
     assert summary.startswith("12 tokens, ") and len(summary) <= 80
-    assert captured.out == run_json(capsys, ["--max-new-tokens", "12"])["text"] + "\n"
+    found = run_json(capsys, ["--max-new-tokens", "12"])
+    assert captured.out == found["text"] + "\n"
+    depths = found["metrics"]["depths"]
+    pairs = zip(depths["accepted"], depths["nodes"], strict=True)
+    assert by_depth == "accepted/nodes by depth: " + " ".join(f"{a}/{n}" for a, n in pairs)
 
 
 def test_json_has_everything(capsys: Captured) -> None:

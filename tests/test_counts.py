@@ -2,14 +2,14 @@
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from conftest import make_tree
 
 import dynatree
 from draft_tree import DynaTree, Settings
-from dynatree_lab.benchmark.counts import count_calibration, count_depths
+from dynatree_lab.benchmark.counts import count_calibration
 from dynatree_lab.cli.metrics import (
     code_acceptance,
     measure,
@@ -68,11 +68,15 @@ def test_metrics_worked_out_by_hand() -> None:
         "draft_passes": 9 / 3,
         "repetition": 0.0,
     }
-    assert vars(measure(steps)) == pytest.approx(expected)
+    found = asdict(measure(steps))
+    assert found.pop("depths")["accepted"] == [2, 2, 1, 0]
+    assert found == pytest.approx(expected)
     summary = dynatree.summary(iter(steps))
     assert summary.startswith("7 tokens, ") and summary.endswith("/s, 2.67 tokens/iter")
     nothing = {"new_tokens": 1, "end_to_end": 50.0, "wall_ms": 20.0, "ttft_ms": 20.0}
-    assert vars(measure([first])) == pytest.approx(dict.fromkeys(expected, 0.0) | nothing)
+    alone = asdict(measure([first]))
+    assert alone.pop("depths") == {"nodes": [], "drafted": [], "tried": [], "accepted": []}
+    assert alone == pytest.approx(dict.fromkeys(expected, 0.0) | nothing)
 
 
 @pytest.mark.parametrize("n_ids", [1, 2, 7, 2**31 - 1])
@@ -130,11 +134,11 @@ def test_the_codes_acceptance_is_table_3s(
 
 def test_depths_reached_tried_and_accepted() -> None:
     lone_dog = make_step([0, 2], [2, 9, 9, 9, 9, 9], parents=[-1, 0, 0, 1, 1, 1])
-    depths = count_depths([FIRST, CAT_RAN, COW, lone_dog])
+    depths = measure([replace(FIRST, verify_ms=1.0), CAT_RAN, COW, lone_dog]).depths
+    assert depths["nodes"] == [6, 9]
     assert depths["drafted"] == [3, 3]
     assert depths["tried"] == [3, 1], "a path that ends where nothing was drafted is no failure"
     assert depths["accepted"] == [2, 1]
-    assert count_depths([FIRST]) == {"drafted": [], "tried": [], "accepted": []}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ enlarge     embedded pair at the cost of larger models, made once
 machine     description of the machine and the versions
 hf          transformers on the same weights, for comparison rows
 step_times  times of single passes by number of rows, the bandwidth floor, predicted times
-counts      counts of depths and matches in the steps of a text
+counts      count of matches by probability in the steps of a text
 memory      peak memory, measured in a new process
 results     results files: a head, and one line for every text
 report      DataFrame of the texts, tables with their columns, captions and notes

@@ -1,6 +1,5 @@
-"""Counts from the steps of a text: accepted paths by depth, and matches by probability.
+"""Counts from the steps of a text: matches by probability.
 
-count_depths(steps)["accepted"]  # accepted paths that reach depth 1, 2, ...
 count_calibration(steps)["top1_match"]
 """
 
@@ -12,25 +11,6 @@ from dynatree_lab.engine.generate import Step
 from dynatree_lab.methods.rules import are_retrieved
 
 N_BINS = 20  # of probabilities from 0 to 1
-
-
-def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
-    """Return three counts for each depth 1, 2, ...
-
-    drafted   trees that reach the depth
-    tried     accepted paths that reach the depth before, and have a child at this one
-    accepted  accepted paths that reach the depth
-    """
-    depths = [max(step.tree.depths) for step in steps[1:]]
-    found = {name: [0] * max(depths, default=0) for name in ("drafted", "tried", "accepted")}
-    for step, depth in zip(steps[1:], depths, strict=True):
-        n_accepted = len(step.path) - 1
-        has_child = step.path[-1] in step.tree.parents
-        reached = {"drafted": depth, "tried": n_accepted + has_child, "accepted": n_accepted}
-        for name, n in reached.items():
-            for i in range(n):
-                found[name][i] += 1
-    return found
 
 
 def count_calibration(steps: Sequence[Step]) -> dict[str, list[int]]:

@@ -6,6 +6,7 @@ main(["--prompt", "The ship sailed at dawn", "--method", "auto"])
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -224,12 +225,17 @@ def summarise_step(step: Step) -> str:
 
 
 def summarise(metrics: Metrics) -> str:
-    """Return the summary line of a generation."""
+    """Return the summary of a generation: a line, then its acceptance by depth if it drafted."""
     first = f"first token after {metrics.ttft_ms:.0f} ms"
     if not metrics.iterations:
         return f"1 token, {first}"
     rates = f"{metrics.throughput:.1f} tokens/s, {metrics.tokens_per_iter:.2f} tokens/iter"
-    return f"{metrics.new_tokens} tokens, {rates}, {first}"
+    line = f"{metrics.new_tokens} tokens, {rates}, {first}"
+    by_depth = zip(metrics.depths["accepted"], metrics.depths["nodes"], strict=True)
+    shares = " ".join(f"{n_accepted}/{n_nodes}" for n_accepted, n_nodes in by_depth)
+    if not shares:
+        return line
+    return line + "\n" + textwrap.fill(f"accepted/nodes by depth: {shares}", 80)
 
 
 def print_summary(request: Request, tally: Tally) -> None:

@@ -10,9 +10,17 @@ top1_match       drafted tokens that are the target's best token after their own
                  not / drafted tokens (the definition in v2, 4.2)
 code_acceptance  tokens per iteration / (depth in the settings + 2); for a chain, / K (computed by
                  the authors' code, printed in their table 3)
+
+Metrics.depths has four counts for each depth 1, 2, ... of the trees:
+
+nodes     drafted nodes at the depth
+drafted   trees that reach the depth
+tried     accepted paths that reach the depth before, and have a child at this one
+accepted  accepted paths that reach the depth
 """
 
 import platform
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -22,6 +30,8 @@ import torch
 from draft_tree import DynaTree, Settings
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.methods.static import Chain, Fixed
+
+COUNTS = ("nodes", "drafted", "tried", "accepted")  # of Metrics.depths
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class Metrics:
     other_ms: float
     draft_passes: float  # draft passes per iteration
     repetition: float  # 1 - distinct 4-grams / 4-grams of the generated ids
+    depths: dict[str, list[int]]  # counts at depth 1, 2, ... by name, see above
 
 
 def token_ids(steps: Iterable[Step]) -> list[int]:
@@ -61,9 +72,10 @@ class Tally:
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     other_ms: float = 0.0
-    n_accepted: int = 0
-    n_drafted: int = 0
     n_draft_passes: int = 0
+    counts: dict[str, Counter[int]] = field(  # by name and depth
+        default_factory=lambda: {name: Counter() for name in COUNTS}
+    )
     draft_overflowed: bool = False  # in at least one step
     pieces: list[str] = field(default_factory=list)  # of the text, if it is decoded
     finish_reason: str | None = None  # "eos", "stop" or "length", once generation has ended
@@ -75,13 +87,22 @@ class Tally:
             self.draft_ms += step.draft_ms
             self.verify_ms += step.verify_ms
             self.other_ms += step.other_ms
-            self.n_accepted += len(step.path) - 1
-            self.n_drafted += step.n_drafted
             self.n_draft_passes += len(step.draft_rows)
+            self.count_depths(step)
         else:
             self.ttft_ms = step.ms
         self.n_steps += 1
         self.ids.extend(step.tokens)
+
+    def count_depths(self, step: Step) -> None:
+        """Add the nodes, the tree and the accepted path of an iteration to the counts."""
+        n_accepted = len(step.path) - 1
+        has_child = step.path[-1] in step.tree.parents
+        deepest = {"drafted": max(step.tree.depths)}
+        deepest |= {"tried": n_accepted + has_child, "accepted": n_accepted}
+        for name, depth in deepest.items():
+            self.counts[name].update(range(1, depth + 1))
+        self.counts["nodes"].update(step.tree.depths[1:])
 
     def metrics(self) -> Metrics:
         """Return the metrics of the steps so far, of which there must be at least one."""
@@ -89,6 +110,8 @@ class Tally:
         n_iterations = self.n_steps - 1
         n = max(n_iterations, 1)  # to divide by
         decode = self.draft_ms + self.verify_ms + self.other_ms
+        n_accepted, n_drafted = self.counts["accepted"].total(), self.counts["nodes"].total()
+        depths = range(1, max(self.counts["nodes"], default=0) + 1)
         return Metrics(
             new_tokens=n_tokens,
             throughput=(n_tokens - 1) / decode * 1e3 if decode else 0.0,
@@ -97,15 +120,16 @@ class Tally:
             ttft_ms=self.ttft_ms,
             tpot_ms=decode / (n_tokens - 1) if n_tokens > 1 else 0.0,
             iterations=n_iterations,
-            tokens_per_iter=(self.n_accepted + n_iterations) / n,
-            accepted_per_iter=self.n_accepted / n,
-            drafted_per_iter=self.n_drafted / n,
-            acceptance_rate=self.n_accepted / self.n_drafted if self.n_drafted else 0.0,
+            tokens_per_iter=(n_accepted + n_iterations) / n,
+            accepted_per_iter=n_accepted / n,
+            drafted_per_iter=n_drafted / n,
+            acceptance_rate=n_accepted / n_drafted if n_drafted else 0.0,
             draft_ms=self.draft_ms / n,
             verify_ms=self.verify_ms / n,
             other_ms=self.other_ms / n,
             draft_passes=self.n_draft_passes / n,
             repetition=repetition(self.ids),
+            depths={name: [n[depth] for depth in depths] for name, n in self.counts.items()},
         )
 
 
