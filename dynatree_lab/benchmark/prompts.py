@@ -7,8 +7,6 @@ A dataset that cannot be fetched is an error that names the alternatives.
     prompts = cut_prompts(texts, tokenizer, n_tokens=150, n_prompts=8)
 """
 
-import json
-import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from tokenizers import Tokenizer
 
 from dynatree_lab.benchmark.pg19 import fetch_opening, list_books
 from dynatree_lab.cli.errors import UsageError, print_line
-from dynatree_lab.cli.options import read_prompt
+from dynatree_lab.cli.prompts import MIN_PARAGRAPH, paragraphs, read_prompts
 from dynatree_lab.cli.tokens import encode_prompt
 from dynatree_lab.engine.checkpoint import CheckpointError, convert_hub_errors
 
@@ -29,7 +27,6 @@ WIKITEXT_FILE = "wikitext-2-raw/wiki.test.raw"  # the embedded pair was trained 
 SCRIPT_FILE = "wikitext-2-raw/wiki.valid.raw"
 SCRIPT_CHARACTERS = 800  # to which the authors' script cuts a text
 SCRIPT_TEXTS = 10
-MIN_PARAGRAPH = 200  # characters; shorter paragraphs of WikiText have too little context
 
 
 def load_prompts(dataset: str, file: str | None, n_prompts: int = 12) -> list[str]:
@@ -52,62 +49,6 @@ def load_prompts(dataset: str, file: str | None, n_prompts: int = 12) -> list[st
     if dataset == "pg19":
         return [fetch_opening(book) for book in pick_evenly(list_books(), n_prompts)]
     raise UsageError(f"--dataset is {dataset!r}, it must be one of {', '.join(DATASETS)}")
-
-
-def read_prompts(file: Path) -> tuple[list[str], str]:
-    """Return the prompts of a file, and what is one of them. Raises UsageError.
-
-    The content decides, not the name. If it begins with a brace, each line has {"prompt": ...} or
-    {"turns": [...]}. Other text has a prompt in each block between empty lines or, if it is a
-    single block, in each line. A raw file of WikiText is cut like the dataset.
-    """
-    text = read_prompt(None, str(file)).removeprefix("\ufeff").replace("\r\n", "\n")
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not lines:
-        raise UsageError(f"{file} has no prompt: it is empty")
-    if re.match(r'\s*\[\s*["{]', text):
-        raise UsageError(f"{file} is a JSON array; use one JSON object per line, or plain text")
-    first = lines[0][1]
-    if first.lstrip().startswith("{"):
-        return [prompt_of(line, f"{file}, line {n}") for n, line in lines], "one per JSON object"
-    if is_heading(first):
-        return paragraphs(text), "one per paragraph of WikiText"
-    blocks = [block.rstrip() for block in re.split(r"\n\s*\n", text) if block.strip()]
-    if len(blocks) > 1:
-        return blocks, "one per block"
-    return [line.rstrip() for _, line in lines], "one per line"
-
-
-def prompt_of(line: str, where: str) -> str:
-    """Return the prompt in a line of JSON: its "prompt" or, in the format of MT-bench and
-    Spec-Bench, the first of its "turns". Raises UsageError."""
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{where} is not JSON: {error}") from error
-    match found:
-        case {"prompt": str(prompt)} | {"turns": [str(prompt), *_]} if prompt:
-            return prompt
-    raise UsageError(f"{where} has no text as `prompt` or as the first of its `turns`")
-
-
-def is_heading(line: str) -> bool:
-    """Whether a line is a heading of WikiText, such as " = Title = "."""
-    return line.startswith(" = ") and line.rstrip().endswith(" =")
-
-
-def paragraphs(text: str) -> list[str]:
-    """Return the paragraphs of WikiText that are long enough. A paragraph ends at a blank line or a
-    heading."""
-    found = []
-    lines = []
-    for line in text.split("\n") + [""]:
-        if line.strip() and not is_heading(line):
-            lines.append(line.strip())
-            continue
-        found.append("\n".join(lines))
-        lines = []
-    return [paragraph for paragraph in found if len(paragraph) >= MIN_PARAGRAPH]
 
 
 def script_prompts(text: str) -> list[str]:

@@ -6,6 +6,7 @@ models    device, dtype and checkpoints of target and draft
 request   a request to continue a prompt: its steps and its text
 result    a text with its steps, metrics and page, for notebooks
 tokens    tokenizers, prompts, streamed text, stop texts
+prompts   the prompts of a file (--prompts)
 terminal  drawn trees, the list of methods and settings
 metrics   the numbers of one generation
 compare   a generation compared with ar (--compare)
