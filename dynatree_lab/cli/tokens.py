@@ -7,6 +7,7 @@ print(TextStream(tokenizer).push(ids))
 
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -27,21 +28,23 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise CheckpointError unless both give the same ids. The draft's may lack tokens that were
-    added to the target's after the last id of the draft's."""
-    theirs, added = draft.get_vocab(), target.get_added_tokens_decoder()
-    last = max(theirs.values(), default=-1)
-    ours = {token: i for token, i in target.get_vocab().items() if i <= last or i not in added}
-    differing = ["vocabulary"] if ours != theirs else []
-    if not differing:
-        ours, theirs = json.loads(target.to_str()), json.loads(draft.to_str())
-        if ours["model"].get("merges") != theirs["model"].get("merges"):
-            differing.append("merges")
-        for part in ("normalizer", "pre_tokenizer"):
-            if ours[part] != theirs[part]:
-                differing.append(part)
-    if differing:
-        raise CheckpointError(f"target and draft tokenizers differ: {', '.join(differing)}")
+    """Raise CheckpointError, which names the first difference, unless both give the same ids. One
+    may have tokens that were added after the last id of the other."""
+    what = "target and draft tokenizers differ"
+    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
+    added = target.get_added_tokens_decoder() | draft.get_added_tokens_decoder()
+    last = min(max(ours, default=-1), max(theirs, default=-1))
+    for i in sorted(ours.keys() | theirs.keys()):
+        if ours.get(i) != theirs.get(i) and (i <= last or i not in added):
+            raise CheckpointError(f"{what}: id {i} is {ours.get(i)!r} and {theirs.get(i)!r}")
+    ours, theirs = json.loads(target.to_str()), json.loads(draft.to_str())
+    for part in ("normalizer", "pre_tokenizer"):
+        if ours[part] != theirs[part]:
+            raise CheckpointError(f"{what}: the {part} is {ours[part]} and {theirs[part]}")
+    merges = (each["model"].get("merges") for each in (ours, theirs))
+    for i, (own, other) in enumerate(zip_longest(*merges)):
+        if own != other:
+            raise CheckpointError(f"{what}: merge {i} is {own} and {other}")
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
