@@ -46,7 +46,6 @@ def test_the_examples_run(
     assert PROMPT in text and len(capsys.readouterr().out) > 200
     if page == "docs/python.md":
         assert (tmp_path / "run.html").stat().st_size > 50_000
-        assert len(names["logprobs"]) == 64 and (names["logprobs"] <= 0).all()
         assert "I had a good deal to think of it" in names["result"].text
         texts = ["".join(lab.stream_text(names["pair"], PROMPT, "ar", max_new_tokens=64))]
         texts.append(names["pair"].tokenizer.decode(names["ids"]))
@@ -74,6 +73,7 @@ RUNS = [  # words, sampling, other arguments
     ("dyspec N=12 calibrate=on strict", {"temperature": 0.8, "seed": 3, "top_p": 0.9}, {}),
     ("dynatree window=64 sinks=2", {"draft_temperature": 2.0}, {"eos_ids": ()}),
     ("linear token", {"temperature": 0.8, "seed": 3}, {"stop": ["ship", "qq"]}),
+    ("dyspec min_p=0.1", {"temperature": 0.8, "seed": 3, "top_k": 7}, {}),
     (lab.GenerationConfig(DynaTree(tau=0.02, prune=True)), {}, {}),
 ]
 

@@ -113,7 +113,7 @@ for name, damage, words in DAMAGE:
 DIFFERING = {
     "the normalizer is None and {'type': 'NFC'}": change(normalizer={"type": "NFC"}),
     "the pre_tokenizer is": change(pre_tokenizer={"type": "Whitespace"}),
-    "merge 3839 is": change(model=lambda model: model | {"merges": model["merges"][:-1]}),
+    "merge 3838 is": change(model=lambda model: model | {"merges": model["merges"][:-1]}),
     "id 4096 is None and 'zzzz'": change(model=lambda model: model | {"vocab": model["vocab"] | {"zzzz": 4096}}),
 }
 for words, damage in DIFFERING.items():

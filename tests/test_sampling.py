@@ -73,6 +73,7 @@ FEW_TARGET = TARGET[:3, :3]
 FEW_DRAFTS = {"few other": OTHER[:3, :3], "few zeros": ZEROS[:3, :3], "few flat": OTHER[:3, :3] / 4}
 # The last one has another temperature for the draft's distribution
 SAMPLINGS = [Sampling(0.6), Sampling(1.0, 0.5), Sampling(1.0, draft_temperature=0.4)]
+SAMPLINGS += [Sampling(1.0, top_k=2), Sampling(0.8, 0.9, top_k=3, min_p=0.4)]
 
 
 # Warping and drawing.
@@ -90,6 +91,34 @@ def test_warping_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
             [0, 1, 0, 0],
             [1, 0, 0, 0],
         ]
+
+
+def kept_ids(logits: list[float], sampling: Sampling) -> set[int]:
+    """Return the ids that transformers' warpers keep, each among those that the one before kept."""
+    probs = [math.exp(logit / sampling.temperature) for logit in logits]
+    order = sorted(range(len(logits)), key=probs.__getitem__, reverse=True)
+    lowest = probs[order[min(sampling.top_k or len(order), len(order)) - 1]]
+    order = [i for i in order if probs[i] >= lowest]
+    total = sum(probs[i] for i in order)
+    before = [sum(probs[j] for j in order[:n]) / total for n in range(len(order))]
+    order = [i for i, mass in zip(order, before, strict=True) if mass < sampling.top_p]
+    return {i for i in order if probs[i] >= sampling.min_p * probs[order[0]]}
+
+
+def test_top_k_top_p_and_min_p_follow_one_another() -> None:
+    """Compare with each set computed by its definition, also for equally likely ids."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(6, 40, generator=generator) * 2
+    logits[0, :9] = logits[0].max()
+    settings = itertools.product((0.7, 1.6), (1.0, 0.83), (0, 1, 5, 99), (0.0, 0.2, 1.0))
+    for temperature, top_p, k, min_p in settings:
+        sampling = Sampling(temperature, top_p, top_k=k, min_p=min_p)
+        sampler = sampling.sampler(CPU)
+        probs = sampler.target_distribution(logits)
+        torch.testing.assert_close(probs.sum(dim=1), torch.ones(6))
+        assert torch.equal(probs, sampler.draft_distribution(logits))
+        for row, found in zip(logits.tolist(), probs, strict=True):
+            assert set(found.nonzero().flatten().tolist()) == kept_ids(row, sampling)
 
 
 def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,6 +429,8 @@ def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
         ({"temperature": 0.0, "draws_greedy": True}, "greedy text needs a draft-temperature"),
         ({"temperature": 1.0, "top_p": 1.5}, "top-p is 1.5, it must be a positive float32"),
         ({"temperature": 1.0, "seed": -1}, "seed is -1, it must be an integer"),
+        ({"temperature": 1.0, "top_k": -1}, "top-k is -1, it must be an integer of at least 0"),
+        ({"temperature": 1.0, "min_p": 2.0}, "min-p is 2.0, it must be between 0 and 1"),
     ],
 )
 def test_settings_are_checked(values: dict[str, float], message: str) -> None:

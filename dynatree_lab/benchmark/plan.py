@@ -215,7 +215,7 @@ def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
     temperatures = {case.temperature for case in cases}
     for value in temperatures:
         if value or not any(temperatures):  # greedy texts of a sampled table ignore top_p and seed
-            choose_sampling(value, args.top_p, args.seed, None)
+            choose_sampling(value, None, top_p=args.top_p, seed=args.seed)
     if args.pair and (args.target or args.draft):
         raise UsageError("--pair excludes --target and --draft; use one or the other")
     if args.head and not any(case.uses_head for case in cases):

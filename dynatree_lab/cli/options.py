@@ -58,7 +58,9 @@ def add_sampling_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that say how tokens are chosen."""
     add = parser.add_argument
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default 0)")
+    add("--top-k", type=int, metavar="K", help="draw only from the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
+    add("--min-p", type=float, metavar="P", help="only tokens of P times the highest probability")
     add("--seed", type=int, metavar="N", help="random seed (default 0)")
     draft = "temperature of the draft model (default by method)"
     add("--draft-temperature", type=float, metavar="X", help=draft)
@@ -91,7 +93,8 @@ def choose_config(args: argparse.Namespace) -> GenerationConfig:
         config = GenerationConfig.parse(args.method, *args.words)
     except ValueError as error:
         raise UsageError(f"--method {args.method}: {error}") from error
-    sampling = choose_sampling(args.temperature, args.top_p, args.seed, args.draft_temperature)
+    options = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "seed")}
+    sampling = choose_sampling(args.temperature, args.draft_temperature, **options)
     if args.draft_temperature is not None:
         if not has_temperature(config.make_rule(), sampling.draws_candidates):
             why = f"the trees of {args.method} do not depend on the draft's probabilities"
@@ -102,18 +105,20 @@ def choose_config(args: argparse.Namespace) -> GenerationConfig:
 
 
 def choose_sampling(
-    temperature: float, top_p: float | None, seed: int | None, draft_temperature: float | None
+    temperature: float, draft_temperature: float | None, **options: float | None
 ) -> Sampling:
-    """Return the sampling options. Raises UsageError, also for options without effect."""
+    """Return the sampling options. Raises UsageError, also for options without effect.
+
+    options: other fields of Sampling; None if not given.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
     if temperature == 0:
-        for name, value in {"--top-p": top_p, "--seed": seed}.items():
-            if value is not None:
-                raise UsageError(f"{name} needs a --temperature above 0")
+        for name in given:
+            raise UsageError(f"--{name.replace('_', '-')} needs a --temperature above 0")
         if draft_temperature is None:
             return GREEDY
-    top_p = 1.0 if top_p is None else top_p
     try:
-        return Sampling(temperature, top_p, seed or 0, draft_temperature)
+        return Sampling(temperature, draft_temperature=draft_temperature, **given)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
 

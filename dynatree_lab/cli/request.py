@@ -98,7 +98,8 @@ def stream_text(
         config: a GenerationConfig, or words for one, such as "dynatree tau=0.02 strict".
         eos_ids: None for the target's.
         stop: a text, or several, before which generation stops.
-        sampling: temperature, top_p, seed and draft_temperature, which the words may have instead.
+        sampling: temperature, top_k, top_p, min_p, seed and draft_temperature, which the words may
+            have instead.
 
     Raises ValueError for invalid arguments, and the errors of engine/generate.py.
     """
@@ -161,7 +162,7 @@ def with_sampling(config: GenerationConfig | str, given: dict[str, float]) -> Ge
 
 def make_sampling(values: dict[str, float]) -> Sampling:
     """Return the Sampling of these fields. Raises ValueError, also for a field without effect."""
-    for name in ("top_p", "seed"):
+    for name in ("top_k", "top_p", "min_p", "seed"):
         if name in values and not values.get("temperature"):
             raise ValueError(f"{name} needs a temperature above 0")
     return Sampling(**values)

@@ -128,6 +128,7 @@ def command(prompt: str, request: Request) -> list[str]:
         options["--target-memory"] = f"{pair.target_memory / 10**6}MB"
     if not sampling.is_greedy:
         options |= {"--temperature": sampling.temperature, "--top-p": sampling.top_p}
+        options |= {"--top-k": sampling.top_k or None, "--min-p": sampling.min_p or None}
         options |= {"--seed": sampling.seed, "--accept": config.acceptance}
     options["--draft-temperature"] = sampling.draft_temperature
     if config.window != FULL_ATTENTION:

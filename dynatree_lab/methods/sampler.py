@@ -47,6 +47,8 @@ class Sampling:
     # Divides the draft's logits. None: the target's temperature for drawn candidates, 1 for top-k
     draft_temperature: float | None = None
     draws_greedy: bool = False  # rules that can draw candidates also do so for greedy text
+    top_k: int = 0  # only the top_k likeliest tokens are drawn, and equally likely ones; 0: all
+    min_p: float = 0.0  # only tokens at least min_p times as likely as the likeliest one are drawn
 
     def __post_init__(self) -> None:
         if self.temperature != 0:
@@ -54,6 +56,10 @@ class Sampling:
         if self.draft_temperature is not None:
             require_positive("draft-temperature", self.draft_temperature)
         require_positive("top-p", self.top_p, 1)
+        if type(self.top_k) is not int or self.top_k < 0:
+            raise ValueError(f"top-k is {self.top_k!r}, it must be an integer of at least 0")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min-p is {self.min_p}, it must be between 0 and 1")
         if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed is {self.seed!r}, it must be an integer from 0 to 2^63 - 1")
         if self.draws_greedy and not self.temperature and self.draft_temperature is None:
@@ -106,7 +112,7 @@ class DrawingSampler(Sampler):
         return path[:n], tokens[:n]
 
     def target_distribution(self, logits: Tensor) -> Tensor:
-        """Return the target's distributions [n, V], 0 outside the top-p set."""
+        """Return the target's distributions [n, V], 0 for tokens that are not drawn."""
         return self.distribution(logits, self.temperature)
 
     def draft_distribution(self, logits: Tensor) -> Tensor:
@@ -114,14 +120,23 @@ class DrawingSampler(Sampler):
         return self.distribution(logits, self.settings.draft_temperature or self.temperature)
 
     def distribution(self, logits: Tensor, temperature: float) -> Tensor:
-        """Return probabilities [n, V] that sum to 1, 0 outside the top-p set."""
-        probs = torch.softmax(tempered(logits, temperature), dim=-1)
-        if self.top_p == 1:
-            return probs
-        # Sorting only N_SORTED ids takes a tenth of the time. CUDA sorts all, because the check
-        # whether N_SORTED suffice would wait for the device
-        kept = self.keep_top_p(probs, probs.shape[1] if probs.is_cuda else N_SORTED)
-        return kept / kept.sum(dim=-1, keepdim=True)
+        """Return probabilities [n, V] that sum to 1, after temperature, top-k, top-p and min-p, in
+        the order of transformers: each looks at what the one before has kept."""
+        logits, top_k = tempered(logits, temperature), self.settings.top_k
+        if 0 < top_k < logits.shape[1]:
+            lowest = logits.topk(top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < lowest, -torch.inf)
+        probs = torch.softmax(logits, dim=-1)
+        if self.top_p < 1:
+            # Sorting only N_SORTED ids takes a tenth of the time. CUDA sorts all, because the check
+            # whether N_SORTED suffice would wait for the device
+            kept = self.keep_top_p(probs, probs.shape[1] if probs.is_cuda else N_SORTED)
+            probs = kept / kept.sum(dim=-1, keepdim=True)
+        if self.settings.min_p:
+            lowest = self.settings.min_p * probs.amax(dim=-1, keepdim=True)
+            kept = probs.masked_fill(probs < lowest, 0.0)
+            probs = kept / kept.sum(dim=-1, keepdim=True)
+        return probs
 
     def keep_top_p(self, probs: Tensor, n_sorted: int) -> Tensor:
         """Return probabilities [n, V], 0 outside the top-p set, which is searched for among the
