@@ -304,7 +304,7 @@ class Stub(GPTNeoX):
         return hidden
 
 
-GENERATE_ARGUMENTS = ("eos_ids", "drafter", "inspect", "observer")
+GENERATE_ARGUMENTS = ("eos_ids", "drafter", "logprobs", "inspect", "observer")
 
 
 def generate(

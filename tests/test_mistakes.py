@@ -114,7 +114,9 @@ DIFFERING = {
     "the normalizer is None and {'type': 'NFC'}": change(normalizer={"type": "NFC"}),
     "the pre_tokenizer is": change(pre_tokenizer={"type": "Whitespace"}),
     "merge 3838 is": change(model=lambda model: model | {"merges": model["merges"][:-1]}),
-    "id 4096 is None and 'zzzz'": change(model=lambda model: model | {"vocab": model["vocab"] | {"zzzz": 4096}}),
+    "id 4096 is None and 'zzzz'": change(
+        model=lambda model: model | {"vocab": model["vocab"] | {"zzzz": 4096}}
+    ),
 }
 for words, damage in DIFFERING.items():
     MISTAKES.append((AS_DRAFT, {"model/tokenizer.json": damage}, f"tokenizers differ: {words}"))
@@ -234,7 +236,9 @@ def test_one_model_may_have_added_tokens(capsys: Captured, tmp_path: Path) -> No
     other = Tokenizer.from_file(f"{DRAFT}/tokenizer.json")
     other.add_special_tokens(["### Other"])  # a draft token whose id is another token in the target
     other.save(f"{pair[1]}/tokenizer.json")
-    assert error_line(capsys, main, [*arguments, pair[1]]).endswith("differ: id 4096 is '### End' and '### Other'")
+    assert error_line(capsys, main, [*arguments, pair[1]]).endswith(
+        "differ: id 4096 is '### End' and '### Other'"
+    )
 
 
 def test_what_overflows_in_float16_runs_in_float32(tmp_path: Path) -> None:

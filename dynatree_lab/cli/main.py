@@ -45,6 +45,7 @@ from dynatree_lab.cli.trace import Trace, describe_base, meanings
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
+from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.methods.sampler import GREEDY
@@ -94,12 +95,21 @@ def add_output_options(group: argparse._ArgumentGroup) -> None:
     add("--json", action="store_true", help="print one JSON object instead of the text")
     add("--html", metavar="FILE", help="write a page that shows the run step by step")
     add("--trace", metavar="FILE", help="write the data of that page as JSON")
+    logprobs = (
+        "with --json or --trace: log-probabilities of the text's tokens and of the K likeliest"
+    )
+    add("--logprobs", type=int, nargs="?", const=0, metavar="K", help=logprobs)
 
 
 def prepare(args: argparse.Namespace) -> tuple[Request, dict]:
     """Check all options and load the models. Return the request and the settings to report."""
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens is {args.max_new_tokens}, it must be at least 1")
+    if args.logprobs is not None:
+        if args.logprobs < 0:
+            raise UsageError(f"--logprobs is {args.logprobs}, it must be at least 0")
+        if not (args.json or args.trace):
+            raise UsageError("--logprobs needs --json or --trace")
     config = choose_config(args)
     is_drafting = config.make_rule().max_depth > 0
     if args.reference and (world_size() > 1 or not config.works_on_reference_model):
@@ -121,7 +131,8 @@ def prepare(args: argparse.Namespace) -> tuple[Request, dict]:
     else:
         kept = f"{config.window.sinks} sinks and the latest {config.window.size} tokens or more"
         print_line(f"note: the caches keep {kept}, so the text differs from full attention")
-    request = Request(pair, prompt, config, args.max_new_tokens, eos_ids, args.stop)
+    limits = args.max_new_tokens, eos_ids, args.stop
+    request = Request(pair, prompt, config, *limits, args.logprobs)
     settings = {"method": args.method, **asdict(config.settings), **models}
     return request, settings | request_report(request)
 
@@ -258,9 +269,23 @@ def report(request: Request, tally: Tally, comparison: Comparison | None) -> dic
         "versions": versions(),
         "graphs": {"n": n_graphs, "capture_s": capture_s},
     }
+    if request.logprobs is not None:
+        found["logprobs"] = describe_logprobs(tally.logprobs, request.pair.tokenizer)
     if comparison:
         found["compare"] = comparison
     return found
+
+
+def describe_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> list[dict]:
+    """Return the log-probabilities of --json: of each id of the text, and of the likeliest ids."""
+
+    def describe(id: int, logprob: float) -> dict:
+        return {"id": id, "token": tokenizer.decode([id], False), "logprob": logprob}
+
+    return [
+        describe(each.id, each.logprob) | {"top": [describe(*other) for other in each.top]}
+        for each in logprobs
+    ]
 
 
 def write_outputs(

@@ -29,6 +29,7 @@ import torch
 
 from draft_tree import DynaTree, Settings
 from dynatree_lab.engine.generate import Step
+from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.methods.static import Chain, Fixed
 
 COUNTS = ("nodes", "drafted", "tried", "accepted")  # of Metrics.depths
@@ -79,6 +80,7 @@ class Tally:
     draft_overflowed: bool = False  # in at least one step
     pieces: list[str] = field(default_factory=list)  # of the text, if it is decoded
     finish_reason: str | None = None  # "eos", "stop" or "length", once generation has ended
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the ids, if they are wanted
 
     def add(self, step: Step) -> None:
         """Add a step. Its ids come last, so Ctrl-C between two lines leaves a tally with sums."""
@@ -92,6 +94,7 @@ class Tally:
         else:
             self.ttft_ms = step.ms
         self.n_steps += 1
+        self.logprobs.extend(step.logprobs)
         self.ids.extend(step.tokens)
 
     def count_depths(self, step: Step) -> None:

@@ -33,6 +33,7 @@ class Request:
     max_new_tokens: int
     eos_ids: Sequence[int] = ()
     stop: Sequence[str] = ()  # generation stops before any of these texts
+    logprobs: int | None = None  # as in engine/generate.py
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -52,6 +53,7 @@ class Request:
             self.config,
             self.max_new_tokens,
             eos_ids=(*self.eos_ids, *self.stop_ids),
+            logprobs=self.logprobs,
             inspect=inspect,
             observer=observer,
         )

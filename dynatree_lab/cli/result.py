@@ -7,7 +7,7 @@ save_page(result, "run.html")
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import FULL_ATTENTION
+from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.methods import METHODS
 from gpt_neox import Model
 
@@ -39,6 +40,7 @@ class Result:
     metrics: Metrics
     steps: list[Step]  # the first one is the prompt's
     data: dict  # of the page, as docs/page.md describes it
+    logprobs: list[TokenLogprob]  # of the ids; empty without the argument
 
     def __repr__(self) -> str:
         return f"{self.text}\n{summarise(self.metrics)}"
@@ -51,13 +53,18 @@ def write_text(
     max_new_tokens: int = 128,
     eos_ids: Iterable[int] | None = None,
     stop: str | Iterable[str] = (),
+    logprobs: int | None = None,
     **sampling: float,
 ) -> Result:
     """Continue a prompt. The arguments are those of stream_text, and so are the errors.
 
+    logprobs: if given, the result has the log-probabilities of its ids, and of as many likeliest
+    ids beside each.
+
     The run is recorded for save_page, which takes some of the time that result.metrics has.
     """
     request = make_request(pair, prompt, config, max_new_tokens, eos_ids, stop, sampling)
+    request = replace(request, logprobs=logprobs)
     settings, tally, steps = request.config.settings, Tally(), []
     trace = Trace(pair.tokenizer, settings, request.eos_ids)
 
@@ -77,7 +84,8 @@ def write_text(
             tally.finish_reason = end.value
     text = "".join(tally.pieces)
     data = trace.as_json(request.prompt, report(request, tally, None) | about)
-    return Result(text, tally.ids, tally.finish_reason, tally.metrics(), steps, data)
+    metrics, found = tally.metrics(), tally.logprobs
+    return Result(text, tally.ids, tally.finish_reason, metrics, steps, data, found)
 
 
 def save_page(result: Result, file: str | Path) -> None:

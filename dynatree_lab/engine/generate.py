@@ -27,7 +27,7 @@ from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import SMALL_PASS, PassConfig
 from dynatree_lab.engine.process import Process, processed
 from dynatree_lab.engine.run import ModelRun
-from dynatree_lab.engine.scores import Ranking, Scores
+from dynatree_lab.engine.scores import Ranking, Scores, TokenLogprob, token_logprobs
 from dynatree_lab.engine.strict import STRICT
 from dynatree_lab.methods.rules import RuleWrapper, with_attributes
 from dynatree_lab.methods.sampler import Sampling
@@ -47,6 +47,7 @@ class Step(dynatree.Step):
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     other_ms: float = 0.0
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `tokens`, if they are wanted
 
     @property
     def n_drafted(self) -> int:
@@ -83,9 +84,11 @@ class Recorder(Drafter):
         draft: ModelRun | None,
         own_accept: Acceptance | None,
         process: Process | None,
+        n_logprobs: int | None,
     ):
         self.drafter, self.sampled, self.own_accept = parts.drafter, parts.accept, own_accept
         self.target, self.draft_run, self.process = target, draft, process
+        self.n_logprobs = n_logprobs
         self.text = prompt[:-1]  # the committed ids, without the pending token
         self.draft_ms = 0.0
         self.of_root: Candidates | None = None  # those below the latest root
@@ -129,6 +132,10 @@ class Recorder(Drafter):
         n_cached, rows = 0, []
         if self.draft_run:
             n_cached, (_, rows) = self.draft_run.cache.length, self.draft_run.pop_pass_stats()
+        logprobs = []
+        if self.n_logprobs is not None:
+            logits = self.logits[step.path[: len(step.tokens)]]
+            logprobs = token_logprobs(logits, step.tokens, self.n_logprobs)
         return Step(
             step.tokens,
             step.tree,
@@ -141,6 +148,7 @@ class Recorder(Drafter):
             draft_ms,
             verify_ms,
             ms - draft_ms - verify_ms,
+            logprobs,
         )
 
 
@@ -156,6 +164,7 @@ def generate(
     drafter: Drafter | None = None,
     accept: Acceptance | None = None,
     process: Process | None = None,
+    logprobs: int | None = None,
     inspect: Callable[[Tensor], None] | None = None,
     observer: object | None = None,
 ) -> Iterator[Step]:
@@ -166,6 +175,8 @@ def generate(
         drafter: in place of the draft, which is then None.
         accept: in place of the acceptance of config.sampling, which is then greedy.
         process: changes the target's logits before a token is chosen from them.
+        logprobs: if given, each step has the log-probabilities of its tokens, and as many likeliest
+            ids beside each.
         inspect: called after each step with the target's own float32 logits [n, V], from which
             the n tokens were chosen, perhaps after `process`.
         observer: wraps the rule and gets every trial (cli.trace.Trace).
@@ -186,7 +197,7 @@ def generate(
     fast = [(each.model, each.capacity, each.pass_config) for each in runs if each.pass_config]
     if fast:
         require_caches(fast)
-    recorder = Recorder(parts, prompt, target, draft, accept, process)
+    recorder = Recorder(parts, prompt, target, draft, accept, process, logprobs)
     rule = LimitedRule(parts.rule, target)
     drafter = recorder if parts.drafter else None
     steps = dynatree.generate(

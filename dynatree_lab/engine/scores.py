@@ -123,6 +123,29 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(tempered(logits, temperature), dim=-1)
 
 
+class TokenLogprob(NamedTuple):
+    """The target's log-probability of a written token, at temperature 1 and before `process`."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest ids with their log-probabilities, best first
+
+
+def token_logprobs(logits: Tensor, tokens: list[int], k: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of tokens [n], each chosen from a row of logits [n, V], and of
+    the k likeliest ids of each row. The host reads them at once."""
+    logprobs = log_probabilities(logits, 1.0)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
+    top = logprobs.topk(min(k, logprobs.shape[1]))
+    # float32 is exact for ids below 2^24
+    rows = torch.cat([own, top.values, top.indices.float()], dim=1).tolist()
+    found = []
+    for token, (logprob, *rest) in zip(tokens, rows, strict=True):
+        values, ids = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
+        found.append(TokenLogprob(token, logprob, list(zip(ids, values, strict=True))))
+    return found
+
+
 def entropies(logprobs: Tensor) -> Tensor:
     """Return the entropy [n] of log-probabilities [n, V], in nats."""
     return torch.special.entr(logprobs.exp()).sum(dim=-1)
