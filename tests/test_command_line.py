@@ -297,6 +297,80 @@ def test_no_room_for_the_gap_does_not_lose_the_run(
     assert "differ from token 4 on (not enough memory" in capsys.readouterr().err
 
 
+# --prompts
+
+
+OTHER = "It was a cold morning, and the"
+
+
+def write_prompts(folder: Path, prompts: list[str]) -> str:
+    """Write a file of prompts and return its name."""
+    file = folder / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    return str(file)
+
+
+def test_a_line_per_prompt_is_that_of_a_run_of_its_own(capsys: Captured, tmp_path: Path) -> None:
+    """Check sampled text, whose seed is seed + i, after a prompt that cannot be encoded as well."""
+    prompts = [PROMPT, "half an emoji: \ud83d", OTHER]
+    hot = ["--json", "--max-new-tokens", "12", *DRAFT_TWICE, "--temperature", "1"]
+    assert main([*hot, "--seed", "5", "--prompts", write_prompts(tmp_path, prompts)]) == 2
+    captured = capsys.readouterr()
+    (error,) = re.findall("^error: .*", captured.err, re.MULTILINE)
+    assert error.startswith("error: prompt 2 of 3: ")
+    lines = [json.loads(line) for line in captured.out.splitlines()]
+    for found, i in zip(lines, (0, 2), strict=True):
+        assert main([*hot, "--seed", str(5 + i), "--prompt", prompts[i]]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        for name in ("token_ids", "text", "finish_reason"):
+            assert found[name] == alone[name]
+        assert found["settings"] == alone["settings"] | {"prompt_number": i + 1}
+
+
+def test_texts_of_prompts_follow_one_another(capsys: Captured, tmp_path: Path) -> None:
+    """Check plain text with a prompt in each line, and that each text is compared with ar's."""
+    text = run_json(capsys, AR)["text"]
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{PROMPT}\n{PROMPT}\n")
+    assert main(["--prompts", str(file), "--compare", *AR]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{text}\n{text}\n"
+    assert f"note: {file} has 2 prompts, one per line\n" in captured.err
+    heard = re.findall("^(prompt . of 2|ar: .* the ids are equal)$", captured.err, re.MULTILINE)
+    assert [line[:8] for line in heard[::2]] == ["prompt 1", "prompt 2"] and len(heard) == 4
+
+
+CUT_SHORT = [(OutOfMemory("x"), 2, [False, True, False]), (KeyboardInterrupt(), 130, [False, True])]
+
+
+@pytest.mark.parametrize(("error", "status", "are_interrupted"), CUT_SHORT)
+def test_an_error_keeps_the_lines_of_all_prompts(
+    error: BaseException,
+    status: int,
+    are_interrupted: list[bool],
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Check a lack of memory, which ends only its own text, and Ctrl-C, which ends the program."""
+    real = request.generate
+
+    def generate_or_fail(*args: object, **options: object) -> Iterator[Step]:
+        steps = real(*args, **options)
+        yield next(steps)
+        if len(args[2]) == 1:  # the prompt
+            raise error
+        yield from steps
+
+    monkeypatch.setattr(request, "generate", generate_or_fail)
+    file = write_prompts(tmp_path, [PROMPT, "a", OTHER])
+    assert main(["--prompts", file, "--json", "--max-new-tokens", "5", *DRAFT_TWICE]) == status
+    captured = capsys.readouterr()
+    lines = [json.loads(line) for line in captured.out.splitlines()]
+    assert [line["interrupted"] for line in lines] == are_interrupted
+    assert captured.err.count("error: ") == captured.err.count("error: prompt 2 of 3: x;")
+
+
 # Errors and interrupts during a text
 
 

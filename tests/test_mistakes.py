@@ -64,6 +64,9 @@ MISSING_TARGET = f"{A} --target no-such-folder"  # output files are checked befo
 MISTAKES = [
     ("", {}, "--prompt"),
     (A + " --prompt-file b", {}, "--prompt"),
+    (A + " --prompts b", {}, "--prompts: not allowed with argument --prompt"),
+    ("--prompts b --html c", {"b": "a"}, "--html and --trace show one run; use --prompt"),
+    ("--prompts b --json", {"b": '{"prompt": 3}'}, "b, line 1 has no text as `prompt`"),
     (A + " --prompt b", {}, "--prompt is given 2 times, it takes one value"),
     (A + " --seed 1 --temperature 1 --seed=1", {}, "--seed is given 2 times, it takes one"),
     (A + " --max-new 4", {}, "unrecognized arguments: --max-new 4"),

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
+    Captured,
     generate,
     make_head,
     pretend_one_gpu,
@@ -39,6 +40,7 @@ from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.cli.models import open_pair
 from dynatree_lab.engine.cache import cache_bytes
 from dynatree_lab.engine.checkpoint import CheckpointError, load_tensors, read_config
+from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX, weight_bytes
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.engine.ranks import RanksError, from_rank_0, rank, run_on_ranks
@@ -192,10 +194,33 @@ def end_within_a_text(folder: Path, found: Found) -> int:
     )
 
 
+def write_prompts(folder: Path, found: Found) -> int:
+    """Write the texts of two prompts. The first cannot be encoded. Rank 1 has no file."""
+    file = folder / f"prompts of {rank()}"
+    if rank() == 0:
+        file.write_text('{"prompt": "\\ud83d"}\n{"prompt": "The ship"}')
+    words = ["--json", "--max-new-tokens", "8", "--threads", "1"]
+    return dynatree_lab.cli.main.main(["--prompts", str(file), *words])
+
+
+def lack_memory(folder: Path, found: Found) -> int:
+    """Write the texts of the same prompts while rank 1 has no memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank():
+            patch.setattr("dynatree_lab.engine.cache.require_memory", raise_out_of_memory)
+        return write_prompts(folder, found)
+
+
+def raise_out_of_memory(*arguments: object) -> None:
+    raise OutOfMemory("no room")
+
+
 PROGRAMS: dict[str, Callable[[Path, Found], int]] = {
     "compute": compute,
+    "prompts": write_prompts,
     "both fail": partial(fail, (0, 1)),
     "one fails": partial(fail, (1,)),
+    "no memory": lack_memory,
     "measure": measure,
     "resume": resume,
     "end": end_within_a_text,
@@ -258,6 +283,22 @@ def test_errors_are_printed_once(ranks: list[Found]) -> None:
     assert [found["both fail"] for found in ranks] == [(2, "", "error: a mistake\n"), (2, "", "")]
     assert ranks[0]["one fails"] == (2, "", ENDED)
     assert ranks[1]["one fails"] == (2, "", "error: rank 1: a mistake\n")
+
+
+def test_all_ranks_write_the_texts_of_the_same_prompts(
+    ranks: list[Found], capsys: Captured
+) -> None:
+    """Check a prompt that no rank can encode, and then a lack of memory of rank 1 alone, which ends
+    the run."""
+    status, out, err = ranks[0]["prompts"]
+    assert status == 2 and "error: prompt 1 of 2: " in err
+    words = ["--prompt", "The ship", "--json", "--max-new-tokens", "8"]
+    assert dynatree_lab.cli.main.main(words) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert json.loads(out)["token_ids"] == alone["token_ids"]
+    assert ranks[1]["prompts"] == (2, "", "")
+    assert ranks[0]["no memory"][0] == 2 and ranks[0]["no memory"][2].endswith(ENDED)
+    assert ranks[1]["no memory"][2].startswith("error: rank 1: no room; ")
 
 
 def test_only_rank_0_has_a_results_file(ranks: list[Found], folder: Path) -> None:

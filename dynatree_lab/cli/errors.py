@@ -91,11 +91,17 @@ def run_command_line(
             os.dup2(nowhere, sys.stdout.fileno())
             return 1
         except Exception as error:
-            line = describe_mistake(error, parser)
-            if line is None:
-                raise
-            print_line(f"error: {line}")
-            return 2
+            return report_mistake(error, parser)
+
+
+def report_mistake(error: Exception, parser: Parser, where: str = "") -> int:
+    """Print one line for a user mistake or a lack of memory, and return status 2. Raise any other
+    exception again. where: the start of the line."""
+    line = describe_mistake(error, parser)
+    if line is None:
+        raise error
+    print_line(f"error: {where}{line}")
+    return 2
 
 
 def describe_mistake(error: Exception, parser: Parser) -> str | None:

@@ -1,4 +1,4 @@
-"""The program dynatree.py: one generation, streamed text, summary and reports.
+"""The program dynatree.py: a generation per prompt, streamed text, summary and reports.
 
 main(["--prompt", "The ship sailed at dawn", "--method", "auto"])
 """
@@ -8,9 +8,10 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -22,7 +23,13 @@ from dynatree_lab.cli.compare import (
     is_wrong,
     reference_of,
 )
-from dynatree_lab.cli.errors import Parser, UsageError, print_line, run_command_line
+from dynatree_lab.cli.errors import (
+    Parser,
+    UsageError,
+    print_line,
+    report_mistake,
+    run_command_line,
+)
 from dynatree_lab.cli.metrics import Metrics, Tally, versions
 from dynatree_lab.cli.models import (
     open_pair,
@@ -38,6 +45,7 @@ from dynatree_lab.cli.options import (
     require_fit,
 )
 from dynatree_lab.cli.page import require_places, save_trace
+from dynatree_lab.cli.prompts import read_prompts
 from dynatree_lab.cli.request import Request
 from dynatree_lab.cli.terminal import LEGEND, LayerProgress, draw_tree
 from dynatree_lab.cli.tokens import encode_prompt
@@ -81,6 +89,9 @@ def add_input_options(group: argparse._ArgumentGroup) -> None:
     prompt = group.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help=file)
+    prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text; prompt i, from 0, has '
+    prompts += "seed + i; without --html and --trace"
+    prompt.add_argument("--prompts", metavar="FILE", help=prompts)
     add = group.add_argument
     limit = "maximum number of new tokens (default 128)"
     add("--max-new-tokens", type=int, default=128, metavar="N", help=limit)
@@ -92,7 +103,7 @@ def add_output_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--compare", action="store_true", help="also run ar; compare speed and token ids")
     add("--show-tree", action="store_true", help="draw the tree of every iteration on stderr")
-    add("--json", action="store_true", help="print one JSON object instead of the text")
+    add("--json", action="store_true", help="print a JSON object instead of each text")
     add("--html", metavar="FILE", help="write a page that shows the run step by step")
     add("--trace", metavar="FILE", help="write the data of that page as JSON")
     logprobs = (
@@ -101,8 +112,9 @@ def add_output_options(group: argparse._ArgumentGroup) -> None:
     add("--logprobs", type=int, nargs="?", const=0, metavar="K", help=logprobs)
 
 
-def prepare(args: argparse.Namespace) -> tuple[Request, dict]:
-    """Check all options and load the models. Return the request and the settings to report."""
+def prepare(args: argparse.Namespace) -> tuple[list[str], Request, dict]:
+    """Check all options and load the models. Return the prompts, a request that has none yet, and
+    the settings to report."""
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens is {args.max_new_tokens}, it must be at least 1")
     if args.logprobs is not None:
@@ -114,7 +126,9 @@ def prepare(args: argparse.Namespace) -> tuple[Request, dict]:
     is_drafting = config.make_rule().max_depth > 0
     if args.reference and (world_size() > 1 or not config.works_on_reference_model):
         raise UsageError("--reference: no --strict, --window, rebuild or torchrun")
-    text = from_rank_0(read_prompt, args.prompt, args.prompt_file)
+    if args.prompts and (args.html or args.trace):
+        raise UsageError("--html and --trace show one run; use --prompt instead of --prompts")
+    texts = from_rank_0(read_texts, args)
     if rank() == 0:
         require_places(args.html, args.trace)
     if (args.draft or args.draft_dtype) and not is_drafting:
@@ -123,18 +137,33 @@ def prepare(args: argparse.Namespace) -> tuple[Request, dict]:
     require_fit(config, pair)
     if pair.target_memory is not None and sys.stderr.isatty():
         pair.target.layers.on_layer = LayerProgress(pair.target.layers.n_layers)
-    target = pair.target.config
-    prompt = encode_prompt(text, pair.tokenizer)
-    eos_ids = () if args.ignore_eos else target.eos_ids
-    if config.window == FULL_ATTENTION:
-        warn_of_length(pair, len(prompt) + args.max_new_tokens)
-    else:
+    eos_ids = () if args.ignore_eos else pair.target.config.eos_ids
+    if config.window != FULL_ATTENTION:
         kept = f"{config.window.sinks} sinks and the latest {config.window.size} tokens or more"
         print_line(f"note: the caches keep {kept}, so the text differs from full attention")
     limits = args.max_new_tokens, eos_ids, args.stop
-    request = Request(pair, prompt, config, *limits, args.logprobs)
-    settings = {"method": args.method, **asdict(config.settings), **models}
-    return request, settings | request_report(request)
+    request = Request(pair, [], config, *limits, args.logprobs)
+    return texts, request, {"method": args.method, **asdict(config.settings), **models}
+
+
+def read_texts(args: argparse.Namespace) -> list[str]:
+    """Return the text of the prompt, or those of --prompts, and print how many these are."""
+    if args.prompts is None:
+        return [read_prompt(args.prompt, args.prompt_file)]
+    texts, unit = read_prompts(Path(args.prompts))
+    print_line(f"note: {args.prompts} has {len(texts)} prompts, {unit}")
+    return texts
+
+
+def with_prompt(request: Request, text: str, i: int) -> Request:
+    """Return the request with prompt i, whose seed is i higher if text is sampled. Warn if the
+    sequence is longer than the target was trained for."""
+    sampling, ids = request.config.sampling, encode_prompt(text, request.pair.tokenizer)
+    if not sampling.is_greedy:
+        sampling = replace(sampling, seed=sampling.seed + i)
+    if request.config.window == FULL_ATTENTION:
+        warn_of_length(request.pair, len(ids) + request.max_new_tokens)
+    return replace(request, prompt=ids, config=replace(request.config, sampling=sampling))
 
 
 def request_report(request: Request) -> dict:
@@ -153,9 +182,33 @@ def request_report(request: Request) -> dict:
     }
 
 
-def write(args: argparse.Namespace) -> int:
-    """Run the parsed command line and return the exit status."""
-    request, reported = prepare(args)
+def write(parser: Parser, args: argparse.Namespace) -> int:
+    """Run the parsed command line and return the exit status, the highest one of all prompts.
+
+    A mistake in one of --prompts is reported, and the others go on.
+    """
+    texts, request, settings = prepare(args)
+    if args.prompts is None:
+        return write_one(with_prompt(request, texts[0], 0), args, settings)
+    status = 0
+    for i, text in enumerate(texts):
+        name = f"prompt {i + 1} of {len(texts)}"
+        print_line(name)
+        try:
+            numbered = settings | {"prompt_number": i + 1}
+            found = write_one(with_prompt(request, text, i), args, numbered)
+        except Exception as error:
+            # Memory may be short on one rank only, and the others then wait for it
+            if world_size() > 1 and not isinstance(error, UsageError):
+                raise
+            found = report_mistake(error, parser, f"{name}: ")
+        status = max(status, found)
+    return status
+
+
+def write_one(request: Request, args: argparse.Namespace, settings: dict) -> int:
+    """Write the text of a request and return the exit status. settings: to report."""
+    reported = settings | request_report(request)
     tally, trace, comparison = Tally(), None, None
     if args.html or args.trace:
         trace = Trace(request.pair.tokenizer, request.config.settings, request.eos_ids)
@@ -255,7 +308,7 @@ def print_summary(request: Request, tally: Tally) -> None:
     n_graphs, capture_s = request.pair.captured()
     if n_graphs:
         graphs = "graph" if n_graphs == 1 else "graphs"
-        print_line(f"captured {n_graphs} {graphs} in {capture_s:.1f} s, not counted above")
+        print_line(f"captured {n_graphs} {graphs} in {capture_s:.1f} s so far, not counted above")
 
 
 def report(request: Request, tally: Tally, comparison: Comparison | None) -> dict:
@@ -305,4 +358,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     words = sys.argv[1:] if arguments is None else arguments
     parser.set_defaults(command=[parser.prog, *words])  # the page shows how to repeat the run
-    return run_on_ranks(partial(run_command_line, write, parser, arguments))
+    return run_on_ranks(partial(run_command_line, partial(write, parser), parser, arguments))

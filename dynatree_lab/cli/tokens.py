@@ -51,6 +51,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a text that begins a sequence, with the tokens that tokenizer.json's
     post_processor adds. Raises UsageError for a prompt without tokens of its own."""
     try:
+        prompt.encode("utf-8")  # half a surrogate pair, which JSON can have, is no text
         return dynatree.encode_prompt(prompt, tokenizer)
     except ValueError as error:
         raise UsageError(str(error)) from error
