@@ -304,6 +304,13 @@ class Stub(GPTNeoX):
         return hidden
 
 
+def count_rows(model: GPTNeoX) -> list[int]:
+    """Return a list that gets the number of rows of each pass, unless it is replayed."""
+    rows: list[int] = []
+    model.gpt_neox.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    return rows
+
+
 GENERATE_ARGUMENTS = ("eos_ids", "drafter", "logprobs", "inspect", "observer")
 
 

@@ -12,6 +12,7 @@ masks         the masks of a pass, from the host's bool mask to attention
 strict        masks of batch-invariant passes: a row's bits depend only on position and keys
 scores        the results of a pass that the host reads
 run           a model in one generation: its cache, and who observes its passes
+kept          a cache that is kept from one text to the next
 compose       assembly of a method's parts
 process       logits processors of the caller
 generate      the core's loop with windows, strict passes, graphs and timing

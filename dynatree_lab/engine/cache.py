@@ -61,6 +61,9 @@ class FastCache(KVCache):
         self.on_pass: list[OnPass] = []  # callbacks of report_pass
         self.ms = 0.0  # milliseconds of passes and commits since pop_pass_stats
         self.rows: list[int] = []  # row counts of these passes; a prefill counts as one
+        self.n_dropped = 0  # tokens that the window has dropped
+        # If not None, the last hidden states [n, hidden] of the committed tokens, of each pass
+        self.states: list[Tensor] | None = None
 
     def capture(self, shortest: int) -> None:
         """Capture the small passes over this cache as CUDA graphs, for all lengths from `shortest`
@@ -153,6 +156,8 @@ class FastCache(KVCache):
         self.model.shard.require_equal(tokens)
         self.model.before_pass(self, n)
         x = self.passes.prefill(self.model, tokens, self.length)
+        if self.states is not None:
+            self.states.append(x)
         if self.config.reports_prompt:
             self.report_pass(tokens, self.model.score(x, self.config))
         self.advance(n)
@@ -183,6 +188,8 @@ class FastCache(KVCache):
 
     def commit(self, rows: Sequence[int]) -> None:
         began = time.perf_counter()
+        if self.states is not None:
+            self.states.append(self.scores.hidden[list(rows)])
         if self.config.rebuilds_cache:
             positions = torch.arange(self.length, self.length + len(rows))
             self.run(self.tokens[list(rows)], positions, None, n_last=1)
@@ -196,6 +203,7 @@ class FastCache(KVCache):
         """Drop the oldest tokens after the sinks if the cache is full."""
         if not self.n_until_drop:
             self.remove_slots(self.config.window.sinks, self.config.window.slack)
+            self.n_dropped += self.config.window.slack
 
     def remove_slots(self, start: int, n: int) -> None:
         """Drop slots [start, start + n), and move the tokens after them down by n slots and n

@@ -22,6 +22,7 @@ from dynatree import Drafter
 from dynatree_lab.engine.cache import require_caches
 from dynatree_lab.engine.compose import Parts, compose
 from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.masks import PLAIN
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import SMALL_PASS, PassConfig
@@ -167,6 +168,7 @@ def generate(
     logprobs: int | None = None,
     inspect: Callable[[Tensor], None] | None = None,
     observer: object | None = None,
+    kept: Sequence[KeptCache] = (),
 ) -> Iterator[Step]:
     """Decode a text as dynatree.generate does. Strict trees are at most 15 levels deep.
 
@@ -180,6 +182,8 @@ def generate(
         inspect: called after each step with the target's own float32 logits [n, V], from which
             the n tokens were chosen, perhaps after `process`.
         observer: wraps the rule and gets every trial (cli.trace.Trace).
+        kept: the caches of the target and the draft after an earlier text. What the prompt has in
+            common with that text is not run again. Afterwards they are those of this text.
 
     Raises OutOfMemory, and what dynatree.generate raises.
     """
@@ -198,6 +202,8 @@ def generate(
     if fast:
         require_caches(fast)
     recorder = Recorder(parts, prompt, target, draft, accept, process, logprobs)
+    for each, cache in zip(runs, kept, strict=False):  # a method may have no draft
+        each.keep(cache, recorder.text, config.strict)
     rule = LimitedRule(parts.rule, target)
     drafter = recorder if parts.drafter else None
     steps = dynatree.generate(

@@ -19,8 +19,10 @@ from numpy import ndarray
 from torch import Tensor
 
 from dynatree_lab.engine.cache import OnPass
+from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.scores import Scores
+from dynatree_lab.methods.eagle import EagleHead
 from gpt_neox import PREFILL_CHUNK, KVCache, Model
 
 
@@ -45,6 +47,8 @@ class ModelRun:
         self.on_pass: list[OnPass] = []
         self.shows_hidden = False
         self.ms, self.rows = 0.0, []  # of the passes of a model of gpt_neox.py
+        self.kept: KeptCache | None = None
+        self.n_restored = 0  # tokens that the cache begins with, until `prefill` has skipped them
 
     def show_top_ids(self, k: int, observe: Callable[[list[int], ndarray], None]) -> None:
         """Call `observe` after each pass, with its tokens and the best ids [n, k] after each."""
@@ -55,6 +59,11 @@ class ModelRun:
         self.shows_hidden = True
         self.on_pass.append(lambda _, scores: observe(scores.hidden))
 
+    def keep(self, kept: KeptCache, text: list[int], is_strict: bool) -> None:
+        """Begin with what is kept of a text, and keep the cache of an engine model if the text
+        ends without an error. text: the committed ids, to which the caller appends."""
+        self.kept, self.text, self.is_strict = kept, text, is_strict
+
     def new_cache(self, capacity: int) -> KVCache:
         """Return the cache. Its own capacity replaces the argument, which ignores the window."""
         if self.pass_config is None:
@@ -63,16 +72,32 @@ class ModelRun:
             config = self.pass_config._replace(reports_prompt=bool(self.on_pass))
             self.cache = self.model.new_cache(self.capacity, config)
             self.cache.on_pass.extend(self.on_pass)
+            if self.kept:
+                self.n_restored = self.kept.restore(self.cache, self.text, self.is_strict)
         return self.cache
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
         """Run and commit the next tokens as GPTNeoX.prefill does. Observers get all of them."""
+        if self.n_restored:
+            tokens = self.skip_restored(tokens, cache)
         if self.pass_config is None and self.on_pass:
             return self.prefill_by_forward(tokens, cache)
         began = time.perf_counter()
         logits = self.model.prefill(tokens, cache)  # a FastCache calls on_pass
         self.record(began, len(tokens), None, logits)
         return logits
+
+    def skip_restored(self, tokens: list[int], cache: KVCache) -> list[int]:
+        """Return the tokens of a text that the cache does not begin with. Show observers the scores
+        of the others, for which only the output head is run again."""
+        n, self.n_restored = self.n_restored, 0
+        if self.on_pass:
+            chunks = torch.tensor(tokens[:n]).split(PREFILL_CHUNK)
+            for ids, x in zip(chunks, cache.states[0].split(PREFILL_CHUNK), strict=True):
+                cache.report_pass(ids, self.model.score(x, cache.config))
+        if isinstance(self.model, EagleHead):
+            cache.next_states = cache.next_states[n:]
+        return tokens[n:]
 
     def prefill_by_forward(self, tokens: list[int], cache: KVCache) -> Tensor:
         """Do what `prefill` does, with logits after every token. They are nan if one overflowed."""
@@ -129,6 +154,8 @@ class ModelRun:
     def __enter__(self) -> "ModelRun":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self.pass_config and self.cache:
-            self.cache.__exit__(*error)
+            self.cache.__exit__(kind, *error)
+            if self.kept and kind in (None, GeneratorExit):  # the caller may close the generator
+                self.kept.save(self.cache, self.text)
