@@ -17,6 +17,7 @@ from dynatree_lab.cli.options import has_temperature
 from dynatree_lab.cli.tokens import StopTexts, TextStream, encode_prompt, special_stops
 from dynatree_lab.engine.generate import Step, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.methods.sampler import GREEDY, Sampling
 
 SAMPLING = {f.name: int if f.type is int else float for f in fields(Sampling)}
@@ -34,6 +35,7 @@ class Request:
     eos_ids: Sequence[int] = ()
     stop: Sequence[str] = ()  # generation stops before any of these texts
     logprobs: int | None = None  # as in engine/generate.py
+    kept: Sequence[KeptCache] = ()  # of a session
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -56,6 +58,7 @@ class Request:
             logprobs=self.logprobs,
             inspect=inspect,
             observer=observer,
+            kept=self.kept,
         )
 
     def text(
@@ -116,8 +119,10 @@ def make_request(
     eos_ids: Iterable[int] | None,
     stop: str | Iterable[str],
     given: dict[str, float],
+    before: Sequence[int] = (),
 ) -> Request:
-    """Return the request of stream_text's arguments. Raises ValueError."""
+    """Return the request of stream_text's arguments. before: ids before the prompt. Raises
+    ValueError."""
     for name, value, kind in (("pair", pair, Pair), ("prompt", prompt, str)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r:.80}, it must be a {kind.__name__}")
@@ -129,7 +134,10 @@ def make_request(
         raise ValueError(f"draft_temperature has no effect, {why}")
     if pair.draft is None and rule.max_depth:
         raise ValueError("the pair has no draft: load one, or use ar, lookup or recycle")
-    ids = encode_prompt(prompt, pair.tokenizer)
+    if before:  # inside a text, nothing is added
+        ids = [*before, *pair.tokenizer.encode(prompt, add_special_tokens=False).ids]
+    else:
+        ids = encode_prompt(prompt, pair.tokenizer)
     eos_ids = checked_ids("eos_ids", pair.target.config.eos_ids if eos_ids is None else eos_ids)
     stops = (stop,) if isinstance(stop, str | int | None) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):

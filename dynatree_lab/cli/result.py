@@ -65,6 +65,12 @@ def write_text(
     """
     request = make_request(pair, prompt, config, max_new_tokens, eos_ids, stop, sampling)
     request = replace(request, logprobs=logprobs)
+    return write_request(request, command(prompt, request))
+
+
+def write_request(request: Request, words: list[str]) -> Result:
+    """Write the text of a request. words: a command line that writes it, too, or an empty list."""
+    pair = request.pair
     settings, tally, steps = request.config.settings, Tally(), []
     trace = Trace(pair.tokenizer, settings, request.eos_ids)
 
@@ -75,7 +81,7 @@ def write_text(
 
     about = {"interrupted": False, "settings": settings_report(request)}
     about |= {"meanings": meanings(settings), "base": describe_base(settings)}
-    about["command"] = command(prompt, request)
+    about["command"] = words
     pieces = request.text(on_step, observer=trace)
     while tally.finish_reason is None:
         try:
