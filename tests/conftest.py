@@ -311,7 +311,7 @@ def count_rows(model: GPTNeoX) -> list[int]:
     return rows
 
 
-GENERATE_ARGUMENTS = ("eos_ids", "drafter", "logprobs", "inspect", "observer")
+GENERATE_ARGUMENTS = ("eos_ids", "drafter", "logprobs", "inspect", "observer", "kept")
 
 
 def generate(

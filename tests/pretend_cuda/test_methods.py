@@ -12,10 +12,12 @@ from tokenizers import Tokenizer
 from dynatree_lab.cli.main import main
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.eagle_head import load_head
+from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.engine.streamed import load_streamed
 from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.retrieval import Graft
 from dynatree_lab.methods.sampler import DrawingSampler, Sampling
 
 pytestmark = pytest.mark.cuda
@@ -88,3 +90,16 @@ def test_the_command_line_compares(on_cpu: Pair, capsys: pytest.CaptureFixture[s
     report = json.loads(capsys.readouterr().out)
     assert report["compare"]["exact"] and report["graphs"]["n"] > 0
     assert report["token_ids"] == write(on_cpu, "ar", "greedy")
+
+
+def test_a_session_is_that_of_the_cpu(on_cuda: Pair, on_cpu: Pair) -> None:
+    """Check two turns. Another text on the device comes between them."""
+    found = []
+    for pair in (on_cuda, on_cpu):
+        target, draft, ids = pair
+        kept = KeptCache(), KeptCache()
+        for _ in range(2):
+            ids = ids + token_ids(generate(target, draft, ids, Graft(), 20, kept=kept))
+            list(generate(target, draft, ids[::-1], Graft(), 20))
+        found.append(ids)
+    assert found[0] == found[1]
