@@ -125,6 +125,7 @@ def test_sampled_text(capsys: Captured) -> None:
     other = run_json(capsys, hot + DRAFT_TWICE + ["--compare"])
     assert first["token_ids"] == again["token_ids"] != other["token_ids"]
     sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "draft_temperature": None}
+    sampling |= {"top_k": 0, "min_p": 0.0}
     assert first["settings"]["sampling"] == sampling | {"draws_greedy": False}
     assert other["compare"]["exact"] is None and other["compare"]["speedup"] > 0
 

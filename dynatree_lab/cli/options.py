@@ -58,9 +58,10 @@ def add_sampling_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that say how tokens are chosen."""
     add = parser.add_argument
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default 0)")
-    add("--top-k", type=int, metavar="K", help="draw only from the K likeliest tokens")
+    add("--top-k", type=int, metavar="K", help="only the K likeliest tokens (default 0: all)")
     add("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
-    add("--min-p", type=float, metavar="P", help="only tokens of P times the highest probability")
+    min_p = "only tokens at least P times as likely as the likeliest (default 0)"
+    add("--min-p", type=float, metavar="P", help=min_p)
     add("--seed", type=int, metavar="N", help="random seed (default 0)")
     draft = "temperature of the draft model (default by method)"
     add("--draft-temperature", type=float, metavar="X", help=draft)

@@ -31,17 +31,18 @@ class Session:
         max_new_tokens: int = 128,
         eos_ids: Iterable[int] | None = None,
         stop: str | Iterable[str] = (),
+        logprobs: int | None = None,
         **sampling: float,
     ) -> Result:
         """Append a text, which may be empty after the first call, and continue it. The arguments
-        are those of stream_text, and so are the errors.
+        are those of write_text, and so are the errors.
 
         The result is that of a fresh run over all ids, whatever was written before, and with
         whatever method. After a stop text, the session goes on from the token that completed it.
         """
         given = config, max_new_tokens, eos_ids, stop, sampling
         request = make_request(self.pair, text, *given, before=self.ids)
-        request = replace(request, kept=self.kept)
+        request = replace(request, kept=self.kept, logprobs=logprobs)
         result = write_request(request, [] if self.ids else command(text, request))
         self.ids = request.prompt + ids_until_stop(result, request)
         return result
