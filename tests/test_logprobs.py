@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GOLDEN, TINY, Captured, error_line, generate, noisy_pair
+from conftest import GOLDEN, TINY, Captured, error_line, fix_shapes, generate, noisy_pair
 from safetensors.torch import load_file
 
 import dynatree_lab as lab
@@ -17,11 +17,11 @@ from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Fixed, PaddedAutoregressive
 
 PROMPT = [5, 7, 9, 5, 7]
-OPTIONS = [{}, {"sampling": Sampling(0.7, 0.9, seed=3, top_k=20)}]
+OPTIONS = [{}, {"commit": "rebuild"}, {"sampling": Sampling(0.7, 0.9, seed=3, top_k=20)}]
 WORDS = ["--prompt", "The ship sailed at dawn", "--max-new-tokens", "12"]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "rebuilt", "sampled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_they_are_those_of_one_pass_over_the_text(method: str, options: dict) -> None:
     """Compare with a prefill of the whole text, at temperature 1 and without top-p and top-k."""
@@ -39,6 +39,20 @@ def test_they_are_those_of_one_pass_over_the_text(method: str, options: dict) ->
     values = torch.tensor([[logprob for _, logprob in each.top] for each in found])
     torch.testing.assert_close(values, top.values, atol=1e-4, rtol=1e-4)
     assert [[i for i, _ in each.top] for each in found] == top.indices.tolist()
+
+
+def test_a_rebuilt_commit_overwrites_none_of_them() -> None:
+    """Check passes of fixed shapes, which share one buffer of logits, with wide trees."""
+    written = []
+    for commit in ("keep", "rebuild"):
+        models = noisy_pair()
+        fix_shapes(*models)
+        settings = Fixed(D=4, B=3, tau=0.0)
+        steps = generate(*models, PROMPT, settings, 24, logprobs=0, commit=commit, graphs=False)
+        written.append([each for step in steps for each in step.logprobs])
+    assert [each.id for each in written[0]] == [each.id for each in written[1]]
+    own = [torch.tensor([each.logprob for each in text]) for text in written]
+    torch.testing.assert_close(*own, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"strict": True}, {"strict": True, "window": Window(16)}])

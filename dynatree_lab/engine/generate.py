@@ -86,10 +86,11 @@ class Recorder(Drafter):
         own_accept: Acceptance | None,
         process: Process | None,
         n_logprobs: int | None,
+        keeps_logits: bool,
     ):
         self.drafter, self.sampled, self.own_accept = parts.drafter, parts.accept, own_accept
         self.target, self.draft_run, self.process = target, draft, process
-        self.n_logprobs = n_logprobs
+        self.n_logprobs, self.keeps_logits = n_logprobs, keeps_logits
         self.text = prompt[:-1]  # the committed ids, without the pending token
         self.draft_ms = 0.0
         self.of_root: Candidates | None = None  # those below the latest root
@@ -110,7 +111,7 @@ class Recorder(Drafter):
 
     def accept(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
         """Accept rows by the scores of the pass, which the host has read (a verify.Acceptance)."""
-        scores, self.logits = self.target.scores, logits
+        scores, own = self.target.scores, logits
         is_finite = scores.finite_rows()
         if self.process:
             logits, is_finite = processed(self.process, logits, is_finite, self.text, tree)
@@ -122,6 +123,8 @@ class Recorder(Drafter):
             path, tokens = self.sampled(tree, logits, is_finite)
         else:
             path, tokens = accept_best(tree, self.predictions, is_finite)
+        if self.keeps_logits:  # a copy, because on CUDA a rebuilt commit overwrites them
+            self.logits = own[path]
         self.bonus = tokens[-1]
         self.text += [tree.tokens[row] for row in path]
         return path, tokens
@@ -135,7 +138,7 @@ class Recorder(Drafter):
             n_cached, (_, rows) = self.draft_run.cache.length, self.draft_run.pop_pass_stats()
         logprobs = []
         if self.n_logprobs is not None:
-            logits = self.logits[step.path[: len(step.tokens)]]
+            logits = self.logits[: len(step.tokens)]
             logprobs = token_logprobs(logits, step.tokens, self.n_logprobs)
         return Step(
             step.tokens,
@@ -201,7 +204,9 @@ def generate(
     fast = [(each.model, each.capacity, each.pass_config) for each in runs if each.pass_config]
     if fast:
         require_caches(fast)
-    recorder = Recorder(parts, prompt, target, draft, accept, process, logprobs)
+    keeps_logits = logprobs is not None or inspect is not None
+    slots = accept, process, logprobs, keeps_logits
+    recorder = Recorder(parts, prompt, target, draft, *slots)
     for each, cache in zip(runs, kept, strict=False):  # a method may have no draft
         each.keep(cache, recorder.text, config.strict)
     rule = LimitedRule(parts.rule, target)
@@ -217,7 +222,7 @@ def generate(
         for step in steps:
             ms = (time.perf_counter() - began) * 1e3
             if inspect:
-                inspect(recorder.logits[step.path[: len(step.tokens)]])
+                inspect(recorder.logits[: len(step.tokens)])
             # Read here, because a caller may change the Step
             goes_on = len(step.tokens) < max_new_tokens and step.tokens[-1] not in eos_ids
             yield recorder.step(step, ms)
