@@ -95,7 +95,7 @@ def test_the_budget_decides_which_layers_stay() -> None:
     """Check that they are spread evenly, that all stay if buffers would not save memory, and the
     least size."""
     with pytest.raises(
-        CheckpointError, match="is 9MB, but its embedding, head and two layers"
+        CheckpointError, match="is 9MB, it must be larger: the target's embedding"
     ) as e:
         load(budget=9_000_000)
     least = int(str(e.value).rpartition(" ")[2].removesuffix("MB")) * 10**6
@@ -256,12 +256,21 @@ def test_a_wrong_weight_of_a_layer_is_named(
     assert message in capsys.readouterr().err
 
 
+def test_float64_files_stream_as_well(copied: Path) -> None:
+    tensors = load_file(copied)
+    save_file({name: tensor.double() for name, tensor in tensors.items()}, copied)
+    assert torch.equal(run(load(copied.parent), PROMPT), run(load(), PROMPT))
+
+
 MISTAKES = [
     ([f"--target-memory={size}"], f"--target-memory is '{size}', it must be like 2GB or 800MB")
     for size in ("0", "2", "GB", "-1GB", "1.2.3GB", "2TB")
 ]
 MISTAKES += [
-    (["--target-memory", "0GB"], "the target's memory is 0MB, but its embedding"),
+    (
+        ["--target-memory", "0GB"],
+        "--target-memory is 0MB, it must be larger: the target's embedding",
+    ),
     (MEMORY + ["--reference"], "--target-memory works without --reference and torchrun"),
 ]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dynatree_lab.engine.checkpoint import CheckpointError, StoredTensors
 
-STORED_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+STORED_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES |= {"F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass(frozen=True)

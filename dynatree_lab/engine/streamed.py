@@ -110,10 +110,9 @@ class Budget:
         fit."""
         least = self.fixed + N_BUFFERS * layer_bytes
         if self.n_bytes < least:
-            needed = f"its embedding, head and two layers need at least {-(-least // 10**6)}MB"
-            raise CheckpointError(
-                f"the target's memory is {self.n_bytes / 1e6:.4g}MB, but {needed}"
-            )
+            needed = f"the target's embedding, head and two layers need {-(-least // 10**6)}MB"
+            given = f"--target-memory is {self.n_bytes / 1e6:.4g}MB"
+            raise CheckpointError(f"{given}, it must be larger: {needed}")
         n = max(self.n_bytes - least - self.caches, 0) // layer_bytes
         return n_layers if n + N_BUFFERS >= n_layers else n  # without buffers, two more fit
 
@@ -131,7 +130,8 @@ class StreamedLayers(nn.Module):
 
     def __init__(self, config: Config, n_resident: int):
         super().__init__()
-        self.config, self.n_layers, n = config, config.num_hidden_layers, config.num_hidden_layers
+        n = config.num_hidden_layers
+        self.config, self.n_layers = config, n
         self.resident: dict[int, FusedLayer] = {}  # subclasses add them
         self.buffers: list[FusedLayer] = []
         self.held: list[int | None] = [None] * N_BUFFERS  # the layer in each buffer
