@@ -34,7 +34,7 @@ from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.rules import MixedTree
-from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.sampler import MAX_SEED, Sampling
 from verify import NonFiniteLogits
 
 PROMPT = "The ship sailed at dawn"
@@ -370,6 +370,15 @@ def test_an_error_keeps_the_lines_of_all_prompts(
     lines = [json.loads(line) for line in captured.out.splitlines()]
     assert [line["interrupted"] for line in lines] == are_interrupted
     assert captured.err.count("error: ") == captured.err.count("error: prompt 2 of 3: x;")
+
+
+def test_a_seed_that_is_too_large_ends_only_its_prompt(capsys: Captured, tmp_path: Path) -> None:
+    file = write_prompts(tmp_path, [PROMPT, OTHER])
+    options = ["--temperature", "1", "--seed", str(MAX_SEED), "--max-new-tokens", "5", "--json"]
+    assert main(["--prompts", file, *options, *DRAFT_TWICE]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["settings"]["prompt_number"] == 1
+    assert f"error: prompt 2 of 2: --seed is {MAX_SEED + 1}, it must be" in captured.err
 
 
 # Errors and interrupts during a text

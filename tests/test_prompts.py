@@ -72,6 +72,7 @@ def test_prompts_of_the_authors_script() -> None:
     ("content", "message"),
     [
         (b" \n\n", "has no prompt: it is empty"),
+        (b" = Title = \n\nshort\n", "has no paragraph of at least 200 characters"),
         (b"\xe9" * 300, "is not UTF-8: "),
         (b'{"prompt": "x"}\n\nnot json\n', "line 3 is not JSON: "),
         (b'{"prompt": "x"\n', "line 1 is not JSON: "),

@@ -89,8 +89,8 @@ def add_input_options(group: argparse._ArgumentGroup) -> None:
     prompt = group.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help=file)
-    prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text; prompt i, from 0, has '
-    prompts += "seed + i; without --html and --trace"
+    prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text; each has a seed one '
+    prompts += "higher than the one before; without --html and --trace"
     prompt.add_argument("--prompts", metavar="FILE", help=prompts)
     add = group.add_argument
     limit = "maximum number of new tokens (default 128)"
@@ -160,7 +160,10 @@ def with_prompt(request: Request, text: str, i: int) -> Request:
     sequence is longer than the target was trained for."""
     sampling, ids = request.config.sampling, encode_prompt(text, request.pair.tokenizer)
     if not sampling.is_greedy:
-        sampling = replace(sampling, seed=sampling.seed + i)
+        try:
+            sampling = replace(sampling, seed=sampling.seed + i)
+        except ValueError as error:
+            raise UsageError(f"--{error}") from error
     if request.config.window == FULL_ATTENTION:
         warn_of_length(request.pair, len(ids) + request.max_new_tokens)
     return replace(request, prompt=ids, config=replace(request.config, sampling=sampling))

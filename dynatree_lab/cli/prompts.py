@@ -30,7 +30,9 @@ def read_prompts(file: Path) -> tuple[list[str], str]:
     if first.lstrip().startswith("{"):
         return [prompt_of(line, f"{file}, line {n}") for n, line in lines], "one per JSON object"
     if is_heading(first):
-        return paragraphs(text), "one per paragraph of WikiText"
+        if not (found := paragraphs(text)):
+            raise UsageError(f"{file} has no paragraph of at least {MIN_PARAGRAPH} characters")
+        return found, "one per paragraph of WikiText"
     blocks = [block.rstrip() for block in re.split(r"\n\s*\n", text) if block.strip()]
     if len(blocks) > 1:
         return blocks, "one per block"
