@@ -8,6 +8,8 @@ import dynatree_lab as lab
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.cli.models import Pair
 from dynatree_lab.cli.session import Session
+from dynatree_lab.engine.kept import KeptCache
+from dynatree_lab.engine.memory import OutOfMemory
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,21 @@ def test_ids_may_be_replaced(pair: Pair) -> None:
     with pytest.raises(ValueError, match="method is 'typo'"):
         session.write("", "typo")
     assert session.write("", max_new_tokens=9).ids
+
+
+def test_a_text_stays_if_its_cache_cannot_be_copied(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(kept: KeptCache, *arguments: object) -> None:
+        raise OutOfMemory("a copy of the cache")
+
+    session = lab.Session(pair)
+    monkeypatch.setattr(KeptCache, "save", fail)
+    first = session.write("The ship sailed at dawn", max_new_tokens=6)
+    monkeypatch.undo()
+    assert session.ids[-6:] == first.ids
+    rest = session.write("", "dynatree", max_new_tokens=6).ids
+    assert rest == write_fresh(pair, session.ids[:-6], "dynatree", 6, [])
 
 
 def test_a_session_over_a_streamed_target(pair: Pair) -> None:

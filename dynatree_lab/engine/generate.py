@@ -194,6 +194,8 @@ def generate(
         why = "it must be a GenerationConfig; use GenerationConfig.parse to make one from words"
         raise ValueError(f"config is {config!r:.80}, {why}")
     require_slots(target, draft, drafter, accept, process, config)
+    if logprobs is not None and (type(logprobs) is not int or logprobs < 0):
+        raise ValueError(f"logprobs is {logprobs!r}, it must be an integer of at least 0")
     prompt = dynatree.checked_prompt(target.config.vocab_size, prompt, max_new_tokens)
     eos_ids = dynatree.checked_ids("eos_ids", eos_ids)
     rule = choose_rule(rule, config)

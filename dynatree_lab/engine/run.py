@@ -13,6 +13,7 @@ Shapes: n rows of a pass, V vocabulary, k top ids of each row.
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from numpy import ndarray
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from dynatree_lab.engine.cache import OnPass
 from dynatree_lab.engine.kept import KeptCache
+from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.scores import Scores
 from dynatree_lab.methods.eagle import EagleHead
@@ -158,4 +160,5 @@ class ModelRun:
         if self.pass_config and self.cache:
             self.cache.__exit__(kind, *error)
             if self.kept and kind in (None, GeneratorExit):  # the caller may close the generator
-                self.kept.save(self.cache, self.text)
+                with suppress(OutOfMemory):  # the text is done; the next one runs everything again
+                    self.kept.save(self.cache, self.text)
