@@ -272,7 +272,7 @@ def test_a_text_that_differs_from_its_reference(
         ("--max-new-tokens 999999999999", "these lower it: a 16-bit --dtype, fewer --max-new-toke"),
         ("--n-prompts x", "--n-prompts: x is not a whole number of at least 1"),
         ("--temperature nan", "ar: temperature is nan, it must be"),
-        ("--seed 1", "--seed needs a --temperature above 0"),
+        ("--seed 1", "seed needs a temperature above 0"),
         ("--hf --temperature 1", "only greedy text; use temperature 0"),
         ("--show none.jsonl --repeats 2 --max-new-tokens 3", "--max-new-tokens, --repeats: no eff"),
         ("--resume none.jsonl", "none.jsonl cannot be read: No such file"),

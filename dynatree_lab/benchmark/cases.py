@@ -20,8 +20,7 @@ from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.prompts import DATASETS, SCRIPT, SCRIPT_TEXTS
 from dynatree_lab.cli.compare import strict_reference
 from dynatree_lab.cli.errors import UsageError
-from dynatree_lab.cli.options import has_temperature
-from dynatree_lab.engine.generation_config import NUMBER_OPTIONS, GenerationConfig
+from dynatree_lab.engine.generation_config import GenerationConfig, has_temperature
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import GREEDY, Sampling
 
@@ -264,7 +263,7 @@ def reference_of(row: str) -> str:
         settings = Case(row, "", 0, 0, 0.0).generation_config().settings
         n_rows = strict_reference(settings).rows
         words += [f"rows={n_rows}"] * (n_rows > 1)
-    words += [word for word in row.split() if word.partition("=")[0] in NUMBER_OPTIONS]
+    words += [word for word in row.split() if word.startswith(("window=", "sinks="))]
     return " ".join(words)
 
 

@@ -46,8 +46,8 @@ from dynatree_lab.cli.models import (
     warn_of_length,
     with_draft,
 )
-from dynatree_lab.cli.options import add_model_options, choose_sampling, require_fit
-from dynatree_lab.engine.generation_config import FLAGS
+from dynatree_lab.cli.options import add_model_options, require_fit
+from dynatree_lab.engine.generation_config import FLAGS, GenerationConfig
 from dynatree_lab.engine.ranks import from_rank_0
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
@@ -212,10 +212,13 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
 
 def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
     """Raise UsageError for options that contradict each other."""
-    temperatures = {case.temperature for case in cases}
-    for value in temperatures:
-        if value or not any(temperatures):  # greedy texts of a sampled table ignore top_p and seed
-            choose_sampling(value, None, top_p=args.top_p, seed=args.seed)
+    # Greedy texts of a sampled table ignore top_p and seed
+    given = {name: value for name in ("top_p", "seed") if (value := getattr(args, name)) is not None}
+    try:
+        hottest = max((case.temperature for case in cases), default=0)
+        GenerationConfig.parse("ar", temperature=hottest, **given)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
     if args.pair and (args.target or args.draft):
         raise UsageError("--pair excludes --target and --draft; use one or the other")
     if args.head and not any(case.uses_head for case in cases):

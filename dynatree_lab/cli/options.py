@@ -10,15 +10,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from draft_tree import Rule
 from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.cli.models import Pair
 from dynatree_lab.cli.terminal import describe
 from dynatree_lab.engine.checkpoint import DTYPES
-from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.generation_config import SAMPLING, GenerationConfig
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import ACCEPTANCES
-from dynatree_lab.methods.sampler import GREEDY, Sampling
 
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:
@@ -90,44 +88,14 @@ class ListMethods(argparse.Action):
 
 def choose_config(args: argparse.Namespace) -> GenerationConfig:
     """Return the generation config. Raises UsageError, also for options without effect."""
+    given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     try:
-        config = GenerationConfig.parse(args.method, *args.words)
+        config = GenerationConfig.parse(args.method, *args.words, **given)
     except ValueError as error:
         raise UsageError(f"--method {args.method}: {error}") from error
-    options = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "seed")}
-    sampling = choose_sampling(args.temperature, args.draft_temperature, **options)
-    if args.draft_temperature is not None:
-        if not has_temperature(config.make_rule(), sampling.draws_candidates):
-            why = f"the trees of {args.method} do not depend on the draft's probabilities"
-            raise UsageError(f"--draft-temperature has no effect, because {why}")
-    if config.acceptance and sampling.is_greedy:
+    if config.acceptance and config.sampling.is_greedy:
         raise UsageError(f"--accept {config.acceptance} needs a --temperature above 0")
-    return replace(config, sampling=sampling, graphs=not args.no_graphs)
-
-
-def choose_sampling(
-    temperature: float, draft_temperature: float | None, **options: float | None
-) -> Sampling:
-    """Return the sampling options. Raises UsageError, also for options without effect.
-
-    options: other fields of Sampling; None if not given.
-    """
-    given = {name: value for name, value in options.items() if value is not None}
-    if temperature == 0:
-        for name in given:
-            raise UsageError(f"--{name.replace('_', '-')} needs a --temperature above 0")
-        if draft_temperature is None:
-            return GREEDY
-    try:
-        return Sampling(temperature, draft_temperature=draft_temperature, **given)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
-
-
-def has_temperature(rule: Rule, draws: bool) -> bool:
-    """Whether the temperature of the draft changes a rule's trees. draws: whether candidates are
-    drawn if the rule supports it."""
-    return (draws and rule.draws_candidates) or (rule.max_depth > 0 and rule.depends_on_probs)
+    return replace(config, graphs=not args.no_graphs)
 
 
 def require_fit(config: GenerationConfig, pair: Pair, whose: str = "") -> None:

@@ -6,22 +6,17 @@ for piece in stream_text(pair, "The ship sailed at dawn", "dynatree tau=0.01"):
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
 from dynatree import checked_ids
 from dynatree_lab.cli.models import Pair
-from dynatree_lab.cli.options import has_temperature
 from dynatree_lab.cli.tokens import StopTexts, TextStream, encode_prompt, special_stops
 from dynatree_lab.engine.generate import Step, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
-from dynatree_lab.methods.sampler import GREEDY, Sampling
-
-SAMPLING = {f.name: int if f.type is int else float for f in fields(Sampling)}
-SAMPLING.pop("draws_greedy")  # for tests and tables
 
 
 @dataclass(frozen=True)
@@ -126,13 +121,14 @@ def make_request(
     for name, value, kind in (("pair", pair, Pair), ("prompt", prompt, str)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r:.80}, it must be a {kind.__name__}")
-    config = with_sampling(config, given)
+    if isinstance(config, str):
+        config = GenerationConfig.parse(*config.split(), **given)
+    elif isinstance(config, GenerationConfig):
+        config = config.with_sampling(**given)
+    else:
+        raise ValueError(f"config is {config!r:.80}, it must be words or a GenerationConfig")
     config.require_fit([each.config for each in pair.models])
-    rule, sampling = config.make_rule(), config.sampling
-    if sampling.draft_temperature and not has_temperature(rule, sampling.draws_candidates):
-        why = "because the trees do not depend on the draft's probabilities"
-        raise ValueError(f"draft_temperature has no effect, {why}")
-    if pair.draft is None and rule.max_depth:
+    if pair.draft is None and config.make_rule().max_depth:
         raise ValueError("the pair has no draft: load one, or use ar, lookup or recycle")
     if before:  # inside a text, nothing is added
         ids = [*before, *pair.tokenizer.encode(prompt, add_special_tokens=False).ids]
@@ -143,44 +139,3 @@ def make_request(
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"stop is {stop!r:.80}, it must be a text or several, none of them empty")
     return Request(pair, ids, config, max_new_tokens, eos_ids, stops)
-
-
-def with_sampling(config: GenerationConfig | str, given: dict[str, float]) -> GenerationConfig:
-    """Return a config with these fields of Sampling, which its words may have as well. Raises
-    ValueError for an unknown field, and for one that is given twice."""
-    for name in given.keys() - SAMPLING.keys():
-        known = f"those of sampling are {', '.join(SAMPLING)}"
-        how = 'settings go into the words, such as "dynatree tau=0.01 strict"'
-        raise ValueError(f"{name} is no argument; {known}; {how}")
-    if not isinstance(config, str):
-        if not isinstance(config, GenerationConfig):
-            raise ValueError(f"config is {config!r:.80}, it must be words or a GenerationConfig")
-        if given and config.sampling != GREEDY:
-            raise ValueError(f"{', '.join(given)}: config.sampling is given as well; use one")
-        return replace(config, sampling=make_sampling(given)) if given else config
-    values, others = dict(given), []
-    for word in config.split():
-        name, _, value = word.partition("=")
-        if name not in SAMPLING:
-            others.append(word)
-        elif name in values:
-            raise ValueError(f"{name} is given twice, in the words and as a keyword or again")
-        else:
-            values[name] = parse_number(name, value)
-    return replace(GenerationConfig.parse(*others), sampling=make_sampling(values))
-
-
-def make_sampling(values: dict[str, float]) -> Sampling:
-    """Return the Sampling of these fields. Raises ValueError, also for a field without effect."""
-    for name in ("top_k", "top_p", "min_p", "seed"):
-        if name in values and not values.get("temperature"):
-            raise ValueError(f"{name} needs a temperature above 0")
-    return Sampling(**values)
-
-
-def parse_number(name: str, word: str) -> float:
-    """Return the value of a field of Sampling. Raises ValueError."""
-    try:
-        return SAMPLING[name](word)
-    except ValueError as error:
-        raise ValueError(f"{name}={word}: it must be of type {SAMPLING[name].__name__}") from error

@@ -2,14 +2,17 @@
 
 It can be parsed from words, which bench.py's rows and the command line give:
 
-    GenerationConfig.parse("dynatree", "tau=0.02", "strict", "window=512", "sinks=4")
-    GenerationConfig(DynaTree(tau=0.02), strict=True, window=Window(512, 4))  # the same
+    GenerationConfig.parse("dynatree", "tau=0.02", "strict", "window=512", "temperature=0.8")
+    GenerationConfig.parse("dynatree", "tau=0.02", "strict", "window=512", temperature=0.8)
+    GenerationConfig(  # the same
+        DynaTree(tau=0.02), strict=True, window=Window(512, 4), sampling=Sampling(0.8)
+    )
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 
-from draft_tree import Settings
+from draft_tree import Rule, Settings
 from dynatree_lab.engine.passes import FULL_ATTENTION, Window
 from dynatree_lab.engine.strict import MAX_STRICT_ROWS
 from dynatree_lab.methods import METHODS
@@ -21,10 +24,12 @@ from gpt_neox import Config
 
 DEFAULT_SINKS = 4  # StreamingLLM's number
 COMMIT_MODES = ("keep", "rebuild")
-# The fields that each word sets, apart from settings of methods and NUMBER_OPTIONS
+# The fields that each word sets, apart from settings of methods and NUMBERS
 FLAGS = {"strict": {"strict": True}} | {name: {"commit": name} for name in COMMIT_MODES}
 FLAGS |= {name: {"acceptance": name} for name in ACCEPTANCES}
-NUMBER_OPTIONS = ("window", "sinks")  # window=512
+SAMPLING = {f.name: int if f.type is int else float for f in fields(Sampling)}
+SAMPLING.pop("draws_greedy")  # for tests and tables
+NUMBERS = {"window": int, "sinks": int, **SAMPLING}  # window=512
 
 
 @dataclass(frozen=True)
@@ -65,29 +70,55 @@ class GenerationConfig:
             raise ValueError(f"strict: a pass of this method has up to {n_rows} rows, {why}")
 
     @classmethod
-    def parse(cls, method: str = "", *words: str) -> "GenerationConfig":
-        """Return the config of greedy text with the options that the words name.
+    def parse(cls, method: str = "", *words: str, **sampling: float) -> "GenerationConfig":
+        """Return the config with the options that the words name.
 
-        words: NAME=VALUE, strict, rebuild, an acceptance, window=N and sinks=S. Raises ValueError
-        with the invalid word.
+        Args:
+            words: NAME=VALUE, strict, rebuild, an acceptance, window=N, sinks=S, and sampling.
+            sampling: temperature, top_k, top_p, min_p, seed and draft_temperature, which the words
+                may have instead.
+
+        Raises ValueError with the invalid word.
         """
         if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"method is {method!r}, it must be one of {', '.join(METHODS)}")
-        fields, assignments = {}, []
+        found, assignments = dict(sampling), []
         for word in words:
-            found = parse_word(word)
-            if fields.keys() & found.keys():
-                raise ValueError(f"{word} is given twice, it must be given once")
-            fields |= found
-            if not found:
+            options = parse_word(word)
+            if twice := found.keys() & options.keys():
+                raise ValueError(f"{', '.join(twice)} is given twice, it must be given once")
+            found |= options
+            if not options:
                 assignments.append(word)
-        size, sinks = (fields.pop(name, None) for name in NUMBER_OPTIONS)
+        kind = METHODS[method]
+        settings = kind(**read_values(kind, assignments))
+        size, sinks = found.pop("window", None), found.pop("sinks", None)
         if size is not None:
-            fields["window"] = Window(size, DEFAULT_SINKS if sinks is None else sinks)
+            found["window"] = Window(size, DEFAULT_SINKS if sinks is None else sinks)
         elif sinks is not None:
             raise ValueError(f"sinks={sinks} needs a window=N")
-        kind = METHODS[method]
-        return cls(kind(**read_values(kind, assignments)), **fields)
+        options = {f.name: found.pop(f.name) for f in fields(cls) if f.name in found}
+        return cls(settings, **options).with_sampling(**found)
+
+    def with_sampling(self, **given: float) -> "GenerationConfig":
+        """Return the config with these fields of Sampling. Raises ValueError, also for a field
+        that has no effect."""
+        if not given:
+            return self
+        for name in given.keys() - SAMPLING.keys():
+            known = f"those of sampling are {', '.join(SAMPLING)}"
+            how = 'settings go into the words, such as "dynatree tau=0.01 strict"'
+            raise ValueError(f"{name} is no argument; {known}; {how}")
+        if self.sampling != GREEDY:
+            raise ValueError(f"{', '.join(given)}: config.sampling is given as well; use one")
+        for name in ("top_k", "top_p", "min_p", "seed"):
+            if name in given and not given.get("temperature"):
+                raise ValueError(f"{name} needs a temperature above 0")
+        sampling, rule = Sampling(**given), self.make_rule()
+        if sampling.draft_temperature and not has_temperature(rule, sampling.draws_candidates):
+            why = "the method's trees do not depend on the draft's probabilities"
+            raise ValueError(f"draft_temperature has no effect, because {why}")
+        return replace(self, sampling=sampling)
 
     def make_rule(self) -> MethodRule:
         """Return a new rule of the method."""
@@ -115,13 +146,19 @@ class GenerationConfig:
             raise ValueError(f"window is {size}, it must be from {n_rows} to {max_size} ({why})")
 
 
+def has_temperature(rule: Rule, draws: bool) -> bool:
+    """Whether the temperature of the draft changes a rule's trees. draws: whether candidates are
+    drawn if the rule supports it."""
+    return (draws and rule.draws_candidates) or (rule.max_depth > 0 and rule.depends_on_probs)
+
+
 def parse_word(word: str) -> dict[str, object]:
-    """Return the fields that a word sets, where window=N and sinks=S set "window" and "sinks". A
-    setting of the method gives an empty dict. Raises ValueError."""
+    """Return the option that a word sets. A setting of the method gives an empty dict. Raises
+    ValueError."""
     name, _, value = word.partition("=")
-    if name not in NUMBER_OPTIONS:
+    if name not in NUMBERS:
         return FLAGS.get(word, {})
     try:
-        return {name: int(value)}
+        return {name: NUMBERS[name](value)}
     except ValueError as error:
-        raise ValueError(f"{word}: {name} must be a whole number") from error
+        raise ValueError(f"{word}: it must be of type {NUMBERS[name].__name__}") from error

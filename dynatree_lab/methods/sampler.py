@@ -54,16 +54,16 @@ class Sampling:
         if self.temperature != 0:
             require_positive("temperature", self.temperature)
         if self.draft_temperature is not None:
-            require_positive("draft-temperature", self.draft_temperature)
-        require_positive("top-p", self.top_p, 1)
+            require_positive("draft_temperature", self.draft_temperature)
+        require_positive("top_p", self.top_p, 1)
         if type(self.top_k) is not int or self.top_k < 0:
-            raise ValueError(f"top-k is {self.top_k!r}, it must be an integer of at least 0")
+            raise ValueError(f"top_k is {self.top_k!r}, it must be an integer of at least 0")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min-p is {self.min_p}, it must be between 0 and 1")
+            raise ValueError(f"min_p is {self.min_p}, it must be between 0 and 1")
         if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed is {self.seed!r}, it must be an integer from 0 to 2^63 - 1")
         if self.draws_greedy and not self.temperature and self.draft_temperature is None:
-            raise ValueError("drawing candidates for greedy text needs a draft-temperature")
+            raise ValueError("drawing candidates for greedy text needs a draft_temperature")
 
     @property
     def is_greedy(self) -> bool:
