@@ -311,7 +311,7 @@ def count_rows(model: GPTNeoX) -> list[int]:
     return rows
 
 
-GENERATE_ARGUMENTS = ("eos_ids", "drafter", "logprobs", "inspect", "observer", "kept")
+GENERATE_ARGUMENTS = ("eos_ids", "drafter", "logprobs", "inspect", "is_recorded", "kept")
 
 
 def generate(

@@ -31,7 +31,6 @@ from dynatree_lab.benchmark.cases import PRESETS, TABLES
 from dynatree_lab.cli.models import load_pair
 from dynatree_lab.cli.options import choose_config
 from dynatree_lab.cli.request import Request
-from dynatree_lab.cli.trace import Trace
 from dynatree_lab.engine.generation_config import GenerationConfig
 
 Names = dict[str, object]
@@ -118,12 +117,9 @@ def known_names() -> Names:
     pair = load_pair(TINY / "target", TINY / "draft", device="cpu")
     target, draft, tokenizer = pair.target, pair.draft, pair.tokenizer
     prompt = tokenizer.encode("The ship sailed at dawn").ids
-    settings, trace = DynaTree(), Trace(tokenizer, DynaTree())
-    request = Request(pair, prompt, GenerationConfig(settings), 20)
-    steps = []
-    for step in request.decode(observer=trace):
-        trace.add(step)
-        steps.append(step)
+    settings = DynaTree()
+    request = Request(pair, prompt, GenerationConfig(settings), 20, is_recorded=True)
+    steps = list(request.decode())
     step, device = steps[1], torch.device("cpu")
     tree, path = step.tree, step.path
     drafter = ModelDrafter(draft)

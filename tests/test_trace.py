@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from draft_tree import DynaTree, Settings, Tree
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.trace import MAX_DROPPED, NO_LEVEL_LEFT, Trace, describe_base, meanings
+from dynatree_lab.cli.trace import MAX_DROPPED, NO_LEVEL_LEFT, describe_base, meanings, trace_of
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.rules import are_retrieved
@@ -31,12 +31,7 @@ def write(
 ) -> list[Step]:
     """Write a text and return its steps. By default the draft is the target, so trees are deep."""
     models = random_model(seed), draft or random_model(seed)
-    steps = []
-    for step in generate(*models, [1, 2, 3, seed], settings, n, **options):
-        if "observer" in options:
-            options["observer"].add(step)
-        steps.append(step)
-    return steps
+    return list(generate(*models, [1, 2, 3, seed], settings, n, **options))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -46,9 +41,8 @@ def test_the_trace_is_the_run_and_changes_nothing(method: str) -> None:
     settings = random_settings(method, random.Random(method))
     options = {"sampling": (GREEDY, Sampling(0.8, 1.0, 1))[list(METHODS).index(method) % 2]}
     plain = write(settings, 2, **options)
-    trace = Trace(TOKENIZER, settings)
-    steps = write(settings, 2, observer=trace, **options)
-    content = json.loads(json.dumps(trace.as_json([1, 2], {})))
+    steps = write(settings, 2, is_recorded=True, **options)
+    content = json.loads(json.dumps(trace_of(steps, [1, 2], settings, TOKENIZER)))
     assert len(content["iterations"]) == len(steps) and "tree" not in content["iterations"][0]
     for one, found, step in zip(plain[1:], content["iterations"][1:], steps[1:], strict=True):
         assert (one.tokens, one.path) == (step.tokens, step.path)
@@ -68,9 +62,8 @@ def test_the_trace_is_the_run_and_changes_nothing(method: str) -> None:
 
 
 def iterations(settings: Settings, seed: int, **options: object) -> list[dict]:
-    trace = Trace(TOKENIZER, settings)
-    write(settings, seed, observer=trace, **options)
-    return trace.iterations[1:]
+    steps = write(settings, seed, is_recorded=True, **options)
+    return trace_of(steps, [1], settings, TOKENIZER)["iterations"][1:]
 
 
 def test_a_calibrated_tree_also_has_the_drafts_own_probabilities() -> None:
@@ -176,18 +169,17 @@ def test_rows_that_graft_and_its_base_limit_are_named_rows() -> None:
 def test_the_trials_decide_the_path(method: str) -> None:
     """Check that the trials of sampled text have every child that was tried, and no other."""
     settings = METHODS[method]()
-    trace = Trace(TOKENIZER, settings)
-    options = {"sampling": Sampling(0.8, 1.0, 2), "acceptance": "token", "observer": trace}
+    options = {"sampling": Sampling(0.8, 1.0, 2), "acceptance": "token", "is_recorded": True}
     n_rejected = 0
     steps = write(settings, 1, 16, random_model(2), **options)
-    for step, found in zip(steps[1:], trace.iterations[1:], strict=True):
+    for step in steps[1:]:
         path = [0]
-        for row, p, number, remaining in found["trials"]:
+        for row, p, number, remaining in step.record.trials:
             assert step.tree.parents[row] == path[-1] and 0 <= remaining <= 1 and 0 <= p <= 1
             if number < p:
                 path.append(row)
         assert path == step.path
-        n_rejected += len(found["trials"]) + 1 - len(path)
+        n_rejected += len(step.record.trials) + 1 - len(path)
     assert n_rejected > 3
 
 
@@ -204,10 +196,10 @@ def test_confidence_is_that_of_the_likeliest_token_not_of_the_drawn_one() -> Non
 
 def test_a_draft_that_overflows_leaves_json() -> None:
     """Check a draft that gives NaN. NaN is not JSON, so the page would not open."""
-    trace, draft = Trace(TOKENIZER, DynaTree()), random_model(1)
+    draft = random_model(1)
     draft.embed_out.norm.weight.fill_(torch.nan)
-    write(DynaTree(), 1, 4, draft, observer=trace)
-    text = json.dumps(trace.as_json([1, 2, 3], {}), allow_nan=False)
+    steps = write(DynaTree(), 1, 4, draft, is_recorded=True)
+    text = json.dumps(trace_of(steps, [1, 2, 3], DynaTree(), TOKENIZER), allow_nan=False)
     assert json.loads(text)["iterations"][1]["tree"]["confidence"] == [None]
 
 
@@ -218,9 +210,9 @@ def test_the_last_token_is_shown_as_in_json(text: str, is_ended: bool) -> None:
     ids = TOKENIZER.encode(text).ids
     if not is_ended:
         del ids[-1]
-    trace = Trace(TOKENIZER, DynaTree(), hidden_ids=ids[-1:] if is_ended else ())
-    trace.add(Step(ids, Tree.from_root(0), [0]))
-    (found,) = trace.as_json([1], {})["iterations"]
+    hidden_ids = ids[-1:] if is_ended else ()
+    steps = [Step(ids, Tree.from_root(0), [0])]
+    (found,) = trace_of(steps, [1], DynaTree(), TOKENIZER, hidden_ids)["iterations"]
     shown = TOKENIZER.decode(ids[:-1] if is_ended else ids)
     assert "".join(found["text"]) == shown != "a" and is_ended == (found["text"][-1] == "")
 

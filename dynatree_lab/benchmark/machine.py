@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def describe_machine(pair: Pair, models: dict, has_hf: bool) -> dict[str, str | int | None]:
-    """Return the processor, versions, models and commit. models: the report of open_pair."""
+    """Return the processor, versions, models and commit. models: the pair's report."""
     machine = versions() | models
     for role in {"target", "draft", "head"} & machine.keys():
         machine[role] = path_from_root(machine[role])

@@ -178,7 +178,8 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     texts = [
         from_rank_0(load_prompts, part.dataset, args.prompts, part.n_prompts) for part in parts
     ]
-    pair, models = open_pair(args, is_drafting=True, announce=print_line)
+    pair = open_pair(args, is_drafting=True, announce=print_line)
+    models = pair.report | {"threads": torch.get_num_threads()}
     eagle_pair = None
     if any(case.uses_head for case in cases):
         models["head"] = args.head or embedded_head()
@@ -213,7 +214,8 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
 def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
     """Raise UsageError for options that contradict each other."""
     # Greedy texts of a sampled table ignore top_p and seed
-    given = {name: value for name in ("top_p", "seed") if (value := getattr(args, name)) is not None}
+    given = {"top_p": args.top_p, "seed": args.seed}
+    given = {name: value for name, value in given.items() if value is not None}
     try:
         hottest = max((case.temperature for case in cases), default=0)
         GenerationConfig.parse("ar", temperature=hottest, **given)

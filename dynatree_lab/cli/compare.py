@@ -1,6 +1,6 @@
 """The comparison of a generation with ar on the same prompt (--compare).
 
-    comparison = compare(request, tally(steps))
+    comparison = compare(request, steps)
     print(describe_comparison(comparison))
 
 A comparison is a dict, which --json prints:
@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draft_tree import Settings
-from dynatree_lab.cli.metrics import Tally, tally
+from dynatree_lab.cli.metrics import measure, token_ids
 from dynatree_lab.cli.models import Pair
 from dynatree_lab.cli.request import Request
+from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.passes import FULL_ATTENTION, PassConfig, Window, round_up_rows
 from dynatree_lab.methods.static import PaddedAutoregressive
@@ -29,13 +30,13 @@ TIE = 1e-4  # rounding decides where the top-2 gap in float32 is smaller
 Comparison = dict[str, float | bool | int | None]
 
 
-def compare(request: Request, written: Tally) -> Comparison:
-    """Run ar and compare a finished generation with it."""
-    config = request.config
+def compare(request: Request, steps: Sequence[Step]) -> Comparison:
+    """Run ar and compare the steps of a finished generation with it."""
+    config, ours = request.config, token_ids(steps)
     if request.stop:  # ar stops there too, but perhaps some tokens earlier
-        request = replace(request, max_new_tokens=len(written.ids))
-    reference = tally(reference_of(request).decode())
-    speed, ar = written.metrics().throughput, reference.metrics().throughput
+        request = replace(request, max_new_tokens=len(ours))
+    reference = list(reference_of(request).decode())
+    speed, ar = measure(steps).throughput, measure(reference).throughput
     found: Comparison = {
         "ar_throughput": ar or None,
         "speedup": speed / ar if speed and ar else None,
@@ -46,8 +47,8 @@ def compare(request: Request, written: Tally) -> Comparison:
     }
     if not config.sampling.is_greedy:
         return found
-    theirs = reference.ids
-    at = first_difference(written.ids, theirs)
+    theirs = token_ids(reference)
+    at = first_difference(ours, theirs)
     found |= {"exact": at is None, "first_difference": at}
     if at is not None and not config.strict:
         found["top2_gap"] = top2_gap(request.pair, request.prompt + theirs[:at], config.window)

@@ -20,19 +20,20 @@ accepted  accepted paths that reach the depth
 """
 
 import platform
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
 
 from draft_tree import DynaTree, Settings
 from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.methods.static import Chain, Fixed
 
 COUNTS = ("nodes", "drafted", "tried", "accepted")  # of Metrics.depths
+PARTS = ("draft", "verify", "other")  # of a step's time
 
 
 @dataclass(frozen=True)
@@ -63,90 +64,65 @@ def token_ids(steps: Iterable[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-@dataclass(slots=True)
-class Tally:
-    """The ids of a generation so far, and sums over its steps."""
-
-    ids: list[int] = field(default_factory=list)
-    n_steps: int = 0  # including the first, which is the prefill's
-    ttft_ms: float = 0.0  # of the first step; all other sums are over the later steps
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    other_ms: float = 0.0
-    n_draft_passes: int = 0
-    counts: dict[str, Counter[int]] = field(  # by name and depth
-        default_factory=lambda: {name: Counter() for name in COUNTS}
+def measure(steps: Sequence[Step]) -> Metrics:
+    """Return the metrics of the steps of a generation, of which there must be at least one. The
+    first one is the prompt's."""
+    ids, first, later = token_ids(steps), steps[0], steps[1:]
+    n_tokens, n_iterations = len(ids), len(later)
+    n = max(n_iterations, 1)  # to divide by
+    times = [sum(getattr(step, f"{part}_ms") for step in later) for part in PARTS]
+    decode = sum(times)
+    counts = count_depths(later)
+    n_accepted, n_drafted = counts["accepted"].total(), counts["nodes"].total()
+    depths = range(1, max(counts["nodes"], default=0) + 1)
+    draft_ms, verify_ms, other_ms = (ms / n for ms in times)
+    return Metrics(
+        new_tokens=n_tokens,
+        throughput=(n_tokens - 1) / decode * 1e3 if decode else 0.0,
+        end_to_end=n_tokens / (first.ms + decode) * 1e3,
+        wall_ms=(first.ms + decode) / n_tokens,
+        ttft_ms=first.ms,
+        tpot_ms=decode / (n_tokens - 1) if n_tokens > 1 else 0.0,
+        iterations=n_iterations,
+        tokens_per_iter=(n_accepted + n_iterations) / n,
+        accepted_per_iter=n_accepted / n,
+        drafted_per_iter=n_drafted / n,
+        acceptance_rate=n_accepted / n_drafted if n_drafted else 0.0,
+        draft_ms=draft_ms,
+        verify_ms=verify_ms,
+        other_ms=other_ms,
+        draft_passes=sum(len(step.draft_rows) for step in later) / n,
+        repetition=repetition(ids),
+        depths={name: [n[depth] for depth in depths] for name, n in counts.items()},
     )
-    draft_overflowed: bool = False  # in at least one step
-    pieces: list[str] = field(default_factory=list)  # of the text, if it is decoded
-    finish_reason: str | None = None  # "eos", "stop" or "length", once generation has ended
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the ids, if they are wanted
 
-    def add(self, step: Step) -> None:
-        """Add a step. Its ids come last, so Ctrl-C between two lines leaves a tally with sums."""
-        self.draft_overflowed |= step.draft_overflowed
-        if self.n_steps:
-            self.draft_ms += step.draft_ms
-            self.verify_ms += step.verify_ms
-            self.other_ms += step.other_ms
-            self.n_draft_passes += len(step.draft_rows)
-            self.count_depths(step)
-        else:
-            self.ttft_ms = step.ms
-        self.n_steps += 1
-        self.logprobs.extend(step.logprobs)
-        self.ids.extend(step.tokens)
 
-    def count_depths(self, step: Step) -> None:
-        """Add the nodes, the tree and the accepted path of an iteration to the counts."""
+def count_depths(steps: Sequence[Step]) -> dict[str, Counter[int]]:
+    """Return the counts of Metrics.depths, by name and depth."""
+    counts: dict[str, Counter[int]] = {name: Counter() for name in COUNTS}
+    for step in steps:
         n_accepted = len(step.path) - 1
         has_child = step.path[-1] in step.tree.parents
         deepest = {"drafted": max(step.tree.depths)}
         deepest |= {"tried": n_accepted + has_child, "accepted": n_accepted}
         for name, depth in deepest.items():
-            self.counts[name].update(range(1, depth + 1))
-        self.counts["nodes"].update(step.tree.depths[1:])
-
-    def metrics(self) -> Metrics:
-        """Return the metrics of the steps so far, of which there must be at least one."""
-        n_tokens = len(self.ids)
-        n_iterations = self.n_steps - 1
-        n = max(n_iterations, 1)  # to divide by
-        decode = self.draft_ms + self.verify_ms + self.other_ms
-        n_accepted, n_drafted = self.counts["accepted"].total(), self.counts["nodes"].total()
-        depths = range(1, max(self.counts["nodes"], default=0) + 1)
-        return Metrics(
-            new_tokens=n_tokens,
-            throughput=(n_tokens - 1) / decode * 1e3 if decode else 0.0,
-            end_to_end=n_tokens / (self.ttft_ms + decode) * 1e3,
-            wall_ms=(self.ttft_ms + decode) / n_tokens,
-            ttft_ms=self.ttft_ms,
-            tpot_ms=decode / (n_tokens - 1) if n_tokens > 1 else 0.0,
-            iterations=n_iterations,
-            tokens_per_iter=(n_accepted + n_iterations) / n,
-            accepted_per_iter=n_accepted / n,
-            drafted_per_iter=n_drafted / n,
-            acceptance_rate=n_accepted / n_drafted if n_drafted else 0.0,
-            draft_ms=self.draft_ms / n,
-            verify_ms=self.verify_ms / n,
-            other_ms=self.other_ms / n,
-            draft_passes=self.n_draft_passes / n,
-            repetition=repetition(self.ids),
-            depths={name: [n[depth] for depth in depths] for name, n in self.counts.items()},
-        )
+            counts[name].update(range(1, depth + 1))
+        counts["nodes"].update(step.tree.depths[1:])
+    return counts
 
 
-def tally(steps: Iterable[Step]) -> Tally:
-    """Return the tally of all steps."""
-    total = Tally()
-    for step in steps:
-        total.add(step)
-    return total
-
-
-def measure(steps: Iterable[Step]) -> Metrics:
-    """Return the metrics of one generation."""
-    return tally(steps).metrics()
+def summarise(metrics: Metrics) -> str:
+    """Return the summary of a generation: a line, then its acceptance by depth if it drafted."""
+    first = f"first token after {metrics.ttft_ms:.0f} ms"
+    if not metrics.iterations:
+        return f"1 token, {first}"
+    rates = f"{metrics.throughput:.1f} tokens/s, {metrics.tokens_per_iter:.2f} tokens/iter"
+    line = f"{metrics.new_tokens} tokens, {rates}, {first}"
+    by_depth = zip(metrics.depths["accepted"], metrics.depths["nodes"], strict=True)
+    shares = " ".join(f"{n_accepted}/{n_nodes}" for n_accepted, n_nodes in by_depth)
+    if not shares:
+        return line
+    return line + "\n" + textwrap.fill(f"accepted/nodes by depth: {shares}", 80)
 
 
 def measure_acceptance(steps: Sequence[Step], settings: Settings) -> dict[str, float]:

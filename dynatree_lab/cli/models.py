@@ -40,6 +40,8 @@ BFLOAT16_CAPABILITY = (8, 0)  # the first NVIDIA GPUs with bfloat16 arithmetic
 UNITS = {"M": 10**6, "G": 10**9}
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
+Report = dict[str, str | int | None]
+
 
 def choose_device(name: str | None) -> torch.device:
     """Return the named device; without a name, cuda if available, else cpu. Raises UsageError."""
@@ -119,6 +121,7 @@ class Pair:
     target_folder: Path
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
+    report: Report  # names, device, dtypes
     target_memory: int | None = None  # bytes; other layers are streamed (engine/streamed.py)
 
     def __repr__(self) -> str:  # as a notebook shows it
@@ -189,8 +192,8 @@ def open_pair(
     is_drafting: bool,
     announce: Callable[[str], None],
     is_reference: bool = False,
-) -> tuple[Pair, dict[str, str | int | None]]:
-    """Announce and load the models that the options name. Return them and a report.
+) -> Pair:
+    """Announce and load the models that the options name.
 
     is_reference: load gpt_neox.GPTNeoX instead of fast models.
     """
@@ -208,24 +211,32 @@ def open_pair(
     target, draft = default_models(device)
     target = args.target or target
     draft = (args.draft or draft) if is_drafting else None
-    found = {"target": target, "draft": draft, "device": str(device), "dtype": dtype_name(dtype)}
-    found["draft_dtype"] = dtype_name(draft_dtype) if draft else None
-    if world_size() > 1:
-        found["ranks"] = world_size()
-    announce(announcement(found))
+    announce(announcement(report_of(target, draft, device, dtype, draft_dtype)))
     for each in {dtype, draft_dtype} if draft else {dtype}:
         if has_instructions(each, device) is False:
             announce(f"note: {device} has no {dtype_name(each)} instructions, so it is slow")
     dtypes = dtype, draft_dtype
     pair = load_pair(target, draft, device, *dtypes, announce, is_reference, args.target_memory)
     if pair.target_memory is not None:
-        found["streamed"] = describe_layers(pair.target)
-        announce(f"note: {found['streamed']}")
-    return pair, found | {"threads": torch.get_num_threads()}
+        announce(f"note: {pair.report['streamed']}")
+    return pair
 
 
-def announcement(found: dict[str, str | int | None]) -> str:
-    """Return the line that announces a run. found: the report of open_pair."""
+def report_of(
+    target: str | Path,
+    draft: str | Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    draft_dtype: torch.dtype,
+) -> Report:
+    """Return the report of a pair."""
+    found = {"target": str(target), "draft": str(draft) if draft else None, "device": str(device)}
+    found |= {"dtype": dtype_name(dtype), "draft_dtype": dtype_name(draft_dtype) if draft else None}
+    return found | ({"ranks": world_size()} if world_size() > 1 else {})
+
+
+def announcement(found: Report) -> str:
+    """Return the line that announces a run."""
     models = f"target {found['target']}"
     precision = found["dtype"]
     if found["draft"]:
@@ -285,7 +296,10 @@ def load_pair(
     draft_cache = cache_bytes_of_draft(draft_folder, target_folder, draft_dtype) if memory else 0
     target_model = load_target(target_folder, device, dtype, is_reference, memory, draft_cache)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
-    pair = Pair(target_model, None, tokenizer, target_folder, None, load_s, memory)
+    report = report_of(target, draft, device, dtype, draft_dtype)
+    if memory is not None:
+        report["streamed"] = describe_layers(target_model)
+    pair = Pair(target_model, None, tokenizer, target_folder, None, load_s, report, memory)
     return with_draft(pair, draft_folder, draft_dtype, is_reference) if draft_folder else pair
 
 

@@ -31,18 +31,15 @@ class Request:
     stop: Sequence[str] = ()  # generation stops before any of these texts
     logprobs: int | None = None  # as in engine/generate.py
     kept: Sequence[KeptCache] = ()  # of a session
+    is_recorded: bool = False  # for a trace
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids of stop texts that are special tokens."""
         return special_stops(self.stop, self.pair.tokenizer)
 
-    def decode(
-        self,
-        inspect: Callable[[Tensor], None] | None = None,
-        observer: object | None = None,
-    ) -> Iterator[Step]:
-        """Return the steps. inspect, observer: as in engine/generate.py."""
+    def decode(self, inspect: Callable[[Tensor], None] | None = None) -> Iterator[Step]:
+        """Return the steps. inspect: as in engine/generate.py."""
         return generate(
             self.pair.target,
             self.pair.draft,
@@ -52,7 +49,7 @@ class Request:
             eos_ids=(*self.eos_ids, *self.stop_ids),
             logprobs=self.logprobs,
             inspect=inspect,
-            observer=observer,
+            is_recorded=self.is_recorded,
             kept=self.kept,
         )
 
@@ -60,7 +57,6 @@ class Request:
         self,
         on_step: Callable[[Step], None] = lambda step: None,
         inspect: Callable[[Tensor], None] | None = None,
-        observer: object | None = None,
     ) -> Generator[str, None, str]:
         """Yield the text in pieces, each as soon as it is final, without EOS and stop text. Return
         the finish reason: "eos", "stop" or "length".
@@ -68,7 +64,7 @@ class Request:
         on_step: called with each step, before its piece is yielded.
         """
         stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
-        for step in self.decode(inspect, observer):
+        for step in self.decode(inspect):
             on_step(step)
             new = stream.push([i for i in step.tokens if i not in self.eos_ids])
             yield stops.push(new)

@@ -1,4 +1,4 @@
-"""A generated text with all that a notebook shows of it.
+"""A generated text, with all that a notebook, --json and the page show of it.
 
 pair = load_pair()
 result = write_text(pair, "The ship", "dyspec N=32", max_new_tokens=64, temperature=0.8, seed=1)
@@ -6,41 +6,105 @@ print(result.text, result.metrics.tokens_per_iter)
 save_page(result, "run.html")
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from draft_tree import Settings
 from dynatree_lab.cli.errors import writing
 from dynatree_lab.cli.files import write_whole
-from dynatree_lab.cli.main import report, request_report, summarise
-from dynatree_lab.cli.metrics import Metrics, Tally
+from dynatree_lab.cli.metrics import Metrics, measure, summarise, token_ids, versions
 from dynatree_lab.cli.models import Pair, dtype_name
 from dynatree_lab.cli.page import as_page
 from dynatree_lab.cli.request import Request, make_request
-from dynatree_lab.cli.trace import Trace, describe_base, meanings
+from dynatree_lab.cli.trace import trace_of
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.acceptances import default_acceptance
+from dynatree_lab.methods.sampler import GREEDY
 from gpt_neox import Model
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(repr=False)
 class Result:
-    """A text, and how it was written."""
+    """A text and how it was written, or what there is of it so far."""
 
-    text: str
-    ids: list[int]
-    finish_reason: str  # "eos", "stop" or "length"
-    metrics: Metrics
-    steps: list[Step]  # the first one is the prompt's
-    data: dict  # of the page, as docs/page.md describes it
-    logprobs: list[TokenLogprob]  # of the ids; empty without the argument
+    request: Request
+    command: list[str]  # a command line that writes the text; empty if none does
+    steps: list[Step] = field(default_factory=list)  # the first one is the prompt's
+    pieces: list[str] = field(default_factory=list)  # of the text
+    finish_reason: str | None = None  # "eos", "stop" or "length", once the text has ended
+
+    def write(self, on_step: Callable[[Step], None] = lambda step: None) -> Iterator[str]:
+        """Write the text and yield its pieces. on_step: called with each step, before its piece is
+        yielded."""
+
+        def add(step: Step) -> None:
+            self.steps.append(step)
+            on_step(step)
+
+        def pieces() -> Iterator[str]:
+            self.finish_reason = yield from self.request.text(add)
+
+        for piece in pieces():
+            self.pieces.append(piece)
+            yield piece
+
+    def write_all(self) -> "Result":
+        """Write the whole text, and return the result."""
+        for _ in self.write():
+            pass
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def ids(self) -> list[int]:
+        return token_ids(self.steps)
+
+    @property
+    def metrics(self) -> Metrics:
+        return measure(self.steps)
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities of the ids; empty if they are not wanted."""
+        return [each for step in self.steps for each in step.logprobs]
+
+    @property
+    def data(self) -> dict:
+        """The data of the page, as docs/page.md describes it."""
+        request = self.request
+        others = request.config.settings, request.pair.tokenizer, request.eos_ids
+        trace = trace_of(self.steps, request.prompt, *others)
+        return trace | self.report() | {"command": self.command}
+
+    def report(self) -> dict:
+        """Return the object of --json."""
+        request = self.request
+        n_graphs, capture_s = request.pair.captured()
+        found = {
+            "token_ids": self.ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "metrics": asdict(self.metrics),
+            "versions": versions(),
+            "graphs": {"n": n_graphs, "capture_s": capture_s},
+            "settings": describe_request(request),
+            "interrupted": False,
+        }
+        if request.logprobs is not None:
+            found["logprobs"] = describe_logprobs(self.logprobs, request.pair.tokenizer)
+        return found
 
     def __repr__(self) -> str:
         return f"{self.text}\n{summarise(self.metrics)}"
@@ -64,34 +128,8 @@ def write_text(
     The run is recorded for save_page, which takes some of the time that result.metrics has.
     """
     request = make_request(pair, prompt, config, max_new_tokens, eos_ids, stop, sampling)
-    request = replace(request, logprobs=logprobs)
-    return write_request(request, command(prompt, request))
-
-
-def write_request(request: Request, words: list[str]) -> Result:
-    """Write the text of a request. words: a command line that writes it, too, or an empty list."""
-    pair = request.pair
-    settings, tally, steps = request.config.settings, Tally(), []
-    trace = Trace(pair.tokenizer, settings, request.eos_ids)
-
-    def on_step(step: Step) -> None:
-        trace.add(step)
-        tally.add(step)
-        steps.append(step)
-
-    about = {"interrupted": False, "settings": settings_report(request)}
-    about |= {"meanings": meanings(settings), "base": describe_base(settings)}
-    about["command"] = words
-    pieces = request.text(on_step, observer=trace)
-    while tally.finish_reason is None:
-        try:
-            tally.pieces.append(next(pieces))
-        except StopIteration as end:
-            tally.finish_reason = end.value
-    text = "".join(tally.pieces)
-    data = trace.as_json(request.prompt, report(request, tally, None) | about)
-    metrics, found = tally.metrics(), tally.logprobs
-    return Result(text, tally.ids, tally.finish_reason, metrics, steps, data, found)
+    request = replace(request, logprobs=logprobs, is_recorded=True)
+    return Result(request, command(prompt, request)).write_all()
 
 
 def save_page(result: Result, file: str | Path) -> None:
@@ -102,16 +140,37 @@ def save_page(result: Result, file: str | Path) -> None:
         write_whole(Path(file), as_page(result.data))
 
 
-def settings_report(request: Request) -> dict:
-    """Return what the page says of a request: its method and models."""
-    pair, settings = request.pair, request.config.settings
-    models = {"target": str(pair.target_folder), "draft": None, "device": str(pair.target.device)}
-    models |= {"dtype": dtype_of(pair.target), "draft_dtype": None}
-    if pair.draft:
-        models |= {"draft": str(pair.draft_folder), "draft_dtype": dtype_of(pair.draft)}
-    threads = {"threads": torch.get_num_threads()}
-    method = {"method": method_name(settings) or type(settings).__name__} | asdict(settings)
-    return method | models | threads | request_report(request)
+def describe_request(request: Request) -> dict:
+    """Return the settings that a report has."""
+    config, rule = request.config, request.config.make_rule()
+    accepts = config.acceptance or default_acceptance(rule)
+    method = method_name(config.settings) or type(config.settings).__name__
+    return {
+        "method": method,
+        **asdict(config.settings),
+        **request.pair.report,
+        "threads": torch.get_num_threads(),
+        "max_new_tokens": request.max_new_tokens,
+        "eos_ids": request.eos_ids,
+        "stop_texts": request.stop,
+        "strict": config.strict,
+        "prompt_tokens": len(request.prompt),
+        "sampling": None if config.sampling == GREEDY else asdict(config.sampling),
+        "acceptance": None if config.sampling.is_greedy else accepts,
+        "window": None if config.window == FULL_ATTENTION else asdict(config.window),
+    }
+
+
+def describe_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> list[dict]:
+    """Return the log-probabilities of each id of the text, and of the likeliest ids."""
+
+    def describe(id: int, logprob: float) -> dict:
+        return {"id": id, "token": tokenizer.decode([id], False), "logprob": logprob}
+
+    return [
+        describe(each.id, each.logprob) | {"top": [describe(*other) for other in each.top]}
+        for each in logprobs
+    ]
 
 
 def dtype_of(model: Model) -> str | None:

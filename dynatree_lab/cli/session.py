@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dynatree_lab.cli.models import Pair
 from dynatree_lab.cli.request import Request, make_request
-from dynatree_lab.cli.result import Result, command, write_request
+from dynatree_lab.cli.result import Result, command
 from dynatree_lab.cli.tokens import StopTexts, TextStream
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
@@ -42,8 +42,8 @@ class Session:
         """
         given = config, max_new_tokens, eos_ids, stop, sampling
         request = make_request(self.pair, text, *given, before=self.ids)
-        request = replace(request, kept=self.kept, logprobs=logprobs)
-        result = write_request(request, [] if self.ids else command(text, request))
+        request = replace(request, kept=self.kept, logprobs=logprobs, is_recorded=True)
+        result = Result(request, [] if self.ids else command(text, request)).write_all()
         self.ids = request.prompt + ids_until_stop(result, request)
         return result
 

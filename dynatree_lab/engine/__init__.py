@@ -14,6 +14,7 @@ scores        the results of a pass that the host reads
 run           a model in one generation: its cache, and who observes its passes
 kept          a cache that is kept from one text to the next
 compose       assembly of a method's parts
+record        how a rule decided each tree, for the page
 process       logits processors of the caller
 generate      the core's loop with windows, strict passes, graphs and timing
 generation_config  all options of a generation: method, settings, sampling, window

@@ -1,4 +1,4 @@
-"""The KV cache of the fast model: its memory, its passes, and statistics of them.
+"""The KV cache of the fast model: its memory and its passes.
 
 Each generation makes a cache for its own length. CUDA graphs work only on the memory over which
 they were captured. So on CUDA, a closed cache leaves its memory and graphs to the next cache. For
@@ -59,8 +59,6 @@ class FastCache(KVCache):
         self.tokens = torch.empty(0, dtype=torch.int64)  # tokens of the last pass, for `commit`
         self.scores: Scores | None = None  # of the last pass; on CUDA the next one overwrites them
         self.on_pass: list[OnPass] = []  # callbacks of report_pass
-        self.ms = 0.0  # milliseconds of passes and commits since pop_pass_stats
-        self.rows: list[int] = []  # row counts of these passes; a prefill counts as one
         self.n_dropped = 0  # tokens that the window has dropped
         # If not None, the last hidden states [n, hidden] of the committed tokens, of each pass
         self.states: list[Tensor] | None = None
@@ -113,19 +111,12 @@ class FastCache(KVCache):
     ) -> Scores:
         """Run n rows as GPTNeoX.forward does. Return and keep the scores of the last n_last rows,
         by default of all."""
-        began = time.perf_counter()
-        scores = self.run(tokens, positions, mask, n_last or len(tokens))
-        self.record(began, len(tokens))
-        return scores
-
-    def run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, n_last: int) -> Scores:
-        """Do what `forward` does, without recording the time."""
         n = len(tokens)
         self.require(self.length + n)
         self.tokens = tokens
         self.model.shard.require_equal(tokens, positions, mask)
         self.model.before_pass(self, n)
-        rows = tokens, positions, mask, self.length, n_last
+        rows = tokens, positions, mask, self.length, n_last or n
         self.scores = self.passes.forward(self.model, *rows, self.config)
         return self.scores
 
@@ -138,7 +129,6 @@ class FastCache(KVCache):
             scores = self.forward(torch.tensor(tokens), positions, n_last=1)
             self.advance(n)
             return scores.logits
-        began = time.perf_counter()
         ids, is_finite = torch.tensor(tokens), torch.tensor(True, device=self.kv.device)
         while len(ids):
             chunk, ids = ids.tensor_split([min(PREFILL_CHUNK, self.n_until_drop)])
@@ -146,7 +136,6 @@ class FastCache(KVCache):
             is_finite &= x.isfinite().all()
         x = x[-1:].masked_fill(~is_finite, torch.nan)
         self.scores = self.model.score(x, self.config)
-        self.record(began, n)
         return self.scores.logits
 
     def prefill_chunk(self, tokens: Tensor) -> Tensor:
@@ -168,18 +157,6 @@ class FastCache(KVCache):
         for on_pass in self.on_pass:
             on_pass(tokens.tolist(), scores)
 
-    def record(self, began: float, *n_rows: int) -> None:
-        """Add the time since `began` and the row counts of passes to the statistics."""
-        self.ms += (time.perf_counter() - began) * 1e3
-        self.rows.extend(n_rows)
-
-    def pop_pass_stats(self) -> tuple[float, list[int]]:
-        """Return the milliseconds of passes and commits since the last call, and the row count of
-        each pass."""
-        stats = self.ms, self.rows
-        self.ms, self.rows = 0.0, []
-        return stats
-
     def advance(self, n: int) -> None:
         """Commit the first n scratch rows."""
         self.require(self.length + n)
@@ -187,17 +164,15 @@ class FastCache(KVCache):
         self.drop_oldest()
 
     def commit(self, rows: Sequence[int]) -> None:
-        began = time.perf_counter()
         if self.states is not None:
             self.states.append(self.scores.hidden[list(rows)])
         if self.config.rebuilds_cache:
             positions = torch.arange(self.length, self.length + len(rows))
-            self.run(self.tokens[list(rows)], positions, None, n_last=1)
+            self.forward(self.tokens[list(rows)], positions, None, n_last=1)
             self.length += len(rows)
         else:
             super().commit(rows)
         self.drop_oldest()
-        self.record(began)
 
     def drop_oldest(self) -> None:
         """Drop the oldest tokens after the sinks if the cache is full."""

@@ -7,8 +7,8 @@ dynatree.generate runs the parts. From the inside out:
     drafter  gives drawn or top-k candidates; over an EAGLE head (methods/eagle.py), gets the
              target's hidden states; then calibrated (methods/calibration.py), so that all readers
              of its candidates get acceptance probabilities
-    rule     the method's own, which may have cost gates; then traced (cli/trace.py), so that the
-             trace gets the same levels as the rule; then given drawn levels (methods/drawn.py)
+    rule     the method's own, which may have cost gates; then recorded (record.py), so that the
+             record gets the same levels as the rule; then given drawn levels (methods/drawn.py)
     target   shows its hidden states to a drafter that reads them, and its best tokens to a rule
              that reads those
     accept   for sampled text; reads the distributions that the drafter drew from
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draft_tree import Candidates, Rule
 from dynatree import Drafter, ModelDrafter
+from dynatree_lab.engine.record import RecordedRule
 from dynatree_lab.engine.run import ModelRun
 from dynatree_lab.methods.acceptances import choose_acceptance
 from dynatree_lab.methods.calibration import CalibratedDrafter
@@ -34,6 +35,7 @@ class Parts(NamedTuple):
     drafter: Drafter | None
     rule: Rule
     accept: DrawingSampler | None  # None for greedy text
+    recorded: RecordedRule | None = None
 
 
 class RankedDrafter(ModelDrafter):
@@ -61,7 +63,7 @@ def compose(
     rule: Rule,
     sampling: Sampling = GREEDY,
     acceptance: str | None = None,
-    observer: object | None = None,
+    is_recorded: bool = False,
 ) -> Parts:
     """Return the parts of a method.
 
@@ -70,13 +72,13 @@ def compose(
             even if text is sampled.
         rule: a new one, with the attributes of a MethodRule.
         acceptance: a name of methods.acceptances.ACCEPTANCES; None for the method's default.
-        observer: wraps the rule and gets every trial (cli.trace.Trace).
+        is_recorded: give the parts a rule that keeps the record of its latest tree.
 
     Raises ValueError if the method does not support the acceptance, and for a head of a target of
     another size.
     """
     sampler = sampling.sampler(target.device)
-    proposing = calibrated = None  # `proposing` chooses the candidates
+    proposing = calibrated = recorded = None  # `proposing` chooses the candidates
     if rule.max_depth and draft is not None:
         if isinstance(draft, Drafter):
             proposing = draft
@@ -95,13 +97,14 @@ def compose(
         drafter = calibrated = CalibratedDrafter(drafter, isinstance(proposing, DrawnDrafter))
     if rule.target_top_k:
         target.show_top_ids(rule.target_top_k, rule.observe_target)
-    if observer:
-        rule, sampler.on_trial = observer.wrap(rule, calibrated), observer.add_trial
+    if is_recorded:
+        rule = recorded = RecordedRule(rule, calibrated)
+        sampler.on_trial = recorded.add_trial
     if isinstance(proposing, DrawnDrafter):
         rule = DrawnRule(rule, proposing, calibrated)
     if sampling.is_greedy:
         if acceptance:
             raise ValueError(f"{acceptance} is for sampled text, and this is greedy")
-        return Parts(drafter, rule, None)
+        return Parts(drafter, rule, None, recorded)
     sampler.accept = choose_acceptance(rule, acceptance)
-    return Parts(drafter, rule, sampler)
+    return Parts(drafter, rule, sampler, recorded)

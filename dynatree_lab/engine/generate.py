@@ -27,6 +27,7 @@ from dynatree_lab.engine.masks import PLAIN
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import SMALL_PASS, PassConfig
 from dynatree_lab.engine.process import Process, processed
+from dynatree_lab.engine.record import TreeRecord
 from dynatree_lab.engine.run import ModelRun
 from dynatree_lab.engine.scores import Ranking, Scores, TokenLogprob, token_logprobs
 from dynatree_lab.engine.strict import STRICT
@@ -49,6 +50,7 @@ class Step(dynatree.Step):
     verify_ms: float = 0.0
     other_ms: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of `tokens`, if they are wanted
+    record: TreeRecord | None = None  # of the tree, if it is wanted
 
     @property
     def n_drafted(self) -> int:
@@ -88,11 +90,12 @@ class Recorder(Drafter):
         n_logprobs: int | None,
         keeps_logits: bool,
     ):
-        self.drafter, self.sampled, self.own_accept = parts.drafter, parts.accept, own_accept
-        self.target, self.draft_run, self.process = target, draft, process
+        self.parts, self.own_accept, self.process = parts, own_accept, process
+        self.drafter = parts.drafter or Drafter()
+        self.target, self.draft_run = target, draft
         self.n_logprobs, self.keeps_logits = n_logprobs, keeps_logits
         self.text = prompt[:-1]  # the committed ids, without the pending token
-        self.draft_ms = 0.0
+        self.draft_ms = self.commit_ms = 0.0
         self.of_root: Candidates | None = None  # those below the latest root
 
     def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
@@ -107,6 +110,7 @@ class Recorder(Drafter):
         return found
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
+        self.commit_ms = (time.perf_counter() - self.accepted) * 1e3  # of the target's cache
         self.drafter.commit(tree, path, tokens)
 
     def accept(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
@@ -119,24 +123,25 @@ class Recorder(Drafter):
         self.predictions = scores.argmax()
         if self.own_accept:
             path, tokens = self.own_accept(tree, logits)
-        elif self.sampled:
-            path, tokens = self.sampled(tree, logits, is_finite)
+        elif self.parts.accept:
+            path, tokens = self.parts.accept(tree, logits, is_finite)
         else:
             path, tokens = accept_best(tree, self.predictions, is_finite)
         if self.keeps_logits:  # a copy, because on CUDA a rebuilt commit overwrites them
             self.logits = own[path]
         self.bonus = tokens[-1]
         self.text += [tree.tokens[row] for row in path]
+        self.accepted = time.perf_counter()
         return path, tokens
 
     def step(self, step: dynatree.Step, ms: float) -> Step:
         """Return the loop's step, which took `ms`, with what was recorded during it."""
         draft_ms, self.draft_ms = self.draft_ms, 0.0
-        verify_ms, _ = self.target.pop_pass_stats()
+        verify_ms = self.target.pop_stats()[0] + self.commit_ms
         n_cached, rows = 0, []
         if self.draft_run:
-            n_cached, (_, rows) = self.draft_run.cache.length, self.draft_run.pop_pass_stats()
-        logprobs = []
+            n_cached, (_, rows) = self.draft_run.cache.length, self.draft_run.pop_stats()
+        recorded, logprobs = self.parts.recorded, []
         if self.n_logprobs is not None:
             logits = self.logits[: len(step.tokens)]
             logprobs = token_logprobs(logits, step.tokens, self.n_logprobs)
@@ -153,6 +158,7 @@ class Recorder(Drafter):
             verify_ms,
             ms - draft_ms - verify_ms,
             logprobs,
+            recorded and recorded.record,
         )
 
 
@@ -170,7 +176,7 @@ def generate(
     process: Process | None = None,
     logprobs: int | None = None,
     inspect: Callable[[Tensor], None] | None = None,
-    observer: object | None = None,
+    is_recorded: bool = False,
     kept: Sequence[KeptCache] = (),
 ) -> Iterator[Step]:
     """Decode a text as dynatree.generate does. Strict trees are at most 15 levels deep.
@@ -184,7 +190,7 @@ def generate(
             ids beside each.
         inspect: called after each step with the target's own float32 logits [n, V], from which
             the n tokens were chosen, perhaps after `process`.
-        observer: wraps the rule and gets every trial (cli.trace.Trace).
+        is_recorded: steps have the record of how each tree was decided.
         kept: the caches of the target and the draft after an earlier text. What the prompt has in
             common with that text is not run again. Afterwards they are those of this text.
 
@@ -201,7 +207,8 @@ def generate(
     rule = choose_rule(rule, config)
     n_tokens = len(prompt) + max_new_tokens
     target, draft = configure_models(target, draft, rule, config, n_tokens)
-    parts = compose(target, drafter or draft, rule, config.sampling, config.acceptance, observer)
+    options = config.sampling, config.acceptance, is_recorded
+    parts = compose(target, drafter or draft, rule, *options)
     runs = [each for each in (target, draft) if each]
     fast = [(each.model, each.capacity, each.pass_config) for each in runs if each.pass_config]
     if fast:
@@ -211,10 +218,10 @@ def generate(
     recorder = Recorder(parts, prompt, target, draft, *slots)
     for each, cache in zip(runs, kept, strict=False):  # a method may have no draft
         each.keep(cache, recorder.text, config.strict)
+    dynatree.require_drafter(parts.drafter, rule)
     rule = LimitedRule(parts.rule, target)
-    drafter = recorder if parts.drafter else None
     steps = dynatree.generate(
-        target, drafter, prompt, rule, max_new_tokens, eos_ids=eos_ids, accept=recorder.accept
+        target, recorder, prompt, rule, max_new_tokens, eos_ids=eos_ids, accept=recorder.accept
     )
     with ExitStack() as stack:
         for each in (*runs, closing(steps)):

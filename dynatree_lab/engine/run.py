@@ -48,7 +48,7 @@ class ModelRun:
         self.scores: Scores | None = None  # of the latest pass
         self.on_pass: list[OnPass] = []
         self.shows_hidden = False
-        self.ms, self.rows = 0.0, []  # of the passes of a model of gpt_neox.py
+        self.ms, self.rows = 0.0, []  # of the passes since pop_stats
         self.kept: KeptCache | None = None
         self.n_restored = 0  # tokens that the cache begins with, until `prefill` has skipped them
 
@@ -86,7 +86,7 @@ class ModelRun:
             return self.prefill_by_forward(tokens, cache)
         began = time.perf_counter()
         logits = self.model.prefill(tokens, cache)  # a FastCache calls on_pass
-        self.record(began, len(tokens), None, logits)
+        self.add_pass(began, len(tokens), None, logits)
         return logits
 
     def skip_restored(self, tokens: list[int], cache: KVCache) -> list[int]:
@@ -123,25 +123,23 @@ class ModelRun:
             logits = self.model.logits(hidden)
         else:
             logits = self.model.forward(tokens, positions, cache, mask)
-        self.record(began, len(tokens), hidden, logits)
+        self.add_pass(began, len(tokens), hidden, logits)
         for on_pass in self.on_pass:
             on_pass(tokens.tolist(), self.scores)
         return logits
 
-    def record(self, began: float, n_rows: int, hidden: Tensor | None, logits: Tensor) -> None:
+    def add_pass(self, began: float, n_rows: int, hidden: Tensor | None, logits: Tensor) -> None:
         """Keep the scores of a pass, its time and its number of rows."""
-        if self.pass_config:
-            self.scores = self.cache.scores  # the cache has recorded the rest
-            return
-        self.scores = Scores(hidden, logits)
+        self.scores = self.cache.scores if self.pass_config else Scores(hidden, logits)
         self.ms += (time.perf_counter() - began) * 1e3
         self.rows.append(n_rows)
 
-    def pop_pass_stats(self) -> tuple[float, list[int]]:
-        """Return the milliseconds of passes since the last call, and the row count of each."""
+    def pop_stats(self) -> tuple[float, list[int]]:
+        """Return the milliseconds of passes since the last call, and the row count of each; a
+        prefill counts as one pass."""
         stats = self.ms, self.rows
         self.ms, self.rows = 0.0, []
-        return self.cache.pop_pass_stats() if self.pass_config else stats
+        return stats
 
     @property
     def max_commit(self) -> int:
