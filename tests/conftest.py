@@ -25,7 +25,6 @@ from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastCache, FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig
-from dynatree_lab.engine.tensor_parallel import UNSHARDED, Shard
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.drawn import DrawnRule
 from dynatree_lab.methods.eagle import EagleHead, last_states
@@ -92,11 +91,10 @@ def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
         name_or_path: str | Path,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | str = torch.float32,
-        shard: Shard = UNSHARDED,
     ) -> FastGPTNeoX:
         folder = Path(name_or_path).absolute()
-        if folder.parent != TINY or str(device) != "cpu" or shard != UNSHARDED:
-            return load(cls, name_or_path, device, dtype, shard)
+        if folder.parent != TINY or str(device) != "cpu" or cls is not FastGPTNeoX:
+            return load(cls, name_or_path, device, dtype)
         shared = load_tiny(load, folder, "cpu", DTYPES.get(dtype, dtype))
         model = object.__new__(FastGPTNeoX)
         model.__dict__ |= shared.__dict__ | {"reusable": [], "invariance_results": {}}

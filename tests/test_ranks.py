@@ -38,13 +38,14 @@ from draft_tree import DynaTree
 from dynatree_lab.cli.errors import Parser, UsageError, run_command_line
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.cli.models import open_pair
+from dynatree_lab.engine import tensor_parallel
 from dynatree_lab.engine.cache import cache_bytes
 from dynatree_lab.engine.checkpoint import CheckpointError, load_tensors, read_config
 from dynatree_lab.engine.memory import OutOfMemory
-from dynatree_lab.engine.model import FastGPTNeoX, weight_bytes
+from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
-from dynatree_lab.engine.ranks import RanksError, from_rank_0, rank, run_on_ranks
-from dynatree_lab.engine.tensor_parallel import Shard, own_shard
+from dynatree_lab.engine.ranks import RanksError, from_rank_0, rank, run_on_ranks, world_size
+from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX, ShardedTensors, sum_ranks
 from dynatree_lab.methods.auto import Auto
 from dynatree_lab.methods.costs import CostTracker
 from dynatree_lab.methods.dyspec import DySpec
@@ -91,7 +92,8 @@ def write_models(folder: Path) -> None:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> FastGPTNeoX:
-    return FastGPTNeoX.from_pretrained(folder, CPU, dtype, own_shard())
+    kind = ShardedGPTNeoX if world_size() > 1 else FastGPTNeoX
+    return kind.from_pretrained(folder, CPU, dtype)
 
 
 def write_texts(folder: Path) -> list[list[int]]:
@@ -181,14 +183,14 @@ def resume(folder: Path, found: Found) -> int:
 
 def end_within_a_text(folder: Path, found: Found) -> int:
     """Kill rank 1 before its ninth pass."""
-    require_equal, n_left = dynatree_lab.engine.tensor_parallel.require_equal, iter(range(8))
+    before_pass, n_left = ShardedGPTNeoX.before_pass, iter(range(8))
 
-    def require_or_end(*inputs: torch.Tensor | None) -> None:
+    def pass_or_end(*arguments: object) -> None:
         if rank() and next(n_left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        require_equal(*inputs)
+        before_pass(*arguments)
 
-    dynatree_lab.engine.tensor_parallel.require_equal = require_or_end
+    ShardedGPTNeoX.before_pass = pass_or_end
     return dynatree_lab.cli.main.main(
         ["--prompt", "The ship sailed at dawn", "--json", "--threads", "1"]
     )
@@ -319,28 +321,31 @@ def test_text_is_kept_if_a_rank_ends(ranks: list[Found]) -> None:
     assert report["interrupted"] and 5 < len(report["token_ids"]) < 128
 
 
-def test_each_rank_holds_only_its_shard(folder: Path) -> None:
+def test_each_rank_holds_only_its_shard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the size of a rank's weights and caches. 97 ids are not divisible by two."""
-    config = read_config(folder / "tied")
-    whole = weight_bytes(config, torch.float32)
-    for shard in (Shard(0, 2), Shard(1, 2)):
-        part = dict(load_tensors(folder / "tied", config, CPU, torch.float32, shard))
-        n_bytes = sum(tensor.nbytes for tensor in part.values())
-        assert n_bytes == weight_bytes(config, torch.float32, shard) < 0.55 * whole
-        model = FastGPTNeoX.from_pretrained(folder / "tied", shard=shard)
+    tensors = load_tensors(folder / "tied", read_config(folder / "tied"), CPU, torch.float32)
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for number in ("0", "1"):
+        monkeypatch.setenv("RANK", number)
+        assert sum(part.nbytes for part in ShardedTensors(tensors).values()) < 0.55 * whole
+        model = ShardedGPTNeoX.from_pretrained(folder / "tied")
+        monkeypatch.setattr(model, "gather", lambda value: [value])
         assert cache_bytes(model, 10) == model.new_cache(10).kv.nbytes == 2 * 2560
 
 
 def test_a_sum_in_order_does_not_depend_on_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check three ranks, whose all-reduce may begin with another rank for each part of the rows."""
     parts = torch.tensor([1e8, -1e8, 1.0]).view(3, 1, 1)
-    monkeypatch.setattr(Shard, "gather", lambda shard, x: parts)
-    assert Shard(0, 3).sum(torch.zeros(1, 1), in_order=True).item() == 1.0
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(tensor_parallel, "gather_tensors", lambda x: parts)
+    assert sum_ranks(torch.zeros(1, 1)).item() == 1.0
 
 
-def test_what_cannot_be_split(folder: Path) -> None:
+def test_what_cannot_be_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(CheckpointError, match="4 heads cannot be split evenly over 3 ranks"):
-        FastGPTNeoX.from_pretrained(folder / "plain", shard=Shard(0, 3))
+        ShardedGPTNeoX.from_pretrained(folder / "plain")
 
 
 def test_fewer_devices_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

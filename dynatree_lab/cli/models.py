@@ -29,7 +29,7 @@ from dynatree_lab.engine.eagle_head import load_head
 from dynatree_lab.engine.model import FastGPTNeoX, is_fast, load_reference
 from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
-from dynatree_lab.engine.tensor_parallel import UNSHARDED, Shard, own_shard
+from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX
 from gpt_neox import GPTNeoX
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -310,7 +310,7 @@ def with_draft(pair: Pair, folder: Path, dtype: torch.dtype, is_reference: bool 
     if is_head(folder):
         draft = load_head(folder, pair.target_folder, device, dtype, is_reference)
     else:
-        draft = load_model(folder, device, dtype, is_reference=is_reference)
+        draft = load_model(folder, device, dtype, is_reference)
     load_s = pair.load_s | {"draft": time.perf_counter() - start}
     return replace(pair, draft=draft, draft_folder=folder, load_s=load_s)
 
@@ -326,9 +326,10 @@ def load_target(
     """Load this rank's shard of a target, or stream its layers if target_memory, bytes, is given.
     draft_cache: the part of it that the draft's cache takes. Raises the errors of
     FastGPTNeoX.from_pretrained, and UsageError."""
+    is_sharded = world_size() > 1 and not is_reference
     if target_memory is None:
-        return load_model(folder, device, dtype, own_shard(), is_reference)
-    if is_reference or world_size() > 1:
+        return load_model(folder, device, dtype, is_reference, is_sharded)
+    if is_reference or is_sharded:
         raise UsageError("--target-memory works without --reference and torchrun")
     return load_streamed(folder, device, dtype, target_memory, draft_cache)
 
@@ -366,10 +367,12 @@ def load_model(
     folder: Path,
     device: torch.device,
     dtype: torch.dtype,
-    shard: Shard = UNSHARDED,
     is_reference: bool = False,
+    is_sharded: bool = False,
 ) -> GPTNeoX:
-    """Load this shard of a model. Raises the errors of FastGPTNeoX.from_pretrained."""
+    """Load a model, or this rank's shard of it. Raises the errors of
+    FastGPTNeoX.from_pretrained."""
     if is_reference:
         return load_reference(folder, device, dtype)
-    return FastGPTNeoX.from_pretrained(folder, device, dtype, shard)
+    kind = ShardedGPTNeoX if is_sharded else FastGPTNeoX
+    return kind.from_pretrained(folder, device, dtype)

@@ -30,7 +30,6 @@ from dynatree_lab.engine.passes import (
     round_up_rows,
     round_up_slots,
 )
-from dynatree_lab.engine.ranks import gather
 from dynatree_lab.engine.scores import Scores
 from gpt_neox import PREFILL_CHUNK, KVCache
 
@@ -114,8 +113,7 @@ class FastCache(KVCache):
         n = len(tokens)
         self.require(self.length + n)
         self.tokens = tokens
-        self.model.shard.require_equal(tokens, positions, mask)
-        self.model.before_pass(self, n)
+        self.model.before_pass(self, tokens, positions, mask)
         rows = tokens, positions, mask, self.length, n_last or n
         self.scores = self.passes.forward(self.model, *rows, self.config)
         return self.scores
@@ -142,8 +140,7 @@ class FastCache(KVCache):
         """Run and commit tokens [n]. Return their last hidden states [n, hidden]."""
         n = len(tokens)
         self.require(self.length + n)
-        self.model.shard.require_equal(tokens)
-        self.model.before_pass(self, n)
+        self.model.before_pass(self, tokens)
         x = self.passes.prefill(self.model, tokens, self.length)
         if self.states is not None:
             self.states.append(x)
@@ -215,7 +212,7 @@ def choose_capacity(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> 
     if not model.has_fixed_shapes:
         return capacity
     max_capacity = max(capacity, model.config.max_position_embeddings)
-    free = min(gather(free_memory(model.device)))
+    free = min(model.gather(free_memory(model.device)))
     return capacity if cache_bytes(model, max_capacity, config) > free / 2 else max_capacity
 
 

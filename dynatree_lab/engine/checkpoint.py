@@ -22,12 +22,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import gpt_neox
-from dynatree_lab.engine.tensor_parallel import UNSHARDED, Shard, split_axis
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -183,20 +181,16 @@ def published_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def load_tensors(
-    folder: Path,
-    config: Config,
-    device: torch.device,
-    dtype: torch.dtype,
-    shard: Shard = UNSHARDED,
+    folder: Path, config: Config, device: torch.device, dtype: torch.dtype
 ) -> "StoredTensors":
-    """Return a shard of a checkpoint's tensors by published name; each lookup reads the file.
+    """Return a checkpoint's tensors by published name; each lookup reads the file.
 
     Raises CheckpointError if a tensor is missing, extra or misshapen, or if a file is truncated.
     """
     shapes = published_shapes(config)
     # A tied head may be stored as well
     allowed = {OUTPUT_HEAD: shapes[EMBEDDING], **shapes}
-    return StoredTensors(find_tensors(folder, shapes, allowed), device, dtype, shard)
+    return StoredTensors(find_tensors(folder, shapes, allowed), device, dtype)
 
 
 def find_tensors(
@@ -230,7 +224,7 @@ def find_tensors(
 
 @dataclass(frozen=True)
 class StoredTensors(Mapping):
-    """The tensors of a shard, on a device and in a dtype.
+    """Tensors on a device and in a dtype.
 
     Each lookup reads the file, so memory holds only the tensors that the caller keeps.
     """
@@ -238,14 +232,13 @@ class StoredTensors(Mapping):
     files: dict[str, tuple[Path, str]]  # by published name: the file, and the name in the file
     device: torch.device
     dtype: torch.dtype
-    shard: Shard
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises CheckpointError if the tensor cannot be read, holds integers or is not finite."""
         file, stored_name = self.files[name]
         # Not kept open, because a file's pages count as memory
         with reading(file), safe_open(file, "pt") as tensors:
-            tensor = own_part(tensors.get_tensor(stored_name), name, self.shard)
+            tensor = tensors.get_tensor(stored_name)
             if not tensor.is_floating_point():
                 raise ValueError(f"{name} is {tensor.dtype}; only floating types load")
             # A copy is aligned. A file's memory may not be, and the rounding of products depends
@@ -260,18 +253,6 @@ class StoredTensors(Mapping):
 
     def __len__(self) -> int:
         return len(self.files)
-
-
-def own_part(tensor: Tensor, name: str, shard: Shard) -> Tensor:
-    """Return a rank's part of a tensor. Ids after the vocabulary's end get zeros."""
-    axis = split_axis(name)
-    if axis is None:
-        return tensor
-    n = tensor.shape[axis]
-    start, end = shard.bounds(n)
-    n_missing = shard.size(n) - (end - start)
-    part = tensor.narrow(axis, start, end - start)
-    return F.pad(part, (0, 0, 0, n_missing)) if n_missing else part
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -268,7 +268,7 @@ class FixedPasses(Passes):
         for shape in missing:
             self.upload_padding(shape, first_scratch)  # the buffer holds inputs of another shape
             graph = self.capture_shape(model, shape)
-            if model.shard.world_size == 1:  # otherwise ranks would wait for one that has failed
+            if model.n_ranks() == 1:  # otherwise ranks would wait for one that has failed
                 graph.replay()  # the first launch uploads the graph to the device
         self.is_replaying = True
         return len(missing)

@@ -29,7 +29,6 @@ from dynatree_lab.engine.checkpoint import (
 )
 from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.engine.tensor_parallel import UNSHARDED
 from dynatree_lab.methods.eagle import EagleHead, ReferenceHead, StateTransformer, with_states
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
 
@@ -58,8 +57,8 @@ class FastHead(EagleHead, FastGPTNeoX):
         kv, rotary = super().new_memory(n_slots)
         return with_states(kv), rotary
 
-    def before_pass(self, cache: FastCache, n: int) -> None:
-        self.take_states(cache, n)
+    def before_pass(self, cache: FastCache, tokens: Tensor, *others: object) -> None:
+        self.take_states(cache, len(tokens))
 
 
 def fc_bytes(model: GPTNeoX) -> int:
@@ -88,7 +87,7 @@ def load_head(
     with memory_for(f"the weights of {folder}"):
         target = load_tensors(target_folder, target_config, device, dtype)
         require_target(folder, target_folder, config, target)
-        own = StoredTensors(find_tensors(folder, shapes, shapes), device, dtype, UNSHARDED)
+        own = StoredTensors(find_tensors(folder, shapes, shapes), device, dtype)
         shared = [name for name in (EMBEDDING, *NORM, OUTPUT_HEAD) if name in target.files]
         weights = {name: target[name] for name in shared}
         weights |= {name: own[name] for name in shapes if name.startswith(LAYER)}

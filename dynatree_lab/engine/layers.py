@@ -10,8 +10,6 @@ are equal. The differences are:
 - With parallel residual, the output products of attention and MLP are one product. On CUDA, where
   every launch costs time, their input products are one product as well. The scales and shifts of
   both norms are folded into it.
-- With tensor parallelism, each rank holds some heads, some inner columns and some ids. An
-  all-reduce adds up the ranks' results (engine/tensor_parallel.py).
 - In float16 a key or value can overflow although x is finite. The cache must not hold a non-finite
   number, but the overflow must be detected. So the cache gets the largest float16 number instead,
   and a row that stored one gets nan at the end.
@@ -19,11 +17,11 @@ are equal. The differences are:
 
     fuse(model, tensors)  # FastGPTNeoX.from_tensors does this
 
-Shapes: n rows, S cache slots, L layers, H heads (of this shard), D head size, R rotary dimensions.
+Shapes: n rows, S cache slots, L layers, H heads, D head size, R rotary dimensions.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -35,13 +33,12 @@ from dynatree_lab.engine.checkpoint import CheckpointError
 from dynatree_lab.engine.cuda_graphs import choose_kernels
 from dynatree_lab.engine.linear import Linear, MixedLinear, make_linear
 from dynatree_lab.engine.masks import Mask
-from dynatree_lab.engine.tensor_parallel import UNSHARDED, Shard
 from gpt_neox import ACTIVATIONS, Config
 
 LARGE_LAYER = 2**23  # bytes; after packing a larger layer, free memory goes back to the system
 
 
-def fuse(model: nn.Module, tensors: Mapping[str, Tensor], shard: Shard = UNSHARDED) -> None:
+def fuse(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give a GPTNeoX on the meta device its weights, and replace its layers by fused ones.
 
     This is done layer by layer, so if each lookup reads a tensor from its file, memory holds only
@@ -55,11 +52,11 @@ def fuse(model: nn.Module, tensors: Mapping[str, Tensor], shard: Shard = UNSHARD
     choose_kernels(model.device, model.dtype)  # before `fold` multiplies matrices
     for i in range(config.num_hidden_layers):
         load_weights(layers[i], f"gpt_neox.layers.{i}.", tensors)
-        layers[i] = FusedLayer(layers[i], config, shard)
+        layers[i] = FusedLayer(layers[i], config)
     model.gpt_neox.layers = layers
     norm = model.gpt_neox.final_layer_norm
-    model.gpt_neox = FusedTransformer(model.gpt_neox, shard)
-    model.embed_out = Head(norm, model.embed_out.weight, config.vocab_size, shard)
+    model.gpt_neox = FusedTransformer(model.gpt_neox)
+    model.embed_out = Head(norm, model.embed_out.weight)
 
 
 def load_weights(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> None:
@@ -77,23 +74,11 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def require_divisible(config: Config, shard: Shard) -> None:
-    """Raise CheckpointError unless the ranks can split heads and inner columns evenly."""
-    heads = config.num_attention_heads
-    sizes = {"heads": heads, "columns of the MLP's inside": config.intermediate_size}
-    for what, n in sizes.items():
-        if n % shard.world_size:
-            raise CheckpointError(
-                f"{n} {what} cannot be split evenly over {shard.world_size} ranks"
-            )
-
-
 class FusedTransformer(nn.Module):
     """gpt_neox.Transformer with fused layers, for inference."""
 
-    def __init__(self, transformer: nn.Module, shard: Shard):
+    def __init__(self, transformer: nn.Module):
         super().__init__()
-        self.shard = shard
         self.embed_in = transformer.embed_in
         self.layers = transformer.layers
         self.overflow_value = overflow_value(self.embed_in.weight.dtype)
@@ -109,7 +94,7 @@ class FusedTransformer(nn.Module):
             start: the first slot to write, or all slots to write, [n] int64.
             mask: of these rows.
         """
-        x = self.shard.embed(tokens, self.embed_in)  # [n, hidden], layers add to it in place
+        x = self.embed_in(tokens)  # [n, hidden], layers add to it in place
         for layer, layer_kv in zip(self.layers, kv.unbind(1), strict=True):
             x = layer(x, rotary, layer_kv, start, mask)
         if self.overflow_value:
@@ -144,11 +129,15 @@ class FusedLayer(nn.Module):
     """A layer that adds Attn(LN1(x)) + MLP(LN2(x)) to x [n, hidden] in place, or without parallel
     residual first attention, then the MLP."""
 
-    def __init__(self, layer: nn.Module, config: Config, shard: Shard = UNSHARDED):
-        """Fuse a gpt_neox.Layer that has this shard's weights. Raises CheckpointError if a matrix
-        times the scale of its norm overflows."""
+    # Given a result [n, hidden] of a layer that has only some of its heads and columns, return the
+    # sum over all ranks (engine/tensor_parallel.py)
+    sum_ranks: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
+
+    def __init__(self, layer: nn.Module, config: Config):
+        """Fuse a gpt_neox.Layer. Raises CheckpointError if a matrix times the scale of its norm
+        overflows."""
         super().__init__()
-        self.config, self.shard = config, shard
+        self.config = config
         self.approximate = ACTIVATIONS[config.hidden_act]
         self.n_attended = len(layer.attention.query_key_value.weight) // 3  # H * D
         self.n_inner = len(layer.mlp.dense_h_to_4h.weight)  # inner columns of the MLP
@@ -158,9 +147,6 @@ class FusedLayer(nn.Module):
         inner = Affine.from_module(layer.mlp.dense_h_to_4h)
         dense = Affine.from_module(layer.attention.dense)
         out = Affine.from_module(layer.mlp.dense_4h_to_h)
-        if shard.rank:  # rank 0 adds the biases
-            dense = Affine(dense.weight, torch.zeros_like(dense.bias))
-            out = Affine(out.weight, torch.zeros_like(out.bias))
         self.qkv_and_inner: Linear | None = None
         if config.use_parallel_residual and qkv.weight.device.type == "cuda":
             both = fold(self.norms[0], qkv), fold(self.norms[1], inner)
@@ -187,11 +173,11 @@ class FusedLayer(nn.Module):
         if not self.config.use_parallel_residual:
             attended = self.attend(self.qkv(self.norm(x, 0)), rotary, kv, start, mask)
             columns = attended.transpose(0, 1).flatten(1)  # [n, H * D]
-            x.add_(self.shard.sum(self.dense(columns), mask.in_order))
+            x.add_(self.sum_ranks(self.dense(columns)))
             inner = self.inner(self.norm(x, 1))
             active = torch.empty_like(inner)
             gelu(inner, self.approximate, active)
-            return x.add_(self.shard.sum(self.out(active), mask.in_order))
+            return x.add_(self.sum_ranks(self.out(active)))
         if self.qkv_and_inner:
             normed = torch.layer_norm(x, x.shape[-1:], None, None, self.config.layer_norm_eps)
             both = self.qkv_and_inner(normed)
@@ -201,7 +187,7 @@ class FusedLayer(nn.Module):
             qkv, inner = self.qkv(self.norm(x, 0)), self.inner(self.norm(x, 1))
         attended = self.attend(qkv, rotary, kv, start, mask)  # [H, n, D]
         combined = combine(attended, inner, self.approximate)
-        return x.add_(self.shard.sum(self.dense_and_out(combined), mask.in_order))
+        return x.add_(self.sum_ranks(self.dense_and_out(combined)))
 
     def norm(self, x: Tensor, which: int) -> Tensor:
         """Return LN1(x) or LN2(x)."""
@@ -233,11 +219,13 @@ class FusedLayer(nn.Module):
 
 class Head(nn.Module):
     """The final norm and the output matrix: logits [n, V] from last hidden states [n, hidden], in
-    float32 on CUDA. Each rank computes the logits of some ids."""
+    float32 on CUDA."""
 
-    def __init__(self, norm: nn.LayerNorm, weight: Tensor, vocab_size: int, shard: Shard):
+    gather_ids: Callable[[Tensor], Tensor] | None = None  # joins the logits of several ranks
+
+    def __init__(self, norm: nn.LayerNorm, weight: Tensor):
         super().__init__()
-        self.norm, self.vocab_size, self.shard = norm, vocab_size, shard
+        self.norm = norm
         weight = weight.detach()
         is_mixed = weight.is_cuda and weight.dtype != torch.float32
         self.linear = MixedLinear(weight) if is_mixed else make_linear(weight, None)
@@ -249,11 +237,12 @@ class Head(nn.Module):
         return self.linear.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shard.concatenate(self.linear(self.norm(x)))[:, : self.vocab_size]
+        y = self.linear(self.norm(x))
+        return self.gather_ids(y) if self.gather_ids else y
 
     def write_logits(self, x: Tensor, out: Tensor) -> None:
         """Write what `forward` returns to `out`, [n, V] float32, without a copy if possible."""
-        if isinstance(self.linear, MixedLinear) and self.shard.world_size == 1:
+        if isinstance(self.linear, MixedLinear) and not self.gather_ids:
             self.linear(self.norm(x), out)
         else:
             out.copy_(self(x))

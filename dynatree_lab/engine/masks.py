@@ -39,8 +39,6 @@ class Mask:
 
     additive: Tensor  # [m, S], 0 or -inf, on the model's device
 
-    in_order = False  # True: sums over ranks must not depend on a row's place
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return softmax attention [H, m, D] of q [H, m, D] over k, v [H, S or more, D]."""
         n_slots = self.additive.shape[1]

@@ -9,9 +9,8 @@ are a PassConfig, which engine/generate.py makes for each model of a generation.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +24,13 @@ from dynatree_lab.engine.checkpoint import (
     read_config,
 )
 from dynatree_lab.engine.cuda_graphs import FixedPasses
-from dynatree_lab.engine.layers import fuse, require_divisible
+from dynatree_lab.engine.layers import fuse
 from dynatree_lab.engine.memory import memory_for, require_memory
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.scores import Scores, make_scores
-from dynatree_lab.engine.tensor_parallel import UNSHARDED, Shard, split_axis
 from gpt_neox import Config, GPTNeoX, rotary_table, untied_if_head_differs
+
+T = TypeVar("T")
 
 
 class FastGPTNeoX(GPTNeoX):
@@ -38,10 +38,9 @@ class FastGPTNeoX(GPTNeoX):
 
     has_graphs = True  # passes of fixed shapes may be captured as CUDA graphs
 
-    def __init__(self, config: Config, shard: Shard = UNSHARDED):
+    def __init__(self, config: Config):
         super().__init__(config)
-        self.shard = shard
-        self.n_heads = config.num_attention_heads // shard.world_size
+        self.n_heads = config.num_attention_heads // self.n_ranks()
         self.reusable: list[FixedPasses] = []  # on CUDA, memory and graphs of closed caches
         self.n_graphs, self.capture_s = 0, 0.0  # captured graphs, seconds that it took
         # Results of strict.invariant_rows ("min_rows") and is_place_invariant (by row count)
@@ -53,26 +52,22 @@ class FastGPTNeoX(GPTNeoX):
         name_or_path: str | Path,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | str = torch.float32,
-        shard: Shard = UNSHARDED,
     ) -> "FastGPTNeoX":
-        """Load this shard of a checkpoint: a folder, or hub repository `NAME` or `NAME@REVISION`.
+        """Load a checkpoint: a folder, or hub repository `NAME` or `NAME@REVISION`.
 
         Raises OutOfMemory. Raises CheckpointError if there is no checkpoint, if it is not a
         GPT-NeoX, or if a tensor is missing, extra, misshapen, truncated or not finite.
         """
         with memory_for(f"the weights of {name_or_path}"):
-            return cls.from_tensors(*open_checkpoint(name_or_path, device, dtype, shard), shard)
+            return cls.from_tensors(*open_checkpoint(name_or_path, device, dtype, cls.n_ranks()))
 
     @classmethod
-    def from_tensors(
-        cls, config: Config, tensors: Mapping[str, Tensor], shard: Shard = UNSHARDED
-    ) -> "FastGPTNeoX":
+    def from_tensors(cls, config: Config, tensors: Mapping[str, Tensor]) -> "FastGPTNeoX":
         """Make a model from weights by their published names. Raises CheckpointError."""
-        if shard is UNSHARDED:
-            config = untied_if_head_differs(config, tensors)
+        config = untied_if_head_differs(config, tensors)
         with torch.device("meta"):  # without memory, which the tensors bring
-            model = cls(config, shard)
-        fuse(model, tensors, shard)
+            model = cls(config)
+        fuse(model, tensors)
         # In half precision on a CPU, attention of one row takes twice as long as of two, and
         # oneDNN's products of one or two rows take longer than of four (measured). On CUDA, torch
         # copies the bias of a product of one row, and cannot use its fused kernel (not measured)
@@ -105,8 +100,18 @@ class FastGPTNeoX(GPTNeoX):
         """Return an empty cache for `capacity` tokens. Raises OutOfMemory if it does not fit."""
         return FastCache(self, capacity, config or PassConfig())
 
-    def before_pass(self, cache: FastCache, n: int) -> None:
-        """Prepare a pass of n rows over a cache, which calls this. A head sets the rows' states."""
+    def before_pass(self, cache: FastCache, *inputs: Tensor | None) -> None:
+        """Prepare a pass over a cache, which calls this with the tokens and, unless it is a
+        prefill, the positions and the mask. A head sets the rows' states."""
+
+    @staticmethod
+    def n_ranks() -> int:
+        """Return how many processes compute this model together (engine/tensor_parallel.py)."""
+        return 1
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value that each of them has."""
+        return [value]
 
     def forward(
         self, tokens: Tensor, positions: Tensor, cache: FastCache, mask: Tensor | None = None
@@ -157,26 +162,15 @@ def open_checkpoint(
     name_or_path: str | Path,
     device: str | torch.device,
     dtype: torch.dtype | str,
-    shard: Shard = UNSHARDED,
+    n_ranks: int = 1,
 ) -> tuple[Config, Mapping[str, Tensor]]:
     """Return a checkpoint's config and its tensors. Each lookup of a tensor reads it from the file.
-    Raises CheckpointError, and OutOfMemory if the weights do not fit."""
+    Raises CheckpointError, and OutOfMemory if a rank's share of the weights does not fit."""
     folder, device = find_checkpoint(name_or_path), torch.device(device)
     config = read_config(folder)
-    require_divisible(config, shard)
     tensors = load_tensors(folder, config, device, DTYPES.get(dtype, dtype))
     config = untied_if_head_differs(config, tensors)
-    n_bytes = weight_bytes(config, tensors.dtype, shard)
+    n_elements = sum(map(math.prod, published_shapes(config).values()))
+    n_bytes = n_elements * tensors.dtype.itemsize // n_ranks
     require_memory(n_bytes, device, f"the weights of {name_or_path}")
-    return config, replace(tensors, shard=shard)
-
-
-def weight_bytes(config: Config, dtype: torch.dtype, shard: Shard = UNSHARDED) -> int:
-    """Return the bytes of all weights of a shard in a dtype. Raises CheckpointError."""
-    n_elements = 0
-    for name, shape in published_shapes(config).items():
-        axis = split_axis(name)
-        n_all = 1 if axis is None else shape[axis]
-        n_shard = 1 if axis is None else shard.size(n_all)
-        n_elements += math.prod(shape) // n_all * n_shard
-    return n_elements * dtype.itemsize
+    return config, tensors

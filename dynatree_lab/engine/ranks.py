@@ -1,9 +1,9 @@
 """The ranks: several processes of one command, started by torchrun, and their collectives.
 
 Every rank runs the whole program. With one prompt, seed and draft model, all ranks grow the same
-trees. Only the target's layers are split (engine/tensor_parallel.py). Before each pass the ranks
-check that its inputs are equal. Values that may differ between processes come from rank 0: the
-prompt, a results file, and the times of methods/costs.py. Only rank 0 prints and writes files.
+trees. Only the target's layers are split (engine/tensor_parallel.py). Values that may differ
+between processes come from rank 0: the prompt, a results file, and the times of methods/costs.py.
+Only rank 0 prints and writes files.
 
     torchrun --nproc-per-node 2 dynatree.py --prompt "The ship sailed at dawn"
 
@@ -18,7 +18,6 @@ import io
 import os
 import signal
 import sys
-import zlib
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
@@ -26,7 +25,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dynatree_lab.engine.cuda_graphs import destroy_graphs
 
@@ -136,18 +134,3 @@ def gather(value: T) -> list[T]:
     values: list = [None] * world_size()
     run_collective(dist.all_gather_object, values, value)
     return values
-
-
-def require_equal(*inputs: Tensor | None) -> None:
-    """Raise RanksError on all ranks unless their inputs, which are on the host, are equal.
-
-    The ranks compare checksums in a collective of a fixed size. Without it, ranks with different
-    trees would add up tensors of different sizes.
-    """
-    checksum = 0
-    for tensor in inputs:
-        checksum = zlib.crc32(b"" if tensor is None else tensor.contiguous().numpy(), checksum)
-    lowest = torch.tensor([checksum, -checksum])
-    run_collective(dist.all_reduce, lowest, op=dist.ReduceOp.MIN)
-    if lowest.sum():  # the lowest checksum and the highest one differ
-        raise RanksError("the ranks run different tokens; use equal machines and equal files")

@@ -49,7 +49,6 @@ from dynatree_lab.engine.layers import (
 from dynatree_lab.engine.linear import Linear
 from dynatree_lab.engine.memory import memory_for, require_memory
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.engine.tensor_parallel import UNSHARDED
 from gpt_neox import ACTIVATIONS, Config, Layer, untied_if_head_differs
 
 N_BUFFERS = 2
@@ -85,12 +84,12 @@ def load_streamed(
             model.embed_out.weight = transformer.embed_in.weight
         choose_kernels(device, dtype)
         norm, weight = transformer.final_layer_norm, model.embed_out.weight
-        model.embed_out = Head(norm, weight, config.vocab_size, UNSHARDED)
+        model.embed_out = Head(norm, weight)
         fixed = transformer.embed_in.weight.nbytes + model.embed_out.nbytes
         caches = model.bytes_per_token * config.max_position_embeddings + draft_cache
         kind = PinnedLayers if device.type == "cuda" else FileLayers
         transformer.layers = kind(config, tensors, Budget(budget, fixed, caches))
-    model.gpt_neox = StreamedTransformer(transformer, UNSHARDED)
+    model.gpt_neox = StreamedTransformer(transformer)
     model.has_fixed_shapes = device.type == "cuda"
     # On a CPU, torch's products of one row take twice as long as those of two (measured)
     model.min_rows = 1 if model.has_fixed_shapes and dtype == torch.float32 else 2
@@ -253,7 +252,7 @@ class StoredLayer(FusedLayer):
 
     def __init__(self, layer: Layer, config: Config):
         nn.Module.__init__(self)
-        self.layer, self.config, self.shard = layer, config, UNSHARDED
+        self.layer, self.config = layer, config
         attention, mlp = layer.attention, layer.mlp
         norms = layer.input_layernorm, layer.post_attention_layernorm
         self.norms = Affine.from_module(norms[0]), Affine.from_module(norms[1])

@@ -38,7 +38,6 @@ from torch import Tensor
 from dynatree_lab.engine.linear import FbgemmLinear
 from dynatree_lab.engine.masks import Mask, Masks
 from dynatree_lab.engine.passes import ROW_COUNTS, PassConfig
-from dynatree_lab.engine.ranks import gather
 
 if TYPE_CHECKING:
     from dynatree_lab.engine.cuda_graphs import FixedPasses, PassInputs, PassShape
@@ -61,8 +60,6 @@ class StrictMask(Mask):
 
     recent_slots: Tensor  # [m * N_RECENT] int64, in order of position, 0 in empty places
     recent_mask: Tensor  # [m, N_RECENT] float32: 0, or -inf in empty places
-
-    in_order = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n_heads, m, size = q.shape
@@ -178,7 +175,7 @@ def invariant_rows(model: "FastGPTNeoX") -> int | None:
     results = model.invariance_results
     if "min_rows" not in results:
         own = [min_equal_rows(compute, rows) for compute, rows in make_trials(model)]
-        counts = [count for counts in gather(own) for count in counts]
+        counts = [count for counts in model.gather(own) for count in counts]
         results["min_rows"] = None if None in counts else max(counts)
     return results["min_rows"]
 
@@ -195,7 +192,7 @@ def is_place_invariant(model: "FastGPTNeoX", n: int) -> bool:
         for compute, rows in make_trials(model) if model.device.type == "cpu" else ():
             moved = compute(rows[:n].roll(1, 0))
             is_equal &= torch.equal(moved, compute(rows[:n]).roll(1, 0))
-        results[n] = all(gather(is_equal))
+        results[n] = all(model.gather(is_equal))
     return results[n]
 
 

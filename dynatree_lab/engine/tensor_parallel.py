@@ -1,104 +1,147 @@
-"""Tensor parallelism: one rank's shard of the target, and the sums that combine all shards.
+"""Tensor parallelism: a target that several ranks (engine/ranks.py) compute together.
 
 Every rank holds some heads of each layer, some columns of each MLP's inner dimension and some ids
 of the vocabulary. It computes with them as one process does with all of them. An all-reduce adds up
 the ranks' results where a layer adds to x. In a GPT-NeoX with parallel residual, attention and MLP
 are added to x together, so a layer needs one all-reduce. Most other models need two.
 
-    shard = Shard(1, 2)
-    start, end = shard.bounds(50304)  # this rank's rows of the embedding
+    target = ShardedGPTNeoX.from_pretrained("models/tiny/target")  # on every rank
 
-UNSHARDED is the shard of a process that holds the whole model.
+No other file knows the shards: this one gives the model other weights and another embedding, each
+layer a sum, and the output matrix a way to join the ranks' logits.
 
 Shapes: n rows.
 """
 
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Mapping
+from functools import partial
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynatree_lab.engine.ranks import rank, require_equal, run_collective, world_size
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.checkpoint import CheckpointError
+from dynatree_lab.engine.model import FastGPTNeoX, T
+from dynatree_lab.engine.ranks import RanksError, gather, rank, run_collective, world_size
+from gpt_neox import Config
 
 # Weights and biases split along the output axis. A head's query, key and value rows are adjacent
 COLUMN_PARALLEL = ("attention.query_key_value", "mlp.dense_h_to_4h", "embed_in", "embed_out")
-# Weights split along the input axis, which is the output axis of the layers above
-ROW_PARALLEL = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+# Weights split along the input axis, which is the output axis of the layers above. Rank 0 adds
+# their biases
+ROW_PARALLEL = ("attention.dense", "mlp.dense_4h_to_h")
 
 
-def split_axis(name: str) -> int | None:
-    """Return the axis along which ranks split a tensor, or None if every rank has all of it."""
-    if name.endswith(ROW_PARALLEL):
-        return 1
-    return 0 if name.rpartition(".")[0].endswith(COLUMN_PARALLEL) else None
+class ShardedGPTNeoX(FastGPTNeoX):
+    """One rank's shard of a FastGPTNeoX."""
 
+    n_ranks = staticmethod(world_size)
 
-@dataclass(frozen=True)
-class Shard:
-    """The part of a model that one rank holds."""
+    @classmethod
+    def from_tensors(cls, config: Config, tensors: Mapping[str, Tensor]) -> "ShardedGPTNeoX":
+        """Make this rank's shard from all weights. Raises CheckpointError if the ranks cannot split
+        heads and inner columns evenly."""
+        heads, inner = config.num_attention_heads, config.intermediate_size
+        for what, n in {"heads": heads, "columns of the MLP's inside": inner}.items():
+            if n % world_size():
+                raise CheckpointError(
+                    f"{n} {what} cannot be split evenly over {world_size()} ranks"
+                )
+        model = super().from_tensors(config, ShardedTensors(tensors))
+        model.gpt_neox.embed_in = ShardedEmbedding(model.gpt_neox.embed_in.weight)
+        model.embed_out.gather_ids = partial(gather_ids, n_ids=config.vocab_size)
+        for layer in model.gpt_neox.layers:
+            layer.sum_ranks = sum_ranks
+        return model
 
-    rank: int = 0
-    world_size: int = 1
+    def before_pass(self, cache: FastCache, *inputs: Tensor | None) -> None:
+        """Raise RanksError on all ranks unless their inputs, which are on the host, are equal.
 
-    def bounds(self, n: int) -> tuple[int, int]:
-        """Return start and end of this rank's items, of n in total."""
-        size = self.size(n)
-        return min(self.rank * size, n), min((self.rank + 1) * size, n)
-
-    def size(self, n: int) -> int:
-        """Return the number of items per rank, of n in total. The last ranks may have fewer."""
-        return -(-n // self.world_size)
-
-    def require_equal(self, *inputs: Tensor | None) -> None:
-        """Raise RanksError on all ranks unless they have equal inputs of a pass."""
-        if self.world_size > 1:
-            require_equal(*inputs)
-
-    def sum(self, x: Tensor, in_order: bool = False) -> Tensor:
-        """Replace x [n, hidden] by the sum of all ranks' x, and return it.
-
-        in_order: add in the order of ranks. In an all-reduce of three or more ranks, the order may
-        depend on the place of the element.
+        The ranks compare checksums in a collective of a fixed size. Without it, ranks with
+        different trees would add up tensors of different sizes.
         """
-        if in_order and self.world_size > 2:
-            first, *others = self.gather(x)
-            x.copy_(first)
-            for part in others:
-                x.add_(part)
-        elif self.world_size > 1:
-            run_collective(dist.all_reduce, x)
+        checksum = 0
+        for tensor in inputs:
+            checksum = zlib.crc32(b"" if tensor is None else tensor.contiguous().numpy(), checksum)
+        lowest = torch.tensor([checksum, -checksum])
+        run_collective(dist.all_reduce, lowest, op=dist.ReduceOp.MIN)
+        if lowest.sum():  # the lowest checksum and the highest one differ
+            raise RanksError("the ranks run different tokens; use equal machines and equal files")
+
+    def gather(self, value: T) -> list[T]:
+        return gather(value)
+
+
+class ShardedTensors(Mapping):
+    """This rank's parts of tensors, by published name. Each lookup reads the whole tensor."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        layer, _, part = name.rpartition(".")
+        if layer.endswith(COLUMN_PARALLEL):
+            return own_part(tensor, 0)
+        if layer.endswith(ROW_PARALLEL):
+            return own_part(tensor, 1) if part == "weight" else tensor * (rank() == 0)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def own_part(tensor: Tensor, axis: int) -> Tensor:
+    """Return this rank's part of a tensor. Ids after the vocabulary's end get zeros."""
+    n = tensor.shape[axis]
+    size = -(-n // world_size())
+    start, end = min(rank() * size, n), min((rank() + 1) * size, n)
+    part, n_missing = tensor.narrow(axis, start, end - start), size - (end - start)
+    return F.pad(part, (0, 0, 0, n_missing)) if n_missing else part.contiguous()
+
+
+class ShardedEmbedding(nn.Module):
+    """An embedding of which each rank has some rows."""
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [n, hidden] of tokens [n]. The sum is exact, because only one rank
+        has a token's embedding and the others add 0."""
+        ids = tokens - rank() * len(self.weight)
+        is_here = (ids >= 0) & (ids < len(self.weight))  # [n]
+        x = F.embedding(ids.where(is_here, 0), self.weight)
+        return sum_ranks(x.masked_fill_(~is_here[:, None], 0.0))
+
+
+def sum_ranks(x: Tensor) -> Tensor:
+    """Replace x [n, hidden] by the sum of all ranks' x, and return it. Three or more ranks are
+    added in order, because in an all-reduce the order may depend on the place of the element."""
+    if world_size() == 2:
+        run_collective(dist.all_reduce, x)
         return x
-
-    def concatenate(self, x: Tensor) -> Tensor:
-        """Return the columns of all ranks, [n, m * world_size], from each rank's x [n, m]."""
-        if self.world_size == 1:
-            return x
-        return self.gather(x.contiguous()).transpose(0, 1).flatten(1)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return every rank's x, stacked by rank."""
-        stacked = x.new_empty(self.world_size, *x.shape)
-        run_collective(dist.all_gather, list(stacked.unbind()), x)
-        return stacked
-
-    def embed(self, tokens: Tensor, embedding: nn.Module) -> Tensor:
-        """Return the embeddings [n, hidden] of tokens [n]. embedding: has this rank's rows.
-
-        The sum is exact, because only one rank has a token's embedding and the others add 0.
-        """
-        if self.world_size == 1:
-            return embedding(tokens)
-        table = embedding.weight
-        ids = tokens - self.rank * len(table)
-        is_here = (ids >= 0) & (ids < len(table))  # [n]
-        x = F.embedding(ids.where(is_here, 0), table)
-        return self.sum(x.masked_fill_(~is_here[:, None], 0.0))
+    first, *others = gather_tensors(x)
+    x.copy_(first)
+    for part in others:
+        x.add_(part)
+    return x
 
 
-UNSHARDED = Shard()
+def gather_ids(logits: Tensor, n_ids: int) -> Tensor:
+    """Return the logits [n, n_ids] of all ids, from those of each rank's own."""
+    return gather_tensors(logits).transpose(0, 1).flatten(1)[:, :n_ids]
 
 
-def own_shard() -> Shard:
-    """Return this rank's shard; without torchrun, UNSHARDED."""
-    return UNSHARDED if world_size() == 1 else Shard(rank(), world_size())
+def gather_tensors(x: Tensor) -> Tensor:
+    """Return every rank's x, stacked by rank."""
+    stacked = x.new_empty(world_size(), *x.shape)
+    run_collective(dist.all_gather, list(stacked.unbind()), x.contiguous())
+    return stacked
