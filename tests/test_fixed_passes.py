@@ -18,7 +18,7 @@ from conftest import (
 
 from draft_tree import Tree
 from dynatree_lab.engine.cache import FastCache
-from dynatree_lab.engine.cuda_graphs import FixedPasses, make_shape
+from dynatree_lab.engine.cuda_graphs import make_shape
 from dynatree_lab.engine.masks import PLAIN, Masks, pack_mask
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig
@@ -62,15 +62,17 @@ def test_a_mask_in_bits() -> None:
 @pytest.mark.parametrize("masks", [PLAIN, STRICT])
 def test_an_upload_keeps_nothing_of_the_one_before_it(masks: Masks) -> None:
     """Compare the inputs of a pass of 3 rows, padded to 4, after one of 4 rows and at first."""
-    kv, rotary = random_model(1).new_memory(SLOT_STEP)
+    model = random_model(1, max_position_embeddings=20)
+    fix_shapes(model)
     shape = make_shape(4, SLOT_STEP, PassConfig(masks=masks))
     uploaded = []
     for row_counts in ((4, 3), (3,)):
-        passes = FixedPasses(kv, rotary, SMALL_PASS, 96)
+        cache = model.new_cache(20)
+        cache.advance(5)
         for n in row_counts:
             rows, mask = torch.arange(n) + 5, torch.ones(n, n, dtype=torch.bool).tril_()
-            passes.upload(shape, rows, rows, mask, 5, 5)
-        uploaded.append(passes.buffer[: shape.n_bytes])
+            cache.upload(shape, rows, rows, mask, 5)
+        uploaded.append(cache.buffer[: shape.n_bytes])
     assert uploaded[0].equal(uploaded[1])
 
 
@@ -86,13 +88,13 @@ def test_memory_is_for_the_rows_that_are_asked() -> None:
     memory of a large one, but not the reverse, even if there are enough slots."""
     model = random_model(3, max_position_embeddings=64)
     fix_shapes(model)
-    passes: list[FixedPasses] = []
+    caches: list[FastCache] = []
     for n_rows, capacity in ((7, 600), (300, 100), (64, 100)):
         with model.new_cache(capacity, PassConfig(n_rows)) as cache:
-            passes.append(cache.passes)
-    assert [len(each.logits) for each in passes] == [SMALL_PASS, 384, 384]
-    assert [each.kv.shape[3] for each in passes] == [768, 512, 512]
-    assert passes[1] is passes[2]
+            caches.append(cache)
+    assert [len(each.logits) for each in caches] == [SMALL_PASS, 384, 384]
+    assert [each.kv.shape[3] for each in caches] == [768, 512, 512]
+    assert caches[1] is caches[2]
 
 
 def test_a_large_pass_is_captured_when_it_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,7 @@ def test_a_large_pass_is_captured_when_it_first_runs(monkeypatch: pytest.MonkeyP
     model, plain = (random_model(3, max_position_embeddings=400) for _ in range(2))
     fix_shapes(model)
     cache, plain_cache = open_shaped(model, 300, 900), open_shaped(plain, 300, 900)
-    captured = cache.passes.captured
+    captured = cache.captured
     assert {shape.n_rows for shape in captured} == {n for n in ROW_COUNTS if n <= SMALL_PASS}
     n_captured = []
     for n_rows in (300, 200, 300, 290, 3):

@@ -9,9 +9,9 @@ from torch import Tensor
 from draft_tree import DynaTree, Settings
 from dynatree_lab.benchmark.step_times import StepTimes, padded_rows, step_bytes
 from dynatree_lab.cli.models import Pair
+from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.engine.passes import Passes
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.static import Chain, PaddedAutoregressive
 
@@ -36,13 +36,13 @@ def test_predicted_passes_are_those_that_ran(
     """Compare the predicted rows with those of the passes after prefill. Rows of the draft that are
     cut from the tree after their pass count as well."""
     ran = {id(PAIR.target): [], id(PAIR.draft): []}
-    real = Passes.hidden
+    real = FastCache.hidden
 
-    def spy(self: Passes, model: FastGPTNeoX, tokens: Tensor, *rest: object) -> Tensor:
-        ran[id(model)].append(len(tokens))
-        return real(self, model, tokens, *rest)
+    def spy(self: FastCache, tokens: Tensor, *rest: object) -> Tensor:
+        ran[id(self.model)].append(len(tokens))
+        return real(self, tokens, *rest)
 
-    monkeypatch.setattr(Passes, "hidden", spy)
+    monkeypatch.setattr(FastCache, "hidden", spy)
     steps = list(generate(PAIR.target, PAIR.draft, PROMPT, settings, 30, commit=commit))
     found = BY_ROW.predict_ms(PAIR, GenerationConfig(settings, commit=commit), steps)
     verified, drafted = ran.values()

@@ -22,12 +22,12 @@ from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.eagle_head import fc_bytes
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.masks import causal_mask
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import (
     ROW_COUNTS,
     SMALL_PASS,
     PassConfig,
-    causal_mask,
     round_up_rows,
 )
 from dynatree_lab.engine.scores import Ranking

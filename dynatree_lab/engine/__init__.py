@@ -6,8 +6,8 @@ model         GPTNeoX with fused layers, and with caches that own their passes
 layers        the fused layers
 linear        linear layers over matrices packed for passes of a few rows
 cache         the KV cache of one generation: memory, passes, window, rebuilt commits
-passes        the passes over one cache, and their config
-cuda_graphs   passes of a few fixed shapes, captured and replayed
+cuda_graphs   a cache with passes of a few fixed shapes, captured and replayed
+passes        the options of passes, and the sizes of fixed shapes
 masks         the masks of a pass, from the host's bool mask to attention
 strict        masks of batch-invariant passes: a row's bits depend only on position and keys
 scores        the results of a pass that the host reads

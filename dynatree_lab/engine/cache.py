@@ -5,32 +5,32 @@ they were captured. So on CUDA, a closed cache leaves its memory and graphs to t
 the same reason, memory is allocated for all positions of the model if there is room. On a CPU,
 closing a cache frees its memory.
 
-    cache = FastCache(model, 500, PassConfig(max_rows=64))
-    ...
-    cache.close()
+    with model.new_cache(500, PassConfig(max_rows=64)) as cache:
+        cache.prefill([5, 7, 9])
 
-Shapes: n rows, L layers, H heads, D head size, R rotary dimensions.
+Shapes: n rows given, m rows run (m >= n, with padding), L layers, H heads, D head size, R rotary
+dimensions.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dynatree_lab.engine.cuda_graphs import FixedPasses, buffer_rows
 from dynatree_lab.engine.layers import rotate_
-from dynatree_lab.engine.memory import free_memory, memory_for, require_memory
+from dynatree_lab.engine.masks import Mask, additive_causal_mask, causal_mask
+from dynatree_lab.engine.memory import memory_for, require_memory
 from dynatree_lab.engine.passes import (
     SLOT_STEP,
     SMALL_PASS,
     PassConfig,
-    Passes,
+    buffer_rows,
     round_up_rows,
     round_up_slots,
 )
-from dynatree_lab.engine.scores import Scores
+from dynatree_lab.engine.scores import Scores, make_scores
 from gpt_neox import PREFILL_CHUNK, KVCache
 
 if TYPE_CHECKING:
@@ -40,20 +40,18 @@ OnPass = Callable[[list[int], Scores], None]  # gets the n tokens of a pass and 
 
 
 class FastCache(KVCache):
-    """A cache with the PassConfig of one generation. It keeps the scores of its last pass."""
+    """The cache of one generation, made by FastGPTNeoX.new_cache. It keeps the scores of its last
+    pass."""
 
     def __init__(self, model: "FastGPTNeoX", capacity: int, config: PassConfig):
-        """Raises OutOfMemory."""
-        self.model = model
-        self.config = config._replace(min_rows=config.masks.min_rows(model, config))
-        self.passes = find_reusable(model, capacity, self.config)
-        if self.passes:
-            model.reusable.remove(self.passes)
-            self.passes.is_replaying = False  # until `capture` has been called for this cache
-        else:
-            model.free_reusable()  # all are too small
-            self.passes = allocate_passes(model, capacity, self.config)
-        super().__init__(self.passes.kv, self.passes.rotary, capacity)
+        """Allocate memory for `capacity` tokens. Raises OutOfMemory."""
+        with memory_for(f"a cache of {capacity} tokens"):
+            super().__init__(*model.new_memory(count_slots(model, capacity, config)), capacity)
+
+    def begin(self, model: "FastGPTNeoX", capacity: int, config: PassConfig) -> None:
+        """Begin a text with no tokens."""
+        self.model, self.config = model, config
+        self.capacity, self.length = capacity, 0
         self.max_length = config.window.max_length
         self.tokens = torch.empty(0, dtype=torch.int64)  # tokens of the last pass, for `commit`
         self.scores: Scores | None = None  # of the last pass; on CUDA the next one overwrites them
@@ -63,23 +61,10 @@ class FastCache(KVCache):
         self.states: list[Tensor] | None = None
 
     def capture(self, shortest: int) -> None:
-        """Capture the small passes over this cache as CUDA graphs, for all lengths from `shortest`
-        on. Other passes are captured when they first run. On a CPU and for streamed layers, do
-        nothing. Raises OutOfMemory."""
-        model, began = self.model, time.perf_counter()
-        if not (model.has_fixed_shapes and model.has_graphs):
-            return
-        # Trees seldom fill all of their scratch slots, so not all of them count
-        n_rare = max(self.config.n_scratch - SMALL_PASS, 0)
-        lengths = range(shortest, max(self.capacity - n_rare, shortest) + 1)
-        with memory_for(f"the CUDA graphs of {lengths[-1]} tokens; use --no-graphs"):
-            model.n_graphs += self.passes.capture(model, lengths, self.length, self.config)
-        model.capture_s += time.perf_counter() - began
+        """Prepare the passes for all lengths from `shortest` on. Only CUDA has something to do."""
 
     def close(self) -> None:
-        """Leave the memory and its graphs to the next cache, on CUDA."""
-        if self.model.has_fixed_shapes and self.passes not in self.model.reusable:
-            self.model.reusable.append(self.passes)
+        """Leave the memory to the next cache, on CUDA."""
 
     def __enter__(self) -> "FastCache":
         return self
@@ -114,9 +99,29 @@ class FastCache(KVCache):
         self.require(self.length + n)
         self.tokens = tokens
         self.model.before_pass(self, tokens, positions, mask)
-        rows = tokens, positions, mask, self.length, n_last or n
-        self.scores = self.passes.forward(self.model, *rows, self.config)
+        mask = causal_mask(n) if mask is None else mask
+        self.scores = self.run(tokens, positions, mask, n_last or n)
         return self.scores
+
+    def run(self, tokens: Tensor, positions: Tensor, mask: Tensor, n_last: int) -> Scores:
+        """Run n rows and return the scores of the last n_last. Padding rows have token 0."""
+        n, config = len(tokens), self.config
+        m = max(n, config.min_rows)
+        masks = config.masks.build(positions, mask, self.length, m, self.kv)
+        if m > n:
+            tokens, positions = (F.pad(ids, (0, m - n)) for ids in (tokens, positions))
+        x = self.hidden(tokens, positions, masks)  # [m, hidden]
+        first = max(min(n - n_last, m - config.min_rows), 0)  # the head also runs min_rows rows
+        logits = self.model.embed_out(x[first:])
+        logits = logits[n - n_last - first : n - first, : config.n_ids].float()
+        return make_scores(x[n - n_last : n], logits, config.ranking)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, mask: Mask) -> Tensor:
+        """Run n rows and return their last hidden states [n, hidden]."""
+        device = self.kv.device
+        rotary = self.rotary.index_select(0, positions.to(device, non_blocking=True))
+        tokens = tokens.to(device, non_blocking=True)
+        return self.model.gpt_neox(tokens, rotary, self.kv, self.length, mask)
 
     def prefill(self, tokens: list[int]) -> Tensor:
         """Run and commit the next tokens of the sequence as GPTNeoX.prefill does. A chunk also ends
@@ -141,7 +146,8 @@ class FastCache(KVCache):
         n = len(tokens)
         self.require(self.length + n)
         self.model.before_pass(self, tokens)
-        x = self.passes.prefill(self.model, tokens, self.length)
+        mask = Mask(additive_causal_mask(n, self.length, self.kv))
+        x = self.hidden(tokens, torch.arange(self.length, self.length + n), mask)
         if self.states is not None:
             self.states.append(x)
         if self.config.reports_prompt:
@@ -190,42 +196,6 @@ class FastCache(KVCache):
         self.kv[:, :, :, start : self.length] = moved
 
 
-def allocate_passes(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> Passes:
-    """Return passes over new memory for `capacity` tokens. Raises OutOfMemory."""
-    n_slots = count_slots(model, choose_capacity(model, capacity, config), config)
-    # Memory that the next cache may reuse must also be usable outside of inference mode
-    is_inference = torch.is_inference_mode_enabled() and not model.has_fixed_shapes
-    with memory_for(f"a cache of {capacity} tokens"), torch.inference_mode(is_inference):
-        kv, rotary = model.new_memory(n_slots)
-        if model.has_fixed_shapes:
-            return FixedPasses(kv, rotary, buffer_rows(config), model.config.vocab_size)
-        return Passes(kv, rotary)
-
-
-def choose_capacity(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> int:
-    """Return the number of tokens to allocate memory for, at least `capacity`.
-
-    On CUDA this is the number of positions that the model was trained for. Otherwise every longer
-    text would need new memory and new graphs, and graphs are not freed. Memory for all positions
-    may take at most half of the free memory, because the draft's cache may need the rest.
-    """
-    if not model.has_fixed_shapes:
-        return capacity
-    max_capacity = max(capacity, model.config.max_position_embeddings)
-    free = min(model.gather(free_memory(model.device)))
-    return capacity if cache_bytes(model, max_capacity, config) > free / 2 else max_capacity
-
-
-def find_reusable(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> FixedPasses | None:
-    """Return passes that a closed cache has left and that have room for `capacity` tokens and the
-    rows of the config, if there are any."""
-    n_slots, n_rows = count_slots(model, capacity, config), buffer_rows(config)
-    for passes in model.reusable:
-        if passes.kv.shape[3] >= n_slots and len(passes.logits) >= n_rows:
-            return passes
-    return None
-
-
 def count_slots(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> int:
     """Return how many slots a cache needs, including those that padding rows write to."""
     if model.has_fixed_shapes:
@@ -249,8 +219,8 @@ def require_caches(needs: Sequence[tuple["FastGPTNeoX", int, PassConfig]]) -> No
     """
     n_bytes = 0
     for model, capacity, config in needs:
-        if not find_reusable(model, capacity, config):
-            model.free_reusable()
+        if not model.find_reusable(capacity, config):
+            model.reusable.clear()
             n_bytes += cache_bytes(model, capacity, config)
     sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
     require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")

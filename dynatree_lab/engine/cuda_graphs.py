@@ -1,4 +1,4 @@
-"""Passes of a few fixed shapes over one cache, captured as CUDA graphs and replayed.
+"""A cache with passes of a few fixed shapes, captured as CUDA graphs and replayed.
 
 A pass over one token launches hundreds of kernels. On a fast GPU, launching them takes longer than
 running them. A CUDA graph launches all of them at once, but always the same kernels on the same
@@ -12,16 +12,17 @@ runs eagerly, so it can be tested without a GPU.
 Graphs of small passes are captured before the first tree. A larger pass is captured when it first
 runs, because a generation seldom needs all large row counts and lengths.
 
-    config = PassConfig(max_rows=64, ranking=Ranking(3))
-    passes = FixedPasses(kv, rotary, buffer_rows(config), model.config.vocab_size)
-    passes.capture(model, range(200, 901), first_scratch=200, config=config)
-    scores = passes.forward(model, tokens, positions, mask, start, 1, config)
+    cache = model.new_cache(900, PassConfig(max_rows=64, ranking=Ranking(3)))  # on CUDA
+    cache.prefill(prompt)
+    cache.capture(shortest=200)
+    scores = cache.forward(tokens, positions, mask)
 
 Shapes: n rows of a pass, S slots of its shape, V vocabulary.
 """
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,14 +32,15 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from dynatree_lab.engine.cache import FastCache, cache_bytes
 from dynatree_lab.engine.masks import PLAIN, ROW_BYTES, Masks, additive_bits, causal_mask
-from dynatree_lab.engine.memory import memory_for
+from dynatree_lab.engine.memory import free_memory, memory_for
 from dynatree_lab.engine.passes import (
     ROW_COUNTS,
     SLOT_STEP,
     SMALL_PASS,
     PassConfig,
-    Passes,
+    buffer_rows,
     round_up_rows,
     round_up_slots,
 )
@@ -53,21 +55,6 @@ if TYPE_CHECKING:
 ALL_GRAPHS: list[torch.cuda.CUDAGraph] = []
 PassResult = tuple[Tensor, Tensor | None]  # last hidden states [n, hidden], result of rank_logits
 CapturedPass = tuple[torch.cuda.CUDAGraph, PassResult]  # every replay overwrites the result
-
-
-def choose_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Set torch's global options that decide which kernels passes use."""
-    if device.type == "cuda":
-        # cuDNN's attention is reported to reject a single row, which would make ar round
-        # differently than a tree, and to plan again for every prompt length (not measured here)
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        # Partial sums of a product are added in float32, not in 16 bits
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if device.type == "cuda" or dtype == torch.float32:
-        # Some environments allow TF32. Its 10 bits would change greedy text, and 16-bit models too
-        # have products in float32: folded biases, and attention in strict passes
-        torch.set_float32_matmul_precision("highest")
 
 
 class PassInputs(NamedTuple):
@@ -123,64 +110,59 @@ class StagedInputs(NamedTuple):
     uploaded: Tensor  # the same bytes in the buffer that graphs read
 
 
-def buffer_rows(config: PassConfig) -> int:
-    """Return the number of rows that the buffers of a generation must have room for."""
-    return round_up_rows(max(config.max_rows, config.min_rows, SMALL_PASS))
+class FixedCache(FastCache):
+    """A cache whose passes have a few fixed shapes. A pass with more rows or a wider mask than its
+    config allows runs as it is. Closed, it leaves its memory and graphs to the next cache."""
 
-
-class FixedPasses(Passes):
-    """The passes over one cache, in a few fixed shapes. A pass with more rows or a wider mask than
-    its config allows runs as it is."""
-
-    def __init__(self, kv: Tensor, rotary: Tensor, n_rows: int, vocab_size: int):
-        """n_rows: of the largest pass, one of ROW_COUNTS."""
-        super().__init__(kv, rotary)
-        n_slots = kv.shape[3]
-        n_bytes = PassShape(n_rows, n_slots, n_slots).n_bytes + n_rows * ROW_BYTES
-        self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=kv.device)
-        self.slots = torch.arange(n_slots, device=kv.device)
-        self.additive_bits = additive_bits(kv)
-        self.logits = torch.empty(n_rows, vocab_size, device=kv.device)
-        # Pinned memory, so that copies do not block. The host overwrites `staging` only after it
-        # has read the last pass's results or waited for `upload_done`
-        self.is_pinned = kv.device.type == "cuda"
-        self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
-        self.upload_done = torch.cuda.Event() if self.is_pinned else None
+    def __init__(self, model: "FastGPTNeoX", capacity: int, config: PassConfig):
+        """Allocate memory for at least `capacity` tokens. Raises OutOfMemory."""
+        # Memory that the next cache may reuse must also be usable outside of inference mode
+        with torch.inference_mode(False), memory_for(f"a cache of {capacity} tokens"):
+            super().__init__(model, choose_capacity(model, capacity, config), config)
+            n_rows, n_slots, device = buffer_rows(config), self.kv.shape[3], self.kv.device
+            n_bytes = PassShape(n_rows, n_slots, n_slots).n_bytes + n_rows * ROW_BYTES
+            self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+            self.slots = torch.arange(n_slots, device=device)
+            self.additive_bits = additive_bits(self.kv)
+            self.logits = torch.empty(n_rows, model.config.vocab_size, device=device)
+            # Pinned memory, so that copies do not block. The host overwrites `staging` only after
+            # it has read the last pass's results or waited for `upload_done`
+            self.is_pinned = device.type == "cuda"
+            self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
+            self.upload_done = torch.cuda.Event() if self.is_pinned else None
         # By rows, scratch slots and masks, which decide the layout
         self.staged_inputs: dict[tuple[int, int, Masks], StagedInputs] = {}
         self.captured: dict[PassShape, CapturedPass] = {}
         self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
-        self.is_replaying = False
 
-    def forward(
-        self,
-        model: "FastGPTNeoX",
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        start: int,
-        n_last: int,
-        config: PassConfig,
-    ) -> Scores:
-        """Run Passes.forward, in a fixed shape if the config allows it. The next pass overwrites
-        the scores. Raises OutOfMemory."""
-        n = len(tokens)
-        mask = causal_mask(n) if mask is None else mask
-        n_masked = mask.shape[1]
+    def begin(self, model: "FastGPTNeoX", capacity: int, config: PassConfig) -> None:
+        super().begin(model, capacity, config)
+        self.is_replaying = False  # until `capture` is called
+
+    def close(self) -> None:
+        if self.model:
+            self.model.reusable.append(self)
+            self.model = None  # so that a model is freed without a search for cycles
+
+    def run(self, tokens: Tensor, positions: Tensor, mask: Tensor, n_last: int) -> Scores:
+        """Run FastCache.run, in a fixed shape if the config allows it. The next pass overwrites the
+        scores. Raises OutOfMemory."""
+        n, n_masked = mask.shape
+        config, start = self.config, self.length
         if n > config.max_rows or n_masked > config.n_scratch:
-            return super().forward(model, tokens, positions, mask, start, n_last, config)
+            return super().run(tokens, positions, mask, n_last)
         length = start + n - n_masked  # slots before those of the mask
         n_rows, n_slots = round_up_rows(max(n, config.min_rows)), round_up_slots(start + n)
         shape = make_shape(n_rows, n_slots, config)
-        self.upload(shape, tokens, positions, mask, length, start)
+        self.upload(shape, tokens, positions, mask, length)
         if self.is_replaying and shape in self.captured:
             graph, (x, ranked) = self.captured[shape]
             graph.replay()
         else:
-            x, ranked = self.run(model, shape)
+            x, ranked = self.run_shape(shape)
             if self.is_replaying:
                 with memory_for(f"the CUDA graph of a pass of {n_rows} rows; use --no-graphs"):
-                    self.capture_shape(model, shape)
+                    self.capture_shape(shape)
         rows = slice(n - n_last, n)
         logits = self.logits[rows, : config.n_ids]
         if ranked is None:
@@ -194,9 +176,11 @@ class FixedPasses(Passes):
         positions: Tensor,
         mask: Tensor,
         length: int,
-        start: int,
     ) -> None:
-        """Copy the inputs of a pass to the buffer on the device. Padding rows have token 0."""
+        """Copy the inputs of a pass to the buffer on the device. Padding rows have token 0.
+
+        length: slots before those of the mask.
+        """
         n = len(tokens)
         if self.upload_done:
             self.upload_done.synchronize()
@@ -204,7 +188,7 @@ class FixedPasses(Passes):
         inputs.words.fill(0)
         inputs.tokens[:n] = tokens.numpy()
         inputs.positions[:n] = positions.numpy()
-        inputs.start[0] = start
+        inputs.start[0] = self.length
         inputs.last[0] = length - 1
         inputs.mask[:] = shape.masks.pack(positions, mask, length, shape)
         inputs.uploaded.copy_(inputs.staged, non_blocking=True)
@@ -222,14 +206,14 @@ class FixedPasses(Passes):
             inputs = self.staged_inputs[layout] = StagedInputs(words, *arrays, staged, uploaded)
         return inputs
 
-    def run(self, model: "FastGPTNeoX", shape: PassShape) -> PassResult:
+    def run_shape(self, shape: PassShape) -> PassResult:
         """Run a pass of this shape on the uploaded inputs. Return its last hidden states
         [n, hidden], and the result of rank_logits, or None if the host reads nothing.
 
         A graph can capture this method: no tensor's shape depends on a value on the device, and the
         host does not read from the device.
         """
-        inputs = shape.view_inputs(self.buffer)
+        model, inputs = self.model, shape.view_inputs(self.buffer)
         mask = shape.masks.unpack(self, inputs, shape)
         slots = inputs.start + self.slots[: shape.n_rows]
         rotary = self.rotary.index_select(0, inputs.positions)
@@ -248,44 +232,51 @@ class FixedPasses(Passes):
             torch.cuda.current_stream(ranked.device).synchronize()
         return results
 
-    def capture(
-        self, model: "FastGPTNeoX", lengths: range, first_scratch: int, config: PassConfig
-    ) -> int:
-        """Capture the small passes for these lengths of the sequence, and from now on every other
-        pass when it first runs. Return the number of new graphs.
+    def capture(self, shortest: int) -> None:
+        """Capture the small passes for all lengths of the text from `shortest` on as CUDA graphs,
+        and from now on every other pass when it first runs. Streamed layers have no graphs. Raises
+        OutOfMemory.
 
-        Shapes that were captured before are skipped. Captures write to the slots from
-        first_scratch on.
+        Shapes that were captured before are skipped. Captures write to the scratch slots.
         """
-        missing = self.missing_shapes(lengths, config)
-        # Every pass runs once before the first capture, because this chooses and loads kernels,
-        # which is not allowed in a capture. It also runs the collectives, which a capture only
-        # records. So if the capture of a rank fails, no other rank waits for it
-        with torch.inference_mode():
+        model, began = self.model, time.perf_counter()
+        if not model.has_graphs:
+            return
+        # Trees seldom fill all of their scratch slots, so not all of them count
+        n_rare = max(self.config.n_scratch - SMALL_PASS, 0)
+        lengths = range(shortest, max(self.capacity - n_rare, shortest) + 1)
+        missing = self.missing_shapes(lengths)
+        with memory_for(f"the CUDA graphs of {lengths[-1]} tokens; use --no-graphs"):
+            # Every pass runs once before the first capture, because this chooses and loads kernels,
+            # which is not allowed in a capture. It also runs the collectives, which a capture only
+            # records. So if the capture of a rank fails, no other rank waits for it
+            with torch.inference_mode():
+                for shape in missing:
+                    self.upload_padding(shape)
+                    self.run_shape(shape)
             for shape in missing:
-                self.upload_padding(shape, first_scratch)
-                self.run(model, shape)
-        for shape in missing:
-            self.upload_padding(shape, first_scratch)  # the buffer holds inputs of another shape
-            graph = self.capture_shape(model, shape)
-            if model.n_ranks() == 1:  # otherwise ranks would wait for one that has failed
-                graph.replay()  # the first launch uploads the graph to the device
+                self.upload_padding(shape)  # the buffer holds inputs of another shape
+                graph = self.capture_shape(shape)
+                if model.n_ranks() == 1:  # otherwise ranks would wait for one that has failed
+                    graph.replay()  # the first launch uploads the graph to the device
         self.is_replaying = True
-        return len(missing)
+        model.n_graphs += len(missing)
+        model.capture_s += time.perf_counter() - began
 
-    def capture_shape(self, model: "FastGPTNeoX", shape: PassShape) -> torch.cuda.CUDAGraph:
+    def capture_shape(self, shape: PassShape) -> torch.cuda.CUDAGraph:
         """Capture a pass that has run before, and return its graph."""
-        run = partial(self.run, model, shape)
+        run = partial(self.run_shape, shape)
         graph, result = capture_graph(run, self.graph_pool, self.buffer.device)
         self.captured[shape], self.graph_pool = (graph, result), graph.pool()
         return graph
 
-    def missing_shapes(self, lengths: range, config: PassConfig) -> list[PassShape]:
+    def missing_shapes(self, lengths: range) -> list[PassShape]:
         """Return the shapes of small passes for these lengths of the sequence that are not captured
         yet.
 
         The largest come first, so that smaller ones can reuse their memory in the pool.
         """
+        config = self.config
         max_rows = round_up_rows(max(config.min_rows, min(config.max_rows, SMALL_PASS)))
         min_slots, max_slots = round_up_slots(lengths[0]), round_up_slots(lengths[-1])
         wanted = []
@@ -295,10 +286,22 @@ class FixedPasses(Passes):
                     wanted.append(make_shape(n_rows, n_slots, config))
         return [shape for shape in wanted if shape not in self.captured]
 
-    def upload_padding(self, shape: PassShape, first_scratch: int) -> None:
+    def upload_padding(self, shape: PassShape) -> None:
         """Upload a pass of padding rows only."""
         no_rows = torch.empty(0, dtype=torch.int64)
-        self.upload(shape, no_rows, no_rows, causal_mask(0), first_scratch, first_scratch)
+        self.upload(shape, no_rows, no_rows, causal_mask(0), self.length)
+
+
+def choose_capacity(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> int:
+    """Return the number of tokens to allocate memory for, at least `capacity`.
+
+    This is the number of positions that the model was trained for. Otherwise every longer text
+    would need new memory and new graphs, and graphs are not freed. Memory for all positions may
+    take at most half of the free memory, because the draft's cache may need the rest.
+    """
+    max_capacity = max(capacity, model.config.max_position_embeddings)
+    free = min(model.gather(free_memory(model.device)))
+    return capacity if cache_bytes(model, max_capacity, config) > free / 2 else max_capacity
 
 
 def make_shape(n_rows: int, n_slots: int, config: PassConfig) -> PassShape:

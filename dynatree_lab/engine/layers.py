@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynatree_lab.engine.checkpoint import CheckpointError
-from dynatree_lab.engine.cuda_graphs import choose_kernels
 from dynatree_lab.engine.linear import Linear, MixedLinear, make_linear
 from dynatree_lab.engine.masks import Mask
 from gpt_neox import ACTIVATIONS, Config
@@ -57,6 +56,21 @@ def fuse(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     norm = model.gpt_neox.final_layer_norm
     model.gpt_neox = FusedTransformer(model.gpt_neox)
     model.embed_out = Head(norm, model.embed_out.weight)
+
+
+def choose_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Set torch's global options that decide which kernels passes use."""
+    if device.type == "cuda":
+        # cuDNN's attention is reported to reject a single row, which would make ar round
+        # differently than a tree, and to plan again for every prompt length (not measured here)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        # Partial sums of a product are added in float32, not in 16 bits
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if device.type == "cuda" or dtype == torch.float32:
+        # Some environments allow TF32. Its 10 bits would change greedy text, and 16-bit models too
+        # have products in float32: folded biases, and attention in strict passes
+        torch.set_float32_matmul_precision("highest")
 
 
 def load_weights(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> None:

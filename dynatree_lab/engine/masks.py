@@ -23,7 +23,7 @@ from numpy import ndarray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from dynatree_lab.engine.cuda_graphs import FixedPasses, PassInputs, PassShape
+    from dynatree_lab.engine.cuda_graphs import FixedCache, PassInputs, PassShape
     from dynatree_lab.engine.model import FastGPTNeoX
     from dynatree_lab.engine.passes import PassConfig
 
@@ -81,10 +81,10 @@ class Masks:
         before those of the mask."""
         return pack_mask(mask, shape.n_rows, shape.n_scratch)
 
-    def unpack(self, passes: "FixedPasses", inputs: "PassInputs", shape: "PassShape") -> Mask:
+    def unpack(self, cache: "FixedCache", inputs: "PassInputs", shape: "PassShape") -> Mask:
         """Return the Mask of packed masks, without waiting for the device."""
-        columns = (passes.slots[: shape.n_slots] - inputs.last).clamp_(0, shape.n_scratch + 1)
-        unpacked = F.embedding(inputs.mask.int(), passes.additive_bits)  # [m, bytes, 8]
+        columns = (cache.slots[: shape.n_slots] - inputs.last).clamp_(0, shape.n_scratch + 1)
+        unpacked = F.embedding(inputs.mask.int(), cache.additive_bits)  # [m, bytes, 8]
         return Mask(unpacked.flatten(1).index_select(1, columns))  # [m, S]
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.cache import FastCache, count_slots
 from dynatree_lab.engine.checkpoint import (
     DTYPES,
     find_checkpoint,
@@ -23,10 +23,10 @@ from dynatree_lab.engine.checkpoint import (
     published_shapes,
     read_config,
 )
-from dynatree_lab.engine.cuda_graphs import FixedPasses
+from dynatree_lab.engine.cuda_graphs import FixedCache
 from dynatree_lab.engine.layers import fuse
 from dynatree_lab.engine.memory import memory_for, require_memory
-from dynatree_lab.engine.passes import PassConfig
+from dynatree_lab.engine.passes import PassConfig, buffer_rows
 from dynatree_lab.engine.scores import Scores, make_scores
 from gpt_neox import Config, GPTNeoX, rotary_table, untied_if_head_differs
 
@@ -41,7 +41,7 @@ class FastGPTNeoX(GPTNeoX):
     def __init__(self, config: Config):
         super().__init__(config)
         self.n_heads = config.num_attention_heads // self.n_ranks()
-        self.reusable: list[FixedPasses] = []  # on CUDA, memory and graphs of closed caches
+        self.reusable: list[FixedCache] = []  # on CUDA, closed caches with memory and graphs
         self.n_graphs, self.capture_s = 0, 0.0  # captured graphs, seconds that it took
         # Results of strict.invariant_rows ("min_rows") and is_place_invariant (by row count)
         self.invariance_results: dict[str | int, int | bool | None] = {}
@@ -98,7 +98,26 @@ class FastGPTNeoX(GPTNeoX):
 
     def new_cache(self, capacity: int, config: PassConfig | None = None) -> FastCache:
         """Return an empty cache for `capacity` tokens. Raises OutOfMemory if it does not fit."""
-        return FastCache(self, capacity, config or PassConfig())
+        config = config or PassConfig()
+        config = config._replace(min_rows=config.masks.min_rows(self, config))
+        cache = self.find_reusable(capacity, config)
+        if cache:
+            self.reusable.remove(cache)
+        else:
+            self.reusable.clear()  # all are too small
+            kind = FixedCache if self.has_fixed_shapes else FastCache
+            cache = kind(self, capacity, config)
+        cache.begin(self, capacity, config)
+        return cache
+
+    def find_reusable(self, capacity: int, config: PassConfig) -> FixedCache | None:
+        """Return a closed cache that has room for `capacity` tokens and the rows of the config, if
+        there is one."""
+        n_slots, n_rows = count_slots(self, capacity, config), buffer_rows(config)
+        for cache in self.reusable:
+            if cache.kv.shape[3] >= n_slots and len(cache.logits) >= n_rows:
+                return cache
+        return None
 
     def before_pass(self, cache: FastCache, *inputs: Tensor | None) -> None:
         """Prepare a pass over a cache, which calls this with the tokens and, unless it is a
@@ -137,10 +156,6 @@ class FastGPTNeoX(GPTNeoX):
     def score(self, x: Tensor, config: PassConfig) -> Scores:
         """Return the scores of last hidden states [n, hidden]."""
         return make_scores(x, self.logits(x)[:, : config.n_ids], config.ranking)
-
-    def free_reusable(self) -> None:
-        """Free the memory of closed caches."""
-        self.reusable.clear()
 
 
 def is_fast(model: object) -> bool:

@@ -1,25 +1,16 @@
-"""The passes of a model over one cache, and their config.
+"""The options of a model's passes over one cache, and the sizes of passes of fixed shapes.
 
 A pass may be padded with rows whose results are dropped. There are three reasons. In half precision
 on a CPU, one row takes longer than two. A method may require a minimum, so that ar rounds as a tree
-does. Strict passes also need a minimum. engine/cuda_graphs.py has the passes on CUDA.
-
-    scores = Passes(kv, rotary).forward(model, tokens, positions, mask, start, 1, PassConfig())
-
-Shapes: n rows given, m rows run (m >= n, with padding), S cache slots, V vocabulary.
+does. Strict passes also need a minimum.
 """
 
 import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from dynatree_lab.engine.masks import PLAIN, Mask, Masks, additive_causal_mask, causal_mask
-from dynatree_lab.engine.scores import Ranking, Scores, make_scores
-from gpt_neox import GPTNeoX
+from dynatree_lab.engine.masks import PLAIN, Masks
+from dynatree_lab.engine.scores import Ranking
 
 # Of passes with fixed shapes. From 128 on, neighbours differ by less than a factor of two, because
 # the time of a larger pass grows with its rows on a GPU too
@@ -89,54 +80,6 @@ class PassConfig(NamedTuple):
     reports_prompt: bool = False  # call on_pass for the prompt too, with logits after every token
 
 
-class Passes:
-    """The passes over one cache. It owns the cache's memory."""
-
-    def __init__(self, kv: Tensor, rotary: Tensor):
-        """Use kv [2, L, H, slots, D] and rotary [slots, R / 2] complex64."""
-        self.kv, self.rotary = kv, rotary
-
-    def forward(
-        self,
-        model: GPTNeoX,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        start: int,
-        n_last: int,
-        config: PassConfig,
-    ) -> Scores:
-        """Run n rows as GPTNeoX.forward does, and write them to the slots from `start` on. Return
-        the scores of the last n_last rows. Padding rows have token 0.
-        """
-        n = len(tokens)
-        m = max(n, config.min_rows)
-        mask = causal_mask(n) if mask is None else mask
-        masks = config.masks.build(positions, mask, start, m, self.kv)
-        if m > n:
-            tokens, positions = (F.pad(ids, (0, m - n)) for ids in (tokens, positions))
-        x = self.hidden(model, tokens, positions, start, masks)  # [m, hidden]
-        first = max(min(n - n_last, m - config.min_rows), 0)  # the head also runs min_rows rows
-        logits = model.embed_out(x[first:])
-        logits = logits[n - n_last - first : n - first, : config.n_ids].float()
-        return make_scores(x[n - n_last : n], logits, config.ranking)
-
-    def prefill(self, model: GPTNeoX, tokens: Tensor, start: int) -> Tensor:
-        """Run the next tokens [n] of the sequence. Return their last hidden states [n, hidden]."""
-        n = len(tokens)
-        mask = Mask(additive_causal_mask(n, start, self.kv))
-        return self.hidden(model, tokens, torch.arange(start, start + n), start, mask)
-
-    def hidden(
-        self,
-        model: GPTNeoX,
-        tokens: Tensor,
-        positions: Tensor,
-        start: int,
-        mask: Mask,
-    ) -> Tensor:
-        """Run n rows and return their last hidden states [n, hidden]."""
-        device = self.kv.device
-        rotary = self.rotary.index_select(0, positions.to(device, non_blocking=True))
-        tokens = tokens.to(device, non_blocking=True)
-        return model.gpt_neox(tokens, rotary, self.kv, start, mask)
+def buffer_rows(config: PassConfig) -> int:
+    """Return the number of rows that the buffers of a generation must have room for."""
+    return round_up_rows(max(config.max_rows, config.min_rows, SMALL_PASS))

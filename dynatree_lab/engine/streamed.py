@@ -36,13 +36,13 @@ from dynatree_lab.engine.checkpoint import (
     published_shapes,
     read_config,
 )
-from dynatree_lab.engine.cuda_graphs import choose_kernels
 from dynatree_lab.engine.layer_files import LayerFiles
 from dynatree_lab.engine.layers import (
     Affine,
     FusedLayer,
     FusedTransformer,
     Head,
+    choose_kernels,
     load_weights,
     qkv_order,
 )

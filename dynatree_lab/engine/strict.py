@@ -40,7 +40,7 @@ from dynatree_lab.engine.masks import Mask, Masks
 from dynatree_lab.engine.passes import ROW_COUNTS, PassConfig
 
 if TYPE_CHECKING:
-    from dynatree_lab.engine.cuda_graphs import FixedPasses, PassInputs, PassShape
+    from dynatree_lab.engine.cuda_graphs import FixedCache, PassInputs, PassShape
     from dynatree_lab.engine.model import FastGPTNeoX
 
 BLOCK = 256  # slots
@@ -118,7 +118,7 @@ class StrictMasks(Masks):
         recent[: len(mask)] = recent_slots(positions, mask, length).numpy()
         return recent.view(numpy.uint8)
 
-    def unpack(self, passes: "FixedPasses", inputs: "PassInputs", shape: "PassShape") -> Mask:
+    def unpack(self, cache: "FixedCache", inputs: "PassInputs", shape: "PassShape") -> Mask:
         return make_mask(inputs.positions, inputs.mask.view(torch.int64), shape.n_slots)
 
 
