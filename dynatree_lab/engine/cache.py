@@ -12,7 +12,7 @@ Shapes: n rows given, m rows run (m >= n, with padding), L layers, H heads, D he
 dimensions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,8 +36,6 @@ from gpt_neox import PREFILL_CHUNK, KVCache
 if TYPE_CHECKING:
     from dynatree_lab.engine.model import FastGPTNeoX
 
-OnPass = Callable[[list[int], Scores], None]  # gets the n tokens of a pass and their scores
-
 
 class FastCache(KVCache):
     """The cache of one generation, made by FastGPTNeoX.new_cache. It keeps the scores of its last
@@ -55,9 +53,9 @@ class FastCache(KVCache):
         self.max_length = config.window.max_length
         self.tokens = torch.empty(0, dtype=torch.int64)  # tokens of the last pass, for `commit`
         self.scores: Scores | None = None  # of the last pass; on CUDA the next one overwrites them
-        self.on_pass: list[OnPass] = []  # callbacks of report_pass
         self.n_dropped = 0  # tokens that the window has dropped
-        # If not None, the last hidden states [n, hidden] of the committed tokens, of each pass
+        # If not None, the last hidden states [n, hidden] of the committed tokens, of each pass. A
+        # short prefill of a draft adds none
         self.states: list[Tensor] | None = None
 
     def capture(self, shortest: int) -> None:
@@ -150,15 +148,8 @@ class FastCache(KVCache):
         x = self.hidden(tokens, torch.arange(self.length, self.length + n), mask)
         if self.states is not None:
             self.states.append(x)
-        if self.config.reports_prompt:
-            self.report_pass(tokens, self.model.score(x, self.config))
         self.advance(n)
         return x
-
-    def report_pass(self, tokens: Tensor, scores: Scores) -> None:
-        """Report a pass over tokens [n] to the callbacks."""
-        for on_pass in self.on_pass:
-            on_pass(tokens.tolist(), scores)
 
     def advance(self, n: int) -> None:
         """Commit the first n scratch rows."""

@@ -65,8 +65,8 @@ FULL_ATTENTION = Window()
 
 
 class PassConfig(NamedTuple):
-    """The options of one model's cache and passes. A prefill in chunks uses only n_ids, ranking,
-    window and reports_prompt."""
+    """The options of one model's cache and passes. A prefill in chunks uses only n_ids, ranking
+    and window."""
 
     max_rows: int = SMALL_PASS  # rows of a pass, without padding
     min_rows: int = 1  # passes of fewer rows are padded
@@ -77,7 +77,6 @@ class PassConfig(NamedTuple):
     window: Window = FULL_ATTENTION
     rebuilds_cache: bool = False  # commit runs the accepted tokens again (DynaTree v2, 3.5)
     is_draft: bool = False  # a short prefill is one pass, because every tree starts with one
-    reports_prompt: bool = False  # call on_pass for the prompt too, with logits after every token
 
 
 def buffer_rows(config: PassConfig) -> int:

@@ -19,13 +19,14 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from dynatree_lab.engine.cache import OnPass
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.scores import Scores
 from dynatree_lab.methods.eagle import EagleHead
 from gpt_neox import PREFILL_CHUNK, KVCache, Model
+
+OnPass = Callable[[list[int], Scores], None]  # gets the n tokens of a pass and their scores
 
 
 class ModelRun:
@@ -71,35 +72,36 @@ class ModelRun:
         if self.pass_config is None:
             self.cache = self.model.new_cache(self.capacity)
         else:
-            config = self.pass_config._replace(reports_prompt=bool(self.on_pass))
-            self.cache = self.model.new_cache(self.capacity, config)
-            self.cache.on_pass.extend(self.on_pass)
+            self.cache = self.model.new_cache(self.capacity, self.pass_config)
+            if self.on_pass:
+                self.cache.states = []
             if self.kept:
                 self.n_restored = self.kept.restore(self.cache, self.text, self.is_strict)
         return self.cache
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
-        """Run and commit the next tokens as GPTNeoX.prefill does. Observers get all of them."""
-        if self.n_restored:
-            tokens = self.skip_restored(tokens, cache)
+        """Run and commit the next tokens as GPTNeoX.prefill does, except for those that the cache
+        begins with. Observers get all of them."""
         if self.pass_config is None and self.on_pass:
             return self.prefill_by_forward(tokens, cache)
+        n, self.n_restored = self.n_restored, 0
+        if n and isinstance(self.model, EagleHead):
+            cache.next_states = cache.next_states[n:]
         began = time.perf_counter()
-        logits = self.model.prefill(tokens, cache)  # a FastCache calls on_pass
-        self.add_pass(began, len(tokens), None, logits)
+        logits = self.model.prefill(tokens[n:], cache)
+        self.add_pass(began, len(tokens) - n, None, logits)
+        if self.on_pass:
+            chunks = torch.cat(cache.states).split(PREFILL_CHUNK)
+            for ids, x in zip(torch.tensor(tokens).split(PREFILL_CHUNK), chunks, strict=True):
+                self.show(ids, self.model.score(x, cache.config))
+            if not self.kept:
+                cache.states = None
         return logits
 
-    def skip_restored(self, tokens: list[int], cache: KVCache) -> list[int]:
-        """Return the tokens of a text that the cache does not begin with. Show observers the scores
-        of the others, for which only the output head is run again."""
-        n, self.n_restored = self.n_restored, 0
-        if self.on_pass:
-            chunks = torch.tensor(tokens[:n]).split(PREFILL_CHUNK)
-            for ids, x in zip(chunks, cache.states[0].split(PREFILL_CHUNK), strict=True):
-                cache.report_pass(ids, self.model.score(x, cache.config))
-        if isinstance(self.model, EagleHead):
-            cache.next_states = cache.next_states[n:]
-        return tokens[n:]
+    def show(self, tokens: Tensor, scores: Scores) -> None:
+        """Show observers the scores of a pass over tokens [n]."""
+        for on_pass in self.on_pass:
+            on_pass(tokens.tolist(), scores)
 
     def prefill_by_forward(self, tokens: list[int], cache: KVCache) -> Tensor:
         """Do what `prefill` does, with logits after every token. They are nan if one overflowed."""
@@ -124,8 +126,7 @@ class ModelRun:
         else:
             logits = self.model.forward(tokens, positions, cache, mask)
         self.add_pass(began, len(tokens), hidden, logits)
-        for on_pass in self.on_pass:
-            on_pass(tokens.tolist(), self.scores)
+        self.show(tokens, self.scores)
         return logits
 
     def add_pass(self, began: float, n_rows: int, hidden: Tensor | None, logits: Tensor) -> None:
