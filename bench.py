@@ -50,7 +50,6 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from dynatree_lab.benchmark.cases import Case
-from dynatree_lab.benchmark.counts import count_calibration
 from dynatree_lab.benchmark.hf import UNREPORTED_METRICS, HuggingFace
 from dynatree_lab.benchmark.machine import ROOT
 from dynatree_lab.benchmark.memory import measure_in_new_process
@@ -67,7 +66,7 @@ from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, dro
 from dynatree_lab.benchmark.step_times import measure_step_times
 from dynatree_lab.cli.compare import first_difference, top2_gap
 from dynatree_lab.cli.errors import UsageError, print_line, run_command_line, writing
-from dynatree_lab.cli.metrics import measure, measure_acceptance, token_ids
+from dynatree_lab.cli.metrics import count_calibration, measure, measure_acceptance, token_ids
 from dynatree_lab.cli.models import Pair, overflow_note
 from dynatree_lab.cli.request import Request
 from dynatree_lab.engine.generate import Step  # dynatree.Step with times and counts

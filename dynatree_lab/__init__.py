@@ -25,7 +25,7 @@ PLACES = {  # of each name, the module that has it
     "load_pair": "cli.models",
     "stream_text": "cli.request",
     "write_text": "cli.result",
-    "Session": "cli.session",
+    "Session": "cli.result",
     "save_page": "cli.result",
     "draw_tree": "cli.terminal",
     "generate": "engine.generate",

@@ -9,9 +9,9 @@ from conftest import make_tree
 
 import dynatree
 from draft_tree import DynaTree, Settings
-from dynatree_lab.benchmark.counts import count_calibration
 from dynatree_lab.cli.metrics import (
     code_acceptance,
+    count_calibration,
     measure,
     measure_acceptance,
     repetition,

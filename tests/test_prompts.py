@@ -12,7 +12,7 @@ import pytest
 from conftest import TINY, Captured
 from pytest import MonkeyPatch
 
-from dynatree_lab.benchmark import pg19
+from dynatree_lab.benchmark import prompts
 from dynatree_lab.benchmark.prompts import cut_prompts, load_prompts, script_prompts
 from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.cli.models import load_tokenizer
@@ -103,12 +103,12 @@ def test_cut_prompts_are_spread_over_the_dataset() -> None:
 
 
 def test_openings_of_books(monkeypatch: MonkeyPatch) -> None:
-    """Check that each has at most N_BYTES, even if the host sends the whole file, and no partial
+    """Check that each has at most PG19_BYTES, even if the host sends the whole file, and no partial
     character. n_prompts limits the books. An error has the address and the other datasets."""
     books = {"1.txt": b"One. " * 9, "2.txt": "ééé".encode(), "3.txt": b"Three."}
     names = [{"name": f"test/{name}"} for name in ("", *books)]
-    pages = {f"{pg19.HOST}/deepmind-gutenberg/test/{name}": books[name] for name in books}
-    listing = f"{pg19.HOST}/storage/v1/b/deepmind-gutenberg/o?prefix=test/"
+    pages = {f"{prompts.PG19_HOST}/deepmind-gutenberg/test/{name}": books[name] for name in books}
+    listing = f"{prompts.PG19_HOST}/storage/v1/b/deepmind-gutenberg/o?prefix=test/"
     pages[listing] = json.dumps({"items": names}).encode()
     requests = []
 
@@ -118,8 +118,8 @@ def test_openings_of_books(monkeypatch: MonkeyPatch) -> None:
             raise HTTPError(request.full_url, 404, "Not Found", Message(), None)
         return BytesIO(pages[request.full_url])
 
-    monkeypatch.setattr(pg19, "urlopen", urlopen)
-    monkeypatch.setattr(pg19, "N_BYTES", 5)
+    monkeypatch.setattr(prompts, "urlopen", urlopen)
+    monkeypatch.setattr(prompts, "PG19_BYTES", 5)
     assert load_prompts("pg19", None) == ["One. ", "éé", "Three"]
     assert load_prompts("pg19", None, n_prompts=2) == ["One. ", "éé"]
     assert requests[:4] == [(listing, None), *((page, "bytes=0-4") for page in [*pages][:3])]

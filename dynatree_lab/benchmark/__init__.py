@@ -3,12 +3,10 @@
 cases       tables of this project and of the papers (tables.toml), as rows on a dataset at a size
 plan        options of bench.py, and the cases, models and prompts that they choose
 prompts     prompts from prompts.jsonl, WikiText-2, PG-19 or a file
-pg19        download of PG-19's books
 enlarge     embedded pair at the cost of larger models, made once
 machine     description of the machine and the versions
 hf          transformers on the same weights, for comparison rows
 step_times  times of single passes by number of rows, the bandwidth floor, predicted times
-counts      count of matches by probability in the steps of a text
 memory      peak memory, measured in a new process
 results     results files: a head, and one line for every text
 report      DataFrame of the texts, tables with their columns, captions and notes

@@ -7,13 +7,16 @@ A dataset that cannot be fetched is an error that names the alternatives.
     prompts = cut_prompts(texts, tokenizer, n_tokens=150, n_prompts=8)
 """
 
+import codecs
+import json
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 from tokenizers import Tokenizer
 
-from dynatree_lab.benchmark.pg19 import fetch_opening, list_books
 from dynatree_lab.cli.errors import UsageError, print_line
 from dynatree_lab.cli.prompts import MIN_PARAGRAPH, paragraphs, read_prompts
 from dynatree_lab.cli.tokens import encode_prompt
@@ -27,6 +30,10 @@ WIKITEXT_FILE = "wikitext-2-raw/wiki.test.raw"  # the embedded pair was trained 
 SCRIPT_FILE = "wikitext-2-raw/wiki.valid.raw"
 SCRIPT_CHARACTERS = 800  # to which the authors' script cuts a text
 SCRIPT_TEXTS = 10
+PG19_BUCKET = "deepmind-gutenberg"
+PG19_HOST = "https://storage.googleapis.com"
+PG19_BYTES = 40_000  # of each test book (Rae et al. 2019), about ten thousand tokens
+TIMEOUT_S = 30.0  # without receiving a byte
 
 
 def load_prompts(dataset: str, file: str | None, n_prompts: int = 12) -> list[str]:
@@ -78,6 +85,31 @@ def fetch_wikitext(file: str) -> str:
         raise UsageError(f"{error}; use --dataset builtin or --prompts FILE") from error
     with zipfile.ZipFile(archive) as files:
         return files.read(file).decode("utf-8")
+
+
+def list_books() -> list[str]:
+    """Return the names of the test books, such as test/10146.txt. Raises UsageError."""
+    listing = json.loads(fetch(f"{PG19_HOST}/storage/v1/b/{PG19_BUCKET}/o?prefix=test/"))
+    names = [book["name"] for book in listing["items"]]
+    return [name for name in names if name.endswith(".txt")]
+
+
+def fetch_opening(name: str) -> str:
+    """Return the complete characters in the first PG19_BYTES of a book. Raises UsageError."""
+    beginning = {"Range": f"bytes=0-{PG19_BYTES - 1}"}
+    content = fetch(f"{PG19_HOST}/{PG19_BUCKET}/{quote(name)}", beginning)
+    text, _ = codecs.utf_8_decode(content[:PG19_BYTES])  # a host may send the whole file
+    return text
+
+
+def fetch(url: str, headers: dict[str, str] | None = None) -> bytes:
+    """Return the content of a URL. Raises UsageError."""
+    try:
+        with urlopen(Request(url, headers=headers or {}), timeout=TIMEOUT_S) as response:
+            return response.read()
+    except OSError as error:
+        others = "use --dataset builtin or wikitext2, or --prompts FILE"
+        raise UsageError(f"pg19: {url} cannot be fetched: {error}; {others}") from error
 
 
 def cut_prompts(

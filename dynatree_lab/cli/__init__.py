@@ -4,8 +4,7 @@ main      one generation: options, streamed text, summary, reports
 options   options of methods, sampling and models; the prompt
 models    device, dtype and checkpoints of target and draft
 request   a request to continue a prompt: its steps and its text
-result    a text with its steps, metrics and page, for notebooks
-session   a text that is written by several calls, for notebooks
+result    a text with its steps, metrics and page; a session of several texts
 tokens    tokenizers, prompts, streamed text, stop texts
 prompts   the prompts of a file (--prompts)
 terminal  drawn trees, the list of methods and settings

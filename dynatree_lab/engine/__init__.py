@@ -1,7 +1,6 @@
 """A faster model and loop than the core's, and a loader of published checkpoints.
 
 streamed      a target larger than memory: its layers are read again in each pass
-layer_files   the tensors of these layers in their files
 model         GPTNeoX with fused layers, and with caches that own their passes
 layers        the fused layers
 linear        linear layers over matrices packed for passes of a few rows

@@ -18,10 +18,14 @@ round differently than those of engine/linear.py, and greedy ids are equal in fl
 Shapes: n rows of a pass, H heads, D head size.
 """
 
+import json
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
+from io import FileIO
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -36,7 +40,6 @@ from dynatree_lab.engine.checkpoint import (
     published_shapes,
     read_config,
 )
-from dynatree_lab.engine.layer_files import LayerFiles
 from dynatree_lab.engine.layers import (
     Affine,
     FusedLayer,
@@ -51,6 +54,8 @@ from dynatree_lab.engine.memory import memory_for, require_memory
 from dynatree_lab.engine.model import FastGPTNeoX
 from gpt_neox import ACTIVATIONS, Config, Layer, untied_if_head_differs
 
+STORED_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES |= {"F32": torch.float32, "F64": torch.float64}
 N_BUFFERS = 2
 BLOCK = 2**19  # elements of a matrix that are converted together, so that they stay in the cache
 
@@ -245,6 +250,84 @@ class FileLayers(StreamedLayers):
             (result, i, buffer), self.coming = self.coming, None
             result.result()
             self.held[buffer] = i
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a tensor: an open file, and the bytes from `offset` on."""
+
+    file: FileIO
+    path: Path
+    offset: int
+    n_bytes: int
+    dtype: torch.dtype
+
+
+class LayerFiles:
+    """The tensors of all layers in their files, which stay open as long as this object lives. A
+    file that shrinks or fails while it is in use is an error that names it."""
+
+    def __init__(self, tensors: StoredTensors):
+        """Read the headers. Raises CheckpointError for a dtype that is not supported."""
+        self.places: dict[str, Place] = {}  # by published name
+        files, headers = {}, {}
+        for name, (path, stored_name) in tensors.files.items():
+            if ".layers." not in name:
+                continue
+            if path not in files:
+                files[path] = path.open("rb", buffering=0)
+                weakref.finalize(self, files[path].close)
+                headers[path] = read_header(files[path])
+            size, entries = headers[path]
+            entry = entries[stored_name]
+            if entry["dtype"] not in STORED_DTYPES:
+                raise CheckpointError(f"{name} is {entry['dtype']}; only floating types load")
+            start, end = entry["data_offsets"]
+            dtype = STORED_DTYPES[entry["dtype"]]
+            self.places[name] = Place(files[path], path, size + start, end - start, dtype)
+
+    def layer_bytes(self, i: int) -> int:
+        prefix = f"gpt_neox.layers.{i}."
+        return sum(p.n_bytes for name, p in self.places.items() if name.startswith(prefix))
+
+    def read(self, name: str, weight: Tensor) -> None:
+        """Read a tensor into `weight`, contiguous and of its shape, in any dtype. Raises
+        CheckpointError if the file cannot be read."""
+        place = self.places[name]
+        is_same = weight.dtype == place.dtype
+        stored = weight if is_same else torch.empty(weight.shape, dtype=place.dtype)
+        try:
+            read_at(place.file, memoryview(stored.view(-1).view(torch.uint8).numpy()), place.offset)
+        except OSError as error:
+            line = error.strerror or error
+            raise CheckpointError(f"{place.path} cannot be read: {line}") from error
+        if not is_same:
+            weight.copy_(stored)
+
+
+def read_header(file: FileIO) -> tuple[int, dict]:
+    """Return where the data of a safetensors file begin, and its header: a dict by stored name."""
+    size = int.from_bytes(file.read(8), "little")
+    return 8 + size, json.loads(file.read(size))
+
+
+def read_at(file: FileIO, view: memoryview, offset: int) -> None:
+    """Fill a view with the bytes of a file from an offset on. Raises OSError."""
+    n_read = 0
+    while n_read < len(view):
+        rest, at = view[n_read:], offset + n_read
+        if hasattr(os, "preadv"):
+            n = os.preadv(file.fileno(), [rest], at)
+        else:
+            file.seek(at)
+            n = file.readinto(rest)
+        if not n:
+            raise OSError("it is truncated")
+        n_read += n
+    # Without this, a file that is larger than memory pushes other programs out of it, and its own
+    # pages are gone before the next pass needs them
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), offset, len(view), os.POSIX_FADV_DONTNEED)
 
 
 class StoredLayer(FusedLayer):
