@@ -242,7 +242,7 @@ def test_results_of_each_row_for_the_host(
         scores = RankedScores(hidden, logits, rank_logits(logits, ranking), ranking)
     best, highest = scores.argmax(), scores.highest[0]
     if are_logprobs:
-        ids, found, _ = scores.top_candidates(k, temperature)
+        ids, found, _ = scores.top_candidates(ranking)
     else:
         ids = scores.top_ids(k)
         found = numpy.take_along_axis(logits.numpy(), ids, axis=1)

@@ -9,7 +9,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -121,7 +121,7 @@ class Pair:
     target_folder: Path
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
-    report: Report  # names, device, dtypes
+    report: Report = field(default_factory=dict)  # names, device, dtypes
     target_memory: int | None = None  # bytes; other layers are streamed (engine/streamed.py)
 
     def __repr__(self) -> str:  # as a notebook shows it
@@ -327,11 +327,13 @@ def load_target(
     draft_cache: the part of it that the draft's cache takes. Raises the errors of
     FastGPTNeoX.from_pretrained, and UsageError."""
     is_sharded = world_size() > 1 and not is_reference
-    if target_memory is None:
-        return load_model(folder, device, dtype, is_reference, is_sharded)
-    if is_reference or is_sharded:
-        raise UsageError("--target-memory works without --reference and torchrun")
-    return load_streamed(folder, device, dtype, target_memory, draft_cache)
+    if target_memory is not None:
+        if is_reference or is_sharded:
+            raise UsageError("--target-memory works without --reference and torchrun")
+        return load_streamed(folder, device, dtype, target_memory, draft_cache)
+    if is_sharded:
+        return ShardedGPTNeoX.from_pretrained(folder, device, dtype)
+    return load_model(folder, device, dtype, is_reference)
 
 
 def cache_bytes_of_draft(folder: Path | None, target_folder: Path, dtype: torch.dtype) -> int:
@@ -364,15 +366,8 @@ def parse_size(word: str) -> int:
 
 
 def load_model(
-    folder: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    is_reference: bool = False,
-    is_sharded: bool = False,
+    folder: Path, device: torch.device, dtype: torch.dtype, is_reference: bool
 ) -> GPTNeoX:
-    """Load a model, or this rank's shard of it. Raises the errors of
-    FastGPTNeoX.from_pretrained."""
-    if is_reference:
-        return load_reference(folder, device, dtype)
-    kind = ShardedGPTNeoX if is_sharded else FastGPTNeoX
-    return kind.from_pretrained(folder, device, dtype)
+    """Load a whole model. Raises the errors of FastGPTNeoX.from_pretrained."""
+    load = load_reference if is_reference else FastGPTNeoX.from_pretrained
+    return load(folder, device, dtype)

@@ -22,6 +22,7 @@ from draft_tree import Candidates, Rule
 from dynatree import Drafter, ModelDrafter
 from dynatree_lab.engine.record import RecordedRule
 from dynatree_lab.engine.run import ModelRun
+from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.methods.acceptances import choose_acceptance
 from dynatree_lab.methods.calibration import CalibratedDrafter
 from dynatree_lab.methods.drawn import DrawnDrafter, DrawnRule
@@ -39,15 +40,23 @@ class Parts(NamedTuple):
 
 
 class RankedDrafter(ModelDrafter):
-    """A draft model whose passes rank the candidates at a temperature."""
+    """A draft model whose passes rank the candidates."""
 
-    def __init__(self, model: ModelRun, temperature: float, has_entropy: bool):
+    def __init__(self, model: ModelRun, ranking: Ranking):
         super().__init__(model)
-        self.temperature, self.has_entropy = temperature, has_entropy
+        self.ranking = ranking
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
-        scores, n_ids = self.model.scores, self.vocab_size
-        return scores.top_candidates(k, self.temperature, n_ids, self.has_entropy)
+        return self.model.scores.top_candidates(self.ranking._replace(k=k), self.vocab_size)
+
+
+def draft_ranking(rule: Rule, sampling: Sampling) -> Ranking:
+    """Return the Ranking of the draft's logits: the top k, or none if the device draws the
+    candidates."""
+    if rule.draws_candidates and sampling.draws_candidates:
+        return Ranking(is_read=False)
+    temperature = sampling.top_k_temperature
+    return Ranking(rule.max_branches, True, True, temperature, rule.reads_entropy)
 
 
 def require_hidden(target: ModelRun) -> None:
@@ -80,12 +89,13 @@ def compose(
     sampler = sampling.sampler(target.device)
     proposing = calibrated = recorded = None  # `proposing` chooses the candidates
     if rule.max_depth and draft is not None:
+        ranking = draft_ranking(rule, sampling)
         if isinstance(draft, Drafter):
             proposing = draft
-        elif rule.draws_candidates and sampling.draws_candidates:
-            proposing = DrawnDrafter(draft, sampler, rule.n_drawn, rule.reads_entropy)
+        elif ranking.is_read:
+            proposing = RankedDrafter(draft, ranking)
         else:
-            proposing = RankedDrafter(draft, sampling.top_k_temperature, rule.reads_entropy)
+            proposing = DrawnDrafter(draft, sampler, rule.n_drawn, rule.reads_entropy)
     drafter = proposing
     if drafter and not isinstance(drafter, HiddenDrafter) and (head := head_of(draft)):
         require_size(head, target)

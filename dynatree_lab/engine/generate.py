@@ -20,7 +20,7 @@ import dynatree
 from draft_tree import Candidates, Rule, Tree
 from dynatree import Drafter
 from dynatree_lab.engine.cache import require_caches
-from dynatree_lab.engine.compose import Parts, compose
+from dynatree_lab.engine.compose import Parts, compose, draft_ranking
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.masks import PLAIN
@@ -32,7 +32,6 @@ from dynatree_lab.engine.run import ModelRun
 from dynatree_lab.engine.scores import Ranking, Scores, TokenLogprob, token_logprobs
 from dynatree_lab.engine.strict import STRICT
 from dynatree_lab.methods.rules import RuleWrapper, with_attributes
-from dynatree_lab.methods.sampler import Sampling
 from gpt_neox import Model
 from verify import Acceptance, accept_best
 
@@ -303,12 +302,3 @@ def configure_models(
         shape = n_rows, rule.min_rows, rule.max_rows, n_ids
         draft_config = PassConfig(*shape, ranking, window=config.window, is_draft=True)
     return target, ModelRun(draft, n_tokens, rule.max_rows, draft_config)
-
-
-def draft_ranking(rule: Rule, sampling: Sampling) -> Ranking:
-    """Return the Ranking of the draft's logits: the top k, or none if the device draws the
-    candidates."""
-    if rule.draws_candidates and sampling.draws_candidates:
-        return Ranking(is_read=False)
-    temperature = sampling.top_k_temperature
-    return Ranking(rule.max_branches, True, True, temperature, rule.reads_entropy)

@@ -5,7 +5,7 @@ every read waits for the device. So the pass also ranks its logits, by `rank_log
 graph, and the host reads the few numbers that it needs at once.
 
     scores = make_scores(hidden, logits, Ranking(3, are_logprobs=True))
-    ids, logprobs = scores.top_candidates(3)  # [n, 3] each
+    ids, logprobs, _ = scores.top_candidates(Ranking(3))  # [n, 3] each
 
 Shapes: n rows, V vocabulary, k candidates per row.
 """
@@ -62,17 +62,11 @@ class Scores:
             return self.logits.topk(k).indices.cpu().numpy()
         return top_k_by_argmax(self.logits.numpy().copy(), k)[1]
 
-    def top_candidates(
-        self,
-        k: int,
-        temperature: float = 1.0,
-        n_ids: int | None = None,
-        has_entropy: bool = False,
-    ) -> Candidates:
-        """Return the k likeliest of the first n_ids ids after each row."""
-        logprobs = log_probabilities(self.logits[:, :n_ids], temperature)
-        entropy = entropies(logprobs).cpu().numpy() if has_entropy else None
-        k = min(k, logprobs.shape[1])
+    def top_candidates(self, ranking: Ranking, n_ids: int | None = None) -> Candidates:
+        """Return the likeliest of the first n_ids ids after each row."""
+        logprobs = log_probabilities(self.logits[:, :n_ids], ranking.temperature)
+        entropy = entropies(logprobs).cpu().numpy() if ranking.has_entropy else None
+        k = min(ranking.k, logprobs.shape[1])
         if k > SMALL_K or logprobs.device.type != "cpu":
             found = logprobs.topk(k)
             return Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy(), entropy)
@@ -98,17 +92,10 @@ class RankedScores(Scores):
     def top_ids(self, k: int) -> ndarray:
         return self.candidates.tokens if self.ranking.k == k else super().top_ids(k)
 
-    def top_candidates(
-        self,
-        k: int,
-        temperature: float = 1.0,
-        n_ids: int | None = None,
-        has_entropy: bool = False,
-    ) -> Candidates:
-        wanted = Ranking(k, True, temperature=temperature, has_entropy=has_entropy)
-        if self.ranking == wanted and (n_ids is None or self.logits.shape[1] <= n_ids):
+    def top_candidates(self, ranking: Ranking, n_ids: int | None = None) -> Candidates:
+        if self.ranking == ranking and (n_ids is None or self.logits.shape[1] <= n_ids):
             return self.candidates
-        return super().top_candidates(k, temperature, n_ids, has_entropy)
+        return super().top_candidates(ranking, n_ids)
 
 
 def make_scores(hidden: Tensor, logits: Tensor, ranking: Ranking) -> Scores:
