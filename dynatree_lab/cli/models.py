@@ -73,7 +73,7 @@ def choose_dtype(
 
 
 def choose_draft_dtype(
-    name: str | None, target_dtype: torch.dtype, device: torch.device
+    name: str | torch.dtype | None, target_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
     """Return the named dtype; without a name, the target's. On a GPU with bfloat16 it replaces
     float16, because small Pythia models overflow in float16. Raises UsageError."""
@@ -202,8 +202,6 @@ def open_pair(
     if world_size() > 1 and device.type == "cuda":
         device = choose_device(f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(device)
-    dtype = choose_dtype(args.dtype, device)
-    draft_dtype = choose_draft_dtype(args.draft_dtype, dtype, device)
     if is_drafting and args.target and not args.draft:
         raise UsageError(
             "--target also needs --draft; without a draft model use --method lookup or recycle"
@@ -211,28 +209,8 @@ def open_pair(
     target, draft = default_models(device)
     target = args.target or target
     draft = (args.draft or draft) if is_drafting else None
-    announce(announcement(report_of(target, draft, device, dtype, draft_dtype)))
-    for each in {dtype, draft_dtype} if draft else {dtype}:
-        if has_instructions(each, device) is False:
-            announce(f"note: {device} has no {dtype_name(each)} instructions, so it is slow")
-    dtypes = dtype, draft_dtype
-    pair = load_pair(target, draft, device, *dtypes, announce, is_reference, args.target_memory)
-    if pair.target_memory is not None:
-        announce(f"note: {pair.report['streamed']}")
-    return pair
-
-
-def report_of(
-    target: str | Path,
-    draft: str | Path | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    draft_dtype: torch.dtype,
-) -> Report:
-    """Return the report of a pair."""
-    found = {"target": str(target), "draft": str(draft) if draft else None, "device": str(device)}
-    found |= {"dtype": dtype_name(dtype), "draft_dtype": dtype_name(draft_dtype) if draft else None}
-    return found | ({"ranks": world_size()} if world_size() > 1 else {})
+    dtypes = args.dtype, args.draft_dtype
+    return load_pair(target, draft, device, *dtypes, announce, is_reference, args.target_memory)
 
 
 def announcement(found: Report) -> str:
@@ -265,8 +243,8 @@ def load_pair(
         target: None for the embedded target, and without a draft the embedded pair.
         draft: None for methods that need none.
         device, dtype: None for the defaults of choose_device and choose_dtype.
-        draft_dtype: None for the target's.
-        announce: called with a line before a download.
+        draft_dtype: None for the default of choose_draft_dtype.
+        announce: called with lines about the models and before a download.
         is_reference: load gpt_neox.GPTNeoX instead of fast models.
         target_memory: a size such as "2GB". Layers of the target that do not fit into it are read
             from their files in each pass.
@@ -281,8 +259,18 @@ def load_pair(
     if target is None:
         target, draft = TINY / "target", draft or TINY / "draft"
     device = choose_device(str(device) if device else None)
-    dtype = choose_dtype(dtype, device, "dtype")
-    draft_dtype = choose_dtype(draft_dtype or dtype, device, "draft_dtype")
+    dtype = choose_dtype(dtype, device)
+    draft_dtype = choose_draft_dtype(draft_dtype, dtype, device)
+    report: Report = {"target": str(target), "draft": None, "device": str(device)}
+    report |= {"dtype": dtype_name(dtype), "draft_dtype": None}
+    if draft:
+        report |= {"draft": str(draft), "draft_dtype": dtype_name(draft_dtype)}
+    if world_size() > 1:
+        report["ranks"] = world_size()
+    announce(announcement(report))
+    for each in {dtype, draft_dtype} if draft else {dtype}:
+        if has_instructions(each, device) is False:
+            announce(f"note: {device} has no {dtype_name(each)} instructions, so it is slow")
     # The draft first, because a misspelt one is noticed before the target, which may be gigabytes
     draft_folder = find_checkpoint(draft, announce) if draft else None
     target_folder = find_checkpoint(target, announce)
@@ -296,9 +284,9 @@ def load_pair(
     draft_cache = cache_bytes_of_draft(draft_folder, target_folder, draft_dtype) if memory else 0
     target_model = load_target(target_folder, device, dtype, is_reference, memory, draft_cache)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
-    report = report_of(target, draft, device, dtype, draft_dtype)
     if memory is not None:
         report["streamed"] = describe_layers(target_model)
+        announce(f"note: {report['streamed']}")
     pair = Pair(target_model, None, tokenizer, target_folder, None, load_s, report, memory)
     return with_draft(pair, draft_folder, draft_dtype, is_reference) if draft_folder else pair
 
