@@ -166,6 +166,19 @@ def test_a_run_continues_only_with_what_it_began_with(
     assert distil.main(override(options, "--threads", "1", "--target", f"{target}/")) == 0
 
 
+def test_ctrl_c_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loop.Progress(tmp_path / "a", {}).save(model, optimizer, 1)
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(KeyboardInterrupt):
+        loop.Progress(tmp_path / "a", {}).save(model, optimizer, 2)
+    assert loop.Progress(tmp_path / "a", {}).restore(model, optimizer) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -15,7 +15,6 @@ from conftest import ROOT, Captured
 from test_trace import data_of
 
 from dynatree_lab.cli.errors import Parser, run_command_line
-from dynatree_lab.cli.files import require_writable, write_whole
 from dynatree_lab.cli.main import main
 from dynatree_lab.cli.start import run_program
 
@@ -125,29 +124,3 @@ def test_a_program_runs_in_a_thread() -> None:
     thread.start()
     thread.join()
     assert found == [0]
-
-
-# Files
-
-
-def test_a_file_is_replaced_and_no_other(tmp_path: Path) -> None:
-    """Check a new file, an old one, and one behind a link."""
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link").symlink_to("there/b")
-    for name, content in (("a", "old"), ("a", "é\n"), ("link", b"\xff")):
-        require_writable(tmp_path / name)
-        write_whole(tmp_path / name, content)
-    assert (tmp_path / "a").read_bytes() == b"\xc3\xa9\n"
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "there/b").read_bytes() == b"\xff"
-    assert sorted(file.name for file in tmp_path.rglob("*")) == ["a", "b", "link", "there"]
-
-
-def test_ctrl_c_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    (tmp_path / "a").write_text("old")
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "a", "new")
-    assert (tmp_path / "a").read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -162,7 +162,7 @@ def test_slots_that_contradict_are_refused() -> None:
     wide = MethodRule(4, 4, 300)
     strict = GenerationConfig(DynaTree(), strict=True)
     for options, config, message in [
-        ({"drafter": ModelDrafter(draft)}, GREEDY_CONFIG, "drafter must be a dynatree.Drafter"),
+        ({"drafter": ModelDrafter(draft)}, GREEDY_CONFIG, "drafter replaces the draft"),
         ({"accept": accept_greedy}, GenerationConfig(DynaTree(), sampling=Sampling(1.0)), "greedy"),
         ({"rule": used}, GREEDY_CONFIG, "a Rule that served no other text"),
         ({"rule": DynaTree()}, GREEDY_CONFIG, "a Rule that served no other text"),

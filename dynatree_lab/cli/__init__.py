@@ -13,7 +13,6 @@ compare   a generation compared with ar (--compare)
 errors    one line per user mistake, the exit status
 trace     the gates that decided each tree, and what was accepted, as data (--trace)
 page      the same data as an HTML page (--html), from the files in page/
-files     files that are replaced at once
 folders   new checkpoints, written whole or not at all
 start     the start of every program, before torch is imported
 """

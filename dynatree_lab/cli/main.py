@@ -33,7 +33,7 @@ from dynatree_lab.cli.options import (
     read_prompt,
     require_fit,
 )
-from dynatree_lab.cli.page import require_places, save_trace
+from dynatree_lab.cli.page import save_trace
 from dynatree_lab.cli.prompts import read_prompts
 from dynatree_lab.cli.request import Request
 from dynatree_lab.cli.result import Result
@@ -115,8 +115,9 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Request]:
     if args.prompts and (args.html or args.trace):
         raise UsageError("--html and --trace show one run; use --prompt instead of --prompts")
     texts = from_rank_0(read_texts, args)
-    if rank() == 0:
-        require_places(args.html, args.trace)
+    for name in filter(None, (args.html, args.trace)):
+        if not Path(name).absolute().parent.is_dir():  # before a long run
+            raise UsageError(f"{name} cannot be written: no such folder")
     if (args.draft or args.draft_dtype) and not is_drafting:
         print_line(f"note: --method {args.method} ignores --draft and --draft-dtype")
     pair = open_pair(args, is_drafting, print_line, args.reference)

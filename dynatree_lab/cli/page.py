@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 
 from dynatree_lab.cli.errors import print_line, writing
-from dynatree_lab.cli.files import require_writable, write_whole
 from dynatree_lab.methods import METHODS
 
 FOLDER = Path(__file__).parent.parent / "page"
@@ -26,21 +25,13 @@ SCRIPTS = (  # in order: the first two make elements and read the data, the last
 )
 
 
-def require_places(page: str | None, trace: str | None) -> None:
-    """Raise UsageError if the page or the trace could not be written."""
-    for name in (page, trace):
-        if name:
-            with writing(name):
-                require_writable(Path(name))
-
-
 def save_trace(content: dict, page: str | None, trace: str | None) -> None:
     """Write the page, the trace or both, and print their names. Raises UsageError if a file cannot
     be written."""
     for kind, name, form in (("trace", trace, as_data), ("page", page, as_page)):
         if name:
             with writing(name):
-                write_whole(Path(name), form(content))
+                Path(name).write_text(form(content), encoding="utf-8")
             print_line(f"{kind} written to {name}")
 
 

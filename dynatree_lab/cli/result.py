@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from draft_tree import Settings
 from dynatree_lab.cli.errors import writing
-from dynatree_lab.cli.files import write_whole
 from dynatree_lab.cli.metrics import Metrics, measure, summarise, token_ids, versions
 from dynatree_lab.cli.models import Pair, dtype_name
 from dynatree_lab.cli.page import as_page
@@ -185,7 +184,7 @@ def save_page(result: Result, file: str | Path) -> None:
     if not isinstance(result, Result):
         raise ValueError(f"result is {result!r:.80}, it must be a Result of write_text")
     with writing(str(file)):
-        write_whole(Path(file), as_page(result.data))
+        Path(file).write_text(as_page(result.data), encoding="utf-8")
 
 
 def describe_request(request: Request) -> dict:

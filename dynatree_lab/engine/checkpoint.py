@@ -12,7 +12,6 @@ HF_ENDPOINT and HF_HUB_OFFLINE work as usual. Only safetensors and JSON files ar
 the other. snapshot_download is not used, because Ctrl-C would not end its threads at once.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +44,6 @@ UNUSED_SAMPLING |= {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 UNUSED_BEAMS = {"length_penalty": 1, "early_stopping": False}
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 HEAD_TYPE = "eagle_head"  # model_type of an EAGLE head (engine/eagle_head.py)
-OTHER_HEADS = re.compile("eagle|medusa|hydra|speculator", re.IGNORECASE)  # words in config.json
 OFFLINE = "; without a network: --target models/tiny/target --draft models/tiny/draft"
 
 
@@ -139,14 +137,9 @@ def read_json(file: Path) -> dict:
 
 def is_head(folder: Path) -> bool:
     """Whether a folder has an EAGLE head and not a GPT-NeoX. Raises CheckpointError for any other
-    model, and for a head of another format."""
-    raw = read_json(folder / "config.json")
-    kind = raw.get("model_type")
-    if kind == HEAD_TYPE:
+    model."""
+    if read_json(folder / "config.json").get("model_type") == HEAD_TYPE:
         return True
-    if kind != "gpt_neox" and OTHER_HEADS.search(json.dumps(raw)):
-        why = "only this project's EAGLE heads load"
-        raise CheckpointError(f"{folder} is a head of another format; {why}")
     with reading(folder):
         gpt_neox.read_config(folder)
     return False

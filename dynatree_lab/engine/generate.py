@@ -198,7 +198,10 @@ def generate(
     if not isinstance(config, GenerationConfig):
         why = "it must be a GenerationConfig; use GenerationConfig.parse to make one from words"
         raise ValueError(f"config is {config!r:.80}, {why}")
-    require_slots(target, draft, drafter, accept, process, config)
+    if drafter and draft:
+        raise ValueError("drafter replaces the draft, which is then None")
+    if accept and not config.sampling.is_greedy:
+        raise ValueError("accept replaces sampling, so config.sampling must be greedy")
     if logprobs is not None and (type(logprobs) is not int or logprobs < 0):
         raise ValueError(f"logprobs is {logprobs!r}, it must be an integer of at least 0")
     prompt = dynatree.checked_prompt(target.config.vocab_size, prompt, max_new_tokens)
@@ -250,27 +253,6 @@ def choose_rule(rule: Rule | None, config: GenerationConfig) -> Rule:
     config.require_supported(with_attributes(rule))
     rule.is_used = True
     return rule
-
-
-def require_slots(
-    target: Model,
-    draft: Model | None,
-    drafter: Drafter | None,
-    accept: Acceptance | None,
-    process: Process | None,
-    config: GenerationConfig,
-) -> None:
-    """Raise ValueError for an argument of another type, and for two that say one thing."""
-    for name, model in {"target": target, "draft": draft}.items():
-        if not (hasattr(model, "new_cache") or (name == "draft" and model is None)):
-            raise ValueError(f"{name} is {model!r:.80}, it must be a model, such as pair.{name}")
-    if drafter and (draft or not isinstance(drafter, Drafter)):
-        raise ValueError("drafter must be a dynatree.Drafter, and draft is then None")
-    for name, slot in {"accept": accept, "process": process}.items():
-        if slot is not None and not callable(slot):
-            raise ValueError(f"{name} is {slot!r:.80}, it must be a function")
-    if accept and not config.sampling.is_greedy:
-        raise ValueError("accept replaces sampling, so config.sampling must be greedy")
 
 
 def configure_models(

@@ -10,7 +10,7 @@ are a PassConfig, which engine/generate.py makes for each model of a generation.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -76,10 +76,6 @@ class FastGPTNeoX(GPTNeoX):
             model.min_rows = 2 if model.device.type == "cuda" else 4
         model.has_fixed_shapes = model.device.type == "cuda"
         return model
-
-    def __reduce_ex__(self, protocol: int) -> NoReturn:
-        """Raise TypeError, because packed matrices can be neither copied nor pickled."""
-        raise TypeError("a FastGPTNeoX cannot be copied or pickled; load it again or use GPTNeoX")
 
     @property
     def bytes_per_token(self) -> int:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from dynatree_lab.cli.errors import Parser, UsageError, print_line, run_command_line, writing
-from dynatree_lab.cli.files import require_writable
 from dynatree_lab.cli.folders import write_checkpoint
 from dynatree_lab.cli.models import choose_device, choose_dtype, set_threads
 from dynatree_lab.cli.tokens import load_tokenizer
@@ -100,7 +99,7 @@ def execute(args: Namespace) -> int:
     progress = Progress(file, trained_on(args, folder, text))
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        require_writable(file)  # now, and not after hours
+        progress.require_writable()  # now, and not after hours
     # A head's loss reads hidden states, which may overflow in float16
     dtype = torch.float32 if args.eagle else choose_dtype(None, device)
     target = load_reference(folder, device, dtype)

@@ -1,6 +1,5 @@
 """The training loop of dynatree_lab/training/distil.py, which can be interrupted and resumed."""
 
-import io
 import math
 import sys
 import time
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dynatree_lab.cli.errors import UsageError, print_line
-from dynatree_lab.cli.files import write_whole
 
 WARM_UP = 50  # steps in which the learning rate rises
 MAX_GRADIENT_NORM = 1.0  # larger gradients are scaled down to it
@@ -28,6 +26,7 @@ class Progress:
         """Read the file if it exists. trained_on: what the weights depend on, by option. Raises
         UsageError if the run in the file began with anything else."""
         self.file, self.trained_on = file, trained_on
+        self.part = file.with_name(f".{file.name}.part")
         self.saved: dict | None = None
         if file.exists():
             self.saved = torch.load(file, map_location="cpu", weights_only=True)
@@ -39,12 +38,18 @@ class Progress:
                 raise UsageError(f"{line}; use that, or delete it to start again")
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, next_step: int) -> None:
-        """Write all that later steps need. Raises OSError."""
+        """Replace the file by all that later steps need, at once, so that a process that is killed
+        leaves the old file or the new. Raises OSError."""
         saved = {"trained_on": self.trained_on, "next_step": next_step}
         saved |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        content = io.BytesIO()
-        torch.save(saved, content)
-        write_whole(self.file, content.getvalue())
+        with self.part.open("wb") as part:  # torch's own files do not raise OSError
+            torch.save(saved, part)
+        self.part.replace(self.file)
+
+    def require_writable(self) -> None:
+        """Raise OSError if `save` could not write its file. Leaves no new file."""
+        self.part.touch()
+        self.part.unlink()
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load what the file had, and return the next step; 0 for a new run."""
