@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from draft_tree import DynaTree
 from dynatree_lab.cli.metrics import token_ids
-from dynatree_lab.engine.masks import attend
+from dynatree_lab.engine.masks import Mask
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.streamed import Budget, load_streamed
 from dynatree_lab.methods import METHODS
@@ -101,7 +101,7 @@ def test_a_replay_gives_the_eager_logits(n: int) -> None:
     for has_graphs in (False, True):
         cache = prefilled(model, prefix, 400)
         if has_graphs:
-            cache.capture(240)
+            model.capture(cache, 240)
         logits = append(model, prefix[:n], cache).clone()
         found.append((logits, cache.kv[:, :, :, : cache.length].clone()))
     for eager, replayed in zip(*found, strict=True):
@@ -124,7 +124,7 @@ def test_attention_obeys_an_arbitrary_mask(n: int, dtype: torch.dtype) -> None:
     bias = q.new_full((n, 2304), -torch.inf).masked_fill_(mask, 0.0)
     scores = q.double() @ k.double().transpose(1, 2) * 80**-0.5 + bias.double()
     expected = scores.softmax(-1) @ v.double()
-    error = (attend(q, k, v, bias).double() - expected).abs().max()
+    error = (Mask(bias).attend(q, k, v).double() - expected).abs().max()
     assert error < 0.02 * expected.abs().max()
 
 

@@ -20,7 +20,6 @@ import gpt_neox
 from draft_tree import DynaTree, Settings
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine import memory
-from dynatree_lab.engine.cache import cache_bytes
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.methods import METHODS
@@ -105,7 +104,7 @@ def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the memory for both caches is required at the start. Each alone would fit, so the
     error would come only when they are filled."""
     target = random_model(7)
-    needed = cache_bytes(target, len(PROMPT) + 50 + 5)
+    needed = target.cache_bytes(len(PROMPT) + 50 + 5)
     monkeypatch.setattr(memory, "free_memory", lambda device: needed + needed // 2)
     assert len(token_ids(generate(target, None, PROMPT, PaddedAutoregressive(), 50))) == 50
     with pytest.raises(OutOfMemory, match="caches of 60 and 60 tokens"):

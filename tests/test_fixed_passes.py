@@ -70,8 +70,8 @@ def test_an_upload_keeps_nothing_of_the_one_before_it(masks: Masks) -> None:
         cache = model.new_cache(20)
         cache.advance(5)
         for n in row_counts:
-            rows, mask = torch.arange(n) + 5, torch.ones(n, n, dtype=torch.bool).tril_()
-            cache.upload(shape, rows, rows, mask, 5)
+            rows = torch.arange(n) + 5
+            cache.upload(shape, cache.place(rows, rows, None, n_last=n))
         uploaded.append(cache.buffer[: shape.n_bytes])
     assert uploaded[0].equal(uploaded[1])
 
@@ -79,7 +79,7 @@ def test_an_upload_keeps_nothing_of_the_one_before_it(masks: Masks) -> None:
 def open_shaped(model: FastGPTNeoX, n_rows: int, capacity: int = 400) -> FastCache:
     cache = model.new_cache(capacity, PassConfig(n_rows, n_scratch=max(n_rows, SMALL_PASS)))
     model.prefill(PROMPT, cache)
-    cache.capture(len(PROMPT))
+    model.capture(cache, len(PROMPT))
     return cache
 
 
@@ -90,8 +90,8 @@ def test_memory_is_for_the_rows_that_are_asked() -> None:
     fix_shapes(model)
     caches: list[FastCache] = []
     for n_rows, capacity in ((7, 600), (300, 100), (64, 100)):
-        with model.new_cache(capacity, PassConfig(n_rows)) as cache:
-            caches.append(cache)
+        caches.append(model.new_cache(capacity, PassConfig(n_rows)))
+        model.release(caches[-1])
     assert [len(each.logits) for each in caches] == [SMALL_PASS, 384, 384]
     assert [each.kv.shape[3] for each in caches] == [768, 512, 512]
     assert caches[1] is caches[2]

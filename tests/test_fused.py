@@ -1,6 +1,6 @@
 """Tests of fused layers against the reference model, and of the linear layer of each matrix.
 
-Also checks on this machine that passes of invariant_rows or more are batch-invariant.
+Also checks on this machine that passes of strict_rows or more are batch-invariant.
 The oracle is the reference model of gpt_neox.py, which the golden files test.
 """
 
@@ -30,11 +30,12 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from dynatree_lab.engine.checkpoint import CheckpointError, load_tensors
+from dynatree_lab.engine.invariance import strict_rows
 from dynatree_lab.engine.layers import Affine, fold
 from dynatree_lab.engine.linear import FbgemmLinear, Linear, OneDnnLinear, make_linear
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig
-from dynatree_lab.engine.strict import STRICT, invariant_rows
+from dynatree_lab.engine.strict import STRICT
 from gpt_neox import Config, GPTNeoX, read_config
 
 Weights = tuple[Config, dict[str, Tensor]]
@@ -202,8 +203,8 @@ def test_rows_are_equal_at_every_batch_invariant_count(dtype: torch.dtype) -> No
     model = build(load_weights(TINY / "draft"), dtype)
     rng = random.Random(0)
     prompt = [rng.randrange(4096) for _ in range(300)]
-    cache = prefilled(model, prompt, 428, PassConfig(128, masks=STRICT))
-    assert cache.config.min_rows == (invariant_rows(model) or 128)
+    pass_config = PassConfig(128, strict_rows(model, 128), masks=STRICT)
+    cache = prefilled(model, prompt, 428, pass_config)
     tokens = rng.sample(range(4096), 127)  # siblings
 
     def of_children(rows: list[int]) -> Tensor:

@@ -29,7 +29,6 @@ from conftest import (
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
-from dynatree_lab.engine.cache import cache_bytes
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.scores import SMALL_K, RankedScores, Ranking, Scores, rank_logits
@@ -190,7 +189,7 @@ def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
         cache = model.new_cache(capacity)
         cache.advance(capacity - n)
         assert append(model, [3] * n, cache).isfinite().all()
-        assert cache.length == capacity and cache.kv.nbytes == cache_bytes(model, capacity)
+        assert cache.length == capacity and cache.kv.nbytes == model.cache_bytes(capacity)
 
 
 def test_the_memory_of_a_closed_cache_is_used_again(
@@ -204,14 +203,14 @@ def test_the_memory_of_a_closed_cache_is_used_again(
     small, large = (model.new_cache(n, PassConfig(7, ranking=Ranking(3))) for n in (100, 600))
     n_graphs = []
     for cache in (small, large):
-        cache.close()
+        model.release(cache)
     for _ in range(2):
         cache = prefilled(model, PREFIX, 500, PassConfig(7, ranking=Ranking(3)))
         assert cache is large
-        cache.capture(10)
+        model.capture(cache, 10)
         n_graphs.append(model.n_graphs)
         assert_close(run_tree(model, cache, TREE), expected)
-        cache.close()
+        model.release(cache)
     assert n_graphs[0] == n_graphs[1] > 0
     tokens = [i % 90 for i in range(120)]  # past the positions that the model was trained for
     again = model.prefill(tokens, model.new_cache(120))[0]

@@ -39,7 +39,6 @@ from dynatree_lab.cli.errors import Parser, UsageError, run_command_line
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.cli.models import open_pair
 from dynatree_lab.engine import tensor_parallel
-from dynatree_lab.engine.cache import cache_bytes
 from dynatree_lab.engine.checkpoint import CheckpointError, load_tensors, read_config
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX
@@ -209,7 +208,7 @@ def lack_memory(folder: Path, found: Found) -> int:
     """Write the texts of the same prompts while rank 1 has no memory."""
     with pytest.MonkeyPatch.context() as patch:
         if rank():
-            patch.setattr("dynatree_lab.engine.cache.require_memory", raise_out_of_memory)
+            patch.setattr("dynatree_lab.engine.generate.require_caches", raise_out_of_memory)
         return write_prompts(folder, found)
 
 
@@ -331,7 +330,7 @@ def test_each_rank_holds_only_its_shard(folder: Path, monkeypatch: pytest.Monkey
         assert sum(part.nbytes for part in ShardedTensors(tensors).values()) < 0.55 * whole
         model = ShardedGPTNeoX.from_pretrained(folder / "tied")
         monkeypatch.setattr(model, "gather", lambda value: [value])
-        assert cache_bytes(model, 10) == model.new_cache(10).kv.nbytes == 2 * 2560
+        assert model.cache_bytes(10) == model.new_cache(10).kv.nbytes == 2 * 2560
 
 
 def test_a_sum_in_order_does_not_depend_on_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

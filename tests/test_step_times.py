@@ -35,14 +35,14 @@ def test_predicted_passes_are_those_that_ran(
 ) -> None:
     """Compare the predicted rows with those of the passes after prefill. Rows of the draft that are
     cut from the tree after their pass count as well."""
-    ran = {id(PAIR.target): [], id(PAIR.draft): []}
-    real = FastCache.hidden
+    ran = {id(PAIR.target.gpt_neox): [], id(PAIR.draft.gpt_neox): []}
+    real = FastCache.look_up
 
-    def spy(self: FastCache, tokens: Tensor, *rest: object) -> Tensor:
-        ran[id(self.model)].append(len(tokens))
-        return real(self, tokens, *rest)
+    def spy(self: FastCache, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        ran[id(self.transformer)].append(len(tokens))
+        return real(self, tokens, positions)
 
-    monkeypatch.setattr(FastCache, "hidden", spy)
+    monkeypatch.setattr(FastCache, "look_up", spy)
     steps = list(generate(PAIR.target, PAIR.draft, PROMPT, settings, 30, commit=commit))
     found = BY_ROW.predict_ms(PAIR, GenerationConfig(settings, commit=commit), steps)
     verified, drafted = ran.values()

@@ -18,9 +18,12 @@ from conftest import (
 )
 from torch import Tensor
 
-from dynatree_lab.engine import masks, strict
+from dynatree_lab.engine import strict
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.inputs import PassInputs
+from dynatree_lab.engine.invariance import strict_rows
+from dynatree_lab.engine.masks import Mask
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.strict import MAX_STRICT_ROWS
@@ -51,7 +54,8 @@ def assert_rows_are_their_paths(
     """Compare some paths of a random tree with the same tokens decoded one by one. Logits, and keys
     and values in the cache, must have equal bits."""
     prompt = [rng.randrange(90) for _ in range(length)]
-    cache = prefilled(model, prompt, length + 140, PassConfig(n_rows, masks=strict.STRICT))
+    pass_config = PassConfig(n_rows, strict_rows(model, n_rows), masks=strict.STRICT)
+    cache = prefilled(model, prompt, length + 140, pass_config)
     tree = random_tree(rng, n_rows, max_depth=strict.MAX_DEPTH)
     for leaf in (n_rows - 1, rng.randrange(n_rows)):
         cache.rewind(length)
@@ -112,9 +116,10 @@ def test_strict_attention_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
         scores = q.double() @ k.double().transpose(1, 2) * 40**-0.5 + bias.double()
         expected = scores.softmax(-1) @ v.double()
         attends = torch.ones(16, length + 1, dtype=torch.bool)
-        recent = strict.recent_slots(positions, attends, 0)
+        inputs = PassInputs(positions, positions, attends, length + 1 - 16, n_last=16)
+        recent = strict.recent_slots(inputs)
         ours = strict.make_mask(positions, recent, 1024).attend(q, k, v).double()
-        plain = masks.attend(q, k, v, bias.to(dtype).expand(16, -1)).double()
+        plain = Mask(bias.to(dtype).expand(16, -1)).attend(q, k, v).double()
         assert (ours - expected).abs().mean() <= 1.1 * (plain - expected).abs().mean()
 
 

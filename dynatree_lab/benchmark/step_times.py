@@ -111,9 +111,9 @@ def measure_step_times(
         cache = model.new_cache(context + max_rows, config)
         cache.advance(context)
         if graphs:
-            cache.capture(context)
+            model.capture(cache, context)
         medians.append(median_ms([make_forward(model, cache, n) for n in rows], n_rounds, burst))
-        cache.close()
+        model.release(cache)
     n_bytes = [step_bytes(model, context) for model in (target, draft)]
     copy_gb_s = copy_bandwidth(target.device)
     return StepTimes(context, rows, *medians, *n_bytes, copy_gb_s, read_gb_s)

@@ -120,8 +120,9 @@ def top2_gap(pair: Pair, ids: list[int], window: Window = FULL_ATTENTION) -> flo
     try:
         target = pair.float32_target
         config = PassConfig(window=window)
-        with target.new_cache(min(len(ids), window.max_length), config) as cache:
-            best, second = target.prefill(ids, cache)[0].topk(2).values.tolist()
+        cache = target.new_cache(min(len(ids), window.max_length), config)
+        best, second = target.prefill(ids, cache)[0].topk(2).values.tolist()
+        target.release(cache)
     except OutOfMemory:
         return None
     return best - second

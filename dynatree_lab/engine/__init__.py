@@ -1,14 +1,27 @@
 """A faster model and loop than the core's, and a loader of published checkpoints.
 
+A pass goes one way, from the loop of dynatree.generate to attention:
+
+    ModelRun.forward          run.py: times, observers
+    FastGPTNeoX.forward       model.py: one PassInputs of all arguments
+    FastCache.run             cache.py: mask, padding, scores (cuda_graphs.py: fixed shapes)
+    FusedTransformer.forward  layers.py
+    FusedLayer.forward        layers.py
+    Mask.attend               masks.py
+
+The files:
+
 streamed      a target larger than memory: its layers are read again in each pass
-model         GPTNeoX with fused layers, and with caches that own their passes
+model         GPTNeoX with fused layers, and with caches that run its passes
 layers        the fused layers
 linear        linear layers over matrices packed for passes of a few rows
+inputs        the inputs of one pass
 cache         the KV cache of one generation: memory, passes, window, rebuilt commits
 cuda_graphs   a cache with passes of a few fixed shapes, captured and replayed
 passes        the options of passes, and the sizes of fixed shapes
 masks         the masks of a pass, from the host's bool mask to attention
 strict        masks of batch-invariant passes: a row's bits depend only on position and keys
+invariance    the number of rows from which on strict passes are batch-invariant, by trials
 scores        the results of a pass that the host reads
 run           a model in one generation: its cache, and who observes its passes
 kept          a cache that is kept from one text to the next

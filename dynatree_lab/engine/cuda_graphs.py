@@ -13,58 +13,45 @@ Graphs of small passes are captured before the first tree. A larger pass is capt
 runs, because a generation seldom needs all large row counts and lengths.
 
     cache = model.new_cache(900, PassConfig(max_rows=64, ranking=Ranking(3)))  # on CUDA
-    cache.prefill(prompt)
-    cache.capture(shortest=200)
-    scores = cache.forward(tokens, positions, mask)
+    model.prefill(prompt, cache)
+    model.capture(cache, shortest=200)
+    logits = model.forward(tokens, positions, cache, mask)
 
 Shapes: n rows of a pass, S slots of its shape, V vocabulary.
 """
 
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from numpy import ndarray
 from torch import Tensor
 
-from dynatree_lab.engine.cache import FastCache, cache_bytes
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.inputs import DeviceInputs, PassInputs
+from dynatree_lab.engine.layers import FusedTransformer, Head
 from dynatree_lab.engine.masks import PLAIN, ROW_BYTES, Masks, additive_bits, causal_mask
-from dynatree_lab.engine.memory import free_memory, memory_for
+from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.engine.passes import (
     ROW_COUNTS,
     SLOT_STEP,
     SMALL_PASS,
     PassConfig,
-    buffer_rows,
     round_up_rows,
     round_up_slots,
 )
 from dynatree_lab.engine.scores import RankedScores, Ranking, Scores, rank_logits
 from dynatree_lab.methods.sampler import SMALL_K
 
-if TYPE_CHECKING:
-    from dynatree_lab.engine.model import FastGPTNeoX
-
 # All graphs live until destroy_graphs, because destroying one frees a cuBLAS workspace that other
 # graphs on its stream still use (pytorch issue 193402)
 ALL_GRAPHS: list[torch.cuda.CUDAGraph] = []
 PassResult = tuple[Tensor, Tensor | None]  # last hidden states [n, hidden], result of rank_logits
 CapturedPass = tuple[torch.cuda.CUDAGraph, PassResult]  # every replay overwrites the result
-
-
-class PassInputs(NamedTuple):
-    """The inputs of a pass, which a graph reads. All are views of one buffer of bytes."""
-
-    tokens: Tensor  # [n] int64
-    positions: Tensor  # [n] int64
-    start: Tensor  # [1] int64, the first slot to write
-    last: Tensor  # [1] int64, the last committed slot, -1 if there is none
-    mask: Tensor  # [n, bytes] uint8, packed by Masks.pack
 
 
 class PassShape(NamedTuple):
@@ -87,13 +74,13 @@ class PassShape(NamedTuple):
         """Size of the inputs in bytes."""
         return 8 * self.n_int64 + self.n_rows * self.masks.row_bytes(self.n_scratch)
 
-    def view_inputs(self, buffer: Tensor) -> PassInputs:
+    def view_inputs(self, buffer: Tensor) -> DeviceInputs:
         """Return the inputs of this shape as views of the first bytes of a buffer."""
         n = self.n_rows
         words = buffer[: 8 * self.n_int64].view(torch.int64)
         tokens, positions, start, last = words.split((n, n, 1, 1))
         mask = buffer[8 * self.n_int64 : self.n_bytes]
-        return PassInputs(tokens, positions, start, last, mask.view(n, -1))
+        return DeviceInputs(tokens, positions, start, last, mask.view(n, -1))
 
 
 class StagedInputs(NamedTuple):
@@ -105,56 +92,50 @@ class StagedInputs(NamedTuple):
     positions: ndarray  # [n]
     start: ndarray  # [1]
     last: ndarray  # [1]
-    mask: ndarray  # as in PassInputs
+    mask: ndarray  # as in DeviceInputs
     staged: Tensor  # the bytes of all inputs in the staging buffer
     uploaded: Tensor  # the same bytes in the buffer that graphs read
 
 
 class FixedCache(FastCache):
     """A cache whose passes have a few fixed shapes. A pass with more rows or a wider mask than its
-    config allows runs as it is. Closed, it leaves its memory and graphs to the next cache."""
+    config allows runs as it is. Released, it leaves its memory and graphs to the next cache."""
 
-    def __init__(self, model: "FastGPTNeoX", capacity: int, config: PassConfig):
-        """Allocate memory for at least `capacity` tokens. Raises OutOfMemory."""
-        # Memory that the next cache may reuse must also be usable outside of inference mode
-        with torch.inference_mode(False), memory_for(f"a cache of {capacity} tokens"):
-            super().__init__(model, choose_capacity(model, capacity, config), config)
-            n_rows, n_slots, device = buffer_rows(config), self.kv.shape[3], self.kv.device
-            n_bytes = PassShape(n_rows, n_slots, n_slots).n_bytes + n_rows * ROW_BYTES
-            self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-            self.slots = torch.arange(n_slots, device=device)
-            self.additive_bits = additive_bits(self.kv)
-            self.logits = torch.empty(n_rows, model.config.vocab_size, device=device)
-            # Pinned memory, so that copies do not block. The host overwrites `staging` only after
-            # it has read the last pass's results or waited for `upload_done`
-            self.is_pinned = device.type == "cuda"
-            self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
-            self.upload_done = torch.cuda.Event() if self.is_pinned else None
+    def __init__(self, kv: Tensor, rotary: Tensor, n_rows: int, n_ids: int):
+        """n_rows: number of rows for which the buffers have room. n_ids: V."""
+        n_slots, device = kv.shape[3], kv.device
+        super().__init__(kv, rotary, n_slots)
+        n_bytes = PassShape(n_rows, n_slots, n_slots).n_bytes + n_rows * ROW_BYTES
+        self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+        self.slots = torch.arange(n_slots, device=device)
+        self.additive_bits = additive_bits(kv)
+        self.logits = torch.empty(n_rows, n_ids, device=device)
+        # Pinned memory, so that copies do not block. The host overwrites `staging` only after it
+        # has read the last pass's results or waited for `upload_done`
+        self.is_pinned = device.type == "cuda"
+        self.staging = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
+        self.upload_done = torch.cuda.Event() if self.is_pinned else None
         # By rows, scratch slots and masks, which decide the layout
         self.staged_inputs: dict[tuple[int, int, Masks], StagedInputs] = {}
         self.captured: dict[PassShape, CapturedPass] = {}
         self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
 
-    def begin(self, model: "FastGPTNeoX", capacity: int, config: PassConfig) -> None:
-        super().begin(model, capacity, config)
+    def begin(
+        self, transformer: FusedTransformer, head: Head, capacity: int, config: PassConfig
+    ) -> None:
+        super().begin(transformer, head, capacity, config)
         self.is_replaying = False  # until `capture` is called
 
-    def close(self) -> None:
-        if self.model:
-            self.model.reusable.append(self)
-            self.model = None  # so that a model is freed without a search for cycles
-
-    def run(self, tokens: Tensor, positions: Tensor, mask: Tensor, n_last: int) -> Scores:
+    def run(self, inputs: PassInputs) -> Scores:
         """Run FastCache.run, in a fixed shape if the config allows it. The next pass overwrites the
         scores. Raises OutOfMemory."""
-        n, n_masked = mask.shape
-        config, start = self.config, self.length
+        n, n_masked = inputs.mask.shape
+        config = self.config
         if n > config.max_rows or n_masked > config.n_scratch:
-            return super().run(tokens, positions, mask, n_last)
-        length = start + n - n_masked  # slots before those of the mask
-        n_rows, n_slots = round_up_rows(max(n, config.min_rows)), round_up_slots(start + n)
-        shape = make_shape(n_rows, n_slots, config)
-        self.upload(shape, tokens, positions, mask, length)
+            return super().run(inputs)
+        n_rows = round_up_rows(max(n, config.min_rows))
+        shape = make_shape(n_rows, round_up_slots(inputs.start + n), config)
+        self.upload(shape, inputs)
         if self.is_replaying and shape in self.captured:
             graph, (x, ranked) = self.captured[shape]
             graph.replay()
@@ -163,35 +144,25 @@ class FixedCache(FastCache):
             if self.is_replaying:
                 with memory_for(f"the CUDA graph of a pass of {n_rows} rows; use --no-graphs"):
                     self.capture_shape(shape)
-        rows = slice(n - n_last, n)
+        rows = slice(n - inputs.n_last, n)
         logits = self.logits[rows, : config.n_ids]
         if ranked is None:
             return Scores(x[rows], logits)
         return RankedScores(x[rows], logits, self.copy_to_host(ranked[rows]), config.ranking)
 
-    def upload(
-        self,
-        shape: PassShape,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor,
-        length: int,
-    ) -> None:
-        """Copy the inputs of a pass to the buffer on the device. Padding rows have token 0.
-
-        length: slots before those of the mask.
-        """
-        n = len(tokens)
+    def upload(self, shape: PassShape, inputs: PassInputs) -> None:
+        """Copy the inputs of a pass to the buffer on the device. Padding rows have token 0."""
+        n = len(inputs.tokens)
         if self.upload_done:
             self.upload_done.synchronize()
-        inputs = self.stage(shape)
-        inputs.words.fill(0)
-        inputs.tokens[:n] = tokens.numpy()
-        inputs.positions[:n] = positions.numpy()
-        inputs.start[0] = self.length
-        inputs.last[0] = length - 1
-        inputs.mask[:] = shape.masks.pack(positions, mask, length, shape)
-        inputs.uploaded.copy_(inputs.staged, non_blocking=True)
+        staged = self.stage(shape)
+        staged.words.fill(0)
+        staged.tokens[:n] = inputs.tokens.numpy()
+        staged.positions[:n] = inputs.positions.numpy()
+        staged.start[0] = inputs.start
+        staged.last[0] = inputs.n_older - 1
+        staged.mask[:] = shape.masks.pack(inputs, shape.n_rows, shape.n_scratch)
+        staged.uploaded.copy_(staged.staged, non_blocking=True)
         if self.upload_done:
             self.upload_done.record()
 
@@ -213,12 +184,12 @@ class FixedCache(FastCache):
         A graph can capture this method: no tensor's shape depends on a value on the device, and the
         host does not read from the device.
         """
-        model, inputs = self.model, shape.view_inputs(self.buffer)
-        mask = shape.masks.unpack(self, inputs, shape)
-        slots = inputs.start + self.slots[: shape.n_rows]
+        inputs, slots = shape.view_inputs(self.buffer), self.slots[: shape.n_slots]
+        mask = shape.masks.unpack(inputs, slots, shape.n_scratch, self.additive_bits)
+        written = inputs.start + self.slots[: shape.n_rows]
         rotary = self.rotary.index_select(0, inputs.positions)
-        x = model.gpt_neox(inputs.tokens, rotary, self.kv, slots, mask)
-        model.embed_out.write_logits(x, self.logits[: shape.n_rows])
+        x = self.transformer(inputs.tokens, rotary, self.kv, written, mask)
+        self.head.write_logits(x, self.logits[: shape.n_rows])
         if not shape.ranking.is_read:
             return x, None
         logits = self.logits[: shape.n_rows, : shape.n_ids]
@@ -232,16 +203,13 @@ class FixedCache(FastCache):
             torch.cuda.current_stream(ranked.device).synchronize()
         return results
 
-    def capture(self, shortest: int) -> None:
+    def capture(self, shortest: int, is_alone: bool) -> int:
         """Capture the small passes for all lengths of the text from `shortest` on as CUDA graphs,
-        and from now on every other pass when it first runs. Streamed layers have no graphs. Raises
-        OutOfMemory.
-
+        and from now on every other pass when it first runs. Return the number of captured graphs.
         Shapes that were captured before are skipped. Captures write to the scratch slots.
+
+        is_alone: no other rank computes with this one. Raises OutOfMemory.
         """
-        model, began = self.model, time.perf_counter()
-        if not model.has_graphs:
-            return
         # Trees seldom fill all of their scratch slots, so not all of them count
         n_rare = max(self.config.n_scratch - SMALL_PASS, 0)
         lengths = range(shortest, max(self.capacity - n_rare, shortest) + 1)
@@ -257,11 +225,10 @@ class FixedCache(FastCache):
             for shape in missing:
                 self.upload_padding(shape)  # the buffer holds inputs of another shape
                 graph = self.capture_shape(shape)
-                if model.n_ranks() == 1:  # otherwise ranks would wait for one that has failed
+                if is_alone:  # otherwise ranks would wait for one that has failed
                     graph.replay()  # the first launch uploads the graph to the device
         self.is_replaying = True
-        model.n_graphs += len(missing)
-        model.capture_s += time.perf_counter() - began
+        return len(missing)
 
     def capture_shape(self, shape: PassShape) -> torch.cuda.CUDAGraph:
         """Capture a pass that has run before, and return its graph."""
@@ -289,19 +256,7 @@ class FixedCache(FastCache):
     def upload_padding(self, shape: PassShape) -> None:
         """Upload a pass of padding rows only."""
         no_rows = torch.empty(0, dtype=torch.int64)
-        self.upload(shape, no_rows, no_rows, causal_mask(0), self.length)
-
-
-def choose_capacity(model: "FastGPTNeoX", capacity: int, config: PassConfig) -> int:
-    """Return the number of tokens to allocate memory for, at least `capacity`.
-
-    This is the number of positions that the model was trained for. Otherwise every longer text
-    would need new memory and new graphs, and graphs are not freed. Memory for all positions may
-    take at most half of the free memory, because the draft's cache may need the rest.
-    """
-    max_capacity = max(capacity, model.config.max_position_embeddings)
-    free = min(model.gather(free_memory(model.device)))
-    return capacity if cache_bytes(model, max_capacity, config) > free / 2 else max_capacity
+        self.upload(shape, PassInputs(no_rows, no_rows, causal_mask(0), self.length, n_last=0))
 
 
 def make_shape(n_rows: int, n_slots: int, config: PassConfig) -> PassShape:

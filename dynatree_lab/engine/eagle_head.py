@@ -27,6 +27,7 @@ from dynatree_lab.engine.checkpoint import (
     read_json,
     reading,
 )
+from dynatree_lab.engine.inputs import PassInputs
 from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.methods.eagle import EagleHead, ReferenceHead, StateTransformer, with_states
@@ -57,8 +58,8 @@ class FastHead(EagleHead, FastGPTNeoX):
         kv, rotary = super().new_memory(n_slots)
         return with_states(kv), rotary
 
-    def before_pass(self, cache: FastCache, tokens: Tensor, *others: object) -> None:
-        self.take_states(cache, len(tokens))
+    def before_pass(self, cache: FastCache, inputs: PassInputs) -> None:
+        self.take_states(cache, len(inputs.tokens))
 
 
 def fc_bytes(model: GPTNeoX) -> int:

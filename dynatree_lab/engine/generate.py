@@ -19,12 +19,12 @@ from torch import Tensor
 import dynatree
 from draft_tree import Candidates, Rule, Tree
 from dynatree import Drafter
-from dynatree_lab.engine.cache import require_caches
 from dynatree_lab.engine.compose import Parts, compose, draft_ranking
 from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.invariance import strict_rows
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.masks import PLAIN
-from dynatree_lab.engine.model import is_fast
+from dynatree_lab.engine.model import is_fast, require_caches
 from dynatree_lab.engine.passes import SMALL_PASS, PassConfig
 from dynatree_lab.engine.process import Process, processed
 from dynatree_lab.engine.record import TreeRecord
@@ -262,10 +262,11 @@ def configure_models(
     does not use it. Raises ValueError for options that only an engine model has."""
     n_ids, target_config, draft_config = target.config.vocab_size, None, None
     if is_fast(target):
+        n_rows, min_rows = rule.max_verified, rule.min_rows
         target_config = PassConfig(
-            rule.max_verified,
-            rule.min_rows,
-            max(rule.max_verified, SMALL_PASS),  # so that methods with small trees share graphs
+            n_rows,
+            strict_rows(target, max(n_rows, min_rows)) if config.strict else min_rows,
+            max(n_rows, SMALL_PASS),  # so that methods with small trees share graphs
             ranking=Ranking(rule.target_top_k),
             masks=STRICT if config.strict else PLAIN,
             window=config.window,

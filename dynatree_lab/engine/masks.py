@@ -5,8 +5,8 @@ attends to all older slots. `Masks` makes a Mask of it, with which the layers co
 pass of a fixed shape (engine/cuda_graphs.py) gets the bool mask as bits, and makes the Mask of them
 on the device. Strict passes have Masks of their own (engine/strict.py).
 
-    mask = PLAIN.build(torch.arange(3), torch.ones(3, 3).tril().bool(), 0, 3, kv)
-    attended = mask.attend(q, kv[0], kv[1])
+    inputs = PassInputs(tokens, torch.arange(3), causal_mask(3), start=0, n_last=3)
+    attended = PLAIN.build(inputs, 3, kv).attend(q, kv[0], kv[1])
 
 Shapes: n rows given, m rows run (m >= n, with padding), S cache slots, H heads, D head size.
 """
@@ -14,7 +14,6 @@ Shapes: n rows given, m rows run (m >= n, with padding), S cache slots, H heads,
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -22,10 +21,7 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dynatree_lab.engine.cuda_graphs import FixedCache, PassInputs, PassShape
-    from dynatree_lab.engine.model import FastGPTNeoX
-    from dynatree_lab.engine.passes import PassConfig
+from dynatree_lab.engine.inputs import DeviceInputs, PassInputs
 
 # On a CPU in float32, two products take 4/5 of scaled_dot_product_attention's time for 1 row, the
 # same time for 128, and twice for 512 (measured with 4 to 32 heads over 500 and 1,500 slots)
@@ -42,7 +38,11 @@ class Mask:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return softmax attention [H, m, D] of q [H, m, D] over k, v [H, S or more, D]."""
         n_slots = self.additive.shape[1]
-        return attend(q, k[:, :n_slots], v[:, :n_slots], self.additive)
+        k, v = k[:, :n_slots], v[:, :n_slots]
+        if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[1] < SDPA_ROWS:
+            scores = torch.baddbmm(self.additive, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+            return torch.bmm(scores.softmax(-1), v)  # [H, m, S] times [H, S, D]
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], self.additive)[0]
 
 
 class Masks:
@@ -51,53 +51,40 @@ class Masks:
     max_path = sys.maxsize  # number of rows that an iteration may commit
     slot_step = 1  # a cache has a multiple of this many slots
 
-    def min_rows(self, model: "FastGPTNeoX", config: "PassConfig") -> int:
-        """Return the minimum number of rows of a pass."""
-        return max(config.min_rows, model.min_rows)
-
-    def build(self, positions: Tensor, mask: Tensor, start: int, m: int, like: Tensor) -> Mask:
-        """Return the Mask of a pass of m rows.
+    def build(self, inputs: PassInputs, m: int, like: Tensor) -> Mask:
+        """Return the Mask of a pass of m rows, of which the inputs have n.
 
         Padding rows attend to at least one slot, because softmax over no slot is nan.
 
-        Args:
-            positions, mask: of the n rows given, on the host.
-            start: the first row's slot.
-            like: a tensor with the device and dtype of the result.
+        like: a tensor with the device and dtype of the result.
         """
-        n = len(mask)
-        length = start + n - mask.shape[1]  # slots before those of the mask
+        n, mask = len(inputs.mask), inputs.mask
         if m > n:
             mask = F.pad(mask, (0, 0, 0, m - n))
             mask[n:, 0] = True
-        return Mask(additive_mask(mask, length, like))
+        return Mask(additive_mask(mask, inputs.n_older, like))
 
     def row_bytes(self, n_scratch: int) -> int:
         """Return the bytes of a row's mask in the inputs of a fixed shape."""
         return (n_scratch + 2 + 7) // 8
 
-    def pack(self, positions: Tensor, mask: Tensor, length: int, shape: "PassShape") -> ndarray:
-        """Return the masks of n rows and of padding rows, [m, row_bytes] uint8. length: slots
-        before those of the mask."""
-        return pack_mask(mask, shape.n_rows, shape.n_scratch)
+    def pack(self, inputs: PassInputs, m: int, n_scratch: int) -> ndarray:
+        """Return the masks of n rows and of padding rows, [m, row_bytes] uint8."""
+        return pack_mask(inputs.mask, m, n_scratch)
 
-    def unpack(self, cache: "FixedCache", inputs: "PassInputs", shape: "PassShape") -> Mask:
-        """Return the Mask of packed masks, without waiting for the device."""
-        columns = (cache.slots[: shape.n_slots] - inputs.last).clamp_(0, shape.n_scratch + 1)
-        unpacked = F.embedding(inputs.mask.int(), cache.additive_bits)  # [m, bytes, 8]
+    def unpack(
+        self, inputs: DeviceInputs, slots: Tensor, n_scratch: int, byte_masks: Tensor
+    ) -> Mask:
+        """Return the Mask of packed masks, without waiting for the device.
+
+        slots: [S] int64, from 0 on. byte_masks: of additive_bits.
+        """
+        columns = (slots - inputs.last).clamp_(0, n_scratch + 1)
+        unpacked = F.embedding(inputs.mask.int(), byte_masks)  # [m, bytes, 8]
         return Mask(unpacked.flatten(1).index_select(1, columns))  # [m, S]
 
 
 PLAIN = Masks()
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax attention [H, n, D] of q [H, n, D] over k, v [H, S, D]. mask: [n, S], 0 or
-    -inf."""
-    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[1] < SDPA_ROWS:
-        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-        return torch.bmm(scores.softmax(-1), v)  # [H, n, S] times [H, S, D]
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
 
 
 def causal_mask(n: int) -> Tensor:
@@ -105,28 +92,17 @@ def causal_mask(n: int) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool).tril_()
 
 
-def additive_causal_mask(n: int, start: int, like: Tensor) -> Tensor:
-    """Return the causal mask [n, start + n], 0 or -inf, of n rows after `start` slots. It has the
-    device and dtype of `like`."""
-    return fully_masked(n, start + n, like).triu_(start + 1)
-
-
 def additive_mask(mask: Tensor, length: int, like: Tensor) -> Tensor:
     """Return a mask [n, length + m], 0 or -inf, on the device and in the dtype of `like`.
 
     mask: [n, m] bool over the slots from `length` on. Every row attends to all older slots.
     """
-    n, n_slots = mask.shape
-    additive = fully_masked(n, length + n_slots, like)
+    n, n_slots = mask.shape[0], length + mask.shape[1]
+    aligned = -(-n_slots // 8) * 8  # CUDA's attention copies unaligned masks in every layer
+    additive = like.new_full((n, aligned), -math.inf)[:, :n_slots]
     additive[:, :length] = 0.0
     additive[:, length:].masked_fill_(mask.to(like.device, non_blocking=True), 0.0)
     return additive
-
-
-def fully_masked(n: int, n_slots: int, like: Tensor) -> Tensor:
-    """Return a mask [n, S] of -inf."""
-    aligned = -(-n_slots // 8) * 8  # CUDA's attention copies unaligned masks in every layer
-    return like.new_full((n, aligned), -math.inf)[:, :n_slots]
 
 
 def pack_mask(mask: Tensor, n_rows: int, n_scratch: int) -> ndarray:

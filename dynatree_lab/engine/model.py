@@ -1,4 +1,4 @@
-"""The fast model: gpt_neox.py's model with fused layers, and with caches that own their passes.
+"""The fast model: gpt_neox.py's model with fused layers and caches that run its passes.
 
 It is a gpt_neox.Model, and its greedy text is equal to that of GPTNeoX. The options of its passes
 are a PassConfig, which engine/generate.py makes for each model of a generation.
@@ -8,14 +8,15 @@ are a PassConfig, which engine/generate.py makes for each model of a generation.
 """
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from dynatree_lab.engine.cache import FastCache, count_slots
+from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.checkpoint import (
     DTYPES,
     find_checkpoint,
@@ -24,9 +25,17 @@ from dynatree_lab.engine.checkpoint import (
     read_config,
 )
 from dynatree_lab.engine.cuda_graphs import FixedCache
+from dynatree_lab.engine.inputs import PassInputs
 from dynatree_lab.engine.layers import fuse
-from dynatree_lab.engine.memory import memory_for, require_memory
-from dynatree_lab.engine.passes import PassConfig, buffer_rows
+from dynatree_lab.engine.memory import free_memory, memory_for, require_memory
+from dynatree_lab.engine.passes import (
+    SLOT_STEP,
+    SMALL_PASS,
+    PassConfig,
+    buffer_rows,
+    round_up_rows,
+    round_up_slots,
+)
 from dynatree_lab.engine.scores import Scores, make_scores
 from gpt_neox import Config, GPTNeoX, rotary_table, untied_if_head_differs
 
@@ -34,16 +43,17 @@ T = TypeVar("T")
 
 
 class FastGPTNeoX(GPTNeoX):
-    """A GPT-NeoX with fused layers, made by from_pretrained or from_tensors."""
+    """A GPT-NeoX with fused layers, made by from_pretrained or from_tensors. In a pass it stands
+    between the run (engine/run.py) and the cache: it makes one PassInputs of its arguments."""
 
     has_graphs = True  # passes of fixed shapes may be captured as CUDA graphs
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.n_heads = config.num_attention_heads // self.n_ranks()
-        self.reusable: list[FixedCache] = []  # on CUDA, closed caches with memory and graphs
+        self.reusable: list[FixedCache] = []  # released caches with memory and graphs
         self.n_graphs, self.capture_s = 0, 0.0  # captured graphs, seconds that it took
-        # Results of strict.invariant_rows ("min_rows") and is_place_invariant (by row count)
+        # Results of invariance.invariant_rows ("min_rows") and is_place_invariant (by row count)
         self.invariance_results: dict[str | int, int | bool | None] = {}
 
     @classmethod
@@ -95,29 +105,72 @@ class FastGPTNeoX(GPTNeoX):
     def new_cache(self, capacity: int, config: PassConfig | None = None) -> FastCache:
         """Return an empty cache for `capacity` tokens. Raises OutOfMemory if it does not fit."""
         config = config or PassConfig()
-        config = config._replace(min_rows=config.masks.min_rows(self, config))
+        config = config._replace(min_rows=max(config.min_rows, self.min_rows))
         cache = self.find_reusable(capacity, config)
         if cache:
             self.reusable.remove(cache)
         else:
             self.reusable.clear()  # all are too small
-            kind = FixedCache if self.has_fixed_shapes else FastCache
-            cache = kind(self, capacity, config)
-        cache.begin(self, capacity, config)
+            with memory_for(f"a cache of {capacity} tokens"):
+                cache = self.allocate(capacity, config)
+        cache.begin(self.gpt_neox, self.embed_out, capacity, config)
         return cache
 
     def find_reusable(self, capacity: int, config: PassConfig) -> FixedCache | None:
-        """Return a closed cache that has room for `capacity` tokens and the rows of the config, if
-        there is one."""
-        n_slots, n_rows = count_slots(self, capacity, config), buffer_rows(config)
+        """Return a released cache that has room for `capacity` tokens and the rows of the config,
+        if there is one."""
+        n_slots, n_rows = self.count_slots(capacity, config), buffer_rows(config)
         for cache in self.reusable:
             if cache.kv.shape[3] >= n_slots and len(cache.logits) >= n_rows:
                 return cache
         return None
 
-    def before_pass(self, cache: FastCache, *inputs: Tensor | None) -> None:
-        """Prepare a pass over a cache, which calls this with the tokens and, unless it is a
-        prefill, the positions and the mask. A head sets the rows' states."""
+    def allocate(self, capacity: int, config: PassConfig) -> FastCache:
+        """Return a new cache.
+
+        Passes of fixed shapes get memory for as many tokens as the model was trained for. Otherwise
+        every longer text would need new memory and new graphs, and graphs are not freed. This may
+        take at most half of the free memory, because the draft's cache may need the rest.
+        """
+        if not self.has_fixed_shapes:
+            return FastCache(*self.new_memory(self.count_slots(capacity, config)), capacity)
+        longest = max(capacity, self.config.max_position_embeddings)
+        if self.cache_bytes(longest, config) > min(self.gather(free_memory(self.device))) / 2:
+            longest = capacity
+        # Memory that the next cache may reuse must also be usable outside of inference mode
+        with torch.inference_mode(False):
+            memory = self.new_memory(self.count_slots(longest, config))
+            return FixedCache(*memory, buffer_rows(config), self.config.vocab_size)
+
+    def capture(self, cache: FastCache, shortest: int) -> None:
+        """Capture the passes over a cache for all lengths from `shortest` on as CUDA graphs, if its
+        passes have fixed shapes. Raises OutOfMemory."""
+        if isinstance(cache, FixedCache) and self.has_graphs:
+            began = time.perf_counter()
+            self.n_graphs += cache.capture(shortest, is_alone=self.n_ranks() == 1)
+            self.capture_s += time.perf_counter() - began
+
+    def release(self, cache: FastCache) -> None:
+        """Leave the memory and graphs of a cache to the next one, if its passes have fixed
+        shapes."""
+        if isinstance(cache, FixedCache):
+            self.reusable.append(cache)
+
+    def count_slots(self, capacity: int, config: PassConfig) -> int:
+        """Return how many slots a cache needs, including those that padding rows write to."""
+        if self.has_fixed_shapes:
+            # Padding to a number of ROW_COUNTS adds fewer than half of its rows, and fewer than 256
+            n_padding = min(buffer_rows(config) // 2, SLOT_STEP)
+            return round_up_slots(capacity + max(round_up_rows(config.min_rows), n_padding))
+        step = config.masks.slot_step
+        return -(-(capacity + max(config.min_rows, self.min_rows) - 1) // step) * step
+
+    def cache_bytes(self, capacity: int, config: PassConfig | None = None) -> int:
+        """Return the size in bytes of a cache for `capacity` tokens."""
+        return self.bytes_per_token * self.count_slots(capacity, config or PassConfig())
+
+    def before_pass(self, cache: FastCache, inputs: PassInputs) -> None:
+        """Prepare a pass over a cache. A head sets the rows' states."""
 
     @staticmethod
     def n_ranks() -> int:
@@ -129,21 +182,44 @@ class FastGPTNeoX(GPTNeoX):
         return [value]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, cache: FastCache, mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: FastCache,
+        mask: Tensor | None = None,
+        n_last: int | None = None,
     ) -> Tensor:
-        """Run n rows as GPTNeoX.forward does. On CUDA, the next pass over this cache may overwrite
-        the logits."""
-        return cache.forward(tokens, positions, mask).logits
+        """Run n rows as GPTNeoX.forward does, and return the logits of the last n_last, by default
+        of all. On CUDA, the next pass over this cache may overwrite them."""
+        inputs = cache.place(tokens, positions, mask, n_last or len(tokens))
+        self.before_pass(cache, inputs)
+        cache.scores = cache.run(inputs)
+        return cache.scores.logits
 
-    def hidden(
-        self, tokens: Tensor, positions: Tensor, cache: FastCache, mask: Tensor | None = None
-    ) -> Tensor:
-        """Run n rows as `forward` does and return their last hidden states [n, hidden]."""
-        return cache.forward(tokens, positions, mask).hidden
+    def hidden(self, tokens: Tensor, positions: Tensor, cache: FastCache) -> Tensor:
+        """Run a chunk of a prompt and return its last hidden states [n, hidden]."""
+        inputs = cache.place(tokens, positions, None, n_last=0)
+        self.before_pass(cache, inputs)
+        return cache.run_chunk(inputs)
 
     def prefill(self, tokens: list[int], cache: FastCache) -> Tensor:
-        """Run and commit the next tokens of the sequence as GPTNeoX.prefill does."""
-        return cache.prefill(tokens)
+        """Run and commit the next tokens of the sequence as GPTNeoX.prefill does. A draft's few
+        uncached tokens, with which every tree starts, are one pass, as a level is."""
+        n, ids = len(tokens), torch.tensor(tokens)
+        if cache.config.is_draft and n <= min(SMALL_PASS, cache.max_commit):
+            self.forward(ids, torch.arange(cache.length, cache.length + n), cache, n_last=1)
+            cache.advance(n)
+            return cache.scores.logits
+        is_finite = torch.tensor(True, device=self.device)
+        for chunk in cache.chunks(ids):
+            positions = torch.arange(cache.length, cache.length + len(chunk))
+            x = self.hidden(chunk, positions, cache)
+            is_finite &= x.isfinite().all()
+            if cache.states is not None:
+                cache.states.append(x)
+            cache.advance(len(chunk))
+        cache.scores = self.score(x[-1:].masked_fill(~is_finite, torch.nan), cache.config)
+        return cache.scores.logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, V] of last hidden states [n, hidden], in float32."""
@@ -152,6 +228,21 @@ class FastGPTNeoX(GPTNeoX):
     def score(self, x: Tensor, config: PassConfig) -> Scores:
         """Return the scores of last hidden states [n, hidden]."""
         return make_scores(x, self.logits(x)[:, : config.n_ids], config.ranking)
+
+
+def require_caches(needs: Sequence[tuple[FastGPTNeoX, int, PassConfig]]) -> None:
+    """Raise OutOfMemory unless caches of these models and capacities fit into memory together.
+
+    On a CPU, the system provides memory only when it is first written. So each cache could be made,
+    although all of them together do not fit.
+    """
+    n_bytes = 0
+    for model, capacity, config in needs:
+        if not model.find_reusable(capacity, config):
+            model.reusable.clear()
+            n_bytes += model.cache_bytes(capacity, config)
+    sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
+    require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")
 
 
 def is_fast(model: object) -> bool:

@@ -30,7 +30,8 @@ OnPass = Callable[[list[int], Scores], None]  # gets the n tokens of a pass and 
 
 
 class ModelRun:
-    """A gpt_neox.Model that wraps another one for one generation. It makes one cache."""
+    """A gpt_neox.Model that wraps another one for one generation. It makes one cache. A pass comes
+    to it from the loop; it takes the time, keeps the scores and shows them to observers."""
 
     def __init__(
         self, model: Model, n_tokens: int, n_scratch: int, pass_config: PassConfig | None = None
@@ -150,14 +151,14 @@ class ModelRun:
     def capture(self, shortest: int) -> None:
         """Capture the passes for all lengths from `shortest` on, on CUDA."""
         if self.pass_config:
-            self.cache.capture(shortest)
+            self.model.capture(self.cache, shortest)
 
     def __enter__(self) -> "ModelRun":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self.pass_config and self.cache:
-            self.cache.__exit__(kind, *error)
+            self.model.release(self.cache)
             if self.kept and kind in (None, GeneratorExit):  # the caller may close the generator
                 with suppress(OutOfMemory):  # the text is done; the next one runs everything again
                     self.kept.save(self.cache, self.text)

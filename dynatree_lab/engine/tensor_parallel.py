@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.checkpoint import CheckpointError
+from dynatree_lab.engine.inputs import PassInputs
 from dynatree_lab.engine.model import FastGPTNeoX, T
 from dynatree_lab.engine.ranks import RanksError, gather, rank, run_collective, world_size
 from gpt_neox import Config
@@ -57,15 +58,15 @@ class ShardedGPTNeoX(FastGPTNeoX):
             layer.sum_ranks = sum_ranks
         return model
 
-    def before_pass(self, cache: FastCache, *inputs: Tensor | None) -> None:
+    def before_pass(self, cache: FastCache, inputs: PassInputs) -> None:
         """Raise RanksError on all ranks unless their inputs, which are on the host, are equal.
 
         The ranks compare checksums in a collective of a fixed size. Without it, ranks with
         different trees would add up tensors of different sizes.
         """
         checksum = 0
-        for tensor in inputs:
-            checksum = zlib.crc32(b"" if tensor is None else tensor.contiguous().numpy(), checksum)
+        for tensor in (inputs.tokens, inputs.positions, inputs.mask):
+            checksum = zlib.crc32(tensor.contiguous().numpy(), checksum)
         lowest = torch.tensor([checksum, -checksum])
         run_collective(dist.all_reduce, lowest, op=dist.ReduceOp.MIN)
         if lowest.sum():  # the lowest checksum and the highest one differ

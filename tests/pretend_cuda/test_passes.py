@@ -29,7 +29,7 @@ def open_cache(model: FastGPTNeoX, config: PassConfig | None = None) -> FastCach
     """Return a cache that holds PREFIX; on CUDA its passes are captured."""
     cache = model.new_cache(400, config)
     model.prefill(PREFIX, cache)
-    cache.capture(10)
+    model.capture(cache, 10)
     return cache
 
 
