@@ -27,6 +27,7 @@ run           a model in one generation: its cache, and who observes its passes
 kept          a cache that is kept from one text to the next
 compose       assembly of a method's parts
 record        how a rule decided each tree, for the page
+step          a step of `generate`, and what keeps its times, scores and log-probabilities
 process       logits processors of the caller
 generate      the core's loop with windows, strict passes, graphs and timing
 generation_config  all options of a generation: method, settings, sampling, window

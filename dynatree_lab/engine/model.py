@@ -9,7 +9,7 @@ are a PassConfig, which engine/generate.py makes for each model of a generation.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -228,21 +228,6 @@ class FastGPTNeoX(GPTNeoX):
     def score(self, x: Tensor, config: PassConfig) -> Scores:
         """Return the scores of last hidden states [n, hidden]."""
         return make_scores(x, self.logits(x)[:, : config.n_ids], config.ranking)
-
-
-def require_caches(needs: Sequence[tuple[FastGPTNeoX, int, PassConfig]]) -> None:
-    """Raise OutOfMemory unless caches of these models and capacities fit into memory together.
-
-    On a CPU, the system provides memory only when it is first written. So each cache could be made,
-    although all of them together do not fit.
-    """
-    n_bytes = 0
-    for model, capacity, config in needs:
-        if not model.find_reusable(capacity, config):
-            model.reusable.clear()
-            n_bytes += model.cache_bytes(capacity, config)
-    sizes = " and ".join(str(capacity) for _, capacity, _ in needs)
-    require_memory(n_bytes, needs[0][0].device, f"caches of {sizes} tokens")
 
 
 def is_fast(model: object) -> bool:

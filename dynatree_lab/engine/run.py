@@ -12,7 +12,7 @@ Shapes: n rows of a pass, V vocabulary, k top ids of each row.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -20,7 +20,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from dynatree_lab.engine.kept import KeptCache
-from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.engine.memory import OutOfMemory, require_memory
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.scores import Scores
 from dynatree_lab.methods.eagle import EagleHead
@@ -162,3 +162,19 @@ class ModelRun:
             if self.kept and kind in (None, GeneratorExit):  # the caller may close the generator
                 with suppress(OutOfMemory):  # the text is done; the next one runs everything again
                     self.kept.save(self.cache, self.text)
+
+
+def require_caches(runs: Sequence[ModelRun]) -> None:
+    """Raise OutOfMemory unless the caches of these runs fit into memory together.
+
+    On a CPU, the system provides memory only when it is first written. So each cache could be made,
+    although all of them together do not fit.
+    """
+    fast, n_bytes = [run for run in runs if run.pass_config], 0
+    for run in fast:
+        if not run.model.find_reusable(run.capacity, run.pass_config):
+            run.model.reusable.clear()
+            n_bytes += run.model.cache_bytes(run.capacity, run.pass_config)
+    if fast:
+        sizes = " and ".join(str(run.capacity) for run in fast)
+        require_memory(n_bytes, fast[0].device, f"caches of {sizes} tokens")

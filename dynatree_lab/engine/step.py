@@ -1,0 +1,148 @@
+"""A step of engine/generate.py, and the drafter and the acceptance that keep what it has more than
+a step of dynatree.generate.
+
+Shapes: n rows of a tree, V vocabulary.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy
+from torch import Tensor
+
+import dynatree
+from draft_tree import Candidates, Tree
+from dynatree import Drafter
+from dynatree_lab.engine.process import Process, processed
+from dynatree_lab.engine.record import TreeRecord
+from dynatree_lab.engine.run import ModelRun
+from dynatree_lab.engine.scores import Scores, TokenLogprob
+from dynatree_lab.methods.sampler import DrawingSampler
+from verify import Acceptance, accept_best
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Step(dynatree.Step):
+    """A step of dynatree.generate, with more results for the command line and the benchmark."""
+
+    bonus: int = -1  # the bonus token, even if EOS or the limit cuts it from `tokens`
+    predictions: list[int] = field(default_factory=list)  # [N], the target's best id of each row
+    draft_rows: list[int] = field(default_factory=list)  # rows of each pass of the draft
+    cache_lengths: tuple[int, int] = (0, 0)  # committed tokens of the target, of the draft
+    draft_overflowed: bool = False
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    other_ms: float = 0.0
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `tokens`, if they are wanted
+    record: TreeRecord | None = None  # of the tree, if it is wanted
+
+    @property
+    def n_drafted(self) -> int:
+        return len(self.tree) - 1
+
+    @property
+    def ms(self) -> float:
+        return self.draft_ms + self.verify_ms + self.other_ms
+
+    def __repr__(self) -> str:  # as a notebook shows it
+        accepted = f"{len(self.path) - 1} of {self.n_drafted} accepted"
+        return f"{accepted}, depth {max(self.tree.depths)}, {self.ms:.1f} ms: {self.tokens}"
+
+
+class TimedDrafter(Drafter):
+    """A drafter with the time that its drafts take."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.ms = 0.0  # of the drafts since the last step
+        self.of_root: Candidates | None = None  # those below the latest root
+
+    def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
+        self.drafter.start(prompt, capacity, vocab_size)
+
+    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+        began = time.perf_counter()
+        found = self.drafter.draft(tokens, parents, k)
+        if parents is None:
+            self.of_root = found  # checked by draft_tree.grow
+        self.ms += (time.perf_counter() - began) * 1e3
+        return found
+
+    def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
+        self.commit_began = time.perf_counter()  # the target's cache has committed before
+        self.drafter.commit(tree, path, tokens)
+
+
+class Choice:
+    """The acceptance of one text (a verify.Acceptance). It reads the scores of the target's pass,
+    which the host has, and keeps what it chose from."""
+
+    def __init__(
+        self,
+        target: ModelRun,
+        committed: list[int],
+        *,
+        sampler: DrawingSampler | None,
+        accept: Acceptance | None,
+        process: Process | None,
+        keeps_logits: bool,
+    ):
+        """
+        Args:
+            committed: the ids before the root, to which the accepted ones are appended.
+            sampler: for sampled text.
+            accept: the caller's, in place of all others.
+        """
+        self.target, self.committed = target, committed
+        self.sampler, self.accept, self.process = sampler, accept, process
+        self.keeps_logits = keeps_logits
+
+    def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
+        scores = self.target.scores
+        is_finite = scores.finite_rows()
+        if self.process:
+            changed, is_finite = processed(self.process, logits, is_finite, self.committed, tree)
+            scores = Scores(None, changed)
+        self.predictions = scores.argmax()
+        if self.accept:
+            path, tokens = self.accept(tree, scores.logits)
+        elif self.sampler:
+            path, tokens = self.sampler(tree, scores.logits, is_finite)
+        else:
+            path, tokens = accept_best(tree, self.predictions, is_finite)
+        if self.keeps_logits:  # a copy, because on CUDA a rebuilt commit overwrites them
+            self.logits = logits[path]
+        self.bonus = tokens[-1]
+        self.committed += [tree.tokens[row] for row in path]
+        self.ended = time.perf_counter()
+        return path, tokens
+
+
+def step_of(
+    step: dynatree.Step,
+    ms: float,
+    *,
+    choice: Choice,
+    drafter: TimedDrafter,
+    draft: ModelRun | None,
+) -> Step:
+    """Return the loop's step, which took `ms`, with what was kept during it."""
+    draft_ms, drafter.ms = drafter.ms, 0.0
+    commit_ms = (drafter.commit_began - choice.ended) * 1e3  # of the target's cache
+    verify_ms = choice.target.pop_stats()[0] + commit_ms
+    n_cached, draft_rows = 0, []
+    if draft:
+        n_cached, draft_rows = draft.cache.length, draft.pop_stats()[1]
+    return Step(
+        tokens=step.tokens,
+        tree=step.tree,
+        path=step.path,
+        bonus=choice.bonus,
+        predictions=choice.predictions,
+        draft_rows=draft_rows,
+        cache_lengths=(choice.target.cache.length, n_cached),
+        draft_overflowed=bool(draft_rows) and not (drafter.of_root.logprobs > -numpy.inf).any(),
+        draft_ms=draft_ms,
+        verify_ms=verify_ms,
+        other_ms=ms - draft_ms - verify_ms,
+    )
