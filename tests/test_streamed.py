@@ -31,6 +31,7 @@ from dynatree_lab.cli.main import main
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine import streamed
 from dynatree_lab.engine.checkpoint import CheckpointError
+from dynatree_lab.engine.layers import FusedLayer
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.streamed import Budget, FileLayers, StreamedGPTNeoX, load_streamed
 from dynatree_lab.methods import METHODS
@@ -138,7 +139,7 @@ class Broken(Exception):
 
 def test_a_pass_that_ended_early_spoils_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load()
-    expected, forward = run(model, PROMPT), streamed.StoredLayer.forward
+    expected, forward = run(model, PROMPT), FusedLayer.forward
     for n in range(6):
         left = iter(range(n))
 
@@ -148,7 +149,7 @@ def test_a_pass_that_ended_early_spoils_no_later_one(monkeypatch: pytest.MonkeyP
             return forward(layer, *inputs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(streamed.StoredLayer, "forward", fail)
+            patch.setattr(FusedLayer, "forward", fail)
             with pytest.raises(Broken):
                 run(model, PROMPT + [3])
         assert torch.equal(run(model, PROMPT), expected)

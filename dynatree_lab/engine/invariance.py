@@ -80,15 +80,14 @@ def make_trials(model: FastGPTNeoX) -> list[tuple[Callable[[Tensor], Tensor], Te
     weight = model.gpt_neox.embed_in.weight
     config, layer = model.config, model.gpt_neox.layers[0]
     generator = torch.Generator().manual_seed(0)
-    n_heads = layer.n_attended // config.head_size
-    shape = (2, n_heads, 2 * BLOCK, config.head_size)
+    shape = (2, model.n_heads, 2 * BLOCK, config.head_size)
     kv = torch.randn(shape, generator=generator).to(weight.dtype)
     # `attend` writes no keys, so every row finds the same key and value in its own slot
     kv[:, :, TRIAL_LENGTH:] = kv[:, :, TRIAL_LENGTH : TRIAL_LENGTH + 1]
     rotary = torch.ones(1, config.rotary_dims // 2, dtype=torch.complex64)  # angles of 0
     n = TRIAL_ROW_COUNTS[-1]
     rows = torch.randn(n, weight.shape[1], generator=generator).to(weight.dtype)
-    queries = torch.randn(n, n_heads, config.head_size, generator=generator)
+    queries = torch.randn(n, model.n_heads, config.head_size, generator=generator)
 
     def run(x: Tensor) -> Tensor:
         x = layer(x.clone(), rotary, kv, TRIAL_LENGTH, trial_mask(len(x)))

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from dynatree_lab.engine.checkpoint import CheckpointError
 from dynatree_lab.engine.linear import Linear, MixedLinear, make_linear
 from dynatree_lab.engine.masks import Mask
-from gpt_neox import ACTIVATIONS, Config
+from gpt_neox import ACTIVATIONS, Config, Layer
 
 LARGE_LAYER = 2**23  # bytes; after packing a larger layer, free memory goes back to the system
 
@@ -43,19 +43,42 @@ def fuse(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     This is done layer by layer, so if each lookup reads a tensor from its file, memory holds only
     one copy of the model. Raises CheckpointError if a matrix times the scale of its norm overflows.
     """
-    config, layers = model.config, model.gpt_neox.layers
-    model.gpt_neox.layers = nn.ModuleList()  # the loop below loads them
+    fuse_ends(model, tensors)
+    layers = nn.ModuleList()
+    for i in range(model.config.num_hidden_layers):
+        layers.append(fuse_layer(i, model.config, tensors))
+        if layers[i].nbytes > LARGE_LAYER:
+            trim_heap()
+    model.gpt_neox = FusedTransformer(model.gpt_neox.embed_in, layers)
+
+
+def fuse_ends(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a GPTNeoX on the meta device its embedding and a fused head, but no layers."""
+    model.gpt_neox.layers = nn.ModuleList()
     load_weights(model, "", tensors)
-    if config.tie_word_embeddings:
+    if model.config.tie_word_embeddings:
         model.embed_out.weight = model.gpt_neox.embed_in.weight
-    choose_kernels(model.device, model.dtype)  # before `fold` multiplies matrices
-    for i in range(config.num_hidden_layers):
-        load_weights(layers[i], f"gpt_neox.layers.{i}.", tensors)
-        layers[i] = FusedLayer(layers[i], config)
-    model.gpt_neox.layers = layers
-    norm = model.gpt_neox.final_layer_norm
-    model.gpt_neox = FusedTransformer(model.gpt_neox)
-    model.embed_out = Head(norm, model.embed_out.weight)
+    choose_kernels(model.device, model.dtype)
+    model.embed_out = Head(model.gpt_neox.final_layer_norm, model.embed_out.weight)
+
+
+def fuse_layer(i: int, config: Config, tensors: Mapping[str, Tensor]) -> "FusedLayer":
+    """Return layer i, in the form that is fastest on its device. Raises CheckpointError if a matrix
+    times the scale of its norm overflows."""
+    with torch.device("meta"):
+        layer = Layer(config)
+    load_weights(layer, f"gpt_neox.layers.{i}.", tensors)
+    *norms, qkv, inner, dense, out = affine_parts(layer)
+    order = qkv_order(len(qkv.weight), config).to(qkv.weight.device)
+    qkv = Affine(qkv.weight[order], qkv.bias[order])
+    if not config.use_parallel_residual:
+        linears = [make_linear(*part) for part in (qkv, inner, dense, out)]
+        return SequentialLayer(config, norms, linears)
+    weight = torch.cat([dense.weight, out.weight], dim=1)
+    dense_and_out = make_linear(weight, dense.bias + out.bias)
+    if weight.device.type == "cuda":
+        return FoldedLayer(config, fold(norms[0], qkv), fold(norms[1], inner), dense_and_out)
+    return ParallelLayer(config, norms, [make_linear(*qkv), make_linear(*inner), dense_and_out])
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> None:
@@ -91,11 +114,10 @@ def trim_heap() -> None:
 class FusedTransformer(nn.Module):
     """gpt_neox.Transformer with fused layers, for inference."""
 
-    def __init__(self, transformer: nn.Module):
+    def __init__(self, embed_in: nn.Embedding, layers: nn.Module):
         super().__init__()
-        self.embed_in = transformer.embed_in
-        self.layers = transformer.layers
-        self.overflow_value = overflow_value(self.embed_in.weight.dtype)
+        self.embed_in, self.layers = embed_in, layers
+        self.overflow_value = overflow_value(embed_in.weight.dtype)
 
     def forward(
         self, tokens: Tensor, rotary: Tensor, kv: Tensor, start: int | Tensor, mask: Mask
@@ -132,103 +154,106 @@ class Affine(NamedTuple):
     weight: Tensor
     bias: Tensor
 
-    @classmethod
-    def from_module(cls, module: nn.LayerNorm | nn.Linear) -> "Affine":
+
+def affine_parts(layer: Layer) -> list[Affine]:
+    """Return LN1 and LN2 of a layer, and its linear layers: qkv, inner, dense and out."""
+    modules = [layer.input_layernorm, layer.post_attention_layernorm]
+    modules += [layer.attention.query_key_value, layer.mlp.dense_h_to_4h]
+    modules += [layer.attention.dense, layer.mlp.dense_4h_to_h]
+    parts = []
+    for module in modules:
         weight = module.weight.detach()
         bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
-        return cls(weight, bias)
+        parts.append(Affine(weight, bias))
+    return parts
 
 
 class FusedLayer(nn.Module):
-    """A layer that adds Attn(LN1(x)) + MLP(LN2(x)) to x [n, hidden] in place, or without parallel
-    residual first attention, then the MLP."""
+    """A layer of a FusedTransformer. The three classes below have different linear layers.
+
+    `inputs` returns qkv [n, 3 H D] and, unless it depends on attention, the MLP's inner product
+    [n, inner]. `outputs` returns what is then added to x [n, hidden].
+    """
 
     # Given a result [n, hidden] of a layer that has only some of its heads and columns, return the
     # sum over all ranks (engine/tensor_parallel.py)
     sum_ranks: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
 
-    def __init__(self, layer: nn.Module, config: Config):
-        """Fuse a gpt_neox.Layer. Raises CheckpointError if a matrix times the scale of its norm
-        overflows."""
+    def __init__(self, config: Config, norms: list[Affine], linears: list[Linear]):
+        """norms: LN1 and LN2, unless they are folded into linear layers."""
         super().__init__()
-        self.config = config
+        self.config, self.norms, self.linears = config, norms, linears
+        self.nbytes = sum(linear.nbytes for linear in linears)  # of weights that a pass reads
         self.approximate = ACTIVATIONS[config.hidden_act]
-        self.n_attended = len(layer.attention.query_key_value.weight) // 3  # H * D
-        self.n_inner = len(layer.mlp.dense_h_to_4h.weight)  # inner columns of the MLP
-        norms = layer.input_layernorm, layer.post_attention_layernorm
-        self.norms = Affine.from_module(norms[0]), Affine.from_module(norms[1])
-        qkv = reorder_qkv(Affine.from_module(layer.attention.query_key_value), config)
-        inner = Affine.from_module(layer.mlp.dense_h_to_4h)
-        dense = Affine.from_module(layer.attention.dense)
-        out = Affine.from_module(layer.mlp.dense_4h_to_h)
-        self.qkv_and_inner: Linear | None = None
-        if config.use_parallel_residual and qkv.weight.device.type == "cuda":
-            both = fold(self.norms[0], qkv), fold(self.norms[1], inner)
-            weight, bias = (torch.cat(parts) for parts in zip(*both, strict=True))
-            # CUDA's attention reads queries in 16 bytes, so rows must begin at multiples of 16
-            n_more = -len(bias) % (16 // bias.element_size())
-            weight, bias = F.pad(weight, (0, 0, 0, n_more)), F.pad(bias, (0, n_more))
-            self.qkv_and_inner = make_linear(weight, bias)
-        else:
-            self.qkv = make_linear(*qkv)
-            self.inner = make_linear(*inner)
-        if config.use_parallel_residual:
-            weight = torch.cat([dense.weight, out.weight], dim=1)
-            self.dense_and_out = make_linear(weight, dense.bias + out.bias)
-        else:
-            self.dense = make_linear(*dense)
-            self.out = make_linear(*out)
-        if self.nbytes > LARGE_LAYER:
-            trim_heap()
 
     def forward(
         self, x: Tensor, rotary: Tensor, kv: Tensor, start: int | Tensor, mask: Mask
     ) -> Tensor:
-        if not self.config.use_parallel_residual:
-            attended = self.attend(self.qkv(self.norm(x, 0)), rotary, kv, start, mask)
-            columns = attended.transpose(0, 1).flatten(1)  # [n, H * D]
-            x.add_(self.sum_ranks(self.dense(columns)))
-            inner = self.inner(self.norm(x, 1))
-            active = torch.empty_like(inner)
-            gelu(inner, self.approximate, active)
-            return x.add_(self.sum_ranks(self.out(active)))
-        if self.qkv_and_inner:
-            normed = torch.layer_norm(x, x.shape[-1:], None, None, self.config.layer_norm_eps)
-            both = self.qkv_and_inner(normed)
-            qkv = both[:, : 3 * self.n_attended]
-            inner = both[:, 3 * self.n_attended :][:, : self.n_inner]
-        else:
-            qkv, inner = self.qkv(self.norm(x, 0)), self.inner(self.norm(x, 1))
-        attended = self.attend(qkv, rotary, kv, start, mask)  # [H, n, D]
-        combined = combine(attended, inner, self.approximate)
-        return x.add_(self.sum_ranks(self.dense_and_out(combined)))
+        """Add attention and MLP to x in place. Write this pass's keys and values to kv [2, H,
+        capacity, D]."""
+        qkv, *inner = self.inputs(x)
+        qkv = qkv.view(len(qkv), 3, -1, self.config.head_size).permute(1, 2, 0, 3)  # [3, H, n, D]
+        q = rotate_and_store(qkv, rotary, kv, start)
+        attended = mask.attend(q, kv[0], kv[1])  # [H, n, D]
+        return x.add_(self.sum_ranks(self.outputs(x, attended, *inner)))
 
     def norm(self, x: Tensor, which: int) -> Tensor:
         """Return LN1(x) or LN2(x)."""
         return torch.layer_norm(x, x.shape[-1:], *self.norms[which], self.config.layer_norm_eps)
 
-    def attend(
-        self, qkv: Tensor, rotary: Tensor, kv: Tensor, start: int | Tensor, mask: Mask
-    ) -> Tensor:
-        """Return attention's output [H, n, D] for qkv [n, 3 H D]. Write this pass's keys and values
-        to kv [2, H, capacity, D]."""
-        qkv = qkv.view(len(qkv), 3, -1, self.config.head_size).permute(1, 2, 0, 3)  # [3, H, n, D]
-        q = rotate_and_store(qkv, rotary, kv, start)
-        return mask.attend(q, kv[0], kv[1])
 
-    @property
-    def linears(self) -> list[Linear]:
-        """All linear layers of this layer."""
-        if self.qkv_and_inner:
-            return [self.qkv_and_inner, self.dense_and_out]
-        if self.config.use_parallel_residual:
-            return [self.qkv, self.inner, self.dense_and_out]
-        return [self.qkv, self.inner, self.dense, self.out]
+class SequentialLayer(FusedLayer):
+    """y = x + Attn(LN1(x)), then y + MLP(LN2(y)). The linear layers are qkv, inner, dense, out."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights that a pass reads."""
-        return sum(linear.nbytes for linear in self.linears)
+    def inputs(self, x: Tensor) -> list[Tensor]:
+        qkv, *_ = self.linears
+        return [qkv(self.norm(x, 0))]
+
+    def outputs(self, x: Tensor, attended: Tensor) -> Tensor:
+        _, inner, dense, out = self.linears
+        columns = attended.transpose(0, 1).flatten(1)  # [n, H * D]
+        x.add_(self.sum_ranks(dense(columns)))
+        product = inner(self.norm(x, 1))
+        active = torch.empty_like(product)
+        gelu(product, self.approximate, active)
+        return out(active)
+
+
+class ParallelLayer(FusedLayer):
+    """x + Attn(LN1(x)) + MLP(LN2(x)). The linear layers are qkv, inner, and dense with out."""
+
+    def inputs(self, x: Tensor) -> list[Tensor]:
+        qkv, inner, _ = self.linears
+        return [qkv(self.norm(x, 0)), inner(self.norm(x, 1))]
+
+    def outputs(self, x: Tensor, attended: Tensor, inner: Tensor) -> Tensor:
+        n_heads, n, size = attended.shape
+        n_attended = n_heads * size
+        combined = inner.new_empty(n, n_attended + inner.shape[1])
+        columns = combined[:, :n_attended]  # [n, H * D]
+        columns.view(n, n_heads, size).copy_(attended.transpose(0, 1))
+        gelu(inner, self.approximate, combined[:, n_attended:])
+        *_, dense_and_out = self.linears
+        return dense_and_out(combined)
+
+
+class FoldedLayer(ParallelLayer):
+    """A ParallelLayer that has qkv with inner, too, and the norms folded into them."""
+
+    def __init__(self, config: Config, qkv: Affine, inner: Affine, dense_and_out: Linear):
+        """qkv, inner: after `fold`."""
+        weight, bias = (torch.cat(both) for both in zip(qkv, inner, strict=True))
+        # CUDA's attention reads queries in 16 bytes, so rows must begin at multiples of 16
+        n_more = -len(bias) % (16 // bias.element_size())
+        qkv_and_inner = make_linear(F.pad(weight, (0, 0, 0, n_more)), F.pad(bias, (0, n_more)))
+        super().__init__(config, [], [qkv_and_inner, dense_and_out])
+        self.n_qkv, self.n_inner = len(qkv.bias), len(inner.bias)
+
+    def inputs(self, x: Tensor) -> list[Tensor]:
+        normed = torch.layer_norm(x, x.shape[-1:], None, None, self.config.layer_norm_eps)
+        qkv_and_inner, _ = self.linears
+        both = qkv_and_inner(normed)  # [n, n_qkv + n_inner + padding]
+        return [both[:, : self.n_qkv], both[:, self.n_qkv : self.n_qkv + self.n_inner]]
 
 
 class Head(nn.Module):
@@ -292,21 +317,6 @@ def rotate_(x: Tensor, rotary: Tensor) -> None:
         x.copy_(pairs.view(torch.float32))
 
 
-def combine(attended: Tensor, inner: Tensor, approximate: str) -> Tensor:
-    """Return the input of the joined output product, [n, H * D + inner]: attention's output and the
-    GELU of the MLP's inside.
-
-    attended: [H, n, D]. inner: [n, inner], may be overwritten.
-    """
-    n_heads, n, size = attended.shape
-    n_attended = n_heads * size
-    combined = inner.new_empty(n, n_attended + inner.shape[1])
-    columns = combined[:, :n_attended]  # [n, H * D]
-    columns.view(n, n_heads, size).copy_(attended.transpose(0, 1))
-    gelu(inner, approximate, combined[:, n_attended:])
-    return combined
-
-
 def gelu(x: Tensor, approximate: str, out: Tensor) -> None:
     """Write GELU(x) to `out`; both are [n, inner]. May overwrite x."""
     if x.device.type != "cpu":
@@ -326,12 +336,6 @@ def overflow_value(dtype: torch.dtype) -> float:
     only if x overflows.
     """
     return torch.finfo(dtype).max if dtype == torch.float16 else 0.0
-
-
-def reorder_qkv(qkv: Affine, config: Config) -> Affine:
-    """Return query_key_value with its rows in qkv_order."""
-    order = qkv_order(len(qkv.weight), config).to(qkv.weight.device)
-    return Affine(qkv.weight[order], qkv.bias[order])
 
 
 def qkv_order(n_rows: int, config: Config) -> Tensor:

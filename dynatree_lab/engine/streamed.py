@@ -44,15 +44,18 @@ from dynatree_lab.engine.layers import (
     Affine,
     FusedLayer,
     FusedTransformer,
-    Head,
-    choose_kernels,
+    ParallelLayer,
+    SequentialLayer,
+    affine_parts,
+    fuse_ends,
+    fuse_layer,
     load_weights,
     qkv_order,
 )
 from dynatree_lab.engine.linear import Linear
 from dynatree_lab.engine.memory import memory_for, require_memory
 from dynatree_lab.engine.model import FastGPTNeoX
-from gpt_neox import ACTIVATIONS, Config, Layer, untied_if_head_differs
+from gpt_neox import Config, Layer, untied_if_head_differs
 
 STORED_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 STORED_DTYPES |= {"F32": torch.float32, "F64": torch.float64}
@@ -81,20 +84,14 @@ def load_streamed(
     config = untied_if_head_differs(config, tensors)
     with torch.device("meta"):
         model = StreamedGPTNeoX(config)
-    transformer = model.gpt_neox
-    transformer.layers = nn.ModuleList()
     with memory_for(f"the weights of {folder}"):
-        load_weights(model, "", tensors)
-        if config.tie_word_embeddings:
-            model.embed_out.weight = transformer.embed_in.weight
-        choose_kernels(device, dtype)
-        norm, weight = transformer.final_layer_norm, model.embed_out.weight
-        model.embed_out = Head(norm, weight)
-        fixed = transformer.embed_in.weight.nbytes + model.embed_out.nbytes
+        fuse_ends(model, tensors)
+        embed_in = model.gpt_neox.embed_in
+        fixed = embed_in.weight.nbytes + model.embed_out.nbytes
         caches = model.bytes_per_token * config.max_position_embeddings + draft_cache
         kind = PinnedLayers if device.type == "cuda" else FileLayers
-        transformer.layers = kind(config, tensors, Budget(budget, fixed, caches))
-    model.gpt_neox = StreamedTransformer(transformer)
+        layers = kind(config, tensors, Budget(budget, fixed, caches))
+    model.gpt_neox = StreamedTransformer(embed_in, layers)
     model.has_fixed_shapes = device.type == "cuda"
     # On a CPU, torch's products of one row take twice as long as those of two (measured)
     model.min_rows = 1 if model.has_fixed_shapes and dtype == torch.float32 else 2
@@ -206,18 +203,20 @@ class FileLayers(StreamedLayers):
         self.reader = ThreadPoolExecutor(1, "layer reader")
         # The last read that was begun: its result, the layer, the buffer
         self.coming: tuple[Future, int, int] | None = None
-        if self.streamed:
-            self.buffers = [self.empty_layer() for _ in range(N_BUFFERS)]
+        self.weights = [self.new_weights() for _ in range(N_BUFFERS if self.streamed else 0)]
+        self.buffers = [stored_layer(weights, config) for weights in self.weights]
         for i in range(self.n_layers):
             if i not in self.following:
-                self.resident[i] = self.fill(self.empty_layer(), i)
+                weights = self.new_weights()
+                self.fill(weights, i)
+                self.resident[i] = stored_layer(weights, config)
 
     @property
     def bytes_per_pass(self) -> int:
         return sum(map(self.files.layer_bytes, self.streamed))
 
-    def empty_layer(self) -> "StoredLayer":
-        """Return a layer of memory for the matrices in the dtype of their files."""
+    def new_weights(self) -> Layer:
+        """Return a layer that has memory for the matrices in the dtype of their files."""
         with torch.device("meta"):
             layer = Layer(self.config)
         memory = {}
@@ -227,23 +226,22 @@ class FileLayers(StreamedLayers):
             dtype = stored if weight.ndim == 2 else self.dtype
             memory[name] = torch.empty(weight.shape, dtype=dtype, device="cpu")
         load_weights(layer, "", memory)
-        return StoredLayer(layer, self.config)
+        return layer
 
     @torch.inference_mode()
-    def fill(self, layer: "StoredLayer", i: int) -> "StoredLayer":
-        """Read layer i into a layer's memory. Raises CheckpointError."""
-        for name, weight in layer.layer.named_parameters():
+    def fill(self, weights: Layer, i: int) -> None:
+        """Read layer i into the memory of another layer. Raises CheckpointError."""
+        for name, weight in weights.named_parameters():
             self.files.read(f"gpt_neox.layers.{i}.{name}", weight)
             if not self.is_checked[i] and not all(
                 block.to(self.dtype).isfinite().all() for block in blocks_of(weight)
             ):
                 raise CheckpointError(f"layer {i}: {name} is not finite in {self.dtype}")
         self.is_checked[i] = True
-        return layer
 
     def begin(self, i: int, buffer: int) -> None:
         self.held[buffer] = None
-        self.coming = self.reader.submit(self.fill, self.buffers[buffer], i), i, buffer
+        self.coming = self.reader.submit(self.fill, self.weights[buffer], i), i, buffer
 
     def finish(self) -> None:
         if self.coming:
@@ -330,43 +328,25 @@ def read_at(file: FileIO, view: memoryview, offset: int) -> None:
         os.posix_fadvise(file.fileno(), offset, len(view), os.POSIX_FADV_DONTNEED)
 
 
-class StoredLayer(FusedLayer):
-    """A FusedLayer over the weights of a gpt_neox.Layer as they are, so they may be overwritten."""
-
-    def __init__(self, layer: Layer, config: Config):
-        nn.Module.__init__(self)
-        self.layer, self.config = layer, config
-        attention, mlp = layer.attention, layer.mlp
-        norms = layer.input_layernorm, layer.post_attention_layernorm
-        self.norms = Affine.from_module(norms[0]), Affine.from_module(norms[1])
-        self.approximate = ACTIVATIONS[config.hidden_act]
-        n_rows, self.n_inner = len(attention.query_key_value.weight), len(mlp.dense_h_to_4h.weight)
-        self.n_attended = n_rows // 3
-        self.qkv_and_inner = None
-        dtype = self.norms[0].weight.dtype
-        self.qkv = StoredLinear(attention.query_key_value, dtype, qkv_order(n_rows, config))
-        self.inner = StoredLinear(mlp.dense_h_to_4h, dtype)
-        self.dense = StoredLinear(attention.dense, dtype)
-        self.out = StoredLinear(mlp.dense_4h_to_h, dtype)
-
-    @property
-    def linears(self) -> list[Linear]:
-        return [self.qkv, self.inner, self.dense, self.out]
-
-    def dense_and_out(self, combined: Tensor) -> Tensor:
-        """Return the sum of both output products, [n, hidden], of what `combine` returns."""
-        attended, inner = combined.split([self.n_attended, self.n_inner], dim=1)
-        return self.dense(attended) + self.out(inner)
+def stored_layer(layer: Layer, config: Config) -> FusedLayer:
+    """Return a FusedLayer over the weights of a layer as they are, so they may be overwritten."""
+    *norms, qkv, inner, dense, out = affine_parts(layer)
+    dtype = norms[0].weight.dtype
+    order = qkv_order(len(qkv.weight), config)
+    inputs = [StoredLinear(qkv, dtype, order), StoredLinear(inner, dtype)]
+    outputs = [StoredLinear(dense, dtype), StoredLinear(out, dtype)]
+    if config.use_parallel_residual:
+        return ParallelLayer(config, norms, [*inputs, StoredPair(*outputs)])
+    return SequentialLayer(config, norms, inputs + outputs)
 
 
 class StoredLinear(Linear):
-    """A linear layer over a module's matrix in the dtype of its file, without a copy of it. It is
-    converted in blocks of rows, which stay in the processor's cache until they are multiplied."""
+    """A linear layer over a matrix in the dtype of its file, without a copy of it. It is converted
+    in blocks of rows, which stay in the processor's cache until they are multiplied."""
 
-    def __init__(self, module: nn.Linear, dtype: torch.dtype, order: Tensor | None = None):
+    def __init__(self, part: Affine, dtype: torch.dtype, order: Tensor | None = None):
         """dtype: of the bias; order: of the columns [out] of the result."""
-        weight, bias = Affine.from_module(module)
-        super().__init__(weight, bias.to(dtype))
+        super().__init__(part.weight, part.bias.to(dtype))
         self.order = order
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -378,6 +358,19 @@ class StoredLinear(Linear):
             n_done += len(weight)
         y = y.t().contiguous()
         return y if self.order is None else y.index_select(1, self.order)
+
+
+class StoredPair(Linear):
+    """The output layers of attention and MLP, over the input of both."""
+
+    def __init__(self, dense: StoredLinear, out: StoredLinear):
+        self.dense, self.out = dense, out
+        self.nbytes = dense.nbytes + out.nbytes
+
+    def __call__(self, combined: Tensor) -> Tensor:
+        sizes = [self.dense.weight.shape[1], self.out.weight.shape[1]]
+        attended, inner = combined.split(sizes, dim=1)
+        return self.dense(attended) + self.out(inner)
 
 
 def blocks_of(weight: Tensor) -> tuple[Tensor, ...]:
@@ -402,10 +395,7 @@ class PinnedLayers(StreamedLayers):
         self.pinned: dict[int, list[Tensor]] = {}  # the weights of each streamed layer
         require_memory(n_bytes * len(self.streamed), torch.device("cpu"), "the target's layers")
         for i in range(self.n_layers):
-            with torch.device("meta"):
-                layer = Layer(config)
-            load_weights(layer, f"gpt_neox.layers.{i}.", tensors)
-            layer = FusedLayer(layer, config)
+            layer = fuse_layer(i, config, tensors)
             if i not in self.following:
                 self.resident[i] = layer
                 continue
@@ -432,8 +422,8 @@ class PinnedLayers(StreamedLayers):
 
 def weights_of(layer: FusedLayer) -> list[Tensor]:
     """Return all tensors of a layer."""
-    norms = [*layer.norms[0], *layer.norms[1]]
-    return norms + [weight for each in layer.linears for weight in (each.weight, each.bias)]
+    parts = [*layer.norms, *layer.linears]
+    return [weight for part in parts for weight in (part.weight, part.bias)]
 
 
 def pin(weight: Tensor) -> Tensor:
