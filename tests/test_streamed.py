@@ -115,13 +115,13 @@ def test_a_layer_is_read_while_the_one_before_runs(monkeypatch: pytest.MonkeyPat
     model, events = load(), []
     begin, fill = FileLayers.begin, FileLayers.fill
 
-    def record(self: FileLayers, i: int, buffer: int) -> None:
+    def record(self: FileLayers, i: int, buffer: int) -> object:
         events.append(f"read {i}")
-        begin(self, i, buffer)
+        return begin(self, i, buffer)
 
-    def check(self: FileLayers, layer: object, i: int) -> object:
+    def check(self: FileLayers, weights: object, i: int) -> None:
         assert threading.current_thread().name.startswith("layer reader")
-        return fill(self, layer, i)
+        fill(self, weights, i)
 
     monkeypatch.setattr(FileLayers, "begin", record)
     monkeypatch.setattr(FileLayers, "fill", check)
@@ -137,19 +137,25 @@ class Broken(Exception):
     pass
 
 
-def test_a_pass_that_ended_early_spoils_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "n_calls"), [(FusedLayer, "forward", 6), (FileLayers, "fill", 5)]
+)
+def test_a_pass_that_ended_early_spoils_no_later_one(
+    owner: type, name: str, n_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let each layer of a pass fail, and each read that a pass waits for."""
     model = load()
-    expected, forward = run(model, PROMPT), FusedLayer.forward
-    for n in range(6):
+    expected, method = run(model, PROMPT), getattr(owner, name)
+    for n in range(n_calls):
         left = iter(range(n))
 
-        def fail(layer: object, *inputs: object, left: Iterator = left) -> Tensor:
+        def fail(*arguments: object, left: Iterator = left) -> object:
             if next(left, None) is None:
                 raise Broken
-            return forward(layer, *inputs)
+            return method(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(FusedLayer, "forward", fail)
+            patch.setattr(owner, name, fail)
             with pytest.raises(Broken):
                 run(model, PROMPT + [3])
         assert torch.equal(run(model, PROMPT), expected)
@@ -201,11 +207,11 @@ def test_a_file_that_changes_ends_the_text_in_one_line(
     text = capsys.readouterr().out
     fill, n_left = FileLayers.fill, iter(range(40))
 
-    def damage_then_fill(self: FileLayers, layer: object, i: int) -> object:
+    def damage_then_fill(self: FileLayers, weights: object, i: int) -> None:
         if next(n_left, None) is None:
             damage(copied)
             monkeypatch.undo()
-        return fill(self, layer, i)
+        fill(self, weights, i)
 
     monkeypatch.setattr(FileLayers, "fill", damage_then_fill)
     models = ["--target", str(copied.parent), "--draft", str(TINY / "draft")]

@@ -22,13 +22,14 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from io import FileIO
 from math import prod
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -126,69 +127,66 @@ class StreamedTransformer(FusedTransformer):
             return super().forward(*inputs)
 
 
+class Load(NamedTuple):
+    """A streamed layer that is in a buffer, or that is being read into it."""
+
+    buffer: int
+    wait: Callable[[], object]  # waits until the layer is there, and raises the error of its read
+
+
 class StreamedLayers(nn.Module):
     """The layers in order. Some are resident, all others come into the buffers in each pass."""
+
+    bytes_per_pass: int  # that a pass reads again
 
     def __init__(self, config: Config, n_resident: int):
         super().__init__()
         n = config.num_hidden_layers
-        self.config, self.n_layers = config, n
+        self.config, self.n_layers, self.n_resident = config, n, n_resident
         self.resident: dict[int, FusedLayer] = {}  # subclasses add them
         self.buffers: list[FusedLayer] = []
-        self.held: list[int | None] = [None] * N_BUFFERS  # the layer in each buffer
+        self.loads: dict[int, Load] = {}  # by layer, not more than one in a buffer
         self.lock = Lock()
         self.on_layer: Callable[[int], None] = lambda i: None  # called before layer i runs
         # Resident layers are spread evenly, because the next layer is read while they run
         self.streamed = [i for i in range(n) if (i + 1) * n_resident // n == i * n_resident // n]
-        # The next layer that is read after each one
-        self.following = dict(
-            zip(self.streamed, self.streamed[1:] + self.streamed[:1], strict=True)
-        )
 
-    @property
-    def n_resident(self) -> int:
-        return self.n_layers - len(self.streamed)
-
-    @property
-    def bytes_per_pass(self) -> int:
-        """Bytes that a pass reads again."""
+    def begin(self, i: int, buffer: int) -> Callable[[], object]:
+        """Begin to read layer i into a buffer, and return the function that waits for it."""
         raise NotImplementedError
 
-    def begin(self, i: int, buffer: int) -> None:
+    def start(self, i: int, buffer: int) -> None:
         """Begin to read layer i into a buffer whose layer is not needed any more."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Wait for the read that was begun. Raises its error."""
-        raise NotImplementedError
-
-    def fetch(self, i: int) -> int:
-        """Return the buffer that has layer i, which is read unless that was begun."""
-        self.finish()
-        if i not in self.held:
-            self.begin(i, 0)
-            self.finish()
-        return self.held.index(i)
-
-    def __iter__(self) -> Iterator[FusedLayer]:
-        for i in range(self.n_layers):
-            self.on_layer(i)
-            if i in self.following:
-                buffer = self.fetch(i)
-                if self.following[i] not in self.held:
-                    self.begin(self.following[i], 1 - buffer)
-            yield self.resident[i] if i in self.resident else self.buffers[buffer]
-
-    def read_all(self) -> None:
-        """Read all streamed layers without a pass, which is the floor of its time."""
-        with self.lock:
-            self.finish()
-            for i in self.streamed:
-                self.begin(i, 0)
-                self.finish()
+        self.loads = {key: load for key, load in self.loads.items() if load.buffer != buffer}
+        self.loads[i] = Load(buffer, self.begin(i, buffer))
 
     def __getitem__(self, i: int) -> FusedLayer:
-        return self.resident[i] if i in self.resident else self.buffers[self.fetch(i)]
+        """Return layer i. A streamed one is read now, unless that was begun."""
+        if i in self.resident:
+            return self.resident[i]
+        if i not in self.loads:
+            self.start(i, 0)
+        load = self.loads.pop(i)  # put back only if the read does not fail
+        load.wait()
+        self.loads[i] = load
+        return self.buffers[load.buffer]
+
+    def __iter__(self) -> Iterator[FusedLayer]:
+        """Yield all layers. While one runs, the next streamed one is read."""
+        for i in range(self.n_layers):
+            self.on_layer(i)
+            layer = self[i]
+            if i in self.streamed:
+                following = self.streamed[(self.streamed.index(i) + 1) % len(self.streamed)]
+                if following not in self.loads:
+                    self.start(following, 1 - self.loads[i].buffer)
+            yield layer
+
+    def read_all(self) -> None:
+        """Read all streamed layers without computing, which is the floor of a pass."""
+        with self.lock:
+            for _ in self:
+                pass
 
 
 class FileLayers(StreamedLayers):
@@ -198,22 +196,17 @@ class FileLayers(StreamedLayers):
         """Read the resident layers. Raises CheckpointError."""
         files, n = LayerFiles(tensors), config.num_hidden_layers
         super().__init__(config, budget.n_resident(n, max(map(files.layer_bytes, range(n)))))
+        self.bytes_per_pass = sum(map(files.layer_bytes, self.streamed))
         self.files, self.dtype = files, tensors.dtype
         self.is_checked = [False] * self.n_layers  # for non-finite weights
         self.reader = ThreadPoolExecutor(1, "layer reader")
-        # The last read that was begun: its result, the layer, the buffer
-        self.coming: tuple[Future, int, int] | None = None
         self.weights = [self.new_weights() for _ in range(N_BUFFERS if self.streamed else 0)]
         self.buffers = [stored_layer(weights, config) for weights in self.weights]
         for i in range(self.n_layers):
-            if i not in self.following:
+            if i not in self.streamed:
                 weights = self.new_weights()
                 self.fill(weights, i)
                 self.resident[i] = stored_layer(weights, config)
-
-    @property
-    def bytes_per_pass(self) -> int:
-        return sum(map(self.files.layer_bytes, self.streamed))
 
     def new_weights(self) -> Layer:
         """Return a layer that has memory for the matrices in the dtype of their files."""
@@ -239,15 +232,8 @@ class FileLayers(StreamedLayers):
                 raise CheckpointError(f"layer {i}: {name} is not finite in {self.dtype}")
         self.is_checked[i] = True
 
-    def begin(self, i: int, buffer: int) -> None:
-        self.held[buffer] = None
-        self.coming = self.reader.submit(self.fill, self.weights[buffer], i), i, buffer
-
-    def finish(self) -> None:
-        if self.coming:
-            (result, i, buffer), self.coming = self.coming, None
-            result.result()
-            self.held[buffer] = i
+    def begin(self, i: int, buffer: int) -> Callable[[], object]:
+        return self.reader.submit(self.fill, self.weights[buffer], i).result
 
 
 @dataclass(frozen=True)
@@ -396,27 +382,26 @@ class PinnedLayers(StreamedLayers):
         require_memory(n_bytes * len(self.streamed), torch.device("cpu"), "the target's layers")
         for i in range(self.n_layers):
             layer = fuse_layer(i, config, tensors)
-            if i not in self.following:
+            if i not in self.streamed:
                 self.resident[i] = layer
                 continue
             self.pinned[i] = [pin(weight) for weight in weights_of(layer)]
             if len(self.buffers) < N_BUFFERS:
-                self.held[len(self.buffers)] = i
+                self.loads[i] = Load(len(self.buffers), self.wait_for_copies)
                 self.buffers.append(layer)
+        self.bytes_per_pass = sum(
+            weight.nbytes for weights in self.pinned.values() for weight in weights
+        )
 
-    @property
-    def bytes_per_pass(self) -> int:
-        return sum(weight.nbytes for weights in self.pinned.values() for weight in weights)
-
-    def begin(self, i: int, buffer: int) -> None:
+    def begin(self, i: int, buffer: int) -> Callable[[], object]:
         self.copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copies):
             weights = weights_of(self.buffers[buffer])
             for weight, pinned in zip(weights, self.pinned[i], strict=True):
                 weight.copy_(pinned, non_blocking=True)
-        self.held[buffer] = i
+        return self.wait_for_copies
 
-    def finish(self) -> None:
+    def wait_for_copies(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.copies)
 
 
