@@ -119,6 +119,12 @@ class Budget:
         return n_layers if n + N_BUFFERS >= n_layers else n  # without buffers, two more fit
 
 
+def spread(n_layers: int, n_resident: int) -> list[int]:
+    """Return the layers that stay in memory: the last one of each of n_resident equal parts, for
+    example 2 and 5 for 2 of 6. While they run, the next layer is read."""
+    return [(part * n_layers - 1) // n_resident for part in range(1, n_resident + 1)]
+
+
 class StreamedTransformer(FusedTransformer):
     """A FusedTransformer whose passes take turns, because they share the buffers."""
 
@@ -141,15 +147,15 @@ class StreamedLayers(nn.Module):
 
     def __init__(self, config: Config, n_resident: int):
         super().__init__()
-        n = config.num_hidden_layers
-        self.config, self.n_layers, self.n_resident = config, n, n_resident
+        self.config = config
+        self.n_layers, self.n_resident = config.num_hidden_layers, n_resident
         self.resident: dict[int, FusedLayer] = {}  # subclasses add them
         self.buffers: list[FusedLayer] = []
         self.loads: dict[int, Load] = {}  # by layer, not more than one in a buffer
         self.lock = Lock()
         self.on_layer: Callable[[int], None] = lambda i: None  # called before layer i runs
-        # Resident layers are spread evenly, because the next layer is read while they run
-        self.streamed = [i for i in range(n) if (i + 1) * n_resident // n == i * n_resident // n]
+        resident = spread(self.n_layers, n_resident)
+        self.streamed = [i for i in range(self.n_layers) if i not in resident]
 
     def begin(self, i: int, buffer: int) -> Callable[[], object]:
         """Begin to read layer i into a buffer, and return the function that waits for it."""
