@@ -10,10 +10,9 @@ are equal. The differences are:
 - With parallel residual, the output products of attention and MLP are one product. On CUDA, where
   every launch costs time, their input products are one product as well. The scales and shifts of
   both norms are folded into it.
-- In float16 a key or value can overflow although x is finite. The cache must not hold a non-finite
-  number, but the overflow must be detected. So the cache gets the largest float16 number instead,
-  and a row that stored one gets nan at the end.
-- A pass of a fixed shape writes to slots that are given as a tensor, other passes to a slice.
+- In float16 a key or value can overflow although x is finite. gpt_neox.Attention then gives the
+  row a query of nan in that layer. Here the cache gets the largest float16 number, and once, after
+  all layers, a row that stored one gets nan.
 
     fuse(model, tensors)  # FastGPTNeoX.from_tensors does this
 
@@ -40,8 +39,8 @@ LARGE_LAYER = 2**23  # bytes; after packing a larger layer, free memory goes bac
 def fuse(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give a GPTNeoX on the meta device its weights, and replace its layers by fused ones.
 
-    This is done layer by layer, so if each lookup reads a tensor from its file, memory holds only
-    one copy of the model. Raises CheckpointError if a matrix times the scale of its norm overflows.
+    This is done layer by layer. So if each lookup in `tensors` reads a file, memory holds only one
+    copy of the model. Raises CheckpointError if a matrix times the scale of its norm overflows.
     """
     fuse_ends(model, tensors)
     layers = nn.ModuleList()
@@ -105,8 +104,9 @@ def load_weights(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) 
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system. glibc keeps free memory between blocks in use. After a
-    model was packed layer by layer, this was half of the model's size (measured)."""
+    """Return freed memory to the system. glibc keeps free memory between blocks in use. After 16
+    layers of hidden size 1,024 were packed, this was 16 % of the model's size in float32, and 32 %
+    in bfloat16 (measured)."""
     with suppress(OSError, AttributeError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -127,25 +127,20 @@ class FusedTransformer(nn.Module):
         Args:
             rotary: [n, R / 2] complex64, of the rows' positions.
             kv: [2, L, H, capacity, D].
-            start: the first slot to write, or all slots to write, [n] int64.
+            start: the first slot to write. A pass of a fixed shape gives all of them, [n] int64.
             mask: of these rows.
         """
         x = self.embed_in(tokens)  # [n, hidden], layers add to it in place
         for layer, layer_kv in zip(self.layers, kv.unbind(1), strict=True):
             x = layer(x, rotary, layer_kv, start, mask)
         if self.overflow_value:
-            stored = written_kv(kv, start, len(x))
-            highest = torch.linalg.vector_norm(stored, torch.inf, dim=(0, 1, 2, 4))  # [n]
+            is_fixed = isinstance(start, Tensor)
+            stored = kv.index_select(3, start) if is_fixed else kv[:, :, :, start : start + len(x)]
+            # The highest absolute value of each row, [n]
+            highest = torch.linalg.vector_norm(stored, torch.inf, dim=(0, 1, 2, 4))
             has_overflowed = highest == self.overflow_value
             x = x.masked_fill(has_overflowed[:, None], torch.nan)
         return x
-
-
-def written_kv(kv: Tensor, start: int | Tensor, n: int) -> Tensor:
-    """Return the keys and values [2, L, H, n, D] that a pass of n rows has written."""
-    if isinstance(start, Tensor):
-        return kv.index_select(3, start)
-    return kv[:, :, :, start : start + n]
 
 
 class Affine(NamedTuple):
@@ -268,19 +263,17 @@ class Head(nn.Module):
         weight = weight.detach()
         is_mixed = weight.is_cuda and weight.dtype != torch.float32
         self.linear = MixedLinear(weight) if is_mixed else make_linear(weight, None)
-        if self.linear.nbytes > LARGE_LAYER:
+        self.nbytes = self.linear.nbytes
+        if self.nbytes > LARGE_LAYER:
             trim_heap()
-
-    @property
-    def nbytes(self) -> int:
-        return self.linear.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(self.norm(x))
         return self.gather_ids(y) if self.gather_ids else y
 
     def write_logits(self, x: Tensor, out: Tensor) -> None:
-        """Write what `forward` returns to `out`, [n, V] float32, without a copy if possible."""
+        """Write what `forward` returns to `out`, [n, V] float32, without a copy if possible. Passes
+        of fixed shapes do this."""
         if isinstance(self.linear, MixedLinear) and not self.gather_ids:
             self.linear(self.norm(x), out)
         else:
@@ -288,15 +281,8 @@ class Head(nn.Module):
 
 
 def rotate_and_store(qkv: Tensor, rotary: Tensor, kv: Tensor, start: int | Tensor) -> Tensor:
-    """Rotate queries and keys. Write keys and values to the cache, and return the queries
-    [H, n, D].
-
-    Args:
-        qkv: [3, H, n, D], may be overwritten.
-        rotary: [n, R / 2] complex64.
-        kv: [2, H, capacity, D].
-        start: the first slot to write, or all slots to write, [n] int64.
-    """
+    """Rotate the queries and keys of qkv [3, H, n, D], which may be overwritten. Write keys and
+    values to kv [2, H, capacity, D], and return the queries [H, n, D]."""
     rotate_(qkv[:2, ..., : 2 * rotary.shape[1]], rotary)
     # A non-finite number in the cache would reach every row, because attention multiplies the
     # values of a masked slot by 0, and 0 x nan is nan
@@ -332,19 +318,20 @@ def gelu(x: Tensor, approximate: str, out: Tensor) -> None:
 def overflow_value(dtype: torch.dtype) -> float:
     """Return the number that the cache stores in place of a non-finite one.
 
-    This is float16's largest number. Other dtypes store 0, because their keys and values overflow
-    only if x overflows.
+    In float16 this is the largest number. In float32 and bfloat16 a query times the largest number
+    would overflow, and in a masked slot inf - inf is nan. They store 0, which leaves no trace, but
+    their keys and values overflow only if x does.
     """
     return torch.finfo(dtype).max if dtype == torch.float16 else 0.0
 
 
 def qkv_order(n_rows: int, config: Config) -> Tensor:
     """Return the rows [H * 3 * D] of query_key_value in the order [3, H, D], with the dimensions of
-    each rotary pair adjacent."""
+    each rotary pair adjacent: with two pairs, 0, 2, 1, 3."""
     size, n_pairs = config.head_size, config.rotary_dims // 2
     rows = torch.arange(n_rows).view(-1, 3, size).transpose(0, 1).clone()  # [3, H, D]
-    pairs = rows[:2, :, : 2 * n_pairs].unflatten(-1, (2, n_pairs)).mT.flatten(-2).clone()
-    rows[:2, :, : 2 * n_pairs] = pairs
+    pairs = rows[:2, :, : 2 * n_pairs]  # of queries and keys: [2, H, R]
+    pairs.copy_(torch.stack(pairs.chunk(2, dim=-1), dim=-1).flatten(-2))
     return rows.flatten()
 
 

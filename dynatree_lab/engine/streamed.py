@@ -14,8 +14,6 @@ its number of rows, as long as computing the rows takes less. In this setting la
 On CUDA the layers are fused as those in memory, so the bits of the logits are equal. On a CPU their
 matrices are neither packed nor converted, because that takes longer than reading. Their products
 round differently than those of engine/linear.py, and greedy ids are equal in float32.
-
-Shapes: n rows of a pass, H heads, D head size.
 """
 
 import json
@@ -26,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from io import FileIO
-from math import prod
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -34,13 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynatree_lab.engine.checkpoint import (
-    CheckpointError,
-    StoredTensors,
-    load_tensors,
-    published_shapes,
-    read_config,
-)
+from dynatree_lab.engine.checkpoint import CheckpointError, StoredTensors, load_tensors, read_config
 from dynatree_lab.engine.layers import (
     Affine,
     FusedLayer,
@@ -60,7 +51,7 @@ from gpt_neox import Config, Layer, untied_if_head_differs
 
 STORED_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 STORED_DTYPES |= {"F32": torch.float32, "F64": torch.float64}
-N_BUFFERS = 2
+N_BUFFERS = 2  # a layer runs in one while the next layer is read into the other
 BLOCK = 2**19  # elements of a matrix that are converted together, so that they stay in the cache
 
 
@@ -77,9 +68,9 @@ class StreamedGPTNeoX(FastGPTNeoX):
 def load_streamed(
     folder: Path, device: torch.device, dtype: torch.dtype, budget: int, draft_cache: int = 0
 ) -> StreamedGPTNeoX:
-    """Load a model that takes about `budget` bytes of the device. They include its cache for as
-    many tokens as it was trained for, and draft_cache bytes. Raises CheckpointError and
-    OutOfMemory."""
+    """Load a model that takes about `budget` bytes of the device. They include the draft's cache,
+    draft_cache bytes, and the model's own for as many tokens as it was trained for. Raises
+    CheckpointError and OutOfMemory."""
     config = read_config(folder)
     tensors = load_tensors(folder, config, device, dtype)
     config = untied_if_head_differs(config, tensors)
@@ -94,7 +85,8 @@ def load_streamed(
         layers = kind(config, tensors, Budget(budget, fixed, caches))
     model.gpt_neox = StreamedTransformer(embed_in, layers)
     model.has_fixed_shapes = device.type == "cuda"
-    # On a CPU, torch's products of one row take twice as long as those of two (measured)
+    # As in FastGPTNeoX.from_tensors, except that on a CPU torch's products of one row take twice as
+    # long as those of two in every dtype (measured)
     model.min_rows = 1 if model.has_fixed_shapes and dtype == torch.float32 else 2
     return model
 
@@ -116,7 +108,8 @@ class Budget:
             given = f"--target-memory is {self.n_bytes / 1e6:.4g}MB"
             raise CheckpointError(f"{given}, it must be larger: {needed}")
         n = max(self.n_bytes - least - self.caches, 0) // layer_bytes
-        return n_layers if n + N_BUFFERS >= n_layers else n  # without buffers, two more fit
+        # If only N_BUFFERS layers are left or fewer, they stay in the memory of the buffers
+        return n_layers if n + N_BUFFERS >= n_layers else n
 
 
 def spread(n_layers: int, n_resident: int) -> list[int]:
@@ -143,8 +136,6 @@ class Load(NamedTuple):
 class StreamedLayers(nn.Module):
     """The layers in order. Some are resident, all others come into the buffers in each pass."""
 
-    bytes_per_pass: int  # that a pass reads again
-
     def __init__(self, config: Config, n_resident: int):
         super().__init__()
         self.config = config
@@ -152,8 +143,10 @@ class StreamedLayers(nn.Module):
         self.resident: dict[int, FusedLayer] = {}  # subclasses add them
         self.buffers: list[FusedLayer] = []
         self.loads: dict[int, Load] = {}  # by layer, not more than one in a buffer
+        self.bytes_per_pass = 0  # that a pass reads again
         self.lock = Lock()
-        self.on_layer: Callable[[int], None] = lambda i: None  # called before layer i runs
+        # Called before layer i runs. The command line shows it
+        self.on_layer: Callable[[int], None] = lambda i: None
         resident = spread(self.n_layers, n_resident)
         self.streamed = [i for i in range(self.n_layers) if i not in resident]
 
@@ -201,18 +194,18 @@ class FileLayers(StreamedLayers):
     def __init__(self, config: Config, tensors: StoredTensors, budget: Budget):
         """Read the resident layers. Raises CheckpointError."""
         files, n = LayerFiles(tensors), config.num_hidden_layers
-        super().__init__(config, budget.n_resident(n, max(map(files.layer_bytes, range(n)))))
+        largest = max(map(files.layer_bytes, range(n)))
+        super().__init__(config, budget.n_resident(n, largest))
         self.bytes_per_pass = sum(map(files.layer_bytes, self.streamed))
         self.files, self.dtype = files, tensors.dtype
         self.is_checked = [False] * self.n_layers  # for non-finite weights
         self.reader = ThreadPoolExecutor(1, "layer reader")
         self.weights = [self.new_weights() for _ in range(N_BUFFERS if self.streamed else 0)]
         self.buffers = [stored_layer(weights, config) for weights in self.weights]
-        for i in range(self.n_layers):
-            if i not in self.streamed:
-                weights = self.new_weights()
-                self.fill(weights, i)
-                self.resident[i] = stored_layer(weights, config)
+        for i in spread(self.n_layers, self.n_resident):
+            weights = self.new_weights()
+            self.fill(weights, i)
+            self.resident[i] = stored_layer(weights, config)
 
     def new_weights(self) -> Layer:
         """Return a layer that has memory for the matrices in the dtype of their files."""
@@ -220,10 +213,8 @@ class FileLayers(StreamedLayers):
             layer = Layer(self.config)
         memory = {}
         for name, weight in layer.named_parameters():
-            names = (f"gpt_neox.layers.{i}.{name}" for i in range(self.n_layers))
-            stored = reduce(torch.promote_types, (self.files.places[n].dtype for n in names))
-            dtype = stored if weight.ndim == 2 else self.dtype
-            memory[name] = torch.empty(weight.shape, dtype=dtype, device="cpu")
+            dtype = self.files.stored_dtype(name) if weight.ndim == 2 else self.dtype
+            memory[name] = torch.empty(weight.shape, dtype=dtype)
         load_weights(layer, "", memory)
         return layer
 
@@ -247,7 +238,6 @@ class Place:
     """The place of a tensor: an open file, and the bytes from `offset` on."""
 
     file: FileIO
-    path: Path
     offset: int
     n_bytes: int
     dtype: torch.dtype
@@ -260,25 +250,31 @@ class LayerFiles:
     def __init__(self, tensors: StoredTensors):
         """Read the headers. Raises CheckpointError for a dtype that is not supported."""
         self.places: dict[str, Place] = {}  # by published name
-        files, headers = {}, {}
+        opened = {}  # by path: file, start of its data, header
         for name, (path, stored_name) in tensors.files.items():
             if ".layers." not in name:
                 continue
-            if path not in files:
-                files[path] = path.open("rb", buffering=0)
-                weakref.finalize(self, files[path].close)
-                headers[path] = read_header(files[path])
-            size, entries = headers[path]
-            entry = entries[stored_name]
+            if path not in opened:
+                file = path.open("rb", buffering=0)
+                weakref.finalize(self, file.close)
+                opened[path] = file, *read_header(file)
+            file, data_start, header = opened[path]
+            entry = header[stored_name]
             if entry["dtype"] not in STORED_DTYPES:
                 raise CheckpointError(f"{name} is {entry['dtype']}; only floating types load")
             start, end = entry["data_offsets"]
             dtype = STORED_DTYPES[entry["dtype"]]
-            self.places[name] = Place(files[path], path, size + start, end - start, dtype)
+            self.places[name] = Place(file, data_start + start, end - start, dtype)
 
     def layer_bytes(self, i: int) -> int:
         prefix = f"gpt_neox.layers.{i}."
         return sum(p.n_bytes for name, p in self.places.items() if name.startswith(prefix))
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Return a dtype that holds the tensors of this name, such as mlp.dense_h_to_4h.weight, of
+        all layers."""
+        dtypes = (p.dtype for key, p in self.places.items() if key.endswith(f".{name}"))
+        return reduce(torch.promote_types, dtypes)
 
     def read(self, name: str, weight: Tensor) -> None:
         """Read a tensor into `weight`, contiguous and of its shape, in any dtype. Raises
@@ -290,7 +286,7 @@ class LayerFiles:
             read_at(place.file, memoryview(stored.view(-1).view(torch.uint8).numpy()), place.offset)
         except OSError as error:
             line = error.strerror or error
-            raise CheckpointError(f"{place.path} cannot be read: {line}") from error
+            raise CheckpointError(f"{place.file.name} cannot be read: {line}") from error
         if not is_same:
             weight.copy_(stored)
 
@@ -303,17 +299,13 @@ def read_header(file: FileIO) -> tuple[int, dict]:
 
 def read_at(file: FileIO, view: memoryview, offset: int) -> None:
     """Fill a view with the bytes of a file from an offset on. Raises OSError."""
-    n_read = 0
-    while n_read < len(view):
-        rest, at = view[n_read:], offset + n_read
-        if hasattr(os, "preadv"):
-            n = os.preadv(file.fileno(), [rest], at)
-        else:
-            file.seek(at)
-            n = file.readinto(rest)
-        if not n:
+    file.seek(offset)
+    rest = view
+    while rest:
+        n_read = file.readinto(rest)
+        if not n_read:
             raise OSError("it is truncated")
-        n_read += n
+        rest = rest[n_read:]
     # Without this, a file that is larger than memory pushes other programs out of it, and its own
     # pages are gone before the next pass needs them
     if hasattr(os, "posix_fadvise"):
@@ -342,7 +334,8 @@ class StoredLinear(Linear):
         self.order = order
 
     def __call__(self, x: Tensor) -> Tensor:
-        y, n_done = x.new_empty(len(self.weight), len(x)), 0
+        y = x.new_empty(len(self.weight), len(x))  # [out, n]
+        n_done = 0
         for weight in blocks_of(self.weight):
             rows = slice(n_done, n_done + len(weight))
             # W x^T takes half as long as x W^T for 4 to 64 rows, without AVX-512 (measured)
@@ -360,27 +353,25 @@ class StoredPair(Linear):
         self.nbytes = dense.nbytes + out.nbytes
 
     def __call__(self, combined: Tensor) -> Tensor:
-        sizes = [self.dense.weight.shape[1], self.out.weight.shape[1]]
-        attended, inner = combined.split(sizes, dim=1)
+        attended, inner = combined.tensor_split([self.dense.weight.shape[1]], dim=1)
         return self.dense(attended) + self.out(inner)
 
 
 def blocks_of(weight: Tensor) -> tuple[Tensor, ...]:
-    """Return the views of a matrix's rows, or of a vector, that are converted together."""
-    return weight.split(max(BLOCK * len(weight) // weight.numel(), 1))
+    """Return views of about BLOCK elements each: some rows of a matrix, or a part of a vector."""
+    return weight.split(max(BLOCK // weight[0].numel(), 1))
 
 
 class PinnedLayers(StreamedLayers):
     """Layers in pinned CPU memory. A second CUDA stream copies them, one layer ahead of the pass.
 
-    Each stream waits for the other one: a copy for the layer that ran in its buffer before, and a
-    layer for its copy.
+    A copy waits until the layer that its buffer held before has run. A layer waits for its copy.
     """
 
     def __init__(self, config: Config, tensors: StoredTensors, budget: Budget):
         """Read all layers. Raises CheckpointError, and OutOfMemory if CPU memory is too small."""
-        shapes = published_shapes(config).items()
-        n_elements = sum(prod(shape) for name, shape in shapes if ".layers.0." in name)
+        with torch.device("meta"):
+            n_elements = sum(weight.numel() for weight in Layer(config).parameters())
         n_bytes = n_elements * tensors.dtype.itemsize  # of a layer
         super().__init__(config, budget.n_resident(config.num_hidden_layers, n_bytes))
         self.device, self.copies = tensors.device, torch.cuda.Stream(tensors.device)
@@ -392,18 +383,17 @@ class PinnedLayers(StreamedLayers):
                 self.resident[i] = layer
                 continue
             self.pinned[i] = [pin(weight) for weight in weights_of(layer)]
+            self.bytes_per_pass += sum(weight.nbytes for weight in self.pinned[i])
             if len(self.buffers) < N_BUFFERS:
                 self.loads[i] = Load(len(self.buffers), self.wait_for_copies)
                 self.buffers.append(layer)
-        self.bytes_per_pass = sum(
-            weight.nbytes for weights in self.pinned.values() for weight in weights
-        )
 
     def begin(self, i: int, buffer: int) -> Callable[[], object]:
         self.copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copies):
-            weights = weights_of(self.buffers[buffer])
-            for weight, pinned in zip(weights, self.pinned[i], strict=True):
+            for weight, pinned in zip(
+                weights_of(self.buffers[buffer]), self.pinned[i], strict=True
+            ):
                 weight.copy_(pinned, non_blocking=True)
         return self.wait_for_copies
 
