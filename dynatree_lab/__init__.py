@@ -16,6 +16,7 @@ cli        the command line, requests from Python, the data of the page
 training   draft models and EAGLE heads
 benchmark  what bench.py measures: tables, results files, figures
 page       the HTML page, in JavaScript
+errors     the error of a request that cannot be carried out
 """
 
 from importlib import import_module

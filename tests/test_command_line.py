@@ -22,7 +22,6 @@ import dynatree_lab.cli.main
 from draft_tree import Autoregressive, Tree
 from dynatree_lab.cli import models, request
 from dynatree_lab.cli.compare import Comparison
-from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.cli.main import main
 from dynatree_lab.cli.metrics import Metrics, token_ids
 from dynatree_lab.cli.models import Pair, load_pair
@@ -31,6 +30,7 @@ from dynatree_lab.cli.terminal import draw_tree
 from dynatree_lab.engine.generate import Step, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.errors import UsageError
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.rules import MixedTree
 from dynatree_lab.methods.sampler import MAX_SEED, Sampling

@@ -9,8 +9,8 @@ from safetensors import SafetensorError
 from dynatree_lab.benchmark import enlarge as enlarging
 from dynatree_lab.benchmark.enlarge import enlarge, enlarged_pair, main
 from dynatree_lab.cli import folders
-from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.errors import UsageError
 
 
 def test_an_enlarged_pair_computes_the_same_and_is_made_once(

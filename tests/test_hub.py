@@ -19,11 +19,11 @@ from huggingface_hub import constants
 from pytest import MonkeyPatch
 
 from dynatree_lab.benchmark import prompts
-from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.cli.main import main
 from dynatree_lab.cli.models import load_pair
 from dynatree_lab.engine.checkpoint import CheckpointError, find_checkpoint, is_head
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden"
 SINGLE, SHARDED = "pythia", "gelu_fast_20b"

@@ -35,7 +35,7 @@ import bench
 import dynatree_lab.cli.main
 import dynatree_lab.engine.ranks
 from draft_tree import DynaTree
-from dynatree_lab.cli.errors import Parser, UsageError, run_command_line
+from dynatree_lab.cli.errors import Parser, run_command_line
 from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.cli.models import open_pair
 from dynatree_lab.engine import tensor_parallel
@@ -45,6 +45,7 @@ from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.engine.ranks import RanksError, from_rank_0, rank, run_on_ranks, world_size
 from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX, ShardedTensors, sum_ranks
+from dynatree_lab.errors import UsageError
 from dynatree_lab.methods.auto import Auto
 from dynatree_lab.methods.costs import CostTracker
 from dynatree_lab.methods.dyspec import DySpec

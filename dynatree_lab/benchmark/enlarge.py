@@ -24,10 +24,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynatree_lab.cli.errors import Parser, UsageError, print_line, run_command_line
+from dynatree_lab.cli.errors import Parser, print_line, run_command_line
 from dynatree_lab.cli.folders import write_checkpoint
 from dynatree_lab.cli.models import TINY, embedded_pair
 from dynatree_lab.engine.checkpoint import load_tensors, published_shapes, read_config
+from dynatree_lab.errors import UsageError
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, read_json
 
 VOCABULARY = 50304

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from draft_tree import Tree
-from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.cli.models import Pair
 from dynatree_lab.engine.generate import Step
+from dynatree_lab.errors import UsageError
 from dynatree_lab.methods.eagle import head_of
 
 HF_METHODS = ("hf-ar", "hf-assisted", "hf-lookup")  # generate(), with a draft, with prompt lookup

@@ -34,7 +34,7 @@ from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, pa
 from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
-from dynatree_lab.cli.errors import Parser, UsageError, print_line
+from dynatree_lab.cli.errors import Parser, print_line
 from dynatree_lab.cli.models import (
     PYTHIA,
     Pair,
@@ -49,6 +49,7 @@ from dynatree_lab.cli.models import (
 from dynatree_lab.cli.options import add_model_options, require_fit
 from dynatree_lab.engine.generation_config import FLAGS, GenerationConfig
 from dynatree_lab.engine.ranks import from_rank_0
+from dynatree_lab.errors import UsageError
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA}

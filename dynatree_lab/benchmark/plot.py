@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynatree_lab.benchmark.results import load
-from dynatree_lab.cli.errors import Parser, UsageError, print_line, run_command_line, writing
+from dynatree_lab.cli.errors import Parser, print_line, run_command_line
+from dynatree_lab.errors import UsageError, writing
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from dynatree_lab.benchmark.cases import Case, labels
 from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
 from dynatree_lab.benchmark.step_times import StepTimes
 from dynatree_lab.cli.compare import is_tie
-from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.errors import UsageError
 
 NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the baseline
     "throughput": ("tok/s", "throughput", "{:.1f}"),

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from dynatree_lab.benchmark.cases import SYMBOLS, Case
 from dynatree_lab.benchmark.step_times import StepTimes
-from dynatree_lab.cli.errors import UsageError, writing
 from dynatree_lab.engine.ranks import rank
+from dynatree_lab.errors import UsageError, writing
 
 FORMAT = 5  # version of the file format; files of other versions are refused
 CASE_KEYS = ("row", "dataset", *SYMBOLS)  # identify the case of a text

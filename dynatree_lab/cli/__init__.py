@@ -10,7 +10,7 @@ prompts   the prompts of a file (--prompts)
 terminal  drawn trees, the list of methods and settings
 metrics   the numbers of one generation
 compare   a generation compared with ar (--compare)
-errors    one line per user mistake, the exit status
+errors    the parser, one line per user mistake, the exit status
 trace     the gates that decided each tree, and what was accepted, as data (--trace)
 page      the same data as an HTML page (--html), from the files in page/
 folders   new checkpoints, written whole or not at all

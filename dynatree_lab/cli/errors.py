@@ -1,4 +1,4 @@
-"""Errors of a command line: one line per user mistake, the exit status, and Ctrl-C.
+"""A command line: its parser, one line per user mistake, the exit status, and Ctrl-C.
 
 status = run_command_line(execute, parser, arguments)
 """
@@ -8,9 +8,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -19,13 +17,10 @@ from dynatree_lab import __version__
 from dynatree_lab.engine.checkpoint import CheckpointError, first_line
 from dynatree_lab.engine.memory import OutOfMemory, is_out_of_memory
 from dynatree_lab.engine.ranks import RanksError
+from dynatree_lab.errors import UsageError
 from verify import NonFiniteLogits
 
 VERSION = f"%(prog)s {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-
-
-class UsageError(ValueError):
-    """A request that cannot be carried out. The message is one line for the user."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,12 +109,3 @@ def describe_mistake(error: Exception, parser: Parser) -> str | None:
     # The message of OutOfMemory says what the memory was for
     what = "" if isinstance(error, OutOfMemory) else "out of memory: "
     return f"{what}{first_line(error)}; these lower it: {parser.less_memory}"
-
-
-@contextmanager
-def writing(file: Path | str) -> Iterator[None]:
-    """Raise UsageError if the block fails to write a file."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.errors import UsageError
 
 UNCHANGED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 # transformers 4 and 5 have one key each

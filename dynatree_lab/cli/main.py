@@ -16,13 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from dynatree_lab.cli.compare import compare, describe_comparison, is_wrong, reference_of
-from dynatree_lab.cli.errors import (
-    Parser,
-    UsageError,
-    print_line,
-    report_mistake,
-    run_command_line,
-)
+from dynatree_lab.cli.errors import Parser, print_line, report_mistake, run_command_line
 from dynatree_lab.cli.metrics import summarise
 from dynatree_lab.cli.models import open_pair, overflow_note, warn_of_length
 from dynatree_lab.cli.options import (
@@ -42,6 +36,7 @@ from dynatree_lab.cli.tokens import encode_prompt
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
+from dynatree_lab.errors import UsageError
 from dynatree_lab.methods.rules import are_retrieved
 
 DESCRIPTION = "Generate text by tree speculative decoding: dynatree.py --prompt TEXT [options]"

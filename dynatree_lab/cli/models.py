@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from dynatree_lab.cli.errors import UsageError, print_line
+from dynatree_lab.cli.errors import print_line
 from dynatree_lab.cli.tokens import load_tokenizer, require_same_tokenizer
 from dynatree_lab.engine.checkpoint import (
     DTYPES,
@@ -30,6 +30,7 @@ from dynatree_lab.engine.model import FastGPTNeoX, is_fast, load_reference
 from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
 from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX
+from dynatree_lab.errors import UsageError
 from gpt_neox import GPTNeoX
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"

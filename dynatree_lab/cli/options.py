@@ -10,11 +10,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.cli.models import Pair
 from dynatree_lab.cli.terminal import describe
 from dynatree_lab.engine.checkpoint import DTYPES
 from dynatree_lab.engine.generation_config import SAMPLING, GenerationConfig
+from dynatree_lab.errors import UsageError
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import ACCEPTANCES
 

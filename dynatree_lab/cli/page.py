@@ -9,7 +9,8 @@ model is data: it is in a JSON string without any `<`, and the script shows it a
 import json
 from pathlib import Path
 
-from dynatree_lab.cli.errors import print_line, writing
+from dynatree_lab.cli.errors import print_line
+from dynatree_lab.errors import writing
 from dynatree_lab.methods import METHODS
 
 FOLDER = Path(__file__).parent.parent / "page"

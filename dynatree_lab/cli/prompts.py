@@ -7,8 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.cli.options import read_prompt
+from dynatree_lab.errors import UsageError
 
 MIN_PARAGRAPH = 200  # characters; shorter paragraphs of WikiText have too little context
 

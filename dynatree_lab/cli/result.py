@@ -16,7 +16,6 @@ import torch
 from tokenizers import Tokenizer
 
 from draft_tree import Settings
-from dynatree_lab.cli.errors import writing
 from dynatree_lab.cli.metrics import Metrics, measure, summarise, token_ids, versions
 from dynatree_lab.cli.models import Pair, dtype_name
 from dynatree_lab.cli.page import as_page
@@ -29,6 +28,7 @@ from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.scores import TokenLogprob
+from dynatree_lab.errors import writing
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.sampler import GREEDY

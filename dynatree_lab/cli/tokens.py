@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 import dynatree
 from dynatree import ends_bytes, final_text
-from dynatree_lab.cli.errors import UsageError
 from dynatree_lab.engine.checkpoint import CheckpointError, reading
+from dynatree_lab.errors import UsageError
 
 CONTEXT = 4  # earlier ids that the text of an id may depend on, such as the space between words
 LONG = 32  # if nothing is held back, at most so many ids are decoded again with each new one

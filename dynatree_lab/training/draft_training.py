@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dynatree_lab.cli.errors import UsageError
+from dynatree_lab.errors import UsageError
 from dynatree_lab.training.batches import autocast_for, draw_rows, run_layers
 from dynatree_lab.training.loop import Progress, train
 from gpt_neox import Config, GPTNeoX, read_json, rotary_table
