@@ -10,24 +10,34 @@ docs/python.md shows every name. A name is imported when it is first used, so `i
 does not import torch: the programs set how torch allocates memory before it is imported. Paths in
 the docstrings of this package, such as methods/drawn.py, start at this folder.
 
-engine     the fast model: CUDA graphs, windows, strict mode, ranks
 methods    all methods but those of draft_tree.py
-cli        the command line, requests from Python, the data of the page
-training   draft models and EAGLE heads
-benchmark  what bench.py measures: tables, results files, figures
-page       the HTML page, in JavaScript
+engine     the fast model: CUDA graphs, windows, strict mode, ranks
+
 errors     the error of a request that cannot be carried out
+tokens     tokenizers, prompts, streamed text, stop texts
+pair       target and draft: device, dtypes, checkpoints
+request    a request to continue a prompt: its steps and its text
+metrics    the numbers of one generation
+trace      the gates that decided each tree, and what was accepted, as data
+html_page  this data as an HTML page, from the files in page/
+page       the page's parts, in JavaScript
+result     a text with its steps, metrics and page; a session of several texts
+folders    new checkpoints, written whole or not at all
+
+cli        the command line
+benchmark  what bench.py measures: tables, results files, figures
+training   draft models and EAGLE heads
 """
 
 from importlib import import_module
 
 __version__ = "0.6.0"
 PLACES = {  # of each name, the module that has it
-    "load_pair": "cli.models",
-    "stream_text": "cli.request",
-    "write_text": "cli.result",
-    "Session": "cli.result",
-    "save_page": "cli.result",
+    "load_pair": "pair",
+    "stream_text": "request",
+    "write_text": "result",
+    "Session": "result",
+    "save_page": "result",
     "draw_tree": "cli.terminal",
     "generate": "engine.generate",
     "GenerationConfig": "engine.generation_config",

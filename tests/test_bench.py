@@ -24,12 +24,12 @@ from dynatree_lab.benchmark.plan import Plan, build_parser, make_plan
 from dynatree_lab.benchmark.report import text_report
 from dynatree_lab.benchmark.results import Line, Results, key_of, load
 from dynatree_lab.benchmark.step_times import measure_step_times
-from dynatree_lab.cli.models import Pair
-from dynatree_lab.cli.request import Request
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.methods.eagle import EagleHead
+from dynatree_lab.pair import Pair
+from dynatree_lab.request import Request
 
 DRAFT, HEAD = str(TINY / "draft"), str(TINY / "eagle")
 QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--max-new-tokens", "6", "--threads", "1"]

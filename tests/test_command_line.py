@@ -20,12 +20,9 @@ import dynatree
 import dynatree_lab.cli.compare
 import dynatree_lab.cli.main
 from draft_tree import Autoregressive, Tree
-from dynatree_lab.cli import models, request
+from dynatree_lab import request
 from dynatree_lab.cli.compare import Comparison
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.metrics import Metrics, token_ids
-from dynatree_lab.cli.models import Pair, load_pair
-from dynatree_lab.cli.request import Request, stream_text
 from dynatree_lab.cli.terminal import draw_tree
 from dynatree_lab.engine.generate import Step, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
@@ -34,6 +31,9 @@ from dynatree_lab.errors import UsageError
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.rules import MixedTree
 from dynatree_lab.methods.sampler import MAX_SEED, Sampling
+from dynatree_lab.metrics import Metrics, token_ids
+from dynatree_lab.pair import Pair, load_pair
+from dynatree_lab.request import Request, stream_text
 from verify import NonFiniteLogits
 
 PROMPT = "The ship sailed at dawn"
@@ -108,7 +108,7 @@ def test_notes(
 ) -> None:
     options, expected = NOTES[name]
     (tmp_path / "cpuinfo").write_text("flags\t\t: sse avx512f\n")
-    monkeypatch.setattr(models, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("dynatree_lab.pair.CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(
         Request, "decode", lambda *_: iter([Step([7], Tree.from_root(0), [0], verify_ms=1.0)])
     )

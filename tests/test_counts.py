@@ -9,7 +9,11 @@ from conftest import make_tree
 
 import dynatree
 from draft_tree import DynaTree, Settings
-from dynatree_lab.cli.metrics import (
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.methods.deagle import Deagle
+from dynatree_lab.methods.rules import MixedTree
+from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive
+from dynatree_lab.metrics import (
     code_acceptance,
     count_calibration,
     measure,
@@ -17,10 +21,6 @@ from dynatree_lab.cli.metrics import (
     repetition,
     top1_match,
 )
-from dynatree_lab.engine.generate import Step
-from dynatree_lab.methods.deagle import Deagle
-from dynatree_lab.methods.rules import MixedTree
-from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -9,12 +9,12 @@ from conftest import TINY, append, assert_close, generate, prefilled, random_con
 from tokenizers import Tokenizer
 
 from draft_tree import DynaTree
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.masks import Mask
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.streamed import Budget, load_streamed
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.static import PaddedAutoregressive
+from dynatree_lab.metrics import token_ids
 
 pytestmark = [
     pytest.mark.cuda,

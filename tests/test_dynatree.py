@@ -18,13 +18,13 @@ from conftest import (
 
 import gpt_neox
 from draft_tree import DynaTree, Settings
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine import memory
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive, SpecInfer
+from dynatree_lab.metrics import token_ids
 from gpt_neox import GPTNeoX, KVCache
 from verify import NonFiniteLogits
 

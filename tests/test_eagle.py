@@ -35,13 +35,13 @@ from torch import Tensor
 import dynatree
 from draft_tree import DynaTree, Settings, Tree
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.checkpoint import CheckpointError
 from dynatree_lab.engine.eagle_head import FastHead, load_head
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.methods.eagle import EagleDrafter, EagleHead, ReferenceHead
 from dynatree_lab.methods.static import Fixed, PaddedAutoregressive, SpecInfer
+from dynatree_lab.metrics import token_ids
 from gpt_neox import GPTNeoX, KVCache
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89]

@@ -6,9 +6,9 @@ import pytest
 from conftest import TINY, Captured, error_line, run
 from safetensors import SafetensorError
 
+from dynatree_lab import folders
 from dynatree_lab.benchmark import enlarge as enlarging
 from dynatree_lab.benchmark.enlarge import enlarge, enlarged_pair, main
-from dynatree_lab.cli import folders
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.errors import UsageError
 

@@ -32,7 +32,6 @@ from conftest import (
 from torch import Tensor
 
 from draft_tree import Settings
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.eagle_head import FastHead
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.invariance import invariant_rows
@@ -44,6 +43,7 @@ from dynatree_lab.methods.eagle import EagleHead, ReferenceHead
 from dynatree_lab.methods.rules import are_retrieved, make_rule
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import PaddedAutoregressive
+from dynatree_lab.metrics import token_ids
 from gpt_neox import GPTNeoX
 from verify import cut
 

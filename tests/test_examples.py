@@ -28,10 +28,10 @@ from conftest import ROOT, TINY, source_files
 from draft_tree import DynaTree
 from dynatree import ModelDrafter
 from dynatree_lab.benchmark.cases import PRESETS, TABLES
-from dynatree_lab.cli.models import load_pair
 from dynatree_lab.cli.options import choose_config
-from dynatree_lab.cli.request import Request
 from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.pair import load_pair
+from dynatree_lab.request import Request
 
 Names = dict[str, object]
 COMMAND = re.compile(r"(?:python|torchrun --nproc-per-node \d) (?:-m )?([\w./]+) ?(.*)")

@@ -10,8 +10,8 @@ import torch
 from conftest import random_model
 
 from dynatree_lab.benchmark.hf import HF_METHODS, HuggingFace, StepRecorder
-from dynatree_lab.cli.models import Pair
 from dynatree_lab.errors import UsageError
+from dynatree_lab.pair import Pair
 
 PAIR = Pair(random_model(0), random_model(1), None, Path("T"), Path("D"), {})
 

@@ -20,10 +20,10 @@ from pytest import MonkeyPatch
 
 from dynatree_lab.benchmark import prompts
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.models import load_pair
 from dynatree_lab.engine.checkpoint import CheckpointError, find_checkpoint, is_head
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.errors import UsageError
+from dynatree_lab.pair import load_pair
 
 GOLDEN = Path(__file__).parent / "golden"
 SINGLE, SHARDED = "pythia", "gelu_fast_20b"

@@ -24,13 +24,13 @@ from conftest import (
 from torch import Tensor
 
 import dynatree_lab as lab
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.metrics import token_ids
 from gpt_neox import PREFILL_CHUNK, GPTNeoX
 
 MODES = ("reference", "fixed", "rebuild", "window", "sampled", "head")

@@ -12,8 +12,8 @@ from conftest import ROOT, Captured
 import dynatree_lab as lab
 from draft_tree import DynaTree
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.models import Pair
 from dynatree_lab.methods.static import Chain
+from dynatree_lab.pair import Pair
 from gpt_neox import GPTNeoX
 
 PROMPT = "The ship sailed at dawn"

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 import dynatree_lab as lab
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Fixed, PaddedAutoregressive
+from dynatree_lab.metrics import token_ids
 
 PROMPT = [5, 7, 9, 5, 7]
 OPTIONS = [{}, {"commit": "rebuild"}, {"sampling": Sampling(0.7, 0.9, seed=3, top_k=20)}]

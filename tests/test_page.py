@@ -17,7 +17,7 @@ from conftest import Captured, override, path_to
 from test_trace import TEXT, tree_of
 
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.page import as_page
+from dynatree_lab.html_page import as_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

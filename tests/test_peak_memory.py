@@ -7,11 +7,11 @@ import pytest
 from conftest import TINY
 
 from dynatree import Step
+from dynatree_lab import request
 from dynatree_lab.benchmark import memory
 from dynatree_lab.benchmark.cases import Case
 from dynatree_lab.benchmark.memory import measure_in_new_process, measure_memory
 from dynatree_lab.benchmark.plan import build_parser
-from dynatree_lab.cli import request
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.errors import UsageError

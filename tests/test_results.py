@@ -31,8 +31,8 @@ from dynatree_lab.benchmark.results import (
     drop_partial_line,
     load,
 )
-from dynatree_lab.cli.metrics import Metrics
 from dynatree_lab.errors import UsageError
+from dynatree_lab.metrics import Metrics
 
 SHOWN = [f"results/{name}_cpu.jsonl" for name in ("main", "enlarged")]
 MACHINE = {"target": "T", "draft": "D", "dtype": "float32", "draft_dtype": "float32"}

@@ -24,7 +24,6 @@ from torch import Tensor
 
 import dynatree_lab.methods.sampler
 from draft_tree import Gates, Level, Rule, Settings
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.compose import Parts
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import (
@@ -46,6 +45,7 @@ from dynatree_lab.methods.static import (
     PaddedAutoregressive,
     SpecInfer,
 )
+from dynatree_lab.metrics import token_ids
 
 Draw = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 N_IDS = 5

@@ -5,11 +5,11 @@ import pytest
 from conftest import count_rows
 
 import dynatree_lab as lab
-from dynatree_lab.cli.metrics import token_ids
-from dynatree_lab.cli.models import Pair
-from dynatree_lab.cli.result import Session
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.metrics import token_ids
+from dynatree_lab.pair import Pair
+from dynatree_lab.result import Session
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from draft_tree import DynaTree, Settings
 from dynatree_lab.benchmark.step_times import StepTimes, padded_rows, step_bytes
-from dynatree_lab.cli.models import Pair
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.static import Chain, PaddedAutoregressive
+from dynatree_lab.pair import Pair
 
 PAIR = Pair(random_model(0), random_model(1), None, Path(), None, {})
 PROMPT = [3, 1, 4, 1, 5]

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from dynatree_lab.cli import terminal
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine import streamed
 from dynatree_lab.engine.checkpoint import CheckpointError
 from dynatree_lab.engine.layers import FusedLayer
@@ -37,6 +36,7 @@ from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.streamed import Budget, FileLayers, StreamedGPTNeoX, load_streamed
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.static import Fixed, PaddedAutoregressive
+from dynatree_lab.metrics import token_ids
 
 SMALL = 30_000_000  # bytes for the embedded target: embedding, head and buffers take 22 MB
 TARGET = TINY / "target"

@@ -15,12 +15,12 @@ from test_exactness import generate_streaming
 
 from draft_tree import Tree
 from dynatree import ModelDrafter
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.model import FastCache, FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig, Window
 from dynatree_lab.engine.run import ModelRun
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.methods.static import Chain
+from dynatree_lab.metrics import token_ids
 
 
 @torch.inference_mode()

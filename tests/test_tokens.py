@@ -16,9 +16,9 @@ import dynatree_lab.cli.main
 from draft_tree import Autoregressive, Tree
 from dynatree import Step
 from dynatree_lab.benchmark.prompts import BUILTIN, cut_prompts
-from dynatree_lab.cli.metrics import token_ids
-from dynatree_lab.cli.tokens import LONG, StopTexts, TextStream, load_tokenizer
 from dynatree_lab.errors import UsageError
+from dynatree_lab.metrics import token_ids
+from dynatree_lab.tokens import LONG, StopTexts, TextStream, load_tokenizer
 from dynatree_lab.training.distil import read_ids
 from gpt_neox import GPTNeoX, read_config
 

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 
 from draft_tree import DynaTree, Settings, Tree
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.trace import MAX_DROPPED, NO_LEVEL_LEFT, describe_base, meanings, trace_of
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.methods.sampler import GREEDY, Sampling
+from dynatree_lab.trace import MAX_DROPPED, NO_LEVEL_LEFT, describe_base, meanings, trace_of
 from gpt_neox import GPTNeoX
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))

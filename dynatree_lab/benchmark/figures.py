@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.report import caption, name_baseline, text_frame
 from dynatree_lab.benchmark.results import Results
-from dynatree_lab.cli.page import read
+from dynatree_lab.html_page import read
 from dynatree_lab.methods import METHODS
 
 COLOURS = json.loads(read("colours.json"))["methods"]  # as on the page of a run

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from draft_tree import Tree
-from dynatree_lab.cli.models import Pair
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.errors import UsageError
 from dynatree_lab.methods.eagle import head_of
+from dynatree_lab.pair import Pair
 
 HF_METHODS = ("hf-ar", "hf-assisted", "hf-lookup")  # generate(), with a draft, with prompt lookup
 N_LOOKUP_TOKENS = 10  # drafted by prompt lookup, as many as by method lookup

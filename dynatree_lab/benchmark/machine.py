@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from dynatree_lab.cli.metrics import versions
-from dynatree_lab.cli.models import Pair
+from dynatree_lab.metrics import versions
+from dynatree_lab.pair import Pair
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from dynatree_lab.benchmark.cases import Case
-from dynatree_lab.cli.metrics import token_ids
-from dynatree_lab.cli.models import embedded_head, open_pair
-from dynatree_lab.cli.request import Request
 from dynatree_lab.errors import UsageError
+from dynatree_lab.metrics import token_ids
+from dynatree_lab.pair import embedded_head, open_pair
+from dynatree_lab.request import Request
 
 Measured = tuple[dict[str, float], list[int]]  # metrics, ids
 COMMAND = [sys.executable, "-c", "from dynatree_lab.benchmark.memory import answer; answer()"]

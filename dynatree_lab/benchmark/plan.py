@@ -35,7 +35,11 @@ from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
 from dynatree_lab.cli.errors import Parser, print_line
-from dynatree_lab.cli.models import (
+from dynatree_lab.cli.options import add_model_options, require_fit, warn_of_length
+from dynatree_lab.engine.generation_config import FLAGS, GenerationConfig
+from dynatree_lab.engine.ranks import from_rank_0
+from dynatree_lab.errors import UsageError
+from dynatree_lab.pair import (
     PYTHIA,
     Pair,
     choose_device,
@@ -43,13 +47,8 @@ from dynatree_lab.cli.models import (
     embedded_head,
     embedded_pair,
     open_pair,
-    warn_of_length,
     with_draft,
 )
-from dynatree_lab.cli.options import add_model_options, require_fit
-from dynatree_lab.engine.generation_config import FLAGS, GenerationConfig
-from dynatree_lab.engine.ranks import from_rank_0
-from dynatree_lab.errors import UsageError
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA}

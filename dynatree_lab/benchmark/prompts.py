@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 
 from dynatree_lab.cli.errors import print_line
 from dynatree_lab.cli.prompts import MIN_PARAGRAPH, paragraphs, read_prompts
-from dynatree_lab.cli.tokens import encode_prompt
 from dynatree_lab.engine.checkpoint import CheckpointError, convert_hub_errors
 from dynatree_lab.errors import UsageError
+from dynatree_lab.tokens import encode_prompt
 
 SCRIPT = "wikitext2-script"
 DATASETS = ("builtin", "wikitext2", SCRIPT, "pg19")

@@ -6,7 +6,7 @@
 
 A column NAME of a table is the median of a metric over the texts, with its quartiles. NAME_mean is
 its mean and standard deviation, as in the papers. NAME_speedup is a ratio of means, as the papers'
-authors compute speed-ups. docs/results.md explains the metrics, which are those of cli/metrics.py.
+authors compute speed-ups. docs/results.md explains the metrics, which are those of metrics.py.
 """
 
 import argparse

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from dynatree_lab.cli.models import Pair
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.eagle_head import fc_bytes
 from dynatree_lab.engine.generate import Step
@@ -33,6 +32,7 @@ from dynatree_lab.engine.passes import (
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers
 from dynatree_lab.methods.eagle import EagleHead
+from dynatree_lab.pair import Pair
 
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured
 BURST = 3  # consecutive runs of a pass before the next pass runs

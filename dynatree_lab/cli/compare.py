@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draft_tree import Settings
-from dynatree_lab.cli.metrics import measure, token_ids
-from dynatree_lab.cli.models import Pair
-from dynatree_lab.cli.request import Request
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.passes import FULL_ATTENTION, PassConfig, Window, round_up_rows
 from dynatree_lab.methods.static import PaddedAutoregressive
+from dynatree_lab.metrics import measure, token_ids
+from dynatree_lab.pair import Pair
+from dynatree_lab.request import Request
 
 TIE = 1e-4  # rounding decides where the top-2 gap in float32 is smaller
 

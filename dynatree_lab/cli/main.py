@@ -17,8 +17,6 @@ from tokenizers import Tokenizer
 
 from dynatree_lab.cli.compare import compare, describe_comparison, is_wrong, reference_of
 from dynatree_lab.cli.errors import Parser, print_line, report_mistake, run_command_line
-from dynatree_lab.cli.metrics import summarise
-from dynatree_lab.cli.models import open_pair, overflow_note, warn_of_length
 from dynatree_lab.cli.options import (
     add_method_options,
     add_model_options,
@@ -26,18 +24,21 @@ from dynatree_lab.cli.options import (
     choose_config,
     read_prompt,
     require_fit,
+    warn_of_length,
 )
-from dynatree_lab.cli.page import save_trace
 from dynatree_lab.cli.prompts import read_prompts
-from dynatree_lab.cli.request import Request
-from dynatree_lab.cli.result import Result
 from dynatree_lab.cli.terminal import LEGEND, LayerProgress, draw_tree
-from dynatree_lab.cli.tokens import encode_prompt
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
-from dynatree_lab.errors import UsageError
+from dynatree_lab.errors import UsageError, writing
+from dynatree_lab.html_page import as_data, as_page
 from dynatree_lab.methods.rules import are_retrieved
+from dynatree_lab.metrics import summarise
+from dynatree_lab.pair import open_pair, overflow_note
+from dynatree_lab.request import Request
+from dynatree_lab.result import Result
+from dynatree_lab.tokens import encode_prompt
 
 DESCRIPTION = "Generate text by tree speculative decoding: dynatree.py --prompt TEXT [options]"
 EXIT_STATUS = "exit status: 1 wrong ids (--compare) or closed stdout, 2 error, 130 interrupted"
@@ -265,6 +266,16 @@ def write_outputs(
         save_trace(result.data | found, args.html, args.trace)
     if args.json:
         print(json.dumps(found), flush=True)
+
+
+def save_trace(content: dict, page: str | None, trace: str | None) -> None:
+    """Write the page, the trace or both, and print their names. Raises UsageError if a file cannot
+    be written."""
+    for kind, name, form in (("trace", trace, as_data), ("page", page, as_page)):
+        if name:
+            with writing(name):
+                Path(name).write_text(form(content), encoding="utf-8")
+            print_line(f"{kind} written to {name}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

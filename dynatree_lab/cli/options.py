@@ -10,13 +10,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dynatree_lab.cli.models import Pair
+from dynatree_lab.cli.errors import print_line
 from dynatree_lab.cli.terminal import describe
 from dynatree_lab.engine.checkpoint import DTYPES
 from dynatree_lab.engine.generation_config import SAMPLING, GenerationConfig
 from dynatree_lab.errors import UsageError
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import ACCEPTANCES
+from dynatree_lab.pair import Pair
 
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:
@@ -104,6 +105,13 @@ def require_fit(config: GenerationConfig, pair: Pair, whose: str = "") -> None:
         config.require_fit([model.config for model in pair.models])
     except ValueError as error:
         raise UsageError(f"{whose}{error}") from error
+
+
+def warn_of_length(pair: Pair, n_tokens: int) -> None:
+    """Warn if a sequence is longer than the target was trained for."""
+    trained = pair.target.config.max_position_embeddings
+    if n_tokens > trained:
+        print_line(f"warning: {n_tokens} tokens in all; the target was trained for {trained}")
 
 
 def read_prompt(text: str | None, file: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The record of how a rule decided each tree, from which the page of --html is made (cli/trace.py).
+"""The record of how a rule decided each tree, from which the page of --html is made (trace.py).
 
 Shapes: n rows of one level, k candidates per row.
 """

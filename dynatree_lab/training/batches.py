@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dynatree_lab.cli.models import has_instructions
+from dynatree_lab.pair import has_instructions
 from gpt_neox import GPTNeoX, Layer, rotate
 
 # attend(q, k, v) -> [B, H, T, D], of queries, keys and values [B, H, T, D] of a layer's input

@@ -10,7 +10,6 @@ from conftest import LARGE_SETTINGS, TINY, generate
 from tokenizers import Tokenizer
 
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.eagle_head import load_head
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.model import FastGPTNeoX
@@ -19,6 +18,7 @@ from dynatree_lab.engine.streamed import load_streamed
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.retrieval import Graft
 from dynatree_lab.methods.sampler import DrawingSampler, Sampling
+from dynatree_lab.metrics import token_ids
 
 pytestmark = pytest.mark.cuda
 Pair = tuple[FastGPTNeoX, FastGPTNeoX, list[int]]  # target, draft and a prompt

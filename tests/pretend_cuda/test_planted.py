@@ -6,11 +6,11 @@ import pytest
 import torch
 from conftest import TINY, generate, random_config, random_tensors
 
-from dynatree_lab.cli.metrics import token_ids
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.streamed import load_streamed
 from dynatree_lab.methods.lookup import Lookup
+from dynatree_lab.metrics import token_ids
 
 from .graphs import CUDAGraph
 from .streams import DEFAULT_STREAM, Stream

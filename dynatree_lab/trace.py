@@ -18,11 +18,11 @@ import numpy
 from tokenizers import Tokenizer
 
 from draft_tree import Gates, Settings, Tree
-from dynatree_lab.cli.tokens import TextStream
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.record import TreeRecord
 from dynatree_lab.methods.retrieval import Graft, parse_base
 from dynatree_lab.methods.rules import are_retrieved
+from dynatree_lab.tokens import TextStream
 
 FORMAT = {"name": "dynatree-trace", "version": 3}
 MAX_DROPPED = 48  # the likeliest dropped candidates of a tree are listed, the others only counted

@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from dynatree_lab.cli.errors import print_line
-from dynatree_lab.cli.tokens import load_tokenizer, require_same_tokenizer
 from dynatree_lab.engine.checkpoint import (
     DTYPES,
     find_checkpoint,
@@ -31,11 +29,12 @@ from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
 from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX
 from dynatree_lab.errors import UsageError
+from dynatree_lab.tokens import load_tokenizer, require_same_tokenizer
 from gpt_neox import GPTNeoX
 
-TINY = Path(__file__).parents[2] / "models" / "tiny"
+TINY = Path(__file__).parents[1] / "models" / "tiny"
 if not TINY.exists():  # the project is installed
-    TINY = Path(__file__).parents[1] / "tiny"
+    TINY = Path(__file__).parent / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_CAPABILITY = (8, 0)  # the first NVIDIA GPUs with bfloat16 arithmetic
 UNITS = {"M": 10**6, "G": 10**9}
@@ -150,13 +149,6 @@ class Pair:
         """Return the number of captured CUDA graphs, and the seconds that capturing took."""
         fast = [model for model in self.models if is_fast(model)]
         return sum(model.n_graphs for model in fast), sum(model.capture_s for model in fast)
-
-
-def warn_of_length(pair: Pair, n_tokens: int) -> None:
-    """Warn if a sequence is longer than the target was trained for."""
-    trained = pair.target.config.max_position_embeddings
-    if n_tokens > trained:
-        print_line(f"warning: {n_tokens} tokens in all; the target was trained for {trained}")
 
 
 def warn_of_unused_settings(folder: Path) -> None:

@@ -12,11 +12,11 @@ from functools import cached_property
 from torch import Tensor
 
 from dynatree import checked_ids
-from dynatree_lab.cli.models import Pair
-from dynatree_lab.cli.tokens import StopTexts, TextStream, encode_prompt, special_stops
 from dynatree_lab.engine.generate import Step, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
+from dynatree_lab.pair import Pair
+from dynatree_lab.tokens import StopTexts, TextStream, encode_prompt, special_stops
 
 
 @dataclass(frozen=True)

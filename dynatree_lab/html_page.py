@@ -1,6 +1,6 @@
-"""--html and --trace: write the record of a run to one file without dependencies.
+"""The HTML page of a run: one file without dependencies.
 
-    save_trace(trace.as_json(prompt, about), page="run.html", trace=None)
+    Path("run.html").write_text(as_page(result.data), encoding="utf-8")
 
 The page is page/template.html with colours, style, scripts and data inserted. Text from a user or a
 model is data: it is in a JSON string without any `<`, and the script shows it as text.
@@ -9,11 +9,9 @@ model is data: it is in a JSON string without any `<`, and the script shows it a
 import json
 from pathlib import Path
 
-from dynatree_lab.cli.errors import print_line
-from dynatree_lab.errors import writing
 from dynatree_lab.methods import METHODS
 
-FOLDER = Path(__file__).parent.parent / "page"
+FOLDER = Path(__file__).parent / "page"
 SCRIPTS = (  # in order: the first two make elements and read the data, the last starts the page
     "elements.js",
     "run.js",
@@ -26,22 +24,13 @@ SCRIPTS = (  # in order: the first two make elements and read the data, the last
 )
 
 
-def save_trace(content: dict, page: str | None, trace: str | None) -> None:
-    """Write the page, the trace or both, and print their names. Raises UsageError if a file cannot
-    be written."""
-    for kind, name, form in (("trace", trace, as_data), ("page", page, as_page)):
-        if name:
-            with writing(name):
-                Path(name).write_text(form(content), encoding="utf-8")
-            print_line(f"{kind} written to {name}")
-
-
 def as_data(content: dict) -> str:
+    """Return the data of a run as JSON."""
     return json.dumps(content, separators=(",", ":"))
 
 
 def as_page(content: dict) -> str:
-    """Return the HTML page that shows this trace."""
+    """Return the HTML page that shows this data."""
     parts = {
         "/* style */": colours(content["settings"]["method"]) + read("style.css"),
         "/* script */": "\n".join(map(read, SCRIPTS)),

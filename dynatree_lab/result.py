@@ -16,12 +16,6 @@ import torch
 from tokenizers import Tokenizer
 
 from draft_tree import Settings
-from dynatree_lab.cli.metrics import Metrics, measure, summarise, token_ids, versions
-from dynatree_lab.cli.models import Pair, dtype_name
-from dynatree_lab.cli.page import as_page
-from dynatree_lab.cli.request import Request, make_request
-from dynatree_lab.cli.tokens import StopTexts, TextStream
-from dynatree_lab.cli.trace import trace_of
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
@@ -29,9 +23,15 @@ from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.errors import writing
+from dynatree_lab.html_page import as_page
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.sampler import GREEDY
+from dynatree_lab.metrics import Metrics, measure, summarise, token_ids, versions
+from dynatree_lab.pair import Pair, dtype_name
+from dynatree_lab.request import Request, make_request
+from dynatree_lab.tokens import StopTexts, TextStream
+from dynatree_lab.trace import trace_of
 from gpt_neox import Model
 
 
