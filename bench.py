@@ -66,12 +66,13 @@ from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, dro
 from dynatree_lab.benchmark.step_times import measure_step_times
 from dynatree_lab.cli.compare import first_difference, top2_gap
 from dynatree_lab.cli.errors import print_line, run_command_line
+from dynatree_lab.cli.options import overflow_note
 from dynatree_lab.engine.generate import Step  # dynatree.Step with times and counts
 from dynatree_lab.engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
 from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.metrics import count_calibration, measure, measure_acceptance, token_ids
-from dynatree_lab.pair import Pair, overflow_note
+from dynatree_lab.pair import Pair
 from dynatree_lab.request import Request
 
 LOG_S = 30.0  # seconds between two progress lines where stderr is not a terminal

@@ -3,8 +3,6 @@
 pair = load_pair()
 """
 
-import argparse
-import os
 import re
 import time
 import warnings
@@ -38,7 +36,6 @@ if not TINY.exists():  # the project is installed
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_CAPABILITY = (8, 0)  # the first NVIDIA GPUs with bfloat16 arithmetic
 UNITS = {"M": 10**6, "G": 10**9}
-PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
 Report = dict[str, str | int | None]
 
@@ -102,15 +99,6 @@ def has_instructions(dtype: torch.dtype, device: torch.device) -> bool | None:
     return dtype not in names or not names[dtype].isdisjoint(found[1].split())
 
 
-def set_threads(n: int | None, device: torch.device) -> None:
-    """Use n CPU threads. None means torch's default on CPU, and one thread on CUDA, where waking a
-    second thread takes longer than the host's work."""
-    if n is None and device.type == "cuda":
-        n = 1
-    if n is not None:
-        torch.set_num_threads(n)
-
-
 @dataclass(frozen=True, repr=False)
 class Pair:
     """A target model with its tokenizer, and a draft model unless the method needs none."""
@@ -156,54 +144,6 @@ def warn_of_unused_settings(folder: Path) -> None:
     if names := unused_settings(folder):
         what = f"generation_config.json sets {', '.join(names)}, which DynaTree does not use"
         warnings.warn(f"{what}, so transformers' text may differ", stacklevel=3)
-
-
-def overflow_note(draft: GPTNeoX) -> str:
-    """Return the note for a draft model that overflows."""
-    remedy = "another --draft" if draft.dtype == torch.float32 else "--draft-dtype float32"
-    what = f"the draft's logits are not finite in {dtype_name(draft.dtype)}"
-    return f"note: {what}; until they are, it drafts nothing; try {remedy}"
-
-
-def embedded_pair() -> tuple[str, str]:
-    """Return the folders of target and draft, relative to the working folder."""
-    return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
-
-
-def embedded_head() -> str:
-    """Return the folder of the embedded target's EAGLE head, relative to the working folder."""
-    return os.path.relpath(TINY / "eagle")
-
-
-def default_models(device: torch.device) -> tuple[str, str]:
-    """Return names of target and draft: Pythia on CUDA, the embedded pair elsewhere."""
-    return PYTHIA if device.type == "cuda" else embedded_pair()
-
-
-def open_pair(
-    args: argparse.Namespace,
-    is_drafting: bool,
-    announce: Callable[[str], None],
-    is_reference: bool = False,
-) -> Pair:
-    """Announce and load the models that the options name.
-
-    is_reference: load gpt_neox.GPTNeoX instead of fast models.
-    """
-    device = choose_device(args.device)
-    set_threads(args.threads, device)
-    if world_size() > 1 and device.type == "cuda":
-        device = choose_device(f"cuda:{os.environ['LOCAL_RANK']}")
-        torch.cuda.set_device(device)
-    if is_drafting and args.target and not args.draft:
-        raise UsageError(
-            "--target also needs --draft; without a draft model use --method lookup or recycle"
-        )
-    target, draft = default_models(device)
-    target = args.target or target
-    draft = (args.draft or draft) if is_drafting else None
-    dtypes = args.dtype, args.draft_dtype
-    return load_pair(target, draft, device, *dtypes, announce, is_reference, args.target_memory)
 
 
 def announcement(found: Report) -> str:

@@ -16,14 +16,9 @@ from conftest import TINY, Captured, pretend_one_gpu
 from safetensors.torch import load_file, save_file
 
 from dynatree_lab.cli.main import main
+from dynatree_lab.cli.options import default_models, overflow_note
 from dynatree_lab.engine.checkpoint import DTYPES
-from dynatree_lab.pair import (
-    choose_device,
-    choose_draft_dtype,
-    choose_dtype,
-    default_models,
-    overflow_note,
-)
+from dynatree_lab.pair import choose_device, choose_draft_dtype, choose_dtype
 
 PROMPT = "The ship sailed at dawn"
 CPU = torch.device("cpu")

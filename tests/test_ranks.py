@@ -36,6 +36,7 @@ import dynatree_lab.cli.main
 import dynatree_lab.engine.ranks
 from draft_tree import DynaTree
 from dynatree_lab.cli.errors import Parser, run_command_line
+from dynatree_lab.cli.options import open_pair
 from dynatree_lab.engine import tensor_parallel
 from dynatree_lab.engine.checkpoint import CheckpointError, load_tensors, read_config
 from dynatree_lab.engine.memory import OutOfMemory
@@ -51,7 +52,6 @@ from dynatree_lab.methods.retrieval import Graft
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain, Fixed
 from dynatree_lab.metrics import token_ids
-from dynatree_lab.pair import open_pair
 from gpt_neox import PREFILL_CHUNK
 from verify import NonFiniteLogits
 

@@ -25,11 +25,11 @@ from dynatree_lab.benchmark.plan import (
     resolve_models,
 )
 from dynatree_lab.benchmark.report import column
+from dynatree_lab.cli.options import PYTHIA
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain
-from dynatree_lab.pair import PYTHIA
 
 
 def chosen(name: str, *words: str) -> list[Case]:

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from dynatree_lab.cli.errors import Parser, print_line, run_command_line
+from dynatree_lab.cli.options import embedded_pair
 from dynatree_lab.engine.checkpoint import load_tensors, published_shapes, read_config
 from dynatree_lab.errors import UsageError
 from dynatree_lab.folders import write_checkpoint
-from dynatree_lab.pair import TINY, embedded_pair
+from dynatree_lab.pair import TINY
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, read_json
 
 VOCABULARY = 50304

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from dynatree_lab.benchmark.cases import Case
+from dynatree_lab.cli.options import embedded_head, open_pair
 from dynatree_lab.errors import UsageError
 from dynatree_lab.metrics import token_ids
-from dynatree_lab.pair import embedded_head, open_pair
 from dynatree_lab.request import Request
 
 Measured = tuple[dict[str, float], list[int]]  # metrics, ids

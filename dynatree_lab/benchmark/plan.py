@@ -35,20 +35,19 @@ from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
 from dynatree_lab.cli.errors import Parser, print_line
-from dynatree_lab.cli.options import add_model_options, require_fit, warn_of_length
-from dynatree_lab.engine.generation_config import FLAGS, GenerationConfig
-from dynatree_lab.engine.ranks import from_rank_0
-from dynatree_lab.errors import UsageError
-from dynatree_lab.pair import (
+from dynatree_lab.cli.options import (
     PYTHIA,
-    Pair,
-    choose_device,
-    choose_dtype,
+    add_model_options,
     embedded_head,
     embedded_pair,
     open_pair,
-    with_draft,
+    require_fit,
+    warn_of_length,
 )
+from dynatree_lab.engine.generation_config import FLAGS, GenerationConfig
+from dynatree_lab.engine.ranks import from_rank_0
+from dynatree_lab.errors import UsageError
+from dynatree_lab.pair import Pair, choose_device, choose_dtype, with_draft
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA}

@@ -1,8 +1,8 @@
 """The command line.
 
 main      one generation: options, streamed text, summary, reports
-options   options of methods, sampling and models; the prompt
-prompts   the prompts of a file (--prompts)
+options   options of methods, sampling and models, and what they choose
+prompts   prompts in files (--prompt-file, --prompts)
 terminal  drawn trees, the list of methods and settings
 compare   a generation compared with ar (--compare)
 errors    the parser, one line per user mistake, the exit status

@@ -22,11 +22,12 @@ from dynatree_lab.cli.options import (
     add_model_options,
     add_sampling_options,
     choose_config,
-    read_prompt,
+    open_pair,
+    overflow_note,
     require_fit,
     warn_of_length,
 )
-from dynatree_lab.cli.prompts import read_prompts
+from dynatree_lab.cli.prompts import read_prompts, read_text
 from dynatree_lab.cli.terminal import LEGEND, LayerProgress, draw_tree
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.passes import FULL_ATTENTION
@@ -35,7 +36,6 @@ from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.html_page import as_data, as_page
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.metrics import summarise
-from dynatree_lab.pair import open_pair, overflow_note
 from dynatree_lab.request import Request
 from dynatree_lab.result import Result
 from dynatree_lab.tokens import encode_prompt
@@ -132,7 +132,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Request]:
 def read_texts(args: argparse.Namespace) -> list[str]:
     """Return the text of the prompt, or those of --prompts, and print how many these are."""
     if args.prompts is None:
-        return [read_prompt(args.prompt, args.prompt_file)]
+        return [args.prompt if args.prompt_file is None else read_text(args.prompt_file)]
     texts, unit = read_prompts(Path(args.prompts))
     print_line(f"note: {args.prompts} has {len(texts)} prompts, {unit}")
     return texts

@@ -1,4 +1,4 @@
-"""Command-line options of methods, sampling and models, and the prompt.
+"""Command-line options of methods, sampling and models, and what they choose.
 
 Every mistake raises UsageError, whose message is one line that says what to do.
 
@@ -6,18 +6,24 @@ Every mistake raises UsageError, whose message is one line that says what to do.
 """
 
 import argparse
-import sys
+import os
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+
+import torch
 
 from dynatree_lab.cli.errors import print_line
 from dynatree_lab.cli.terminal import describe
 from dynatree_lab.engine.checkpoint import DTYPES
 from dynatree_lab.engine.generation_config import SAMPLING, GenerationConfig
+from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.errors import UsageError
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import ACCEPTANCES
-from dynatree_lab.pair import Pair
+from dynatree_lab.pair import TINY, Pair, choose_device, dtype_name, load_pair
+from gpt_neox import GPTNeoX
+
+PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:
@@ -99,6 +105,62 @@ def choose_config(args: argparse.Namespace) -> GenerationConfig:
     return replace(config, graphs=not args.no_graphs)
 
 
+def embedded_pair() -> tuple[str, str]:
+    """Return the folders of target and draft, relative to the working folder."""
+    return os.path.relpath(TINY / "target"), os.path.relpath(TINY / "draft")
+
+
+def embedded_head() -> str:
+    """Return the folder of the embedded target's EAGLE head, relative to the working folder."""
+    return os.path.relpath(TINY / "eagle")
+
+
+def default_models(device: torch.device) -> tuple[str, str]:
+    """Return names of target and draft: Pythia on CUDA, the embedded pair elsewhere."""
+    return PYTHIA if device.type == "cuda" else embedded_pair()
+
+
+def set_threads(n: int | None, device: torch.device) -> None:
+    """Use n CPU threads. None means torch's default on CPU, and one thread on CUDA, where waking a
+    second thread takes longer than the host's work."""
+    if n is None and device.type == "cuda":
+        n = 1
+    if n is not None:
+        torch.set_num_threads(n)
+
+
+def open_pair(
+    args: argparse.Namespace,
+    is_drafting: bool,
+    announce: Callable[[str], None],
+    is_reference: bool = False,
+) -> Pair:
+    """Announce and load the models that the options name.
+
+    is_reference: load gpt_neox.GPTNeoX instead of fast models.
+    """
+    device = choose_device(args.device)
+    set_threads(args.threads, device)
+    if world_size() > 1 and device.type == "cuda":
+        device = choose_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
+    if is_drafting and args.target and not args.draft:
+        raise UsageError(
+            "--target also needs --draft; without a draft model use --method lookup or recycle"
+        )
+    target, draft = default_models(device)
+    return load_pair(
+        args.target or target,
+        (args.draft or draft) if is_drafting else None,
+        device=device,
+        dtype=args.dtype,
+        draft_dtype=args.draft_dtype,
+        announce=announce,
+        is_reference=is_reference,
+        target_memory=args.target_memory,
+    )
+
+
 def require_fit(config: GenerationConfig, pair: Pair, whose: str = "") -> None:
     """Raise UsageError for a window that these models cannot have. whose: the start of its line."""
     try:
@@ -114,15 +176,8 @@ def warn_of_length(pair: Pair, n_tokens: int) -> None:
         print_line(f"warning: {n_tokens} tokens in all; the target was trained for {trained}")
 
 
-def read_prompt(text: str | None, file: str | None) -> str:
-    """Return the prompt, or what is in its file (- is standard input) without the last line end,
-    which editors and echo add. Raises UsageError if the file cannot be read or is not UTF-8."""
-    if file is None:
-        return text or ""
-    try:
-        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8: {error}") from error
+def overflow_note(draft: GPTNeoX) -> str:
+    """Return the note for a draft model that overflows."""
+    remedy = "another --draft" if draft.dtype == torch.float32 else "--draft-dtype float32"
+    what = f"the draft's logits are not finite in {dtype_name(draft.dtype)}"
+    return f"note: {what}; until they are, it drafts nothing; try {remedy}"

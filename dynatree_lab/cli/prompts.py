@@ -1,16 +1,28 @@
-"""Prompts of a file of the user's, for --prompts of both programs.
+"""Prompts in a file of the user's: one (--prompt-file) or many (--prompts of both programs).
 
 texts, unit = read_prompts(prompts_file)  # unit: "one per JSON object"
 """
 
 import json
 import re
+import sys
 from pathlib import Path
 
-from dynatree_lab.cli.options import read_prompt
 from dynatree_lab.errors import UsageError
 
 MIN_PARAGRAPH = 200  # characters; shorter paragraphs of WikiText have too little context
+
+
+def read_text(file: str) -> str:
+    """Return what is in a file (- is standard input) without the last line end, which editors and
+    echo add. Raises UsageError if the file cannot be read or is not UTF-8."""
+    try:
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8: {error}") from error
 
 
 def read_prompts(file: Path) -> tuple[list[str], str]:
@@ -20,7 +32,7 @@ def read_prompts(file: Path) -> tuple[list[str], str]:
     {"turns": [...]}. Other text has a prompt in each block between empty lines or, if it is a
     single block, in each line. A raw file of WikiText is cut like the dataset.
     """
-    text = read_prompt(None, str(file)).removeprefix("\ufeff").replace("\r\n", "\n")
+    text = read_text(str(file)).removeprefix("\ufeff").replace("\r\n", "\n")
     lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise UsageError(f"{file} has no prompt: it is empty")

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from dynatree_lab.cli.errors import Parser, print_line, run_command_line
+from dynatree_lab.cli.options import set_threads
 from dynatree_lab.engine.checkpoint import find_checkpoint, read_config
 from dynatree_lab.engine.model import load_reference
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.folders import write_checkpoint
-from dynatree_lab.pair import choose_device, choose_dtype, set_threads
+from dynatree_lab.pair import choose_device, choose_dtype
 from dynatree_lab.tokens import load_tokenizer
 from dynatree_lab.training import draft_training, eagle_training
 from dynatree_lab.training.loop import Progress
