@@ -18,6 +18,7 @@ tokens     tokenizers, prompts, streamed text, stop texts
 pair       target and draft: device, dtypes, checkpoints
 request    a request to continue a prompt: its steps and its text
 metrics    the numbers of one generation
+drawing    an iteration's tree as text
 trace      the gates that decided each tree, and what was accepted, as data
 html_page  this data as an HTML page, from the files in page/
 page       the page's parts, in JavaScript
@@ -38,7 +39,7 @@ PLACES = {  # of each name, the module that has it
     "write_text": "result",
     "Session": "result",
     "save_page": "result",
-    "draw_tree": "cli.terminal",
+    "draw_tree": "drawing",
     "generate": "engine.generate",
     "GenerationConfig": "engine.generation_config",
     "METHODS": "methods",

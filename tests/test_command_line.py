@@ -23,7 +23,7 @@ from draft_tree import Autoregressive, Tree
 from dynatree_lab import request
 from dynatree_lab.cli.compare import Comparison
 from dynatree_lab.cli.main import main
-from dynatree_lab.cli.terminal import draw_tree
+from dynatree_lab.drawing import draw_tree
 from dynatree_lab.engine.generate import Step, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.memory import OutOfMemory

@@ -3,7 +3,7 @@
 main      one generation: options, streamed text, summary, reports
 options   options of methods, sampling and models, and what they choose
 prompts   prompts in files (--prompt-file, --prompts)
-terminal  drawn trees, the list of methods and settings
+terminal  the progress of slow passes, the list of methods and settings
 compare   a generation compared with ar (--compare)
 errors    the parser, one line per user mistake, the exit status
 start     the start of every program, before torch is imported

@@ -28,7 +28,8 @@ from dynatree_lab.cli.options import (
     warn_of_length,
 )
 from dynatree_lab.cli.prompts import read_prompts, read_text
-from dynatree_lab.cli.terminal import LEGEND, LayerProgress, draw_tree
+from dynatree_lab.cli.terminal import LayerProgress
+from dynatree_lab.drawing import LEGEND, draw_tree
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
