@@ -3,6 +3,8 @@
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -60,6 +62,16 @@ def test_imports_point_down_without_cycles() -> None:
         for other in set(map(package_of, others)) - {package}:
             assert LAYER[other] < LAYER[package], f"{name} imports {other}"
             assert package != "methods" or other != "engine", f"{name}: {other}"
+
+
+def test_texts_from_python_import_nothing_of_the_command_line(tmp_path: Path) -> None:
+    """Check every public name, and a text with its page, in a new process."""
+    code = "import sys, dynatree_lab as lab; [getattr(lab, name) for name in dir(lab)]\n"
+    code += "result = lab.write_text(lab.load_pair(), 'The ship', max_new_tokens=2)\n"
+    code += "lab.save_page(result, sys.argv[1])\n"
+    code += "print([name for name in sys.modules if name.startswith('dynatree_lab.cli')])"
+    command = [sys.executable, "-c", code, tmp_path / "run.html"]
+    assert subprocess.check_output(command, cwd=ROOT, text=True) == "[]\n"
 
 
 def test_each_package_lists_its_files() -> None:
