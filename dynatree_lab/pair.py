@@ -231,7 +231,8 @@ def with_draft(pair: Pair, folder: Path, dtype: torch.dtype, is_reference: bool 
     if is_head(folder):
         draft = load_head(folder, pair.target_folder, device, dtype, is_reference)
     else:
-        draft = load_model(folder, device, dtype, is_reference)
+        load = load_reference if is_reference else FastGPTNeoX.from_pretrained
+        draft = load(folder, device, dtype)
     load_s = pair.load_s | {"draft": time.perf_counter() - start}
     return replace(pair, draft=draft, draft_folder=folder, load_s=load_s)
 
@@ -247,14 +248,14 @@ def load_target(
     """Load this rank's shard of a target, or stream its layers if target_memory, bytes, is given.
     draft_cache: the part of it that the draft's cache takes. Raises the errors of
     FastGPTNeoX.from_pretrained, and UsageError."""
-    is_sharded = world_size() > 1 and not is_reference
     if target_memory is not None:
-        if is_reference or is_sharded:
+        if is_reference or world_size() > 1:
             raise UsageError("--target-memory works without --reference and torchrun")
         return load_streamed(folder, device, dtype, target_memory, draft_cache)
-    if is_sharded:
-        return ShardedGPTNeoX.from_pretrained(folder, device, dtype)
-    return load_model(folder, device, dtype, is_reference)
+    if is_reference:
+        return load_reference(folder, device, dtype)
+    kind = FastGPTNeoX if world_size() == 1 else ShardedGPTNeoX
+    return kind.from_pretrained(folder, device, dtype)
 
 
 def cache_bytes_of_draft(folder: Path | None, target_folder: Path, dtype: torch.dtype) -> int:
@@ -278,17 +279,7 @@ def describe_layers(target: StreamedGPTNeoX) -> str:
 
 def parse_size(word: str) -> int:
     """Return the bytes of a size such as 2GB, 1.5 GB or 800MB. Raises UsageError."""
-    found = re.fullmatch(r"([0-9.]+) *([MG])B", str(word).strip(), re.IGNORECASE)
-    try:
-        n_bytes = int(float(found[1]) * UNITS[found[2].upper()])
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--target-memory is {word!r}, it must be like 2GB or 800MB") from error
-    return n_bytes
-
-
-def load_model(
-    folder: Path, device: torch.device, dtype: torch.dtype, is_reference: bool
-) -> GPTNeoX:
-    """Load a whole model. Raises the errors of FastGPTNeoX.from_pretrained."""
-    load = load_reference if is_reference else FastGPTNeoX.from_pretrained
-    return load(folder, device, dtype)
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+) *([MG])B", str(word).strip(), re.IGNORECASE)
+    if not found:
+        raise UsageError(f"--target-memory is {word!r}, it must be like 2GB or 800MB")
+    return int(float(found[1]) * UNITS[found[2].upper()])

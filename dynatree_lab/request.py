@@ -9,14 +9,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
-
 from dynatree import checked_ids
 from dynatree_lab.engine.generate import Step, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.pair import Pair
-from dynatree_lab.tokens import StopTexts, TextStream, encode_prompt, special_stops
+from dynatree_lab.tokens import StopTexts, TextStream, encode_prompt
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,12 @@ class Request:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids of stop texts that are special tokens."""
-        return special_stops(self.stop, self.pair.tokenizer)
+        """Ids of stop texts that are special tokens, because decoded text omits them."""
+        added = self.pair.tokenizer.get_added_tokens_decoder() if self.stop else {}
+        return tuple(i for i, each in added.items() if each.special and each.content in self.stop)
 
-    def decode(self, inspect: Callable[[Tensor], None] | None = None) -> Iterator[Step]:
-        """Return the steps. inspect: as in engine/generate.py."""
+    def decode(self) -> Iterator[Step]:
+        """Return the steps."""
         return generate(
             self.pair.target,
             self.pair.draft,
@@ -48,15 +47,12 @@ class Request:
             self.max_new_tokens,
             eos_ids=(*self.eos_ids, *self.stop_ids),
             logprobs=self.logprobs,
-            inspect=inspect,
             is_recorded=self.is_recorded,
             kept=self.kept,
         )
 
     def text(
-        self,
-        on_step: Callable[[Step], None] = lambda step: None,
-        inspect: Callable[[Tensor], None] | None = None,
+        self, on_step: Callable[[Step], None] = lambda step: None
     ) -> Generator[str, None, str]:
         """Yield the text in pieces, each as soon as it is final, without EOS and stop text. Return
         the finish reason: "eos", "stop" or "length".
@@ -64,7 +60,7 @@ class Request:
         on_step: called with each step, before its piece is yielded.
         """
         stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
-        for step in self.decode(inspect):
+        for step in self.decode():
             on_step(step)
             new = stream.push([i for i in step.tokens if i not in self.eos_ids])
             yield stops.push(new)

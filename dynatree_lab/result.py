@@ -32,7 +32,6 @@ from dynatree_lab.pair import Pair, dtype_name
 from dynatree_lab.request import Request, make_request
 from dynatree_lab.tokens import StopTexts, TextStream
 from dynatree_lab.trace import trace_of
-from gpt_neox import Model
 
 
 @dataclass(repr=False)
@@ -220,11 +219,6 @@ def describe_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> lis
     ]
 
 
-def dtype_of(model: Model) -> str | None:
-    """Return the name of a model's dtype; None if it has only the members of the interface."""
-    return dtype_name(model.dtype) if hasattr(model, "dtype") else None
-
-
 def method_name(settings: Settings) -> str | None:
     """Return the name of the method that has these settings, or the core's; None if none has."""
     kinds = {name: kind for name, kind in METHODS.items() if issubclass(kind, type(settings))}
@@ -237,13 +231,14 @@ def command(prompt: str, request: Request) -> list[str]:
     pair, config, sampling = request.pair, request.config, request.config.sampling
     method, eos_ids = method_name(config.settings), tuple(request.eos_ids)
     is_own_eos = eos_ids not in ((), tuple(pair.target.config.eos_ids))
-    if not method or config.commit != "keep" or is_own_eos or not dtype_of(pair.target):
+    are_loaded = all(hasattr(model, "dtype") for model in pair.models)  # others are the caller's
+    if not method or config.commit != "keep" or is_own_eos or not are_loaded:
         return []
     options = {"--method": method, "--max-new-tokens": request.max_new_tokens}
-    options |= {"--target": pair.target_folder, "--dtype": dtype_of(pair.target)}
+    options |= {"--target": pair.target_folder, "--dtype": dtype_name(pair.target.dtype)}
     options["--device"] = pair.target.device
     if pair.draft:
-        options |= {"--draft": pair.draft_folder, "--draft-dtype": dtype_of(pair.draft)}
+        options |= {"--draft": pair.draft_folder, "--draft-dtype": dtype_name(pair.draft.dtype)}
     if pair.target_memory:
         options["--target-memory"] = f"{pair.target_memory / 10**6}MB"
     if not sampling.is_greedy:

@@ -84,16 +84,7 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the text that was held back and never completed."""
-        rest = self.tokenizer.decode(self.recent)[self.n_shown :]
-        self.recent = []
-        self.n_shown = 0
-        return rest
-
-
-def special_stops(stops: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of stop texts that are special tokens, because decoded text omits them."""
-    added = tokenizer.get_added_tokens_decoder() if stops else {}
-    return tuple(i for i, token in added.items() if token.special and token.content in stops)
+        return self.tokenizer.decode(self.recent)[self.n_shown :]
 
 
 class StopTexts:

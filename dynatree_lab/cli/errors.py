@@ -92,20 +92,13 @@ def run_command_line(
 def report_mistake(error: Exception, parser: Parser, where: str = "") -> int:
     """Print one line for a user mistake or a lack of memory, and return status 2. Raise any other
     exception again. where: the start of the line."""
-    line = describe_mistake(error, parser)
-    if line is None:
+    if isinstance(error, UsageError | CheckpointError | NonFiniteLogits | RanksError):
+        line = str(error)
+    elif is_out_of_memory(error):
+        # The message of OutOfMemory says what the memory was for
+        what = "" if isinstance(error, OutOfMemory) else "out of memory: "
+        line = f"{what}{first_line(error)}; these lower it: {parser.less_memory}"
+    else:
         raise error
     print_line(f"error: {where}{line}")
     return 2
-
-
-def describe_mistake(error: Exception, parser: Parser) -> str | None:
-    """Return one line for a user mistake or for a lack of memory; None for any other exception."""
-    match error:
-        case UsageError() | CheckpointError() | NonFiniteLogits() | RanksError():
-            return str(error)
-    if not is_out_of_memory(error):
-        return None
-    # The message of OutOfMemory says what the memory was for
-    what = "" if isinstance(error, OutOfMemory) else "out of memory: "
-    return f"{what}{first_line(error)}; these lower it: {parser.less_memory}"
