@@ -215,12 +215,14 @@ def load_pair(
     memory = parse_size(target_memory) if target_memory is not None else None
     start = time.perf_counter()
     draft_cache = cache_bytes_of_draft(draft_folder, target_folder, draft_dtype) if memory else 0
-    target_model = load_target(target_folder, device, dtype, is_reference, memory, draft_cache)
+    memories = {"target_memory": memory, "draft_cache": draft_cache}
+    target_model = load_target(target_folder, device, dtype, is_reference, **memories)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
     if memory is not None:
         report["streamed"] = describe_layers(target_model)
         announce(f"note: {report['streamed']}")
-    pair = Pair(target_model, None, tokenizer, target_folder, None, load_s, report, memory)
+    others = {"load_s": load_s, "report": report, "target_memory": memory}
+    pair = Pair(target_model, None, tokenizer, target_folder, draft_folder=None, **others)
     return with_draft(pair, draft_folder, draft_dtype, is_reference) if draft_folder else pair
 
 
@@ -229,7 +231,7 @@ def with_draft(pair: Pair, folder: Path, dtype: torch.dtype, is_reference: bool 
     OutOfMemory."""
     start, device = time.perf_counter(), pair.target.device
     if is_head(folder):
-        draft = load_head(folder, pair.target_folder, device, dtype, is_reference)
+        draft = load_head(folder, pair.target_folder, device, dtype, is_reference=is_reference)
     else:
         load = load_reference if is_reference else FastGPTNeoX.from_pretrained
         draft = load(folder, device, dtype)
@@ -251,7 +253,7 @@ def load_target(
     if target_memory is not None:
         if is_reference or world_size() > 1:
             raise UsageError("--target-memory works without --reference and torchrun")
-        return load_streamed(folder, device, dtype, target_memory, draft_cache)
+        return load_streamed(folder, device, dtype, target_memory, draft_cache=draft_cache)
     if is_reference:
         return load_reference(folder, device, dtype)
     kind = FastGPTNeoX if world_size() == 1 else ShardedGPTNeoX

@@ -1,4 +1,4 @@
-"""Requests to continue a prompt, whose text is streamed in whole characters.
+"""A request to continue a prompt: its steps, and its text in pieces of whole characters.
 
 pair = load_pair()
 for piece in stream_text(pair, "The ship sailed at dawn", "dynatree tau=0.01"):
@@ -44,7 +44,7 @@ class Request:
             self.pair.draft,
             self.prompt,
             self.config,
-            self.max_new_tokens,
+            max_new_tokens=self.max_new_tokens,
             eos_ids=(*self.eos_ids, *self.stop_ids),
             logprobs=self.logprobs,
             is_recorded=self.is_recorded,
@@ -95,7 +95,9 @@ def stream_text(
 
     Raises ValueError for invalid arguments, and the errors of engine/generate.py.
     """
-    return make_request(pair, prompt, config, max_new_tokens, eos_ids, stop, sampling).text()
+    return make_request(
+        pair, prompt, config, max_new_tokens, eos_ids=eos_ids, stop=stop, sampling=sampling
+    ).text()
 
 
 def make_request(
@@ -105,7 +107,7 @@ def make_request(
     max_new_tokens: int,
     eos_ids: Iterable[int] | None,
     stop: str | Iterable[str],
-    given: dict[str, float],
+    sampling: dict[str, float],
     before: Sequence[int] = (),
 ) -> Request:
     """Return the request of stream_text's arguments. before: ids before the prompt. Raises
@@ -114,9 +116,9 @@ def make_request(
         if not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r:.80}, it must be a {kind.__name__}")
     if isinstance(config, str):
-        config = GenerationConfig.parse(*config.split(), **given)
+        config = GenerationConfig.parse(*config.split(), **sampling)
     elif isinstance(config, GenerationConfig):
-        config = config.with_sampling(**given)
+        config = config.with_sampling(**sampling)
     else:
         raise ValueError(f"config is {config!r:.80}, it must be words or a GenerationConfig")
     config.require_fit([each.config for each in pair.models])
@@ -130,4 +132,4 @@ def make_request(
     stops = (stop,) if isinstance(stop, str | int | None) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"stop is {stop!r:.80}, it must be a text or several, none of them empty")
-    return Request(pair, ids, config, max_new_tokens, eos_ids, stops)
+    return Request(pair, ids, config, max_new_tokens, eos_ids=eos_ids, stop=stops)

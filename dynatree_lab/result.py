@@ -85,9 +85,9 @@ class Result:
     @property
     def data(self) -> dict:
         """The data of the page, as docs/page.md describes it."""
-        request = self.request
-        others = request.config.settings, request.pair.tokenizer, request.eos_ids
-        trace = trace_of(self.steps, request.prompt, *others)
+        request, tokenizer = self.request, self.request.pair.tokenizer
+        settings, eos_ids = request.config.settings, request.eos_ids
+        trace = trace_of(self.steps, request.prompt, settings, tokenizer, hidden_ids=eos_ids)
         return trace | self.report() | {"command": self.command}
 
     def report(self) -> dict:
@@ -129,9 +129,11 @@ def write_text(
 
     The run is recorded for save_page, which takes some of the time that result.metrics has.
     """
-    request = make_request(pair, prompt, config, max_new_tokens, eos_ids, stop, sampling)
+    request = make_request(
+        pair, prompt, config, max_new_tokens, eos_ids=eos_ids, stop=stop, sampling=sampling
+    )
     request = replace(request, logprobs=logprobs, is_recorded=True)
-    return Result(request, command(prompt, request)).write_all()
+    return Result(request, make_command(prompt, request)).write_all()
 
 
 class Session:
@@ -159,18 +161,26 @@ class Session:
         The result is that of a fresh run over all ids, whatever was written before, and with
         whatever method. After a stop text, the session goes on from the token that completed it.
         """
-        given = config, max_new_tokens, eos_ids, stop, sampling
-        request = make_request(self.pair, text, *given, before=self.ids)
+        request = make_request(
+            self.pair,
+            text,
+            config,
+            max_new_tokens,
+            eos_ids=eos_ids,
+            stop=stop,
+            sampling=sampling,
+            before=self.ids,
+        )
         request = replace(request, kept=self.kept, logprobs=logprobs, is_recorded=True)
-        result = Result(request, [] if self.ids else command(text, request)).write_all()
-        self.ids = request.prompt + ids_until_stop(result, request)
+        result = Result(request, [] if self.ids else make_command(text, request)).write_all()
+        self.ids = request.prompt + ids_until_stop(result)
         return result
 
 
-def ids_until_stop(result: Result, request: Request) -> list[int]:
+def ids_until_stop(result: Result) -> list[int]:
     """Return the ids of a result up to the one that completed a stop text, if one did. The ids
     after it depend on the trees."""
-    stream, stops = TextStream(request.pair.tokenizer), StopTexts(request.stop)
+    stream, stops = TextStream(result.request.pair.tokenizer), StopTexts(result.request.stop)
     for n, token in enumerate(result.ids, start=1):
         stops.push(stream.push([token]))
         if stops.has_ended:
@@ -226,7 +236,7 @@ def method_name(settings: Settings) -> str | None:
     return next(iter(exact or kinds), None)
 
 
-def command(prompt: str, request: Request) -> list[str]:
+def make_command(prompt: str, request: Request) -> list[str]:
     """Return a command line that writes the text of a request, or an empty list if none does."""
     pair, config, sampling = request.pair, request.config, request.config.sampling
     method, eos_ids = method_name(config.settings), tuple(request.eos_ids)

@@ -125,9 +125,17 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Request]:
     if config.window != FULL_ATTENTION:
         kept = f"{config.window.sinks} sinks and the latest {config.window.size} tokens or more"
         print_line(f"note: the caches keep {kept}, so the text differs from full attention")
-    limits = args.max_new_tokens, eos_ids, args.stop
-    is_recorded = bool(args.html or args.trace)
-    return texts, Request(pair, [], config, *limits, args.logprobs, is_recorded=is_recorded)
+    request = Request(
+        pair,
+        [],
+        config,
+        args.max_new_tokens,
+        eos_ids=eos_ids,
+        stop=args.stop,
+        logprobs=args.logprobs,
+        is_recorded=bool(args.html or args.trace),
+    )
+    return texts, request
 
 
 def read_texts(args: argparse.Namespace) -> list[str]:
