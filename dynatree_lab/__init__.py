@@ -16,13 +16,13 @@ engine     the fast model: CUDA graphs, windows, strict mode, ranks
 errors     the error of a request that cannot be carried out
 tokens     tokenizers, prompts, streamed text, stop texts
 pair       target and draft: device, dtypes, checkpoints
-request    a request to continue a prompt: its steps and its text
+request    a request to continue a prompt, and its steps
 metrics    the numbers of one generation
 drawing    an iteration's tree as text
 trace      the gates that decided each tree, and what was accepted, as data
 html_page  this data as an HTML page, from the files in page/
 page       the page's parts, in JavaScript
-result     a text with its steps, metrics and page; a session of several texts
+result     a text in pieces, with its steps, metrics and page; a session of several texts
 folders    new checkpoints, written whole or not at all
 
 cli        the command line
@@ -35,7 +35,7 @@ from importlib import import_module
 __version__ = "0.6.0"
 PLACES = {  # of each name, the module that has it
     "load_pair": "pair",
-    "stream_text": "request",
+    "stream_text": "result",
     "write_text": "result",
     "Session": "result",
     "save_page": "result",

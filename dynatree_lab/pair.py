@@ -214,8 +214,9 @@ def load_pair(
         require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
     memory = parse_size(target_memory) if target_memory is not None else None
     start = time.perf_counter()
-    draft_cache = cache_bytes_of_draft(draft_folder, target_folder, draft_dtype) if memory else 0
-    memories = {"target_memory": memory, "draft_cache": draft_cache}
+    memories = {"target_memory": memory}
+    if memory and draft_folder:
+        memories["draft_cache"] = cache_bytes_of_draft(draft_folder, target_folder, draft_dtype)
     target_model = load_target(target_folder, device, dtype, is_reference, **memories)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
     if memory is not None:
@@ -260,10 +261,8 @@ def load_target(
     return kind.from_pretrained(folder, device, dtype)
 
 
-def cache_bytes_of_draft(folder: Path | None, target_folder: Path, dtype: torch.dtype) -> int:
+def cache_bytes_of_draft(folder: Path, target_folder: Path, dtype: torch.dtype) -> int:
     """Return the bytes of a draft's cache for as many tokens as the target was trained for."""
-    if folder is None:
-        return 0
     target = read_config(target_folder)
     config = replace(target, num_hidden_layers=1) if is_head(folder) else read_config(folder)
     n_elements = 2 * config.num_hidden_layers * config.hidden_size

@@ -1,11 +1,10 @@
-"""A request to continue a prompt: its steps, and its text in pieces of whole characters.
+"""A request to continue a prompt.
 
-pair = load_pair()
-for piece in stream_text(pair, "The ship sailed at dawn", "dynatree tau=0.01"):
-    print(piece, end="", flush=True)
+request = Request(load_pair(), prompt, GenerationConfig(settings), max_new_tokens=20)
+print(token_ids(request.decode()))
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +13,7 @@ from dynatree_lab.engine.generate import Step, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.pair import Pair
-from dynatree_lab.tokens import StopTexts, TextStream, encode_prompt
+from dynatree_lab.tokens import encode_prompt
 
 
 @dataclass(frozen=True)
@@ -51,54 +50,6 @@ class Request:
             kept=self.kept,
         )
 
-    def text(
-        self, on_step: Callable[[Step], None] = lambda step: None
-    ) -> Generator[str, None, str]:
-        """Yield the text in pieces, each as soon as it is final, without EOS and stop text. Return
-        the finish reason: "eos", "stop" or "length".
-
-        on_step: called with each step, before its piece is yielded.
-        """
-        stream, stops = TextStream(self.pair.tokenizer), StopTexts(self.stop)
-        for step in self.decode():
-            on_step(step)
-            new = stream.push([i for i in step.tokens if i not in self.eos_ids])
-            yield stops.push(new)
-            if stops.has_ended:
-                return "stop"
-        yield stops.push(stream.finish())
-        yield stops.held
-        if step.tokens[-1] in self.eos_ids:
-            return "eos"
-        has_stopped = stops.has_ended or step.tokens[-1] in self.stop_ids
-        return "stop" if has_stopped else "length"
-
-
-def stream_text(
-    pair: Pair,
-    prompt: str,
-    config: GenerationConfig | str = "dynatree",
-    max_new_tokens: int = 128,
-    eos_ids: Iterable[int] | None = None,
-    stop: str | Iterable[str] = (),
-    **sampling: float,
-) -> Generator[str, None, str]:
-    """Yield the text that continues a prompt, in pieces of whole characters, each as soon as it is
-    final. Return (the value of `yield from`) the finish reason: "eos", "stop" or "length".
-
-    Args:
-        config: a GenerationConfig, or words for one, such as "dynatree tau=0.02 strict".
-        eos_ids: None for the target's.
-        stop: a text, or several, before which generation stops.
-        sampling: temperature, top_k, top_p, min_p, seed and draft_temperature, which the words may
-            have instead.
-
-    Raises ValueError for invalid arguments, and the errors of engine/generate.py.
-    """
-    return make_request(
-        pair, prompt, config, max_new_tokens, eos_ids=eos_ids, stop=stop, sampling=sampling
-    ).text()
-
 
 def make_request(
     pair: Pair,
@@ -110,8 +61,8 @@ def make_request(
     sampling: dict[str, float],
     before: Sequence[int] = (),
 ) -> Request:
-    """Return the request of stream_text's arguments. before: ids before the prompt. Raises
-    ValueError."""
+    """Return the request of stream_text's arguments (result.py). before: ids before the prompt.
+    Raises ValueError."""
     for name, value, kind in (("pair", pair, Pair), ("prompt", prompt, str)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r:.80}, it must be a {kind.__name__}")

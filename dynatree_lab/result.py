@@ -1,6 +1,8 @@
 """A generated text, with all that a notebook, --json and the page show of it.
 
 pair = load_pair()
+for piece in stream_text(pair, "The ship sailed at dawn", "dynatree tau=0.01"):
+    print(piece, end="", flush=True)
 result = write_text(pair, "The ship", "dyspec N=32", max_new_tokens=64, temperature=0.8, seed=1)
 print(result.text, result.metrics.tokens_per_iter)
 save_page(result, "run.html")
@@ -8,7 +10,7 @@ session = Session(pair)  # a text that is written by several calls; no token is 
 print(session.write("The ship", max_new_tokens=32).text, session.write(" The captain").text)
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -41,33 +43,43 @@ class Result:
     request: Request
     command: list[str]  # a command line that writes the text; empty if none does
     steps: list[Step] = field(default_factory=list)  # the first one is the prompt's
-    pieces: list[str] = field(default_factory=list)  # of the text
+    text: str = ""
     finish_reason: str | None = None  # "eos", "stop" or "length", once the text has ended
 
-    def write(self, on_step: Callable[[Step], None] = lambda step: None) -> Iterator[str]:
-        """Write the text and yield its pieces. on_step: called with each step, before its piece is
-        yielded."""
+    def write(
+        self, on_step: Callable[[Step], None] = lambda step: None
+    ) -> Generator[str, None, str]:
+        """Write the text and yield it in pieces, each as soon as it is final, without EOS and stop
+        text. Return the finish reason.
 
-        def add(step: Step) -> None:
+        on_step: called with each step, before its piece is yielded.
+        """
+        request = self.request
+        stream, stops = TextStream(request.pair.tokenizer), StopTexts(request.stop)
+        for step in request.decode():
             self.steps.append(step)
             on_step(step)
-
-        def pieces() -> Iterator[str]:
-            self.finish_reason = yield from self.request.text(add)
-
-        for piece in pieces():
-            self.pieces.append(piece)
+            piece = stops.push(stream.push([i for i in step.tokens if i not in request.eos_ids]))
+            self.text += piece
             yield piece
+            if stops.has_ended:
+                self.finish_reason = "stop"
+                return self.finish_reason
+        rest = stops.push(stream.finish()) + stops.held
+        self.text += rest
+        yield rest
+        if step.tokens[-1] in request.eos_ids:
+            self.finish_reason = "eos"
+        else:
+            has_stopped = stops.has_ended or step.tokens[-1] in request.stop_ids
+            self.finish_reason = "stop" if has_stopped else "length"
+        return self.finish_reason
 
     def write_all(self) -> "Result":
         """Write the whole text, and return the result."""
         for _ in self.write():
             pass
         return self
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
 
     @property
     def ids(self) -> list[int]:
@@ -110,6 +122,33 @@ class Result:
 
     def __repr__(self) -> str:
         return f"{self.text}\n{summarise(self.metrics)}"
+
+
+def stream_text(
+    pair: Pair,
+    prompt: str,
+    config: GenerationConfig | str = "dynatree",
+    max_new_tokens: int = 128,
+    eos_ids: Iterable[int] | None = None,
+    stop: str | Iterable[str] = (),
+    **sampling: float,
+) -> Generator[str, None, str]:
+    """Yield the text that continues a prompt, in pieces of whole characters, each as soon as it is
+    final. Return (the value of `yield from`) the finish reason: "eos", "stop" or "length".
+
+    Args:
+        config: a GenerationConfig, or words for one, such as "dynatree tau=0.02 strict".
+        eos_ids: None for the target's.
+        stop: a text, or several, before which generation stops.
+        sampling: temperature, top_k, top_p, min_p, seed and draft_temperature, which the words may
+            have instead.
+
+    Raises ValueError for invalid arguments, and the errors of engine/generate.py.
+    """
+    request = make_request(
+        pair, prompt, config, max_new_tokens, eos_ids=eos_ids, stop=stop, sampling=sampling
+    )
+    return Result(request, command=[]).write()
 
 
 def write_text(

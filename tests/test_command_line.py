@@ -33,7 +33,8 @@ from dynatree_lab.methods.rules import MixedTree
 from dynatree_lab.methods.sampler import MAX_SEED, Sampling
 from dynatree_lab.metrics import Metrics, token_ids
 from dynatree_lab.pair import Pair, load_pair
-from dynatree_lab.request import Request, stream_text
+from dynatree_lab.request import Request
+from dynatree_lab.result import stream_text
 from verify import NonFiniteLogits
 
 PROMPT = "The ship sailed at dawn"
