@@ -240,7 +240,7 @@ def test_a_rule_may_read_the_entropy(
         assert level.entropy == pytest.approx(expected, abs=1e-3)
 
 
-class EntropyRule(DynaTreeRule, MethodRule):
+class EntropyRule(DynaTreeRule):
     reads_entropy = True
 
     def breadth(self, level: Level) -> ndarray:
@@ -255,3 +255,4 @@ def test_a_variant_of_dynatree_replaces_its_breadth() -> None:
     plain = list(generate(target, draft, PROMPT, GREEDY_CONFIG, 40, rule=settings.make_rule()))
     assert written(found) == written(plain)
     assert [step.tree.parents for step in found] != [step.tree.parents for step in plain]
+    assert not hasattr(variant, "max_verified"), "the caller's rule got an attribute"

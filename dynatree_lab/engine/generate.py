@@ -165,9 +165,10 @@ def choose_rule(rule: Rule | None, config: GenerationConfig) -> Rule:
     if rule is None:
         return config.make_rule()
     dynatree.require_new(rule)
-    config.require_supported(with_attributes(rule))
+    with_defaults = with_attributes(rule)
+    config.require_supported(with_defaults)
     rule.is_used = True
-    return rule
+    return with_defaults
 
 
 def run_target(target: Model, rule: Rule, config: GenerationConfig, n_tokens: int) -> ModelRun:

@@ -14,7 +14,7 @@ from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, passing
 
 
 class MethodRule(Rule):
-    """A rule with the attributes that the engine and the acceptances need."""
+    """A rule with the attributes that the engine and the acceptances read. These are defaults."""
 
     draws_candidates = False  # its candidates may be drawn (drawn.py)
     depends_on_probs = True  # False: the log-probabilities do not change which nodes it adds
@@ -57,15 +57,15 @@ class RuleWrapper(Rule):
     """A rule that passes every hook on to another one, and has all of its attributes. Subclasses
     change some of them."""
 
-    def __init__(self, rule: Rule):
-        super().__init__(rule.max_branches, rule.max_depth, rule.max_rows)  # read for every row
-        self.rule = rule
+    def __init__(self, rule: Rule, defaults: MethodRule | None = None):
+        """defaults: has the attributes that a rule of the core lacks."""
+        super().__init__(rule.max_branches, rule.max_depth, rule.max_rows)  # grow reads them often
+        self.rule, self.defaults = rule, defaults
 
     def __getattr__(self, name: str) -> object:
-        """Return an attribute of the wrapped rule that this one has not set itself."""
-        if name == "rule":  # copy.copy looks up attributes before it sets them
-            raise AttributeError(name)
-        return getattr(self.rule, name)
+        """Return an attribute that this rule has not set itself."""
+        is_missing = self.defaults and not hasattr(self.rule, name)
+        return getattr(self.defaults if is_missing else self.rule, name)
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
         return self.rule.begin_tree(root_token, max_depth)
@@ -89,13 +89,10 @@ def make_rule(settings: Settings) -> Rule:
 
 
 def with_attributes(rule: Rule) -> Rule:
-    """Return the rule. A rule of the core gets the attributes of a MethodRule that it has not."""
-    if not isinstance(rule, MethodRule | RuleWrapper):
-        defaults = MethodRule(rule.max_branches, rule.max_depth, rule.max_rows)
-        for name in dir(defaults):
-            if not hasattr(rule, name):
-                setattr(rule, name, getattr(defaults, name))
-    return rule
+    """Return the rule; a rule of the core in a wrapper that has the attributes of a MethodRule."""
+    if isinstance(rule, MethodRule | RuleWrapper):
+        return rule
+    return RuleWrapper(rule, MethodRule(rule.max_branches, rule.max_depth, rule.max_rows))
 
 
 @dataclass(frozen=True, kw_only=True)
