@@ -31,7 +31,6 @@ from draft_tree import MAX_LEVELS, MAX_ROWS, Gates, Level, Rule, Tree, setting
 from dynatree_lab.methods.costs import (
     EXAMPLE_COSTS,
     INITIAL_LEVEL_GAIN,
-    LEVEL,
     ROW,
     TREE,
     CostTracker,
@@ -42,9 +41,9 @@ from dynatree_lab.methods.rules import (
     DrawnLevel,
     MethodRule,
     MixedTree,
+    added_mask,
     are_retrieved,
     select,
-    values_of,
 )
 from dynatree_lab.methods.settings import MethodSettings, text
 
@@ -212,19 +211,16 @@ class AutoRule(MethodRule):
 
     def add_gates(self, level: Level) -> Gates:
         """Return c_row, which passes candidates that pay for their rows."""
-        prices = self.tracker.prices
-        pays = level.path_logprobs >= math.log(prices[ROW])
-        if isinstance(level, DrawnLevel):  # the one drawn candidate is added, whatever it is
-            pays = numpy.ones_like(pays)
         self.n_levels += 1
-        # Either all added rows are expanded, or none
-        added = level.path_logprobs[pays & (values_of(level) > -math.inf)]
-        self.goes_on = bool(INITIAL_LEVEL_GAIN * numpy.exp(added).sum() >= prices[LEVEL])
+        # The one drawn candidate is added, whatever it is
+        pays = isinstance(level, DrawnLevel) or self.tracker.rows_pay(level.path_logprobs)
+        self.is_added = added_mask(level, {"c_row": pays})
         return {"c_row": pays}
 
     def expand_gates(self, level: Level) -> Gates:
         """Return c_level, which passes all added rows if together they pay for another level."""
-        return {"c_level": self.goes_on}
+        expected = INITIAL_LEVEL_GAIN * numpy.exp(level.path_logprobs[self.is_added]).sum()
+        return {"c_level": self.tracker.level_pays(expected)}
 
     def finish_tree(self, tree: Tree) -> Tree:
         """Return the drafted tree with n-gram nodes, or the n-gram tree if nothing was drafted."""

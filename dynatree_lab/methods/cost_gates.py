@@ -25,7 +25,7 @@ import numpy
 from numpy import ndarray
 
 from draft_tree import Gates, Level, Rule, Tree, passing
-from dynatree_lab.methods.costs import INITIAL_LEVEL_GAIN, LEVEL, ROW, CostTracker
+from dynatree_lab.methods.costs import INITIAL_LEVEL_GAIN, ROW, CostTracker
 from dynatree_lab.methods.rules import DrawnLevel, RuleWrapper, added_mask, are_retrieved, values_of
 
 RATE = 0.1  # weight of the latest tree in a running mean
@@ -61,8 +61,6 @@ class CostGates(RuleWrapper):
         """Return 0 levels if drafting does not pay, otherwise as many as the rule wants."""
         self.began, self.draft_ms = time.perf_counter(), 0.0
         self.tracker.begin_tree()
-        self.row_price = self.tracker.prices[ROW]
-        self.min_log_value = math.log(self.row_price)
         self.n_drawn_levels = self.plan_drawn_levels()
         self.levels: list[LevelStats] = []
         n_levels = super().begin_tree(root_token, max_depth)
@@ -77,7 +75,7 @@ class CostGates(RuleWrapper):
     def plan_drawn_levels(self) -> int:
         """Return how many levels of a drawn tree are expected to pay; at least 1."""
         n_levels, expected = 1, self.level_gain**2
-        while n_levels < self.rule.max_depth and expected >= self.tracker.prices[LEVEL]:
+        while n_levels < self.rule.max_depth and self.tracker.level_pays(expected):
             n_levels += 1
             expected *= self.level_gain
         return n_levels
@@ -93,7 +91,7 @@ class CostGates(RuleWrapper):
             # candidate may pass without the earlier ones of its row, because it was drawn from
             # what they left
             expected = numpy.minimum.accumulate(expected, axis=1)
-        gates = {**gates, "c_row": expected >= self.min_log_value}
+        gates = {**gates, "c_row": self.tracker.rows_pay(expected)}
         self.is_added = added_mask(level, gates)
         return gates
 
@@ -110,8 +108,8 @@ class CostGates(RuleWrapper):
         if self.is_drawn:
             goes_on = level.row_depth + 1 < self.n_drawn_levels
         else:
-            goes_on = self.level_gain * expandable >= self.tracker.prices[LEVEL]
-        return {**gates, "c_level": bool(goes_on)}
+            goes_on = self.tracker.level_pays(self.level_gain * expandable)
+        return {**gates, "c_level": goes_on}
 
     def adapt(self, tree: Tree, path: list[int]) -> None:
         """Update costs, gain per level and shares; only now, because all draws are decided."""
@@ -122,7 +120,8 @@ class CostGates(RuleWrapper):
         parents_sum = 1.0  # the root's acceptance probability
         for level in self.levels:
             if parents_sum > 0:
-                gained = max(level.accepted.sum() - self.row_price * level.n_added, 0.0)
+                price = self.tracker.prices[ROW] * level.n_added
+                gained = max(level.accepted.sum() - price, 0.0)
                 gain = min(gained / parents_sum, MAX_LEVEL_GAIN)
                 self.level_gain += RATE * (gain - self.level_gain)
             for place in level.values.nonzero()[0] if is_drawn else ():
