@@ -21,8 +21,8 @@ Shapes: N tree rows, n rows of one level, k candidates per row.
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 import numpy
 from numpy import ndarray
@@ -41,6 +41,8 @@ from dynatree_lab.methods.rules import (
     DrawnLevel,
     MethodRule,
     MixedTree,
+    Proposal,
+    add_likeliest,
     added_mask,
     are_retrieved,
     select,
@@ -143,11 +145,10 @@ class AutoRule(MethodRule):
         self.n_levels, self.draft_ms = 0, 0.0
         self.tracker.begin_tree()
         prices = self.tracker.prices
-        self.set_tree(MixedTree.from_tree(Tree.from_root(root_token)))
-        self.add_ngram_nodes(MAX_NGRAM_DEPTH)
+        self.set_tree(Tree.from_root(root_token), MAX_NGRAM_DEPTH)
         expected = sum(map(math.exp, self.tree.path_logprobs))  # the root's term: the bonus token
         if expected - 1 <= prices[TREE] + prices[ROW] * (len(self.tree) - 1):
-            self.set_tree(MixedTree.from_tree(Tree.from_root(root_token)))
+            self.set_tree(Tree.from_root(root_token), ngram_depth=0)
             expected = 1.0
         self.ngram_net_gain = self.tracker.net_gain(expected, len(self.tree))
         should_draft = self.tracker.should_draft(self.ngram_net_gain)
@@ -167,47 +168,35 @@ class AutoRule(MethodRule):
             source = "nothing"
         return {"ngrams": self.ngram_net_gain, "draft": draft_net_gain, "source": source}
 
-    def set_tree(self, tree: MixedTree) -> None:
-        """Make this the current tree. Its rows, if any below the root, are drafted."""
-        self.tree = tree
-        self.bins = [-1]
-        self.contexts = [self.ngrams.extend_context(self.recent, tree.tokens[0])]
-        for row in range(1, len(tree)):
-            self.append_row(row, -1)
+    def set_tree(self, drafted: Tree, ngram_depth: int) -> None:
+        """Make this the current tree, and add n-gram candidates down to a depth, the likeliest
+        first, while each pays for its row."""
+        self.tree = MixedTree.from_tree(drafted)
+        self.bins, self.contexts = [], []
+        self.ngram_depth = ngram_depth
+        starts = [(row, drafted.path_logprobs[row], -1) for row in range(len(drafted))]
+        add_likeliest(self.tree, self.max_rows, starts, self.propose)
 
-    def append_row(self, row: int, bin: int) -> None:
-        """Append the context and the bin of the next row of the tree."""
-        above = self.contexts[self.tree.parents[row]]
-        self.contexts.append(self.ngrams.extend_context(above, self.tree.tokens[row]))
-        self.bins.append(bin)
-
-    def add_ngram_nodes(self, max_depth: int) -> None:
-        """Add the likeliest n-gram candidates, best first, while each pays for its row."""
+    def propose(self, row: int, path_logprob: float, bin: int) -> Iterator[Proposal]:
+        """Append the context and the bin of the next row of the tree, and return the n-gram
+        candidates below it that pay, the likeliest first."""
         tree = self.tree
-        present = set(zip(tree.parents, tree.tokens, strict=True))
-        heap: list[tuple[float, int, int, int]] = []  # - probability, parent's row, token, bin
-        for row in range(len(tree)):
-            if tree.depths[row] < max_depth:
-                self.push_candidates(heap, row, present)
-        while heap and len(tree) < self.max_rows:
-            negative, parent, token, bin = heappop(heap)
-            row = tree.add_retrieved(token, parent, math.log(-negative))
-            self.append_row(row, bin)
-            if tree.depths[row] < max_depth:
-                self.push_candidates(heap, row, present)
-
-    def push_candidates(self, heap: list, parent: int, present: set[tuple[int, int]]) -> None:
-        """Push a row's n-gram candidates that pay and are not in the tree yet."""
-        price = self.tracker.prices[ROW]
-        parent_prob = math.exp(self.tree.path_logprobs[parent])
-        if parent_prob < price:
-            return
-        n_known, best = self.ngrams.find_longest(self.contexts[parent])
-        first = ngram_bin(n_known, is_run_by_draft=self.tree.draft_slots[parent] >= 0)
+        if row < len(self.bins):  # a drafted row, which has proposed them already
+            return iter(())
+        above = self.contexts[tree.parents[row]] if row else self.recent
+        self.contexts.append(self.ngrams.extend_context(above, tree.tokens[row]))
+        self.bins.append(bin)
+        row_prob, price = math.exp(path_logprob), self.tracker.prices[ROW]
+        if row_prob < price or tree.depths[row] >= self.ngram_depth:
+            return iter(())
+        n_known, best = self.ngrams.find_longest(self.contexts[row])
+        first = ngram_bin(n_known, is_run_by_draft=tree.draft_slots[row] >= 0)
+        found = []
         for bin, token in enumerate(best or (), start=first):
-            prob = parent_prob * self.ngram_acceptance.rates[bin]
-            if prob >= price and (parent, token) not in present:
-                heappush(heap, (-prob, parent, token, bin))
+            prob = row_prob * self.ngram_acceptance.rates[bin]
+            if prob >= price:
+                found.append((-prob, row, token, token, math.log(prob), bin))
+        return iter(sorted(found))
 
     def add_gates(self, level: Level) -> Gates:
         """Return c_row, which passes candidates that pay for their rows."""
@@ -226,9 +215,7 @@ class AutoRule(MethodRule):
         """Return the drafted tree with n-gram nodes, or the n-gram tree if nothing was drafted."""
         self.draft_ms = (time.perf_counter() - self.drafting_began) * 1e3
         if len(tree) > 1:
-            tree = MixedTree.from_tree(tree)
-            self.set_tree(tree)
-            self.add_ngram_nodes(min(self.depth_limit, MAX_NGRAM_DEPTH))
+            self.set_tree(tree, min(self.depth_limit, MAX_NGRAM_DEPTH))
         # The draft may have run the root, even if none of its candidates became a row
         self.tree.draft_slots[0] = tree.draft_slots[0]
         rows = [row for row in range(len(self.tree)) if self.tree.depths[row] <= self.depth_limit]

@@ -23,8 +23,8 @@ nodes, below the root or below the ends of the branches:
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import Field, dataclass
-from heapq import heappop, heappush
 
 import numpy
 from numpy import ndarray
@@ -44,7 +44,9 @@ from dynatree_lab.methods.cost_gates import CostGates
 from dynatree_lab.methods.drafting import DRAFTING
 from dynatree_lab.methods.rules import (
     MixedTree,
+    Proposal,
     RuleWrapper,
+    add_likeliest,
     added_mask,
     are_retrieved,
     best_rows,
@@ -240,27 +242,17 @@ class GraftRule(RuleWrapper):
         graft_rows = [0]
         if self.grafts_at_tail:
             graft_rows = sorted(set(range(len(tree))) - set(tree.parents))
-        present = {(tree.parents[row], tree.tokens[row]): row for row in range(len(tree))}
-        # Of the next proposal below a row: its negative log p(u), the row, the proposal's rank, the
-        # row's negative log p(u), and the maximum depth of grafted nodes
-        heap: list[tuple[float, int, int, float, int]] = []
 
-        def propose(row: int, rank: int, negative: float, max_depth: int) -> None:
-            successors = self.table.get(tree.tokens[row], ())
-            if rank < len(successors) and tree.depths[row] < max_depth:
-                heappush(heap, (negative - self.logprobs[rank], row, rank, negative, max_depth))
+        def propose(row: int, path_logprob: float, max_depth: int) -> Iterator[Proposal]:
+            if tree.depths[row] < max_depth:
+                for rank, token in enumerate(self.table.get(tree.tokens[row], ())):
+                    logprob = path_logprob + self.logprobs[rank]
+                    yield -logprob, row, rank, token, logprob, max_depth
 
-        for row in graft_rows:
-            max_depth = min(tree.depths[row] + self.graft_depth, self.limit)
-            propose(row, 0, -tree.path_logprobs[row], max_depth)
-        while heap and len(tree) < self.max_verified:
-            negative, parent, rank, parent_negative, max_depth = heappop(heap)
-            token = self.table[tree.tokens[parent]][rank]
-            row = present.get((parent, token))
-            if row is None:
-                row = tree.add_retrieved(token, parent, -negative)
-            propose(parent, rank + 1, parent_negative, max_depth)  # no likelier than this sibling
-            propose(row, 0, negative, max_depth)
+        limits = [min(tree.depths[row] + self.graft_depth, self.limit) for row in graft_rows]
+        logprobs = [tree.path_logprobs[row] for row in graft_rows]
+        starts = list(zip(graft_rows, logprobs, limits, strict=True))
+        add_likeliest(tree, self.max_verified, starts, propose)
         return breadth_first(tree)
 
     def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:

@@ -4,9 +4,10 @@ Shapes: N tree rows, n rows of a level, k candidates per row.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from heapq import heappop, heappush
 
 from numpy import ndarray
 
@@ -147,6 +148,42 @@ class MixedTree(Tree):
 def are_retrieved(tree: Tree) -> list[bool]:
     """Return which rows of a tree are retrieved, not drafted."""
     return tree.are_retrieved if isinstance(tree, MixedTree) else [False] * len(tree)
+
+
+# A row that may be retrieved: minus its p(u) or log p(u), its parent, a number that orders equally
+# likely ones, its token, its log p(u), and a note for `propose`
+Proposal = tuple[float, int, int, int, float, int]
+
+
+def add_likeliest(
+    tree: MixedTree,
+    n_rows: int,
+    starts: list[tuple[int, float, int]],
+    propose: Callable[[int, float, int], Iterator[Proposal]],
+) -> None:
+    """Add proposed rows to a tree, the likeliest first, until it has n_rows rows.
+
+    Args:
+        starts: the arguments of `propose` for the first rows.
+        propose: called with a row of the tree, its log p(u) and its note. Returns the proposals
+            below it, the likeliest first. A row that the tree has already may be among them.
+    """
+    rows = {edge: row for row, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+    heap: list[tuple[Proposal, Iterator[Proposal]]] = []
+
+    def push(proposals: Iterator[Proposal]) -> None:
+        if likeliest := next(proposals, None):
+            heappush(heap, (likeliest, proposals))
+
+    for start in starts:
+        push(propose(*start))
+    while heap and len(tree) < n_rows:
+        (_, parent, _, token, path_logprob, note), others = heappop(heap)
+        row = rows.get((parent, token))
+        if row is None:
+            row = tree.add_retrieved(token, parent, path_logprob)
+        push(others)
+        push(propose(row, path_logprob, note))
 
 
 def select(tree: Tree, rows: list[int]) -> Tree:
