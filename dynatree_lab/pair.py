@@ -22,7 +22,7 @@ from dynatree_lab.engine.checkpoint import (
     unused_settings,
 )
 from dynatree_lab.engine.eagle_head import load_head
-from dynatree_lab.engine.model import FastGPTNeoX, is_fast, load_reference
+from dynatree_lab.engine.model import FastGPTNeoX, is_fast
 from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
 from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX
@@ -103,7 +103,7 @@ def has_instructions(dtype: torch.dtype, device: torch.device) -> bool | None:
 class Pair:
     """A target model with its tokenizer, and a draft model unless the method needs none."""
 
-    target: GPTNeoX  # fast unless --reference; one shard of it if there are several ranks
+    target: GPTNeoX  # fast if loaded here; one shard of it if there are several ranks
     draft: GPTNeoX | None  # may be an EAGLE head
     tokenizer: Tokenizer
     target_folder: Path
@@ -167,7 +167,6 @@ def load_pair(
     dtype: torch.dtype | str | None = None,
     draft_dtype: torch.dtype | str | None = None,
     announce: Callable[[str], None] = lambda line: None,
-    is_reference: bool = False,
     target_memory: str | None = None,
 ) -> Pair:
     """Find, check and load the models. Each rank loads its shard of the target.
@@ -178,7 +177,6 @@ def load_pair(
         device, dtype: None for the defaults of choose_device and choose_dtype.
         draft_dtype: None for the default of choose_draft_dtype.
         announce: called with lines about the models and before a download.
-        is_reference: load gpt_neox.GPTNeoX instead of fast models.
         target_memory: a size such as "2GB". Layers of the target that do not fit into it are read
             from their files in each pass.
 
@@ -217,25 +215,24 @@ def load_pair(
     memories = {"target_memory": memory}
     if memory and draft_folder:
         memories["draft_cache"] = cache_bytes_of_draft(draft_folder, target_folder, draft_dtype)
-    target_model = load_target(target_folder, device, dtype, is_reference, **memories)
+    target_model = load_target(target_folder, device, dtype, **memories)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
     if memory is not None:
         report["streamed"] = describe_layers(target_model)
         announce(f"note: {report['streamed']}")
     others = {"load_s": load_s, "report": report, "target_memory": memory}
     pair = Pair(target_model, None, tokenizer, target_folder, draft_folder=None, **others)
-    return with_draft(pair, draft_folder, draft_dtype, is_reference) if draft_folder else pair
+    return with_draft(pair, draft_folder, draft_dtype) if draft_folder else pair
 
 
-def with_draft(pair: Pair, folder: Path, dtype: torch.dtype, is_reference: bool = False) -> Pair:
+def with_draft(pair: Pair, folder: Path, dtype: torch.dtype) -> Pair:
     """Return the pair with the draft model or EAGLE head of a folder. Raises CheckpointError and
     OutOfMemory."""
     start, device = time.perf_counter(), pair.target.device
     if is_head(folder):
-        draft = load_head(folder, pair.target_folder, device, dtype, is_reference=is_reference)
+        draft = load_head(folder, pair.target_folder, device, dtype)
     else:
-        load = load_reference if is_reference else FastGPTNeoX.from_pretrained
-        draft = load(folder, device, dtype)
+        draft = FastGPTNeoX.from_pretrained(folder, device, dtype)
     load_s = pair.load_s | {"draft": time.perf_counter() - start}
     return replace(pair, draft=draft, draft_folder=folder, load_s=load_s)
 
@@ -244,19 +241,16 @@ def load_target(
     folder: Path,
     device: torch.device,
     dtype: torch.dtype,
-    is_reference: bool = False,
     target_memory: int | None = None,
     draft_cache: int = 0,
-) -> GPTNeoX:
+) -> FastGPTNeoX:
     """Load this rank's shard of a target, or stream its layers if target_memory, bytes, is given.
     draft_cache: the part of it that the draft's cache takes. Raises the errors of
     FastGPTNeoX.from_pretrained, and UsageError."""
     if target_memory is not None:
-        if is_reference or world_size() > 1:
-            raise UsageError("--target-memory works without --reference and torchrun")
+        if world_size() > 1:
+            raise UsageError("--target-memory works without torchrun")
         return load_streamed(folder, device, dtype, target_memory, draft_cache=draft_cache)
-    if is_reference:
-        return load_reference(folder, device, dtype)
     kind = FastGPTNeoX if world_size() == 1 else ShardedGPTNeoX
     return kind.from_pretrained(folder, device, dtype)
 

@@ -21,7 +21,6 @@ from draft_tree import Settings
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
-from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.errors import writing
@@ -307,5 +306,4 @@ def make_command(prompt: str, request: Request) -> list[str]:
     for text in request.stop:
         words += ["--stop", text]
     flags = {"--strict": config.strict, "--ignore-eos": not eos_ids}
-    flags["--reference"] = not is_fast(pair.target)
     return words + [name for name, is_on in flags.items() if is_on]

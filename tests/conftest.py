@@ -27,7 +27,7 @@ from dynatree_lab.engine.model import FastCache, FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.drawn import DrawnRule
-from dynatree_lab.methods.eagle import EagleHead, last_states
+from dynatree_lab.methods.eagle import EagleHead, StateTransformer, last_states, with_states
 from dynatree_lab.methods.rules import breadth_first
 from gpt_neox import Config, GPTNeoX, KVCache
 from verify import tree_inputs
@@ -283,6 +283,30 @@ def predict_states(head: EagleHead, tokens: list[int], states: Tensor) -> Tensor
     cache.next_states = states
     head.prefill(tokens, cache)
     return last_states(cache, len(tokens))
+
+
+class PlainStateTransformer(StateTransformer):
+    """The state input of gpt_neox.Transformer."""
+
+    def written_slots(self, n: int, mask: Tensor) -> Tensor:
+        return torch.arange(mask.shape[1] - n, mask.shape[1])
+
+
+class ReferenceHead(EagleHead, GPTNeoX):
+    """A head on the model of gpt_neox.py, whose every pass is a call of `hidden`: the oracle."""
+
+    transformer_class = PlainStateTransformer
+
+    def new_cache(self, capacity: int) -> KVCache:
+        cache = super().new_cache(capacity)
+        cache.kv = with_states(cache.kv)
+        return cache
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
+    ) -> Tensor:
+        self.take_states(cache, len(tokens))
+        return super().hidden(tokens, positions, cache, mask)
 
 
 class Stub(GPTNeoX):

@@ -209,15 +209,6 @@ def test_prompt_from_file_and_standard_input(
             assert capsys.readouterr().out == expected
 
 
-def test_the_reference_model_writes_the_same(capsys: Captured) -> None:
-    """Compare ids and iterations. With --compare, ar runs on the reference model as well."""
-    words = ["--max-new-tokens", "16", *DRAFT_TWICE]
-    report = run_json(capsys, words)
-    reference = run_json(capsys, [*words, "--reference", "--compare"])
-    assert reference["token_ids"] == report["token_ids"] and reference["compare"]["exact"]
-    assert reference["metrics"]["iterations"] == report["metrics"]["iterations"]
-
-
 def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) -> None:
     free = run_json(capsys, ["--max-new-tokens", "20", *DRAFT_TWICE])
     eos = free["token_ids"][6]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import (
     TINY,
     Captured,
+    ReferenceHead,
     error_line,
     override,
     predict_states,
@@ -25,8 +26,7 @@ from tokenizers import Tokenizer
 from dynatree_lab.benchmark.prompts import BUILTIN
 from dynatree_lab.cli.main import main as dynatree
 from dynatree_lab.engine.eagle_head import load_head
-from dynatree_lab.engine.model import FastGPTNeoX, load_reference
-from dynatree_lab.methods.eagle import ReferenceHead
+from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.training import distil, draft_training, eagle_training, loop, own_text
 from dynatree_lab.training.batches import run_layers
 from gpt_neox import GPTNeoX, read_config, rotary_table
@@ -284,7 +284,7 @@ def test_the_loss_of_a_head_is_the_cross_entropy() -> None:
 
 def test_text_of_the_target_is_its_own() -> None:
     """Compare greedy rows of a batch with the target's best token after each of their tokens."""
-    target = load_reference(TARGET, CPU, torch.float32)
+    target = GPTNeoX.from_pretrained(TARGET)
     prompts = torch.tensor([[5, 9, 200], [17, 4, 90]])
     rows = own_text.generate_batch(target, prompts, 20, temperature=0.0, seed=0)
     for prompt, row in zip(prompts.tolist(), rows.tolist(), strict=True):
@@ -296,7 +296,7 @@ def test_text_of_the_target_is_its_own() -> None:
 
 def test_a_head_learns(text: str, tmp_path: Path) -> None:
     """Compare the cross-entropy of a written head's predictions with that of a new head."""
-    target, ids = load_reference(TARGET, CPU, torch.float32), first_ids(text)
+    target, ids = GPTNeoX.from_pretrained(TARGET), first_ids(text)
     states = run_layers(target, torch.tensor([ids]), rotary_table(target.config, len(ids), CPU))[0]
     before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
     new = eagle_training.TrainableHead(target, torch.tensor([ids])).requires_grad_(False)
@@ -304,7 +304,7 @@ def test_a_head_learns(text: str, tmp_path: Path) -> None:
     assert distil.main(arguments(text, folder, steps=30) + HEAD) == 0
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
     losses = []
-    for head in (load_head(folder, TARGET, CPU, torch.float32, True), as_reference(target, new)):
+    for head in (load_head(folder, TARGET, CPU, torch.float32), as_reference(target, new)):
         logits = target.logits(predict_states(head, ids, before))
         losses.append(F.cross_entropy(logits, target.logits(states).softmax(-1)).item())
     assert losses[0] < losses[1] - 0.1

@@ -17,6 +17,7 @@ import torch
 from conftest import (
     TINY,
     Captured,
+    ReferenceHead,
     error_line,
     fix_shapes,
     generate,
@@ -39,7 +40,7 @@ from dynatree_lab.engine.checkpoint import CheckpointError
 from dynatree_lab.engine.eagle_head import FastHead, load_head
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
-from dynatree_lab.methods.eagle import EagleDrafter, EagleHead, ReferenceHead
+from dynatree_lab.methods.eagle import EagleDrafter, EagleHead
 from dynatree_lab.methods.static import Fixed, PaddedAutoregressive, SpecInfer
 from dynatree_lab.metrics import token_ids
 from gpt_neox import GPTNeoX, KVCache
@@ -262,13 +263,9 @@ def test_damaged_weights_are_refused(head_folder: Path) -> None:
 
 
 def test_the_embedded_head_is_of_use(capsys: Captured) -> None:
-    """Check the head that ships with the project, with both models."""
+    """Check the head that ships with the project."""
     options = ["--target", str(TARGET), "--draft", str(HEAD), "--prompt", "The ship", "--json"]
     options += ["--max-new-tokens", "60", "--compare", "--method", "linear", "--set", "K=4"]
-    found = []
-    for more in ([], ["--reference"]):
-        assert main([*options, *more]) == 0
-        report = json.loads(capsys.readouterr().out)
-        assert report["compare"]["exact"] and report["metrics"]["tokens_per_iter"] > 2
-        found.append((report["token_ids"], report["metrics"]["tokens_per_iter"]))
-    assert found[0] == found[1]
+    assert main(options) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["compare"]["exact"] and report["metrics"]["tokens_per_iter"] > 2

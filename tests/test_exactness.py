@@ -20,6 +20,7 @@ import pytest
 import torch
 from conftest import (
     LARGE_SETTINGS,
+    ReferenceHead,
     append,
     fix_shapes,
     generate,
@@ -39,7 +40,7 @@ from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import SMALL_PASS, Window, round_up_rows
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.dyspec import DySpec
-from dynatree_lab.methods.eagle import EagleHead, ReferenceHead
+from dynatree_lab.methods.eagle import EagleHead
 from dynatree_lab.methods.rules import are_retrieved, make_rule
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import PaddedAutoregressive

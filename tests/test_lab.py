@@ -109,8 +109,9 @@ class Only:
 def test_a_run_that_no_command_repeats_has_a_page(pair: Pair, tmp_path: Path) -> None:
     """Check models of the caller, a method of the caller, a rebuilt cache and other EOS ids."""
     own = dataclasses.make_dataclass("Own", [], bases=(Chain,), frozen=True)
-    slow = lab.load_pair(is_reference=True)
-    bare = dataclasses.replace(slow, target=Only(slow.target), draft=Only(slow.draft))
+    plain = (GPTNeoX.from_pretrained(each) for each in (pair.target_folder, pair.draft_folder))
+    target, draft = map(Only, plain)
+    bare = dataclasses.replace(pair, target=target, draft=draft)
     for given, config, others in [
         (bare, "dynatree", {}),
         (pair, lab.GenerationConfig(own()), {}),

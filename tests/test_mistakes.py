@@ -82,7 +82,6 @@ MISTAKES = [
     (A + " --set width=3", {}, "tau_h"),
     (A + " --device tpu", {}, "cuda:N"),
     (A + " --device cuda", {}, "--device cpu"),
-    (A + " --reference --strict", {}, "--reference: no --strict"),
     (A + " --list-methods none", {}, "invalid choice: 'none' (choose from "),
     (A + " --dtype int8", {}, "--dtype is int8, it must be one of float32, "),
     (A + " --method ar --draft-dtype int8", {}, "--draft-dtype is int8, it must be one of"),

@@ -285,7 +285,6 @@ MISTAKES += [
         ["--target-memory", "0GB"],
         "--target-memory is 0MB, it must be larger: the target's embedding",
     ),
-    (MEMORY + ["--reference"], "--target-memory works without --reference and torchrun"),
 ]
 
 

@@ -59,10 +59,7 @@ def build_parser() -> Parser:
     add_input_options(parser.add_argument_group("input"))
     add_method_options(parser.add_argument_group("method"))
     add_sampling_options(parser.add_argument_group("sampling"))
-    models = parser.add_argument_group("models")
-    add_model_options(models)
-    reference = "run the readable model of gpt_neox.py (slower)"
-    models.add_argument("--reference", action="store_true", help=reference)
+    add_model_options(parser.add_argument_group("models"))
     add_output_options(parser.add_argument_group("output"))
     return parser
 
@@ -107,8 +104,6 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Request]:
             raise UsageError("--logprobs needs --json or --trace")
     config = choose_config(args)
     is_drafting = config.make_rule().max_depth > 0
-    if args.reference and (world_size() > 1 or not config.works_on_reference_model):
-        raise UsageError("--reference: no --strict, --window, rebuild or torchrun")
     if args.prompts and (args.html or args.trace):
         raise UsageError("--html and --trace show one run; use --prompt instead of --prompts")
     texts = from_rank_0(read_texts, args)
@@ -117,7 +112,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Request]:
             raise UsageError(f"{name} cannot be written: no such folder")
     if (args.draft or args.draft_dtype) and not is_drafting:
         print_line(f"note: --method {args.method} ignores --draft and --draft-dtype")
-    pair = open_pair(args, is_drafting, print_line, args.reference)
+    pair = open_pair(args, is_drafting, print_line)
     require_fit(config, pair)
     if pair.target_memory is not None and sys.stderr.isatty():
         pair.target.layers.on_layer = LayerProgress(pair.target.layers.n_layers)

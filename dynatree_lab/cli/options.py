@@ -129,16 +129,8 @@ def set_threads(n: int | None, device: torch.device) -> None:
         torch.set_num_threads(n)
 
 
-def open_pair(
-    args: argparse.Namespace,
-    is_drafting: bool,
-    announce: Callable[[str], None],
-    is_reference: bool = False,
-) -> Pair:
-    """Announce and load the models that the options name.
-
-    is_reference: load gpt_neox.GPTNeoX instead of fast models.
-    """
+def open_pair(args: argparse.Namespace, is_drafting: bool, announce: Callable[[str], None]) -> Pair:
+    """Announce and load the models that the options name."""
     device = choose_device(args.device)
     set_threads(args.threads, device)
     if world_size() > 1 and device.type == "cuda":
@@ -156,7 +148,6 @@ def open_pair(
         dtype=args.dtype,
         draft_dtype=args.draft_dtype,
         announce=announce,
-        is_reference=is_reference,
         target_memory=args.target_memory,
     )
 

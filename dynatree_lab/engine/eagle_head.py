@@ -30,7 +30,7 @@ from dynatree_lab.engine.checkpoint import (
 from dynatree_lab.engine.inputs import PassInputs
 from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.methods.eagle import EagleHead, ReferenceHead, StateTransformer, with_states
+from dynatree_lab.methods.eagle import EagleHead, with_states
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
 
 NORM = ("gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias")
@@ -39,20 +39,8 @@ NEEDED = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size
 NEEDED += ("target", "target_digest")  # keys of config.json without a default
 
 
-class FastStateTransformer(StateTransformer):
-    """The state input of a FusedTransformer (engine/layers.py)."""
-
-    def written_slots(self, n: int, start: int | Tensor, *others: object) -> Tensor:
-        """start: the first slot to write, or all slots to write, [n] int64."""
-        if isinstance(start, Tensor):
-            return start
-        return torch.arange(start, start + n, device=self.fc.weight.device)
-
-
 class FastHead(EagleHead, FastGPTNeoX):
     """A head with the fast passes of the engine."""
-
-    transformer_class = FastStateTransformer
 
     def new_memory(self, n_slots: int) -> tuple[Tensor, Tensor]:
         kv, rotary = super().new_memory(n_slots)
@@ -75,8 +63,7 @@ def load_head(
     target_folder: Path,
     device: torch.device,
     dtype: torch.dtype,
-    is_reference: bool = False,
-) -> EagleHead:
+) -> FastHead:
     """Load a head, and from the target's folder copies of the weights that both have.
 
     Raises CheckpointError if a file is invalid, or if the head belongs to another target. Raises
@@ -92,8 +79,7 @@ def load_head(
         shared = [name for name in (EMBEDDING, *NORM, OUTPUT_HEAD) if name in target.files]
         weights = {name: target[name] for name in shared}
         weights |= {name: own[name] for name in shapes if name.startswith(LAYER)}
-        head_class = ReferenceHead if is_reference else FastHead
-        head = head_class.from_tensors(config, weights)
+        head = FastHead.from_tensors(config, weights)
         fc = nn.Linear(2 * config.hidden_size, config.hidden_size, device="meta")
         fc.load_state_dict({name: own[f"fc.{name}"] for name in ("weight", "bias")}, assign=True)
         head.add_state_input(fc.requires_grad_(False))

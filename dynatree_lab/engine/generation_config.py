@@ -125,8 +125,8 @@ class GenerationConfig:
         return make_rule(self.settings)
 
     @property
-    def works_on_reference_model(self) -> bool:
-        """Whether the reference model, gpt_neox.py's own, supports all of these options."""
+    def works_on_any_model(self) -> bool:
+        """Whether every gpt_neox.Model supports all of these options."""
         only_fast = {"commit": "keep", "window": FULL_ATTENTION, "strict": False}
         return replace(self, **only_fast) == self
 

@@ -68,8 +68,15 @@ class FastGPTNeoX(GPTNeoX):
         Raises OutOfMemory. Raises CheckpointError if there is no checkpoint, if it is not a
         GPT-NeoX, or if a tensor is missing, extra, misshapen, truncated or not finite.
         """
-        with memory_for(f"the weights of {name_or_path}"):
-            return cls.from_tensors(*open_checkpoint(name_or_path, device, dtype, cls.n_ranks()))
+        device, what = torch.device(device), f"the weights of {name_or_path}"
+        with memory_for(what):
+            folder = find_checkpoint(name_or_path)
+            config = read_config(folder)
+            tensors = load_tensors(folder, config, device, DTYPES.get(dtype, dtype))
+            shapes = published_shapes(untied_if_head_differs(config, tensors))
+            n_bytes = sum(map(math.prod, shapes.values())) * tensors.dtype.itemsize
+            require_memory(n_bytes // cls.n_ranks(), device, what)
+            return cls.from_tensors(config, tensors)
 
     @classmethod
     def from_tensors(cls, config: Config, tensors: Mapping[str, Tensor]) -> "FastGPTNeoX":
@@ -232,32 +239,3 @@ class FastGPTNeoX(GPTNeoX):
 
 def is_fast(model: object) -> bool:
     return isinstance(model, FastGPTNeoX)
-
-
-def load_reference(
-    name_or_path: str | Path,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> GPTNeoX:
-    """Load a checkpoint into gpt_neox.py's model, with the checks of the fast model. Raises
-    CheckpointError and OutOfMemory."""
-    with memory_for(f"the weights of {name_or_path}"):
-        return GPTNeoX.from_tensors(*open_checkpoint(name_or_path, device, dtype))
-
-
-def open_checkpoint(
-    name_or_path: str | Path,
-    device: str | torch.device,
-    dtype: torch.dtype | str,
-    n_ranks: int = 1,
-) -> tuple[Config, Mapping[str, Tensor]]:
-    """Return a checkpoint's config and its tensors. Each lookup of a tensor reads it from the file.
-    Raises CheckpointError, and OutOfMemory if a rank's share of the weights does not fit."""
-    folder, device = find_checkpoint(name_or_path), torch.device(device)
-    config = read_config(folder)
-    tensors = load_tensors(folder, config, device, DTYPES.get(dtype, dtype))
-    config = untied_if_head_differs(config, tensors)
-    n_elements = sum(map(math.prod, published_shapes(config).values()))
-    n_bytes = n_elements * tensors.dtype.itemsize // n_ranks
-    require_memory(n_bytes, device, f"the weights of {name_or_path}")
-    return config, tensors

@@ -34,11 +34,11 @@ from torch import Tensor, nn
 
 from draft_tree import Candidates, Tree
 from dynatree import Drafter, ModelDrafter
-from gpt_neox import GPTNeoX, KVCache, Model
+from gpt_neox import KVCache, Model
 
 
 class StateTransformer(nn.Module):
-    """A transformer of one layer whose input is fc([embedding, state]), for models of gpt_neox.py.
+    """A transformer of one layer whose input is fc([embedding, state]).
 
     A cache of a head has a second layer, which no attention reads. In place of keys it has the
     state before each slot's token, and in place of values the state that is predicted at the token.
@@ -54,7 +54,7 @@ class StateTransformer(nn.Module):
 
     def forward(self, tokens: Tensor, rotary: Tensor, kv: Tensor, *others: object) -> Tensor:
         """Return the predicted states [n, hidden] of tokens [n]. kv: [2, 2, H, capacity, D].
-        others: the other arguments of the transformer."""
+        others: those of engine.layers.FusedTransformer."""
         slots = self.written_slots(len(tokens), *others)
         before, predicted = kv[:, 1]  # [H, capacity, D] each
         states = before.index_select(1, slots).transpose(0, 1).flatten(1)  # [n, hidden]
@@ -63,9 +63,11 @@ class StateTransformer(nn.Module):
         predicted.index_copy_(1, slots, split_heads(x, kv))
         return x
 
-    def written_slots(self, n: int, mask: Tensor) -> Tensor:
-        """Return the slots [n] of a pass of n rows. mask: [n, S]."""
-        return torch.arange(mask.shape[1] - n, mask.shape[1], device=mask.device)
+    def written_slots(self, n: int, start: int | Tensor, mask: object) -> Tensor:
+        """Return the slots [n] that a pass writes. start: the first one, or all of them."""
+        if isinstance(start, Tensor):
+            return start
+        return torch.arange(start, start + n, device=self.fc.weight.device)
 
 
 def split_heads(states: Tensor, kv: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ def with_states(kv: Tensor) -> Tensor:
 
 
 class EagleHead:
-    """A mixin that adds the state input. List it before GPTNeoX or FastGPTNeoX in the bases.
+    """A mixin that adds the state input. List it before FastGPTNeoX in the bases.
 
     All states belong to a cache, so several texts may use one head at a time. Before a pass, set
     `cache.next_states` [m, hidden] to the states before the tokens that will be run, in their
@@ -114,21 +116,6 @@ class EagleHead:
 def last_states(cache: KVCache, n: int) -> Tensor:
     """Return the states [n, hidden] that a head has predicted in the n newest slots of a cache."""
     return cache.kv[1, 1, :, cache.length - n : cache.length].transpose(0, 1).flatten(1)
-
-
-class ReferenceHead(EagleHead, GPTNeoX):
-    """A head on the model of gpt_neox.py, whose every pass is a call of `hidden`."""
-
-    def new_cache(self, capacity: int) -> KVCache:
-        cache = super().new_cache(capacity)
-        cache.kv = with_states(cache.kv)
-        return cache
-
-    def hidden(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None = None
-    ) -> Tensor:
-        self.take_states(cache, len(tokens))
-        return super().hidden(tokens, positions, cache, mask)
 
 
 def head_of(draft: object) -> EagleHead | None:

@@ -27,15 +27,15 @@ from torch import Tensor
 
 from dynatree_lab.cli.errors import Parser, print_line, run_command_line
 from dynatree_lab.cli.options import set_threads
-from dynatree_lab.engine.checkpoint import find_checkpoint, read_config
-from dynatree_lab.engine.model import load_reference
+from dynatree_lab.engine.checkpoint import find_checkpoint, read_config, reading
+from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.folders import write_checkpoint
 from dynatree_lab.pair import choose_device, choose_dtype
 from dynatree_lab.tokens import load_tokenizer
 from dynatree_lab.training import draft_training, eagle_training
 from dynatree_lab.training.loop import Progress
-from gpt_neox import Config
+from gpt_neox import Config, GPTNeoX
 
 # Characters per call of the tokenizer, whose result takes 100 times the memory of the characters
 PIECE = 2**16
@@ -104,7 +104,8 @@ def execute(args: Namespace) -> int:
         progress.require_writable()  # now, and not after hours
     # A head's loss reads hidden states, which may overflow in float16
     dtype = torch.float32 if args.eagle else choose_dtype(None, device)
-    target = load_reference(folder, device, dtype)
+    with reading(folder), memory_for(f"the weights of {folder}"):
+        target = GPTNeoX.from_pretrained(folder, device, dtype)  # layers that can be trained
     run = eagle_training.train_head if args.eagle else draft_training.train_draft
     tensors, own_json = run(target, folder, text, progress, args)
     source = None if args.eagle else folder  # a head needs no tokenizer
