@@ -21,7 +21,7 @@ USUAL = "0.3:0.04:0.2:0.4"
 
 
 def test_counts_move_from_the_prior_to_the_measured_rate_and_back() -> None:
-    acceptance = NGramAcceptance([0.5, 0.2])
+    acceptance = NGramAcceptance(numpy.array([0.5, 0.2]))
     assert acceptance.rates[0] == 0.5
     for _ in range(300):
         acceptance.update([(0, True), (0, True), (0, False)])
@@ -34,6 +34,7 @@ def test_counts_move_from_the_prior_to_the_measured_rate_and_back() -> None:
 def make_taught_rule(settings: Auto, best: dict[int, list[int]]) -> AutoRule:
     """Return a rule that has observed the target's best successors of these tokens."""
     rule = settings.make_rule()
+    rule.start([])
     for token, successors in best.items():
         rule.recent = ()  # so that each context is one token
         rule.observe_target([token], numpy.array([successors]))

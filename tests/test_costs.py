@@ -2,6 +2,7 @@
 
 import random
 
+import numpy
 import pytest
 
 from dynatree_lab.methods.costs import LEVEL, ROW, CostTracker, RecentMean, cost_counts
@@ -56,9 +57,11 @@ def test_a_mean_starts_at_its_initial_values_and_follows_the_last_ten() -> None:
 
 
 def test_a_price_is_the_tokens_that_the_time_would_have_given() -> None:
-    """Check that twice the tokens in the same time double the price of a row."""
+    """Check that twice the tokens in the same time double the price of a row, and what pays."""
     tracker = CostTracker((1e-9, 0.1, 1e-9, 0.5))
     assert tracker.prices[ROW] == pytest.approx(0.1)
+    assert tracker.rows_pay(numpy.log([0.11, 0.09])).tolist() == [True, False]
+    assert tracker.level_pays(0.51) and not tracker.level_pays(0.49)
     for _ in range(200):
         tracker.record(n_tokens=2, n_rows=1, n_levels=0, draft_ms=0.0, other_ms=99.0)
     tracker.begin_tree()

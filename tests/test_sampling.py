@@ -216,6 +216,7 @@ def make_top_k() -> Rule:
 def make_primed(settings: Graft | Auto, n_ids: int = N_IDS) -> Rule:
     """Return a rule of graft or auto that has already observed the successors of every token."""
     rule = settings.make_rule()
+    rule.start([])
     best = OTHER[:n_ids, :n_ids].flip(1)
     rule.observe_target(list(range(n_ids)), top_k(best, n_ids).tokens)
     return rule

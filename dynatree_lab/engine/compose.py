@@ -4,7 +4,7 @@
 
 dynatree.generate runs the parts. From the inside out:
 
-    drafter  gives drawn or top-k candidates; over an EAGLE head (methods/eagle.py), gets the
+    drafter  chooses drawn or top-k candidates; over an EAGLE head (methods/eagle.py), gets the
              target's hidden states; then calibrated (methods/calibration.py), so that all readers
              of its candidates get acceptance probabilities
     rule     the method's own, which may have cost gates; then recorded (record.py), so that the
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 class RankedDrafter(ModelDrafter):
-    """A draft model whose passes rank the candidates."""
+    """A draft model whose passes rank the candidates, so that `choose` reads no logits."""
 
     def __init__(self, model: ModelRun, ranking: Ranking):
         super().__init__(model)
@@ -57,6 +57,20 @@ def draft_ranking(rule: Rule, sampling: Sampling) -> Ranking:
         return Ranking(is_read=False)
     temperature = sampling.top_k_temperature
     return Ranking(rule.max_branches, True, True, temperature, rule.reads_entropy)
+
+
+def source_of_candidates(
+    draft: ModelRun | Drafter | None, rule: Rule, sampling: Sampling, sampler: DrawingSampler
+) -> Drafter | None:
+    """Return the drafter that chooses the candidates; None for a method that does not draft."""
+    if not rule.max_depth or draft is None:
+        return None
+    if isinstance(draft, Drafter):
+        return draft
+    ranking = draft_ranking(rule, sampling)
+    if ranking.is_read:
+        return RankedDrafter(draft, ranking)
+    return DrawnDrafter(draft, sampler, rule.n_drawn, rule.reads_entropy)
 
 
 def require_hidden(target: ModelRun) -> None:
@@ -87,34 +101,27 @@ def compose(
     another size.
     """
     sampler = sampling.sampler(target.device)
-    proposing = calibrated = recorded = None  # `proposing` chooses the candidates
-    if rule.max_depth and draft is not None:
-        ranking = draft_ranking(rule, sampling)
-        if isinstance(draft, Drafter):
-            proposing = draft
-        elif ranking.is_read:
-            proposing = RankedDrafter(draft, ranking)
-        else:
-            proposing = DrawnDrafter(draft, sampler, rule.n_drawn, rule.reads_entropy)
-    drafter = proposing
-    if drafter and not isinstance(drafter, HiddenDrafter) and (head := head_of(draft)):
+    source = source_of_candidates(draft, rule, sampling, sampler)
+    is_drawn = isinstance(source, DrawnDrafter)
+    drafter, head = source, head_of(draft)
+    if source and head and not isinstance(source, HiddenDrafter):
         require_size(head, target)
-        drafter = EagleDrafter(drafter, head)
+        drafter = EagleDrafter(source, head)
     if isinstance(drafter, HiddenDrafter):
         require_hidden(target)
         target.show_hidden(drafter.observe_hidden)
+    calibrated = recorded = None
     if drafter and rule.is_calibrated:
-        drafter = calibrated = CalibratedDrafter(drafter, isinstance(proposing, DrawnDrafter))
+        drafter = calibrated = CalibratedDrafter(drafter, is_drawn)
     if rule.target_top_k:
         target.show_top_ids(rule.target_top_k, rule.observe_target)
+    if not sampling.is_greedy:
+        sampler.accept = choose_acceptance(rule, acceptance)
+    elif acceptance:
+        raise ValueError(f"{acceptance} is for sampled text, and this is greedy")
     if is_recorded:
         rule = recorded = RecordedRule(rule, calibrated)
         sampler.on_trial = recorded.add_trial
-    if isinstance(proposing, DrawnDrafter):
-        rule = DrawnRule(rule, proposing, calibrated)
-    if sampling.is_greedy:
-        if acceptance:
-            raise ValueError(f"{acceptance} is for sampled text, and this is greedy")
-        return Parts(drafter, rule, None, recorded)
-    sampler.accept = choose_acceptance(rule, acceptance)
-    return Parts(drafter, rule, sampler, recorded)
+    if is_drawn:
+        rule = DrawnRule(rule, source, calibrated)
+    return Parts(drafter, rule, None if sampling.is_greedy else sampler, recorded)

@@ -6,13 +6,14 @@ context. Each level, each node and the draft itself must pay for its time (costs
 nodes together do not pay for verifying a tree, and nothing is drafted, this is ar.
 
 The draft's candidates are the top k, or for sampled text one drawn token. A drawn token is accepted
-with probability min(1, q / p), where p is the draft's probability and q the target's. An undrawn
+with probability min(1, p / q), where p is the target's probability and q the draft's. An undrawn
 token is accepted only if the target draws it.
 
 Acceptance probabilities are learned in each generation: for the draft by calibration.py, for
-n-grams by counting. There are separate counts for each context length and rank, and for rows below
-which the draft has proposed other tokens. Their initial values are too high for sampled text,
-because the target often draws another token than its likeliest.
+n-grams by counting. Each context length and each rank has a count. Children of rows that the draft
+has run have counts of their own, because the draft has proposed other tokens below these rows. The
+initial values are too high for sampled text, because the target often draws another token than its
+likeliest.
 
     python dynatree.py --method auto --prompt "..."
 
@@ -44,44 +45,28 @@ from dynatree_lab.methods.rules import (
     Proposal,
     add_likeliest,
     added_mask,
-    are_retrieved,
     select,
 )
 from dynatree_lab.methods.settings import MethodSettings, text
 
 # Initial acceptance rates of n-gram candidates: by length of the known context, then by rank
 INITIAL_RATES = ((0.45, 0.1, 0.05, 0.03), (0.75, 0.08, 0.03, 0.01), (0.85, 0.06, 0.02, 0.01))
-RUN_BY_DRAFT_FACTOR = 0.4  # for children of rows below which the draft has proposed other tokens
+RUN_BY_DRAFT_FACTOR = 0.4  # of these rates, for children of rows that the draft has run
 MAX_CONTEXT = len(INITIAL_RATES)
 N_RANKS = len(INITIAL_RATES[0])
 PRIOR_WEIGHT = 8.0  # trials that an initial rate stands for
-COUNT_DECAY = 0.99  # share of the counts that an iteration keeps; the rest returns to the prior
+COUNT_DECAY = 0.99  # each iteration moves the counts by 1 % back to their initial values
 MAX_NGRAM_DEPTH = 16  # of n-gram nodes
-
-
-def list_initial_rates() -> list[float]:
-    """Return the initial rate of each bin; those below rows that the draft has run come last."""
-    rates = [rate for ranks in INITIAL_RATES for rate in ranks]
-    return [*rates, *(RUN_BY_DRAFT_FACTOR * rate for rate in rates)]
-
-
-def ngram_bin(n_known: int, is_run_by_draft: bool) -> int:
-    """Return the bin of the best candidate after n_known tokens of context; other ranks follow.
-
-    is_run_by_draft: whether the draft has run the parent, and so has proposed tokens below it.
-    """
-    n_before = n_known - 1 + (MAX_CONTEXT if is_run_by_draft else 0)
-    return N_RANKS * n_before
 
 
 class NGramAcceptance:
     """Acceptance rates of n-gram candidates by bin; recent iterations count most."""
 
-    def __init__(self, initial_rates: list[float]):
-        self.initial_rates = numpy.array(initial_rates)
-        self.hits = PRIOR_WEIGHT * self.initial_rates
+    def __init__(self, initial_rates: ndarray):
+        self.initial_rates = initial_rates
+        self.hits = PRIOR_WEIGHT * initial_rates
         self.tries = numpy.full(len(initial_rates), PRIOR_WEIGHT)
-        self.rates = initial_rates  # hits / tries
+        self.rates = initial_rates.tolist()  # hits / tries
 
     def update(self, outcomes: list[tuple[int, bool]]) -> None:
         """Record one iteration's tried candidates, each as (bin, is_accepted)."""
@@ -118,15 +103,15 @@ class AutoRule(MethodRule):
     target_top_k = N_RANKS
 
     def __init__(self, settings: Auto):
-        s = settings
-        super().__init__(N_RANKS, s.D_max, s.N)
+        super().__init__(N_RANKS, settings.D_max, settings.N)
         self.n_drawn = 1
-        self.settings = settings
         self.ngrams: NGrams[list[int]] = NGrams(MAX_CONTEXT)  # the target's best next tokens
-        self.ngram_acceptance = NGramAcceptance(list_initial_rates())
-        self.tracker = CostTracker(parse_costs(s.costs))
+        # The bins of INITIAL_RATES, then as many for children of rows that the draft has run
+        rates = numpy.ravel(INITIAL_RATES)
+        self.ngram_acceptance = NGramAcceptance(numpy.append(rates, RUN_BY_DRAFT_FACTOR * rates))
+        self.tracker = CostTracker(parse_costs(settings.costs))
         self.recent: Context = ()  # of the last token before the root
-        self.n_observed, self.began = 0, time.perf_counter()  # tokens of the prompt, their start
+        self.n_observed = 0  # tokens of the prompt
         # All else is about the tree that grows or is verified
         self.tree: MixedTree | None = None
         self.bins: list[int] = []  # [N], where a row is counted; -1 for the root and drafted rows
@@ -142,12 +127,12 @@ class AutoRule(MethodRule):
         """Build a tree of n-gram nodes, and return 0 levels unless drafting may gain more."""
         self.began = time.perf_counter()
         self.depth_limit = max_depth
-        self.n_levels, self.draft_ms = 0, 0.0
+        self.n_levels = 0
         self.tracker.begin_tree()
-        prices = self.tracker.prices
         self.set_tree(Tree.from_root(root_token), MAX_NGRAM_DEPTH)
         expected = sum(map(math.exp, self.tree.path_logprobs))  # the root's term: the bonus token
-        if expected - 1 <= prices[TREE] + prices[ROW] * (len(self.tree) - 1):
+        price = self.tracker.prices[TREE] + self.tracker.prices[ROW] * (len(self.tree) - 1)
+        if expected - 1 <= price:
             self.set_tree(Tree.from_root(root_token), ngram_depth=0)
             expected = 1.0
         self.ngram_net_gain = self.tracker.net_gain(expected, len(self.tree))
@@ -159,13 +144,11 @@ class AutoRule(MethodRule):
     def state(self) -> dict[str, float | str]:
         """Return the net gain of each source, and the source of this tree."""
         draft_net_gain = self.tracker.net_gain_of_drafting
-        source = "n-grams"
+        source = "n-grams" if len(self.tree) > 1 else "nothing"
         if self.max_depth and self.tracker.is_probe:
             source = "draft (probe)"
         elif self.max_depth and draft_net_gain > self.ngram_net_gain:
             source = "draft and n-grams"
-        elif len(self.tree) == 1:
-            source = "nothing"
         return {"ngrams": self.ngram_net_gain, "draft": draft_net_gain, "source": source}
 
     def set_tree(self, drafted: Tree, ngram_depth: int) -> None:
@@ -190,7 +173,8 @@ class AutoRule(MethodRule):
         if row_prob < price or tree.depths[row] >= self.ngram_depth:
             return iter(())
         n_known, best = self.ngrams.find_longest(self.contexts[row])
-        first = ngram_bin(n_known, is_run_by_draft=tree.draft_slots[row] >= 0)
+        is_run_by_draft = tree.draft_slots[row] >= 0
+        first = N_RANKS * (n_known - 1 + MAX_CONTEXT * is_run_by_draft)
         found = []
         for bin, token in enumerate(best or (), start=first):
             prob = row_prob * self.ngram_acceptance.rates[bin]
@@ -208,6 +192,7 @@ class AutoRule(MethodRule):
 
     def expand_gates(self, level: Level) -> Gates:
         """Return c_level, which passes all added rows if together they pay for another level."""
+        # A level is expected to add INITIAL_LEVEL_GAIN tokens per unit of its parents' p(u)
         expected = INITIAL_LEVEL_GAIN * numpy.exp(level.path_logprobs[self.is_added]).sum()
         return {"c_level": self.tracker.level_pays(expected)}
 
@@ -228,7 +213,7 @@ class AutoRule(MethodRule):
     def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
         """Index the prompt's tokens. Those of a tree wait for `adapt`, which has the path."""
         self.top_ids = top_ids.tolist()
-        if self.tree is None:
+        if self.tree is None:  # a pass over the prompt
             self.n_observed += len(tokens)
             self.tracker.observe_prompt(self.n_observed, (time.perf_counter() - self.began) * 1e3)
             for token, best in zip(tokens, self.top_ids, strict=True):
@@ -244,9 +229,7 @@ class AutoRule(MethodRule):
             self.ngrams.write(self.contexts[row], self.top_ids[row])
         self.recent = self.contexts[path[-1]]
         tried = [row for row in range(1, len(tree)) if tree.parents[row] in path]
-        is_retrieved = are_retrieved(tree)
-        retrieved = [row for row in tried if is_retrieved[row]]
-        self.ngram_acceptance.update([(self.bins[row], row in path) for row in retrieved])
+        outcomes = [(self.bins[row], row in path) for row in tried if self.bins[row] >= 0]
+        self.ngram_acceptance.update(outcomes)
         ms = (time.perf_counter() - self.began) * 1e3
-        times = self.draft_ms, ms - self.draft_ms
-        self.tracker.record(len(path), len(tree), self.n_levels, *times)
+        self.tracker.record(len(path), len(tree), self.n_levels, self.draft_ms, ms - self.draft_ms)

@@ -1,20 +1,20 @@
 """Online calibration: acceptance probabilities, learned in each generation from the draft's.
 
-Rules use the draft's probability p as the probability that a candidate is accepted. It is not.
+Rules use the draft's probability q as the probability that a candidate is accepted. It is not.
 Greedy decoding accepts the target's argmax, whatever its probability. A drawn candidate is accepted
-with probability min(1, q / p), where q is the target's. But likelier candidates are accepted more
-often. So acceptance is fitted as an increasing function of p, by logistic regression (Platt
+with probability min(1, p / q), where p is the target's. But likelier candidates are accepted more
+often. So acceptance is fitted as an increasing function of q, by logistic regression (Platt
 scaling) on the candidates that were tried so far:
 
     acceptance probability   1 / (1 + exp(-(a + b x)))
-    top-k    x is the log-odds of p^2 normalised over the row, because a token with a likely sibling
-             is accepted less often. Initially a = 0, b = 1/2, which gives p or more
-    drawn    x is the log-odds of p, because the estimate must not depend on the other draws.
-             Initially a = 0, b = 1, which gives p
+    top-k    x is the log-odds of q^2 normalised over the row, because a token with a likely sibling
+             is accepted less often. Initially a = 0, b = 1/2, which gives q or more
+    drawn    x is the log-odds of q, because the estimate must not depend on the other draws.
+             Initially a = 0, b = 1, which gives q
 
 Each tried candidate moves a and b by one Newton step. Older candidates gradually lose weight, and
 every generation starts anew. A tree uses only what earlier trees have taught, so no draw affects
-its own acceptance. Two parameters are learned faster than a table of acceptance rates by p and
+its own acceptance. Two parameters are learned faster than a table of acceptance rates by q and
 rank: over 100 tokens such tables gave half of the gain.
 
     drafter = CalibratedDrafter(drafter, is_drawn=False)  # wraps any drafter
@@ -36,7 +36,7 @@ PRIOR = (1.0, 0.0, 4.0)  # evidence that the initial a and b stand for
 MIN_SLOPE = 0.05  # of b, so that a likelier candidate never gets a lower acceptance probability
 MAX_STEP = 2.0  # change of the log-odds at x by one Newton step
 FORGETTING = 0.002  # by which each iteration moves a, b and the evidence to their initial values
-MIN_PROB = 1e-6  # p and 1 - p are raised to it before taking logs
+MIN_PROB = 1e-6  # a probability and its complement are raised to it before taking logs
 
 
 class CalibratedDrafter(Drafter):
@@ -47,8 +47,8 @@ class CalibratedDrafter(Drafter):
         self.draft_logprobs: list[ndarray] = []  # the draft's own, by level of the current tree
         self.weights: tuple[float, float] | None = None  # a and b; None: nothing drafted yet
         self.initial: tuple[float, float] | None = None  # the first values of `weights`
-        # The Hessian of the log loss: sums of w, w x and w x^2, where w = p (1 - p) with the
-        # calibrated p
+        # The Hessian of the log loss: sums of w, w x and w x^2, where w is the acceptance
+        # probability times its complement
         self.evidence = PRIOR
         self.tokens: list[list[int]] = []  # candidates by draft slot of the current tree
         self.inputs: list[list[float]] = []  # x of each candidate
@@ -128,12 +128,12 @@ class CalibratedDrafter(Drafter):
         MAX_STEP. Plain floats are faster than arrays, because few candidates of a tree are tried.
         """
         a, b = self.weights
-        p = 1 / (1 + math.exp(-(a + b * x)))
-        w = p * (1 - p)
+        probability = 1 / (1 + math.exp(-(a + b * x)))
+        w = probability * (1 - probability)
         s, sx, sxx = self.evidence
         s, sx, sxx = s + w, sx + w * x, sxx + w * x * x
         self.evidence = s, sx, sxx
-        step = (is_accepted - p) / (s * sxx - sx * sx)
+        step = (is_accepted - probability) / (s * sxx - sx * sx)
         step_a, step_b = step * (sxx - sx * x), step * (s * x - sx)
         length = max(abs(step_a + step_b * x) / MAX_STEP, 1.0)
         self.weights = a + step_a / length, max(b + step_b / length, MIN_SLOPE)
@@ -144,19 +144,19 @@ def decay(current: tuple[float, ...], initial: tuple[float, ...]) -> tuple[float
     return tuple(a + FORGETTING * (b - a) for a, b in zip(current, initial, strict=True))
 
 
-def log_odds(p: ndarray) -> ndarray:
-    """Return log(p / (1 - p)), kept finite."""
-    p = numpy.minimum(numpy.maximum(p.astype(numpy.float64), MIN_PROB), 1 - MIN_PROB)
-    return numpy.log(p / (1 - p))
+def log_odds(probs: ndarray) -> ndarray:
+    """Return log(probs / (1 - probs)), kept finite."""
+    probs = numpy.minimum(numpy.maximum(probs.astype(numpy.float64), MIN_PROB), 1 - MIN_PROB)
+    return numpy.log(probs / (1 - probs))
 
 
 def log_odds_of_squares(logprobs: ndarray) -> ndarray:
-    """Return the log-odds [n, k] of p^2, normalised over each row of top-k candidates.
+    """Return the log-odds [n, k] of q^2, normalised over each row of top-k candidates.
 
     Each token beyond the top k is taken to be as likely as the last one of them.
     """
-    p = numpy.exp(logprobs.astype(numpy.float64))
-    squares = p * p
-    rest = numpy.maximum(1 - p.sum(axis=1, keepdims=True), 0)
-    total = squares.sum(axis=1, keepdims=True) + rest * p[:, -1:]
+    q = numpy.exp(logprobs.astype(numpy.float64))
+    squares = q * q
+    rest = numpy.maximum(1 - q.sum(axis=1, keepdims=True), 0)
+    total = squares.sum(axis=1, keepdims=True) + rest * q[:, -1:]
     return log_odds(squares / numpy.maximum(total, MIN_PROB**2))

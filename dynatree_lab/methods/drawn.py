@@ -10,8 +10,9 @@ The text is exact only if no row depends on its own draw or on later ones:
   draw: their `values` (DySpec, Eq. 11), their place in this order, the confidence of the row. A
   gate `level.logprobs >= log_threshold(0.1)` breaks this. It cuts unlikely tokens after their draw,
   so these are never rejected, and the text is biased towards likely ones.
-- If all drafted rows are verified, the choice of rows to expand may depend on anything. If only the
-  best rows by value are verified, a row may stay without children only if it cannot be among them.
+- Which rows are expanded may depend on anything if all drafted rows are verified, as in confident.
+  If only the best rows by value are verified, as in dyspec, a row may stay without children only if
+  none of them could be among the best.
 
 Shapes: n rows, k candidates per row, V vocabulary.
 """
@@ -33,7 +34,7 @@ from gpt_neox import Model
 
 
 class DrawnDrafter(ModelDrafter):
-    """A draft model whose candidates are drawn, n_drawn per row."""
+    """A draft model whose candidates a sampler (sampler.py) draws, n_drawn per row."""
 
     def __init__(self, model: Model, sampler: DrawingSampler, n_drawn: int, has_entropy: bool):
         super().__init__(model)
@@ -79,7 +80,7 @@ class DrawnRule(RuleWrapper):
         likeliest = self.drafter.level_probs.amax(dim=1).cpu().numpy()
         if self.calibrated:
             likeliest = numpy.exp(self.calibrated.calibrate_drawn(numpy.log(likeliest)))
-        return numpy.fmax(likeliest, 0)  # which ignores nan
+        return numpy.nan_to_num(likeliest)
 
     def require_suffix(self, is_possible: ndarray) -> None:
         """Raise ValueError if a possible candidate [n, k] is cut and a later one of its row is not.
@@ -108,15 +109,16 @@ class DrawnRule(RuleWrapper):
 def drawn_values(logprobs: ndarray, parent_scores: ndarray, is_calibrated: bool) -> ndarray:
     """Return the log values [n, k] of drawn candidates, each known before the candidate is drawn.
 
-    A value estimates the probability that the path is accepted and every earlier sibling is not
-    (DySpec, Eq. 9 and 11).
+    value = p(u) * (1 - sum(probs of earlier siblings))  # of a child of row u (DySpec, Eq. 11)
+    value = p(u) * product(1 - probs of earlier siblings)  # if calibrated
+
+    The second factor is the probability that all earlier siblings are rejected. The draft's
+    probabilities are renormalised after each draw; acceptance probabilities are not.
 
     Args:
         logprobs: [n, k], -inf for tokens that cannot be drawn.
         parent_scores: [n, 2], log p(u) and value of the rows.
-        is_calibrated: logprobs are acceptance probabilities p, so all earlier siblings are rejected
-            with probability prod(1 - p). Otherwise p is renormalised after each draw, as in the
-            paper, which makes this 1 - sum(p).
+        is_calibrated: logprobs are of acceptance.
     """
     probs = numpy.exp(logprobs)
     p_reached = numpy.ones_like(probs)  # that all earlier siblings are rejected

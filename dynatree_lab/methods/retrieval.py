@@ -164,12 +164,11 @@ class Graft(MethodSettings):
         thresholds = parse_checkpoints(self.checkpoints)
         rank_probs = parse_successor_probs(self.p)
         base = make_rule(parse_base(self.base))
-        gates = base if isinstance(base, CostGates) else None
-        if gates:
-            base = gates.rule
-        rule = GraftRule(base, self.N, n_levels, thresholds, rank_probs, self.at == "tail")
+        has_gates = isinstance(base, CostGates)
+        drafting = base.rule if has_gates else base
+        rule = GraftRule(drafting, self.N, n_levels, thresholds, rank_probs, self.at == "tail")
         # The cost gates wrap the graft, because all rows of an iteration cost time
-        return CostGates(rule, gates.given_costs) if gates else rule
+        return CostGates(rule, base.given_costs) if has_gates else rule
 
 
 class GraftRule(RuleWrapper):
@@ -234,10 +233,7 @@ class GraftRule(RuleWrapper):
         return gates
 
     def finish_tree(self, tree: Tree) -> Tree:
-        """Fill the rest of the row budget with nodes from the table, the likeliest first.
-
-        A node that the tree has already is not added again.
-        """
+        """Fill the rest of the row budget with nodes from the table, the likeliest first."""
         tree = MixedTree.from_tree(best_rows(tree, self.max_kept))
         graft_rows = [0]
         if self.grafts_at_tail:
@@ -262,5 +258,5 @@ class GraftRule(RuleWrapper):
         """Show the base only its own nodes, because it must not learn from retrieved ones."""
         retrieved = are_retrieved(tree)
         drafted = [row for row in range(len(tree)) if not retrieved[row]]
-        new_rows = {row: i for i, row in enumerate(drafted)}
-        super().adapt(select(tree, drafted), [new_rows[row] for row in path if row in new_rows])
+        drafted_path = [drafted.index(row) for row in path if not retrieved[row]]
+        super().adapt(select(tree, drafted), drafted_path)

@@ -1,4 +1,4 @@
-"""Parts that the rules of this folder share: attributes, drawn levels, mixed trees, a wrapper.
+"""Parts that rules share: attributes, a wrapper, drawn levels, and trees with retrieved rows.
 
 Shapes: N tree rows, n rows of a level, k candidates per row.
 """
@@ -100,7 +100,7 @@ def with_attributes(rule: Rule) -> Rule:
 class DrawnLevel(Level):
     """A level whose candidates are in draw order (drawn.py)."""
 
-    values: ndarray  # [n, k] float32, log values, known before the draw (DySpec, Eq. 11)
+    values: ndarray  # [n, k] float32, log values, known before the draw (drawn.drawn_values)
     find_confidence: Callable[[], ndarray]  # waits for the device, so it is called only if needed
 
     @cached_property
@@ -118,7 +118,7 @@ def values_of(level: Level) -> ndarray:
 
 
 def added_mask(level: Level, gates: Gates) -> ndarray:
-    """Return which candidates [n, k] pass the gates; they become rows if the budget allows it."""
+    """Return which candidates [n, k] pass the gates and can be drawn. The budget may drop some."""
     return passing(level, gates) & (values_of(level) > -math.inf)
 
 
@@ -135,7 +135,8 @@ class MixedTree(Tree):
         if isinstance(tree, MixedTree):
             return tree
         columns = [getattr(tree, f.name) for f in fields(Tree)]
-        return cls(*columns, values or list(tree.path_logprobs), [False] * len(tree))
+        values = list(tree.path_logprobs) if values is None else values
+        return cls(*columns, values, [False] * len(tree))
 
     def add_retrieved(self, token: int, parent: int, path_logprob: float) -> int:
         """Add a retrieved row and return its number."""
@@ -199,8 +200,6 @@ def select(tree: Tree, rows: list[int]) -> Tree:
 
 def breadth_first(tree: Tree) -> Tree:
     """Return the tree in breadth-first order; rows of one depth keep their order."""
-    if tree.depths == sorted(tree.depths):
-        return tree
     return select(tree, sorted(range(len(tree)), key=tree.depths.__getitem__))
 
 

@@ -57,9 +57,8 @@ class DrawingDynaTreeRule(DynaTreeRule, MethodRule):
 
     def __init__(self, settings: DynaTree):
         super().__init__(settings)
-        s = settings
         self.is_chain = self.max_branches == 1
-        self.depends_on_probs = s.adapt_breadth or s.adapt_depth or s.prune
+        self.depends_on_probs = settings.adapt_breadth or settings.adapt_depth or settings.prune
 
     def add_gates(self, level: Level) -> Gates:
         """Return the core's gates; tau prunes drawn candidates by their values, which are known
