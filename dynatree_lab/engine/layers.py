@@ -166,8 +166,8 @@ def affine_parts(layer: Layer) -> list[Affine]:
 class FusedLayer(nn.Module):
     """A layer of a FusedTransformer. The three classes below have different linear layers.
 
-    `inputs` returns qkv [n, 3 H D] and, unless it depends on attention, the MLP's inner product
-    [n, inner]. `outputs` returns what is then added to x [n, hidden].
+    `inputs` returns qkv [n, 3 H D] and the MLP's inner product [n, inner], or None if that depends
+    on attention. `outputs` returns what is then added to x [n, hidden].
     """
 
     # Given a result [n, hidden] of a layer that has only some of its heads and columns, return the
@@ -186,11 +186,11 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """Add attention and MLP to x in place. Write this pass's keys and values to kv [2, H,
         capacity, D]."""
-        qkv, *inner = self.inputs(x)
+        qkv, inner = self.inputs(x)
         qkv = qkv.view(len(qkv), 3, -1, self.config.head_size).permute(1, 2, 0, 3)  # [3, H, n, D]
         q = rotate_and_store(qkv, rotary, kv, start)
         attended = mask.attend(q, kv[0], kv[1])  # [H, n, D]
-        return x.add_(self.sum_ranks(self.outputs(x, attended, *inner)))
+        return x.add_(self.sum_ranks(self.outputs(x, attended, inner)))
 
     def norm(self, x: Tensor, which: int) -> Tensor:
         """Return LN1(x) or LN2(x)."""
@@ -200,12 +200,11 @@ class FusedLayer(nn.Module):
 class SequentialLayer(FusedLayer):
     """y = x + Attn(LN1(x)), then y + MLP(LN2(y)). The linear layers are qkv, inner, dense, out."""
 
-    def inputs(self, x: Tensor) -> list[Tensor]:
-        qkv, *_ = self.linears
-        return [qkv(self.norm(x, 0))]
+    def inputs(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.linears[0](self.norm(x, 0)), None
 
-    def outputs(self, x: Tensor, attended: Tensor) -> Tensor:
-        _, inner, dense, out = self.linears
+    def outputs(self, x: Tensor, attended: Tensor, _: None) -> Tensor:
+        inner, dense, out = self.linears[1:]
         columns = attended.transpose(0, 1).flatten(1)  # [n, H * D]
         x.add_(self.sum_ranks(dense(columns)))
         product = inner(self.norm(x, 1))
@@ -217,19 +216,17 @@ class SequentialLayer(FusedLayer):
 class ParallelLayer(FusedLayer):
     """x + Attn(LN1(x)) + MLP(LN2(x)). The linear layers are qkv, inner, and dense with out."""
 
-    def inputs(self, x: Tensor) -> list[Tensor]:
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         qkv, inner, _ = self.linears
-        return [qkv(self.norm(x, 0)), inner(self.norm(x, 1))]
+        return qkv(self.norm(x, 0)), inner(self.norm(x, 1))
 
     def outputs(self, x: Tensor, attended: Tensor, inner: Tensor) -> Tensor:
         n_heads, n, size = attended.shape
         n_attended = n_heads * size
         combined = inner.new_empty(n, n_attended + inner.shape[1])
-        columns = combined[:, :n_attended]  # [n, H * D]
-        columns.view(n, n_heads, size).copy_(attended.transpose(0, 1))
+        combined[:, :n_attended].view(n, n_heads, size).copy_(attended.transpose(0, 1))
         gelu(inner, self.approximate, combined[:, n_attended:])
-        *_, dense_and_out = self.linears
-        return dense_and_out(combined)
+        return self.linears[-1](combined)
 
 
 class FoldedLayer(ParallelLayer):
@@ -244,11 +241,10 @@ class FoldedLayer(ParallelLayer):
         super().__init__(config, [], [qkv_and_inner, dense_and_out])
         self.n_qkv, self.n_inner = len(qkv.bias), len(inner.bias)
 
-    def inputs(self, x: Tensor) -> list[Tensor]:
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         normed = torch.layer_norm(x, x.shape[-1:], None, None, self.config.layer_norm_eps)
-        qkv_and_inner, _ = self.linears
-        both = qkv_and_inner(normed)  # [n, n_qkv + n_inner + padding]
-        return [both[:, : self.n_qkv], both[:, self.n_qkv : self.n_qkv + self.n_inner]]
+        both = self.linears[0](normed)  # [n, n_qkv + n_inner + padding]
+        return both[:, : self.n_qkv], both[:, self.n_qkv : self.n_qkv + self.n_inner]
 
 
 class Head(nn.Module):

@@ -193,9 +193,9 @@ class FileLayers(StreamedLayers):
 
     def __init__(self, config: Config, tensors: StoredTensors, budget: Budget):
         """Read the resident layers. Raises CheckpointError."""
-        files, n = LayerFiles(tensors), config.num_hidden_layers
-        largest = max(map(files.layer_bytes, range(n)))
-        super().__init__(config, budget.n_resident(n, largest))
+        files, n_layers = LayerFiles(tensors), config.num_hidden_layers
+        largest = max(map(files.layer_bytes, range(n_layers)))
+        super().__init__(config, budget.n_resident(n_layers, largest))
         self.bytes_per_pass = sum(map(files.layer_bytes, self.streamed))
         self.files, self.dtype = files, tensors.dtype
         self.is_checked = [False] * self.n_layers  # for non-finite weights
@@ -391,9 +391,8 @@ class PinnedLayers(StreamedLayers):
     def begin(self, i: int, buffer: int) -> Callable[[], object]:
         self.copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copies):
-            for weight, pinned in zip(
-                weights_of(self.buffers[buffer]), self.pinned[i], strict=True
-            ):
+            weights = weights_of(self.buffers[buffer])
+            for weight, pinned in zip(weights, self.pinned[i], strict=True):
                 weight.copy_(pinned, non_blocking=True)
         return self.wait_for_copies
 
